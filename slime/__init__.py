@@ -1,0 +1,3 @@
+"""slime: reinforcement learning post-training for large language models with Ray, Megatron and SGLang."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,95 @@
+"""What the backends and the wiring agree on. Standard library only, so that every room can read it.
+
+A trainer knows no engine and an engine knows no trainer; ``slime.ray`` introduces them through these protocols, and
+tests put a recording fake on either side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["EngineFleet", "EngineInfo", "NamedTensor", "PendingCalls", "TrainReport", "Trainer"]
+
+NamedTensor: TypeAlias = "tuple[str, torch.Tensor]"
+"""(Hugging Face parameter name, full unsharded tensor)."""
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """One engine as the trainer sees it.
+
+    Attributes:
+        url: base URL of its HTTP server.
+        num_gpus: device slots (tensor-parallel ranks) that join a weight-update group.
+    """
+
+    url: str
+    num_gpus: int
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """What one rank tells after training on one rollout.
+
+    Attributes:
+        steps: metrics of every optimizer step, in order, without prefix (``loss``, ``grad_norm``, ...). Filled on the
+            main rank only, empty elsewhere.
+        rollout: metrics over the whole rollout batch as the trainer sees it (``log_probs``, ``advantages``, ...).
+        seconds: seconds spent, by phase (``log_probs``, ``ref_log_probs``, ``train``).
+    """
+
+    steps: list[dict[str, float]] = field(default_factory=list)
+    rollout: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Trainer(Protocol):
+    """One rank of a training backend. Every method is called on all ranks at the same time."""
+
+    def setup(self) -> int:
+        """Build model, optimizer and scheduler, load the checkpoint. Returns the rollout id to start with."""
+
+    @property
+    def data_parallel(self) -> tuple[int, int]:
+        """(rank, size) in the data-parallel group, context parallelism not counted."""
+
+    def train(self, rollout_id: int, batch: dict[str, Any]) -> TrainReport:
+        """Train on this data-parallel rank's part of a rollout (columns of ``slime.data.columns``)."""
+
+    def save(self, rollout_id: int) -> None:
+        """Write a checkpoint whose iteration is ``rollout_id``; it is complete when this returns on all ranks."""
+
+    def save_hf(self, path: str) -> None:
+        """Write the model as a Hugging Face checkpoint directory."""
+
+    @property
+    def is_weight_source(self) -> bool:
+        """True on the rank that holds the gathered weights while they are exported."""
+
+    def export_weights(self) -> Iterator[NamedTensor]:
+        """All weights under their Hugging Face names, full and unpadded.
+
+        A collective: every rank must exhaust it. Tensors are meaningful where ``is_weight_source`` only.
+        """
+
+
+class PendingCalls(Protocol):
+    """Calls that were started on every engine of a fleet."""
+
+    def wait(self, timeout_s: float) -> list[Any]:
+        """One result per engine, in fleet order. Raises ``EngineError`` or ``DeadlineExceeded`` naming the engine."""
+
+
+class EngineFleet(Protocol):
+    """The engines that receive weights."""
+
+    @property
+    def engines(self) -> Sequence[EngineInfo]: ...
+
+    def start(self, verb: str, each: Sequence[Mapping[str, Any]] | None = None, **kwargs: Any) -> PendingCalls:
+        """Start ``engine.verb(**kwargs, **each[i])`` on every engine without waiting."""

@@ -1,0 +1,121 @@
+"""Argument groups: a flag is a field of a plain frozen dataclass that lives in the room that reads it.
+
+A room declares ``@dataclass(frozen=True) class EvalArgs`` with one field per flag and imports nothing for it; this
+module turns such classes into argparse options, and the flat namespace back into an instance of the class, so that
+code takes the narrow group and only users' hooks get the whole namespace.
+
+    eval_interval: int | None = field(default=None, metadata={"help": "Evaluate every N rollouts."})
+
+becomes ``--eval-interval N``. The option's type follows the annotation:
+
+    int, float, str              one value
+    Literal["a", "b"]            one value out of the choices
+    bool, default False          a switch
+    bool, default True           a switch that turns it off; ``metadata["off"]`` names it (``"--disable-x"``)
+    bool | None                  ``--x`` and ``--no-x``; None means "derive"
+    list[T] | None               several values; with ``metadata["append"]`` repeated flags add up
+    dict                         a JSON object
+
+Other metadata: ``flags`` (more spellings), ``metavar``, ``required``, ``derived`` (no flag: resolved from others).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar
+
+__all__ = ["add_group", "flag_of", "from_args", "json_object"]
+
+Group = TypeVar("Group")
+
+
+def add_group(parser: argparse.ArgumentParser, group: type) -> None:
+    """Add one option per field of the dataclass ``group``; its docstring is the title in ``--help``."""
+    title = (group.__doc__ or group.__name__).strip().splitlines()[0].rstrip(".")
+    section = parser.add_argument_group(title)
+    hints = _hints(group)
+    for item in dataclasses.fields(group):
+        if item.metadata.get("derived"):
+            parser.set_defaults(**{item.name: _default(item)})
+            continue
+        section.add_argument(*_spellings(item), dest=item.name, **_option(item, hints[item.name]))
+
+
+def from_args(group: type[Group], args: argparse.Namespace) -> Group:
+    """The instance of ``group`` that the flat namespace describes."""
+    return group(**{item.name: getattr(args, item.name) for item in dataclasses.fields(group)})  # type: ignore[arg-type]
+
+
+def flag_of(name: str) -> str:
+    """``eval_interval`` -> ``--eval-interval``."""
+    return "--" + name.replace("_", "-")
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """argparse type of flags that take a JSON object."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a JSON object such as '{{\"key\": 1}}'")
+    return value
+
+
+@functools.cache
+def _hints(group: type) -> dict[str, Any]:
+    return typing.get_type_hints(group)
+
+
+def _default(item: dataclasses.Field[Any]) -> Any:
+    if item.default_factory is not dataclasses.MISSING:
+        return item.default_factory()
+    return None if item.default is dataclasses.MISSING else item.default
+
+
+def _spellings(item: dataclasses.Field[Any]) -> Sequence[str]:
+    first = item.metadata.get("off", flag_of(item.name))
+    return (first, *item.metadata.get("flags", ()))
+
+
+def _option(item: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
+    default = _default(item)
+    option: dict[str, Any] = {"default": default, "help": item.metadata.get("help", "")}
+    if item.metadata.get("required"):
+        option["required"] = True
+    inner, is_optional = _strip_optional(hint)
+    if inner is bool:
+        if is_optional:
+            return option | {"action": argparse.BooleanOptionalAction}
+        return option | {"action": "store_false" if default is True else "store_true"}
+    if "metavar" in item.metadata:
+        option["metavar"] = item.metadata["metavar"]
+    origin = typing.get_origin(inner)
+    if inner is dict or origin is dict:
+        return option | {"type": json_object}
+    if origin is list:
+        option["nargs"] = item.metadata.get("nargs", "+")
+        if item.metadata.get("append"):
+            option["action"] = "extend"
+        inner = typing.get_args(inner)[0]
+        origin = typing.get_origin(inner)
+    if origin is Literal:
+        choices = typing.get_args(inner)
+        return option | {"choices": choices, "type": type(choices[0])}
+    if inner not in (int, float, str):
+        raise TypeError(f"field {item.name}: annotation {hint!r} has no command-line form")  # a mistake of ours
+    return option | {"type": inner}
+
+
+def _strip_optional(hint: Any) -> tuple[Any, bool]:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        members = [member for member in typing.get_args(hint) if member is not type(None)]
+        if len(members) == 1:
+            return members[0], True
+    return hint, False

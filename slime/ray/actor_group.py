@@ -1,0 +1,75 @@
+"""All trainer ranks of one role, addressed as one. The driver and the loop call this, never a rank."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from slime.backends.protocols import TrainReport
+from slime.ray.cluster import worker_env
+from slime.ray.fleet import RayEngineFleet
+from slime.ray.placement_group import GpuSlots
+from slime.ray.shards import Box
+from slime.ray.train_actor import SyncReport, TrainActor
+from slime.ray.waiting import get
+
+__all__ = ["NOSET_VISIBLE_DEVICES", "RayTrainGroup"]
+
+NOSET_VISIBLE_DEVICES = {
+    f"RAY_EXPERIMENTAL_NOSET_{vendor}_VISIBLE_DEVICES": "1"
+    for vendor in ("CUDA", "ROCR", "ASCEND_RT", "HABANA", "NEURON_RT", "TPU", "ONEAPI", "MUSA")
+}
+"""Ray then leaves the devices visible; slime picks each process's own device from its slot."""
+
+
+class RayTrainGroup:
+    """``world_size`` ranks on the given slots, rank r on slot r."""
+
+    def __init__(self, args: Namespace, slots: GpuSlots) -> None:
+        self._args = args
+        env = worker_env() | NOSET_VISIBLE_DEVICES | {"NCCL_CUMEM_ENABLE": "0"}
+        env |= {key: str(value) for key, value in args.train_env_vars.items()}
+        actor = ray.remote(TrainActor)
+        self._ranks = [
+            actor.options(
+                num_cpus=0.4,
+                num_gpus=0.4,
+                scheduling_strategy=slots.strategy(rank),
+                runtime_env={"env_vars": env},
+            ).remote(args, rank, len(slots), slots.device_ids[rank])
+            for rank in range(len(slots))
+        ]
+
+    def _all(self, method: str, *arguments: Any) -> list[Any]:
+        return [getattr(rank, method).remote(*arguments) for rank in self._ranks]
+
+    def start_setup(self, with_ref: bool) -> list[Any]:
+        """Start building the model on all ranks. Returns refs to the rollout id each would start with."""
+        address, port = get(
+            self._ranks[0].rendezvous.remote(), self._args.trainer_start_timeout, "trainer rank 0 to start"
+        )
+        return self._all("setup", address, port, with_ref)
+
+    def train(self, rollout_id: int, shards: Sequence[Box]) -> TrainReport:
+        """Train on one rollout. Returns the main rank's report."""
+        refs = self._all("train", rollout_id, shards)
+        reports = get(refs, self._args.train_timeout, f"the trainer to train on rollout {rollout_id}")
+        return next((report for report in reports if report.steps), reports[0])
+
+    def update_weights(self, fleet: RayEngineFleet, version: str) -> SyncReport:
+        refs = self._all("update_weights", fleet, version)
+        what = f"the trainer to send weight version {version} to {len(fleet.engines)} engines"
+        return max(get(refs, self._args.weight_sync_timeout, what), key=lambda report: report.seconds)
+
+    def save(self, rollout_id: int) -> None:
+        get(self._all("save", rollout_id), self._args.train_timeout, f"the checkpoint of rollout {rollout_id}")
+
+    def save_hf(self, path: str) -> None:
+        get(self._all("save_hf", path), self._args.train_timeout, f"the Hugging Face export to {path}")
+
+    def kill(self) -> None:
+        for rank in self._ranks:
+            ray.kill(rank)

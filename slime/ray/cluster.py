@@ -1,0 +1,80 @@
+"""The Ray cluster of a run: joins the one it is given, or starts one inside the driver that ends with it.
+
+Without a GPU, Ray's "GPU" slots are logical: the embedded cluster announces as many as the run asks for, so that
+placement is the same code on a laptop and on a cluster. Everything binds to loopback when the cluster is our own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+
+from slime.utils import accelerator
+
+__all__ = ["num_slots", "running_cluster", "worker_env"]
+
+logger = logging.getLogger(__name__)
+
+_OBJECT_STORE_BYTES = 512 * 1024**2
+_DRIVER_CPUS = 4  # data buffer, rollout manager and what they start
+
+
+@contextmanager
+def running_cluster(args: Namespace) -> Iterator[None]:
+    """Ray is up inside the block. An embedded cluster is stopped at its end, however that comes about."""
+    if ray.is_initialized():
+        yield
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(log_to_driver=True, logging_level=logging.WARNING)
+    else:
+        _start_embedded(args)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _start_embedded(args: Namespace) -> None:
+    slots = num_slots(args)
+    is_cpu = accelerator.current().is_cpu
+    ray.init(
+        address="local",
+        num_cpus=max(os.cpu_count() or 1, slots + _DRIVER_CPUS),
+        num_gpus=slots if is_cpu else None,
+        object_store_memory=_OBJECT_STORE_BYTES if is_cpu else None,
+        include_dashboard=False,
+        log_to_driver=True,
+        logging_level=logging.WARNING,
+        _node_ip_address="127.0.0.1",
+    )
+
+
+def num_slots(args: Namespace) -> int:
+    """Device slots of the whole run: trainer ranks and engine devices side by side."""
+    train = 0 if args.debug_rollout_only else args.world_size
+    return train + (0 if args.debug_train_only else args.rollout_num_gpus)
+
+
+def worker_env() -> dict[str, str]:
+    """Environment of every actor that slime starts.
+
+    One OpenMP thread on a CPU: ranks and engines share the cores, and spinning OpenMP barriers of several processes
+    slow each other down by orders of magnitude.
+    """
+    env = {"RAY_USE_UVLOOP": "0", "TOKENIZERS_PARALLELISM": "false"}
+    if accelerator.current().is_cpu:
+        env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
+        if os.environ.get("RAY_ADDRESS"):
+            env.pop("GLOO_SOCKET_IFNAME")  # several hosts may be involved: let gloo find the interface
+    for name in ("SLIME_ACCELERATOR", "HF_HUB_OFFLINE"):
+        if name in os.environ:
+            env[name] = os.environ[name]
+    return env

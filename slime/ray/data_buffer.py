@@ -1,0 +1,93 @@
+"""The Data Buffer: one Ray actor that owns the data source. Prompts go out, groups come back, its state is saved.
+
+It outlives the rollout that uses it: an engine or rollout failure loses no prompt. Rollout functions never see the
+actor, only :class:`DataBufferClient`, which looks like a data source.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import ray
+
+from slime.data.sample import SampleGroup
+from slime.hooks.load import load_function
+from slime.observability.logging_utils import configure_logger
+from slime.ray.cluster import worker_env
+from slime.ray.waiting import get
+
+__all__ = ["DataBuffer", "DataBufferClient", "create_data_buffer"]
+
+_CALL_TIMEOUT_S = 600.0
+
+
+class DataBuffer:
+    """Body of the actor: a data source (``--data-source-path``) behind remote calls."""
+
+    def __init__(self, args: Namespace) -> None:
+        configure_logger(" data_buffer")
+        self._source = load_function(args.data_source_path)(args)
+
+    def get_samples(self, num_samples: int) -> list[SampleGroup]:
+        return self._source.get_samples(num_samples)
+
+    def add_samples(self, groups: list[SampleGroup]) -> None:
+        self._source.add_samples(groups)
+
+    def size(self) -> int:
+        """Prompts in one epoch."""
+        return len(self._source)
+
+    def save(self, rollout_id: int) -> None:
+        self._source.save(rollout_id)
+
+    def load(self, rollout_id: int | None) -> None:
+        self._source.load(rollout_id)
+
+    def get_metadata(self) -> dict[str, Any]:
+        return self._source.get_metadata()
+
+    def update_metadata(self, metadata: dict[str, Any]) -> None:
+        self._source.update_metadata(metadata)
+
+
+class DataBufferClient:
+    """The data source as rollout functions see it. Every call has a deadline."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        ref = getattr(self._actor, method).remote(*arguments)
+        return get(ref, _CALL_TIMEOUT_S, f"the Data Buffer to answer {method}()")
+
+    def get_samples(self, num_samples: int) -> list[SampleGroup]:
+        return self._call("get_samples", num_samples)
+
+    def add_samples(self, groups: list[SampleGroup]) -> None:
+        self._call("add_samples", groups)
+
+    def save(self, rollout_id: int) -> None:
+        self._call("save", rollout_id)
+
+    def load(self, rollout_id: int | None = None) -> None:
+        self._call("load", rollout_id)
+
+    def get_metadata(self) -> dict[str, Any]:
+        return self._call("get_metadata")
+
+    def update_metadata(self, metadata: dict[str, Any]) -> None:
+        self._call("update_metadata", metadata)
+
+    def __len__(self) -> int:
+        return self._call("size")
+
+    def __call__(self, num_samples: int) -> list[SampleGroup]:
+        """Hooks that were written for a bound ``get_samples`` may call the client itself."""
+        return self.get_samples(num_samples)
+
+
+def create_data_buffer(args: Namespace) -> DataBufferClient:
+    actor = ray.remote(DataBuffer).options(num_cpus=1, runtime_env={"env_vars": worker_env()}).remote(args)
+    return DataBufferClient(actor)

@@ -1,0 +1,191 @@
+"""The steps of a run, each a verb of the story that ``train.py`` tells. Shared by every driver.
+
+    who waits for whom
+    driver      the rollout manager (engines up, one rollout, one evaluation), the trainer (one rollout's steps, a sync)
+    trainer     engines, during a weight sync
+    manager     engines through the router, the Data Buffer, the user's reward
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from argparse import Namespace
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import ray
+
+from slime.backends.protocols import TrainReport
+from slime.observability.console import step_line
+from slime.observability.tracking import Tracker, create_tracker
+from slime.ray.actor_group import RayTrainGroup
+from slime.ray.data_buffer import DataBufferClient, create_data_buffer
+from slime.ray.fleet import RayEngineFleet
+from slime.ray.placement_group import GpuSlots, create_placement_groups
+from slime.ray.rollout import create_rollout_manager
+from slime.ray.shards import RolloutResult
+from slime.ray.train_actor import SyncReport
+from slime.ray.waiting import get
+from slime.utils.errors import ConfigError
+
+__all__ = ["Run", "is_due", "start_run"]
+
+logger = logging.getLogger(__name__)
+
+_DISPOSE_TIMEOUT_S = 20.0
+
+
+def is_due(rollout_id: int, interval: int | None, last: int | None = None) -> bool:
+    """Whether a periodic action falls after rollout ``rollout_id``; always after the rollout ``last``."""
+    return interval is not None and ((rollout_id + 1) % interval == 0 or rollout_id == last)
+
+
+@dataclass
+class Run:
+    """A started run: its actors, where it begins, and one method per step."""
+
+    args: Namespace
+    tracker: Tracker
+    manager: Any
+    data_buffer: DataBufferClient
+    trainer: RayTrainGroup | None
+    start_rollout_id: int
+    num_rollout: int
+    _fleet: RayEngineFleet | None
+    _train_step: int = 0
+    _has_trained: bool = False
+    _seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def rollout_ids(self) -> range:
+        return range(self.start_rollout_id, self.num_rollout)
+
+    def generate(self, rollout_id: int) -> RolloutResult:
+        """Prompts become scored samples, split for the trainer's ranks."""
+        started = time.monotonic()
+        what = f"rollout {rollout_id}"
+        result = get(self.manager.generate.remote(rollout_id), self.args.rollout_timeout, what, "--rollout-timeout")
+        self._seconds["rollout"] = time.monotonic() - started
+        return result
+
+    def train(self, rollout_id: int, rollout: RolloutResult) -> TrainReport | None:
+        """Samples become a gradient, a gradient becomes new weights in the trainer."""
+        if self.trainer is None:
+            return None
+        started = time.monotonic()
+        report = self.trainer.train(rollout_id, rollout.shards)
+        self._seconds["train"] = time.monotonic() - started
+        if not self._has_trained:
+            self._has_trained = True
+            self._seconds["first_step"] = time.time() - psutil.Process().create_time()
+            logger.info("first trained step %.1f s after the start of the command", self._seconds["first_step"])
+        return report
+
+    def sync_weights(self, num_trained: int) -> None:
+        """New weights become the engines' weights; their version is the number of rollouts they were trained on."""
+        if self.trainer is None or self._fleet is None:
+            return
+        report: SyncReport = self.trainer.update_weights(self._fleet, str(num_trained))
+        self._seconds["sync"] = report.seconds
+
+    def save(self, rollout_id: int) -> None:
+        """Data state first, model last: the tracker file that makes a checkpoint count names a complete one."""
+        if self.trainer is None:
+            return
+        get(self.manager.save.remote(rollout_id), self.args.train_timeout, "the Data Buffer's state to be saved")
+        self.trainer.save(rollout_id)
+        if self.args.save_hf is not None:
+            self.trainer.save_hf(self.args.save_hf.format(rollout_id=rollout_id))
+
+    def evaluate(self, rollout_id: int, num_trained: int) -> dict[str, float]:
+        """Score the held-out sets with the weights that were trained on ``num_trained`` rollouts."""
+        if self.args.debug_train_only:
+            return {}
+        what = f"the evaluation after {num_trained} rollouts"
+        metrics = get(self.manager.eval.remote(rollout_id), self.args.rollout_timeout, what, "--rollout-timeout")
+        self.tracker.log(metrics | {"eval/step": num_trained}, step_key="eval/step")
+        logger.info("eval after %d rollouts: %s", num_trained, {k: round(v, 4) for k, v in metrics.items()})
+        return metrics
+
+    def report(self, rollout_id: int, rollout: RolloutResult, training: TrainReport | None) -> None:
+        """Metrics to the trackers and one line to the console."""
+        metrics = dict(rollout.metrics)
+        metrics |= {f"perf/{name}_time": seconds for name, seconds in self._seconds.items()}
+        if training is not None:
+            metrics |= {f"rollout/{name}": value for name, value in training.rollout.items()}
+            metrics |= {f"perf/{name}_time": seconds for name, seconds in training.seconds.items()}
+            for step in training.steps:
+                values = {f"train/{name}": value for name, value in step.items()}
+                self.tracker.log(values | {"train/step": self._train_step}, step_key="train/step")
+                self._train_step += 1
+        self.tracker.log(metrics | {"rollout/step": rollout_id}, step_key="rollout/step")
+        last = training.steps[-1] if training is not None and training.steps else {}
+        print(step_line(rollout_id, metrics, last, self._seconds), flush=True)
+        self._seconds.clear()
+
+    def dispose(self) -> None:
+        """Stop engines and router and close the trackers. Safe to call in any state."""
+        try:
+            get(self.manager.dispose.remote(), _DISPOSE_TIMEOUT_S, "the rollout manager to stop its engines")
+        except Exception as error:  # whatever is left dies with the actors below
+            logger.warning("engines were not stopped in order: %s", error)
+        ray.kill(self.manager)
+        if self.trainer is not None:
+            self.trainer.kill()
+        self.tracker.close()
+
+
+def start_run(args: Namespace) -> Run:
+    """Start everything at once: engines and router, Data Buffer and trainer come up side by side.
+
+    Whatever fails first ends the start with its own error; what was already started is stopped.
+    """
+    tracker = create_tracker(args)
+    slots = create_placement_groups(args)
+    data_buffer = create_data_buffer(args)
+    manager = create_rollout_manager(args, slots["rollout"], data_buffer)
+    trainer: RayTrainGroup | None = None
+    run = Run(args, tracker, manager, data_buffer, None, 0, 0, None)
+    try:
+        ready = manager.wait_ready.remote()
+        num_rollout = _num_rollout(args, data_buffer)
+        args.num_rollout = num_rollout  # the trainer's learning-rate schedule needs it
+        if not args.debug_rollout_only:
+            trainer = run.trainer = RayTrainGroup(args, slots["actor"])
+        starts = trainer.start_setup(args.use_kl_loss) if trainer is not None else []
+        results = get([ready, *starts], args.trainer_start_timeout, "engines and trainer to start")
+        run.start_rollout_id = _start_id(args, results[1:])
+        run.num_rollout = num_rollout
+        if run.start_rollout_id > 0:
+            get(manager.load.remote(run.start_rollout_id - 1), 600.0, "the Data Buffer to load its state")
+        run._fleet = get(manager.fleet.remote(), 60.0, "the rollout manager to name its engines")
+        if args.check_weight_update_equal and trainer is not None:
+            get(manager.reset_weights.remote(), args.weight_sync_timeout, "engines to take random weights")
+    except BaseException:
+        run.dispose()
+        raise
+    return run
+
+
+def _num_rollout(args: Namespace, data_buffer: DataBufferClient) -> int:
+    if args.num_rollout is not None:
+        return args.num_rollout
+    per_epoch = len(data_buffer) // args.rollout_batch_size
+    if per_epoch == 0:
+        raise ConfigError(
+            f"--prompt-data {args.prompt_data} holds {len(data_buffer)} prompts, fewer than --rollout-batch-size "
+            f"{args.rollout_batch_size}: an epoch would have no rollout."
+        )
+    return per_epoch * args.num_epoch
+
+
+def _start_id(args: Namespace, loaded: list[int]) -> int:
+    if args.start_rollout_id is not None:
+        return args.start_rollout_id
+    if len(set(loaded)) > 1:
+        raise ConfigError(f"--load {args.load}: ranks loaded different iterations: {sorted(set(loaded))}.")
+    return loaded[0] if loaded else 0
+
+

@@ -1,0 +1,108 @@
+"""Which process runs on which device: one placement group, its slots in node and device order, and who gets which.
+
+    slots   0 ... A-1   trainer ranks        A ... A+R-1   inference engines
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from slime.ray.cluster import num_slots, worker_env
+from slime.ray.waiting import get
+from slime.utils import accelerator
+from slime.utils.deadline import Deadline
+
+__all__ = ["GpuSlots", "create_placement_groups"]
+
+logger = logging.getLogger(__name__)
+
+_REPORT_EVERY_S = 30.0
+
+
+@dataclass(frozen=True)
+class GpuSlots:
+    """Device slots of a placement group, in node and device order.
+
+    Attributes:
+        group: the Ray placement group, None when there is no slot.
+        bundles: bundle index of each slot.
+        device_ids: physical device id of each slot on its node; the slot number where devices are logical.
+    """
+
+    group: PlacementGroup | None
+    bundles: Sequence[int]
+    device_ids: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.bundles)
+
+    def __getitem__(self, part: slice) -> GpuSlots:
+        return GpuSlots(self.group, self.bundles[part], self.device_ids[part])
+
+    def strategy(self, slot: int) -> PlacementGroupSchedulingStrategy:
+        """Scheduling strategy that pins an actor to ``slot``; its child tasks stay in the group."""
+        return PlacementGroupSchedulingStrategy(
+            placement_group=self.group,
+            placement_group_bundle_index=self.bundles[slot],
+            placement_group_capture_child_tasks=True,
+        )
+
+
+def create_placement_groups(args: Namespace) -> dict[str, GpuSlots]:
+    """Reserve every device slot of the run. Returns the slots of ``"actor"`` and ``"rollout"``."""
+    slots = _reserve(num_slots(args), args.placement_timeout)
+    num_train = 0 if args.debug_rollout_only else args.world_size
+    return {"actor": slots[:num_train], "rollout": slots[num_train:]}
+
+
+def _reserve(count: int, timeout_s: float) -> GpuSlots:
+    if count == 0:
+        return GpuSlots(None, [], [])
+    group = placement_group([{"GPU": 1, "CPU": 1}] * count, strategy="PACK")
+    deadline = Deadline(
+        timeout_s,
+        f"Ray to reserve {count} device slots",
+        "Start nodes, ask for fewer with --actor-num-gpus-per-node / --rollout-num-gpus, or raise --placement-timeout",
+    )
+    while not group.wait(timeout_seconds=min(_REPORT_EVERY_S, max(1.0, deadline.remaining))):
+        total, free = ray.cluster_resources().get("GPU", 0), ray.available_resources().get("GPU", 0)
+        state = f"the cluster has {total:g} and {free:g} of them are free"
+        deadline.check(state)
+        logger.warning("waiting for %d device slots for %.0f s: %s", count, deadline.elapsed, state)
+    nodes = set(placement_group_table(group)["bundles_to_node_id"].values())
+    if len(nodes) == 1 and accelerator.current().is_cpu:
+        return GpuSlots(group, range(count), range(count))  # logical slots of one host have no order to find out
+    return _ordered(group, count)
+
+
+@ray.remote(num_gpus=1)
+class _Probe:
+    def locate(self) -> tuple[str, int]:
+        device_ids = ray.get_gpu_ids()
+        return ray.util.get_node_ip_address(), int(device_ids[0]) if device_ids else 0
+
+
+def _ordered(group: PlacementGroup, count: int) -> GpuSlots:
+    """Sort bundles by (node address, device id), so that neighbouring ranks share a node."""
+    unordered = GpuSlots(group, range(count), range(count))
+    env = {"env_vars": worker_env()}
+    probes = [
+        _Probe.options(scheduling_strategy=unordered.strategy(i), runtime_env=env).remote() for i in range(count)
+    ]
+    places = get([probe.locate.remote() for probe in probes], 120.0, "device slots to report where they are")
+    for probe in probes:
+        ray.kill(probe)
+    order = sorted(range(count), key=lambda i: (_address_key(places[i][0]), places[i][1]))
+    return GpuSlots(group, order, [places[i][1] for i in order])
+
+
+def _address_key(address: str) -> tuple[int, ...]:
+    parts = address.split(".")
+    return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else tuple(map(ord, address))

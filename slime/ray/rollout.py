@@ -1,0 +1,132 @@
+"""The rollout manager: one Ray actor that owns engines and router, runs the user's rollout function against the Data
+Buffer, and turns the groups it returns into shards for the trainer.
+
+Called by the loop. Knows no trainer: it is told the trainer's layout, and hands out a fleet of engines.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from argparse import Namespace
+from typing import Any
+
+import ray
+
+from slime.batch.compile import compile_train_data
+from slime.batch.replay import load_debug_rollout_data, save_debug_rollout_data
+from slime.batch.ship import split_by_dp
+from slime.data.layout import ParallelLayout
+from slime.data.sample import Sample, iter_samples
+from slime.hooks.load import load_function
+from slime.observability.logging_utils import configure_logger
+from slime.observability.rollout_metrics import (
+    compute_metrics_from_samples,
+    compute_perf_metrics_from_samples,
+    eval_metrics,
+)
+from slime.ray.cluster import worker_env
+from slime.ray.data_buffer import DataBufferClient
+from slime.ray.fleet import RayEngineFleet
+from slime.ray.placement_group import GpuSlots
+from slime.ray.server_group import RolloutServer
+from slime.ray.shards import Box, RolloutResult
+from slime.rollout.base_types import call_rollout_fn
+from slime.rollout.sample_hooks import set_current_rollout_id
+
+__all__ = ["RolloutManager", "create_rollout_manager"]
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutManager:
+    """Body of the actor. Its constructor only starts engines; :meth:`wait_ready` waits for them."""
+
+    def __init__(self, args: Namespace, slots: GpuSlots, data_buffer: DataBufferClient) -> None:
+        configure_logger(" rollout")
+        logging.getLogger("httpx").setLevel(logging.WARNING)
+        self._args = args
+        self._data_buffer = data_buffer
+        self._server = None if args.debug_train_only else RolloutServer(args, slots)
+        self._rollout_function = load_function(args.rollout_function_path)
+        self._eval_function = load_function(args.eval_function_path)
+        self._layout = ParallelLayout(dp_size=max(1, args.world_size))
+
+    def wait_ready(self) -> None:
+        """Return when router and engines answer, or raise what kept them from it."""
+        if self._server is not None:
+            router = self._server.wait_ready()
+            self._args.sglang_router_ip, self._args.sglang_router_port = router
+            self._args.sglang_model_routers = {"default": router}
+
+    def fleet(self) -> RayEngineFleet | None:
+        """The engines that receive weights, None without engines."""
+        return None if self._server is None else self._server.fleet
+
+    def reset_weights(self) -> None:
+        """Fill every engine with random weights, so that only a complete sync can make them right again."""
+        if self._server is not None:
+            self._server.fleet.start("reset_weights").wait(self._args.weight_sync_timeout)
+
+    def generate(self, rollout_id: int) -> RolloutResult:
+        """One rollout: prompts -> groups of scored samples -> shards."""
+        set_current_rollout_id(rollout_id)
+        started = time.monotonic()
+        groups, metrics = self._groups(rollout_id)
+        samples = list(iter_samples(groups))
+        save_debug_rollout_data(
+            self._args.save_debug_rollout_data, samples, rollout_id=rollout_id, evaluation=False
+        )
+        seconds = time.monotonic() - started
+        metrics |= {f"rollout/{k}": v for k, v in compute_metrics_from_samples(self._args, samples).items()}
+        perf = compute_perf_metrics_from_samples(self._args, samples, seconds)
+        metrics |= {f"perf/{k}": v for k, v in perf.items()}
+        if self._args.debug_rollout_only:
+            return RolloutResult([], metrics, 0)
+        data = compile_train_data(groups, self._args)
+        shards, dropped = split_by_dp(data, self._layout, self._args)
+        metrics["rollout/dropped_samples"] = float(dropped)
+        return RolloutResult([Box(ray.put(shard)) for shard in shards], metrics, len(shards[0]["num_microbatches"]))
+
+    def _groups(self, rollout_id: int) -> tuple[Any, dict[str, float]]:
+        if self._args.load_debug_rollout_data is not None:
+            return load_debug_rollout_data(
+                self._args.load_debug_rollout_data,
+                rollout_id=rollout_id,
+                subsample_ratio=self._args.load_debug_rollout_data_subsample,
+            ), {}
+        output = self._call(self._rollout_function, rollout_id, evaluation=False)
+        return output.samples, dict(output.metrics or {})
+
+    def _call(self, function: Any, rollout_id: int, *, evaluation: bool) -> Any:
+        try:
+            return call_rollout_fn(function, self._args, rollout_id, self._data_buffer, evaluation=evaluation)
+        except Exception:
+            if self._server is not None:
+                self._server.raise_if_dead()  # the cause, when an engine or the router died under the rollout
+            raise
+
+    def eval(self, rollout_id: int) -> dict[str, float]:
+        """Evaluate on every ``--eval-prompt-data`` set. Returns ``eval/...`` metrics."""
+        set_current_rollout_id(rollout_id)
+        output = self._call(self._eval_function, rollout_id, evaluation=True)
+        samples: list[Sample] = [s for result in output.data.values() for s in result.get("samples", [])]
+        save_debug_rollout_data(self._args.save_debug_rollout_data, samples, rollout_id=rollout_id, evaluation=True)
+        return eval_metrics(self._args, output.data) | dict(output.metrics or {})
+
+    def save(self, rollout_id: int) -> None:
+        self._data_buffer.save(rollout_id)
+
+    def load(self, rollout_id: int) -> None:
+        self._data_buffer.load(rollout_id)
+
+    def dispose(self) -> None:
+        """Stop router and engines."""
+        if self._server is not None:
+            self._server.stop()
+            self._server = None
+
+
+def create_rollout_manager(args: Namespace, slots: GpuSlots, data_buffer: DataBufferClient) -> Any:
+    env = {"env_vars": worker_env()}
+    return ray.remote(RolloutManager).options(num_cpus=1, runtime_env=env).remote(args, slots, data_buffer)

@@ -1,0 +1,30 @@
+"""How a rollout's data travels to the trainer: one object-store reference per data-parallel rank, never by value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Box", "RolloutResult"]
+
+
+@dataclass(frozen=True)
+class Box:
+    """Keeps Ray from resolving a reference that is passed through the driver."""
+
+    inner: Any
+
+
+@dataclass(frozen=True)
+class RolloutResult:
+    """What the rollout manager hands to the driver after one rollout.
+
+    Attributes:
+        shards: one box per data-parallel rank; empty with ``--debug-rollout-only``.
+        metrics: ``rollout/...`` and ``perf/...`` values.
+        num_optimizer_steps: optimizer steps that the data was scheduled for.
+    """
+
+    shards: list[Box]
+    metrics: dict[str, float]
+    num_optimizer_steps: int

@@ -1,0 +1,149 @@
+"""One trainer rank as a Ray actor: gives a training backend its environment, its data and the engines.
+
+The backend (``Trainer`` protocol) knows neither Ray nor engines. Called by ``actor_group`` on all ranks at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from slime.backends.protocols import Trainer, TrainReport
+from slime.backends.sglang_utils.checksum import expected_checksums
+from slime.observability.logging_utils import configure_logger
+from slime.ray.arguments import SyncArgs
+from slime.ray.fleet import RayEngineFleet
+from slime.ray.shards import Box
+from slime.utils import accelerator
+from slime.utils.errors import DataError
+from slime.utils.net import free_port
+from slime.weight_sync.send_distributed import DistributedSender
+from slime.weight_sync.session import WeightUpdate, push_weights
+
+__all__ = ["SyncReport", "TrainActor"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """One weight sync.
+
+    Attributes:
+        seconds: from the pause of the engines to their continuation, on the source rank; 0 elsewhere.
+        num_bytes: bytes sent to each engine.
+    """
+
+    seconds: float = 0.0
+    num_bytes: int = 0
+
+
+class TrainActor:
+    """Body of the actor."""
+
+    def __init__(self, args: Namespace, rank: int, world_size: int, device_index: int) -> None:
+        configure_logger(f" train-{rank}")
+        self._args = args
+        self._sync_args = SyncArgs(
+            args.update_weight_buffer_size,
+            args.update_weights_interval,
+            args.check_weight_update_equal,
+            args.weight_sync_timeout,
+        )
+        self._rank = rank
+        self._world_size = world_size
+        self._device_index = device_index
+        self._trainer: Trainer | None = None
+        self._sender: DistributedSender | None = None
+        self._fleet: RayEngineFleet | None = None
+        self._version: str | None = None
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Address and a free port of this rank's node; asked of rank 0."""
+        return ray.util.get_node_ip_address(), free_port()
+
+    def setup(self, master_address: str, master_port: int, with_ref: bool) -> int:
+        """Join the other ranks and build the model. Returns the rollout id to start with."""
+        os.environ.update(
+            MASTER_ADDR=master_address,
+            MASTER_PORT=str(master_port),
+            RANK=str(self._rank),
+            WORLD_SIZE=str(self._world_size),
+            LOCAL_RANK=str(self._device_index),
+        )
+        accelerator.current().set_device(self._device_index)
+        from slime.backends.megatron_utils.actor import MegatronTrainer
+
+        self._trainer = MegatronTrainer(self._args, rank=self._rank, world_size=self._world_size, with_ref=with_ref)
+        return self._trainer.setup()
+
+    @property
+    def trainer(self) -> Trainer:
+        assert self._trainer is not None, "setup() comes first"
+        return self._trainer
+
+    def train(self, rollout_id: int, shards: Sequence[Box]) -> TrainReport:
+        """Train on this rank's shard of rollout ``rollout_id``."""
+        dp_rank, dp_size = self.trainer.data_parallel
+        if len(shards) != dp_size:
+            raise DataError(f"rollout {rollout_id} was split for {len(shards)} data-parallel ranks, there are {dp_size}.")
+        batch = ray.get(shards[dp_rank].inner, timeout=self._args.train_timeout)
+        self._check_provenance(rollout_id, batch)
+        return self.trainer.train(rollout_id, batch)
+
+    def _check_provenance(self, rollout_id: int, batch: dict[str, Any]) -> None:
+        """Refuse tokens that other weights generated than those the engines were last given."""
+        if self._version is None:
+            return  # replayed rollouts and supervised data: no engine was involved
+        for index, versions in zip(batch["sample_indices"], batch.get("weight_versions") or [], strict=False):
+            if set(versions) - {self._version}:
+                raise DataError(
+                    f"sample {index} of rollout {rollout_id} was generated with weight versions {versions}, but the "
+                    f"engines hold version {self._version}: a weight sync did not reach the engine that made it."
+                )
+
+    def save(self, rollout_id: int) -> None:
+        self.trainer.save(rollout_id)
+
+    def save_hf(self, path: str) -> None:
+        self.trainer.save_hf(path)
+
+    def update_weights(self, fleet: RayEngineFleet, version: str) -> SyncReport:
+        """Send the weights to every engine of ``fleet``; all ranks take part in gathering them."""
+        report = SyncReport()
+        if self.trainer.is_weight_source:
+            started = time.monotonic()
+            num_bytes = push_weights(
+                fleet,
+                self._connected(fleet),
+                self.trainer.export_weights(),
+                WeightUpdate(
+                    version=version,
+                    max_chunk_bytes=self._sync_args.update_weight_buffer_size,
+                    timeout_s=self._sync_args.weight_sync_timeout,
+                    checksums=expected_checksums if self._sync_args.check_weight_update_equal else None,
+                ),
+            )
+            report = SyncReport(time.monotonic() - started, num_bytes)
+        else:
+            for _ in self.trainer.export_weights():
+                pass
+        self._version = version
+        return report
+
+    def _connected(self, fleet: RayEngineFleet) -> DistributedSender:
+        if self._sender is not None and self._fleet == fleet:
+            return self._sender
+        if self._sender is not None:
+            self._sender.disconnect()
+        self._sender = DistributedSender(fleet, group_name="slime-pp_0", timeout_s=self._sync_args.weight_sync_timeout)
+        self._sender.connect(ray.util.get_node_ip_address(), free_port())
+        self._fleet = fleet
+        return self._sender

@@ -1,0 +1,76 @@
+"""Runs train.py as a user does, and finds out whether anything of it survives."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+MARK = "SLIME_TEST_RUN"
+PLUGINS = str(Path(__file__).with_name("plugin_functions.py"))
+
+
+@dataclass
+class Finished:
+    status: int
+    output: str
+    mark: str
+    seconds: float
+
+    def survivors(self, within_s: float = 10.0) -> list[str]:
+        """Command lines of processes that still carry the run's mark after ``within_s`` seconds."""
+        deadline = time.monotonic() + within_s
+        while (left := marked_processes(self.mark)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
+
+
+def start_train(flags: list[Any], cwd: Path, log: Path) -> tuple[subprocess.Popen, str]:
+    mark = uuid.uuid4().hex
+    env = os.environ | {MARK: mark, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, str(ROOT / "train.py"), *map(str, flags)]
+    with log.open("w") as sink:
+        process = subprocess.Popen(command, cwd=cwd, env=env, stdout=sink, stderr=subprocess.STDOUT)
+    return process, mark
+
+
+def run_train(flags: list[Any], cwd: Path, timeout_s: float = 240.0) -> Finished:
+    log = cwd / f"train-{uuid.uuid4().hex[:6]}.log"
+    started = time.monotonic()
+    process, mark = start_train(flags, cwd, log)
+    try:
+        status = process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise AssertionError(f"train.py did not end within {timeout_s} s:\n{log.read_text()[-4000:]}") from None
+    return Finished(status, log.read_text(), mark, time.monotonic() - started)
+
+
+def marked_processes(mark: str) -> list[str]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
+                state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
+                if state != "Z":
+                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:120])
+        except (FileNotFoundError, PermissionError, ProcessLookupError):
+            continue
+    return found
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def values(records: list[dict[str, Any]], name: str) -> list[float]:
+    return [record[name] for record in records if name in record]

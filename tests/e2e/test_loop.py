@@ -1,0 +1,148 @@
+"""The real stack, end to end: Ray, megatron-core, SGLang and its router, on a CPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.running import PLUGINS, marked_processes, metrics, run_train, start_train, values
+
+
+def grpo_flags(task, output: Path, *more: Any) -> list[Any]:
+    return [
+        *("--hf-checkpoint", task.model, "--prompt-data", task.train, "--label-key", "label", "--apply-chat-template"),
+        *("--rollout-batch-size", 16, "--n-samples-per-prompt", 8, "--rollout-max-response-len", 8),
+        *("--rollout-shuffle", "--custom-rm-path", f"{PLUGINS}:share_of_sevens"),
+        *("--fp32", "--use-dynamic-batch-size", "--max-tokens-per-gpu", 4096),
+        *("--actor-num-gpus-per-node", 2, "--rollout-num-gpus", 1),
+        *("--sglang-context-length", 128, "--sglang-max-total-tokens", 16384),
+        *("--lr", "2e-3", "--min-lr", "2e-3", "--use-kl-loss", "--kl-loss-coef", 0.001, "--kl-loss-type", "k3"),
+        *("--output-dir", output, "--experiment-name", "run"),
+        *more,
+    ]
+
+
+@pytest.fixture(scope="module")
+def resumed_run(tiny_task, tmp_path_factory):
+    """Five rollouts, then the same command for eight: what the second one continues from is the first's checkpoint."""
+    output = tmp_path_factory.mktemp("loop")
+    flags = grpo_flags(
+        *(tiny_task, output, "--check-weight-update-equal", "--save", output / "checkpoints", "--save-interval", 5),
+        *("--load", output / "checkpoints", "--save-debug-rollout-data", output / "dump" / "{rollout_id}.pt"),
+        *("--save-hf", output / "hf_{rollout_id}"),
+    )
+    first = run_train([*flags, "--num-rollout", 5], output)
+    assert first.status == 0, first.output[-4000:]
+    second = run_train([*flags, "--num-rollout", 8], output)
+    assert second.status == 0, second.output[-4000:]
+    return output, first, second
+
+
+def test_the_reward_rises(resumed_run):
+    output, _, _ = resumed_run
+    rewards = values(metrics(output / "run"), "rollout/raw_reward")
+    assert len(rewards) == 8
+    assert sum(rewards[-2:]) / 2 > rewards[0] + 0.15, rewards
+
+
+def test_trainer_and_engine_agree_on_every_token_of_every_step(resumed_run):
+    output, _, _ = resumed_run
+    differences = values(metrics(output / "run"), "train/train_rollout_logprob_abs_diff")
+    assert len(differences) == 8
+    assert 0 < max(differences) < 1e-4, differences
+
+
+def test_the_second_command_continues_where_the_first_ended(resumed_run):
+    output, _, _ = resumed_run
+    assert values(metrics(output / "run"), "rollout/step") == list(range(8))
+    assert (output / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip() == "7"
+
+
+def test_no_prompt_is_drawn_twice_across_a_resume(resumed_run):
+    import torch
+
+    output, _, _ = resumed_run
+    dumps = [torch.load(output / "dump" / f"{i}.pt", weights_only=True)["samples"] for i in range(8)]
+    groups = [sorted({sample["group_index"] for sample in dump}) for dump in dumps]
+    assert [index for group in groups for index in group] == list(range(8 * 16))
+
+
+def test_no_process_is_left_after_a_run(resumed_run):
+    _, first, second = resumed_run
+    assert first.survivors() == []
+    assert second.survivors() == []
+
+
+def test_the_exported_checkpoint_loads_in_transformers(resumed_run):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    output, _, _ = resumed_run
+    model = AutoModelForCausalLM.from_pretrained(output / "hf_7", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(output / "hf_7")
+    dump = torch.load(output / "dump" / "7.pt", weights_only=True)["samples"]
+    ids = torch.tensor([tokenizer.encode(dump[0]["prompt"], add_special_tokens=False)])
+    answer = tokenizer.decode(model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :])
+    assert "7" in answer, "a model that was rewarded for sevens answers with one"
+
+
+def test_one_and_two_trainer_ranks_compute_the_same_losses_from_the_same_rollouts(resumed_run, tiny_task, tmp_path):
+    output, _, _ = resumed_run
+    losses = []
+    for ranks in (1, 2):
+        flags = grpo_flags(tiny_task, tmp_path, "--load-debug-rollout-data", output / "dump" / "{rollout_id}.pt")
+        flags += ["--num-rollout", 3, "--actor-num-gpus-per-node", ranks, "--experiment-name", f"ranks{ranks}"]
+        result = run_train(flags, tmp_path)
+        assert result.status == 0, result.output[-4000:]
+        records = metrics(tmp_path / f"ranks{ranks}")
+        losses.append(values(records, "train/loss") + values(records, "train/grad_norm"))
+    assert len(losses[0]) == 6
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4, abs=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [("raising_reward", "the grader fell over"), ("hanging_reward", "--rm-timeout")],
+)
+def test_a_broken_reward_ends_the_run_in_seconds_and_leaves_nothing(function, message, tiny_task, tmp_path):
+    flags = grpo_flags(tiny_task, tmp_path, "--num-rollout", 1, "--debug-rollout-only", "--rm-timeout", 3)
+    flags += ["--custom-rm-path", f"{PLUGINS}:{function}"]
+    result = run_train(flags, tmp_path)
+    last_line = result.output.strip().splitlines()[-1]
+    assert result.status == 1, result.output[-4000:]
+    assert message in result.output
+    assert function in last_line, last_line
+    assert result.survivors() == []
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["killed", "interrupted"])
+def test_a_driver_that_ends_early_leaves_no_process(how, tiny_task, tmp_path):
+    log = tmp_path / "log"
+    process, mark = start_train(grpo_flags(tiny_task, tmp_path, "--num-rollout", 500), tmp_path, log)
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "run" / "metrics.jsonl").exists() or not values(metrics(tmp_path / "run"), "train/loss"):
+            assert process.poll() is None, log.read_text()[-4000:]
+            assert time.monotonic() < deadline, log.read_text()[-4000:]
+            time.sleep(0.2)
+        os.kill(process.pid, how)
+        process.wait(30)
+        deadline = time.monotonic() + 15
+        while (left := marked_processes(mark)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert left == []
+    finally:
+        process.kill()
+
+
+def test_an_engine_that_cannot_start_shows_its_last_log_lines(tiny_task, tmp_path):
+    flags = grpo_flags(tiny_task, tmp_path, "--num-rollout", 1, "--debug-rollout-only")
+    result = run_train([*flags, "--sglang-attention-backend", "flashinfer"], tmp_path)
+    assert result.status == 1, result.output[-4000:]
+    assert "engine 0" in result.output
+    assert result.survivors() == []

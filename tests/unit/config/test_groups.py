@@ -1,0 +1,62 @@
+"""Argument groups: one field, one flag."""
+
+import argparse
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+
+from slime.config.groups import add_group, from_args
+
+
+@dataclass(frozen=True)
+class ExampleArgs:
+    """Example."""
+
+    steps: int = field(default=3, metadata={"help": "steps"})
+    rate: float | None = field(default=None, metadata={"help": "rate"})
+    verbose: bool = field(default=False, metadata={"help": "talk"})
+    bias: bool = field(default=True, metadata={"help": "bias", "off": "--disable-bias"})
+    offload: bool | None = field(default=None, metadata={"help": "offload"})
+    kind: Literal["a", "b"] = field(default="a", metadata={"help": "kind"})
+    stops: list[str] | None = field(default=None, metadata={"help": "stops"})
+    pairs: list[str] | None = field(default=None, metadata={"help": "pairs", "append": True})
+    env: dict[str, Any] = field(default_factory=dict, metadata={"help": "env"})
+    total: int = field(default=0, metadata={"derived": True})
+
+
+def parse(*argv: str) -> ExampleArgs:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_group(parser, ExampleArgs)
+    return from_args(ExampleArgs, parser.parse_args(argv))
+
+
+def test_without_flags_every_field_has_its_default():
+    assert parse() == ExampleArgs()
+
+
+def test_each_annotation_becomes_the_matching_option():
+    group = parse(
+        *("--steps", "5", "--rate", "1e-3", "--verbose", "--disable-bias", "--no-offload", "--kind", "b"),
+        *("--stops", "x", "y", "--env", '{"A": 1}'),
+    )
+    assert group == ExampleArgs(5, 1e-3, True, False, False, "b", ["x", "y"], None, {"A": 1}, 0)
+
+
+def test_repeated_append_flags_add_up():
+    assert parse("--pairs", "a", "b", "--pairs", "c").pairs == ["a", "b", "c"]
+
+
+def test_two_parses_do_not_share_a_default():
+    parse().env["leak"] = 1
+    assert parse().env == {}
+
+
+def test_a_derived_field_has_no_flag():
+    with pytest.raises(SystemExit):
+        parse("--total", "3")
+
+
+def test_a_value_outside_the_choices_is_refused():
+    with pytest.raises(SystemExit):
+        parse("--kind", "c")

@@ -1,0 +1,52 @@
+"""The synchronous loop: generate, train, send the new weights, again.
+
+    python train.py --hf-checkpoint MODEL --prompt-data FILE --rollout-num-gpus 2 --actor-num-gpus-per-node 2 ...
+"""
+
+import sys
+
+from slime.utils.arguments import parse_args
+
+
+def train(args):
+    from slime.ray.loop import is_due, start_run
+
+    run = start_run(args)
+    try:
+        # The engines generate with the trainer's weights from the first token on.
+        run.sync_weights(num_trained=run.start_rollout_id)
+        if args.num_rollout == 0 and args.eval_interval is not None:
+            run.evaluate(rollout_id=0, num_trained=0)
+
+        for rollout_id in run.rollout_ids:
+            if rollout_id == 0 and args.eval_interval is not None and not args.skip_eval_before_train:
+                run.evaluate(rollout_id, num_trained=0)
+
+            rollout = run.generate(rollout_id)
+            report = run.train(rollout_id, rollout)
+
+            last = run.num_rollout - 1
+            if is_due(rollout_id, args.save_interval, last):
+                run.save(rollout_id)
+            if is_due(rollout_id, args.update_weights_interval, last):
+                run.sync_weights(num_trained=rollout_id + 1)
+            run.report(rollout_id, rollout, report)
+            if is_due(rollout_id, args.eval_interval):
+                run.evaluate(rollout_id, num_trained=rollout_id + 1)
+    finally:
+        run.dispose()
+
+
+def main():
+    args = parse_args()
+    from slime.observability.logging_utils import configure_logger
+    from slime.ray.cluster import running_cluster
+    from slime.ray.failures import exit_status
+
+    configure_logger()
+    with exit_status(), running_cluster(args):
+        train(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
