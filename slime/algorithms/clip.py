@@ -1,0 +1,43 @@
+"""The clipped policy-gradient surrogate, per token. Called by ``policy_loss``; reduces nothing."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["clipped_surrogate"]
+
+
+def clipped_surrogate(
+    ppo_kl: torch.Tensor,
+    advantages: torch.Tensor,
+    eps_clip: float,
+    eps_clip_high: float,
+    eps_clip_c: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pessimistic surrogate of PPO as a loss to minimise.
+
+    Sources: PPO, Schulman et al. 2017, arXiv:1707.06347, eq. 7; asymmetric upper bound ("clip-higher"), DAPO,
+    arXiv:2503.14476, eq. 10; dual clip, Ye et al. 2020, arXiv:1912.09729, eq. 5. Sign: the paper's objective is
+    maximised, this is its negative.
+
+    Args:
+        ppo_kl: ``log pi_old - log pi_new`` per token, so the ratio is ``r = exp(-ppo_kl)``.
+        advantages: same shape.
+        eps_clip, eps_clip_high: the ratio is clipped to ``[1 - eps_clip, 1 + eps_clip_high]``.
+        eps_clip_c: dual-clip bound, above 1; None switches it off.
+
+    Returns:
+        (loss per token, 1.0 where the clipped branch is the larger loss), same shape as the input.
+
+    Raises:
+        ValueError: ``eps_clip_c`` is not above 1.
+    """
+    if eps_clip_c is not None and eps_clip_c <= 1:
+        raise ValueError(f"--eps-clip-c {eps_clip_c} must be above 1.")
+    ratio = torch.exp(-ppo_kl)
+    plain = -ratio * advantages
+    clipped = -ratio.clamp(1 - eps_clip, 1 + eps_clip_high) * advantages
+    loss = torch.maximum(plain, clipped)
+    if eps_clip_c is not None:
+        loss = torch.where(advantages < 0, torch.minimum(-eps_clip_c * advantages, loss), loss)
+    return loss, (clipped > plain).to(loss.dtype)

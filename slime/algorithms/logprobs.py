@@ -1,0 +1,185 @@
+"""Log-probability and entropy of given tokens from vocabulary-parallel logits, in fp32, with little memory.
+
+Called by every forward pass of a trainer with the rows that predict response tokens. Beyond the logits and their
+gradient it needs one or two fp32 buffers of ``[chunk, V/tp]``: nothing of the softmax is kept for the backward pass,
+which recomputes it from the logits and the saved ``[N]`` normaliser. Two all-reduces per call, whatever the chunking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["log_probs_and_entropy"]
+
+
+def log_probs_and_entropy(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    vocab_size: int | None = None,
+    temperature: float = 1.0,
+    chunk_size: int = -1,
+    with_entropy: bool = False,
+    with_entropy_grad: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``log softmax(logits / temperature)[target]`` per row and, on request, the entropy of that distribution.
+
+    With ``x = logits / temperature``, ``S = sum_v exp(x_v - max x)`` and ``p = softmax(x)``:
+
+        log_prob = x_target - max x - log S            d/dx_v =  1[v = target] - p_v
+        entropy  = -sum_v p_v log p_v                  d/dx_v = -p_v (log p_v + entropy)
+
+    Rank k of ``group`` holds the ids ``[k V/tp, (k+1) V/tp)``. Columns with ids from ``vocab_size`` on are padding of
+    the embedding table: they take no part in the softmax, as in the engine, and get a zero gradient.
+
+    Args:
+        logits: ``[N, V/tp]``, any float type.
+        targets: ``[N]`` int64, global ids. An id outside the vocabulary gives nan, on purpose and without a sync.
+        group: tensor-parallel group; None means that this rank holds the whole vocabulary (no collectives).
+        vocab_size: ids in the vocabulary; None means that there is no padding.
+        temperature: sampling temperature of the rollout.
+        chunk_size: rows handled at a time; -1 means all. Values do not depend on it.
+        with_entropy: compute the entropy as well.
+        with_entropy_grad: give the entropy a graph.
+
+    Returns:
+        (log_probs ``[N]`` fp32, entropy ``[N]`` fp32 or None).
+
+    Raises:
+        ValueError: shapes that do not fit, or a temperature that is not positive.
+    """
+    if logits.dim() != 2 or targets.shape != logits.shape[:1]:
+        raise ValueError(f"expected logits [N, V] and targets [N], got {tuple(logits.shape)}, {tuple(targets.shape)}")
+    if temperature <= 0:
+        raise ValueError(f"--rollout-temperature {temperature} must be above 0.")
+    shard = _shard(logits, group, vocab_size)
+    plan = _Plan(shard, group, 1.0 / temperature, chunk_size, with_entropy, with_entropy and with_entropy_grad)
+    log_probs, entropy = _LogProbs.apply(logits, targets, plan)
+    return log_probs, entropy if with_entropy else None
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """The part of the vocabulary on this rank: ``num_ids`` real ids from ``first_id`` on, then padding."""
+
+    first_id: int
+    num_ids: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class _Plan:
+    shard: _Shard
+    group: dist.ProcessGroup | None
+    scale: float
+    chunk_size: int
+    with_entropy: bool
+    with_entropy_grad: bool
+
+    def chunks(self, num_rows: int) -> Iterator[slice]:
+        step = self.chunk_size if self.chunk_size > 0 else max(num_rows, 1)
+        return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
+
+
+def _shard(logits: torch.Tensor, group: dist.ProcessGroup | None, vocab_size: int | None) -> _Shard:
+    width = logits.shape[1]
+    rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    total = width * size if vocab_size is None else vocab_size
+    if not 0 < total <= width * size:
+        raise ValueError(f"vocab_size {vocab_size} must be in 1..{width * size}, the columns of all tensor ranks")
+    return _Shard(rank * width, max(0, min(width, total - rank * width)), total)
+
+
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, plan: _Plan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        num_rows = logits.shape[0]
+        top = _row_max(logits, plan)
+        # rows: sum of exp, target's logit, sum of exp * logit (only for the entropy); one all-reduce for all of them
+        sums = torch.zeros(3 if plan.with_entropy else 2, num_rows, dtype=torch.float32, device=logits.device)
+        local = logits[:, : plan.shard.num_ids]
+        for rows in plan.chunks(num_rows) if plan.shard.num_ids else ():
+            z = _shifted(local[rows], plan.scale, top[rows])
+            index, is_mine = _local_index(targets[rows], plan.shard)
+            sums[1, rows] = torch.where(is_mine, z.gather(1, index).squeeze(1), 0.0)
+            if plan.with_entropy:
+                exp = z.exp()
+                sums[0, rows] = exp.sum(1)
+                sums[2, rows] = exp.mul_(z).sum(1)
+            else:
+                sums[0, rows] = z.exp_().sum(1)
+        if plan.group is not None and num_rows:
+            dist.all_reduce(sums, group=plan.group)
+
+        log_sum = sums[0].log()
+        in_vocab = (targets >= 0) & (targets < plan.shard.vocab_size)
+        log_probs = torch.where(in_vocab, sums[1] - log_sum, torch.nan)
+        entropy = log_sum - sums[2] / sums[0] if plan.with_entropy else log_sum.new_empty(0)
+        if not plan.with_entropy_grad:
+            ctx.mark_non_differentiable(entropy)
+        ctx.plan = plan
+        ctx.save_for_backward(logits, targets, top + log_sum, entropy)
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        logits, targets, log_norm, entropy = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        grad_log_probs, grad_entropy = (g.float() for g in grads)
+        out = torch.empty_like(logits)
+        out[:, plan.shard.num_ids :] = 0
+        writes_in_place = out.dtype == torch.float32
+        for rows in plan.chunks(logits.shape[0]) if plan.shard.num_ids else ():
+            target_grad = grad_log_probs[rows].unsqueeze(1)
+            local, local_out = logits[rows, : plan.shard.num_ids], out[rows, : plan.shard.num_ids]
+            log_p = _shifted(local, plan.scale, log_norm[rows], out=local_out if writes_in_place else None)
+            if plan.with_entropy_grad:
+                entropy_grad = grad_entropy[rows].unsqueeze(1)
+                factor = (log_p + entropy[rows].unsqueeze(1)).mul_(entropy_grad).add_(target_grad).neg_()
+                grad = log_p.exp_().mul_(factor)
+            else:
+                grad = log_p.exp_().mul_(-target_grad)
+            index, is_mine = _local_index(targets[rows], plan.shard)
+            grad.scatter_add_(1, index, torch.where(is_mine.unsqueeze(1), target_grad, 0.0))
+            grad.mul_(plan.scale)
+            if not writes_in_place:
+                local_out.copy_(grad)
+        return out, None, None
+
+
+def _row_max(logits: torch.Tensor, plan: _Plan) -> torch.Tensor:
+    """Largest scaled logit of every row over all ranks, ``[N]`` fp32."""
+    if plan.shard.num_ids and logits.shape[0]:
+        top = logits[:, : plan.shard.num_ids].amax(1).float() * plan.scale
+    else:
+        top = torch.full(logits.shape[:1], -torch.inf, dtype=torch.float32, device=logits.device)
+    if plan.group is not None and logits.shape[0]:
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=plan.group)
+    return top
+
+
+def _shifted(
+    logits: torch.Tensor, scale: float, shift: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``logits * scale - shift`` per row in fp32, in one new buffer (or in ``out``)."""
+    if out is None:
+        out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    out.copy_(logits)
+    if scale != 1.0:
+        out.mul_(scale)
+    return out.sub_(shift.unsqueeze(1))
+
+
+def _local_index(targets: torch.Tensor, shard: _Shard) -> tuple[torch.Tensor, torch.Tensor]:
+    """(column ``[n, 1]`` of each target, clamped into the shard; whether the shard holds it ``[n]``)."""
+    index = targets - shard.first_id
+    is_mine = (index >= 0) & (index < shard.num_ids)
+    return index.clamp(0, shard.num_ids - 1).unsqueeze(1), is_mine

@@ -1,0 +1,35 @@
+"""One call that makes stock megatron-core 0.16.1 usable on this machine. First thing in every trainer process."""
+
+from __future__ import annotations
+
+import functools
+
+from slime.backends.megatron_utils.patches import cpu_import, repairs
+from slime.utils import accelerator
+
+__all__ = ["install"]
+
+
+@functools.cache
+def install() -> None:
+    """On cpu: rewrite megatron.core while it is imported. Everywhere: repair its defects. Idempotent.
+
+    Must run before anything imports ``megatron.core``; it imports the parts that a trainer uses.
+    """
+    if accelerator.current().is_cpu:
+        cpu_import.install()
+        with cpu_import.light_import():
+            _import_megatron()
+    else:
+        _import_megatron()
+    repairs.repair_reduce()
+    repairs.repair_save_queue()
+    repairs.repair_distributed_optimizer_checkpoints()
+
+
+def _import_megatron() -> None:
+    import megatron.core.dist_checkpointing
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.models.gpt.gpt_model
+    import megatron.core.optimizer
+    import megatron.core.pipeline_parallel  # noqa: F401

@@ -1,0 +1,102 @@
+"""Defects of megatron-core 0.16.1 that bite on any device when TransformerEngine and Apex are absent, repaired.
+
+Applied by :func:`slime.backends.megatron_utils.patches.install.install`, never at import. Every function says what goes
+wrong, why, and when to delete it; ``tests/unit/megatron_utils`` shows the effect of those that fail silently.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import queue
+from typing import Any
+
+import torch
+
+__all__ = ["repair_distributed_optimizer_checkpoints", "repair_reduce", "repair_save_queue"]
+
+
+def repair_reduce() -> None:
+    """``tensor_parallel.mappings._reduce`` drops its result for a non-contiguous input.
+
+    Why: it reduces ``x.contiguous()``, a copy then, and returns ``x``. Silent: gradients stay unreduced.
+    Upstream: present in Megatron-LM main at core_v0.16.1. Delete when ``_reduce`` returns the reduced tensor.
+    """
+    from megatron.core.tensor_parallel import mappings
+
+    def _reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
+        if group.size() == 1:
+            return x
+        x = x.contiguous()
+        torch.distributed.all_reduce(x, group=group)
+        return x
+
+    mappings._reduce = _reduce
+
+
+def repair_save_queue() -> None:
+    """Saving a checkpoint starts a server process that re-imports ``__main__``.
+
+    Why: ``filesystem_async`` collects the writers' results through a spawn-context ``Manager``. That runs an unguarded
+    script again, and the manager outlives a killed trainer. A synchronous save runs its writers in this process tree
+    and needs no server. Upstream: core_v0.16.1. Delete when the manager is only made for asynchronous saves.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = queue.Queue()
+
+
+def repair_distributed_optimizer_checkpoints() -> None:
+    """``DistributedOptimizer`` cannot save and load torch's Adam, which it falls back to without TE and Apex.
+
+    Three faults, all around Adam's per-parameter ``step`` tensor, which TE's and Apex' Adam do not have:
+
+    1. ``load_state_dict`` installs *one shared* ``step`` tensor; Adam advances it in place once per parameter, so bias
+       correction is silently wrong after a resume.
+    2. ``sharded_state_dict(is_loading=True)`` asserts exactly one step value, but a fresh Adam has none.
+    3. The parameter-state accessors copy ``step`` as if it were sharded like the parameter (KeyError), and write into a
+       leaf that requires grad (RuntimeError in fp32).
+
+    Upstream: core_v0.16.1. Delete when a resumed run with torch's Adam equals the uninterrupted one without this.
+    """
+    if importlib.util.find_spec("transformer_engine") is not None or importlib.util.find_spec("apex") is not None:
+        return
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    if getattr(DistributedOptimizer, "_slime_repaired", False):
+        return
+    stock_get = DistributedOptimizer._get_main_param_and_optimizer_states
+    stock_load = DistributedOptimizer.load_state_dict
+    stock_sharded = DistributedOptimizer.sharded_state_dict
+
+    def _get(self: Any, model_param: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name: state for name, state in stock_get(self, model_param).items() if name != "step"}
+
+    @torch.no_grad()
+    def _set(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+        group, index = self.model_param_group_index_map[model_param]
+        main = self.optimizer.param_groups[group]["params"][index]
+        for name, target in {"param": main, **self.optimizer.state[main]}.items():
+            if name != "step":
+                target.copy_(tensors[name])
+
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        stock_load(self, state_dict)
+        for state in self.optimizer.state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"].clone()
+
+    def sharded_state_dict(self: Any, model_state: Any = None, is_loading: bool = False, *args: Any, **kw: Any) -> Any:
+        if is_loading and isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW):
+            for group in self.optimizer.param_groups:
+                for param in group["params"]:
+                    state = self.optimizer.state[param]
+                    if not state:
+                        zeros = torch.zeros_like
+                        state.update(step=torch.tensor(0.0), exp_avg=zeros(param), exp_avg_sq=zeros(param))
+        return stock_sharded(self, model_state or {}, is_loading, *args, **kw)
+
+    DistributedOptimizer._get_main_param_and_optimizer_states = _get
+    DistributedOptimizer._set_main_param_and_optimizer_states = _set
+    DistributedOptimizer.load_state_dict = load_state_dict
+    DistributedOptimizer.sharded_state_dict = sharded_state_dict
+    DistributedOptimizer._slime_repaired = True
