@@ -37,7 +37,7 @@ class AlgorithmArgs:
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = field(
         default="k1",
         metadata={
-            "help": "Estimator of the KL term. As a loss, k1 has zero expected gradient on-policy; prefer k2 or low_var_kl."
+            "help": "Estimator of that KL. k1 as a loss has zero expected gradient on-policy; prefer k2 or low_var_kl."
         },
     )
     use_unbiased_kl: bool = field(
@@ -55,7 +55,10 @@ class AlgorithmArgs:
     )
     rewards_normalization: bool = field(
         default=True,
-        metadata={"off": "--disable-rewards-normalization", "help": "Use rewards as they are, not relative to their group."},
+        metadata={
+            "off": "--disable-rewards-normalization",
+            "help": "Use rewards as they are, not relative to their group.",
+        },
     )
     grpo_std_normalization: bool = field(
         default=True,

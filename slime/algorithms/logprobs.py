@@ -60,7 +60,7 @@ def log_probs_and_entropy(
         raise ValueError(f"--rollout-temperature {temperature} must be above 0.")
     shard = _shard(logits, group, vocab_size)
     plan = _Plan(shard, group, 1.0 / temperature, chunk_size, with_entropy, with_entropy and with_entropy_grad)
-    log_probs, entropy = _LogProbs.apply(logits, targets, plan)
+    log_probs, entropy = _LogProbs.apply(logits, targets, plan)  # type: ignore[no-untyped-call]  # torch has no types
     return log_probs, entropy if with_entropy else None
 
 
@@ -83,8 +83,18 @@ class _Plan:
     with_entropy_grad: bool
 
     def chunks(self, num_rows: int) -> Iterator[slice]:
-        step = self.chunk_size if self.chunk_size > 0 else max(num_rows, 1)
-        return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
+        """Row ranges to handle at a time; none on a rank that holds padding only."""
+        step = self._rows(num_rows)
+        starts = range(0, num_rows, step) if self.shard.num_ids else ()
+        return (slice(start, min(start + step, num_rows)) for start in starts)
+
+    def buffers(self, logits: torch.Tensor, count: int) -> list[torch.Tensor]:
+        """Scratch of one chunk each, used again for every chunk."""
+        shape = (min(self._rows(logits.shape[0]), logits.shape[0]), self.shard.num_ids)
+        return [torch.empty(shape, dtype=torch.float32, device=logits.device) for _ in range(count)]
+
+    def _rows(self, num_rows: int) -> int:
+        return self.chunk_size if self.chunk_size > 0 else max(num_rows, 1)
 
 
 def _shard(logits: torch.Tensor, group: dist.ProcessGroup | None, vocab_size: int | None) -> _Shard:
@@ -106,12 +116,13 @@ class _LogProbs(torch.autograd.Function):
         # rows: sum of exp, target's logit, sum of exp * logit (only for the entropy); one all-reduce for all of them
         sums = torch.zeros(3 if plan.with_entropy else 2, num_rows, dtype=torch.float32, device=logits.device)
         local = logits[:, : plan.shard.num_ids]
-        for rows in plan.chunks(num_rows) if plan.shard.num_ids else ():
-            z = _shifted(local[rows], plan.scale, top[rows])
+        buffers = plan.buffers(logits, 2 if plan.with_entropy else 1)
+        for rows in plan.chunks(num_rows):
+            z = _shifted(local[rows], plan.scale, top[rows], out=_head(buffers[0], rows))
             index, is_mine = _local_index(targets[rows], plan.shard)
             sums[1, rows] = torch.where(is_mine, z.gather(1, index).squeeze(1), 0.0)
             if plan.with_entropy:
-                exp = z.exp()
+                exp = torch.exp(z, out=_head(buffers[1], rows))
                 sums[0, rows] = exp.sum(1)
                 sums[2, rows] = exp.mul_(z).sum(1)
             else:
@@ -137,13 +148,15 @@ class _LogProbs(torch.autograd.Function):
         out = torch.empty_like(logits)
         out[:, plan.shard.num_ids :] = 0
         writes_in_place = out.dtype == torch.float32
-        for rows in plan.chunks(logits.shape[0]) if plan.shard.num_ids else ():
+        buffers = plan.buffers(logits, (not writes_in_place) + plan.with_entropy_grad)
+        for rows in plan.chunks(logits.shape[0]):
             target_grad = grad_log_probs[rows].unsqueeze(1)
             local, local_out = logits[rows, : plan.shard.num_ids], out[rows, : plan.shard.num_ids]
-            log_p = _shifted(local, plan.scale, log_norm[rows], out=local_out if writes_in_place else None)
+            work = local_out if writes_in_place else _head(buffers[0], rows)
+            log_p = _shifted(local, plan.scale, log_norm[rows], out=work)
             if plan.with_entropy_grad:
-                entropy_grad = grad_entropy[rows].unsqueeze(1)
-                factor = (log_p + entropy[rows].unsqueeze(1)).mul_(entropy_grad).add_(target_grad).neg_()
+                factor = torch.add(log_p, entropy[rows].unsqueeze(1), out=_head(buffers[-1], rows))
+                factor.mul_(grad_entropy[rows].unsqueeze(1)).add_(target_grad).neg_()
                 grad = log_p.exp_().mul_(factor)
             else:
                 grad = log_p.exp_().mul_(-target_grad)
@@ -166,12 +179,13 @@ def _row_max(logits: torch.Tensor, plan: _Plan) -> torch.Tensor:
     return top
 
 
-def _shifted(
-    logits: torch.Tensor, scale: float, shift: torch.Tensor, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """``logits * scale - shift`` per row in fp32, in one new buffer (or in ``out``)."""
-    if out is None:
-        out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+def _head(buffer: torch.Tensor, rows: slice) -> torch.Tensor:
+    """As much of a buffer as these rows need; the last chunk may be shorter."""
+    return buffer[: rows.stop - rows.start]
+
+
+def _shifted(logits: torch.Tensor, scale: float, shift: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    """``logits * scale - shift`` per row, written to the fp32 tensor ``out``."""
     out.copy_(logits)
     if scale != 1.0:
         out.mul_(scale)

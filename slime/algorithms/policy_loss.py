@@ -58,9 +58,7 @@ def policy_loss(tokens: PolicyTokens, settings: AlgorithmArgs, reduce: Reducer) 
     old = _old_log_probs(tokens, settings)
     ppo_kl = old - new
     eps_high = settings.eps_clip if settings.eps_clip_high is None else settings.eps_clip_high
-    per_token, clipped = clipped_surrogate(
-        ppo_kl, tokens.advantages, settings.eps_clip, eps_high, settings.eps_clip_c
-    )
+    per_token, clipped = clipped_surrogate(ppo_kl, tokens.advantages, settings.eps_clip, eps_high, settings.eps_clip_c)
     loss = pg_loss = reduce(per_token)
     metrics = {"pg_loss": pg_loss}
 

@@ -1,4 +1,4 @@
-"""Flags of the batch room: packing samples into micro-batches, and dumping or replaying rollouts. Imports nothing heavy."""
+"""Flags of the batch room: micro-batches, and the dump and replay of rollouts. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ class BatchArgs:
     )
     max_tokens_per_gpu: int | None = field(
         default=None,
-        metadata={"help": "Most tokens in a dynamic micro-batch, per rank. A longer sample gets a micro-batch of its own."},
+        metadata={
+            "help": "Most tokens in a dynamic micro-batch, per rank. A longer sample gets a micro-batch of its own."
+        },
     )
     balance_data: bool = field(
         default=False, metadata={"help": "Give every data-parallel rank about the same amount of compute."}

@@ -1,22 +1,38 @@
-"""Partitioning numbers into bins: first fit under a cap, and Karmarkar-Karp for equal sums."""
+"""Number partitioning: bins of bounded size, and sets of equal sum. Pure Python, deterministic, indices only.
+
+Called by the schedule; knows nothing about samples or ranks. Ties are broken by item lists, so that every process that
+sees the same numbers gets the same partition.
+"""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
-__all__ = ["balanced_partitions", "expand_bins_by_splitting", "first_fit"]
+from slime.utils.errors import DataError
+
+__all__ = [
+    "expand_bins_by_splitting",
+    "first_fit_pack",
+    "get_seqlen_balanced_partitions",
+    "karmarkar_karp",
+    "split_bin",
+]
+
+Bins: TypeAlias = list[list[int]]
 
 
-def first_fit(lengths: Sequence[int], cap: int) -> list[list[int]]:
-    """Each item goes into the first bin with room; an item above ``cap`` has a bin of its own."""
-    bins: list[list[int]] = []
+def first_fit_pack(lengths: Sequence[int], cap: int) -> Bins:
+    """Put each item, in order, into the first bin where it fits. An item above ``cap`` has a bin of its own."""
+    bins: Bins = []
     sums: list[int] = []
     for index, length in enumerate(lengths):
-        for position, total in enumerate(sums):
-            if total + length <= cap:
-                bins[position].append(index)
-                sums[position] += length
+        for b, used in enumerate(sums):
+            if used + length <= cap:
+                bins[b].append(index)
+                sums[b] += length
                 break
         else:
             bins.append([index])
@@ -24,62 +40,100 @@ def first_fit(lengths: Sequence[int], cap: int) -> list[list[int]]:
     return bins
 
 
-def expand_bins_by_splitting(bins: list[list[int]], target: int, lengths: Sequence[int]) -> None:
-    """Split the fullest bin in two, longest items first, until there are ``target`` bins or only single items."""
+def expand_bins_by_splitting(bins: Bins, target: int, lengths: Sequence[int]) -> None:
+    """Split bins in place until there are ``target`` of them, or only bins of one item are left.
+
+    The bin with the largest (sum, position) is split into two of similar sum: its left half stays, the right one is
+    appended.
+    """
     while len(bins) < target:
-        splittable = [(sum(lengths[i] for i in items), position) for position, items in enumerate(bins) if len(items) > 1]
-        if not splittable:
+        candidates = [(sum(lengths[i] for i in items), b) for b, items in enumerate(bins) if len(items) > 1]
+        if not candidates:
             return
-        position = max(splittable)[1]
-        left: list[int] = []
-        right: list[int] = []
-        for item in sorted(bins[position], key=lambda i: -lengths[i]):
-            lighter = left if sum(lengths[i] for i in left) <= sum(lengths[i] for i in right) else right
-            lighter.append(item)
-        bins[position] = left
+        _, position = max(candidates)
+        bins[position], right = split_bin(bins[position], lengths)
         bins.append(right)
 
 
-def balanced_partitions(values: Sequence[float], k: int, *, equal_size: bool) -> list[list[int]]:
-    """k sets of indices with sums as equal as the largest differencing method makes them (Karmarkar and Karp 1982).
+def split_bin(items: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Two halves of a bin: longest item first, each to the lighter half (the left one on a tie)."""
+    halves: tuple[list[int], list[int]] = ([], [])
+    sums = [0, 0]
+    for index in sorted(items, key=lambda i: -lengths[i]):
+        side = 0 if sums[0] <= sums[1] else 1
+        halves[side].append(index)
+        sums[side] += lengths[index]
+    return halves
 
-    Args:
-        equal_size: every set holds the same number of items; ``len(values)`` must be a multiple of ``k``.
+
+def get_seqlen_balanced_partitions(values: Sequence[int], k: int, equal_size: bool) -> Bins:
+    """Partition ``range(len(values))`` into k non-empty sets of similar sum; each set sorted.
+
+    Raises:
+        DataError: fewer values than sets, or ``equal_size`` with a count that k does not divide.
     """
-    order = sorted((value, index) for index, value in enumerate(values))
-    if equal_size:
-        if len(order) % k:
-            raise ValueError(f"{len(order)} items cannot be divided into {k} sets of equal size")
-        starts = [[[order[i + j]] for j in range(k)] for i in range(0, len(order), k)]
-    else:
-        starts = [[[item], *([] for _ in range(k - 1))] for item in order]
-    heap = [_State(sets) for sets in starts]
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        first, second = heapq.heappop(heap), heapq.heappop(heap)
-        merged = [a.items + b.items for a, b in zip(first.sets, reversed(second.sets), strict=True)]
-        heapq.heappush(heap, _State(merged))
-    return [sorted(index for _, index in part.items) for part in heap[0].sets]
+    if len(values) < k:
+        raise DataError(f"cannot partition {len(values)} items into {k} non-empty sets")
+    partitions = [sorted(items) for items in karmarkar_karp(values, k, equal_size)]
+    assert all(partitions), "a set of the partition is empty"
+    assert sorted(i for items in partitions for i in items) == list(range(len(values))), "the partition is not a cover"
+    return partitions
 
 
+@dataclass(frozen=True, order=True)
 class _Set:
-    def __init__(self, items: list[tuple[float, int]]) -> None:
-        self.items = items
-        self.sum = sum(value for value, _ in items)
+    """A set under construction; compared by sum, then size, then items."""
 
-    @property
-    def key(self) -> tuple[float, int, list[tuple[float, int]]]:
-        return self.sum, len(self.items), self.items
+    total: int
+    size: int
+    items: tuple[int, ...]
+
+    def merge(self, other: _Set) -> _Set:
+        return _Set(self.total + other.total, self.size + other.size, self.items + other.items)
 
 
 class _State:
-    """k sets in descending order; the state with the larger spread comes first, then the one with the larger top."""
+    """A partial partition into k sets, largest first. Empty sets, all at the end, are not stored."""
 
-    def __init__(self, sets: list[list[tuple[float, int]]]) -> None:
-        self.sets = sorted((_Set(items) for items in sets), key=lambda part: part.key, reverse=True)
-        self.spread = self.sets[0].sum - self.sets[-1].sum
+    def __init__(self, sets: Sequence[_Set], k: int) -> None:
+        self.sets = sorted(sets, reverse=True)
+        self.k = k
+        self.spread = self.sets[0].total - (self.sets[-1].total if len(self.sets) == k else 0)
 
     def __lt__(self, other: _State) -> bool:
+        """Heap order: the largest spread first, then the largest top set."""
         if self.spread != other.spread:
             return self.spread > other.spread
-        return self.sets[0].key > other.sets[0].key
+        return self.sets[0] > other.sets[0]
+
+    def merge(self, other: _State) -> _State:
+        """Largest set of one with the smallest of the other, and so on."""
+        merged = list(self.sets)
+        for position, item in enumerate(other.sets):
+            partner = self.k - 1 - position
+            if partner < len(self.sets):
+                merged[partner] = merged[partner].merge(item)
+            else:
+                merged.append(item)
+        return _State(merged, self.k)
+
+
+def karmarkar_karp(values: Sequence[int], k: int, equal_size: bool) -> Bins:
+    """Largest-differencing method (Karmarkar and Karp 1982) for k sets; unsorted, possibly empty sets.
+
+    Values must not be negative. With ``equal_size`` every set gets ``len(values) / k`` items.
+    """
+    ascending = sorted((value, index) for index, value in enumerate(values))
+    singles = [_Set(value, 1, (index,)) for value, index in ascending]
+    if equal_size:
+        if len(values) % k:
+            raise DataError(f"cannot partition {len(values)} items into {k} sets of equal size")
+        heap = [_State(singles[start : start + k], k) for start in range(0, len(singles), k)]
+    else:
+        heap = [_State([single], k) for single in singles]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        first = heapq.heappop(heap)
+        heapq.heappush(heap, first.merge(heapq.heappop(heap)))
+    found = [list(item.items) for item in heap[0].sets] if heap else []
+    return found + [[] for _ in range(k - len(found))]

@@ -1,4 +1,11 @@
-"""Sequences behind one another in one row, and where the logits of their response tokens are."""
+"""Several samples in one packed row: variable-length attention instead of padding.
+
+    tokens        p p p r r | p p r r r | 0 0      | = segment border, the last segment is padding
+    position ids  0 1 2 3 4 | 0 1 2 3 4 | 0 1
+    response rows     2 3       6 7 8              the logits of row t predict token t + 1
+
+Called by a trainer once per micro-batch. Knows no model.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +14,22 @@ from dataclasses import dataclass
 
 import torch
 
+from slime.utils.errors import DataError
+
 __all__ = ["PackedSequences", "pack"]
 
 
 @dataclass(frozen=True)
 class PackedSequences:
-    """A micro-batch as the model reads it.
+    """One micro-batch as the model sees it; all tensors on one device.
 
     Attributes:
-        tokens: int64 [1, T].
-        position_ids: int64 [1, T], starting at 0 in every sequence.
-        cu_seqlens: int32 [S + 1], start of each sequence and the end of the last; padding is one more sequence.
-        max_seqlen: longest sequence.
-        response_rows: int64 [N], row of the logits that predicts each response token, samples in order.
-        response_targets: int64 [N], those tokens.
+        tokens: ``[1, T]`` int64, padding is token 0.
+        position_ids: ``[1, T]`` int64, from 0 in every segment.
+        cu_seqlens: ``[S + 1]`` int32, borders of the segments; padding, if any, is one more segment.
+        max_seqlen: longest segment.
+        response_rows: ``[N]`` int64, the row whose logits predict each response token; samples in order.
+        response_targets: ``[N]`` int64, the response tokens.
     """
 
     tokens: torch.Tensor
@@ -36,27 +45,49 @@ def pack(
     response_lengths: Sequence[int],
     *,
     pad_multiple: int = 1,
-    device: torch.device | None = None,
+    device: torch.device | str | None = None,
 ) -> PackedSequences:
-    """Pack samples; the row before a token predicts it, so response token t of a sample sits at row P + t - 1."""
-    lengths = [len(sequence) for sequence in tokens]
-    padding = -sum(lengths) % pad_multiple
-    parts = list(tokens)
+    """Concatenate samples and pad the total to a multiple of ``pad_multiple``.
+
+    Args:
+        tokens: per sample ``[L_i]`` int64, prompt then response.
+        response_lengths: ``R_i``; 0 is allowed.
+        device: where the result lives (default: the device of the tokens).
+
+    Raises:
+        DataError: no samples, an empty sample, or a response without a prompt token to predict it from.
+    """
+    lengths = [int(t.numel()) for t in tokens]
+    if not lengths:
+        raise DataError("cannot pack a micro-batch without samples")
+    for i, (length, response) in enumerate(zip(lengths, response_lengths, strict=True)):
+        if length < 1 or not 0 <= response < max(length, 1):
+            raise DataError(
+                f"sample {i} of the micro-batch has {length} tokens with {response} of them in the response: it needs "
+                "at least one prompt token"
+            )
+    device = tokens[0].device if device is None else torch.device(device)
+    segments = list(lengths)
+    flat = torch.cat([t.reshape(-1) for t in tokens])
+    padding = -flat.numel() % pad_multiple
     if padding:
-        parts.append(torch.zeros(padding, dtype=torch.int64))
-        lengths.append(padding)
-    starts = torch.tensor([0, *lengths]).cumsum(0)
-    rows = [
-        torch.arange(start + length - response - 1, start + length - 1)
-        for start, length, response in zip(starts.tolist(), lengths, response_lengths, strict=False)
-    ]
-    flat = torch.cat(parts)
-    response_rows = torch.cat(rows)
+        segments.append(padding)
+        flat = torch.nn.functional.pad(flat, (0, padding))
+
+    counts = torch.tensor(segments)
+    ends = counts.cumsum(0)
+    starts = ends - counts
+    position_ids = torch.arange(flat.numel()) - starts.repeat_interleave(counts)
+    responses = torch.tensor(list(response_lengths))
+    # the response of sample i is predicted by the R_i rows that end one before the sample's last row
+    first_row = ends[: len(lengths)] - responses - 1
+    within = torch.arange(int(responses.sum())) - (responses.cumsum(0) - responses).repeat_interleave(responses)
+    rows = first_row.repeat_interleave(responses) + within
     return PackedSequences(
-        tokens=flat[None].to(device),
-        position_ids=torch.cat([torch.arange(length) for length in lengths])[None].to(device),
-        cu_seqlens=starts.to(torch.int32).to(device),
-        max_seqlen=max(lengths),
-        response_rows=response_rows.to(device),
-        response_targets=flat[response_rows + 1].to(device),
+        tokens=flat.to(device).unsqueeze(0),
+        position_ids=position_ids.to(device).unsqueeze(0),
+        cu_seqlens=torch.nn.functional.pad(ends, (1, 0)).to(device=device, dtype=torch.int32),
+        max_seqlen=max(segments),
+        response_rows=rows.to(device),
+        response_targets=flat.to(device)[(rows + 1).to(device)],
     )

@@ -1,50 +1,120 @@
-"""Rollouts on disk: dumped as they were, and trained on again without engines.
+"""Rollouts on disk: dumped after generation, replayed by a later run that trains without engines.
 
-A file holds ``{"rollout_id": int, "samples": [Sample.to_dict(), ...]}`` in torch's format.
+A file is ``torch.save({"rollout_id": int, "samples": [Sample.to_dict(), ...]})``. Called where the rollout lives.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from slime.data.sample import Sample
-from slime.utils.errors import DataError
+from slime.data.sample import Sample, iter_samples
+from slime.utils.errors import ConfigError, DataError
 
 __all__ = ["load_debug_rollout_data", "save_debug_rollout_data"]
 
+logger = logging.getLogger(__name__)
 
-def save_debug_rollout_data(
-    template: str | None, samples: Sequence[Sample], *, rollout_id: int, evaluation: bool
-) -> None:
-    """Write ``samples`` to ``template`` with ``{rollout_id}`` filled in; evaluations as ``eval_<id>``."""
-    if template is None:
-        return
-    path = Path(template.format(rollout_id=f"eval_{rollout_id}" if evaluation else rollout_id))
+
+def save_debug_rollout_data(path_template: str | None, data: Any, *, rollout_id: int, evaluation: bool) -> Path | None:
+    """Write the samples of a rollout, or of an evaluation (``eval_<id>``); the file appears complete or not at all.
+
+    Args:
+        path_template: ``--save-debug-rollout-data``; None writes nothing.
+        data: groups of samples, or the result of an evaluation (data set name -> ``{"samples": [...], ...}``).
+
+    Returns:
+        The file.
+    """
+    if path_template is None:
+        return None
+    name = f"eval_{rollout_id}" if evaluation else str(rollout_id)
+    path = _fill("--save-debug-rollout-data", path_template, name)
+    samples = [sample.to_dict() for sample in _samples_of(data)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        torch.save({"rollout_id": rollout_id, "samples": [sample.to_dict() for sample in samples]}, file)
-    os.replace(file.name, path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        torch.save({"rollout_id": rollout_id, "samples": samples}, partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
 
 
 def load_debug_rollout_data(
-    template: str, *, rollout_id: int, subsample_ratio: float | None = None
+    path_template: str, *, rollout_id: int, subsample_ratio: float | None = None
 ) -> list[Sample]:
-    """The samples of a dump, only the first and last part of them with ``subsample_ratio``."""
-    path = Path(template.format(rollout_id=rollout_id))
-    if not path.is_file():
-        raise DataError(f"--load-debug-rollout-data {template}: there is no file {path}.")
+    """Read a dump back.
+
+    Args:
+        path_template: ``--load-debug-rollout-data``; without ``{rollout_id}`` the same file serves every rollout.
+        subsample_ratio: ``--load-debug-rollout-data-subsample``; keeps that fraction, half from either end.
+
+    Raises:
+        DataError: no such file, or not a dump; names the flag and the file.
+        ConfigError: a template or a fraction that cannot work.
+    """
+    path = _fill("--load-debug-rollout-data", path_template, str(rollout_id))
+    payload = _read(path)
+    entries = payload.get("samples") if isinstance(payload, Mapping) else None
+    if not isinstance(entries, list):
+        raise _not_a_dump(path, "it holds no list of samples")
     try:
-        content = torch.load(path, weights_only=True)
+        samples = [Sample.from_dict(entry) for entry in entries]
+    except (KeyError, TypeError, ValueError) as error:
+        raise _not_a_dump(path, f"{type(error).__name__}: {error}") from error
+    if subsample_ratio is None:
+        return samples
+    if not 0 < subsample_ratio <= 1:
+        raise ConfigError(f"--load-debug-rollout-data-subsample {subsample_ratio} must be above 0 and at most 1.")
+    keep = int(len(samples) * subsample_ratio)
+    head = keep // 2
+    return samples[:head] + samples[len(samples) - (keep - head) :]
+
+
+def _samples_of(data: Any) -> Iterable[Sample]:
+    if not isinstance(data, Mapping):
+        return iter_samples(data)
+    found: list[Sample] = []
+    for dataset, result in data.items():
+        samples: Sequence[Any] | None = result.get("samples")
+        if samples is None:
+            raise DataError(f"evaluation of {dataset} returned no samples: --save-debug-rollout-data needs them")
+        found.extend(iter_samples(samples))
+    return found
+
+
+def _fill(flag: str, template: str, rollout_id: str) -> Path:
+    try:
+        return Path(template.format(rollout_id=rollout_id))
+    except (KeyError, IndexError, ValueError) as error:
+        raise ConfigError(f"{flag} {template}: the only placeholder is {{rollout_id}} ({error}).") from None
+
+
+def _read(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise DataError(f"--load-debug-rollout-data: there is no file {path}; it must be a rollout dump") from None
     except pickle.UnpicklingError as error:
-        raise DataError(f"--load-debug-rollout-data: {path} holds more than plain values and tensors: {error}") from None
-    samples = [Sample.from_dict(item) for item in content["samples"]]
-    if subsample_ratio is not None:
-        half = int(len(samples) * subsample_ratio) // 2
-        samples = samples[:half] + samples[len(samples) - half :]
-    return samples
+        logger.warning("%s holds objects of user code; loading it runs that code. Only load files you made.", path)
+        reason = error
+    except (OSError, RuntimeError, EOFError) as error:
+        raise _not_a_dump(path, str(error)) from error
+    try:
+        return torch.load(path, map_location="cpu", weights_only=False)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ImportError, AttributeError, ValueError) as error:
+        raise _not_a_dump(path, f"{error}; {reason}") from error
+
+
+def _not_a_dump(path: Path, reason: str) -> DataError:
+    first_line = reason.strip().splitlines()[0] if reason.strip() else "it is empty"
+    return DataError(
+        f"--load-debug-rollout-data: {path} is not a rollout dump of --save-debug-rollout-data ({first_line})"
+    )

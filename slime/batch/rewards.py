@@ -1,35 +1,110 @@
-"""Rewards relative to their group (GRPO, eq. 3): centred on the group's mean, divided by its standard deviation."""
+"""Raw rewards, and rewards relative to their group. Called when samples become a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
+import math
+import statistics
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 from slime.data.sample import Sample
+from slime.utils.errors import DataError
 
-__all__ = ["group_keys", "normalize_by_group"]
+__all__ = ["RewardArgs", "group_keys", "normalize_by_group", "raw_rewards"]
 
-_EPSILON = 1e-6
-
-
-def group_keys(samples: Sequence[Sample], group_size: int) -> list[int]:
-    """The group of each sample: its ``group_index``, or its position when no sample carries one."""
-    if all(sample.group_index is None for sample in samples):
-        return [position // group_size for position in range(len(samples))]
-    return [-1 if sample.group_index is None else sample.group_index for sample in samples]
+_CENTERED = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"})
+_SCALED = frozenset({"grpo", "gspo", "cispo"})
+_STD_EPSILON = 1e-6
 
 
-def normalize_by_group(rewards: Sequence[float], groups: Sequence[int], *, divide_by_std: bool) -> list[float]:
-    """(r - mean) / (std + 1e-6) within each group, std unbiased. A group of one, or of equal rewards, gives zeros."""
-    result = torch.zeros(len(rewards), dtype=torch.float64)
-    values = torch.tensor(rewards, dtype=torch.float64)
-    keys = torch.tensor(groups)
-    for key in keys.unique():
-        members = keys == key
-        centred = values[members] - values[members].mean()
-        if divide_by_std:
-            deviation = values[members].std() if int(members.sum()) > 1 else torch.tensor(0.0)
-            centred = centred / (deviation + _EPSILON)
-        result[members] = centred
-    return result.tolist()
+@dataclass(frozen=True)
+class RewardArgs:
+    """What decides the rewards; the names are those of the flags, so ``from_args(RewardArgs, args)`` works."""
+
+    reward_key: str | None = None
+    advantage_estimator: str = "grpo"
+    rewards_normalization: bool = True
+    grpo_std_normalization: bool = True
+    n_samples_per_prompt: int = 1
+
+    @property
+    def is_centered(self) -> bool:
+        return self.rewards_normalization and self.advantage_estimator in _CENTERED
+
+    @property
+    def is_scaled(self) -> bool:
+        return self.is_centered and self.grpo_std_normalization and self.advantage_estimator in _SCALED
+
+
+def raw_rewards(samples: Sequence[Sample], settings: RewardArgs) -> list[float]:
+    """The reward of every sample (``--reward-key`` of a dict reward).
+
+    Raises:
+        DataError: a reward that is missing or not a finite number, with the sample it belongs to.
+    """
+    return [_reward_of(sample, settings) for sample in samples]
+
+
+def normalize_by_group(
+    rewards: Sequence[float], keys: Sequence[Hashable], *, divide_by_std: bool, epsilon: float = _STD_EPSILON
+) -> list[float]:
+    """``(r - mean) / (std + epsilon)`` within each group, std unbiased (n - 1); the division is optional.
+
+    A group of one, and a group whose rewards are all equal, teach nothing: their rewards become 0 exactly. Groups may
+    have different sizes and need not be contiguous.
+
+    Source: DeepSeekMath (GRPO), arXiv:2402.03300, section 4.1.2; without the division: Dr. GRPO, arXiv:2503.20783.
+    """
+    members: dict[Hashable, list[int]] = {}
+    for position, key in enumerate(keys):
+        members.setdefault(key, []).append(position)
+    out = [0.0] * len(rewards)
+    for positions in members.values():
+        values = [rewards[p] for p in positions]
+        if all(value == values[0] for value in values):
+            continue
+        mean = math.fsum(values) / len(values)
+        scale = statistics.stdev(values, mean) + epsilon if divide_by_std else 1.0
+        for position, value in zip(positions, values, strict=True):
+            out[position] = (value - mean) / scale
+    return out
+
+
+def group_keys(samples: Sequence[Sample], n_samples_per_prompt: int) -> list[Hashable]:
+    """The group of every sample: its ``group_index``; where no sample has one, consecutive blocks of n.
+
+    Raises:
+        DataError: some samples have a group index and some do not, or the blocks do not come out even.
+    """
+    missing = [s for s in samples if s.group_index is None]
+    if not missing:
+        return [s.group_index for s in samples]
+    if len(missing) < len(samples):
+        raise DataError(
+            f"{len(missing)} of {len(samples)} samples have no group_index (the first is sample {missing[0].index}): a "
+            "rollout function or data source must set it on all samples or on none"
+        )
+    if len(samples) % n_samples_per_prompt:
+        raise DataError(
+            f"{len(samples)} samples without group_index do not divide into groups of --n-samples-per-prompt "
+            f"{n_samples_per_prompt}: set Sample.group_index"
+        )
+    return [position // n_samples_per_prompt for position in range(len(samples))]
+
+
+def _reward_of(sample: Sample, settings: RewardArgs) -> float:
+    where = f"sample {sample.index} (group {sample.group_index})"
+    if settings.reward_key and not (isinstance(sample.reward, dict) and settings.reward_key in sample.reward):
+        have = f"keys {sorted(sample.reward)}" if isinstance(sample.reward, dict) else f"reward {sample.reward!r}"
+        raise DataError(f"{where} has {have}, but --reward-key {settings.reward_key} asks for that entry of a dict")
+    value = sample.get_reward_value(settings)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        hint = (
+            "name an entry with --reward-key" if isinstance(value, dict) else "the reward function must return a number"
+        )
+        raise DataError(f"{where} has reward {value!r}, which is not a number: {hint}") from None
+    if not math.isfinite(number):
+        raise DataError(f"{where} has reward {number}: the reward function must return a finite number")
+    return number

@@ -1,48 +1,95 @@
-"""Which sample is trained in which micro-batch, on which rank, in which step. Pure; the same answer everywhere.
+"""Which samples are trained in which micro-batch, on which rank, in which optimizer step. Pure Python, no tensors.
 
-Pack first, then distribute: the samples of a step are packed into micro-batches, their number is raised to a multiple of
-the ranks, and every rank gets equally many, because all ranks run their collectives in step.
+    rollouts in order ──▶ steps of global_batch_size rollouts ──▶ micro-batches ──▶ ranks
+                          (the rest is dropped, and counted)      (packed first,    (strided, or balanced)
+                                                                   counts aligned)
+
+All samples of a rollout stay in one step. Every rank runs the same number of micro-batches in every step, because each
+of them ends in collectives.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from slime.batch.arguments import BatchArgs
-from slime.batch.balance import balanced_partitions, expand_bins_by_splitting, first_fit
+from slime.batch.balance import (
+    Bins,
+    expand_bins_by_splitting,
+    first_fit_pack,
+    get_seqlen_balanced_partitions,
+    split_bin,
+)
+from slime.batch.flops import ModelDims, calculate_fwd_flops
 from slime.data.layout import ParallelLayout
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, DataError
 
-__all__ = ["StepPlan", "plan_steps"]
+__all__ = ["MicroBatchArgs", "ScheduleError", "StepPlan", "build_dp_schedule", "plan_steps"]
 
 
-class ScheduleError(ConfigError, AssertionError):
-    """The samples of a rollout cannot be divided as the flags ask. An AssertionError too, as older callers expect."""
+class ScheduleError(DataError, AssertionError):
+    """These samples cannot be scheduled. Also an AssertionError: callers of older versions catch that."""
+
+
+@dataclass(frozen=True)
+class MicroBatchArgs:
+    """How micro-batches are formed; the names are those of the flags, so ``from_args(MicroBatchArgs, args)`` works."""
+
+    micro_batch_size: int = 1
+    use_dynamic_batch_size: bool = False
+    max_tokens_per_gpu: int | None = None
+    balance_data: bool = False
+    balance_by_flops: bool = False
+
+    def __post_init__(self) -> None:
+        if self.use_dynamic_batch_size and not (self.max_tokens_per_gpu and self.max_tokens_per_gpu > 0):
+            raise ConfigError(
+                f"--use-dynamic-batch-size needs --max-tokens-per-gpu N with N > 0, got {self.max_tokens_per_gpu}."
+            )
+        if self.balance_by_flops and not self.use_dynamic_batch_size:
+            raise ConfigError("--balance-by-flops forms dynamic micro-batches: it needs --use-dynamic-batch-size.")
+        if self.micro_batch_size < 1:
+            raise ConfigError(f"--micro-batch-size {self.micro_batch_size} must be at least 1.")
+
+    @property
+    def is_balanced(self) -> bool:
+        return self.balance_data or self.balance_by_flops
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The work of one rollout.
+    """The schedule of one rollout.
 
     Attributes:
-        partitions: per rank, positions of its samples in the rollout.
-        micro_batch_indices: per rank, per micro-batch of all steps in order, positions in the rank's partition.
-        num_microbatches: per step, micro-batches of every rank.
-        global_batch_sizes: per step, number of rollouts (executions) in it.
-        dropped: positions that fill no step.
+        partitions: ``[dp][n_r]`` global sample positions of rank r, in the order in which it trains them.
+        micro_batch_indices: ``[dp][num micro-batches of all steps][samples]`` positions in the rank's partition.
+        num_microbatches: micro-batches per rank, per step.
+        global_batch_sizes: rollouts per step, all ranks together.
+        num_dropped_rollouts, num_dropped_samples: trailing ones that do not fill a step.
     """
 
     partitions: list[list[int]]
     micro_batch_indices: list[list[list[int]]]
     num_microbatches: list[int]
     global_batch_sizes: list[int]
-    dropped: list[int]
+    num_dropped_rollouts: int = 0
+    num_dropped_samples: int = 0
 
     def __post_init__(self) -> None:
-        for partition, batches in zip(self.partitions, self.micro_batch_indices, strict=True):
-            assert [i for batch in batches for i in batch] == list(range(len(partition))), "a sample is lost or doubled"
-            assert len(batches) == sum(self.num_microbatches), "ranks have different numbers of micro-batches"
+        positions = [p for partition in self.partitions for p in partition]
+        assert len(set(positions)) == len(positions), "a sample is scheduled twice"
+        assert len(self.num_microbatches) == len(self.global_batch_sizes), "steps disagree"
+        for partition, micro_batches in zip(self.partitions, self.micro_batch_indices, strict=True):
+            local = [i for items in micro_batches for i in items]
+            assert local == list(range(len(partition))), "local indices are not consecutive"
+            assert len(micro_batches) == sum(self.num_microbatches), "ranks run different numbers of micro-batches"
+            assert all(micro_batches), "a micro-batch is empty"
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.num_microbatches)
 
 
 def plan_steps(
@@ -50,65 +97,157 @@ def plan_steps(
     rollout_ids: Sequence[int],
     *,
     global_batch_size: int,
-    micro_batch_size: int,
-    settings: BatchArgs,
     layout: ParallelLayout,
+    settings: MicroBatchArgs,
+    dims: ModelDims | None = None,
 ) -> StepPlan:
-    """Divide samples of the given token lengths into steps of ``global_batch_size`` rollouts each."""
-    by_rollout: dict[int, list[int]] = {}
-    for position, rollout_id in enumerate(rollout_ids):
-        by_rollout.setdefault(rollout_id, []).append(position)
-    rollouts = list(by_rollout.values())
-    num_steps = len(rollouts) // global_batch_size
+    """Schedule the samples of one rollout.
+
+    Args:
+        total_lengths: tokens per sample.
+        rollout_ids: per sample; samples with the same id are one rollout.
+        global_batch_size: rollouts per optimizer step.
+        layout: parallel sizes of the trainer.
+        settings: how micro-batches are formed.
+        dims: sizes of the model, needed to balance compute.
+
+    Raises:
+        ScheduleError: fewer rollouts than one step, fewer samples than ranks, or counts that do not divide.
+        ConfigError: balancing without ``dims``.
+    """
+    flops = [0] * len(total_lengths)
+    if settings.is_balanced:
+        if dims is None:
+            raise ConfigError("--balance-data and --balance-by-flops need the sizes of the model.")
+        flops = [calculate_fwd_flops([length], dims) for length in total_lengths]
+    rollouts: dict[int, list[int]] = {}
+    for position, rollout_id in zip(range(len(total_lengths)), rollout_ids, strict=True):
+        rollouts.setdefault(rollout_id, []).append(position)
+    groups = list(rollouts.values())
+    num_steps = len(groups) // global_batch_size
     if num_steps == 0:
         raise ScheduleError(
-            f"num_rollouts {len(rollouts)} is below --global-batch-size {global_batch_size}: not even one step is full."
+            f"num_rollouts {len(groups)} do not fill one step of --global-batch-size {global_batch_size}: collect more "
+            "rollouts or lower it"
         )
-    partitions: list[list[int]] = [[] for _ in range(layout.dp_size)]
-    micro_batches: list[list[list[int]]] = [[] for _ in range(layout.dp_size)]
-    counts = []
+    partitions: Bins = [[] for _ in range(layout.dp_size)]
+    micro_batch_indices: list[Bins] = [[] for _ in range(layout.dp_size)]
+    num_microbatches = []
     for step in range(num_steps):
-        chosen = rollouts[step * global_batch_size : (step + 1) * global_batch_size]
-        positions = [position for rollout in chosen for position in rollout]
-        bins = _micro_batches(positions, total_lengths, micro_batch_size, settings, layout)
-        counts.append(len(bins) // layout.dp_size)
-        sums = [sum(total_lengths[position] for position in batch) for batch in bins]
-        for rank, mine in enumerate(_assign(sums, settings, layout)):
-            for index in mine:
+        members = groups[step * global_batch_size : (step + 1) * global_batch_size]
+        positions = [p for group in members for p in group]
+        micro_batches = _form_micro_batches(positions, total_lengths, flops, layout, settings)
+        for rank, mine in enumerate(_assign(micro_batches, flops, layout, settings)):
+            for items in mine:
                 start = len(partitions[rank])
-                partitions[rank].extend(bins[index])
-                micro_batches[rank].append(list(range(start, len(partitions[rank]))))
-    dropped = [position for rollout in rollouts[num_steps * global_batch_size :] for position in rollout]
-    return StepPlan(partitions, micro_batches, counts, [global_batch_size] * num_steps, dropped)
+                partitions[rank].extend(items)
+                micro_batch_indices[rank].append(list(range(start, start + len(items))))
+        num_microbatches.append(len(micro_batches) // layout.dp_size)
+    dropped = groups[num_steps * global_batch_size :]
+    return StepPlan(
+        partitions,
+        micro_batch_indices,
+        num_microbatches,
+        [global_batch_size] * num_steps,
+        num_dropped_rollouts=len(dropped),
+        num_dropped_samples=sum(map(len, dropped)),
+    )
 
 
-def _micro_batches(
-    positions: list[int], lengths: Sequence[int], micro_batch_size: int, settings: BatchArgs, layout: ParallelLayout
-) -> list[list[int]]:
+def build_dp_schedule(
+    args: Any,
+    train_parallel_config: dict[str, int],
+    total_lengths: list[int],
+    *,
+    global_batch_size: int,
+    rollout_indices: list[int],
+) -> tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]:
+    """Public form of :func:`plan_steps`: the flat arguments in, (partitions, micro_batch_indices, num_microbatches,
+    global_batch_sizes) out."""
+    settings = MicroBatchArgs(
+        micro_batch_size=args.micro_batch_size,
+        use_dynamic_batch_size=args.use_dynamic_batch_size,
+        max_tokens_per_gpu=args.max_tokens_per_gpu,
+        balance_data=args.balance_data,
+        balance_by_flops=args.balance_by_flops,
+    )
+    plan = plan_steps(
+        total_lengths,
+        rollout_indices,
+        global_batch_size=global_batch_size,
+        layout=ParallelLayout(**train_parallel_config),
+        settings=settings,
+        dims=args,
+    )
+    return plan.partitions, plan.micro_batch_indices, plan.num_microbatches, plan.global_batch_sizes
+
+
+def _form_micro_batches(
+    positions: list[int],
+    total_lengths: Sequence[int],
+    flops: Sequence[int],
+    layout: ParallelLayout,
+    settings: MicroBatchArgs,
+) -> Bins:
+    """The micro-batches of one step, all ranks together, as global positions; their count fits the layout."""
     if len(positions) < layout.dp_size:
         raise ScheduleError(
-            f"a step has {len(positions)} samples for {layout.dp_size} data-parallel ranks: raise --global-batch-size."
+            f"a step of {len(positions)} samples cannot feed {layout.dp_size} data-parallel ranks: "
+            "raise --global-batch-size"
         )
-    multiple = layout.dp_size * (layout.microbatch_group_size_per_vp_stage if layout.vpp_size > 1 else 1)
-    if not settings.use_dynamic_batch_size:
-        bins = [positions[i : i + micro_batch_size] for i in range(0, len(positions), micro_batch_size)]
-        if len(bins) % multiple:
-            raise ScheduleError(
-                f"{len(positions)} samples make {len(bins)} micro-batches of --micro-batch-size {micro_batch_size}, "
-                f"which is not a multiple of {multiple}: change one of them, or use --use-dynamic-batch-size."
-            )
-        return bins
-    assert settings.max_tokens_per_gpu is not None, "checked with the command line"
-    local = [lengths[position] for position in positions]
-    bins = first_fit(local, settings.max_tokens_per_gpu * layout.cp_size)
-    target = max(1, -(-len(bins) // multiple)) * multiple
-    expand_bins_by_splitting(bins, target, local)
-    if len(bins) < target:
-        raise ScheduleError(f"{len(positions)} samples cannot fill {target} micro-batches: raise --global-batch-size.")
-    return [[positions[i] for i in batch] for batch in bins]
+    lengths = [total_lengths[p] for p in positions]
+    multiple = layout.microbatch_multiple
+    if settings.use_dynamic_batch_size:
+        assert settings.max_tokens_per_gpu is not None
+        cap = settings.max_tokens_per_gpu * layout.cp_size
+        if settings.balance_by_flops:
+            bins = _pack_by_flops(lengths, [flops[p] for p in positions], cap)
+        else:
+            bins = first_fit_pack(lengths, cap)
+        target = max(1, math.ceil(len(bins) / multiple)) * multiple
+        expand_bins_by_splitting(bins, target, lengths)
+        fix = (
+            f"raise --max-tokens-per-gpu {settings.max_tokens_per_gpu} so that samples share micro-batches, or let "
+            f"--global-batch-size give a multiple of {multiple} samples per step"
+        )
+    else:
+        size = settings.micro_batch_size
+        bins = [list(range(i, min(i + size, len(positions)))) for i in range(0, len(positions), size)]
+        target = max(1, math.ceil(len(bins) / multiple)) * multiple
+        fix = (
+            f"let --global-batch-size be a multiple of --micro-batch-size {size} x {multiple}, "
+            "or use --use-dynamic-batch-size"
+        )
+    if len(bins) != target:
+        raise ScheduleError(
+            f"a step of {len(positions)} samples gives {len(bins)} micro-batches, but their number must be a multiple "
+            f"of {multiple} (data-parallel ranks x pipeline group): {fix}"
+        )
+    return [[positions[i] for i in items] for items in bins]
 
 
-def _assign(sums: Sequence[int], settings: BatchArgs, layout: ParallelLayout) -> list[list[int]]:
-    if settings.balance_data:
-        return balanced_partitions(sums, layout.dp_size, equal_size=True)
-    return [list(range(rank, len(sums), layout.dp_size)) for rank in range(layout.dp_size)]
+def _pack_by_flops(lengths: Sequence[int], flops: Sequence[int], cap: int) -> Bins:
+    """As few bins as tokens allow, with equal compute; a bin above the token cap is split until it fits."""
+    k = max(1, math.ceil(sum(lengths) / cap))
+    if k >= len(lengths):
+        return [[i] for i in range(len(lengths))]
+    bins = get_seqlen_balanced_partitions(flops, k, equal_size=False)
+    position = 0
+    while position < len(bins):
+        items = bins[position]
+        if len(items) > 1 and sum(lengths[i] for i in items) > cap:
+            bins[position], right = split_bin(items, lengths)
+            bins.append(right)
+        else:
+            position += 1
+    return bins
+
+
+def _assign(micro_batches: Bins, flops: Sequence[int], layout: ParallelLayout, settings: MicroBatchArgs) -> list[Bins]:
+    """``[dp][micro-batches]``: strided, or the same count with similar compute."""
+    if settings.is_balanced:
+        weights = [sum(flops[p] for p in items) for items in micro_batches]
+        chosen = get_seqlen_balanced_partitions(weights, layout.dp_size, equal_size=True)
+    else:
+        chosen = [list(range(rank, len(micro_batches), layout.dp_size)) for rank in range(layout.dp_size)]
+    return [[micro_batches[m] for m in mine] for mine in chosen]

@@ -1,59 +1,126 @@
-"""Columns of a whole rollout -> one dictionary of tensors per data-parallel rank."""
+"""The batch is cut into one dict per data-parallel rank and turned into CPU tensors, ready for the object store.
+
+Called after scheduling, where the rollout lives; the trainer receives the dicts. Which column goes where is read from
+``slime.data.columns``.
+"""
 
 from __future__ import annotations
 
-from argparse import Namespace
+import logging
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from slime.batch.arguments import BatchArgs
-from slime.batch.schedule import plan_steps
-from slime.config.groups import from_args
-from slime.data.columns import COLUMNS, TrainData
+from slime.batch.flops import ModelDims
+from slime.batch.schedule import MicroBatchArgs, StepPlan, plan_steps
+from slime.data.columns import RankBatch, TrainData, column
 from slime.data.layout import ParallelLayout
 
-__all__ = ["split_by_dp"]
+__all__ = ["Shipment", "slice_batch", "split_by_dp", "tensorize"]
+
+logger = logging.getLogger(__name__)
 
 
-def split_by_dp(data: TrainData, layout: ParallelLayout, args: Namespace) -> tuple[list[dict[str, Any]], int]:
-    """Per rank its part of every column and its schedule; and how many samples fill no step.
+@dataclass(frozen=True)
+class Shipment:
+    """Everything the ranks receive for one rollout.
 
-    A column that is not in ``COLUMNS`` but has one entry per sample belongs to a user's hook and is split as well.
+    Attributes:
+        ranks: one batch per data-parallel rank.
+        plan: the schedule behind it.
+    """
+
+    ranks: list[RankBatch]
+    plan: StepPlan
+
+    @property
+    def num_dropped_samples(self) -> int:
+        """Samples of trailing rollouts that do not fill a step; they are not trained on."""
+        return self.plan.num_dropped_samples
+
+
+def split_by_dp(
+    data: TrainData,
+    *,
+    layout: ParallelLayout,
+    global_batch_size: int,
+    settings: MicroBatchArgs,
+    dims: ModelDims | None = None,
+) -> Shipment:
+    """Schedule a compiled batch and cut it into the batches of the ranks.
+
+    Args:
+        data: columns from ``compile_train_data``.
+        layout, global_batch_size, settings, dims: see :func:`slime.batch.schedule.plan_steps`.
+
+    Returns:
+        Per-rank batches and the plan. Dropped samples are counted there and warned about here.
     """
     plan = plan_steps(
         data["total_lengths"],
         data["rollout_ids"],
-        global_batch_size=args.global_batch_size,
-        micro_batch_size=args.micro_batch_size,
-        settings=from_args(BatchArgs, args),
+        global_batch_size=global_batch_size,
         layout=layout,
+        settings=settings,
+        dims=dims,
     )
+    if plan.num_dropped_samples:
+        logger.warning(
+            "%d trailing rollouts (%d of %d samples) do not fill a step of --global-batch-size %d: not trained on.",
+            plan.num_dropped_rollouts,
+            plan.num_dropped_samples,
+            len(data["tokens"]),
+            global_batch_size,
+        )
+    return Shipment([tensorize(slice_batch(data, plan, rank)) for rank in range(layout.dp_size)], plan)
+
+
+def slice_batch(data: TrainData, plan: StepPlan, rank: int) -> RankBatch:
+    """Rank's share of every per-sample column, the whole-batch columns, and its part of the plan."""
+    partition = plan.partitions[rank]
     num_samples = len(data["tokens"])
-    shards = []
-    for partition, micro_batches in zip(plan.partitions, plan.micro_batch_indices, strict=True):
-        shard: dict[str, Any] = {
-            "partition": partition,
-            "micro_batch_indices": micro_batches,
-            "num_microbatches": plan.num_microbatches,
-            "global_batch_sizes": plan.global_batch_sizes,
-        }
-        for name, values in data.items():
-            column = COLUMNS.get(name)
-            is_per_sample = column.scope == "sample" if column is not None else len(values) == num_samples
-            shard[name] = [values[position] for position in partition] if is_per_sample else values
-        shards.append(_tensorize(shard))
-    return shards, len(plan.dropped)
+    batch: RankBatch = {}
+    for name, values in data.items():
+        is_per_sample = column(name).per == "sample" and _has_rows(values, num_samples)
+        batch[name] = [values[p] for p in partition] if is_per_sample else values
+    batch["partition"] = list(partition)
+    batch["micro_batch_indices"] = plan.micro_batch_indices[rank]
+    batch["num_microbatches"] = list(plan.num_microbatches)
+    batch["global_batch_sizes"] = list(plan.global_batch_sizes)
+    return batch
 
 
-def _tensorize(shard: dict[str, Any]) -> dict[str, Any]:
-    for name, values in shard.items():
-        column = COLUMNS.get(name)
-        if column is None or column.dtype is None:
-            continue
-        dtype = getattr(torch, column.dtype)
-        if name == "rollout_mask_sums":
-            shard[name] = torch.tensor(values, dtype=dtype)
-        else:
-            shard[name] = [torch.as_tensor(value, dtype=dtype) for value in values]
-    return shard
+def tensorize(batch: RankBatch) -> RankBatch:
+    """The batch with its tensor columns as contiguous CPU tensors of the dtypes in the table."""
+    out: RankBatch = {}
+    for name, values in batch.items():
+        spec = column(name)
+        match spec.form:
+            case "ragged":
+                dtype = getattr(torch, spec.dtype)
+                out[name] = [_tensor(value, dtype) for value in values]
+            case "vector":
+                out[name] = _tensor(values, getattr(torch, spec.dtype))
+            case "plain" | "fixed":
+                out[name] = values
+            case _:
+                raise AssertionError(f"column {name} has unknown form {spec.form}")
+    return out
+
+
+def _tensor(value: Any, dtype: torch.dtype) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        # clone: a view must not drag the storage of the whole rollout through the object store
+        return value.detach().to(device="cpu", dtype=dtype, copy=True).contiguous()
+    return torch.tensor(value, dtype=dtype)
+
+
+def _has_rows(values: Any, num_samples: int) -> bool:
+    """A hook's own value is per sample when it has one row per sample; anything else goes to every rank as it is."""
+    if isinstance(values, (str, bytes, dict)):
+        return False
+    try:
+        return len(values) == num_samples
+    except TypeError:
+        return False

@@ -20,7 +20,7 @@ TrainData: TypeAlias = dict[str, Any]
 """Column name -> list with one entry per sample of the whole rollout."""
 
 RankBatch: TypeAlias = dict[str, Any]
-"""What one data-parallel rank receives: its share of ``TrainData``, tensors on the CPU, and its part of the schedule."""
+"""What one data-parallel rank receives: its share of ``TrainData`` as CPU tensors, and its part of the schedule."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,15 @@ def _optional(name: str, meaning: str, form: Literal["ragged", "plain"], when: s
 def _trained(name: str, meaning: str, when: str = "policy_loss") -> Column:
     """A per-token result of the trainer's own passes."""
     return _optional(
-        name, meaning, "ragged", when, dtype="float32", axis="response", on_device=True, cp_sliced=True, producer="trainer"
+        name,
+        meaning,
+        "ragged",
+        when,
+        dtype="float32",
+        axis="response",
+        on_device=True,
+        cp_sliced=True,
+        producer="trainer",
     )
 
 
@@ -145,4 +153,6 @@ COLUMNS: dict[str, Column] = {item.name: item for item in _TABLE}
 def column(name: str) -> Column:
     """The table's entry for ``name``; a key that a hook added counts as a plain optional per-sample column."""
     known = COLUMNS.get(name)
-    return known if known is not None else _optional(name, "added by a hook", "plain", "a hook added it", producer="hook")
+    return (
+        known if known is not None else _optional(name, "added by a hook", "plain", "a hook added it", producer="hook")
+    )

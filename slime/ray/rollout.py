@@ -15,7 +15,10 @@ import ray
 
 from slime.batch.compile import compile_train_data
 from slime.batch.replay import load_debug_rollout_data, save_debug_rollout_data
+from slime.batch.rewards import RewardArgs
+from slime.batch.schedule import MicroBatchArgs
 from slime.batch.ship import split_by_dp
+from slime.config.groups import from_args
 from slime.data.layout import ParallelLayout
 from slime.data.sample import Sample, iter_samples
 from slime.hooks.load import load_function
@@ -50,6 +53,8 @@ class RolloutManager:
         self._server = None if args.debug_train_only else RolloutServer(args, slots)
         self._rollout_function = load_function(args.rollout_function_path)
         self._eval_function = load_function(args.eval_function_path)
+        self._post_process = _load_optional(args.custom_reward_post_process_path)
+        self._convert = _load_optional(args.custom_convert_samples_to_train_data_path)
         self._layout = ParallelLayout(dp_size=max(1, args.world_size))
 
     def wait_ready(self) -> None:
@@ -82,11 +87,22 @@ class RolloutManager:
         perf = compute_perf_metrics_from_samples(self._args, samples, seconds)
         metrics |= {f"perf/{k}": v for k, v in perf.items()}
         if self._args.debug_rollout_only:
-            return RolloutResult([], metrics, 0)
-        data = compile_train_data(groups, self._args)
-        shards, dropped = split_by_dp(data, self._layout, self._args)
-        metrics["rollout/dropped_samples"] = float(dropped)
-        return RolloutResult([Box(ray.put(shard)) for shard in shards], metrics, len(shards[0]["num_microbatches"]))
+            return RolloutResult([], metrics)
+        data = compile_train_data(
+            groups,
+            rewards=from_args(RewardArgs, self._args),
+            post_process=self._post_process,
+            convert=self._convert,
+            args=self._args,
+        )
+        shipment = split_by_dp(
+            data,
+            layout=self._layout,
+            global_batch_size=self._args.global_batch_size,
+            settings=from_args(MicroBatchArgs, self._args),
+        )
+        metrics["rollout/dropped_samples"] = float(shipment.num_dropped_samples)
+        return RolloutResult([Box(ray.put(batch)) for batch in shipment.ranks], metrics)
 
     def _groups(self, rollout_id: int) -> tuple[Any, dict[str, float]]:
         if self._args.load_debug_rollout_data is not None:
@@ -125,6 +141,10 @@ class RolloutManager:
         if self._server is not None:
             self._server.stop()
             self._server = None
+
+
+def _load_optional(path: str | None) -> Any:
+    return None if path is None else load_function(path)
 
 
 def create_rollout_manager(args: Namespace, slots: GpuSlots, data_buffer: DataBufferClient) -> Any:

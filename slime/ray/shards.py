@@ -22,9 +22,7 @@ class RolloutResult:
     Attributes:
         shards: one box per data-parallel rank; empty with ``--debug-rollout-only``.
         metrics: ``rollout/...`` and ``perf/...`` values.
-        num_optimizer_steps: optimizer steps that the data was scheduled for.
     """
 
     shards: list[Box]
     metrics: dict[str, float]
-    num_optimizer_steps: int

@@ -44,7 +44,13 @@ class DistributedSender:
             backend=backend,
         )
         self._group = join_group(
-            master_address, master_port, 0, world_size, self._group_name, backend, timeout_s=self._timeout_s
+            master_address,
+            master_port,
+            rank=0,
+            world_size=world_size,
+            group_name=self._group_name,
+            backend=backend,
+            timeout_s=self._timeout_s,
         )
         joining.wait(self._timeout_s)
 

@@ -1,125 +1,199 @@
-"""Hugging Face checkpoints: read into the model, exported from it, written to a directory. Driven by the family table."""
+"""Weights between a Hugging Face checkpoint and the live model, in both directions, by the family's table.
+
+Called by ``actor`` and ``checkpoint``. One tensor at a time: a model larger than the host's memory never has to exist
+twice. Knows layouts, not architectures: those are in ``families``.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from slime.backends.megatron_utils.families.registry import FAMILIES
+from slime.backends.megatron_utils.families.base import Layout, Rule
 from slime.backends.megatron_utils.model import unwrap
 from slime.backends.megatron_utils.model_shape import ModelShape
 from slime.backends.protocols import NamedTensor
 from slime.utils.errors import ConfigError
 
-__all__ = ["export_hf", "is_hf_checkpoint", "load_hf", "write_hf"]
+__all__ = ["export_weights", "load_weights", "write_hf_directory"]
 
-_VOCAB_PARAMETERS = ("embedding.word_embeddings.weight", "output_layer.weight")
-_SHARD_BYTES = 4 * 1024**3
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
-
-
-def is_hf_checkpoint(path: str | Path) -> bool:
-    return (Path(path) / "config.json").is_file()
-
-
-class _Reader:
-    """Tensors of a directory of safetensors files by name."""
-
-    def __init__(self, path: str | Path, flag: str) -> None:
-        self._path, self._flag = Path(path), flag
-        files = sorted(self._path.glob("*.safetensors"))
-        if not files:
-            raise ConfigError(f"{flag} {path}: there is no *.safetensors file in that directory.")
-        self._handles = [safe_open(file, framework="pt") for file in files]
-        self._where = {name: handle for handle in self._handles for name in handle.keys()}  # noqa: SIM118 - no iterator
-
-    def __call__(self, name: str) -> torch.Tensor:
-        if name not in self._where:
-            raise ConfigError(f"{self._flag} {self._path}: the checkpoint has no tensor {name}.")
-        return self._where[name].get_tensor(name)
+_INDEX = "model.safetensors.index.json"
+_MAX_FILE_BYTES = 5 * 1024**3
+_LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 
 
 @torch.no_grad()
-def load_hf(model: torch.nn.Module, path: str | Path, shape: ModelShape, *, flag: str = "--hf-checkpoint") -> None:
-    """Copy the weights of the Hugging Face directory ``path`` into ``model``."""
-    read = _Reader(path, flag)
-    rules = FAMILIES[shape.family].rules(shape)
-    for name, parameter in unwrap(model).named_parameters():
-        rule = rules[name]
-        tensor = rule.to_megatron([read(source) for source in rule.sources], shape)
-        if name in _VOCAB_PARAMETERS and tensor.shape[0] < parameter.shape[0]:
-            padding = tensor.new_zeros(parameter.shape[0] - tensor.shape[0], *tensor.shape[1:])
-            tensor = torch.cat([tensor, padding])
-        if tensor.shape != parameter.shape:
-            raise ConfigError(
-                f"{flag} {path}: {', '.join(rule.sources)} gives {tuple(tensor.shape)} for {name}, "
-                f"the model has {tuple(parameter.shape)}."
-            )
-        parameter.copy_(tensor)
+def load_weights(model: Any, shape: ModelShape, directory: str, flag: str) -> None:
+    """Fill every parameter of ``model`` from the safetensors files in ``directory``.
 
+    Args:
+        flag: the flag that named the directory, for messages.
 
-@torch.no_grad()
-def export_hf(model: torch.nn.Module, shape: ModelShape) -> Iterator[NamedTensor]:
-    """Every weight under its Hugging Face name, without vocabulary padding."""
-    rules = FAMILIES[shape.family].rules(shape)
-    for name, parameter in unwrap(model).named_parameters():
-        tensor = parameter.detach()
-        if name in _VOCAB_PARAMETERS:
-            tensor = tensor[: shape.vocab_size]
-        rule = rules[name]
-        yield from zip(rule.sources, rule.to_hf(tensor, shape), strict=True)
-
-
-def write_hf(weights: Iterator[NamedTensor], path: str | Path, *, template: str | Path) -> None:
-    """Write a loadable Hugging Face directory: ``weights`` plus every other file of ``template``.
-
-    Written beside its final place and renamed at the end: the directory is complete or not there.
+    Raises:
+        ConfigError: a tensor is missing or has another shape than the model's; both shapes are named.
     """
-    path, template = Path(path), Path(template)
-    if path.resolve() == template.resolve():
-        raise ConfigError(f"--save-hf {path} is the directory of --hf-checkpoint; it would be overwritten.")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    tensors = _Reader(directory, flag)
+    for name, parameter in unwrap(model).named_parameters():
+        rule, layer = _rule_of(name, shape)
+        names = [hf_name.format(layer=layer) for hf_name in rule.hf]
+        value = _to_megatron([tensors.get(hf_name) for hf_name in names], rule.layout, shape, parameter)
+        if value.shape != parameter.shape:
+            raise ConfigError(
+                f"{flag} {directory}: {' + '.join(names)} makes {list(value.shape)}, but the model that config.json "
+                f"describes needs {list(parameter.shape)} for {name}: config.json and weights do not belong together."
+            )
+        parameter.copy_(value)
+
+
+@torch.no_grad()
+def export_weights(model: Any, shape: ModelShape) -> Iterator[NamedTensor]:
+    """All weights under Hugging Face names, without vocabulary padding, in the model's order and dtype.
+
+    Tensors may be views of live parameters: use or copy them before the next optimizer step.
+    """
+    for name, parameter in unwrap(model).named_parameters():
+        rule, layer = _rule_of(name, shape)
+        parts = _from_megatron(parameter.detach(), rule.layout, shape)
+        for hf_name, part in zip(rule.hf, parts, strict=True):
+            yield hf_name.format(layer=layer), part
+
+
+def write_hf_directory(weights: Iterable[NamedTensor], source: str, path: str) -> None:
+    """Write a complete Hugging Face checkpoint at ``path``, with every file of ``source`` that holds no weights.
+
+    Written beside the target and renamed at the end: ``path`` is never half a checkpoint.
+    """
+    target = Path(path)
+    if target.resolve() == Path(source).resolve():
+        raise ConfigError(f"--save-hf {path} is the --hf-checkpoint itself; name another directory.")
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
     try:
-        for file in template.iterdir():
-            if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES):
-                shutil.copy2(file, temporary / file.name)
-        _write_shards(weights, temporary)
-        temporary.chmod(0o755)
-        if path.exists():
-            shutil.rmtree(path)
-        temporary.rename(path)
+        for file in Path(source).iterdir():
+            if file.is_file() and file.suffix not in (".safetensors", ".bin", ".pt", ".pth") and file.name != _INDEX:
+                shutil.copy2(file, partial / file.name)
+        _write_tensors(weights, partial)
+        if target.exists():
+            old = target.with_name(f".{target.name}.old-{os.getpid()}")
+            target.rename(old)
+            partial.rename(target)
+            shutil.rmtree(old)
+        else:
+            partial.rename(target)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-def _write_shards(weights: Iterator[NamedTensor], directory: Path) -> None:
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    size = 0
-    total = 0
+class _Reader:
+    """Named tensors of a safetensors checkpoint, one file or many."""
+
+    def __init__(self, directory: str, flag: str) -> None:
+        self._directory = Path(directory)
+        self._where = f"{flag} {directory}"
+        self._open: dict[str, Any] = {}
+        index = self._directory / _INDEX
+        if index.is_file():
+            self._files: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return
+        files = sorted(self._directory.glob("*.safetensors"))
+        if not files:
+            raise ConfigError(f"{self._where}: there is no .safetensors file; other formats are not read.")
+        self._files = {name: file.name for file in files for name in self._handle(file.name).keys()}  # noqa: SIM118
+
+    def get(self, name: str) -> torch.Tensor:
+        if name not in self._files and name == "lm_head.weight":
+            name = "model.embed_tokens.weight"  # an untied head that starts from a tied checkpoint
+        if name not in self._files:
+            raise ConfigError(f"{self._where}: tensor {name} is missing in its .safetensors files.")
+        return self._handle(self._files[name]).get_tensor(name)
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(self._directory / file, framework="pt")
+            except Exception as error:  # safetensors raises a class of its own for a damaged file
+                raise ConfigError(f"{self._where}: cannot read {file}: {error}") from None
+        return self._open[file]
+
+
+def _rule_of(name: str, shape: ModelShape) -> tuple[Rule, str]:
+    """The line of the family's table for a Megatron parameter, and its layer number."""
+    layer = _LAYER.search(name)
+    pattern = _LAYER.sub("{layer}", name)
+    for rule in shape.family.rules:
+        if rule.megatron == pattern:
+            return rule, layer.group() if layer else ""
+    raise ConfigError(f"model_type {shape.model_type}: the family's table has no line for parameter {name}.")
+
+
+def _to_megatron(parts: list[torch.Tensor], layout: Layout, shape: ModelShape, like: torch.Tensor) -> torch.Tensor:
+    match layout:
+        case "copy":
+            return parts[0]
+        case "vocab":
+            missing = like.shape[0] - parts[0].shape[0]
+            if missing <= 0 or parts[0].shape[0] != shape.vocab_size:
+                return parts[0]
+            return torch.cat([parts[0], parts[0].new_zeros(missing, *parts[0].shape[1:])])
+        case "gate_up":
+            return torch.cat(parts)
+        case "qkv":
+            groups = [part.reshape(shape.num_query_groups, -1, *part.shape[1:]) for part in parts]
+            return torch.cat(groups, dim=1).flatten(0, 1)
+
+
+def _from_megatron(tensor: torch.Tensor, layout: Layout, shape: ModelShape) -> list[torch.Tensor]:
+    match layout:
+        case "copy":
+            return [tensor]
+        case "vocab":
+            return [tensor[: shape.vocab_size]]
+        case "gate_up":
+            return list(tensor.chunk(2))
+        case "qkv":
+            groups = tensor.reshape(shape.num_query_groups, -1, *tensor.shape[1:])
+            query_rows = groups.shape[1] - 2 * shape.head_dim
+            split = groups.split([query_rows, shape.head_dim, shape.head_dim], dim=1)
+            return [part.flatten(0, 1) for part in split]
+
+
+def _write_tensors(weights: Iterable[NamedTensor], directory: Path) -> None:
+    """``model-00001-of-0000N.safetensors`` of bounded size and their index, or one ``model.safetensors``."""
+    files: list[dict[str, int]] = []
+    pending: dict[str, torch.Tensor] = {}
+    num_bytes = 0
+
+    def flush() -> None:
+        save_file(pending, directory / f"part-{len(files)}", metadata={"format": "pt"})
+        files.append({name: tensor.nbytes for name, tensor in pending.items()})
+        pending.clear()
+
     for name, tensor in weights:
-        num_bytes = tensor.numel() * tensor.element_size()
-        if shards[-1] and size + num_bytes > _SHARD_BYTES:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor.contiguous().cpu().clone()
-        size += num_bytes
-        total += num_bytes
-    if len(shards) == 1:
-        save_file(shards[0], directory / "model.safetensors", metadata={"format": "pt"})
+        if pending and num_bytes + tensor.nbytes > _MAX_FILE_BYTES:
+            flush()
+            num_bytes = 0
+        pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        num_bytes += tensor.nbytes
+    flush()
+    if len(files) == 1:
+        (directory / "part-0").rename(directory / "model.safetensors")
         return
     weight_map = {}
-    for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, directory / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(shard, file)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+    for index, names in enumerate(files):
+        final = f"model-{index + 1:05d}-of-{len(files):05d}.safetensors"
+        (directory / f"part-{index}").rename(directory / final)
+        weight_map |= dict.fromkeys(names, final)
+    total = sum(size for names in files for size in names.values())
+    content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / _INDEX).write_text(json.dumps(content, indent=2, sort_keys=True), encoding="utf-8")

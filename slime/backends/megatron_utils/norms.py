@@ -1,4 +1,7 @@
-"""Norms that work with sequence parallelism and any parameter dtype, without TransformerEngine."""
+"""Norms for Megatron's layer spec: torch's own, in the model's dtype, with the mark that sequence parallelism needs.
+
+Megatron's fallback without Apex and TransformerEngine refuses sequence parallelism and always keeps fp32 weights.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,17 @@ import torch
 
 from slime.utils import accelerator
 
-__all__ = ["make_norm"]
+__all__ = ["TorchNorm"]
+
+_KINDS = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}
 
 
-def make_norm(config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
-    """The norm of ``config.normalization``; megatron-core calls this as a module's builder.
+class TorchNorm:
+    """Factory with the signature that Megatron's specs call; returns a torch module."""
 
-    megatron-core's own torch wrapper refuses sequence parallelism and always makes float32 parameters.
-    """
-    kind = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}[config.normalization]
-    device = None if config.use_cpu_initialization else accelerator.current().device()
-    norm = kind(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
-    for parameter in norm.parameters():
-        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-    return norm
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:  # type: ignore
+        device = None if config.use_cpu_initialization else accelerator.current().device()
+        norm = _KINDS[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm

@@ -1,21 +1,22 @@
-"""Megatron's optimizer and learning-rate schedule. Steps of the schedule are counted in samples, as Megatron does."""
+"""Megatron's optimizer and its schedule of learning rate and weight decay. Called by ``setup``."""
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
-import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from slime.backends.megatron_utils.arguments import OptimizerArgs
+from slime.backends.megatron_utils.arguments import OptimizerArgs, PrecisionArgs
+from slime.backends.megatron_utils.model import params_dtype, uses_distributed_optimizer
+from slime.utils.errors import ConfigError
 
 __all__ = ["build_optimizer", "build_scheduler"]
 
 
-def build_optimizer(args: OptimizerArgs, model: torch.nn.Module, dtype: torch.dtype) -> Any:
-    """Adam (AdamW) or SGD over float32 main parameters, states sharded over the data-parallel ranks."""
+def build_optimizer(model: Any, args: OptimizerArgs, precision: PrecisionArgs) -> Any:
+    """The optimizer of the data-parallel wrapped ``model``: fp32 main weights, global clipping, sharded states."""
+    dtype = params_dtype(precision)
     config = OptimizerConfig(
         optimizer=args.optimizer,
         lr=args.lr,
@@ -24,37 +25,49 @@ def build_optimizer(args: OptimizerArgs, model: torch.nn.Module, dtype: torch.dt
         adam_beta1=args.adam_beta1,
         adam_beta2=args.adam_beta2,
         adam_eps=args.adam_eps,
+        sgd_momentum=args.sgd_momentum,
         clip_grad=args.clip_grad,
-        bf16=dtype == torch.bfloat16,
-        fp16=dtype == torch.float16,
+        bf16=dtype.itemsize == 2 and not precision.fp16,
+        fp16=precision.fp16,
         params_dtype=dtype,
-        use_distributed_optimizer=True,
+        use_distributed_optimizer=uses_distributed_optimizer(args),
     )
     return get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
 
 
-def build_scheduler(
-    args: OptimizerArgs, optimizer: Any, *, num_steps: int, global_batch_size: int
-) -> OptimizerParamScheduler:
-    """The schedule over ``num_steps`` optimizer steps.
+def build_scheduler(optimizer: Any, args: OptimizerArgs, *, num_steps: int, global_batch_size: int) -> Any:
+    """The schedule, counted in rollouts: a step advances it by the rollouts it trained on.
 
-    Always needed: without it, the exemption of norms from weight decay has no effect.
+    Always needed: it is also what exempts norms and biases from weight decay.
+
+    Args:
+        num_steps: optimizer steps of the whole run; the decay ends there unless --lr-decay-iters says otherwise.
+
+    Raises:
+        ConfigError: the warm-up is not shorter than the decay.
     """
-    decay = (args.lr_decay_iters or max(1, num_steps)) * global_batch_size
+    decay_steps = args.lr_decay_iters if args.lr_decay_iters is not None else max(1, num_steps)
     if args.lr_warmup_fraction is not None:
-        warmup = int(args.lr_warmup_fraction * decay)
+        warmup, flag = args.lr_warmup_fraction * decay_steps, f"--lr-warmup-fraction {args.lr_warmup_fraction}"
     else:
-        warmup = args.lr_warmup_iters * global_batch_size
+        warmup, flag = args.lr_warmup_iters, f"--lr-warmup-iters {args.lr_warmup_iters}"
+    if warmup >= decay_steps:
+        raise ConfigError(
+            f"{flag} is {warmup:g} steps of warm-up, which must be fewer than the {decay_steps} steps of the schedule "
+            "(--lr-decay-iters, by default all steps of the run)."
+        )
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=args.lr,
         min_lr=args.min_lr,
-        lr_warmup_steps=min(warmup, decay - 1),
-        lr_decay_steps=decay,
+        lr_warmup_steps=int(warmup * global_batch_size),
+        lr_decay_steps=decay_steps * global_batch_size,
         lr_decay_style=args.lr_decay_style,
         start_wd=args.weight_decay,
         end_wd=args.weight_decay,
-        wd_incr_steps=decay,
+        wd_incr_steps=decay_steps * global_batch_size,
         wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,  # the command line decides; a checkpoint tells how far the run is
     )

@@ -1,99 +1,91 @@
-"""How a family maps Hugging Face tensors to Megatron parameters: a table of rules that works in both directions.
+"""What a model family is: how its Hugging Face tensors and config fields correspond to Megatron's.
 
-Names are those of megatron-core's local layer spec; ``{layer}`` stands for the global layer number.
+A family is data. ``hf_checkpoint`` applies its table in both directions, ``model_shape`` reads its config fields.
+Imports neither torch nor megatron, so that a command line can be checked against a checkpoint without them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-import torch
+__all__ = ["ATTENTION", "DENSE_MLP", "EMBEDDINGS", "QKV_BIAS", "QK_NORM", "Family", "Layout", "Rule"]
 
-from slime.backends.megatron_utils.model_shape import ModelShape
+Layout = Literal["copy", "qkv", "gate_up", "vocab"]
+"""How one Megatron tensor is made of Hugging Face tensors.
 
-__all__ = ["Concat", "Copy", "Family", "QKV", "Rule"]
-
-
-@dataclass(frozen=True)
-class Copy:
-    """One tensor, unchanged."""
-
-    megatron: str
-    hf: str
-
-    @property
-    def sources(self) -> Sequence[str]:
-        return (self.hf,)
-
-    def to_megatron(self, tensors: Sequence[torch.Tensor], shape: ModelShape) -> torch.Tensor:
-        return tensors[0]
-
-    def to_hf(self, tensor: torch.Tensor, shape: ModelShape) -> Sequence[torch.Tensor]:
-        return (tensor,)
+copy: it is the tensor.  vocab: the tensor, rows padded.  gate_up: the two stacked along dim 0.
+qkv: per key/value group its query heads, its key head, its value head; groups stacked along dim 0.
+"""
 
 
 @dataclass(frozen=True)
-class Concat:
-    """Equal parts stacked along dimension 0: gate and up projections of a gated MLP."""
+class Rule:
+    """One line of the table. ``{layer}`` stands for the zero-based layer number on both sides."""
 
     megatron: str
-    sources: Sequence[str]
-
-    def to_megatron(self, tensors: Sequence[torch.Tensor], shape: ModelShape) -> torch.Tensor:
-        return torch.cat(list(tensors))
-
-    def to_hf(self, tensor: torch.Tensor, shape: ModelShape) -> Sequence[torch.Tensor]:
-        return tensor.chunk(len(self.sources))
-
-
-@dataclass(frozen=True)
-class QKV:
-    """Query, key and value projections: Megatron stacks, per key-value group, [its queries | key | value]."""
-
-    megatron: str
-    sources: Sequence[str]
-
-    def to_megatron(self, tensors: Sequence[torch.Tensor], shape: ModelShape) -> torch.Tensor:
-        groups = shape.num_query_groups
-        grouped = [tensor.reshape(groups, -1, *tensor.shape[1:]) for tensor in tensors]
-        return torch.cat(grouped, dim=1).reshape(-1, *tensors[0].shape[1:])
-
-    def to_hf(self, tensor: torch.Tensor, shape: ModelShape) -> Sequence[torch.Tensor]:
-        groups, size = shape.num_query_groups, shape.kv_channels
-        queries = shape.num_attention_heads // groups * size
-        grouped = tensor.reshape(groups, -1, *tensor.shape[1:])
-        return [part.reshape(-1, *tensor.shape[1:]) for part in grouped.split([queries, size, size], dim=1)]
-
-
-Rule = Copy | Concat | QKV
+    hf: tuple[str, ...]
+    layout: Layout = "copy"
 
 
 @dataclass(frozen=True)
 class Family:
-    """One model family.
+    """One Hugging Face ``model_type``.
 
     Attributes:
-        layer_rules: rules of one transformer layer; names contain ``{layer}``.
+        rules: the tensor table; a rule whose Megatron tensor a model does not have (a tied output layer) is not used.
+        has_qk_norm: queries and keys are normalised per head.
+        has_qkv_bias: query, key and value projections have a bias.
+        supports_llama3_rope: ``rope_type`` llama3 is understood besides default.
+        defaults: values of config fields that a config.json may leave out, per the family's config class.
+        refuses: config fields that must be falsy, as (field, what it would mean).
     """
 
-    name: str
-    layer_rules: Sequence[Rule]
-
-    def rules(self, shape: ModelShape) -> dict[str, Rule]:
-        """Every Megatron parameter of a model of this shape -> its rule with final names."""
-        top: list[Rule] = [
-            Copy("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
-            Copy("decoder.final_layernorm.weight", "model.norm.weight"),
-        ]
-        if not shape.tie_embeddings:
-            top.append(Copy("output_layer.weight", "lm_head.weight"))
-        layers = [_numbered(rule, layer) for layer in range(shape.num_layers) for rule in self.layer_rules]
-        return {rule.megatron: rule for rule in (*top, *layers)}
+    model_type: str
+    rules: tuple[Rule, ...]
+    has_qk_norm: bool = False
+    has_qkv_bias: bool = False
+    supports_llama3_rope: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    refuses: tuple[tuple[str, str], ...] = ()
 
 
-def _numbered(rule: Rule, layer: int) -> Rule:
-    megatron = rule.megatron.format(layer=layer)
-    if isinstance(rule, Copy):
-        return Copy(megatron, rule.hf.format(layer=layer))
-    return type(rule)(megatron, tuple(source.format(layer=layer) for source in rule.sources))
+_LAYER = "decoder.layers.{layer}."
+_HF_LAYER = "model.layers.{layer}."
+
+EMBEDDINGS = (
+    Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab"),
+    Rule("output_layer.weight", ("lm_head.weight",), "vocab"),
+    Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
+)
+
+
+def _qkv(kind: str) -> Rule:
+    names = tuple(f"{_HF_LAYER}self_attn.{part}_proj.{kind}" for part in "qkv")
+    return Rule(f"{_LAYER}self_attention.linear_qkv.{kind}", names, "qkv")
+
+
+ATTENTION = (
+    Rule(_LAYER + "input_layernorm.weight", (_HF_LAYER + "input_layernorm.weight",)),
+    _qkv("weight"),
+    Rule(_LAYER + "self_attention.linear_proj.weight", (_HF_LAYER + "self_attn.o_proj.weight",)),
+)
+
+DENSE_MLP = (
+    Rule(_LAYER + "pre_mlp_layernorm.weight", (_HF_LAYER + "post_attention_layernorm.weight",)),
+    Rule(
+        _LAYER + "mlp.linear_fc1.weight",
+        (_HF_LAYER + "mlp.gate_proj.weight", _HF_LAYER + "mlp.up_proj.weight"),
+        "gate_up",
+    ),
+    Rule(_LAYER + "mlp.linear_fc2.weight", (_HF_LAYER + "mlp.down_proj.weight",)),
+)
+
+
+QKV_BIAS = (_qkv("bias"),)
+
+QK_NORM = tuple(
+    Rule(f"{_LAYER}self_attention.{part}_layernorm.weight", (f"{_HF_LAYER}self_attn.{part}_norm.weight",))
+    for part in "qk"
+)

@@ -1,19 +1,15 @@
-"""Qwen2 and Qwen2.5 (dense): a bias in the query, key and value projections."""
+"""Qwen2 and Qwen2.5, dense: biases on the query, key and value projections, gated SiLU MLP."""
 
 from __future__ import annotations
 
-from slime.backends.megatron_utils.families.base import QKV, Family
-from slime.backends.megatron_utils.families.llama import DENSE_LAYER
+from slime.backends.megatron_utils.families.base import ATTENTION, DENSE_MLP, EMBEDDINGS, QKV_BIAS, Family
 
-__all__ = ["FAMILY"]
+__all__ = ["QWEN2"]
 
-FAMILY = Family(
-    "qwen2",
-    (
-        *DENSE_LAYER,
-        QKV(
-            "decoder.layers.{layer}.self_attention.linear_qkv.bias",
-            tuple(f"model.layers.{{layer}}.self_attn.{x}_proj.bias" for x in "qkv"),
-        ),
-    ),
+QWEN2 = Family(
+    model_type="qwen2",
+    rules=EMBEDDINGS + ATTENTION + QKV_BIAS + DENSE_MLP,
+    has_qkv_bias=True,
+    defaults={"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False},
+    refuses=(("use_sliding_window", "sliding-window attention"),),
 )

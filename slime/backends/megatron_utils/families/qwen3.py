@@ -1,22 +1,15 @@
-"""Qwen3 (dense): queries and keys are normalised per head."""
+"""Qwen3, dense: grouped-query attention with per-head norms on queries and keys, gated SiLU MLP."""
 
 from __future__ import annotations
 
-from slime.backends.megatron_utils.families.base import Copy, Family
-from slime.backends.megatron_utils.families.llama import DENSE_LAYER
+from slime.backends.megatron_utils.families.base import ATTENTION, DENSE_MLP, EMBEDDINGS, QK_NORM, Family
 
-__all__ = ["FAMILY"]
+__all__ = ["QWEN3"]
 
-FAMILY = Family(
-    "qwen3",
-    (
-        *DENSE_LAYER,
-        *(
-            Copy(
-                f"decoder.layers.{{layer}}.self_attention.{x}_layernorm.weight",
-                f"model.layers.{{layer}}.self_attn.{x}_norm.weight",
-            )
-            for x in "qk"
-        ),
-    ),
+QWEN3 = Family(
+    model_type="qwen3",
+    rules=EMBEDDINGS + ATTENTION + QK_NORM + DENSE_MLP,
+    has_qk_norm=True,
+    defaults={"head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False},
+    refuses=(("attention_bias", "biases in attention"), ("use_sliding_window", "sliding-window attention")),
 )

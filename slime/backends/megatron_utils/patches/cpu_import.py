@@ -8,8 +8,8 @@ Why: megatron-core 0.16.1 names the CUDA device literally in about 440 places, c
 names, and reads CUDA generators. Patching torch instead changes torch for everybody in the process: replaced factories
 break ``torch.device`` contexts silently, and a function mode holds for one thread only.
 
-Upstream: https://github.com/NVIDIA/Megatron-LM/issues (no CPU backend is planned). Delete when megatron-core asks a
-device object of its own for all of the above.
+Upstream: no CPU training backend exists in core_v0.16.1 and no issue asks for one. Delete when megatron-core gets its
+device, streams and generators from one object that can be the cpu.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import stat
 import sys
 import tempfile
 import types
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,20 @@ __all__ = ["install", "light_import"]
 _STAND_IN = "slime_megatron_cpu_cuda"
 _CACHE_VERSION = b"slime-1"
 _OPTIONAL = (
-    "amp_C apex causal_conv1d deep_ep flash_attn flash_attn_3 flash_mla flashattn_hopper flashinfer mamba_ssm "
-    "tensorboard transformer_engine wandb"
-).split()
+    "amp_C",
+    "apex",
+    "causal_conv1d",
+    "deep_ep",
+    "flash_attn",
+    "flash_attn_3",
+    "flash_mla",
+    "flashattn_hopper",
+    "flashinfer",
+    "mamba_ssm",
+    "tensorboard",
+    "transformer_engine",
+    "wandb",
+)
 """Packages that megatron.core imports when they are there. Some need a CUDA driver to import (flash_mla raises OSError,
 which megatron does not catch), all cost seconds and hundreds of megabytes, and none has a use on cpu."""
 
@@ -66,7 +78,9 @@ def light_import() -> Iterator[None]:
         sys.modules[name] = None  # type: ignore[assignment]  # the documented way to make an import fail
     torch.compile = lambda function=None, **_: function if function is not None else (lambda f: f)  # type: ignore
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that Apex and TransformerEngine are missing: known here
+            yield
     finally:
         torch.compile = compile_function
         for name in absent:
@@ -109,7 +123,12 @@ def _cuda_stand_in() -> types.ModuleType:
     null = contextlib.nullcontext
     module = types.ModuleType(_STAND_IN)
     module.__dict__.update(
-        {name: _nothing for name in "set_device synchronize empty_cache ipc_collect set_stream _lazy_init".split()},
+        set_device=_nothing,
+        synchronize=_nothing,
+        empty_cache=_nothing,
+        ipc_collect=_nothing,
+        set_stream=_nothing,
+        _lazy_init=_nothing,
         current_device=lambda: torch.device("cpu"),
         device_count=lambda: 1,
         is_available=lambda: False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
 from slime.backends.megatron_utils.patches import cpu_import, repairs
 from slime.utils import accelerator
@@ -16,6 +17,7 @@ def install() -> None:
 
     Must run before anything imports ``megatron.core``; it imports the parts that a trainer uses.
     """
+    _silence_known_warnings()
     if accelerator.current().is_cpu:
         cpu_import.install()
         with cpu_import.light_import():
@@ -23,7 +25,7 @@ def install() -> None:
     else:
         _import_megatron()
     repairs.repair_reduce()
-    repairs.repair_save_queue()
+    repairs.repair_save_writers()
     repairs.repair_distributed_optimizer_checkpoints()
 
 
@@ -33,3 +35,10 @@ def _import_megatron() -> None:
     import megatron.core.models.gpt.gpt_model
     import megatron.core.optimizer
     import megatron.core.pipeline_parallel  # noqa: F401
+
+
+def _silence_known_warnings() -> None:
+    """Megatron's own use of deprecated names, which says nothing to a user and is printed once per rank."""
+    for category in (UserWarning, FutureWarning, DeprecationWarning):
+        warnings.filterwarnings("ignore", category=category, module=r"megatron\.core\.")
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+_tensor` is deprecated", category=FutureWarning)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["repair_distributed_optimizer_checkpoints", "repair_reduce", "repair_save_queue"]
+__all__ = ["repair_distributed_optimizer_checkpoints", "repair_reduce", "repair_save_writers"]
 
 
 def repair_reduce() -> None:
@@ -33,16 +33,34 @@ def repair_reduce() -> None:
     mappings._reduce = _reduce
 
 
-def repair_save_queue() -> None:
-    """Saving a checkpoint starts a server process that re-imports ``__main__``.
+def repair_save_writers() -> None:
+    """Saving a checkpoint forks writer processes and starts a server that re-imports ``__main__``.
 
-    Why: ``filesystem_async`` collects the writers' results through a spawn-context ``Manager``. That runs an unguarded
-    script again, and the manager outlives a killed trainer. A synchronous save runs its writers in this process tree
-    and needs no server. Upstream: core_v0.16.1. Delete when the manager is only made for asynchronous saves.
+    Why: ``filesystem_async`` is made for asynchronous saves. Its results travel through a spawn-context ``Manager``,
+    which runs an unguarded main script again and outlives a killed trainer; its writers are forked from a process with
+    running threads (gloo, Ray), which may deadlock, and are waited for without a deadline. A synchronous save needs
+    neither: the buckets are written here, one after the other.
+    Upstream: core_v0.16.1. Delete when a synchronous save writes in its own process.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    def write(transforms: Any, use_msc: bool, rank: int, buckets: Any, results: queue.Queue[Any]) -> None:
+        written: dict[int, Any] = {}
+        for index, bucket in enumerate(buckets):
+            done: queue.Queue[Any] = queue.Queue()
+            pending: queue.Queue[int] = queue.Queue()
+            pending.put(index)
+            filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+                transforms, index, bucket, done, pending, use_fsync=True, use_msc=use_msc
+            )
+            _, written[index] = done.get_nowait()
+            if isinstance(written[index], Exception):
+                results.put(written[index])
+                return
+        results.put(written)
+
     filesystem_async._results_queue = queue.Queue()
+    filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(write)
 
 
 def repair_distributed_optimizer_checkpoints() -> None:

@@ -1,0 +1,35 @@
+# Every target does its own set-up: on a fresh machine it creates .venv and installs, afterwards that is instant.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+# One thread per process: several engines and trainers share the cores.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: setup demo test check bench format clean
+
+setup:
+	@$(PYTHON) tools/setup_env.py --venv $(VENV)
+
+demo: setup  ## a tiny language model learns to add, by reinforcement learning, in a few minutes
+	$(BIN)/python examples/demo/run_demo.py --output outputs/demo
+
+test: setup  ## every test that needs no GPU, the real engines included
+	$(BIN)/python -m pytest -q tests --ignore=tests/gpu
+
+check: setup  ## format, lint, types, architecture, unit tests: no network, no engine
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/architecture tests/unit tests/contracts
+
+bench: setup  ## tokens per second of one engine
+	$(BIN)/python benchmarks/generation.py
+
+format: setup
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+clean:  ## what was built and cached, not .venv and not outputs
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	find slime tests tools examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,70 @@
+"""The checksum that SGLang's ``/weights_checker`` reports, computed for the trainer's tensors.
+
+SGLang keeps query, key and value projections, and gate and up projections, in one tensor each; the trainer's tensors
+are combined the same way, so that every engine tensor has a counterpart. For engines without tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from slime.backends.protocols import NamedTensor
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["expected_checksums", "tensor_checksum"]
+
+_FUSED = {
+    "q_proj": ("qkv_proj", 0),
+    "k_proj": ("qkv_proj", 1),
+    "v_proj": ("qkv_proj", 2),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+}
+"""Hugging Face module -> (engine module, position in it)."""
+
+_EMBEDDING_PADDING = 64
+"""SGLang pads its vocabulary to a multiple of this with zero rows."""
+
+
+def tensor_checksum(tensor: torch.Tensor) -> str:
+    """First eight bytes of the SHA-256 of the tensor's bytes, in hex."""
+    import torch
+
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(memoryview(data)).digest()[:8].hex()
+
+
+def expected_checksums(weights: Iterable[NamedTensor]) -> dict[str, str]:
+    """Engine-side tensor name -> checksum, for weights under Hugging Face names."""
+    import torch
+
+    parts: dict[str, dict[int, torch.Tensor]] = {}
+    for name, tensor in weights:
+        prefix, module, kind = _split(name)
+        engine_module, position = _FUSED.get(module, (module, 0))
+        parts.setdefault(f"{prefix}{engine_module}{kind}", {})[position] = tensor
+    checksums = {}
+    for name, pieces in parts.items():
+        whole = torch.cat([pieces[position] for position in sorted(pieces)])
+        if "embed_tokens" in name or "lm_head" in name:
+            whole = _padded(whole)
+        checksums[name] = tensor_checksum(whole)
+    return checksums
+
+
+def _padded(embedding: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    missing = -embedding.shape[0] % _EMBEDDING_PADDING
+    return torch.cat([embedding, embedding.new_zeros(missing, embedding.shape[1])]) if missing else embedding
+
+
+def _split(name: str) -> tuple[str, str, str]:
+    """``model.layers.0.mlp.up_proj.weight`` -> (``model.layers.0.mlp.``, ``up_proj``, ``.weight``)."""
+    stem, _, kind = name.rpartition(".")
+    prefix, dot, module = stem.rpartition(".")
+    return prefix + dot, module, "." + kind

@@ -1,0 +1,32 @@
+"""Function hooks, applied in every SGLang process through the entry point group ``sglang.srt.plugins``."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from slime.utils import accelerator
+
+__all__ = ["register"]
+
+_NAP_MS = 20
+
+
+def register() -> None:
+    """Install the hooks on a CPU; nothing on a GPU."""
+    if not accelerator.current().is_cpu:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    # A paused scheduler polls without sleeping, --sleep-on-idle or not, and takes a core from the trainer that is
+    # about to send weights. SGLang 0.5.23; delete when the idle sleeper covers the paused state.
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine", _nap, HookType.AFTER
+    )
+
+
+def _nap(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    if scheduler.idle_sleeper is not None:
+        scheduler.idle_sleeper.poller.poll(_NAP_MS)
+    else:
+        time.sleep(0.002)

@@ -1,0 +1,145 @@
+"""The platform class. What is not overridden here, SGLang's own CPU mixin provides.
+
+Every repair in :meth:`init_backend` says what breaks without it. All were needed with SGLang 0.5.23; each can go when a
+CPU without ``sgl_kernel`` is supported by SGLang itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+__all__ = ["SlimeCpuPlatform"]
+
+_ATTENTION = "torch_native"
+
+
+class SlimeCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """Plain PyTorch: no triton, no graphs, no sgl_kernel."""
+
+    # OOT, not CPU: the CPU member routes layers to sgl_kernel's operators, OOT to their native PyTorch versions
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+    capabilities = PlatformCapabilities()
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """Runs while SGLang resolves its arguments, after its CPU rules have chosen an Intel-only backend."""
+        if server_args.attention_backend in (None, "intel_amx"):
+            server_args.attention_backend = _ATTENTION
+        from sglang.srt.arg_groups import choices
+
+        for names in (
+            choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
+            choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
+        ):
+            if _ATTENTION not in names:
+                names.append(_ATTENTION)
+
+    def get_default_attention_backend(self) -> str:
+        return _ATTENTION
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+    def is_pin_memory_available(self, device: Any = None) -> bool:
+        return False
+
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> Any:
+        return torch.profiler.ProfilerActivity.CPU
+
+    def init_backend(self) -> None:
+        """Runs once per process, when SGLang's model runner is imported."""
+        # With more, OpenMP's spinning barriers collapse as soon as anything else runs: 69 instead of 3900 tokens/s.
+        torch.set_num_threads(1)
+        _default_device_module()
+        _weight_comparison()
+        _host_buffers()
+        _deterministic_sampling()
+        _batched_attention()
+
+
+def _default_device_module() -> None:
+    """``torch.get_device_module()`` is torch.cuda on a CUDA build; releasing memory then synchronises a missing GPU."""
+    original = torch.get_device_module
+    if hasattr(original, "__wrapped__"):
+        return
+
+    def get_device_module(device: Any = None) -> Any:
+        return torch.cpu if device is None else original(device)
+
+    torch.get_device_module = functools.update_wrapper(get_device_module, original)
+
+
+def _weight_comparison() -> None:
+    """``/weights_checker`` compares on the GPU."""
+    from sglang.srt.utils import weight_checker_comparator as comparator
+
+    def iter_chunks(self: Any) -> Any:
+        flat = self.tensor.reshape(-1)
+        for start in range(0, flat.numel(), comparator.CHUNK_NUMEL):
+            yield flat[start : start + comparator.CHUNK_NUMEL], None
+
+    comparator.RawComparable.iter_chunks = iter_chunks
+
+
+def _host_buffers() -> None:
+    """Host buffers are registered with CUDA."""
+    from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+
+    ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, **_: torch.empty(dims, dtype=dtype)
+
+
+def _deterministic_sampling() -> None:
+    """``--enable-deterministic-inference``: batch-invariant operators and the seeded sampler's hash are triton."""
+    import sglang.srt.batch_invariant_ops as batch_invariant_ops
+    from sglang.kernels.ops.sampling import murmur_hash
+
+    batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None  # one thread needs none
+    murmur_hash.murmur_hash32 = murmur_hash32
+    sampler = sys.modules.get("sglang.srt.layers.sampler")
+    if sampler is not None:
+        sampler.murmur_hash32 = murmur_hash32
+
+
+def _batched_attention() -> None:
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    def create(runner: Any) -> Any:
+        from slime.backends.sglang_utils.cpu_platform.attention import BatchedTorchAttnBackend
+
+        return BatchedTorchAttnBackend(runner)
+
+    ATTENTION_BACKENDS[_ATTENTION] = create
+
+
+def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:
+    """MurmurHash3 (32 bit) of (seed low, seed high, position, column) in int64 arithmetic: [B, columns]."""
+    word = 0xFFFFFFFF
+
+    def mix(state: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        key = (key * 0xCC9E2D51) & word
+        key = ((key << 15) | (key >> 17)) & word
+        key = (key * 0x1B873593) & word
+        state = state ^ key
+        state = ((state << 13) | (state >> 19)) & word
+        return (state * 5 + 0xE6546B64) & word
+
+    seed = seed.to(torch.int64)
+    state = mix(torch.zeros_like(seed), seed & word)
+    state = mix(state, (seed >> 32) & word)
+    state = mix(state, positions.to(torch.int64) & word)
+    state = mix(state[:, None], (col_indices.to(torch.int64) & word)[None, :])
+    state = state ^ 16
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        state = ((state ^ (state >> shift)) * factor) & word
+    return state ^ (state >> 16)

@@ -1,0 +1,213 @@
+"""One inference engine: a real SGLang server process and the HTTP verbs that steer it.
+
+A plain class; ``slime.ray`` makes an actor of it and may call it from several threads. Does not import SGLang. Every
+call has a deadline, and what the server answers is checked: it reports some failures with status 200.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from slime.backends.sglang_utils.fork_server import ForkedServer
+from slime.utils.deadline import Deadline
+from slime.utils.errors import EngineError
+from slime.utils.process import GuardedProcess, log_tail
+
+__all__ = ["EngineSpec", "SGLangEngine"]
+
+_POLL_S = 0.1
+_CONTROL_TIMEOUT_S = 60.0
+_UPDATE_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """Everything that decides one engine.
+
+    Attributes:
+        rank: number of the engine in the run.
+        argv: SGLang server flags.
+        env: environment on top of this process's.
+        fork_server_socket: socket of the preloading process on this host; None starts SGLang from scratch.
+        num_gpus: tensor-parallel ranks.
+    """
+
+    rank: int
+    host: str
+    port: int
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    log_path: Path
+    start_timeout_s: float = 300.0
+    fork_server_socket: str | None = None
+    num_gpus: int = 1
+
+
+class SGLangEngine:
+    """The server's life is tied to this process: if it is killed, so is the server, with all its children."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self._server: ForkedServer | GuardedProcess | None = None
+        self._client = httpx.Client(base_url=self.url, timeout=_CONTROL_TIMEOUT_S, trust_env=False)
+
+    @property
+    def url(self) -> str:
+        return f"http://{self._spec.host}:{self._spec.port}"
+
+    def start(self) -> None:
+        """Launch the server and return when it answers.
+
+        Raises:
+            EngineError: it died, or was not healthy in time; with the last lines of its log.
+        """
+        spec = self._spec
+        deadline = Deadline(spec.start_timeout_s, f"engine {spec.rank} to become healthy", "--engine-start-timeout")
+        if spec.fork_server_socket is not None:
+            self._server = ForkedServer(
+                spec.fork_server_socket, spec.argv, env=spec.env, log_path=spec.log_path, deadline=deadline
+            )
+        else:
+            command = [sys.executable, "-m", "slime.backends.sglang_utils.launch", *spec.argv]
+            self._server = GuardedProcess(command, log_path=spec.log_path, env=spec.env)
+        while not self._answers():
+            self.raise_if_dead()
+            if deadline.elapsed > deadline.seconds:
+                self.stop()
+                raise EngineError(f"{deadline.error()}. Last lines of {spec.log_path}:\n{log_tail(spec.log_path)}")
+            time.sleep(_POLL_S)
+
+    def _answers(self) -> bool:
+        try:
+            return self._client.get("/model_info", timeout=5.0).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def is_alive(self) -> bool:
+        return self._server is not None and self._server.exit_code() is None
+
+    def raise_if_dead(self) -> None:
+        """Raise the cause if the server process has ended."""
+        if self._server is not None and self._server.exit_code() is not None:
+            raise EngineError(
+                f"engine {self._spec.rank} ({self.url}) died with status {self._server.exit_code()}. Last lines of "
+                f"{self._spec.log_path}:\n{log_tail(self._spec.log_path)}"
+            )
+
+    def stop(self) -> None:
+        """Kill the server and everything it started."""
+        if self._server is not None:
+            self._server.stop()
+
+    def register(self, router_url: str) -> None:
+        """Make the router send requests here."""
+        self._checked("register", httpx.post(f"{router_url}/workers", json={"url": self.url}, timeout=_CONTROL_TIMEOUT_S))
+
+    def health(self, timeout_s: float = 5.0) -> bool:
+        """True when the HTTP process answers in time."""
+        try:
+            return self._client.get("/health", timeout=timeout_s).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def pause_generation(self, mode: str = "retract") -> None:
+        """Stop generating; ``retract`` returns running requests to the queue, to be recomputed with new weights."""
+        self._post("pause_generation", {"mode": mode})
+
+    def continue_generation(self) -> None:
+        self._post("continue_generation", {"torch_empty_cache": False})
+
+    def begin_weight_update(self) -> None:
+        self._post("begin_weight_update", {})
+
+    def end_weight_update(self) -> None:
+        self._post("end_weight_update", {})
+
+    def flush_cache(self, timeout_s: float = _CONTROL_TIMEOUT_S) -> None:
+        """Forget every cached prefix."""
+        self._post(f"flush_cache?timeout={timeout_s:g}", None, timeout_s)
+
+    def init_weights_update_group(
+        self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
+    ) -> None:
+        body = {
+            "master_address": master_address,
+            "master_port": master_port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": group_name,
+            "backend": backend,
+        }
+        self._post("init_weights_update_group", body, _UPDATE_TIMEOUT_S)
+
+    def destroy_weights_update_group(self, group_name: str) -> None:
+        """Leave a group; a fresh engine has none, and that is fine."""
+        self._client.post("/destroy_weights_update_group", json={"group_name": group_name})
+
+    def update_weights_from_distributed(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        weight_version: str | None = None,
+        flush_cache: bool = False,
+        load_format: str | None = "flattened_bucket",
+    ) -> None:
+        """Receive one bucket over the group; the trainer broadcasts it while this call runs."""
+        body = {
+            "names": list(names),
+            "dtypes": list(dtypes),
+            "shapes": [list(shape) for shape in shapes],
+            "group_name": group_name,
+            "flush_cache": flush_cache,
+            "load_format": load_format,
+            "weight_version": weight_version,
+        }
+        self._post("update_weights_from_distributed", body, _UPDATE_TIMEOUT_S)
+
+    def weight_version(self) -> str:
+        return str(self._checked("model_info", self._client.get("/model_info"))["weight_version"])
+
+    def weights_checksum(self) -> dict[str, str]:
+        """Tensor name -> checksum of what the engine holds."""
+        return dict(self._post("weights_checker", {"action": "checksum"})["ranks"][0]["checksums"])
+
+    def reset_weights(self) -> None:
+        """Overwrite every tensor with random values."""
+        self._post("weights_checker", {"action": "snapshot"})
+        self._post("weights_checker", {"action": "reset_tensors"})
+
+    def abort_all(self) -> None:
+        self._post("abort_request", {"abort_all": True})
+
+    def _post(self, verb: str, body: Mapping[str, Any] | None, timeout_s: float = _CONTROL_TIMEOUT_S) -> dict[str, Any]:
+        try:
+            response = self._client.post(f"/{verb}", json=body, timeout=timeout_s)
+        except httpx.HTTPError as error:
+            self.raise_if_dead()
+            raise EngineError(f"engine {self._spec.rank}: POST {self.url}/{verb}: {type(error).__name__}: {error}") from error
+        return self._checked(verb, response)
+
+    def _checked(self, verb: str, response: httpx.Response) -> dict[str, Any]:
+        body = _json_object(response)
+        if response.status_code >= 400 or body.get("success") is False:
+            raise EngineError(
+                f"engine {self._spec.rank} ({self.url}) refused {verb}: status {response.status_code}: {response.text[:2000]}"
+            )
+        return body
+
+
+def _json_object(response: httpx.Response) -> dict[str, Any]:
+    try:
+        body = response.json()
+    except ValueError:
+        return {}
+    return body if isinstance(body, dict) else {}

@@ -1,0 +1,268 @@
+"""A sample: one row of training data, from prompt to reward.
+
+Made by the data source, filled by the rollout, read by everything downstream and by users' hooks. ``Sample`` is public
+and mutable; field order and dictionary form are a contract. It knows no engine, no algorithm and no file format.
+
+The routine that appends generated tokens lives in ``slime.data.engine_meta``; importing this module needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from enum import Enum
+from typing import Any, TypeAlias, TypeVar
+
+__all__ = ["Sample", "SampleGroup", "iter_samples"]
+
+Counters = TypeVar("Counters", bound="_Counters")
+
+
+class _Counters:
+    """Integer counters that round-trip through a dict; a missing key counts as 0."""
+
+    def to_dict(self) -> dict[str, int]:
+        return asdict(self)  # type: ignore[call-overload]
+
+    @classmethod
+    def from_dict(cls: type[Counters], data: dict[str, int]) -> Counters:
+        return cls(**{item.name: data.get(item.name, 0) for item in fields(cls)})  # type: ignore[arg-type]
+
+
+def _ratio(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
+@dataclass
+class _SpecInfo(_Counters):
+    """Speculative decoding, summed over the requests of a sample."""
+
+    spec_accept_token_num: int = 0
+    spec_draft_token_num: int = 0
+    spec_verify_ct: int = 0
+    completion_token_num: int = 0
+
+    @property
+    def spec_accept_rate(self) -> float:
+        """Accepted draft tokens / draft tokens."""
+        return _ratio(self.spec_accept_token_num, self.spec_draft_token_num)
+
+    @property
+    def spec_accept_length(self) -> float:
+        """Generated tokens per verification step."""
+        return _ratio(self.completion_token_num, self.spec_verify_ct)
+
+    def add(self, meta_info: dict[str, Any]) -> None:
+        self.spec_accept_token_num += meta_info.get("spec_accept_token_num", 0)
+        self.spec_draft_token_num += meta_info.get("spec_draft_token_num", 0)
+        self.spec_verify_ct += meta_info.get("spec_verify_ct", 0)
+        self.completion_token_num += meta_info.get("completion_tokens", 0)
+
+
+@dataclass
+class _PrefixCacheInfo(_Counters):
+    """Prefix cache of the engine, summed over the requests of a sample."""
+
+    cached_tokens: int = 0
+    total_prompt_tokens: int = 0
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """Prompt tokens that were already in the engine's cache / prompt tokens."""
+        return _ratio(self.cached_tokens, self.total_prompt_tokens)
+
+    def add(self, meta_info: dict[str, Any]) -> None:
+        self.cached_tokens += meta_info.get("cached_tokens", 0)
+        self.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
+
+
+class _Status(Enum):
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+@dataclass(eq=False)  # identity equality and hash: fields may hold tensors, and two samples are never "the same" row
+class Sample:
+    """One prompt with (eventually) its response, log-probs, mask and reward.
+
+    ``L`` is the number of tokens, ``R`` the number of response tokens. Use keywords: positions follow the field order.
+
+    Attributes:
+        group_index: number of the prompt's group, one per prompt draw, increasing over the whole run.
+        index: number of the sample, increasing over the whole run.
+        rollout_id: id of the execution the sample came from; samples made from one execution share it. None: its own.
+        prompt: text after templating, or chat messages.
+        tokens: prompt ids followed by response ids, ``[L]``.
+        multimodal_inputs: raw media by kind (``images``, ``videos``).
+        multimodal_train_inputs: what the processor made of them, besides ids and mask.
+        multimodal_train_input_id: reserved.
+        apply_chat_template_kwargs: reserved.
+        response: decoded response.
+        response_length: ``R``: everything after the first turn's prompt, tool output included.
+        label: ground truth, any type.
+        reward: a number, or a dict of numbers out of which ``--reward-key`` selects.
+        loss_mask: ``[R]`` of 0 and 1; None trains on every response token.
+        weight_versions: one entry per finished request.
+        rollout_log_probs: natural-log probabilities of the sampled tokens under the engine's weights, ``[R]``.
+        rollout_top_p_token_ids: ids of all nuclei, flattened.
+        rollout_top_p_token_offsets: where each nucleus starts, ``[R + 1]``, first 0, last ``len(ids)``.
+        rollout_routed_experts: expert choices of the engine, ``[L - 1, layers, topk]``.
+        remove_sample: take part in reward normalisation but not in the loss.
+        teacher_log_probs: ``[R]``, distillation.
+        status: where the sample stands.
+        metadata: the data row's metadata and notes made on the way.
+        generate_function_path: overrides ``--custom-generate-function-path`` for this sample.
+        custom_rm_path: overrides ``--custom-rm-path`` for this sample.
+        train_metadata: handed to the trainer as column ``metadata``.
+        session_id: routing key for routers with session affinity.
+        non_generation_time: seconds spent in tools and environments; only for metrics.
+        spec_info: speculative decoding counters.
+        prefix_cache_info: prefix cache counters.
+    """
+
+    Status = _Status
+    SpecInfo = _SpecInfo
+    PrefixCacheInfo = _PrefixCacheInfo
+
+    group_index: int | None = None
+    index: int | None = None
+    rollout_id: int | None = None
+    prompt: str | list[dict[str, Any]] = ""
+    tokens: list[int] = field(default_factory=list)
+    multimodal_inputs: dict[str, Any] | None = None
+    multimodal_train_inputs: dict[str, Any] | None = None
+    multimodal_train_input_id: str | None = None
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    response: str = ""
+    response_length: int = 0
+    label: Any = None
+    reward: Any = None
+    loss_mask: list[int] | None = None
+    weight_versions: list[str] = field(default_factory=list)
+    rollout_log_probs: list[float] | None = None
+    rollout_top_p_token_ids: Any = None
+    rollout_top_p_token_offsets: Any = None
+    rollout_routed_experts: Any = None
+    remove_sample: bool = False
+    teacher_log_probs: Any = None
+    status: _Status = _Status.PENDING
+    metadata: dict[str, Any] = field(default_factory=dict)
+    generate_function_path: str | None = None
+    custom_rm_path: str | None = None
+    train_metadata: dict[str, Any] | None = None
+    session_id: str | None = None
+    non_generation_time: float = 0.0
+    spec_info: _SpecInfo = field(default_factory=_SpecInfo)
+    prefix_cache_info: _PrefixCacheInfo = field(default_factory=_PrefixCacheInfo)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the response was cut at the length limit. Setting it is how older custom functions say so."""
+        return self.status is _Status.TRUNCATED
+
+    @truncated.setter
+    def truncated(self, value: bool) -> None:
+        if value:
+            self.status = _Status.TRUNCATED
+        elif self.status is _Status.PENDING:
+            self.status = _Status.COMPLETED
+
+    @property
+    def effective_response_length(self) -> int:
+        """Response tokens that carry loss."""
+        return self.response_length if self.loss_mask is None else sum(self.loss_mask)
+
+    def get_reward_value(self, args: Any) -> Any:
+        """The reward, or the entry of a reward dict that ``args.reward_key`` names."""
+        return self.reward[args.reward_key] if args.reward_key else self.reward
+
+    def to_dict(self) -> dict[str, Any]:
+        """Shallow copy of every attribute, also those that plugins attached. Tensors stay tensors."""
+        data = dict(self.__dict__)
+        data["status"] = self.status.value
+        data["spec_info"] = self.spec_info.to_dict()
+        data["prefix_cache_info"] = self.prefix_cache_info.to_dict()
+        return data
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Sample:
+        """The inverse of :meth:`to_dict`; leaves ``data`` as it is.
+
+        Raises:
+            KeyError: no ``status``.
+            ValueError: unknown ``status``.
+        """
+        values = dict(data)
+        values["status"] = _Status(values["status"])
+        values["spec_info"] = _SpecInfo.from_dict(values.get("spec_info", {}))
+        values["prefix_cache_info"] = _PrefixCacheInfo.from_dict(values.get("prefix_cache_info", {}))
+        names = {item.name for item in fields(Sample)}
+        sample = Sample(**{name: value for name, value in values.items() if name in names})
+        for name, value in values.items():
+            if name not in names:
+                setattr(sample, name, value)
+        return sample
+
+    def append_response_tokens(
+        self,
+        args: Any = None,
+        *,
+        tokens: Any = None,
+        log_probs: Any = None,
+        trainable: bool = True,
+        meta_info: dict[str, Any] | None = None,
+        text: str | None = None,
+        update_terminal_info: bool = True,
+    ) -> None:
+        """Append response tokens and keep mask, log-probs, replay arrays, counters and status aligned with them.
+
+        Args:
+            args: needed only for what depends on flags (routed experts, speculative decoding).
+            tokens: new ids; list or tensor.
+            log_probs: their log-probabilities; required for trainable tokens, absent or all zero for others.
+            trainable: False for tokens that the model did not write (tool output).
+            meta_info: the engine's ``meta_info`` of the request.
+            text: appended to ``response``.
+            update_terminal_info: False for a chunk of an unfinished request: counters and status wait for the last one.
+
+        Raises:
+            ValueError: lengths that do not fit together, with the numbers.
+        """
+        from slime.data.engine_meta import append_response_tokens
+
+        append_response_tokens(
+            self,
+            args,
+            tokens=tokens,
+            log_probs=log_probs,
+            trainable=trainable,
+            meta_info=meta_info,
+            text=text,
+            update_terminal_info=update_terminal_info,
+        )
+
+
+for _name, _nested in (("Status", _Status), ("SpecInfo", _SpecInfo), ("PrefixCacheInfo", _PrefixCacheInfo)):
+    _nested.__name__, _nested.__qualname__ = _name, f"Sample.{_name}"  # pickled and printed under the public name
+
+
+SampleGroup: TypeAlias = "list[Sample | list[Sample]]"
+"""The samples of one prompt. An entry is a list where one execution produced several samples (fan-out)."""
+
+
+def iter_samples(node: Any) -> Iterator[Sample]:
+    """Every sample under ``node``, in order, however deep the lists are nested. The only flattener there is.
+
+    Raises:
+        TypeError: something that is neither a sample nor a list.
+    """
+    if isinstance(node, Sample):
+        yield node
+    elif isinstance(node, Sequence) and not isinstance(node, str | bytes):
+        for item in node:
+            yield from iter_samples(item)
+    else:
+        raise TypeError(f"expected a Sample or a list of them, got {type(node).__name__}")

@@ -1,0 +1,65 @@
+"""Process-wide logging set-up, and the public tracking verbs that custom drivers call.
+
+``configure_logger`` is called once per process by the drivers and every actor. ``init_tracking``, ``log`` and
+``finish_tracking`` are thin accessors over one :class:`~slime.observability.tracking.Tracker`; the loop of slime owns
+its tracker and does not come here.
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slime.observability.tracking import Tracker
+
+__all__ = ["configure_logger", "finish_tracking", "init_tracking", "log"]
+
+logger = logging.getLogger(__name__)
+
+_LOGGER_CONFIGURED = False
+_TRACKER: Tracker | None = None
+
+
+def configure_logger(prefix: str = "") -> None:
+    """``[time{prefix}] file.py:line - message`` at level INFO. Later calls in the same process do nothing."""
+    global _LOGGER_CONFIGURED
+    if _LOGGER_CONFIGURED:
+        return
+    _LOGGER_CONFIGURED = True
+    logging.basicConfig(
+        level=logging.INFO,
+        format=f"[%(asctime)s{prefix.replace('%', '%%')}] %(filename)s:%(lineno)d - %(message)s",
+        datefmt="%Y-%m-%d %H:%M:%S",
+        force=True,
+    )
+    for chatty in ("httpx", "httpcore"):  # one line per request otherwise
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+
+
+def init_tracking(args: Namespace, primary: bool = True, **kwargs: Any) -> None:
+    """Open the trackers that ``args`` asks for. Only the primary process (the driver) writes."""
+    global _TRACKER
+    if primary and _TRACKER is None:
+        from slime.observability.tracking import create_tracker
+
+        _TRACKER = create_tracker(args)
+
+
+def log(args: Namespace, metrics: Mapping[str, Any], step_key: str) -> None:
+    """Write ``metrics``, which hold their step under ``step_key``. Without ``init_tracking`` nothing happens."""
+    if _TRACKER is not None:
+        _TRACKER.log(metrics, step_key)
+
+
+def finish_tracking(args: Namespace) -> None:
+    """Close the trackers. Never raises: a run that is over must not fail for its bookkeeping."""
+    global _TRACKER
+    tracker, _TRACKER = _TRACKER, None
+    try:
+        if tracker is not None:
+            tracker.close()
+    except Exception:
+        logger.exception("closing the trackers failed")

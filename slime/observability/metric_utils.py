@@ -1,0 +1,110 @@
+"""Arithmetic on lists of numbers and texts behind the metrics. Standard library only."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import math
+import statistics
+import zlib
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+__all__ = [
+    "compression_ratio",
+    "compute_pass_rate",
+    "compute_rollout_step",
+    "compute_statistics",
+    "dict_add_prefix",
+    "has_repetition",
+]
+
+Value = TypeVar("Value")
+
+_REPETITION_WINDOW = 10_000
+_REPETITION_RATIO = 10.0
+
+
+def dict_add_prefix(d: Mapping[str, Value], prefix: str) -> dict[str, Value]:
+    """``{"a": 1}`` with prefix ``"x/"`` -> ``{"x/a": 1}``."""
+    return {f"{prefix}{name}": value for name, value in d.items()}
+
+
+def compute_statistics(values: Sequence[float]) -> dict[str, float]:
+    """Mean, median, max and min of at least one number."""
+    return {
+        "mean": float(statistics.fmean(values)),
+        "median": float(statistics.median(values)),
+        "max": float(max(values)),
+        "min": float(min(values)),
+    }
+
+
+def compute_pass_rate(
+    flat_rewards: Sequence[float], group_size: int, num_groups: int | None = None
+) -> dict[str, float]:
+    """pass@k for k = 1, 2, 4, ... <= ``group_size``, averaged over prompts; a reward of exactly 1 is correct.
+
+    Args:
+        flat_rewards: rewards of ``num_groups`` prompts, ``group_size`` consecutive samples each.
+
+    Returns:
+        ``{"pass@1": ...}``, empty for groups of one sample, where it would be the mean reward again.
+    """
+    if group_size == 1:
+        return {}
+    if num_groups is None:
+        num_groups = len(flat_rewards) // group_size
+    assert len(flat_rewards) == num_groups * group_size, f"{len(flat_rewards)} != {num_groups} x {group_size}"
+    groups = [flat_rewards[i * group_size : (i + 1) * group_size] for i in range(num_groups)]
+    num_correct = [sum(reward == 1 for reward in group) for group in groups]
+    powers = [2**i for i in range(group_size.bit_length())]
+    return {f"pass@{k}": statistics.fmean(_estimate_pass_at_k(group_size, c, k) for c in num_correct) for k in powers}
+
+
+def _estimate_pass_at_k(n: int, c: int, k: int) -> float:
+    """Chance that k of n samples, c of them correct, drawn without replacement, hold a correct one.
+
+    Chen et al. 2021, "Evaluating Large Language Models Trained on Code", eq. 1: 1 - C(n - c, k) / C(n, k).
+    """
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def compression_ratio(
+    data: str | bytes,
+    encoding: str = "utf-8",
+    algorithm: Literal["zlib", "gzip", "bz2", "lzma"] = "zlib",
+    level: int = 9,
+) -> tuple[float, float]:
+    """(size before / size after, saved percent); ``(inf, 0.0)`` for nothing."""
+    raw = data.encode(encoding) if isinstance(data, str) else data
+    if not raw:
+        return float("inf"), 0.0
+    match algorithm:
+        case "zlib":
+            packed = zlib.compress(raw, level)
+        case "gzip":
+            packed = gzip.compress(raw, level)
+        case "bz2":
+            packed = bz2.compress(raw, level)
+        case "lzma":
+            packed = lzma.compress(raw, preset=level)
+        case _:
+            raise ValueError(f"algorithm {algorithm!r} is unknown: use zlib, gzip, bz2 or lzma")
+    return len(raw) / len(packed), 100.0 * (1.0 - len(packed) / len(raw))
+
+
+def has_repetition(text: str) -> bool:
+    """Whether the end of a long text says the same thing again and again."""
+    if len(text) <= _REPETITION_WINDOW:
+        return False
+    return compression_ratio(text[-_REPETITION_WINDOW:])[0] > _REPETITION_RATIO
+
+
+def compute_rollout_step(args: Namespace | Any, rollout_id: int) -> int:
+    """Where a rollout stands on its axis: its number, or the number of optimizer steps before it."""
+    if args.wandb_always_use_train_step:
+        return int(rollout_id * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size)
+    return rollout_id

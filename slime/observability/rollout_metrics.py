@@ -1,0 +1,178 @@
+"""What a rollout and an evaluation say about themselves: lengths, rewards, truncation, speed.
+
+Called by the rollout manager, which adds the prefix (``rollout/``, ``perf/``). Knows samples only; metrics that come
+from a trace of the requests are not here.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from argparse import Namespace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from slime.observability.metric_utils import (
+    compute_pass_rate,
+    compute_statistics,
+    dict_add_prefix,
+    has_repetition,
+)
+
+if TYPE_CHECKING:
+    from slime.data.sample import Sample
+
+__all__ = ["compute_metrics_from_samples", "compute_perf_metrics_from_samples", "eval_metrics"]
+
+logger = logging.getLogger(__name__)
+
+
+def compute_metrics_from_samples(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
+    """Metrics of the samples of one rollout or one evaluation set, without prefix. Empty for no samples."""
+    if not samples:
+        return {}
+    lengths = [sample.effective_response_length for sample in samples]
+    metrics = dict_add_prefix(compute_statistics(lengths), "response_len/")
+    metrics |= _zero_std(args, samples)
+    metrics |= _speculation(samples)
+    metrics |= _prefix_cache(samples)
+    metrics |= _reward_categories(args, samples)
+    metrics |= _compute_top_p_kept_vocab_metrics(args, samples)
+    metrics["repetition_frac"] = _share(has_repetition(sample.response) for sample in samples)
+    metrics["truncated_ratio"] = _share(sample.status.value == "truncated" for sample in samples)
+    return metrics
+
+
+def compute_perf_metrics_from_samples(
+    args: Namespace, samples: Sequence[Sample], rollout_time: float
+) -> dict[str, float]:
+    """Speed of one rollout that took ``rollout_time`` seconds, without prefix."""
+    metrics = {"rollout_time": float(rollout_time)}
+    if not samples or rollout_time <= 0:
+        return metrics
+    waits = [sample.non_generation_time for sample in samples]
+    if max(waits) > 0:
+        metrics |= dict_add_prefix(compute_statistics(waits), "non_generation_time/")
+    metrics |= _speed(args, samples, rollout_time, lambda s: s.response_length, "tokens_per_gpu", "longest_sample")
+    metrics |= _speed(
+        args,
+        samples,
+        rollout_time,
+        lambda s: s.effective_response_length,
+        "effective_tokens_per_gpu",
+        "longest_effective_sample",
+    )
+    return metrics
+
+
+def eval_metrics(args: Namespace, data: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """``eval/<dataset>...`` of what an evaluation function returned.
+
+    Args:
+        data: ``{dataset: {"rewards": [...], "truncated"?: [...], "samples"?: [...]}}``, lists over samples.
+    """
+    metrics: dict[str, float] = {}
+    own_group_size = {dataset.name: dataset.n_samples_per_eval_prompt for dataset in args.eval_datasets}
+    for name, result in data.items():
+        rewards = [float(reward) for reward in result["rewards"]]
+        if not rewards:
+            continue
+        metrics[f"eval/{name}"] = statistics.fmean(rewards)
+        samples = result.get("samples")
+        if samples:
+            metrics |= dict_add_prefix(compute_metrics_from_samples(args, samples), f"eval/{name}/")
+        truncated = result.get("truncated")
+        if truncated:
+            metrics[f"eval/{name}-truncated_ratio"] = _share(truncated)
+        if args.log_passrate:
+            group_size = own_group_size.get(name) or args.n_samples_per_eval_prompt
+            if len(rewards) % group_size:
+                logger.warning("eval/%s: no pass@k, %d rewards are no groups of %d", name, len(rewards), group_size)
+                continue
+            metrics |= dict_add_prefix(compute_pass_rate(rewards, group_size), f"eval/{name}-")
+    return metrics
+
+
+def _share(flags: Any) -> float:
+    return statistics.fmean(float(bool(flag)) for flag in flags)
+
+
+def _zero_std(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
+    """Prompt groups without a signal: all rewards equal. Counted by that reward."""
+    if args.advantage_estimator == "ppo":  # its advantages do not compare siblings
+        return {}
+    groups: dict[Any, list[float]] = defaultdict(list)
+    for sample in samples:
+        reward = sample.get_reward_value(args)
+        if isinstance(reward, int | float):
+            groups[sample.group_index].append(float(reward))
+    counts = Counter(round(rewards[0], 1) for rewards in groups.values() if len(set(rewards)) == 1)
+    return {f"zero_std/count_{reward}": float(count) for reward, count in counts.items()}
+
+
+def _speculation(samples: Sequence[Sample]) -> dict[str, float]:
+    """Counters are only filled when the engine speculates."""
+    if not any(sample.spec_info.spec_verify_ct for sample in samples):
+        return {}
+    return {
+        "spec_accept_rate": statistics.fmean(sample.spec_info.spec_accept_rate for sample in samples),
+        "spec_accept_length": statistics.fmean(sample.spec_info.spec_accept_length for sample in samples),
+    }
+
+
+def _prefix_cache(samples: Sequence[Sample]) -> dict[str, float]:
+    cached = sum(sample.prefix_cache_info.cached_tokens for sample in samples)
+    prompts = sum(sample.prefix_cache_info.total_prompt_tokens for sample in samples)
+    return {
+        "prefix_cache_hit_rate": cached / prompts if prompts else 0.0,
+        "avg_cached_tokens_per_sample": cached / len(samples),
+    }
+
+
+def _reward_categories(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
+    key = args.log_reward_category
+    if key is None:
+        return {}
+    counts = Counter(
+        sample.reward[key] for sample in samples if isinstance(sample.reward, dict) and key in sample.reward
+    )
+    return {f"error_cat/{value}": count / len(samples) for value, count in counts.items()}
+
+
+def _compute_top_p_kept_vocab_metrics(args: Namespace, all_samples: Sequence[Sample]) -> dict[str, float]:
+    """Mean number of vocabulary entries that nucleus sampling kept, over trained response tokens."""
+    sizes: list[int] = []
+    for sample in all_samples:
+        offsets = sample.rollout_top_p_token_offsets
+        if offsets is None or sample.remove_sample:
+            continue
+        ends = [int(offset) for offset in offsets]
+        mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
+        spans = zip(ends[:-1], ends[1:], mask, strict=True)
+        sizes += [end - start for start, end, is_trained in spans if is_trained]
+    return {"top_p_kept_vocab_per_token": statistics.fmean(sizes)} if sizes else {}
+
+
+def _speed(
+    args: Namespace,
+    samples: Sequence[Sample],
+    rollout_time: float,
+    length_of: Callable[[Sample], int],
+    total: str,
+    longest: str,
+) -> dict[str, float]:
+    """Tokens per second of all engines, and of the longest sample, which every rollout waits for."""
+    lengths = [length_of(sample) for sample in samples]
+    peak = max(lengths)
+    metrics: dict[str, float] = {}
+    if args.rollout_num_gpus:
+        metrics[f"{total}_per_sec"] = sum(lengths) / rollout_time / args.rollout_num_gpus
+    metrics[f"{longest}_tokens_per_sec"] = peak / rollout_time
+    waits = [s.non_generation_time for s, length in zip(samples, lengths, strict=True) if length == peak]
+    if max(waits) > 0:
+        wait = statistics.fmean(waits)
+        metrics[f"{longest}_non_generation_time"] = wait
+        if rollout_time > wait:
+            metrics[f"{longest}_tokens_per_sec_without_non_generation"] = peak / (rollout_time - wait)
+    return metrics

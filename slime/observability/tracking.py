@@ -1,0 +1,128 @@
+"""Where metrics go: the tracker hands every record to its sinks.
+
+    sink          written                                       where
+    jsonl         always                                        <output-dir>/<experiment>/metrics.jsonl
+    tensorboard   unless --use-wandb is the only choice         the run's folder; tensorboard_log/<project>/<experiment>
+                                                                with --use-tensorboard; TENSORBOARD_DIR beats both
+    wandb         --use-wandb                                   its own folder or server
+
+The driver owns the one tracker of a run. A sink knows nothing but names, numbers and steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import numbers
+import os
+import time
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from slime.observability.metric_utils import compute_rollout_step
+from slime.observability.sinks.jsonl import JsonlSink
+from slime.observability.sinks.tensorboard import TensorboardSink
+from slime.observability.sinks.wandb import WandbSink
+from slime.utils.errors import ConfigError
+
+__all__ = ["Sink", "Tracker", "create_tracker", "event_directory", "run_directory"]
+
+logger = logging.getLogger(__name__)
+
+_ROLLOUT_AXES = ("rollout/step", "eval/step")
+
+
+class Sink(Protocol):
+    """One destination of metrics."""
+
+    def log(self, metrics: Mapping[str, Any], step_key: str, step: int) -> None:
+        """Write one record. ``metrics`` does not hold ``step_key``."""
+
+    def close(self) -> None:
+        """Flush and close. Called once."""
+
+
+class Tracker:
+    """Hands each record to every sink.
+
+    Args:
+        sinks: where records go.
+        rollout_step: maps a rollout's number to its place on the rollout and eval axes.
+        directory: the run's folder, for messages.
+    """
+
+    def __init__(
+        self, sinks: Sequence[Sink], *, rollout_step: Callable[[int], int] | None = None, directory: Path | None = None
+    ) -> None:
+        self.directory = directory
+        self._sinks = list(sinks)
+        self._rollout_step = rollout_step
+
+    def log(self, metrics: Mapping[str, Any], step_key: str) -> None:
+        """Write ``metrics``; ``metrics[step_key]`` is the step and is not a metric itself."""
+        step = int(metrics[step_key])
+        if self._rollout_step is not None and step_key in _ROLLOUT_AXES:
+            step = self._rollout_step(step)
+        values = {name: _plain(value) for name, value in metrics.items() if name != step_key}
+        for sink in self._sinks:
+            sink.log(values, step_key, step)
+
+    def close(self) -> None:
+        """Close every sink; a second call does nothing. A sink that fails to close does not keep the others open."""
+        sinks, self._sinks = self._sinks, []
+        for sink in sinks:
+            try:
+                sink.close()
+            except Exception:
+                logger.exception("closing %s failed", type(sink).__name__)
+
+
+def create_tracker(args: Namespace) -> Tracker:
+    """The tracker that ``args`` asks for. Its folders exist when this returns."""
+    # Decided once: two clocks would put one run into two folders.
+    started = time.strftime("%Y%m%d_%H%M%S")
+    directory = run_directory(args, started)
+    sinks: list[Sink] = []
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        sinks.append(JsonlSink(directory / "metrics.jsonl"))
+    except OSError as error:
+        raise ConfigError(
+            f"--output-dir {args.output_dir}: cannot write to {directory}: {error.strerror or error}. "
+            "Name a folder that can be written."
+        ) from None
+    events = event_directory(args, started)
+    if events is not None:
+        sinks.append(TensorboardSink(events))
+        logger.info("metrics: %s; curves: tensorboard --logdir %s", directory / "metrics.jsonl", events)
+    if args.use_wandb:
+        sinks.append(WandbSink(args))
+    return Tracker(sinks, rollout_step=lambda rollout_id: compute_rollout_step(args, rollout_id), directory=directory)
+
+
+def run_directory(args: Namespace, started: str) -> Path:
+    """``<output-dir>/<experiment>``; ``started`` is the experiment of a run that has no name."""
+    return Path(args.output_dir) / (args.experiment_name or args.tb_experiment_name or started)
+
+
+def event_directory(args: Namespace, started: str) -> Path | None:
+    """Where TensorBoard events go, None for nowhere."""
+    override = os.environ.get("TENSORBOARD_DIR")
+    if args.use_tensorboard:
+        experiment = args.tb_experiment_name or args.experiment_name or started
+        default = Path("tensorboard_log") / (args.tb_project_name or "slime") / experiment
+    elif args.use_wandb:
+        return None
+    else:
+        default = run_directory(args, started)
+    return Path(override) if override else default
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of numpy and torch become Python's; anything else stays."""
+    if isinstance(value, bool | int | float | str) or value is None:
+        return value
+    if isinstance(value, numbers.Number) or hasattr(value, "item"):
+        return value.item() if hasattr(value, "item") else float(value)
+    return value

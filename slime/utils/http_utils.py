@@ -1,0 +1,146 @@
+"""HTTP to engines, router and reward services: one client per event loop, deadlines, retries by kind.
+
+    connection errors, 5xx   retried with exponential backoff
+    4xx                      raised at once: the request itself is wrong
+    deadline                 covers all attempts of a call; afterwards the error names the url
+
+``_http_client`` may be set by users' code; it is used instead of ours then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import weakref
+from argparse import Namespace
+from typing import Any
+
+import httpx
+
+from slime.utils.deadline import Deadline
+from slime.utils.errors import EngineError
+
+__all__ = ["close_http_client", "get", "get_rollout_num_engines", "init_http_client", "post"]
+
+DEFAULT_TIMEOUT_S = 1800.0
+_FIRST_BACKOFF_S = 0.25
+_LAST_BACKOFF_S = 5.0
+_MAX_QUOTED_CHARS = 2000
+
+_http_client: httpx.AsyncClient | None = None
+
+
+class _Clients:
+    """A client is bound to the loop that uses it, so there is one per loop, made on first use."""
+
+    def __init__(self) -> None:
+        self._by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient]
+        self._by_loop = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+        self.max_connections = 512
+        self.timeout_s = DEFAULT_TIMEOUT_S
+
+    def current(self) -> httpx.AsyncClient:
+        if _http_client is not None:
+            return _http_client
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            client = self._by_loop.get(loop)
+            if client is None or client.is_closed:
+                client = httpx.AsyncClient(
+                    limits=httpx.Limits(max_connections=None, max_keepalive_connections=self.max_connections),
+                    timeout=None,  # every call brings its own deadline
+                    trust_env=False,  # engines are never behind the user's proxy
+                )
+                self._by_loop[loop] = client
+            return client
+
+    async def close(self) -> None:
+        with self._lock:
+            client = self._by_loop.pop(asyncio.get_running_loop(), None)
+        if client is not None:
+            await client.aclose()
+
+
+_clients = _Clients()
+
+
+def get_rollout_num_engines(args: Namespace) -> int:
+    """Number of inference engines: given, or derived from devices and devices per engine."""
+    number = getattr(args, "rollout_num_engines", None)  # only set where engines are external
+    if number is not None:
+        return number
+    gpus = args.rollout_num_gpus or 0
+    return max(1, gpus // args.rollout_num_gpus_per_engine) if gpus > 0 else 0
+
+
+def init_http_client(args: Namespace) -> None:
+    """Take connection limit and default deadline from the command line."""
+    _clients.max_connections = max(1, args.sglang_server_concurrency * get_rollout_num_engines(args))
+    _clients.timeout_s = getattr(args, "rollout_request_timeout", DEFAULT_TIMEOUT_S)
+
+
+async def close_http_client() -> None:
+    """Close the client of the running loop; the next call opens a new one."""
+    await _clients.close()
+
+
+async def post(
+    url: str,
+    payload: Any,
+    max_retries: int = 60,
+    headers: dict[str, str] | None = None,
+    *,
+    timeout_s: float | None = None,
+) -> Any:
+    """POST ``payload`` as JSON. Returns the decoded JSON of the reply, or its text where it is not JSON.
+
+    Args:
+        max_retries: attempts after the first one for connection errors and 5xx; the pause between them doubles from
+            0.25 s to 5 s.
+        timeout_s: seconds for all attempts together. None: the value of :func:`init_http_client`.
+
+    Raises:
+        EngineError: 4xx at once, 5xx and connection errors after the last attempt; with url, status and reply.
+        DeadlineExceeded: ``timeout_s`` passed.
+    """
+    deadline = Deadline(timeout_s or _clients.timeout_s, f"the reply of POST {url}")
+    problem = ""
+    for attempt in range(max_retries + 1):
+        if attempt:
+            pause = min(_FIRST_BACKOFF_S * 2 ** (attempt - 1), _LAST_BACKOFF_S) * random.uniform(0.8, 1.2)
+            await asyncio.sleep(min(pause, deadline.remaining))
+        if deadline.remaining <= 0:
+            raise deadline.error(problem)
+        try:
+            async with asyncio.timeout(deadline.remaining):
+                response = await _clients.current().post(url, json=payload or {}, headers=headers)
+        except httpx.TransportError as error:
+            problem = f"{type(error).__name__}: {error}"
+        except TimeoutError:
+            raise deadline.error(problem) from None
+        else:
+            if response.is_success:
+                return _content(response)
+            problem = f"status {response.status_code}: {response.text[:_MAX_QUOTED_CHARS]}"
+            if response.status_code < 500:
+                raise EngineError(f"POST {url} was refused with {problem}")
+    raise EngineError(f"POST {url} failed {max_retries + 1} times in {deadline.elapsed:.1f} s, last with {problem}")
+
+
+async def get(url: str, *, timeout_s: float = 30.0) -> Any:
+    """GET once and return the JSON. Raises :class:`EngineError` for anything else."""
+    try:
+        response = await _clients.current().get(url, timeout=timeout_s)
+        response.raise_for_status()
+    except httpx.HTTPError as error:
+        raise EngineError(f"GET {url} failed: {type(error).__name__}: {error}") from error
+    return _content(response)
+
+
+def _content(response: httpx.Response) -> Any:
+    try:
+        return response.json()
+    except ValueError:
+        return response.text

@@ -1,0 +1,52 @@
+"""Small helpers with no subject of their own, and lazy aliases of two public functions that moved to their rooms."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+from typing import Any, ClassVar
+
+__all__ = ["SingletonMeta", "exec_command", "should_run_periodic_action"]
+
+_MOVED = {"load_function": "slime.hooks.load", "decode_int32_meta_array": "slime.data.engine_meta"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MOVED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MOVED[name]), name)
+
+
+class SingletonMeta(type):
+    """Metaclass of classes with one instance per process; the arguments of the first call decide."""
+
+    _instances: ClassVar[dict[type, Any]] = {}
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls not in SingletonMeta._instances:
+            SingletonMeta._instances[cls] = super().__call__(*args, **kwargs)
+        return SingletonMeta._instances[cls]
+
+    def clear_instances(cls) -> None:
+        """Forget the instance of this class, so that the next call makes a new one."""
+        SingletonMeta._instances.pop(cls, None)
+
+
+def should_run_periodic_action(
+    rollout_id: int, interval: int | None, num_rollout_per_epoch: int | None = None, num_rollout: int | None = None
+) -> bool:
+    """Whether an action with this ``interval`` is due after ``rollout_id``; always at the end of an epoch or the run."""
+    if interval is None:
+        return False
+    done = rollout_id + 1
+    is_last = num_rollout is not None and done == num_rollout
+    is_epoch_end = num_rollout_per_epoch is not None and done % num_rollout_per_epoch == 0
+    return is_last or is_epoch_end or done % interval == 0
+
+
+def exec_command(cmd: str, capture_output: bool = False) -> str | None:
+    """Run ``cmd`` in bash; a non-zero exit raises. Returns what it printed, with ``capture_output``."""
+    result = subprocess.run(
+        ["bash", "-c", cmd], check=True, text=True, stdout=subprocess.PIPE if capture_output else None
+    )
+    return result.stdout if capture_output else None

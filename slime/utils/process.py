@@ -1,0 +1,106 @@
+"""Child processes whose life is tied to ours, and what they said before they died.
+
+A guarded child holds the read end of a pipe whose write end only this process has. When this process ends, however it
+ends, the kernel closes the pipe and the child kills its whole process group. That also holds for SIGKILL, and, unlike
+``PR_SET_PDEATHSIG``, does not depend on which thread started the child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+__all__ = ["GUARD_FD_VARIABLE", "GuardedProcess", "kill_group", "log_tail", "watch_descriptor", "watch_owner"]
+
+GUARD_FD_VARIABLE = "SLIME_GUARD_FD"
+_KILL_TIMEOUT_S = 5.0
+
+
+class GuardedProcess:
+    """A child in a session of its own, its output in a file. The child must call :func:`watch_owner`."""
+
+    def __init__(self, argv: Sequence[str], *, log_path: Path, env: Mapping[str, str] | None = None) -> None:
+        self.log_path = log_path
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        read_end, self._guard = os.pipe()
+        environment = dict(os.environ) | dict(env or {}) | {GUARD_FD_VARIABLE: str(read_end)}
+        try:
+            with log_path.open("wb") as log:
+                self._process = subprocess.Popen(
+                    list(argv),
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(read_end,),
+                    start_new_session=True,
+                )
+        finally:
+            os.close(read_end)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def exit_code(self) -> int | None:
+        """None while the child runs."""
+        return self._process.poll()
+
+    def stop(self) -> None:
+        """Kill the child and everything it started."""
+        kill_group(self._process.pid)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_KILL_TIMEOUT_S)
+        with contextlib.suppress(OSError):
+            os.close(self._guard)
+
+
+def watch_owner() -> None:
+    """In a guarded child: from now on, end with the process that started this one."""
+    descriptor = os.environ.pop(GUARD_FD_VARIABLE, None)
+    if descriptor is not None:
+        watch_descriptor(int(descriptor))
+
+
+def watch_descriptor(descriptor: int) -> None:
+    """Kill this process's group as soon as the other end of ``descriptor`` is closed."""
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(descriptor, 1):
+                pass
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="slime-owner-watch", daemon=True).start()
+
+
+def kill_group(leader: int) -> None:
+    """SIGKILL the process group of ``leader`` and wait until it is gone, at most five seconds."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+    deadline = time.monotonic() + _KILL_TIMEOUT_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(leader, os.WNOHANG)
+        try:
+            os.killpg(leader, 0)
+        except (ProcessLookupError, PermissionError):
+            return
+        time.sleep(0.02)
+
+
+def log_tail(path: Path, lines: int = 30) -> str:
+    """The last lines of a log, indented; a note when there are none."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError as error:
+        return f"    (no log: {error})"
+    if not text:
+        return f"    ({path} is empty)"
+    return "\n".join("    " + line for line in text.splitlines()[-lines:])

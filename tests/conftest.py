@@ -1,0 +1,13 @@
+"""Fixtures shared by all rooms."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.make_tiny_task import TinyTask, make_tiny_task
+
+
+@pytest.fixture(scope="session")
+def tiny_task(tmp_path_factory: pytest.TempPathFactory) -> TinyTask:
+    """A tiny Qwen3 with random weights and addition problems; paths as strings. Treat the files as read-only."""
+    return make_tiny_task(tmp_path_factory.mktemp("tiny_task"))

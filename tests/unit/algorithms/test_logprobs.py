@@ -1,0 +1,204 @@
+"""Log-probs and entropy: against dense log_softmax and autograd, alone and over two gloo ranks; memory; chunking."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from slime.algorithms.logprobs import log_probs_and_entropy
+
+WORKER = Path(__file__).with_name("tp_worker.py")
+WIDTH = 16  # columns of the (padded) vocabulary
+
+
+def dense(logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, temperature: float):
+    """The definition, in fp64."""
+    log_p = torch.log_softmax(logits.double()[:, :vocab_size] / temperature, dim=1)
+    return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(1)
+
+
+def make_case(seed: int, *, vocab_size: int, temperature: float = 1.0, chunk_size: int = -1, rows: int = 7) -> dict:
+    g = torch.Generator().manual_seed(seed)
+    return {
+        "logits": torch.randn(rows, WIDTH, generator=g) * 4,
+        "targets": torch.randint(0, vocab_size, (rows,), generator=g),
+        "w_lp": torch.randn(rows, generator=g),
+        "w_h": torch.randn(rows, generator=g),
+        "vocab_size": vocab_size,
+        "temperature": temperature,
+        "chunk_size": chunk_size,
+    }
+
+
+def expected(case: dict) -> dict:
+    logits = case["logits"].double().requires_grad_()
+    log_probs, entropy = dense(logits, case["targets"], case["vocab_size"], case["temperature"])
+    (log_probs @ case["w_lp"].double() + entropy @ case["w_h"].double()).backward()
+    return {"log_probs": log_probs.detach().float(), "entropy": entropy.detach().float(), "grad": logits.grad.float()}
+
+
+def assert_equal_results(actual: dict, wanted: dict) -> None:
+    for name in ("log_probs", "entropy", "grad"):
+        torch.testing.assert_close(actual[name], wanted[name], atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+CASES = [
+    make_case(seed, vocab_size=vocab, temperature=temperature, chunk_size=chunk)
+    for seed, (vocab, temperature, chunk) in enumerate(itertools.product((16, 13, 5), (1.0, 0.7), (-1, 1, 3, 100)))
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"v{c['vocab_size']}-t{c['temperature']}-c{c['chunk_size']}")
+def test_one_rank_equals_log_softmax_and_its_gradient(case):
+    logits = case["logits"].clone().requires_grad_()
+    log_probs, entropy = log_probs_and_entropy(
+        logits,
+        case["targets"],
+        vocab_size=case["vocab_size"],
+        temperature=case["temperature"],
+        chunk_size=case["chunk_size"],
+        with_entropy=True,
+    )
+    (log_probs @ case["w_lp"] + entropy @ case["w_h"]).backward()
+    actual = {"log_probs": log_probs.detach(), "entropy": entropy.detach(), "grad": logits.grad}
+    assert_equal_results(actual, expected(case))
+    assert torch.all(logits.grad[:, case["vocab_size"] :] == 0)
+
+
+def test_two_gloo_ranks_equal_log_softmax_even_where_one_holds_only_padding(tmp_path):
+    rendezvous = tmp_path / "rendezvous"
+    torch.save(CASES, f"{rendezvous}.cases")
+    outputs = [tmp_path / f"{rank}.pt" for rank in range(2)]
+    ranks = [
+        subprocess.Popen([sys.executable, str(WORKER), str(rank), "2", str(rendezvous), str(outputs[rank])])
+        for rank in range(2)
+    ]
+    try:
+        assert [process.wait(timeout=90) for process in ranks] == [0, 0]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    first, second = (torch.load(path, weights_only=True) for path in outputs)
+    for case, left, right in zip(CASES, first, second, strict=True):
+        assert torch.equal(left["log_probs"], right["log_probs"])
+        assert torch.equal(left["entropy"], right["entropy"])
+        assert_equal_results(left | {"grad": torch.cat([left["grad"], right["grad"]], dim=1)}, expected(case))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_and_gradients_do_not_depend_on_the_chunk_size(dtype):
+    g = torch.Generator().manual_seed(0)
+    logits, targets = torch.randn(50, 64, generator=g).to(dtype), torch.randint(0, 64, (50,), generator=g)
+
+    def run(chunk_size: int) -> list[torch.Tensor]:
+        x = logits.clone().requires_grad_()
+        log_probs, entropy = log_probs_and_entropy(
+            x, targets, chunk_size=chunk_size, with_entropy=True, temperature=0.9
+        )
+        (log_probs.sum() + entropy.sum()).backward()
+        return [log_probs.detach(), entropy.detach(), x.grad]
+
+    reference = run(-1)
+    assert reference[0].dtype == torch.float32
+    assert reference[2].dtype == dtype
+    for chunk_size in (1, 7, 50, 51):
+        for a, b in zip(run(chunk_size), reference, strict=True):
+            torch.testing.assert_close(a, b, atol=0, rtol=0)
+
+
+def test_bf16_logits_are_summed_in_fp32():
+    g = torch.Generator().manual_seed(1)
+    logits, targets = torch.randn(9, 1000, generator=g).bfloat16(), torch.randint(0, 1000, (9,), generator=g)
+    log_probs, entropy = log_probs_and_entropy(logits, targets, with_entropy=True)
+    wanted = dense(logits, targets, 1000, 1.0)
+    torch.testing.assert_close(log_probs, wanted[0].float(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy, wanted[1].float(), atol=1e-5, rtol=1e-5)
+
+
+def test_huge_logits_neither_overflow_nor_lose_the_target():
+    log_probs, entropy = log_probs_and_entropy(
+        torch.tensor([[1e4, 0.0], [-1e4, 0.0]]), torch.tensor([0, 1]), with_entropy=True
+    )
+    assert torch.equal(log_probs, torch.zeros(2))
+    assert torch.equal(entropy, torch.zeros(2))
+
+
+def test_entropy_is_only_computed_and_only_differentiated_on_request():
+    logits, targets = torch.randn(3, 8, requires_grad=True), torch.tensor([0, 1, 2])
+    assert log_probs_and_entropy(logits, targets)[1] is None
+    log_probs, entropy = log_probs_and_entropy(logits, targets, with_entropy=True, with_entropy_grad=False)
+    assert not entropy.requires_grad
+    log_probs.sum().backward()
+    wanted = torch.nn.functional.one_hot(targets, 8) - torch.softmax(logits.detach(), 1)
+    torch.testing.assert_close(logits.grad, wanted)
+
+
+def test_backward_may_run_twice_and_gives_the_same_gradient():
+    logits, targets = torch.randn(3, 8, requires_grad=True), torch.tensor([0, 1, 2])
+    log_probs, _ = log_probs_and_entropy(logits, targets)
+    first = torch.autograd.grad(log_probs.sum(), logits, retain_graph=True)[0]
+    assert torch.equal(first, torch.autograd.grad(log_probs.sum(), logits)[0])
+
+
+def test_no_rows_give_empty_results_and_an_empty_gradient():
+    logits = torch.randn(0, 8, requires_grad=True)
+    log_probs, entropy = log_probs_and_entropy(
+        logits, torch.zeros(0, dtype=torch.int64), with_entropy=True, chunk_size=4
+    )
+    assert log_probs.shape == entropy.shape == (0,)
+    (log_probs.sum() + entropy.sum()).backward()
+    assert logits.grad.shape == (0, 8)
+
+
+def test_a_target_in_the_padding_gives_nan_instead_of_a_wrong_number():
+    log_probs, _ = log_probs_and_entropy(torch.zeros(2, 8), torch.tensor([5, 4]), vocab_size=5)
+    assert log_probs[0].isnan()
+    assert log_probs[1] == pytest.approx(-1.6094379)
+
+
+def test_misfits_are_rejected():
+    with pytest.raises(ValueError, match="targets"):
+        log_probs_and_entropy(torch.zeros(2, 8), torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="vocab_size 9"):
+        log_probs_and_entropy(torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64), vocab_size=9)
+    with pytest.raises(ValueError, match="rollout-temperature"):
+        log_probs_and_entropy(torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64), temperature=0.0)
+
+
+def peak_bytes(run) -> int:
+    """Most bytes that ``run`` had allocated at one time, beyond what was there before."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        run()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    assert peak > 0
+    return peak
+
+
+@pytest.mark.parametrize(
+    ("with_entropy", "dtype", "buffers"),
+    [(False, torch.float32, 1), (False, torch.bfloat16, 1), (True, torch.float32, 2), (True, torch.bfloat16, 2)],
+)
+def test_memory_is_about_one_chunk_forward_and_the_gradient_plus_that_backward(with_entropy, dtype, buffers):
+    rows, vocab, chunk = 512, 4096, 32
+    logits = torch.randn(rows, vocab).to(dtype).requires_grad_()
+    targets = torch.randint(0, vocab, (rows,))
+    chunk_bytes, small = chunk * vocab * 4, 64 * 1024
+    out: list[torch.Tensor] = []
+
+    def forward() -> None:
+        log_probs, entropy = log_probs_and_entropy(logits, targets, chunk_size=chunk, with_entropy=with_entropy)
+        out.append(log_probs.sum() + (entropy.sum() if with_entropy else 0))
+
+    assert peak_bytes(forward) <= buffers * chunk_bytes + small
+    gradient = logits.numel() * logits.element_size()
+    assert peak_bytes(lambda: out[0].backward()) <= gradient + buffers * chunk_bytes + small
