@@ -7,6 +7,8 @@ says so in the log.
 from __future__ import annotations
 
 import logging
+import os
+import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -14,6 +16,9 @@ __all__ = ["resolve"]
 
 logger = logging.getLogger(__name__)
 
+_PATHS = (
+    "hf_checkpoint prompt_data output_dir load save save_hf ref_load save_debug_rollout_data load_debug_rollout_data"
+).split()
 _DEFAULT_ROLLOUT_BATCH = 32
 _DEFAULT_RESPONSE_LEN = 1024
 
@@ -21,6 +26,7 @@ _DEFAULT_RESPONSE_LEN = 1024
 def resolve(args: Namespace) -> None:
     """Fill in everything that follows from what was given. Pure apart from looking at local files."""
     for step in (
+        _names_and_paths,
         _debug_modes,
         _batch_sizes,
         _run_length,
@@ -33,6 +39,23 @@ def resolve(args: Namespace) -> None:
         _devices,
     ):
         step(args)
+
+
+def _names_and_paths(args: Namespace) -> None:
+    """One name for the run, and paths that mean the same in every process, whatever its working directory."""
+    args.experiment_name = args.experiment_name or args.tb_experiment_name or time.strftime("%Y%m%d_%H%M%S")
+    for name in _PATHS:
+        value = getattr(args, name)
+        if value is not None:
+            setattr(args, name, os.path.abspath(os.path.expanduser(value)))
+    if args.eval_prompt_data and len(args.eval_prompt_data) % 2 == 0:
+        pairs = args.eval_prompt_data
+        args.eval_prompt_data = [os.path.abspath(item) if i % 2 else item for i, item in enumerate(pairs)]
+    for name in vars(args):
+        value = getattr(args, name)
+        is_hook = name.endswith("_path") and isinstance(value, str)
+        if is_hook and (value.split(":")[0].endswith(".py")) and os.path.isfile(value.split(":")[0]):
+            setattr(args, name, os.path.abspath(value))
 
 
 def _debug_modes(args: Namespace) -> None:

@@ -97,6 +97,7 @@ async def post(
     """POST ``payload`` as JSON. Returns the decoded JSON of the reply, or its text where it is not JSON.
 
     Args:
+        payload: the JSON value, or a function that makes one for each attempt (ids that must not repeat).
         max_retries: attempts after the first one for connection errors and 5xx; the pause between them doubles from
             0.25 s to 5 s.
         timeout_s: seconds for all attempts together. None: the value of :func:`init_http_client`.
@@ -115,7 +116,8 @@ async def post(
             raise deadline.error(problem)
         try:
             async with asyncio.timeout(deadline.remaining):
-                response = await _clients.current().post(url, json=payload or {}, headers=headers)
+                body = payload() if callable(payload) else payload
+                response = await _clients.current().post(url, json=body or {}, headers=headers)
         except httpx.TransportError as error:
             problem = f"{type(error).__name__}: {error}"
         except TimeoutError:

@@ -35,7 +35,7 @@ class SingletonMeta(type):
 def should_run_periodic_action(
     rollout_id: int, interval: int | None, num_rollout_per_epoch: int | None = None, num_rollout: int | None = None
 ) -> bool:
-    """Whether an action with this ``interval`` is due after ``rollout_id``; always at the end of an epoch or the run."""
+    """Whether an action with this ``interval`` is due after ``rollout_id``; always at an epoch's or the run's end."""
     if interval is None:
         return False
     done = rollout_id + 1

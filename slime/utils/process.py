@@ -61,23 +61,32 @@ class GuardedProcess:
             os.close(self._guard)
 
 
-def watch_owner() -> None:
-    """In a guarded child: from now on, end with the process that started this one."""
+def watch_owner(*, in_child: bool = False) -> None:
+    """In a guarded child: from now on, end with the process that started this one.
+
+    Args:
+        in_child: watch from a forked process, for programs whose native code never lets another Python thread run.
+    """
     descriptor = os.environ.pop(GUARD_FD_VARIABLE, None)
-    if descriptor is not None:
+    if descriptor is None:
+        return
+    if not in_child:
         watch_descriptor(int(descriptor))
+    elif os.fork() == 0:
+        _kill_group_when_closed(int(descriptor))
 
 
 def watch_descriptor(descriptor: int) -> None:
     """Kill this process's group as soon as the other end of ``descriptor`` is closed."""
 
-    def watch() -> None:
-        with contextlib.suppress(OSError):
-            while os.read(descriptor, 1):
-                pass
-        os.killpg(0, signal.SIGKILL)
+    threading.Thread(target=_kill_group_when_closed, args=(descriptor,), name="slime-owner-watch", daemon=True).start()
 
-    threading.Thread(target=watch, name="slime-owner-watch", daemon=True).start()
+
+def _kill_group_when_closed(descriptor: int) -> None:
+    with contextlib.suppress(OSError):
+        while os.read(descriptor, 1):
+            pass
+    os.killpg(0, signal.SIGKILL)
 
 
 def kill_group(leader: int) -> None:

@@ -45,6 +45,8 @@ class TrainBatch:
         micro_batches = columns["micro_batch_indices"]
         if ends[-1] != len(micro_batches):
             raise ValueError(f"{len(micro_batches)} micro-batches, but the steps have {ends[-1]}")
+        if sorted(index for indices in micro_batches for index in indices) != list(range(len(columns["tokens"]))):
+            raise ValueError(f"the schedule must name each of the {len(columns['tokens'])} samples exactly once")
         self._steps = [micro_batches[a:b] for a, b in pairwise(ends)]
 
     @property

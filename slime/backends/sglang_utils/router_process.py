@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("--policy", required=True)
     parser.add_argument("--request-timeout-secs", type=int, required=True)
     options = parser.parse_args()
-    watch_owner()
+    watch_owner(in_child=True)  # the router's native main loop keeps the interpreter's lock
     from sglang_router.router import Router
     from sglang_router.router_args import RouterArgs
 

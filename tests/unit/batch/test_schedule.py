@@ -173,6 +173,20 @@ def test_balance_data_brings_the_compute_of_the_ranks_closer():
     assert improved == 20
 
 
+def test_context_parallel_ranks_share_the_token_budget():
+    plans = [
+        plan_steps(
+            LENGTHS,
+            range(8),
+            global_batch_size=8,
+            layout=ParallelLayout(2, cp_size=cp),
+            settings=MicroBatchArgs(use_dynamic_batch_size=True, max_tokens_per_gpu=10 // cp),
+        )
+        for cp in (1, 2)
+    ]
+    assert plans[0] == plans[1]
+
+
 def test_balance_by_flops_respects_the_token_cap():
     # equal compute would pair the short samples beyond the cap: 64 tokens of short samples cost less than one of 60
     lengths = [60] + [8] * 16

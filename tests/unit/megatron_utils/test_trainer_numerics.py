@@ -150,7 +150,7 @@ def test_log_probs_equal_transformers_in_the_order_of_the_samples(
 def _oracle_loss(
     hf: Any, batch: dict[str, Any], samples: list[int], old: Any, ref: Any, settings: Any
 ) -> torch.Tensor:
-    """GRPO token by token: clipped ratio, low-variance KL to the reference, mean per rollout or over all tokens."""
+    """GRPO token by token: clipped ratio, k3 estimate of the KL to the reference, mean per rollout or over all tokens."""
     new = _hf_log_probs(hf, batch)
     total, num_tokens = torch.zeros(()), 0
     for i in samples:
@@ -184,7 +184,7 @@ def test_two_grpo_steps_equal_a_per_token_loop_with_torch_adamw(per_token: bool,
         with_ref=True,
         use_kl_loss=True,
         kl_loss_coef=0.3,
-        kl_loss_type="low_var_kl",
+        kl_loss_type="k3",
         calculate_per_token_loss=per_token,
         weight_decay=0.1,
         clip_grad=0.5,

@@ -1,0 +1,153 @@
+"""Which tokens of a conversation are the assistant's: ids and loss masks for supervised training.
+
+Three ways to find them, because chat templates treat messages differently:
+
+    generic   render growing prefixes of the conversation; what an assistant message adds is trained. Right for every
+              template that renders a message the same way whatever follows it. The others are refused, not mistrained.
+    qwen      render each message alone and cut the automatic system text off.
+    qwen3     render each message next to a dummy user message and cut that away, because the template drops the
+              reasoning of assistant messages that lie before the last user message.
+
+In all of them a message with ``step_loss_mask`` other than 1 is not trained. Called by the SFT rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slime.data.chat import tokenize_chat
+from slime.utils.errors import DataError
+
+__all__ = ["MultiTurnLossMaskGenerator", "get_response_lengths"]
+
+Message = Mapping[str, Any]
+Masked = tuple[list[int], list[int]]
+
+_DUMMY_USER: Message = {"role": "user", "content": "0"}
+
+
+def get_response_lengths(loss_masks: Sequence[Sequence[int]]) -> list[int]:
+    """For each mask the length from its first 1 to its end; 0 where nothing is trained."""
+    return [len(mask) - list(mask).index(1) if 1 in mask else 0 for mask in loss_masks]
+
+
+def _is_trained(message: Message) -> bool:
+    return message["role"] == "assistant" and message.get("step_loss_mask", 1) == 1
+
+
+class MultiTurnLossMaskGenerator:
+    """Token ids and loss mask of conversations.
+
+    Args:
+        tokenizer: a transformers tokenizer with a chat template.
+        tokenizer_type: ``generic``, ``qwen`` or ``qwen3``.
+    """
+
+    def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen") -> None:
+        self.tokenizer = tokenizer
+        self.tokenizer_type = tokenizer_type
+        methods = {
+            "generic": self.gen_multi_turn_loss_mask_generic,
+            "qwen": self.gen_multi_turn_loss_mask_qwen,
+            "qwen3": self.gen_multi_turn_loss_mask_qwen3,
+        }
+        if tokenizer_type not in methods:
+            raise ValueError(f"--loss-mask-type {tokenizer_type} is unknown; use one of {', '.join(methods)}")
+        self._method = methods[tokenizer_type]
+        if tokenizer_type != "generic":
+            self.system_message_length, self.gen_token_length = self.get_system_message_length()
+
+    def get_loss_mask(self, messages: Sequence[Message], tools: list[Any] | None = None) -> Masked:
+        """``(ids, mask)``, equally long; the mask is 1 on what the assistant wrote, end-of-turn token included.
+
+        Raises:
+            DataError: messages that the template, or the chosen way of masking, cannot render.
+        """
+        if not messages or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+            raise DataError("supervised training needs a non-empty list of messages with a 'role' each")
+        return self._method(messages, tools)
+
+    def get_response_lengths(self, loss_masks: Sequence[Sequence[int]]) -> list[int]:
+        return get_response_lengths(loss_masks)
+
+    def get_text_from_loss_mask(self, token_ids: Sequence[int], loss_mask: Sequence[int]) -> list[str]:
+        """The decoded runs of trained tokens."""
+        runs: list[list[int]] = []
+        previous = 0
+        for token, flag in zip(token_ids, loss_mask, strict=True):
+            if flag:
+                if not previous:
+                    runs.append([])
+                runs[-1].append(token)
+            previous = flag
+        return [self.tokenizer.decode(run) for run in runs]
+
+    def get_system_message_length(self) -> tuple[int, int]:
+        """Tokens that the template puts before a conversation by itself, and tokens of its generation prompt."""
+        one = self._ids([_DUMMY_USER])
+        two = self._ids([_DUMMY_USER, _DUMMY_USER])
+        prompted = self._ids([_DUMMY_USER], add_generation_prompt=True)
+        return 2 * len(one) - len(two), len(prompted) - len(one)
+
+    def gen_multi_turn_loss_mask_generic(self, messages: Sequence[Message], tools: list[Any] | None = None) -> Masked:
+        """Prefix differences of the conversation as it is rendered."""
+        ids = self._ids(messages, tools)
+        mask = [0] * len(ids)
+        for i, message in enumerate(messages):
+            if not _is_trained(message):
+                continue
+            before = self._ids(messages[:i], tools, add_generation_prompt=True) if i else []
+            through = self._ids(messages[: i + 1], tools)
+            if ids[: len(before)] != before or ids[: len(through)] != through:
+                raise DataError(
+                    f"the chat template renders message {i} differently when other messages follow it, so "
+                    "--loss-mask-type generic cannot tell what the assistant wrote: use qwen or qwen3, or one "
+                    "assistant message per row"
+                )
+            mask[len(before) : len(through)] = [1] * (len(through) - len(before))
+        return ids, mask
+
+    def gen_multi_turn_loss_mask_qwen(self, messages: Sequence[Message], tools: list[Any] | None = None) -> Masked:
+        """Every message rendered alone."""
+        ids: list[int] = []
+        mask: list[int] = []
+        for i, message in enumerate(messages):
+            part = self._ids([message], tools if i == 0 else None)
+            if i > 0 and message["role"] != "system":
+                part = part[self.system_message_length :]
+            ids += part
+            mask += self._message_mask(message, len(part), skip=self.system_message_length if i == 0 else 0)
+        return ids, mask
+
+    def gen_multi_turn_loss_mask_qwen3(self, messages: Sequence[Message], tools: list[Any] | None = None) -> Masked:
+        """Every message, or run of tool messages, rendered next to a dummy user message."""
+        dummy = self._ids([_DUMMY_USER])
+        ids: list[int] = []
+        mask: list[int] = []
+        i = 0
+        while i < len(messages):
+            end = i + 1
+            while messages[i]["role"] == "tool" and end < len(messages) and messages[end]["role"] == "tool":
+                end += 1  # the template wraps a run of tool messages into one turn
+            run = list(messages[i:end])
+            if i == 0:
+                both = self._ids([*run, _DUMMY_USER], tools)
+                part = both[: len(both) - (len(dummy) - self.system_message_length)]
+            else:
+                part = self._ids([_DUMMY_USER, *run])[len(dummy) :]
+            ids += part
+            mask += self._message_mask(messages[i], len(part), skip=0)
+            i = end
+        return ids, mask
+
+    def _message_mask(self, message: Message, length: int, skip: int) -> list[int]:
+        if not _is_trained(message):
+            return [0] * length
+        start = min(length, skip + self.gen_token_length)
+        return [0] * start + [1] * (length - start)
+
+    def _ids(
+        self, messages: Sequence[Message], tools: list[Any] | None = None, add_generation_prompt: bool = False
+    ) -> list[int]:
+        return tokenize_chat(self.tokenizer, messages, tools=tools, add_generation_prompt=add_generation_prompt)

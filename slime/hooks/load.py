@@ -1,0 +1,169 @@
+"""From the path in a flag to the user's function, and a check of all of them before anything starts.
+
+    pkg.module.function        dotted
+    pkg.module:function        module and attribute
+    dir/file.py:function       file and attribute
+    dir/file.py                file; the attribute follows from what the flag is for
+
+Files are looked up as given, then in the working directory, then along ``sys.path``.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from slime.hooks.protocols import HOOKS, Hook, Role
+from slime.hooks.signature import can_be_called
+from slime.utils.errors import ConfigError
+
+__all__ = ["check_hooks", "load_function"]
+
+_NAMES: dict[Role, tuple[str, ...]] = {
+    "generate": ("custom_generate", "generate"),
+    "reward": ("reward_func", "custom_rm", "batched_custom_rm", "CustomRewardModel"),
+    "rollout": ("generate_rollout",),
+    "filter": ("filter",),
+    "data_source": ("DataSource",),
+}
+_GROUP_REWARD_NAMES = ("batched_custom_rm", *_NAMES["reward"])
+
+
+@functools.cache
+def load_function(path: str, role: Role | None = None, *, group_rm: bool = False) -> Any:
+    """The function or class that ``path`` names, loaded once per process.
+
+    Args:
+        path: one of the four forms above.
+        role: what it is for; only needed where ``path`` is a file without an attribute.
+        group_rm: among the names of the reward role prefer the one for groups.
+
+    Raises:
+        ConfigError: the module or file cannot be imported, or has no such attribute; with the cause.
+    """
+    where, separator, name = path.rpartition(":")
+    if separator:
+        module = _load_file(where) if where.endswith(".py") else _import(where, path)
+        return _attribute(module, name, path)
+    if path.endswith(".py"):
+        return _by_role(_load_file(path), path, role, group_rm)
+    where, separator, name = path.rpartition(".")
+    if not separator:
+        raise ConfigError(f"{path!r} names no function: use module.function, module:function or file.py:function")
+    return _attribute(_import(where, path), name, path)
+
+
+def check_hooks(args: Namespace) -> list[str]:
+    """Load every function that ``args`` names and compare it with how it will be called. Returns the problems."""
+    problems: list[str] = []
+    values = vars(args)
+    for hook in HOOKS:
+        value = values.get(hook.dest)
+        for path in [value] if isinstance(value, str) else value or []:
+            problem = _problem(hook, path, group_rm=bool(values.get("group_rm")))
+            if problem:
+                problems.append(problem)
+    return problems
+
+
+def _problem(hook: Hook, path: str, group_rm: bool) -> str | None:
+    try:
+        function = load_function(path, hook.role, group_rm=group_rm)
+    except ConfigError as error:
+        return f"{hook.flag} {path}: {error}"
+    if not callable(function):
+        return f"{hook.flag} {path} is a {type(function).__name__}, not a function."
+    if inspect.isclass(function) and hook.role == "reward":
+        return None if _is_reward_class(function) else f"{hook.flag} {path}: the class needs a method compute_reward."
+    if any(can_be_called(function, call) for call in hook.calls):
+        return None
+    wanted = " or ".join(f"({', '.join(name.lstrip('*') for name in call)})" for call in hook.calls)
+    return (
+        f"{hook.flag} {path} is called with {wanted}, but its signature is {inspect.signature(function)} "
+        f"(see {hook.protocol.__name__} in slime/hooks/protocols.py)."
+    )
+
+
+def _is_reward_class(cls: type) -> bool:
+    own_call = "__call__" in {name for base in cls.__mro__[:-1] for name in vars(base)}
+    return own_call or any(hasattr(cls, name) for name in ("compute_reward", "reward_func"))
+
+
+def _import(name: str, path: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # user code runs here and may raise anything
+        raise ConfigError(f"module {name!r} of {path!r} cannot be imported: {_one_line(error)}") from error
+
+
+def _load_file(path: str) -> ModuleType:
+    file = _find(path)
+    name = f"slime_user_{file.stem}_{hashlib.sha1(str(file).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{file} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs: its dataclasses and pickles look it up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # user code runs here and may raise anything
+        del sys.modules[name]
+        raise ConfigError(f"{file} cannot be imported: {_one_line(error)}") from error
+    return module
+
+
+def _find(path: str) -> Path:
+    for base in (Path.cwd(), *map(Path, sys.path)):
+        file = base / path  # an absolute path stays as it is
+        if file.is_file():
+            return file.resolve()
+    raise ConfigError(f"there is no file {path} (looked in {Path.cwd()} and along sys.path)")
+
+
+def _attribute(module: ModuleType, name: str, path: str) -> Any:
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        public = ", ".join(sorted(_public_callables(module))) or "none"
+        raise ConfigError(f"{module.__name__} has no {name!r} ({path!r}); its public functions: {public}") from None
+
+
+def _by_role(module: ModuleType, path: str, role: Role | None, group_rm: bool) -> Any:
+    if role is None:
+        names = tuple(name for group in _NAMES.values() for name in group)
+    else:
+        names = _GROUP_REWARD_NAMES if role == "reward" and group_rm else _NAMES.get(role, ())
+    found = [name for name in names if hasattr(module, name)]
+    if found and (role is not None or len(found) == 1):
+        return getattr(module, found[0])
+    public = _public_callables(module)
+    if len(public) == 1:
+        return next(iter(public.values()))
+    raise ConfigError(
+        f"{path} does not say which function is meant: add it as {path}:NAME. "
+        f"Candidates: {', '.join(sorted(public)) or 'none'}"
+    )
+
+
+def _public_callables(module: ModuleType) -> dict[str, Callable[..., Any]]:
+    """Functions and classes that the module itself defines."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and callable(value) and getattr(value, "__module__", "") == module.__name__
+    }
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

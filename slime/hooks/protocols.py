@@ -1,0 +1,176 @@
+"""The extension points: one Protocol each, and the table of the flags that name functions for them.
+
+A flag's value is a path that :func:`slime.hooks.load.load_function` understands. What the table says about a hook is
+checked at start-up (:func:`slime.hooks.load.check_hooks`) and is the source of ``docs/hooks.md``.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+from slime.data.sample import Sample, SampleGroup
+
+__all__ = [
+    "HOOKS",
+    "BufferFilter",
+    "ConvertSamples",
+    "CustomGenerate",
+    "CustomReward",
+    "DataSourceLike",
+    "DynamicFilter",
+    "GroupGenerate",
+    "Hook",
+    "ProcessAllSamples",
+    "Reward",
+    "RewardPostProcess",
+    "Role",
+    "RolloutFunction",
+    "SampleFilter",
+    "SampleHook",
+]
+
+Reward: TypeAlias = "float | dict[str, Any]"
+Role: TypeAlias = Literal["generate", "reward", "rollout", "filter", "data_source", "other"]
+
+
+class RolloutFunction(Protocol):
+    """Makes one batch of training data, or evaluates. Replaces everything between Data Buffer and trainer."""
+
+    def __call__(self, args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any: ...
+
+
+class CustomGenerate(Protocol):
+    """Generates one sample: fills tokens, response, response_length, log-probs, status, perhaps the reward.
+
+    A list of samples is allowed: several training rows made by one execution, with the same ``rollout_id``.
+    A parameter ``evaluation`` is passed when the function has one.
+    """
+
+    def __call__(
+        self, args: Namespace, sample: Sample, sampling_params: dict[str, Any]
+    ) -> Awaitable[Sample | list[Sample]] | Sample | list[Sample]: ...
+
+
+class GroupGenerate(Protocol):
+    """Generates all samples of a prompt in one call. Recognised by a second parameter called ``samples``."""
+
+    def __call__(self, args: Namespace, samples: list[Sample]) -> Awaitable[SampleGroup] | SampleGroup: ...
+
+
+class CustomReward(Protocol):
+    """Scores one sample; with a parameter ``samples``, or under ``--group-rm``, a list of them.
+
+    Also accepted: a class with ``compute_reward(prompts, responses[, labels])``.
+    """
+
+    def __call__(self, args: Namespace, sample: Any, **kwargs: Any) -> Awaitable[Any] | Any: ...
+
+
+class DynamicFilter(Protocol):
+    """Keeps or drops a finished group: a bool or a ``DynamicFilterOutput``."""
+
+    def __call__(self, args: Namespace, samples: SampleGroup, **kwargs: Any) -> Any: ...
+
+
+class BufferFilter(Protocol):
+    """Chooses which buffered groups are drawn next, and removes them from ``buffer``."""
+
+    def __call__(
+        self, args: Namespace, rollout_id: int | None, buffer: list[SampleGroup], num_samples: int
+    ) -> list[SampleGroup]: ...
+
+
+class DataSourceLike(Protocol):
+    """Hands out prompts, one group per prompt, and takes groups back."""
+
+    def get_samples(self, num_samples: int) -> list[SampleGroup]: ...
+    def add_samples(self, samples: list[SampleGroup]) -> None: ...
+    def save(self, rollout_id: int) -> None: ...
+    def load(self, rollout_id: int | None = None) -> None: ...
+    def __len__(self) -> int: ...
+
+
+class SampleHook(Protocol):
+    """Sees every sample between generation and reward; may change it in place or return another one."""
+
+    def __call__(
+        self, args: Namespace, sample: Sample, *, rollout_id: int | None = None, evaluation: bool = False
+    ) -> Awaitable[Sample | None] | Sample | None: ...
+
+
+class SampleFilter(Protocol):
+    """Marks samples of the accepted groups with ``remove_sample``, in place."""
+
+    def __call__(self, args: Namespace, groups: list[SampleGroup]) -> None: ...
+
+
+class ProcessAllSamples(Protocol):
+    """Sees every finished group, dropped ones too."""
+
+    def __call__(self, args: Namespace, all_groups: list[SampleGroup], data_source: Any) -> None: ...
+
+
+class RewardPostProcess(Protocol):
+    """Replaces reward normalisation: ``(raw rewards, rewards)``, one entry per sample."""
+
+    def __call__(self, args: Namespace, samples: list[Sample]) -> tuple[Sequence[float], Sequence[float]]: ...
+
+
+class ConvertSamples(Protocol):
+    """Replaces the conversion of samples to training columns."""
+
+    def __call__(self, args: Namespace, samples: list[Sample]) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One flag that names a function.
+
+    Attributes:
+        dest: attribute of ``args`` that holds the path (a list of paths where the flag may be repeated).
+        protocol: what the function must look like.
+        calls: the ways it may be called, as parameter names; ``*name`` is passed by keyword. One must fit.
+        role: decides which name is taken from a path that is only a file.
+    """
+
+    dest: str
+    protocol: type
+    calls: tuple[tuple[str, ...], ...]
+    role: Role = "other"
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.dest.replace("_", "-")
+
+
+_ROLLOUT = ("args", "rollout_id", "data_source", "*evaluation")
+
+HOOKS: tuple[Hook, ...] = (
+    Hook("rollout_function_path", RolloutFunction, (_ROLLOUT,), "rollout"),
+    Hook("eval_function_path", RolloutFunction, (_ROLLOUT,), "rollout"),
+    Hook(
+        "custom_generate_function_path",
+        CustomGenerate,
+        (("args", "sample", "sampling_params"), ("args", "samples")),
+        "generate",
+    ),
+    Hook(
+        "custom_rm_path",
+        CustomReward,
+        (("args", "sample"), ("prompts", "responses"), ("prompts", "responses", "labels")),
+        "reward",
+    ),
+    Hook("dynamic_sampling_filter_path", DynamicFilter, (("args", "samples"),), "filter"),
+    Hook("buffer_filter_path", BufferFilter, (("args", "rollout_id", "buffer", "num_samples"),), "filter"),
+    Hook("data_source_path", DataSourceLike, (("args",),), "data_source"),
+    Hook(
+        "rollout_sample_hook_path", SampleHook, (("args", "sample"), ("args", "sample", "*rollout_id", "*evaluation"))
+    ),
+    Hook("rollout_sample_filter_path", SampleFilter, (("args", "groups"),), "filter"),
+    Hook("rollout_all_samples_process_path", ProcessAllSamples, (("args", "all_groups", "data_source"),)),
+    Hook("custom_reward_post_process_path", RewardPostProcess, (("args", "samples"),)),
+    Hook("custom_convert_samples_to_train_data_path", ConvertSamples, (("args", "samples"),)),
+)

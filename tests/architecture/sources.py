@@ -1,0 +1,93 @@
+"""What the architecture tests look at: every module of slime, parsed once."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["ROOT", "Module", "modules"]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Names of slime/backends/<name> are rooms of their own.
+_ALIASES_LIVE_IN = "utils"
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file.
+
+    Attributes:
+        name: dotted name.
+        path: relative to the repository.
+        room: ``utils``, ``backends/sglang_utils``, ``backends/protocols``; empty for ``slime`` itself.
+    """
+
+    name: str
+    path: Path
+    room: str
+    source: str
+    tree: ast.Module
+
+    @property
+    def num_lines(self) -> int:
+        return len(self.source.splitlines())
+
+    @property
+    def is_alias(self) -> bool:
+        """A public alias: below ``slime/utils``, and nothing but a docstring, imports of slime and ``__all__``."""
+        if self.room != _ALIASES_LIVE_IN or ast.get_docstring(self.tree) is None:
+            return False
+        body = self.tree.body[1:]
+        return any(isinstance(node, ast.ImportFrom) for node in body) and all(
+            isinstance(node, ast.ImportFrom) or _assigns_all(node) for node in body
+        )
+
+    def imports(self) -> Iterator[tuple[int, str]]:
+        """(line, dotted name) of every import statement, also those inside functions and under ``TYPE_CHECKING``.
+
+        ``from a import b`` gives ``a.b``: whether b is a module does not matter to the rules.
+        """
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from ((node.lineno, alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                origin = self._absolute(node)
+                yield from ((node.lineno, f"{origin}.{alias.name}") for alias in node.names)
+
+    def _absolute(self, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        parts = self.name.split(".")
+        package = parts if self.path.name == "__init__.py" else parts[:-1]
+        base = package[: len(package) - (node.level - 1)]
+        return ".".join([*base, *([node.module] if node.module else [])])
+
+
+def room_of(dotted: str) -> str:
+    """``slime.backends.sglang_utils.engine`` -> ``backends/sglang_utils``."""
+    parts = dotted.split(".")[1:]
+    if not parts:
+        return ""
+    if parts[0] == "backends":
+        return "/".join(parts[:2])
+    return parts[0]
+
+
+@functools.cache
+def modules(package: str = "slime") -> tuple[Module, ...]:
+    found = []
+    for path in sorted((ROOT / package).rglob("*.py")):
+        relative = path.relative_to(ROOT)
+        parts = list(relative.with_suffix("").parts)
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        source = path.read_text(encoding="utf-8")
+        found.append(Module(name, relative, room_of(name), source, ast.parse(source, str(relative))))
+    return tuple(found)
+
+
+def _assigns_all(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__all__"]

@@ -1,0 +1,159 @@
+"""Who may import whom, and what must not be imported just to read flags. Lazy imports count."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from tests.architecture.sources import Module, modules, room_of
+
+EVERYTHING = "*"
+BELOW_TRAINER = "backends/protocols algorithms batch data config hooks utils observability weight_sync".split()
+
+# Room -> rooms of slime it may import, itself included by rule.
+MAY_IMPORT: dict[str, list[str]] = {
+    "": [],
+    "utils": [],
+    "config": ["utils"],
+    "data": ["utils"],
+    "hooks": ["utils", "data"],
+    "algorithms": [],
+    "batch": ["data", "config", "utils"],
+    "observability": ["data", "utils", "config"],
+    "rollout": ["data", "config", "hooks", "utils", "observability"],
+    "backends": [],
+    "backends/protocols": [],
+    "weight_sync": ["backends/protocols", "data", "utils"],
+    "backends/sglang_utils": ["backends/protocols", "data", "config", "utils", "observability"],
+    "backends/megatron_utils": BELOW_TRAINER,
+    "backends/fsdp_utils": BELOW_TRAINER,
+    "ray": [EVERYTHING],
+    "agent": ["rollout", "data", "utils", "observability"],
+}
+
+# Third-party package -> the only rooms that may import it.
+THIRD_PARTY: dict[str, list[str]] = {
+    "ray": ["ray"],
+    "sglang": ["backends/sglang_utils"],
+    "sglang_router": ["backends/sglang_utils"],
+    "megatron": ["backends/megatron_utils"],
+    "tensorboard": ["observability"],
+    "wandb": ["observability"],
+    "yaml": ["config"],
+    "transformers": ["data", "rollout", "backends/fsdp_utils"],
+    "httpx": ["utils", "rollout", "backends/sglang_utils"],
+}
+
+# Modules of `utils` that may import torch; no other may, and `config` and `hooks` may not at all.
+TORCH_IN_UTILS = ("slime.utils.accelerator", "slime.utils.distributed_utils", "slime.utils.memory_utils")
+TORCH_NEVER = ("config", "hooks")
+
+# Exceptions that exist today: "module -> imported". May only shrink.
+ALLOWED: dict[str, str] = {}
+
+
+def is_own_repair(module: Module) -> bool:
+    """``slime.utils.torchvision_cpu`` declares operators to torch; it is to torchvision what accelerator is to cuda."""
+    return module.name == "slime.utils.torchvision_cpu"
+
+
+def violations(module: Module) -> list[str]:
+    if module.is_alias:
+        return []
+    found = []
+    for line, name in module.imports():
+        top = name.split(".")[0]
+        why = ""
+        if top == "slime" and room_of(name) != module.room:
+            allowed = MAY_IMPORT.get(module.room, [])
+            if EVERYTHING not in allowed and room_of(name) not in allowed:
+                why = f"room {module.room or 'slime'} may import only {', '.join(allowed) or 'nothing'} from slime"
+        elif top in THIRD_PARTY and module.room not in THIRD_PARTY[top]:
+            why = f"{top} may be imported only in {', '.join(THIRD_PARTY[top])}"
+        elif top == "torch" and not may_import_torch(module):
+            why = "torch may not be imported here"
+        if why and ALLOWED.get(module.name) != name:
+            found.append(f"{module.path}:{line} imports {name}: {why}")
+    return found
+
+
+def may_import_torch(module: Module) -> bool:
+    if module.room == "utils":
+        return module.name.startswith(TORCH_IN_UTILS) or is_own_repair(module)
+    return module.room not in TORCH_NEVER
+
+
+@pytest.mark.parametrize("module", modules(), ids=lambda module: module.name)
+def test_a_room_imports_only_what_the_table_allows(module: Module) -> None:
+    assert not violations(module), "\n".join(violations(module))
+
+
+def test_every_room_is_in_the_table() -> None:
+    assert {module.room for module in modules()} <= set(MAY_IMPORT)
+
+
+def test_no_room_imports_an_alias() -> None:
+    aliases = {module.name for module in modules() if module.is_alias}
+    found = [
+        f"{module.path}:{line} imports {name}"
+        for module in modules()
+        for line, name in module.imports()
+        if name in aliases or name.rpartition(".")[0] in aliases
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_the_exceptions_are_still_needed() -> None:
+    imported = {(module.name, name) for module in modules() for _, name in module.imports()}
+    assert set(ALLOWED.items()) <= imported, "an exception is no longer needed: remove it"
+
+
+def test_the_table_is_free_of_cycles() -> None:
+    remaining = {room: {other for other in allowed if other != EVERYTHING} for room, allowed in MAY_IMPORT.items()}
+    while remaining:
+        leaves = [room for room, needs in remaining.items() if not needs & set(remaining)]
+        assert leaves, f"these rooms need one another: {sorted(remaining)}"
+        for room in leaves:
+            del remaining[room]
+
+
+def test_the_rule_catches_what_it_forbids() -> None:
+    source = "def f():\n    from slime.ray import loop\n    import megatron.core\n    from ..ray.rollout import x\n"
+    module = next(m for m in modules() if m.name == "slime.batch")
+    bad = Module("slime.batch.bad", module.path.with_name("bad.py"), "batch", source, ast.parse(source))
+    assert [text.split(" imports ")[1].split(":")[0] for text in violations(bad)] == [
+        "slime.ray.loop",
+        "megatron.core",
+        "slime.ray.rollout.x",
+    ]
+
+
+@pytest.mark.parametrize("question", ["cuda.is_available", "version.cuda"])
+def test_only_the_accelerator_asks_what_the_device_is(question: str) -> None:
+    found = [
+        f"{module.path}:{node.lineno}"
+        for module in modules()
+        if module.room != "utils"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node).endswith(question)
+    ]
+    assert not found, "use slime.utils.accelerator: " + ", ".join(found)
+
+
+def test_flags_are_declared_without_importing_a_heavy_library() -> None:
+    """``train.py --help`` answers in about a second, on machines without any of the engines."""
+    names = [m.name for m in modules() if m.room == "config" or m.path.name == "arguments.py"]
+    program = textwrap.dedent(f"""
+        import importlib, sys
+        for name in {names!r}:
+            importlib.import_module(name)
+            heavy = [top for top in ("torch", "ray", "megatron", "sglang", "transformers") if top in sys.modules]
+            assert not heavy, f"importing {{name}} imported {{heavy}}"
+    """)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "slime.utils.arguments" in names

@@ -1,0 +1,78 @@
+"""Guarded child processes end with their owner."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from slime.utils.net import free_port, is_port_free
+from slime.utils.process import GuardedProcess, log_tail
+
+CHILD = "import time, os, sys; from slime.utils.process import watch_owner; watch_owner(in_child={}); " \
+    "import subprocess; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)']); " \
+    "print('up', flush=True); time.sleep(100)"
+OWNER = "import sys, time; from pathlib import Path; from slime.utils.process import GuardedProcess; " \
+    "p = GuardedProcess([sys.executable, '-c', sys.argv[1]], log_path=Path(sys.argv[2])); print(p.pid, flush=True); time.sleep(100)"
+
+
+def group_is_gone(leader: int, within_s: float = 5.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(leader, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def wait_for_text(path: Path, text: str) -> None:
+    deadline = time.monotonic() + 20
+    while not path.exists() or text not in path.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("in_child", [False, True])
+def test_a_killed_owner_takes_the_child_and_its_children_along(in_child: bool, tmp_path: Path):
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", OWNER, CHILD.format(in_child), str(log)]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    leader = int(owner.stdout.readline())
+    wait_for_text(log, "up")
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.wait()
+    assert group_is_gone(leader)
+
+
+def test_stop_ends_the_whole_group(tmp_path: Path):
+    process = GuardedProcess([sys.executable, "-c", CHILD.format(False)], log_path=tmp_path / "log")
+    wait_for_text(tmp_path / "log", "up")
+    process.stop()
+    assert process.exit_code() is not None
+    assert group_is_gone(process.pid, within_s=1.0)
+
+
+def test_the_log_tail_shows_the_last_lines(tmp_path: Path):
+    log = tmp_path / "log"
+    log.write_text("\n".join(map(str, range(100))))
+    assert log_tail(log, 2) == "    98\n    99"
+    assert "no log" in log_tail(tmp_path / "missing")
+
+
+def test_a_port_in_use_is_not_free():
+    import socket
+
+    port = free_port()
+    assert is_port_free("127.0.0.1", port)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", port))
+        listener.listen()
+        assert not is_port_free("127.0.0.1", port)
