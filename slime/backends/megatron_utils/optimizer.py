@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -32,7 +33,19 @@ def build_optimizer(model: Any, args: OptimizerArgs, precision: PrecisionArgs) -
         params_dtype=dtype,
         use_distributed_optimizer=uses_distributed_optimizer(args),
     )
-    return get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+    optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if getattr(part, "init_state_fn", _zero_momentum) is None:
+            part.init_state_fn = _zero_momentum  # Megatron has none for sgd and calls None when a checkpoint is loaded
+    return optimizer
+
+
+def _zero_momentum(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:
+    """The state of torch's SGD before its first step, so that a checkpoint has something to be loaded into."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if group["momentum"] != 0 and not optimizer.state[parameter]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def build_scheduler(optimizer: Any, args: OptimizerArgs, *, num_steps: int, global_batch_size: int) -> Any:

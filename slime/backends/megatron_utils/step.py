@@ -95,9 +95,9 @@ def train_step(
         forward_only=False,
     )
     metrics = _reduce_metrics(reported, settings.calculate_per_token_loss, scale.num_rollouts)
+    rates = {f"lr-pg_{i}": float(group["lr"]) for i, group in enumerate(state.optimizer.param_groups)}
     metrics["grad_norm"] = _update(state, bad_ranks, scale.num_rollouts, skip_bad)
-    for index, group in enumerate(state.optimizer.param_groups):
-        metrics[f"lr-pg_{index}"] = float(group["lr"])
+    metrics |= rates
     metrics["global_batch_size"] = float(scale.num_rollouts)
     return StepResult(metrics, log_probs)
 

@@ -70,7 +70,7 @@ def repair_distributed_optimizer_checkpoints() -> None:
 
     1. ``load_state_dict`` installs *one shared* ``step`` tensor; Adam advances it in place once per parameter, so bias
        correction is silently wrong after a resume.
-    2. ``sharded_state_dict(is_loading=True)`` asserts exactly one step value, but a fresh Adam has none.
+    2. ``sharded_state_dict`` asserts exactly one step value, but an Adam that has not stepped has none.
     3. The parameter-state accessors copy ``step`` as if it were sharded like the parameter (KeyError), and write into a
        leaf that requires grad (RuntimeError in fp32).
 
@@ -104,7 +104,7 @@ def repair_distributed_optimizer_checkpoints() -> None:
                 state["step"] = state["step"].clone()
 
     def sharded_state_dict(self: Any, model_state: Any = None, is_loading: bool = False, *args: Any, **kw: Any) -> Any:
-        if is_loading and isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW):
+        if isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW):
             for group in self.optimizer.param_groups:
                 for param in group["params"]:
                     state = self.optimizer.state[param]

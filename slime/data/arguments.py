@@ -1,0 +1,87 @@
+"""Flags about prompt data, batch sizes and the length of the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["BatchSizeArgs", "PromptDataArgs", "RunLengthArgs"]
+
+
+@dataclass(frozen=True)
+class PromptDataArgs:
+    """Prompt data."""
+
+    prompt_data: str | None = field(
+        default=None,
+        metadata={"help": "Training prompts, a .jsonl or .parquet file; FILE@[a:b] takes a slice of its rows."},
+    )
+    input_key: str = field(
+        default="input",
+        metadata={"help": "Row field with the prompt: text or a list of messages. Rows without it may use 'prompt'."},
+    )
+    label_key: str | None = field(
+        default=None, metadata={"help": "Row field with the ground truth. Default: 'label' where rows have it."}
+    )
+    metadata_key: str = field(
+        default="metadata", metadata={"help": "Row field with a metadata object, or the JSON text of one."}
+    )
+    tool_key: str | None = field(
+        default="tools", metadata={"help": "Row field with the tool definitions given to the chat template."}
+    )
+    apply_chat_template: bool = field(
+        default=False, metadata={"help": "Render prompts with the tokenizer's chat template."}
+    )
+    apply_chat_template_kwargs: dict[str, Any] = field(
+        default_factory=dict, metadata={"help": "JSON object of further arguments of the chat template."}
+    )
+    loss_mask_type: Literal["qwen", "qwen3", "generic"] = field(
+        default="qwen",
+        metadata={"help": "How supervised training finds the assistant's tokens; generic fits most other templates."},
+    )
+    rollout_global_dataset: bool = field(
+        default=True,
+        metadata={
+            "help": "Load no prompt file; the rollout function makes its own prompts.",
+            "off": "--disable-rollout-global-dataset",
+        },
+    )
+    rollout_shuffle: bool = field(default=False, metadata={"help": "Shuffle the prompts in every epoch."})
+    rollout_seed: int = field(default=42, metadata={"help": "Seed of the shuffle and of deterministic sampling."})
+    data_source_path: str = field(
+        default="slime.rollout.data_source.RolloutDataSourceWithBuffer",
+        metadata={"help": "Class that hands out prompts and takes groups back."},
+    )
+    buffer_filter_path: str | None = field(
+        default=None,
+        metadata={"help": "Function that chooses buffered groups: f(args, rollout_id, buffer, num_samples)."},
+    )
+
+
+@dataclass(frozen=True)
+class BatchSizeArgs:
+    """Batch sizes."""
+
+    rollout_batch_size: int | None = field(default=None, metadata={"help": "Prompts per rollout."})
+    n_samples_per_prompt: int = field(default=1, metadata={"help": "Responses per prompt."})
+    global_batch_size: int | None = field(default=None, metadata={"help": "Responses per optimizer step."})
+    num_steps_per_rollout: int | None = field(
+        default=None, metadata={"help": "Optimizer steps per rollout; decides the global batch size."}
+    )
+    over_sampling_batch_size: int | None = field(
+        default=None,
+        metadata={"help": "Prompts requested at a time while groups are missing. Default: --rollout-batch-size."},
+    )
+
+
+@dataclass(frozen=True)
+class RunLengthArgs:
+    """Length of the run."""
+
+    num_rollout: int | None = field(
+        default=None, metadata={"help": "Rollouts of the whole run; 0 only evaluates. Overrides --num-epoch."}
+    )
+    num_epoch: int | None = field(default=None, metadata={"help": "Passes over the prompts."})
+    start_rollout_id: int | None = field(
+        default=None, metadata={"help": "First rollout. Default: where the checkpoint ended, or 0."}
+    )

@@ -1,0 +1,78 @@
+"""``--rollout-sample-hook-path``: users' hooks between generation and reward, applied to every sample in order."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from typing import Any
+
+from slime.data.sample import Sample
+from slime.hooks.load import load_function
+from slime.hooks.signature import accepted_kwargs
+from slime.rollout.settings import setting
+
+__all__ = ["apply_rollout_sample_hooks", "current_rollout_id", "set_current_rollout_id"]
+
+
+class _Current:
+    """The rollout that this process works on. Read from the event loop's thread, written by the manager's."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rollout_id: int | None = None
+
+    def set(self, rollout_id: int | None) -> None:
+        with self._lock:
+            self._rollout_id = rollout_id
+
+    def get(self) -> int | None:
+        with self._lock:
+            return self._rollout_id
+
+
+_current = _Current()
+
+
+def set_current_rollout_id(rollout_id: int | None) -> None:
+    """Called by the rollout manager before it generates or evaluates."""
+    _current.set(rollout_id)
+
+
+def current_rollout_id() -> int | None:
+    return _current.get()
+
+
+async def apply_rollout_sample_hooks(args: Any, value: Any, **kwargs: Any) -> Any:
+    """Apply every hook, in the order of the flags, to each sample in ``value``; nesting stays as it is.
+
+    Args:
+        value: a sample or lists of them. Without hooks this very object is returned.
+        kwargs: offered to the hooks; each gets what its signature can take. ``rollout_id`` has a default.
+
+    Raises:
+        TypeError: something else than samples and lists, or a hook that returns something else than a sample or None.
+    """
+    paths = setting(args, "rollout_sample_hook_path")
+    if not paths:
+        return value
+    kwargs.setdefault("rollout_id", current_rollout_id())
+    hooks = [load_function(path) for path in paths]
+    return await _apply(args, value, hooks, kwargs)
+
+
+async def _apply(args: Any, value: Any, hooks: list[Any], kwargs: dict[str, Any]) -> Any:
+    if isinstance(value, list):
+        return [await _apply(args, item, hooks, kwargs) for item in value]
+    if not isinstance(value, Sample):
+        raise TypeError(f"sample hooks apply to a Sample or lists of them, got {type(value).__name__}")
+    for hook in hooks:
+        result = hook(args, value, **accepted_kwargs(hook, kwargs))
+        if inspect.isawaitable(result):
+            result = await result
+        if result is None:
+            continue
+        if not isinstance(result, Sample):
+            name = getattr(hook, "__qualname__", hook)
+            raise TypeError(f"--rollout-sample-hook-path {name}: expected Sample or None, got {type(result).__name__}")
+        value = result
+    return value
