@@ -33,8 +33,8 @@ def main() -> int:
     wanted = fingerprint(device)
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
         return 0
-    options.venv.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{options.venv}.lock", "w", encoding="utf-8") as lock:
+    options.venv.mkdir(parents=True, exist_ok=True)
+    with (options.venv / "slime-setup.lock").open("w", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -33,7 +33,7 @@ def step_line(
         f"kl {_short(_first(step, 'kl_loss', 'ppo_kl')):>8}",
         f"logp diff {_short(step.get('train_rollout_logprob_abs_diff')):>7}",
         f"grad {_fixed(step.get('grad_norm'), 3):>7}",
-        " ".join(f"{phase} {_fixed(seconds.get(phase), 1):>5} s" for phase in _PHASES),
+        " ".join(f"{phase} {_fixed(seconds.get(phase), 1):>5}s" for phase in _PHASES),
     ]
     if "first_step" in seconds:
         cells.append(f"first step after {seconds['first_step']:.1f} s")

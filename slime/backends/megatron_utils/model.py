@@ -93,7 +93,7 @@ def build_config(
 
 
 def build_model(shape: ModelShape, config: TransformerConfig, *, padded_vocab_size: int) -> torch.nn.Module:
-    """GPTModel with our attention and norms, on the device, weights not initialised. Logits are fp32 at any precision."""
+    """GPTModel with our attention and norms, on the device, without initial weights. Its logits are always fp32."""
     model = GPTModel(
         config,
         _block_spec(config),

@@ -16,7 +16,13 @@ __all__ = ["build_optimizer", "build_scheduler"]
 
 
 def build_optimizer(model: Any, args: OptimizerArgs, precision: PrecisionArgs) -> Any:
-    """The optimizer of the data-parallel wrapped ``model``: fp32 main weights, global clipping, sharded states."""
+    """The optimizer of the data-parallel wrapped ``model``: fp32 main weights, global clipping, sharded states.
+
+    Raises:
+        ConfigError: sgd with sharded states, which Megatron cannot save.
+    """
+    if args.optimizer == "sgd" and args.use_distributed_optimizer:
+        raise ConfigError("--use-distributed-optimizer works with --optimizer adam only: drop it for sgd.")
     dtype = params_dtype(precision)
     config = OptimizerConfig(
         optimizer=args.optimizer,

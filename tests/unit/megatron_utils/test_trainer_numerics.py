@@ -9,10 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_args, make_batch, make_hf_model, schedule, use_single_rank_env
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
 from slime.utils.errors import SlimeError
+from tests.unit.megatron_utils.tiny_trainer import (
+    VOCAB,
+    make_args,
+    make_batch,
+    make_hf_model,
+    schedule,
+    use_single_rank_env,
+)
 
 KINDS = ("qwen3", "qwen2", "llama", "llama3")
 
@@ -64,7 +71,9 @@ def _packed_logits(trainer: MegatronTrainer, batch: dict[str, Any]) -> list[torc
 def test_packed_logits_equal_transformers_on_each_sequence_alone(kind: str, checkpoint: Any) -> None:
     path, hf = checkpoint(kind)
     batch = make_batch(9, seed=3)
-    batch["tokens"][1] = torch.arange(200) % VOCAB  # long enough for every llama3 frequency band and its own padding group
+    batch["tokens"][1] = (
+        torch.arange(200) % VOCAB
+    )  # long enough for every llama3 frequency band and its own padding group
     for tokens, ours in zip(batch["tokens"], _packed_logits(_trainer(path), batch), strict=True):
         with torch.no_grad():
             reference = hf(tokens[None]).logits[0]
@@ -83,9 +92,7 @@ def test_exported_weights_equal_the_loaded_ones_bit_for_bit(kind: str, tied: boo
         assert torch.equal(exported[name], value), name
 
 
-def test_a_saved_hf_checkpoint_loads_in_transformers_and_keeps_the_other_files(
-    checkpoint: Any, tmp_path: Path
-) -> None:
+def test_a_saved_hf_checkpoint_loads_in_transformers_and_keeps_the_other_files(checkpoint: Any, tmp_path: Path) -> None:
     import transformers
 
     path, hf = checkpoint("qwen3")
@@ -147,9 +154,7 @@ def test_log_probs_equal_transformers_in_the_order_of_the_samples(
         torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
 
 
-def _oracle_loss(
-    hf: Any, batch: dict[str, Any], samples: list[int], old: Any, ref: Any, settings: Any
-) -> torch.Tensor:
+def _oracle_loss(hf: Any, batch: dict[str, Any], samples: list[int], old: Any, ref: Any, settings: Any) -> torch.Tensor:
     """GRPO token by token: clipped ratio, k3 estimate of the KL to the reference, mean per rollout or over all tokens."""
     new = _hf_log_probs(hf, batch)
     total, num_tokens = torch.zeros(()), 0

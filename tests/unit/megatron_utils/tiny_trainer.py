@@ -1,4 +1,4 @@
-"""Tiny random models, arguments and batches for the trainer's tests. Everything is made by code, nothing is downloaded."""
+"""Tiny random models, arguments and batches for the trainer's tests. All made by code, nothing is downloaded."""
 
 from __future__ import annotations
 

@@ -1,0 +1,306 @@
+"""Data sources: prompts out, groups back in, and a state that survives a restart.
+
+Used inside the Data Buffer actor. Positions are those of the whole run: group and sample numbers never repeat, also
+across a restart. Knows no rollout.
+"""
+
+from __future__ import annotations
+
+import abc
+import copy
+import json
+import logging
+import os
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from slime.data.chat import load_tokenizer
+from slime.data.prompts import Dataset
+from slime.data.sample import Sample, SampleGroup, iter_samples
+from slime.hooks.load import load_function
+from slime.hooks.signature import parameter_names
+from slime.utils.errors import DataError
+
+__all__ = ["DataSource", "RolloutDataSource", "RolloutDataSourceWithBuffer", "pop_first"]
+
+logger = logging.getLogger(__name__)
+
+_COUNTERS = ("sample_offset", "epoch_id", "sample_group_index", "sample_index")
+
+
+class DataSource(abc.ABC):
+    """What ``--data-source-path`` names. A class with these methods works too, without this base."""
+
+    @abc.abstractmethod
+    def get_samples(self, num_samples: int) -> list[SampleGroup]:
+        """The next ``num_samples`` prompts, each as a group of samples."""
+
+    @abc.abstractmethod
+    def add_samples(self, samples: list[SampleGroup]) -> None:
+        """Take groups back, to be drawn again."""
+
+    @abc.abstractmethod
+    def save(self, rollout_id: int) -> None:
+        """Write the state that belongs to the end of a rollout."""
+
+    @abc.abstractmethod
+    def load(self, rollout_id: int | None = None) -> None:
+        """Continue from the state that :meth:`save` wrote."""
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Prompts in one epoch."""
+
+
+class RolloutDataSource(DataSource):
+    """Prompts of ``--prompt-data``, epoch after epoch.
+
+    Attributes:
+        epoch_id: current pass over the prompts.
+        sample_offset: prompts of this pass that are already drawn.
+        sample_group_index, sample_index: numbers of the next group and sample.
+        metadata: free for plugins; saved with the state.
+    """
+
+    def __init__(self, *positional: Any, args: Namespace | None = None, dataset: Dataset | None = None) -> None:
+        """``(args)``, ``(dataset, args)`` or keywords. Without a dataset it is read from ``--prompt-data``."""
+        if len(positional) == 2:
+            dataset, args = positional
+        elif positional:
+            args = positional[0]
+        if args is None:
+            raise TypeError(f"{type(self).__name__} needs args")
+        self.args = args
+        self.epoch_id = 0
+        self.sample_group_index = 0
+        self.sample_index = 0
+        self.sample_offset = 0
+        self.metadata: dict[str, Any] = {}
+        self.dataset = dataset
+        if dataset is None and args.rollout_global_dataset and args.prompt_data is not None:
+            self.dataset = _load_dataset(args)
+        if self.dataset is not None and args.rollout_shuffle:
+            self.dataset.shuffle(self.epoch_id)
+
+    def get_samples(self, num_samples: int) -> list[SampleGroup]:
+        return [self._group(prompt) for prompt in self._draw(num_samples)]
+
+    def _draw(self, count: int) -> list[Sample]:
+        if self.dataset is None:
+            return [Sample() for _ in range(count)]
+        if len(self.dataset) == 0:
+            raise DataError(f"--prompt-data {self.args.prompt_data}: there is no prompt to draw")
+        drawn: list[Sample] = []
+        while len(drawn) < count:
+            if self.sample_offset >= len(self.dataset):
+                self.epoch_id += 1
+                self.sample_offset = 0
+                if self.args.rollout_shuffle:
+                    self.dataset.shuffle(self.epoch_id)
+            part = self.dataset.samples[self.sample_offset : self.sample_offset + count - len(drawn)]
+            self.sample_offset += len(part)
+            drawn += part
+        return drawn
+
+    def _group(self, prompt: Sample) -> SampleGroup:
+        group: SampleGroup = []
+        for _ in range(self.args.n_samples_per_prompt):
+            sample = copy.deepcopy(prompt)
+            sample.group_index, sample.index = self.sample_group_index, self.sample_index
+            self.sample_index += 1
+            group.append(sample)
+        self.sample_group_index += 1
+        return group
+
+    def add_samples(self, samples: list[SampleGroup]) -> None:
+        raise RuntimeError(f"{type(self).__name__} is read-only: groups can be returned to a source with a buffer only")
+
+    def __len__(self) -> int:
+        return 0 if self.dataset is None else len(self.dataset)
+
+    def get_metadata(self) -> dict[str, Any]:
+        return self.metadata
+
+    def update_metadata(self, metadata: dict[str, Any]) -> None:
+        self.metadata.update(metadata)
+
+    def save(self, rollout_id: int) -> None:
+        if not self.args.rollout_global_dataset or self.args.save is None:
+            return
+        _write_state(_state_path(self.args.save, rollout_id), self._state())
+
+    def load(self, rollout_id: int | None = None) -> None:
+        if not self.args.rollout_global_dataset or self.args.load is None:
+            return
+        path = _state_path(self.args.load, rollout_id)
+        state = _read_state(path)
+        if state is None:
+            logger.warning("no data state %s.json: prompts start from the first row", path)
+            return
+        self._set_state(state)
+        logger.info("prompts continue at row %d of epoch %d (%s)", self.sample_offset, self.epoch_id, path.name)
+
+    def _state(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _COUNTERS} | {"metadata": self.metadata}
+
+    def _set_state(self, state: dict[str, Any]) -> None:
+        for name in _COUNTERS:
+            setattr(self, name, state.get(name, 0))
+        self.metadata = state.get("metadata", {})
+        if self.dataset is not None and self.args.rollout_shuffle:
+            self.dataset.shuffle(self.epoch_id)
+
+
+class RolloutDataSourceWithBuffer(RolloutDataSource):
+    """The default: groups that were returned are drawn before new prompts.
+
+    A subclass may override ``buffer_filter(args, buffer, num_samples)``; ``--buffer-filter-path`` names a function
+    ``f(args, rollout_id, buffer, num_samples)``. The rollout id is None: a source is not told for whom it draws.
+    """
+
+    buffer_filter: Callable[..., list[SampleGroup]]
+
+    def __init__(self, *positional: Any, args: Namespace | None = None, dataset: Dataset | None = None) -> None:
+        super().__init__(*positional, args=args, dataset=dataset)
+        self.buffer: list[SampleGroup] = []
+        if not hasattr(type(self), "buffer_filter"):
+            path = self.args.buffer_filter_path
+            self.buffer_filter = pop_first if path is None else load_function(path, "filter")
+
+    def get_samples(self, num_samples: int) -> list[SampleGroup]:
+        groups = self._from_buffer(num_samples)
+        return groups + super().get_samples(num_samples - len(groups))
+
+    def _from_buffer(self, num_samples: int) -> list[SampleGroup]:
+        if not self.buffer or num_samples <= 0:
+            return []
+        if "rollout_id" in parameter_names(self.buffer_filter) or len(parameter_names(self.buffer_filter)) >= 4:
+            groups = self.buffer_filter(self.args, None, self.buffer, num_samples)
+        else:
+            groups = self.buffer_filter(self.args, self.buffer, num_samples)
+        if len(groups) > num_samples:
+            raise DataError(f"--buffer-filter-path returned {len(groups)} groups where {num_samples} were asked for")
+        chosen = {id(group) for group in groups}
+        self.buffer[:] = [group for group in self.buffer if id(group) not in chosen]
+        return groups
+
+    def add_samples(self, samples: list[SampleGroup]) -> None:
+        if not samples:
+            return
+        groups = self._as_groups(samples)
+        for group in groups:
+            if len(group) != self.args.n_samples_per_prompt:
+                raise DataError(
+                    f"a group of {len(group)} samples cannot be returned: --n-samples-per-prompt is "
+                    f"{self.args.n_samples_per_prompt}"
+                )
+        self.buffer += groups
+
+    def _as_groups(self, samples: list[Any]) -> list[SampleGroup]:
+        """Flat samples are grouped by ``group_index``; one without becomes a group of copies."""
+        if all(isinstance(item, list) for item in samples):
+            return samples
+        if not all(isinstance(item, Sample) for item in samples):
+            kinds = sorted({type(item).__name__ for item in samples})
+            raise DataError(f"only groups (lists of Sample) can be returned to the data source, got {', '.join(kinds)}")
+        by_index: dict[int, SampleGroup] = {}
+        groups: list[SampleGroup] = []
+        for sample in samples:
+            if sample.group_index is None:
+                groups.append(self._group(sample))
+            elif sample.group_index in by_index:
+                by_index[sample.group_index].append(sample)
+            else:
+                by_index[sample.group_index] = [sample]
+                groups.append(by_index[sample.group_index])
+        return groups
+
+    def get_buffer_length(self) -> int:
+        return len(self.buffer)
+
+    def _state(self) -> dict[str, Any]:
+        return super()._state() | {"buffer": [_group_to_dicts(group) for group in self.buffer]}
+
+    def _set_state(self, state: dict[str, Any]) -> None:
+        super()._set_state(state)
+        self.buffer = [_group_from_dicts(group) for group in state.get("buffer", [])]
+
+
+def pop_first(args: Any, rollout_id: Any, buffer: list[SampleGroup], num_samples: int) -> list[SampleGroup]:
+    """First in, first out; removes what it returns."""
+    count = min(len(buffer), num_samples)
+    taken = buffer[:count]
+    del buffer[:count]
+    return taken
+
+
+def _load_dataset(args: Namespace) -> Dataset:
+    return Dataset(
+        args.prompt_data,
+        load_tokenizer(args.hf_checkpoint, trust_remote_code=True),
+        None,
+        args.rollout_max_prompt_len,
+        prompt_key=args.input_key,
+        label_key=args.label_key,
+        metadata_key=args.metadata_key,
+        tool_key=args.tool_key,
+        seed=args.rollout_seed,
+        apply_chat_template=args.apply_chat_template,
+        apply_chat_template_kwargs=args.apply_chat_template_kwargs,
+    )
+
+
+def _group_to_dicts(group: SampleGroup) -> list[Any]:
+    return [item.to_dict() if isinstance(item, Sample) else _group_to_dicts(list(item)) for item in group]
+
+
+def _group_from_dicts(group: list[Any]) -> SampleGroup:
+    return [
+        Sample.from_dict(item) if isinstance(item, dict) else list(iter_samples(_group_from_dicts(item)))
+        for item in group
+    ]
+
+
+def _state_path(directory: str, rollout_id: int | None) -> Path:
+    """Without its suffix: ``.json``, or ``.pt`` where a buffered sample holds tensors."""
+    return Path(directory) / "rollout" / f"global_dataset_state_dict_{rollout_id}"
+
+
+def _write_state(path: Path, state: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        text: str | None = json.dumps(state)
+        if json.loads(text or "") != state:
+            text = None  # JSON turns tuples into lists and number keys into text
+    except (TypeError, ValueError):
+        text = None
+    target, other = path.with_suffix(".json"), path.with_suffix(".pt")
+    if text is None:
+        target, other = other, target
+    with tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=f".{target.name}.", delete=False) as file:
+        if text is not None:
+            file.write(text.encode())
+        else:
+            import torch
+
+            torch.save(state, file)
+    os.replace(file.name, target)  # whole or not at all
+    other.unlink(missing_ok=True)
+
+
+def _read_state(path: Path) -> dict[str, Any] | None:
+    as_json, as_torch = path.with_suffix(".json"), path.with_suffix(".pt")
+    if as_json.is_file():
+        try:
+            state: dict[str, Any] = json.loads(as_json.read_text())
+        except json.JSONDecodeError as error:
+            raise DataError(f"{as_json}: not valid JSON: {error}; delete it to start from the first prompt") from None
+        return state
+    if as_torch.is_file():
+        import torch
+
+        return dict(torch.load(as_torch, weights_only=True))
+    return None

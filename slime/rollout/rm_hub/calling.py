@@ -1,0 +1,81 @@
+"""Calling code that scores: in a thread when it is not async, never without a deadline, errors with an address.
+
+A user's function that raises or hangs ends the rollout with a ``DataError`` that names it and the sample. Built-in rules
+do not raise; one that is still busy at the deadline scores 0, because what the model wrote must not end a run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from slime.utils.async_utils import call_in_thread
+from slime.utils.errors import DataError
+
+__all__ = ["call_scorer", "is_async", "reward_value"]
+
+_MAX_THREADS = 64
+
+
+class _Slots:
+    """Threads that score at the same time, per event loop (a semaphore belongs to one)."""
+
+    def __init__(self) -> None:
+        self._by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
+        self._by_loop = weakref.WeakKeyDictionary()
+
+    def current(self) -> asyncio.Semaphore:
+        return self._by_loop.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_MAX_THREADS))
+
+
+_slots = _Slots()
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling ``function`` gives a coroutine."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004 - objects with an async __call__
+    )
+
+
+async def call_scorer(function: Callable[..., Any], *args: Any, what: str, timeout_s: float, **kwargs: Any) -> Any:
+    """Call ``function`` and await its result.
+
+    Args:
+        what: who it is and what it scores, for errors: ``--custom-rm-path a.b on sample 3``.
+        timeout_s: seconds from the moment it starts.
+
+    Raises:
+        DataError: it raised, or did not return in time.
+    """
+    try:
+        if is_async(function):
+            return await asyncio.wait_for(function(*args, **kwargs), timeout_s)
+        async with _slots.current():
+            async with asyncio.timeout(timeout_s):
+                result = await call_in_thread(function, *args, **kwargs)
+                return await result if inspect.isawaitable(result) else result
+    except TimeoutError:
+        raise DataError(
+            f"{what} did not return within {timeout_s:g} s: fix it, or raise --rm-timeout (seconds per call)"
+        ) from None
+    except DataError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise DataError(f"{what} raised {type(error).__name__}: {error}") from error
+
+
+def reward_value(value: Any, what: str) -> Any:
+    """A reward as a plain number; dicts stay dicts.
+
+    Raises:
+        DataError: anything else.
+    """
+    if hasattr(value, "item") and not isinstance(value, dict):
+        value = value.item()  # numpy and torch scalars
+    if isinstance(value, bool | int | float | dict):
+        return value
+    raise DataError(f"{what} returned {type(value).__name__}; a reward is a number or a dict of numbers")

@@ -1,0 +1,122 @@
+"""Users' rewards: ``--custom-rm-path`` in every form that is accepted.
+
+f(args, sample)                      one sample; under --group-rm it receives the list
+f(args, samples)                     a batch, recognised by the parameter's name
+f(prompts, responses[, labels])      a batch of plain values
+class with compute_reward(...)       made once per process
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from slime.data.sample import Sample
+from slime.hooks.load import load_function
+from slime.hooks.signature import accepted_kwargs, parameter_names
+from slime.rollout.rm_hub.calling import call_scorer, reward_value
+from slime.rollout.settings import setting
+from slime.utils.errors import DataError
+
+__all__ = ["score_batch", "score_one"]
+
+
+async def score_one(args: Any, path: str, sample: Sample, **kwargs: Any) -> Any:
+    """The reward of one sample."""
+    function = _resolve(args, path)
+    if _takes(function) != "sample":
+        return (await _call_batch(args, path, function, [sample], kwargs))[0]
+    what = f"--custom-rm-path {path} on sample {sample.index}"
+    value = await call_scorer(
+        function, args, sample, what=what, timeout_s=setting(args, "rm_timeout"), **accepted_kwargs(function, kwargs)
+    )
+    return reward_value(value, what)
+
+
+async def score_batch(args: Any, path: str, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
+    """The rewards of samples that belong together: a group under ``--group-rm``, or the rows of one execution."""
+    function = _resolve(args, path)
+    takes_list = _takes(function) != "sample" or setting(args, "group_rm") or _is_annotated_with_list(function)
+    if not takes_list:
+        return await asyncio.gather(*(score_one(args, path, sample, **kwargs) for sample in samples))
+    return await _call_batch(args, path, function, list(samples), kwargs)
+
+
+async def _call_batch(
+    args: Any, path: str, function: Callable[..., Any], samples: list[Sample], kwargs: dict[str, Any]
+) -> list[Any]:
+    indices = [sample.index for sample in samples]
+    what = f"--custom-rm-path {path} on samples {', '.join(map(str, indices[:8]))}{' ...' if len(indices) > 8 else ''}"
+    if _takes(function) == "values":
+        positional: tuple[Any, ...] = ()
+        available = {
+            "args": args,
+            "prompts": [s.prompt for s in samples],
+            "responses": [s.response for s in samples],
+            "labels": [s.label for s in samples],
+            "samples": samples,
+            "metadata": [s.metadata for s in samples],
+        }
+        keywords = {name: available[name] for name in parameter_names(function) if name in available}
+    else:
+        positional, keywords = (args, samples), accepted_kwargs(function, kwargs)
+    result = await call_scorer(function, *positional, what=what, timeout_s=setting(args, "rm_timeout"), **keywords)
+    if hasattr(result, "tolist"):
+        result = result.tolist()
+    if not isinstance(result, list | tuple):
+        raise DataError(f"{what} returned {type(result).__name__}; it must return a list with one reward per sample")
+    if len(result) != len(samples):
+        raise DataError(f"{what} returned {len(result)} rewards for {len(samples)} samples")
+    return [reward_value(value, what) for value in result]
+
+
+@functools.lru_cache(maxsize=64)
+def _instance(cls: type, argument: tuple[str, Any] | None) -> Any:
+    return cls() if argument is None else cls(**{argument[0]: argument[1]})
+
+
+def _resolve(args: Any, path: str) -> Callable[..., Any]:
+    """The callable behind the path; a class is instantiated once."""
+    target = load_function(path, "reward", group_rm=setting(args, "group_rm"))
+    if not inspect.isclass(target):
+        return target
+    names = parameter_names(target)
+    argument: tuple[str, Any] | None = None
+    if "args" in names:
+        argument = ("args", args)
+    elif "model_path" in names:
+        argument = ("model_path", setting(args, "hf_checkpoint"))
+    try:
+        instance = _instance(target, argument)
+    except TypeError:  # args is not hashable: namespaces compare by value
+        instance = _instance_for_args(target, args)
+    for name in ("compute_reward", "reward_func"):
+        if hasattr(instance, name):
+            return getattr(instance, name)
+    return instance
+
+
+_instances_by_class: dict[type, Any] = {}
+
+
+def _instance_for_args(cls: type, args: Any) -> Any:
+    if cls not in _instances_by_class:
+        _instances_by_class[cls] = cls(args=args)
+    return _instances_by_class[cls]
+
+
+def _takes(function: Callable[..., Any]) -> str:
+    """``values`` (prompts, responses), ``samples`` or ``sample``."""
+    names = parameter_names(function)
+    if "prompts" in names and "responses" in names:
+        return "values"
+    return "samples" if "samples" in names else "sample"
+
+
+def _is_annotated_with_list(function: Callable[..., Any]) -> bool:
+    """``sample: Sample | list[Sample]`` says that the function handles both."""
+    annotations = [str(p.annotation).lower() for p in inspect.signature(function).parameters.values()]
+    return any("list[" in text for text in annotations[1:2])

@@ -1,0 +1,91 @@
+"""Which reward a sample gets: its own function, the run's function, or a built-in rule by name."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from slime.data.sample import Sample
+from slime.rollout.rm_hub.calling import call_scorer, reward_value
+from slime.rollout.rm_hub.custom import score_batch, score_one
+from slime.rollout.rm_hub.f1 import f1_score
+from slime.rollout.rm_hub.math_utils import extract_answer, grade_answer_verl
+from slime.rollout.rm_hub.math_verify_grader import grade_math_verify
+from slime.rollout.rm_hub.remote import remote_rm
+from slime.rollout.settings import setting
+from slime.utils.errors import DataError
+
+__all__ = ["async_rm", "batched_async_rm", "known_rm_types"]
+
+logger = logging.getLogger(__name__)
+
+_BOXED = "boxed_"
+
+Rule = Callable[[str, Any], Any]
+
+_RULES: dict[str, Rule] = {
+    "math": lambda response, label: int(grade_answer_verl(response, label)),
+    "math_verify": grade_math_verify,
+    "f1": lambda response, label: f1_score(response, label)[0],
+    "random": lambda response, label: random.randint(0, 1),
+}
+"""Name -> rule over (response, label)."""
+
+_FIND_THE_BOX_THEMSELVES = frozenset({"math", "math_verify"})
+
+
+def known_rm_types() -> frozenset[str]:
+    """Values of ``--rm-type``, without the ``boxed_`` prefix."""
+    return frozenset(_RULES) | {"remote_rm"}
+
+
+async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
+    """The reward of one sample.
+
+    Order: ``sample.custom_rm_path``, ``--custom-rm-path``, ``metadata["rm_type"]``, ``--rm-type``.
+
+    Raises:
+        DataError: no reward is configured, or scoring failed.
+        NotImplementedError: unknown reward type.
+    """
+    path = sample.custom_rm_path or setting(args, "custom_rm_path")
+    if path:
+        return await score_one(args, path, sample, **kwargs)
+    return await _by_type(args, sample)
+
+
+async def batched_async_rm(args: Namespace, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
+    """The rewards of samples that are scored together, in their order."""
+    path = setting(args, "custom_rm_path")
+    if path and all(sample.custom_rm_path in (None, path) for sample in samples):
+        return await score_batch(args, path, samples, **kwargs)
+    return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
+
+
+async def _by_type(args: Namespace, sample: Sample) -> Any:
+    metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
+    rm_type = str(metadata.get("rm_type") or setting(args, "rm_type") or "").strip()
+    if not rm_type:
+        raise NotImplementedError("no reward is configured: give --rm-type or --custom-rm-path")
+    name = rm_type.removeprefix(_BOXED)
+    what = f"--rm-type {rm_type} on sample {sample.index}"
+    if name == "remote_rm":
+        return reward_value(await remote_rm(args, sample), what)
+    if name not in _RULES:
+        known = ", ".join(sorted(known_rm_types()))
+        raise NotImplementedError(f"reward type {rm_type!r} is unknown; use one of {known}, or --custom-rm-path")
+    response = sample.response
+    if rm_type.startswith(_BOXED) and name not in _FIND_THE_BOX_THEMSELVES:
+        response = extract_answer(response) or ""
+    timeout_s = setting(args, "rm_timeout")
+    try:
+        return await call_scorer(_RULES[name], response, sample.label, what=what, timeout_s=timeout_s)
+    except DataError as error:
+        if error.__cause__ is not None:
+            raise
+        logger.warning("%s; its reward is 0", error)  # the deadline: a response that is too hard to grade
+        return 0

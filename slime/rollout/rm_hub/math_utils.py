@@ -1,0 +1,334 @@
+r"""Grading of short mathematical answers in ``\boxed{}`` (the rules of PRM800K and Hendrycks' MATH).
+
+Two graders, an answer counts when either accepts it: ``mathd`` compares normalised text, ``sympy`` simplifies the
+difference. Unreduced fractions and other orders are wrong on purpose: the rules define the reward. Pure functions;
+sympy and pylatexenc load on first use.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = [
+    "extract_answer",
+    "extract_boxed_answer",
+    "grade_answer_mathd",
+    "grade_answer_sympy",
+    "grade_answer_verl",
+    "last_boxed_only_string",
+    "mathd_normalize_answer",
+    "remove_boxed",
+]
+
+_TEXT = re.compile(r"^\\text\{(?P<text>.+?)\}$")
+_UNITS = "degree cm centimeter meter mile second minute hour day week month year foot feet inch yard".split()
+_BRACKETS = "()[]"
+_THOUSANDS = re.compile(r"(\d)(,)(\d\d\d)($|\D)")
+_FRACTION = re.compile(r"^-?[0-9]+.?/0*[1-9][0-9]*.?$")
+_INTEGER_TOLERANCE = 1e-7
+_MAX_LETTERS = 2
+_BAD_SUBSTRINGS = ("^{", "^(")
+_BAD_PATTERNS = tuple(map(re.compile, (r"\^[0-9]+\^", r"\^[0-9][0-9]+")))
+# What a model can write to keep sympy busy for ever: factorials of large numbers and towers of powers.
+_COSTLY_FACTORIAL = re.compile(r"[0-9]{4,}!|\)!|!!")
+_MAX_POWERED_PARENTHESES = 6
+
+
+# --- extraction
+
+
+def last_boxed_only_string(string: str) -> str | None:
+    r"""The last ``\boxed{...}`` (else ``\fbox{...}``) with its braces; None where there is none or it never closes."""
+    start = string.rfind("\\boxed")
+    if start < 0:
+        start = string.rfind("\\fbox")
+    if start < 0:
+        return None
+    depth = 0
+    for i in range(start, len(string)):
+        if string[i] == "{":
+            depth += 1
+        elif string[i] == "}":
+            depth -= 1
+            if depth == 0:
+                return string[start : i + 1]
+    return None
+
+
+def remove_boxed(s: str | None) -> str | None:
+    r"""The content of a string that is exactly one ``\boxed{...}``, else None."""
+    left = "\\boxed{"
+    if s is None or not s.startswith(left) or not s.endswith("}"):
+        return None
+    return s[len(left) : -1]
+
+
+def extract_boxed_answer(solution: str) -> str | None:
+    """The content of the last box."""
+    return remove_boxed(last_boxed_only_string(solution))
+
+
+def extract_answer(passage: str) -> str | None:
+    r"""The content of the last ``\boxed``; None without one."""
+    return extract_boxed_answer(passage) if "\\boxed" in passage else None
+
+
+# --- graders
+
+
+def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
+    """Whether the boxed answer of a solution equals the ground truth, which may be boxed itself."""
+    if ground_truth is None or ground_truth == "":
+        return False
+    truth: str | None = str(ground_truth)
+    if truth is not None and "\\boxed" in truth:
+        truth = extract_answer(truth)
+    given = extract_answer(solution_str)
+    if given is None or truth is None:
+        return False
+    return grade_answer_mathd(given, truth) or grade_answer_sympy(given, truth)
+
+
+def grade_answer_mathd(given_answer: str | None, ground_truth: str | None) -> bool:
+    """Equality after text normalisation."""
+    return mathd_normalize_answer(ground_truth) == mathd_normalize_answer(given_answer)
+
+
+def grade_answer_sympy(given_answer: str | None, ground_truth: str | None) -> bool:
+    """Equality of every element after normalisation, or up to algebra."""
+    truth, given = _normalize(ground_truth), _normalize(given_answer)
+    if truth is None or given is None:
+        return False
+    if truth == given:
+        return True
+    if not given:
+        return False
+    truths, givens = _split_tuple(truth), _split_tuple(given)
+    if len(truths) > 1 and (truth[0] != given[0] or truth[-1] != given[-1]):
+        return False
+    return len(truths) == len(givens) and all(map(_is_same_element, truths, givens))
+
+
+def _is_same_element(truth: str, given: str) -> bool:
+    if _FRACTION.search(truth) and _FRACTION.search(given):
+        return truth == given  # a fraction must be reduced
+    if _is_integer_text(truth) != _is_integer_text(given):
+        return False
+    return _are_equal_under_sympy(truth, given)
+
+
+# --- mathd
+
+
+def mathd_normalize_answer(answer: str | None) -> str | None:
+    """Text normalisation of Hendrycks' MATH."""
+    if answer is None:
+        return None
+    answer = answer.strip()
+    try:
+        answer = _unwrap_text(answer).strip()
+        return _strip_string(answer)
+    except (AssertionError, IndexError, ValueError):
+        return answer
+
+
+def _unwrap_text(text: str) -> str:
+    match = _TEXT.search(text)
+    return match.group("text") if match else text
+
+
+def _strip_string(string: str) -> str:
+    for old, new in (
+        ("\n", ""),
+        ("\\!", ""),
+        ("\\\\", "\\"),
+        ("tfrac", "frac"),
+        ("dfrac", "frac"),
+        ("\\left", ""),
+        ("\\right", ""),
+        ("^{\\circ}", ""),
+        ("^\\circ", ""),
+        ("\\$", ""),
+    ):
+        string = string.replace(old, new)
+    string = _cut_units(string)
+    for old, new in (("\\%", ""), (" .", " 0."), ("{.", "{0.")):
+        string = string.replace(old, new)
+    if not string:
+        return string
+    if string[0] == ".":
+        string = "0" + string
+    left, equals, right = string.partition("=")
+    if equals and "=" not in right and len(left) <= 2:
+        string = right
+    string = _fix_sqrt(string).replace(" ", "")
+    string = _fix_fractions(string)
+    if string == "0.5":
+        string = "\\frac{1}{2}"
+    return _fix_slash(string)
+
+
+def _cut_units(string: str) -> str:
+    parts = string.split("\\text{ ")
+    if len(parts) > 2:
+        raise ValueError("more than one unit")
+    return parts[0]
+
+
+def _fix_sqrt(string: str) -> str:
+    head, *rest = string.split("\\sqrt")
+    return head + "".join("\\sqrt" + (s if s.startswith("{") else f"{{{s[0]}}}{s[1:]}") for s in rest)
+
+
+def _fix_fractions(string: str) -> str:
+    head, *rest = string.split("\\frac")
+    result = head
+    for part in rest:
+        result += "\\frac"
+        if part.startswith("{"):
+            result += part
+            continue
+        if len(part) < 2:
+            return string
+        a, b, tail = part[0], part[1], part[2:]
+        result += f"{{{a}}}{b}{tail}" if b == "{" else f"{{{a}}}{{{b}}}{tail}"
+    return result
+
+
+def _fix_slash(string: str) -> str:
+    parts = string.split("/")
+    if len(parts) != 2:
+        return string
+    try:
+        a, b = int(parts[0]), int(parts[1])
+    except ValueError:
+        return string
+    return f"\\frac{{{a}}}{{{b}}}" if string == f"{a}/{b}" else string
+
+
+# --- sympy
+
+
+def _normalize(expr: str | None) -> str | None:
+    if expr is None:
+        return None
+    expr = _unwrap_text(expr)
+    for old, new in (("\\%", "%"), ("\\$", "$"), ("$", ""), ("%", ""), (" or ", " , "), (" and ", " , ")):
+        expr = expr.replace(old, new)
+    for word, power in (("million", 6), ("billion", 9), ("trillion", 12)):
+        expr = expr.replace(word, f"*10^{power}")
+    for unit in _UNITS:
+        expr = re.sub(rf"{unit}(es)?(s)? *(\^[0-9]+)?", "", expr)
+    expr = re.sub(r"\^ *\\circ", "", expr)
+    if len(expr) > 0 and expr[0] == "{" and expr[-1] == "}":
+        expr = expr[1:-1]
+    expr = re.sub(r",\\! *", "", expr)
+    number = _float(expr)
+    if number is not None and _is_integral(number):
+        expr = str(round(number))
+    if "\\" in expr:
+        expr = _latex_to_text(expr)
+    expr = re.sub(r"- *", "-", expr)
+    expr = re.sub(r"([0-9]) +([0-9])", r"\1+\2", expr)  # mixed number
+    expr = expr.replace(" ", "").replace("{", "").replace("}", "").lower()
+    number = _float(_strip_thousands(expr))
+    if number is not None and _is_integral(number):
+        expr = str(int(float(expr.replace(",", ""))))
+    return expr
+
+
+def _latex_to_text(expr: str) -> str:
+    from pylatexenc.latex2text import LatexNodes2Text
+    from pylatexenc.latexwalker import LatexWalkerError
+
+    expr = expr.replace("\\tfrac", "\\frac").replace("\\dfrac", "\\frac").replace("\\frac", " \\frac")
+    try:
+        text: str = LatexNodes2Text().latex_to_text(expr)
+    except (LatexWalkerError, IndexError, ValueError):
+        return expr
+    for old, new in (("√", "sqrt"), ("π", "pi"), ("∞", "inf"), ("∪", "U"), ("·", "*"), ("×", "*")):  # noqa: RUF001
+        text = text.replace(old, new)
+    return text.strip()
+
+
+def _float(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _is_integral(number: float) -> bool:
+    try:
+        return abs(number - round(number)) <= _INTEGER_TOLERANCE
+    except (OverflowError, ValueError):  # inf, nan
+        return False
+
+
+def _is_integer_text(text: str) -> bool:
+    number = _float(_strip_thousands(text))
+    return number is not None and _is_integral(number)
+
+
+def _strip_thousands(text: str) -> str:
+    """``1,234,567`` -> ``1234567``; commas that separate anything else stay."""
+    while True:
+        shorter = _THOUSANDS.sub(r"\1\3\4", text)
+        if shorter == text:
+            return text
+        text = shorter
+
+
+def _split_tuple(expr: str) -> list[str]:
+    expr = _strip_thousands(expr)
+    if not expr:
+        return []
+    has_brackets = len(expr) > 2 and expr[0] in _BRACKETS and expr[-1] in _BRACKETS
+    if has_brackets and not any(c in expr[1:-1] for c in _BRACKETS):
+        return [element.strip() for element in expr[1:-1].split(",")]
+    return [expr]
+
+
+def _may_be_evaluated(expr: str) -> bool:
+    letters = {c for c in expr.replace("sqrt", "").replace("frac", "") if c.isalpha()}
+    if len(letters) > _MAX_LETTERS or any(bad in expr for bad in _BAD_SUBSTRINGS):
+        return False
+    if any(pattern.search(expr) for pattern in _BAD_PATTERNS):
+        return False
+    return not _COSTLY_FACTORIAL.search(expr) and expr.count(")^") <= _MAX_POWERED_PARENTHESES
+
+
+def _are_equal_under_sympy(truth: str, given: str) -> bool:
+    expr = f"({truth})-({given})"
+    if not _may_be_evaluated(expr):
+        return False
+    import sympy
+
+    try:
+        return bool(sympy.simplify(_parse(expr)) == 0)
+    except Exception:  # sympy raises nearly anything on text that is no formula; such answers are not equal
+        return False
+
+
+def _parse(expr: str) -> Any:
+    from sympy.parsing import sympy_parser
+
+    return sympy_parser.parse_expr(
+        expr.replace("^", "**"),
+        transformations=(
+            *sympy_parser.standard_transformations,
+            sympy_parser.implicit_multiplication_application,
+        ),
+        global_dict=dict(_sympy_names()),
+    )
+
+
+@functools.cache
+def _sympy_names() -> Mapping[str, Any]:
+    """What a formula may refer to: sympy's public names and no builtins."""
+    import sympy
+
+    return {name: getattr(sympy, name) for name in dir(sympy) if not name.startswith("_")} | {"__builtins__": {}}

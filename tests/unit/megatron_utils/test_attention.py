@@ -1,0 +1,66 @@
+"""Packed attention against a plain loop over segments, heads and queries."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slime.backends.megatron_utils.patches.install import install
+
+install()  # before anything here imports megatron.core
+
+from slime.backends.megatron_utils.attention import PackedAttention, packed_segments  # noqa: E402
+
+
+def _attention(**overrides: Any) -> PackedAttention:
+    config = {"window_size": None, "context_parallel_size": 1, "kv_channels": 8, "attention_dropout": 0.0}
+    return PackedAttention(SimpleNamespace(**(config | overrides)), layer_number=1)
+
+
+def _naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    heads_per_group = q.size(1) // k.size(1)
+    k, v = k.repeat_interleave(heads_per_group, 1), v.repeat_interleave(heads_per_group, 1)
+    rows, begin = [], 0
+    for length in lengths:
+        for t in range(begin, begin + length):
+            scores = torch.einsum("hd,shd->hs", q[t], k[begin : t + 1]) / q.size(2) ** 0.5
+            rows.append(torch.einsum("hs,shd->hd", scores.softmax(-1), v[begin : t + 1]).flatten())
+        begin += length
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[7], [1], [5, 5, 5], [3, 1, 12, 7, 2], [90, 1, 100, 30, 64, 2, 31], [1, 200]],
+    ids=lambda lengths: "-".join(map(str, lengths)),
+)
+def test_outputs_and_gradients_equal_a_plain_loop(lengths: list[int]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(sum(lengths), heads, 8) for heads in (4, 2, 2)]
+    ours = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    naive = [x.detach().clone().requires_grad_() for x in ours]
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    out = _attention()(*ours, packed_seq_params=packed_segments(cu_seqlens, max(lengths)))
+    reference = _naive(*naive, lengths)
+    torch.testing.assert_close(out, reference, atol=2e-6, rtol=0)
+    weight = torch.randn(out.shape, generator=generator)
+    (out * weight).sum().backward()
+    (reference * weight).sum().backward()
+    for mine, other in zip(ours, naive, strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, atol=1e-5, rtol=0)
+
+
+def test_hundreds_of_short_segments_share_one_call_and_a_long_one_stands_alone() -> None:
+    lengths = [20 + i % 9 for i in range(200)] + [500]
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    assert packed_segments(cu_seqlens, 500).plan.shapes == ((1, 500), (200, 28))
+
+
+def test_what_it_cannot_do_is_refused_when_the_model_is_built() -> None:
+    with pytest.raises(NotImplementedError, match="sliding windows"):
+        _attention(window_size=(128, 0))
+    with pytest.raises(NotImplementedError, match="context parallelism"):
+        _attention(context_parallel_size=2)

@@ -1,0 +1,233 @@
+"""Where metrics are written, in which form, and what is readable when a run ends early."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.config.groups import add_group
+from slime.observability import arguments, logging_utils, tracking
+from slime.observability.tracking import Tracker, create_tracker
+from slime.utils.errors import ConfigError
+
+
+def parsed(*argv: str, **more: Any) -> Namespace:
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    for name in arguments.__all__:
+        add_group(parser, getattr(arguments, name))
+    args = parser.parse_args([str(token) for token in argv])
+    vars(args).update(rank=0, rollout_batch_size=8, n_samples_per_prompt=4, global_batch_size=16, **more)
+    return args
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+
+
+def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(directory))
+    reader.Reload()
+    return {tag: [(e.step, e.value) for e in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+
+
+def test_without_a_flag_metrics_and_events_go_to_the_folder_of_the_run(tmp_path: Path) -> None:
+    tracker = create_tracker(parsed("--experiment-name", "mine"))
+    tracker.log({"train/loss": 0.5, "train/step": 3}, "train/step")
+    tracker.log({"train/loss": 0.25, "train/step": 4}, "train/step")
+    tracker.close()
+    run = tmp_path / "outputs" / "mine"
+    first, second = records(run / "metrics.jsonl")
+    assert first["step_key"] == "train/step"
+    assert (first["train/step"], first["train/loss"], second["train/loss"]) == (3, 0.5, 0.25)
+    assert first["time"] > 1e9
+    assert scalars(run) == {"train/loss": [(3, 0.5), (4, 0.25)]}
+
+
+def test_a_run_without_a_name_is_named_by_its_start_in_every_place(tmp_path: Path) -> None:
+    tracker = create_tracker(parsed("--use-tensorboard", "--tb-project-name", "p"))
+    tracker.log({"a": 1.0, "x": 0}, "x")
+    tracker.close()
+    (run,) = (tmp_path / "outputs").iterdir()
+    (events,) = (tmp_path / "tensorboard_log" / "p").iterdir()
+    assert run.name == events.name
+
+
+def test_use_tensorboard_takes_the_project_layout_and_the_environment_beats_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = parsed("--use-tensorboard", "--tb-experiment-name", "e")
+    assert tracking.event_directory(args, "now") == Path("tensorboard_log/slime/e")
+    monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "here"))
+    assert tracking.event_directory(args, "now") == tmp_path / "here"
+    assert tracking.event_directory(parsed(), "now") == tmp_path / "here"
+
+
+def test_wandb_alone_writes_no_events(tmp_path: Path) -> None:
+    assert tracking.event_directory(parsed("--use-wandb"), "now") is None
+    assert tracking.event_directory(parsed("--use-wandb", "--use-tensorboard"), "now") is not None
+
+
+def test_values_that_json_does_not_have_are_null_and_tensors_are_numbers(tmp_path: Path) -> None:
+    import numpy as np
+
+    tracker = create_tracker(parsed("--experiment-name", "e"))
+    tracker.log({"a": math.nan, "b": math.inf, "c": np.float32(0.5), "d": np.int64(3), "e": [1], "x": 0}, "x")
+    tracker.close()
+    (record,) = records(tmp_path / "outputs/e/metrics.jsonl")
+    assert [record[name] for name in "abcde"] == [None, None, 0.5, 3, "[1]"]
+
+
+def test_a_record_is_on_disk_before_the_next_one(tmp_path: Path) -> None:
+    tracker = create_tracker(parsed("--experiment-name", "e"))
+    tracker.log({"a": 1.0, "x": 7}, "x")
+    assert records(tmp_path / "outputs/e/metrics.jsonl")[0]["x"] == 7
+    tracker.close()
+
+
+def test_a_second_run_under_the_same_name_continues_the_file(tmp_path: Path) -> None:
+    for step in (0, 1):
+        tracker = create_tracker(parsed("--experiment-name", "e"))
+        tracker.log({"a": 1.0, "x": step}, "x")
+        tracker.close()
+    assert [record["x"] for record in records(tmp_path / "outputs/e/metrics.jsonl")] == [0, 1]
+
+
+def test_rollout_and_eval_axes_count_optimizer_steps_on_request(tmp_path: Path) -> None:
+    tracker = create_tracker(parsed("--experiment-name", "e", "--wandb-always-use-train-step"))
+    for axis in ("rollout/step", "eval/step", "train/step"):
+        tracker.log({"a": 1.0, axis: 3}, axis)
+    tracker.close()
+    found = records(tmp_path / "outputs/e/metrics.jsonl")
+    assert [record[record["step_key"]] for record in found] == [6, 6, 3]  # 3 rollouts x 32 samples / batches of 16
+
+
+class Recorder:
+    def __init__(self, fails: bool = False) -> None:
+        self.closed, self.fails = 0, fails
+        self.seen: list[tuple[dict[str, Any], str, int]] = []
+
+    def log(self, metrics: dict[str, Any], step_key: str, step: int) -> None:
+        self.seen.append((metrics, step_key, step))
+
+    def close(self) -> None:
+        self.closed += 1
+        if self.fails:
+            raise OSError("the disk is full")
+
+
+def test_a_sink_that_fails_to_close_does_not_keep_the_next_one_open() -> None:
+    first, second = Recorder(fails=True), Recorder()
+    tracker = Tracker([first, second])
+    tracker.log({"a": 1, "x": 2}, "x")
+    tracker.close()
+    tracker.close()
+    assert (first.closed, second.closed) == (1, 1)
+    assert second.seen == [({"a": 1}, "x", 2)]
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_that_names_the_flag(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--output-dir .*file"):
+        create_tracker(parsed("--output-dir", str(tmp_path / "file")))
+
+
+def test_wandb_without_the_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"--use-wandb.*pip install"):
+        create_tracker(parsed("--use-wandb"))
+
+
+def test_wandb_gets_axes_and_offline_mode_and_never_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: dict[str, Any] = {"axes": {}, "logged": []}
+
+    class Run:
+        def define_metric(self, name: str, step_metric: str | None = None) -> None:
+            calls["axes"][name] = step_metric
+
+        def log(self, metrics: dict[str, Any]) -> None:
+            calls["logged"].append(metrics)
+
+        def finish(self) -> None:
+            calls["finished"] = True
+
+    def init(**kwargs: Any) -> Run:
+        calls["init"] = kwargs
+        return Run()
+
+    library = Namespace(init=init, login=lambda **_: pytest.fail("offline"), util=Namespace(generate_id=lambda: "id7"))
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    tracker = create_tracker(
+        parsed("--use-wandb", "--wandb-mode", "offline", "--wandb-key", "secret", "--wandb-group", "g")
+    )
+    tracker.log({"train/loss": 1.0, "train/step": 2}, "train/step")
+    tracker.close()
+    assert (calls["init"]["mode"], calls["init"]["group"], calls["init"]["name"]) == (
+        "offline",
+        "g_id7",
+        "g_id7-RANK_0",
+    )
+    assert "secret" not in str(calls["init"])
+    assert calls["axes"]["perf/*"] == "rollout/step"
+    assert calls["logged"] == [{"train/loss": 1.0, "train/step": 2}]
+    assert calls["finished"]
+
+
+def test_importing_and_writing_needs_neither_torch_nor_tensorflow(tmp_path: Path) -> None:
+    program = f"""
+import sys
+from pathlib import Path
+from slime.observability.sinks.tensorboard import TensorboardSink
+sink = TensorboardSink(Path({str(tmp_path)!r}))
+sink.log({{"a": 1.0}}, "x", 0)
+sink.close()
+assert not {{"torch", "tensorflow"}} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert scalars(tmp_path) == {"a": [(0, 1.0)]}
+
+
+def test_the_public_verbs_open_log_and_close_one_tracker(tmp_path: Path) -> None:
+    args = parsed("--experiment-name", "verbs")
+    logging_utils.log(args, {"a": 1, "x": 0}, "x")  # before: nothing happens
+    logging_utils.init_tracking(args, primary=False)
+    assert not (tmp_path / "outputs").exists()
+    logging_utils.init_tracking(args)
+    logging_utils.log(args, {"a": 1, "x": 5}, "x")
+    logging_utils.finish_tracking(args)
+    logging_utils.finish_tracking(args)
+    assert [record["x"] for record in records(tmp_path / "outputs/verbs/metrics.jsonl")] == [5]
+
+
+def test_the_log_line_has_time_prefix_file_and_line() -> None:
+    program = """
+import logging
+from slime.observability.logging_utils import configure_logger
+configure_logger(" 100%")
+configure_logger(" second")
+logging.getLogger("x").info("hello")
+logging.getLogger("httpx").info("noise")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    (line,) = done.stderr.splitlines()
+    assert line.endswith(" 100%] <string>:6 - hello")
+    assert logging.getLogger("slime").level == logging.NOTSET
