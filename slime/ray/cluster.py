@@ -16,11 +16,13 @@ import ray
 
 from slime.utils import accelerator
 
-__all__ = ["num_slots", "running_cluster", "worker_env"]
+__all__ = ["node_address", "num_slots", "running_cluster", "worker_env"]
 
 logger = logging.getLogger(__name__)
 
 _OBJECT_STORE_BYTES = 512 * 1024**2
+_LOOPBACK = "127.0.0.1"
+_INHERITED = ("SLIME_ACCELERATOR", "SLIME_HOST_IP", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HF_HUB_OFFLINE")
 _DRIVER_CPUS = 4  # data buffer, rollout manager and what they start
 
 
@@ -53,8 +55,13 @@ def _start_embedded(args: Namespace) -> None:
         include_dashboard=False,
         log_to_driver=True,
         logging_level=logging.WARNING,
-        _node_ip_address="127.0.0.1",
+        _node_ip_address=_LOOPBACK,
     )
+
+
+def node_address() -> str:
+    """Address that this node's services bind to: loopback in an embedded cluster, ``SLIME_HOST_IP`` where it is set."""
+    return os.environ.get("SLIME_HOST_IP") or ray.util.get_node_ip_address()
 
 
 def num_slots(args: Namespace) -> int:
@@ -71,10 +78,7 @@ def worker_env() -> dict[str, str]:
     """
     env = {"RAY_USE_UVLOOP": "0", "TOKENIZERS_PARALLELISM": "false"}
     if accelerator.current().is_cpu:
-        env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
-        if os.environ.get("RAY_ADDRESS"):
-            env.pop("GLOO_SOCKET_IFNAME")  # several hosts may be involved: let gloo find the interface
-    for name in ("SLIME_ACCELERATOR", "HF_HUB_OFFLINE"):
-        if name in os.environ:
-            env[name] = os.environ[name]
-    return env
+        env["OMP_NUM_THREADS"] = "1"
+    if not os.environ.get("RAY_ADDRESS"):
+        env |= {"SLIME_HOST_IP": _LOOPBACK, "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    return env | {name: os.environ[name] for name in _INHERITED if name in os.environ}

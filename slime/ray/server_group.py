@@ -21,7 +21,7 @@ from slime.backends.sglang_utils.server_args import build_argv, server_env
 from slime.observability.logging_utils import configure_logger
 from slime.observability.tracking import run_directory
 from slime.ray.actor_group import NOSET_VISIBLE_DEVICES
-from slime.ray.cluster import worker_env
+from slime.ray.cluster import node_address, worker_env
 from slime.ray.fleet import RayEngineFleet
 from slime.ray.placement_group import GpuSlots
 from slime.ray.waiting import get
@@ -42,7 +42,7 @@ class EngineActor(SGLangEngine):
     def __init__(self, args: Namespace, rank: int, base_gpu_id: int, fork_server_socket: str | None) -> None:
         configure_logger(f" engine-{rank}")
         logging.getLogger("httpx").setLevel(logging.WARNING)
-        host = ray.util.get_node_ip_address()
+        host = node_address()
         port, nccl_port = free_port(host), free_port(host)
         argv = build_argv(
             args,
@@ -80,7 +80,7 @@ class RolloutServer:
     def __init__(self, args: Namespace, slots: GpuSlots) -> None:
         self._args = args
         logs = _log_directory(args)
-        host = args.sglang_router_ip or ray.util.get_node_ip_address()
+        host = args.sglang_router_ip or node_address()
         self._router = Router(
             host,
             args.sglang_router_port,

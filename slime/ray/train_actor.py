@@ -19,6 +19,7 @@ from slime.backends.protocols import Trainer, TrainReport
 from slime.backends.sglang_utils.checksum import expected_checksums
 from slime.observability.logging_utils import configure_logger
 from slime.ray.arguments import SyncArgs
+from slime.ray.cluster import node_address
 from slime.ray.fleet import RayEngineFleet
 from slime.ray.shards import Box
 from slime.utils import accelerator
@@ -50,6 +51,8 @@ class TrainActor:
 
     def __init__(self, args: Namespace, rank: int, world_size: int, device_index: int) -> None:
         configure_logger(f" train-{rank}")
+        for chatty in ("megatron", "megatron_fsdp"):
+            logging.getLogger(chatty).setLevel(logging.WARNING)
         self._args = args
         self._sync_args = SyncArgs(
             args.update_weight_buffer_size,
@@ -67,7 +70,7 @@ class TrainActor:
 
     def rendezvous(self) -> tuple[str, int]:
         """Address and a free port of this rank's node; asked of rank 0."""
-        return ray.util.get_node_ip_address(), free_port()
+        return node_address(), free_port()
 
     def setup(self, master_address: str, master_port: int, with_ref: bool) -> int:
         """Join the other ranks and build the model. Returns the rollout id to start with."""
@@ -144,6 +147,6 @@ class TrainActor:
         if self._sender is not None:
             self._sender.disconnect()
         self._sender = DistributedSender(fleet, group_name="slime-pp_0", timeout_s=self._sync_args.weight_sync_timeout)
-        self._sender.connect(ray.util.get_node_ip_address(), free_port())
+        self._sender.connect(node_address(), free_port())
         self._fleet = fleet
         return self._sender

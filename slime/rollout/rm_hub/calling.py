@@ -1,7 +1,7 @@
 """Calling code that scores: in a thread when it is not async, never without a deadline, errors with an address.
 
-A user's function that raises or hangs ends the rollout with a ``DataError`` that names it and the sample. Built-in rules
-do not raise; one that is still busy at the deadline scores 0, because what the model wrote must not end a run.
+A user's function that raises or hangs ends the rollout with a ``DataError`` that names it and the sample. A built-in rule
+that is still busy at the deadline scores 0 (see ``dispatch``), because what the model wrote must not end a run.
 """
 
 from __future__ import annotations
@@ -51,14 +51,17 @@ async def call_scorer(function: Callable[..., Any], *args: Any, what: str, timeo
     Raises:
         DataError: it raised, or did not return in time.
     """
+    limit = asyncio.timeout(timeout_s)
     try:
         if is_async(function):
-            return await asyncio.wait_for(function(*args, **kwargs), timeout_s)
-        async with _slots.current():
-            async with asyncio.timeout(timeout_s):
-                result = await call_in_thread(function, *args, **kwargs)
-                return await result if inspect.isawaitable(result) else result
-    except TimeoutError:
+            async with limit:
+                return await function(*args, **kwargs)
+        async with _slots.current(), limit:
+            result = await call_in_thread(function, *args, **kwargs)
+            return await result if inspect.isawaitable(result) else result
+    except TimeoutError as error:
+        if not limit.expired():  # its own
+            raise DataError(f"{what} raised {type(error).__name__}: {error}") from error
         raise DataError(
             f"{what} did not return within {timeout_s:g} s: fix it, or raise --rm-timeout (seconds per call)"
         ) from None

@@ -9,7 +9,6 @@ class with compute_reward(...)       made once per process
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -73,39 +72,21 @@ async def _call_batch(
     return [reward_value(value, what) for value in result]
 
 
-@functools.lru_cache(maxsize=64)
-def _instance(cls: type, argument: tuple[str, Any] | None) -> Any:
-    return cls() if argument is None else cls(**{argument[0]: argument[1]})
+_instances: dict[type, Any] = {}
+"""Reward classes are made once per process: they may hold a model."""
 
 
 def _resolve(args: Any, path: str) -> Callable[..., Any]:
-    """The callable behind the path; a class is instantiated once."""
+    """The callable behind the path; of a class, its method."""
     target = load_function(path, "reward", group_rm=setting(args, "group_rm"))
     if not inspect.isclass(target):
         return target
-    names = parameter_names(target)
-    argument: tuple[str, Any] | None = None
-    if "args" in names:
-        argument = ("args", args)
-    elif "model_path" in names:
-        argument = ("model_path", setting(args, "hf_checkpoint"))
-    try:
-        instance = _instance(target, argument)
-    except TypeError:  # args is not hashable: namespaces compare by value
-        instance = _instance_for_args(target, args)
-    for name in ("compute_reward", "reward_func"):
-        if hasattr(instance, name):
-            return getattr(instance, name)
-    return instance
-
-
-_instances_by_class: dict[type, Any] = {}
-
-
-def _instance_for_args(cls: type, args: Any) -> Any:
-    if cls not in _instances_by_class:
-        _instances_by_class[cls] = cls(args=args)
-    return _instances_by_class[cls]
+    if target not in _instances:
+        offered = {"args": args, "model_path": setting(args, "hf_checkpoint")}
+        _instances[target] = target(**{name: offered[name] for name in parameter_names(target) if name in offered})
+    instance = _instances[target]
+    method = next((name for name in ("compute_reward", "reward_func") if hasattr(instance, name)), "__call__")
+    return getattr(instance, method)
 
 
 def _takes(function: Callable[..., Any]) -> str:

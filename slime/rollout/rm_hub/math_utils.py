@@ -24,7 +24,10 @@ __all__ = [
 ]
 
 _TEXT = re.compile(r"^\\text\{(?P<text>.+?)\}$")
-_UNITS = "degree cm centimeter meter mile second minute hour day week month year foot feet inch yard".split()
+_UNITS = (
+    *("degree", "cm", "centimeter", "meter", "mile", "second", "minute", "hour", "day", "week", "month", "year"),
+    *("foot", "feet", "inch", "yard"),
+)
 _BRACKETS = "()[]"
 _THOUSANDS = re.compile(r"(\d)(,)(\d\d\d)($|\D)")
 _FRACTION = re.compile(r"^-?[0-9]+.?/0*[1-9][0-9]*.?$")
