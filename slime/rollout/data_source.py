@@ -22,6 +22,7 @@ from slime.data.prompts import Dataset
 from slime.data.sample import Sample, SampleGroup, iter_samples
 from slime.hooks.load import load_function
 from slime.hooks.signature import parameter_names
+from slime.rollout.grouping import as_groups
 from slime.utils.errors import DataError
 
 __all__ = ["DataSource", "RolloutDataSource", "RolloutDataSourceWithBuffer", "pop_first"]
@@ -190,7 +191,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def add_samples(self, samples: list[SampleGroup]) -> None:
         if not samples:
             return
-        groups = self._as_groups(samples)
+        groups = as_groups(samples, self._group)
         for group in groups:
             if len(group) != self.args.n_samples_per_prompt:
                 raise DataError(
@@ -198,25 +199,6 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
                     f"{self.args.n_samples_per_prompt}"
                 )
         self.buffer += groups
-
-    def _as_groups(self, samples: list[Any]) -> list[SampleGroup]:
-        """Flat samples are grouped by ``group_index``; one without becomes a group of copies."""
-        if all(isinstance(item, list) for item in samples):
-            return samples
-        if not all(isinstance(item, Sample) for item in samples):
-            kinds = sorted({type(item).__name__ for item in samples})
-            raise DataError(f"only groups (lists of Sample) can be returned to the data source, got {', '.join(kinds)}")
-        by_index: dict[int, SampleGroup] = {}
-        groups: list[SampleGroup] = []
-        for sample in samples:
-            if sample.group_index is None:
-                groups.append(self._group(sample))
-            elif sample.group_index in by_index:
-                by_index[sample.group_index].append(sample)
-            else:
-                by_index[sample.group_index] = [sample]
-                groups.append(by_index[sample.group_index])
-        return groups
 
     def get_buffer_length(self) -> int:
         return len(self.buffer)

@@ -81,7 +81,11 @@ def join_group(
 
 
 def destroy_group(group: ProcessGroup) -> None:
-    """Leave a group. The other members may already be gone: nothing is exchanged."""
+    """Leave a group. The other members may already be gone: nothing is exchanged.
+
+    Drop every reference to ``group`` afterwards: its threads end with the last one, and a process that exits while they
+    still run may abort.
+    """
     if group is dist.group.WORLD:
         dist.destroy_process_group()
         return

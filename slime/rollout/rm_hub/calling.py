@@ -1,7 +1,7 @@
 """Calling code that scores: in a thread when it is not async, never without a deadline, errors with an address.
 
-A user's function that raises or hangs ends the rollout with a ``DataError`` that names it and the sample. A built-in rule
-that is still busy at the deadline scores 0 (see ``dispatch``), because what the model wrote must not end a run.
+A user's function that raises or hangs ends the rollout with a ``DataError`` that names it and the sample. A built-in
+rule that is still busy at the deadline scores 0 (see ``dispatch``), because what the model wrote must not end a run.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def test_log_probs_equal_transformers_in_the_order_of_the_samples(
 
 
 def _oracle_loss(hf: Any, batch: dict[str, Any], samples: list[int], old: Any, ref: Any, settings: Any) -> torch.Tensor:
-    """GRPO token by token: clipped ratio, k3 estimate of the KL to the reference, mean per rollout or over all tokens."""
+    """GRPO token by token: clipped ratio, k3 estimate of the KL, mean per rollout or over all tokens."""
     new = _hf_log_probs(hf, batch)
     total, num_tokens = torch.zeros(()), 0
     for i in samples:

@@ -1,0 +1,110 @@
+"""Calling users' generate functions, in either convention, and completing what they leave out.
+
+f(args, sample, sampling_params[, evaluation])     per sample
+f(args, samples[, sampling_params][, evaluation])  per group, recognised by the parameter ``samples``
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from slime.data.chat import render_chat
+from slime.data.sample import Sample, iter_samples
+from slime.hooks.signature import accepts
+from slime.rollout.rm_hub.calling import is_async
+from slime.utils.async_utils import call_in_thread
+from slime.utils.errors import DataError
+
+__all__ = ["call_generate", "call_group_generate", "complete", "takes_group"]
+
+logger = logging.getLogger(__name__)
+
+
+def takes_group(function: Callable[..., Any]) -> bool:
+    """Whether ``function`` generates all samples of a prompt at once."""
+    return accepts(function, "samples")
+
+
+async def call_generate(
+    function: Callable[..., Any], args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+) -> Sample | list[Sample]:
+    """One sample, or the samples that one execution was cut into."""
+    _prepare(sample)
+    kwargs = {"evaluation": evaluation} if accepts(function, "evaluation") else {}
+    result = await _call(function, args, sample, sampling_params, **kwargs)
+    if not isinstance(result, Sample | list) or not list(iter_samples(result)):
+        raise DataError(
+            f"--custom-generate-function-path {_name(function)} returned {type(result).__name__}; it must return the "
+            "sample, or a list of samples"
+        )
+    return result
+
+
+async def call_group_generate(
+    function: Callable[..., Any], args: Any, group: list[Any], sampling_params: dict[str, Any], evaluation: bool
+) -> list[Any]:
+    """The samples of one prompt; as many entries as went in."""
+    for sample in group:
+        _prepare(sample)
+    offered = {"sampling_params": sampling_params, "evaluation": evaluation}
+    result = await _call(function, args, group, **{k: v for k, v in offered.items() if accepts(function, k)})
+    if not isinstance(result, list) or len(result) != len(group):
+        got = f"{len(result)} samples" if isinstance(result, list) else type(result).__name__
+        raise DataError(
+            f"--custom-generate-function-path {_name(function)} returned {got} for a group of {len(group)}; it must "
+            "return a list with one entry per sample"
+        )
+    return result
+
+
+async def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if is_async(function):
+        return await function(*args, **kwargs)
+    result = await call_in_thread(function, *args, **kwargs)
+    return await result if hasattr(result, "__await__") else result
+
+
+def _prepare(sample: Sample) -> None:
+    if sample.loss_mask is None and sample.response_length == 0:
+        sample.loss_mask = []  # users write ``sample.loss_mask += [1] * n``
+
+
+def complete(result: Any, source: Sample, tokenizer: Any) -> None:
+    """Fill in, in place, what a custom function may leave out of the samples it made from ``source``."""
+    siblings = list(iter_samples(result))
+    for sample in siblings:
+        if isinstance(sample.status, str):
+            logger.warning("sample %s: status is the text %r instead of a Sample.Status", source.index, sample.status)
+            sample.status = Sample.Status(sample.status)
+        if sample.metadata is None:
+            sample.metadata = dict(source.metadata)
+        sample.index = source.index if sample.index is None else sample.index
+        sample.group_index = source.group_index if sample.group_index is None else sample.group_index
+        if len(siblings) > 1 and sample.rollout_id is None:
+            sample.rollout_id = source.rollout_id if source.rollout_id is not None else source.index
+        if not sample.tokens and sample.response:
+            _tokenize(sample, tokenizer)
+        if not sample.loss_mask:
+            sample.loss_mask = None
+        if sample.status is Sample.Status.PENDING:
+            sample.status = Sample.Status.COMPLETED
+
+
+def _tokenize(sample: Sample, tokenizer: Any) -> None:
+    prompt = sample.prompt
+    if not isinstance(prompt, str):
+        prompt = render_chat(tokenizer, prompt, tools=sample.metadata.get("tools"), add_generation_prompt=True)
+    response = tokenizer.encode(sample.response, add_special_tokens=False)
+    sample.tokens = [*tokenizer.encode(prompt, add_special_tokens=False), *response]
+    sample.response_length = len(response)
+    logger.warning(
+        "sample %s: the custom generate function gave text only. Its tokens were made from the text, and the engine's "
+        "log-probs of them are unknown; Sample.append_response_tokens keeps both",
+        sample.index,
+    )
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)}"
