@@ -8,6 +8,11 @@ template, in the files a Hugging Face checkpoint has. The task is the addition o
 disjoint sets: ``sft.jsonl`` (solved, for a supervised warm start), ``train.jsonl`` and ``eval.jsonl`` (question and
 label). The same seed makes the same files, byte for byte.
 
+The solutions of the warm start come from a sloppy teacher, who mostly forgets to carry (48 + 37 = 75). A model that
+imitates it writes numbers and adds digits, but is wrong where there is a carry; sometimes it samples the right answer
+all the same, and that is what reinforcement learning has to find and to prefer. So the accuracy after the warm start is
+a plateau, about the share of problems without a carry, however long the warm start is.
+
 The demo and the end-to-end tests call :func:`make_tiny_task`. Knows nothing of slime.
 """
 
@@ -65,8 +70,9 @@ def make_tiny_task(
     output: str | Path,
     *,
     seed: int = 0,
-    num_sft: int = 2000,
+    num_sft: int = 4000,
     num_eval: int = 256,
+    forgotten_carries: float = 0.8,
     shape: ModelShape | None = None,
 ) -> TinyTask:
     """Write model and data below ``output``.
@@ -74,8 +80,9 @@ def make_tiny_task(
     Args:
         output: directory, made when missing; files of an earlier call are replaced.
         seed: decides the weights and which problem is in which set.
-        num_sft: solved problems for the warm start; fewer leave more to learn by reinforcement.
-        num_eval: held-out problems. All others, about 5,800 with the defaults, are for training.
+        num_sft: solved problems for the warm start; with few hundred the model learns them by heart and cannot add.
+        num_eval: held-out problems. All others, about 3,800 with the defaults, are for training.
+        forgotten_carries: share of the solutions with a carry from the ones that forget it; 0 makes all of them right.
         shape: sizes of the model.
 
     Raises:
@@ -88,7 +95,8 @@ def make_tiny_task(
     _write_model(model, shape or ModelShape(), vocab_size, seed)
     sft, train, held_out = _split_problems(seed, num_sft, num_eval)
     paths = {name: output / f"{name}.jsonl" for name in ("sft", "train", "eval")}
-    _write_jsonl(paths["sft"], (_solved(a, b) for a, b in sft))
+    sloppy = random.Random(seed)
+    _write_jsonl(paths["sft"], (_solved(a, b, forgets=sloppy.random() < forgotten_carries) for a, b in sft))
     _write_jsonl(paths["train"], (_asked(a, b) for a, b in train))
     _write_jsonl(paths["eval"], (_asked(a, b) for a, b in held_out))
     return TinyTask(str(model), str(paths["sft"]), str(paths["train"]), str(paths["eval"]))
@@ -113,8 +121,9 @@ def _asked(a: int, b: int) -> dict[str, Any]:
     return {"prompt": [_question(a, b)], "label": str(a + b)}
 
 
-def _solved(a: int, b: int) -> dict[str, Any]:
-    messages = [_question(a, b), {"role": "assistant", "content": str(a + b)}]
+def _solved(a: int, b: int, *, forgets: bool) -> dict[str, Any]:
+    carry = 10 if a % 10 + b % 10 >= 10 else 0
+    messages = [_question(a, b), {"role": "assistant", "content": str(a + b - carry * forgets)}]
     return {"prompt": messages, "messages": messages, "label": str(a + b)}
 
 
@@ -230,7 +239,7 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, required=True, help="Directory to write to.")
     parser.add_argument("--seed", type=int, default=0, help="Same seed, same files.")
-    parser.add_argument("--num-sft", type=int, default=2000, help="Solved problems for the warm start.")
+    parser.add_argument("--num-sft", type=int, default=4000, help="Solved problems for the warm start.")
     parser.add_argument("--num-eval", type=int, default=256, help="Held-out problems.")
     options = parser.parse_args()
     try:

@@ -27,6 +27,8 @@ sys.path.insert(0, str(ROOT))
 from tools.make_tiny_task import TinyTask, make_tiny_task  # noqa: E402 - the repository's root comes first
 
 PHASE_TIMEOUT_S = 900
+NUM_SOLVED_PROBLEMS = 500
+"""Few enough that the warm start learns the form of an answer, and only some of addition."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Size:
 
 def size_for(num_cores: int, grpo_rollouts: int) -> Size:
     processes = 2 if num_cores >= 4 else 1
-    return Size(processes, processes, warm_start_rollouts=6, grpo_rollouts=grpo_rollouts, eval_interval=grpo_rollouts)
+    return Size(processes, processes, warm_start_rollouts=5, grpo_rollouts=grpo_rollouts, eval_interval=grpo_rollouts)
 
 
 def warm_start_command(task: TinyTask, size: Size, output: Path) -> list[str]:
@@ -170,7 +172,7 @@ def main() -> None:
     size = size_for(options.cores, options.grpo_rollouts)
 
     started = time.monotonic()
-    task = make_tiny_task(output / "task")
+    task = make_tiny_task(output / "task", num_sft=NUM_SOLVED_PROBLEMS)
     run_train("supervised warm start", warm_start_command(task, size, output), output)
     run_train("GRPO", grpo_command(task, size, output), output)
     records = read_metrics(output / "grpo")

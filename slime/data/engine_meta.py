@@ -116,7 +116,7 @@ def _apply_meta(
     if "weight_version" in meta:
         sample.weight_versions.append(meta["weight_version"])
     finish = meta["finish_reason"] or {}
-    sample.status = _FINISH_TO_STATUS.get(finish.get("type"), sample.status)
+    sample.status = _FINISH_TO_STATUS.get(str(finish.get("type")), sample.status)
 
 
 def _apply_top_p(sample: Sample, meta: dict[str, Any], num_new: int, pad_missing: bool) -> None:

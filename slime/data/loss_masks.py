@@ -33,7 +33,7 @@ def get_response_lengths(loss_masks: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _is_trained(message: Message) -> bool:
-    return message["role"] == "assistant" and message.get("step_loss_mask", 1) == 1
+    return bool(message["role"] == "assistant" and message.get("step_loss_mask", 1) == 1)
 
 
 class MultiTurnLossMaskGenerator:

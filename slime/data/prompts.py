@@ -228,7 +228,8 @@ def filter_long_prompt(
 
 
 def _prompt_key(row: Row, key: str) -> str:
-    for candidate in (key, *_FALLBACK_PROMPT_KEYS.get(key, ())):
+    candidates: tuple[str, ...] = (key, *_FALLBACK_PROMPT_KEYS.get(key, ()))
+    for candidate in candidates:
         if candidate in row:
             if candidate != key:
                 logger.info("rows have no %r: prompts are read from %r (--input-key)", key, candidate)

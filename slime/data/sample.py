@@ -9,7 +9,7 @@ The routine that appends generated tokens lives in ``slime.data.engine_meta``; i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, TypeAlias, TypeVar
 
@@ -22,7 +22,7 @@ class _Counters:
     """Integer counters that round-trip through a dict; a missing key counts as 0."""
 
     def to_dict(self) -> dict[str, int]:
-        return asdict(self)  # type: ignore[call-overload]
+        return dict(vars(self))
 
     @classmethod
     def from_dict(cls: type[Counters], data: dict[str, int]) -> Counters:

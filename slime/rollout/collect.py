@@ -152,7 +152,7 @@ async def _fetch_more(
     groups = as_groups(fetched, lambda prompt: [fresh_copy(prompt) for _ in range(group_size)])
     for group in groups:
         _check_size(group, group_size)
-    prompts = [[fresh_copy(sample) for sample in iter_samples(group)] for group in groups]
+    prompts: list[SampleGroup] = [[fresh_copy(sample) for sample in iter_samples(group)] for group in groups]
     progress.prompts.update(zip(submit(groups), prompts, strict=True))
 
 

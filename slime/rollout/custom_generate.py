@@ -71,8 +71,12 @@ def _prepare(sample: Sample) -> None:
         sample.loss_mask = []  # users write ``sample.loss_mask += [1] * n``
 
 
-def complete(result: Any, source: Sample, tokenizer: Any) -> None:
-    """Fill in, in place, what a custom function may leave out of the samples it made from ``source``."""
+def complete(result: Any, source: Sample, tokenizer: Callable[[], Any]) -> None:
+    """Fill in, in place, what a custom function may leave out of the samples it made from ``source``.
+
+    Args:
+        tokenizer: gives the tokenizer; only asked for samples that have text and no tokens.
+    """
     siblings = list(iter_samples(result))
     for sample in siblings:
         if isinstance(sample.status, str):
@@ -85,7 +89,7 @@ def complete(result: Any, source: Sample, tokenizer: Any) -> None:
         if len(siblings) > 1 and sample.rollout_id is None:
             sample.rollout_id = source.rollout_id if source.rollout_id is not None else source.index
         if not sample.tokens and sample.response:
-            _tokenize(sample, tokenizer)
+            _tokenize(sample, tokenizer())
         if not sample.loss_mask:
             sample.loss_mask = None
         if sample.status is Sample.Status.PENDING:

@@ -33,11 +33,11 @@ def fresh_copy(sample: Sample) -> Sample:
 
 async def generate_with_retries(
     attempt: Callable[[Sample], Awaitable[Any]], sample: Sample, *, retries: int, what: str
-) -> tuple[Any, int]:
-    """``(result, failed attempts)`` of ``attempt(sample)``.
+) -> Any:
+    """The result of ``attempt(sample)``. Failed attempts are counted in ``metadata["failed_attempts"]``.
 
     Args:
-        attempt: generates; changes the sample that it is given. The last attempt works on ``sample`` itself.
+        attempt: generates; may change the sample, which is as it was before every attempt.
         retries: attempts after the first one.
         what: name of the function, for the error.
 
@@ -49,8 +49,9 @@ async def generate_with_retries(
         if failed:
             vars(sample).clear()
             vars(sample).update(vars(fresh_copy(original)))
+            sample.metadata["failed_attempts"] = failed
         try:
-            return await attempt(sample), failed
+            return await attempt(sample)
         except SlimeError:
             raise
         except Exception as error:  # users' code may raise anything

@@ -21,13 +21,14 @@ import logging
 import random
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 from uuid import uuid4
 
 from slime.data.chat import load_tokenizer
 from slime.data.sample import Sample, SampleGroup, iter_samples
 from slime.hooks.load import load_function
+from slime.rollout.abort_requests import abort_requests
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.collect import collect, log_sample
 from slime.rollout.custom_generate import call_generate, call_group_generate, complete, takes_group
@@ -39,7 +40,7 @@ from slime.rollout.sampling import check_token_ids, prepare_prompt_ids, response
 from slime.rollout.settings import setting
 from slime.utils.async_utils import run
 from slime.utils.errors import DataError, EngineError
-from slime.utils.http_utils import get, get_rollout_num_engines, init_http_client, post
+from slime.utils.http_utils import get_rollout_num_engines, init_http_client, post
 from slime.utils.misc import SingletonMeta
 
 __all__ = [
@@ -59,8 +60,7 @@ logger = logging.getLogger(__name__)
 _prepare_prompt_ids = prepare_prompt_ids  # the name that plugins import
 
 _GENERATE_RETRIES = 8  # with the pauses of http_utils about 20 s, then the engines count as gone
-_ABORT_TIMEOUT_S = 10.0
-_ABORT_REPEAT_S = 0.25
+_CANCEL_TIMEOUT_S = 10.0
 _FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 
 
@@ -75,7 +75,6 @@ class GenerateState(metaclass=SingletonMeta):
         pendings: tasks of the running groups.
         remaining_batch_size: groups submitted since the last reset.
         aborted: the rollout is ending; nothing new is sent.
-        failed_samples: generations that raised since the last reset, whether or not a later attempt helped.
     """
 
     def __init__(self, args: Namespace) -> None:
@@ -91,7 +90,7 @@ class GenerateState(metaclass=SingletonMeta):
         self.dp_counts = [0] * (getattr(args, "sglang_dp_size", None) or 1)
         self.dp_rank = 0
         self.eval_datasets: dict[Any, Any] = {}
-        self._whole_group = asyncio.Lock()
+        self._taking = asyncio.Lock()
         self.reset()
 
     def reset(self) -> None:
@@ -99,8 +98,6 @@ class GenerateState(metaclass=SingletonMeta):
         self.remaining_batch_size = 0
         self.pendings: set[asyncio.Task[Any]] = set()
         self.aborted = False
-        self.failed_samples = 0
-        self.num_generating = 0
 
     @contextmanager
     def dp_rank_context(self) -> Iterator[int]:
@@ -115,19 +112,15 @@ class GenerateState(metaclass=SingletonMeta):
             self.dp_counts[rank] -= 1
 
     @asynccontextmanager
-    async def places(self, count: int = 1) -> AsyncIterator[None]:
-        """Hold ``count`` places while generating. A group takes all its places before the next one begins to."""
+    async def places_of_a_group(self, count: int) -> AsyncIterator[None]:
+        """Hold a place per sample. One group at a time takes places, or two could wait for each other's."""
         taken = 0
         try:
-            async with self._whole_group:
-                for _ in range(min(count, self.num_places)):
+            async with self._taking:
+                while taken < min(count, self.num_places):
                     await self.semaphore.acquire()
                     taken += 1
-            self.num_generating += 1
-            try:
-                yield
-            finally:
-                self.num_generating -= 1
+            yield
         finally:
             for _ in range(taken):
                 self.semaphore.release()
@@ -210,26 +203,23 @@ async def generate_and_rm(
     A custom generate function may return several samples for one. Rewards that it set are kept.
     """
     if isinstance(sample, list):
-        return [  # the rows of an execution that came back from the data source
-            one
-            for item in sample
-            for one in iter_samples(await generate_and_rm(args, item, sampling_params, evaluation))
-        ]
+        results = [await generate_and_rm(args, item, sampling_params, evaluation) for item in sample]
+        return list(iter_samples(results))  # the rows of one execution, back from the data source
     if sample.status in _FINISHED:
         if sample.reward is None and not setting(args, "group_rm"):
             raise DataError(f"sample {sample.index} came back from the data source finished, but without a reward")
         return sample
     state = GenerateState(args)
-    async with state.places():
+    async with state.semaphore:
         if state.aborted:
             sample.status = Sample.Status.ABORTED
             return sample
         with state.dp_rank_context():
             result = await _generate_one(args, state, sample, sampling_params, evaluation)
-    result = await apply_rollout_sample_hooks(args, result, evaluation=evaluation)
+    scored: Sample | list[Sample] = await apply_rollout_sample_hooks(args, result, evaluation=evaluation)
     if not setting(args, "group_rm"):
-        await _score(args, result)
-    return result
+        await _score(args, scored)
+    return scored
 
 
 async def _generate_one(
@@ -239,16 +229,17 @@ async def _generate_one(
 
     async def attempt(current: Sample) -> Any:
         if path is None:
-            return await generate(args, current, dict(sampling_params))
-        result = await call_generate(load_function(path, "generate"), args, current, dict(sampling_params), evaluation)
-        complete(result, current, state.tokenizer)
+            result: Any = await generate(args, current, dict(sampling_params))
+        else:
+            function = load_function(path, "generate")
+            result = await call_generate(function, args, current, dict(sampling_params), evaluation)
+            complete(result, current, lambda: state.tokenizer)
+        if not state.aborted and any(s.status is Sample.Status.ABORTED for s in iter_samples(result)):
+            raise RuntimeError("the engine aborted the request although the rollout goes on")
         return result
 
-    retries = setting(args, "max_sample_retries")
     what = "generate" if path is None else f"--custom-generate-function-path {path}"
-    result, failed = await generate_with_retries(attempt, sample, retries=retries, what=what)
-    state.failed_samples += failed
-    return result
+    return await generate_with_retries(attempt, sample, retries=setting(args, "max_sample_retries"), what=what)
 
 
 async def _score(args: Namespace, result: Any) -> None:
@@ -303,12 +294,12 @@ async def _generate_whole_group(
     sampling_params: dict[str, Any],
     evaluation: bool,
 ) -> list[Any]:
-    async with state.places(len(group)):
+    async with state.places_of_a_group(len(group)):
         if state.aborted:
             return group
         result = await call_group_generate(function, args, group, dict(sampling_params), evaluation)
     for entry, source in zip(result, group, strict=True):
-        complete(entry, source, state.tokenizer)
+        complete(entry, source, lambda: state.tokenizer)
     result = await apply_rollout_sample_hooks(args, result, evaluation=evaluation)
     if not setting(args, "group_rm"):
         await asyncio.gather(*(_score(args, entry) for entry in result))
@@ -334,7 +325,7 @@ async def _gather(tasks: list[asyncio.Task[Any]]) -> list[Any]:
 
 
 async def abort(args: Namespace, rollout_id: int) -> list[SampleGroup]:
-    """End all running groups: engines drop their requests, the tasks are cancelled. Returns no groups (see collect).
+    """End all running groups: engines drop their requests, tasks are cancelled. Returns no groups (see collect.py).
 
     Never raises: it also runs after an engine or the router died.
     """
@@ -342,28 +333,15 @@ async def abort(args: Namespace, rollout_id: int) -> list[SampleGroup]:
     state.aborted = True
     running = {task for task in state.pendings if not task.done()}
     if running:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_ABORT_TIMEOUT_S):
-                await _abort_requests(args, state)
+        await abort_requests(get_model_url(args, "default", "/workers"), running)
         for task in running:
             task.cancel()
-        await asyncio.wait(running, timeout=_ABORT_TIMEOUT_S)
+        await asyncio.wait(running, timeout=_CANCEL_TIMEOUT_S)
         logger.info("rollout %d: ended %d groups that were still running", rollout_id, len(running))
+    for task in state.pendings:
+        if task.done() and not task.cancelled():
+            task.exception()  # one error is raised; asyncio would report the others as never retrieved
     return []
-
-
-async def _abort_requests(args: Namespace, state: GenerateState) -> None:
-    while state.num_generating > 0:  # a request may have been on its way while the others were aborted
-        try:
-            workers = (await get(get_model_url(args, "default", "/workers"), timeout_s=5.0))["workers"]
-            aborts = (
-                post(f"{w['url']}/abort_request", {"abort_all": True}, max_retries=0, timeout_s=5.0) for w in workers
-            )
-            await asyncio.gather(*aborts)
-        except (EngineError, TimeoutError, KeyError, TypeError) as error:
-            logger.warning("running requests could not be aborted and are disconnected instead: %s", error)
-            return
-        await asyncio.sleep(_ABORT_REPEAT_S)
 
 
 async def generate_rollout_async(
@@ -395,8 +373,9 @@ async def generate_rollout_async(
             label=f"rollout {rollout_id}",
         )
         metrics = dict(collected.metrics)
-        if state.failed_samples:
-            metrics["rollout/failed_generations"] = state.failed_samples
+        failed = sum(sample.metadata.get("failed_attempts", 0) for sample in iter_samples(collected.groups))
+        if failed:
+            metrics["rollout/failed_generations"] = failed
     finally:
         state.reset()
     log_sample(next(iter_samples(collected.groups)), f"rollout {rollout_id}, first sample")

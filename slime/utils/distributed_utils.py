@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
 
 from slime.utils.errors import DeadlineExceeded
 
@@ -60,15 +61,16 @@ def join_group(
     timeout = timedelta(seconds=timeout_s)
     address = f"tcp://{master_address}:{master_port}"
     try:
-        store, _, _ = next(c10d.rendezvous(address, rank, world_size, timeout=timeout))
+        store, _, _ = next(rendezvous(address, rank, world_size, timeout=timeout))
         store.set_timeout(timeout)
+        group: ProcessGroup
         group, _ = c10d._new_process_group_helper(
             world_size,
             rank,
             [],
             c10d.Backend(backend),
             c10d.PrefixStore(group_name, store),
-            group_name=group_name,
+            group_name=c10d.GroupName(group_name),
             timeout=timeout,
         )
     except (dist.DistStoreError, dist.DistNetworkError) as error:

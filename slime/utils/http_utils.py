@@ -68,10 +68,10 @@ _clients = _Clients()
 
 def get_rollout_num_engines(args: Namespace) -> int:
     """Number of inference engines: given, or derived from devices and devices per engine."""
-    number = getattr(args, "rollout_num_engines", None)  # only set where engines are external
+    number: int | None = getattr(args, "rollout_num_engines", None)  # only set where engines are external
     if number is not None:
         return number
-    gpus = args.rollout_num_gpus or 0
+    gpus: int = args.rollout_num_gpus or 0
     return max(1, gpus // args.rollout_num_gpus_per_engine) if gpus > 0 else 0
 
 

@@ -122,7 +122,7 @@ class MegatronTrainer:
 
         is_first = mpu.get_data_parallel_rank(with_context_parallel=True) == 0
         is_last_stage = mpu.is_pipeline_last_stage(ignore_virtual=True)
-        return is_first and is_last_stage and mpu.get_tensor_model_parallel_rank() == 0
+        return bool(is_first and is_last_stage and mpu.get_tensor_model_parallel_rank() == 0)
 
     # ------------------------------------------------------------------------------------------------ training
 

@@ -151,7 +151,7 @@ def _rng_state() -> ShardedObject:
     """One state per model-parallel position; data-parallel ranks share it, as they share the seed."""
     position = (mpu.get_pipeline_model_parallel_rank(), mpu.get_tensor_model_parallel_rank())
     size = (mpu.get_pipeline_model_parallel_world_size(), mpu.get_tensor_model_parallel_world_size())
-    numpy_kind, numpy_keys, *numpy_rest = np.random.get_state()
+    numpy_kind, numpy_keys, *numpy_rest = np.random.get_state(legacy=True)
     state = {
         "random": random.getstate(),
         "numpy": (numpy_kind, torch.from_numpy(numpy_keys.astype(np.int64)), *numpy_rest),

@@ -189,7 +189,7 @@ def _write_tensors(weights: Iterable[NamedTensor], directory: Path) -> None:
     if len(files) == 1:
         (directory / "part-0").rename(directory / "model.safetensors")
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for index, names in enumerate(files):
         final = f"model-{index + 1:05d}-of-{len(files):05d}.safetensors"
         (directory / f"part-{index}").rename(directory / final)

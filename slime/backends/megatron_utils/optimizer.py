@@ -37,6 +37,7 @@ def build_optimizer(model: Any, args: OptimizerArgs, precision: PrecisionArgs) -
         bf16=dtype.itemsize == 2 and not precision.fp16,
         fp16=precision.fp16,
         params_dtype=dtype,
+        initial_loss_scale=2.0**16,  # fp16 only; Megatron's 2**32 skips dozens of steps until it has come down
         use_distributed_optimizer=uses_distributed_optimizer(args),
     )
     optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)

@@ -67,7 +67,9 @@ def train_step(
     reported: list[tuple[list[str], torch.Tensor]] = []
     log_probs: dict[int, torch.Tensor] = {}
 
-    def loss_function(micro_batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
+    def loss_function(
+        micro_batch: MicroBatch, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         loss = micro_batch_loss(
             logits, micro_batch, batch, settings, scale, vocab_size=state.vocab_size, temperature=temperature
         )

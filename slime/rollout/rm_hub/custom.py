@@ -78,7 +78,7 @@ _instances: dict[type, Any] = {}
 
 def _resolve(args: Any, path: str) -> Callable[..., Any]:
     """The callable behind the path; of a class, its method."""
-    target = load_function(path, "reward", group_rm=setting(args, "group_rm"))
+    target: Callable[..., Any] = load_function(path, "reward", group_rm=setting(args, "group_rm"))
     if not inspect.isclass(target):
         return target
     if target not in _instances:
@@ -86,7 +86,8 @@ def _resolve(args: Any, path: str) -> Callable[..., Any]:
         _instances[target] = target(**{name: offered[name] for name in parameter_names(target) if name in offered})
     instance = _instances[target]
     method = next((name for name in ("compute_reward", "reward_func") if hasattr(instance, name)), "__call__")
-    return getattr(instance, method)
+    bound: Callable[..., Any] = getattr(instance, method)
+    return bound
 
 
 def _takes(function: Callable[..., Any]) -> str:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from slime.backends.megatron_utils.arguments import CheckpointArgs
-from slime.backends.megatron_utils.checkpoint_source import find_reference, find_start
+from slime.backends.megatron_utils.checkpoint_source import check_checkpoints, find_reference, find_start
 from slime.utils.errors import ConfigError
+from tests.unit.megatron_utils.tiny_trainer import make_args
 
 
 def _megatron(root: Path, *iterations: int) -> Path:
@@ -79,3 +80,10 @@ def test_a_tracker_with_nonsense_is_refused(tmp_path: Path) -> None:
 def test_a_reference_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--ref-load"):
         find_reference(CheckpointArgs(ref_load=str(tmp_path / "none")), "/hf")
+
+
+def test_the_command_line_check_reports_what_the_trainer_would_refuse(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    (problem,) = check_checkpoints(make_args("/hf", load=str(tmp_path)))
+    assert problem.startswith(f"--load {tmp_path} holds neither")
+    assert check_checkpoints(make_args("/hf", load=str(tmp_path / "new"))) == []

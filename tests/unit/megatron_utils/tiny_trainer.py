@@ -177,4 +177,5 @@ def free_port() -> int:
 
 
 def use_single_rank_env() -> None:
+    torch.set_num_threads(1)  # several tests share few cores
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK="0", WORLD_SIZE="1")

@@ -39,19 +39,36 @@ def test_the_three_sets_are_disjoint_and_together_all_problems(tiny_task: TinyTa
         [record["prompt"][0]["content"] for record in read(path)]
         for path in (tiny_task.sft, tiny_task.train, tiny_task.eval)
     ]
-    assert [len(part) for part in questions] == [2000, 5844, 256]
+    assert [len(part) for part in questions] == [4000, 3844, 256]
     assert len(set().union(*questions)) == 90 * 90
 
 
-def test_every_label_is_the_sum_and_every_solved_problem_ends_with_it(tiny_task: TinyTask) -> None:
+def test_every_label_is_the_sum(tiny_task: TinyTask) -> None:
     for path in (tiny_task.sft, tiny_task.train, tiny_task.eval):
         for record in read(path):
             a, b = record["prompt"][0]["content"].removesuffix("=").split("+")
             assert record["label"] == str(int(a) + int(b))
-    for record in read(tiny_task.sft):
-        assert record["prompt"][-1] == {"role": "assistant", "content": record["label"]}
-        assert record["messages"] == record["prompt"]
+            assert [message["role"] for message in record["prompt"]] == ["user", "assistant"][: len(record["prompt"])]
     assert all(len(record["prompt"]) == 1 for record in read(tiny_task.train))
+
+
+def test_the_teacher_of_the_warm_start_forgets_most_carries_and_makes_no_other_mistake(tiny_task: TinyTask) -> None:
+    num_carries = num_forgotten = 0
+    for record in read(tiny_task.sft):
+        assert record["messages"] == record["prompt"]
+        question, answer = (message["content"] for message in record["prompt"])
+        a, b = (int(text) for text in question.removesuffix("=").split("+"))
+        has_carry = a % 10 + b % 10 >= 10
+        num_carries += has_carry
+        num_forgotten += int(answer) == a + b - 10
+        assert int(answer) in ({a + b, a + b - 10} if has_carry else {a + b})
+    assert 0.4 < num_carries / 4000 < 0.5
+    assert 0.77 < num_forgotten / num_carries < 0.83
+
+
+def test_a_careful_teacher_makes_no_mistake(tmp_path: Path) -> None:
+    task = make_tiny_task(tmp_path, forgotten_carries=0)
+    assert all(record["prompt"][-1]["content"] == record["label"] for record in read(task.sft))
 
 
 def test_the_tokenizer_round_trips_and_the_template_is_short(tiny_task: TinyTask) -> None:

@@ -41,4 +41,5 @@ def _silence_known_warnings() -> None:
     """Megatron's own use of deprecated names, which says nothing to a user and is printed once per rank."""
     for category in (UserWarning, FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=category, module=r"megatron\.core\.")
+    warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+_tensor` is deprecated", category=FutureWarning)

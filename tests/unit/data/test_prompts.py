@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from slime.data.chat import load_tokenizer
+from slime.data.prompts import Dataset, check_prompt_file, filter_long_prompt, parse_path, read_file
+from slime.data.sample import Sample
+from slime.utils.errors import DataError
+
+
+@pytest.fixture
+def rows_file(tmp_path):
+    def write(rows, name="rows.jsonl"):
+        path = tmp_path / name
+        path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def tokenizer(tiny_task):
+    return load_tokenizer(tiny_task.model)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a.jsonl@[1:5]", ("a.jsonl", slice(1, 5))),
+        ("a.jsonl@[:-2]", ("a.jsonl", slice(None, -2))),
+        ("a.jsonl@[:]", ("a.jsonl", slice(None, None))),
+        ("a.jsonl@[1]", ("a.jsonl@[1]", None)),
+        ("a.jsonl@[-:2]", ("a.jsonl@[-:2]", None)),
+        ("a@[1:2].jsonl", ("a@[1:2].jsonl", None)),
+    ],
+)
+def test_a_path_may_end_in_a_slice(text, expected):
+    assert parse_path(text) == expected
+
+
+@pytest.mark.parametrize("part", ["[2:5]", "[:3]", "[7:]", "[-3:]", "[:-8]", "[-100:2]", "[3:100]", "[5:2]", "[-4:-2]"])
+def test_slices_of_a_file_are_slices_of_its_rows(rows_file, part):
+    path = rows_file([{"i": i} for i in range(10)])
+    start, stop = (int(bound) if bound else None for bound in part[1:-1].split(":"))
+    assert [row["i"] for row in read_file(f"{path}@{part}")] == list(range(10))[start:stop]
+
+
+def test_blank_lines_are_skipped(rows_file):
+    assert list(read_file(rows_file(['{"a": 1}', "", "  ", '{"a": 2}']))) == [{"a": 1}, {"a": 2}]
+
+
+def test_parquet_reads_like_jsonl(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    rows = [{"prompt": str(i), "n": i} for i in range(5)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    assert list(read_file(str(tmp_path / "rows.parquet"))) == rows
+    assert list(read_file(f"{tmp_path / 'rows.parquet'}@[1:3]")) == rows[1:3]
+
+
+def test_a_malformed_line_is_named_with_file_and_number(rows_file):
+    path = rows_file(['{"a": 1}', "", '{"a": '])
+    with pytest.raises(DataError, match=r"rows\.jsonl:3: not valid JSON"):
+        list(read_file(path))
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: expected a JSON object, found list"):
+        list(read_file(rows_file(["[1]"])))
+
+
+def test_missing_files_and_unknown_formats_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"gone\.jsonl.*--prompt-data"):
+        list(read_file(str(tmp_path / "gone.jsonl")))
+    with pytest.raises(DataError, match=r"\.jsonl or \.parquet"):
+        list(read_file(str(tmp_path / "rows.csv")))
+
+
+def test_files_are_checked_before_anything_starts(rows_file, tmp_path):
+    good = rows_file([{"a": 1}])
+    assert list(check_prompt_file("--prompt-data", good)) == []
+    bad = rows_file([{"a": 1}, "{"], "bad.jsonl")
+    (tmp_path / "broken.parquet").write_text("nonsense")
+    for path, fragment in [
+        (bad, "bad.jsonl:2"),
+        (rows_file([], "empty.jsonl"), "no row"),
+        (f"{good}@[5:]", "no row"),
+        (str(tmp_path / "gone.jsonl"), "gone.jsonl"),
+        (str(tmp_path), "must end in"),
+        (str(tmp_path / "broken.parquet"), "Parquet"),
+    ]:
+        (problem,) = check_prompt_file("--prompt-data", path)
+        assert problem.startswith("--prompt-data")
+        assert fragment in problem
+
+
+def test_rows_become_samples_with_template_label_metadata_and_tools(rows_file, tokenizer):
+    row = {"q": [{"role": "user", "content": "12+34="}], "a": "46", "metadata": '{"level": 2}', "tools": '[{"f": 1}]'}
+    path = rows_file([row])
+    data = Dataset(
+        path, tokenizer, None, None, prompt_key="q", label_key="a", tool_key="tools", apply_chat_template=True
+    )
+    assert data[0].prompt == "<|im_start|>user\n12+34=<|im_end|>\n<|im_start|>assistant\n"
+    assert data[0].label == "46"
+    assert data[0].metadata == {"level": 2, "tools": [{"f": 1}]}
+
+
+def test_text_prompts_are_wrapped_for_the_template_and_kept_without_it(rows_file, tokenizer):
+    path = rows_file([{"text": "1+1="}])
+    assert Dataset(path, tokenizer, None, None)[0].prompt == "1+1="
+    templated = Dataset(path, tokenizer, None, None, apply_chat_template=True)[0].prompt
+    assert templated.startswith("<|im_start|>user\n1+1=<|im_end|>")
+
+
+def test_default_keys_fall_back_to_prompt_and_label(rows_file, tokenizer):
+    data = Dataset(rows_file([{"prompt": "1+1=", "label": "2"}]), tokenizer, None, None, prompt_key="input")
+    assert (data[0].prompt, data[0].label) == ("1+1=", "2")
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "fragment"),
+    [
+        ([{"x": 1}], {"prompt_key": "input"}, "rows.jsonl:1: there is no 'input' (--input-key) in this row; its keys are 'x'"),
+        ([{"input": "1", "y": 2}, {"input": "1"}], {"prompt_key": "input", "label_key": "y"}, "rows.jsonl:2: there is no 'y' (--label-key)"),
+        ([{"text": 3}], {}, "rows.jsonl:1: 'text' must be text or a list of messages, not int"),
+        ([{"text": None}], {}, "there is no 'text'"),
+        ([{"text": "1", "metadata": "{broken"}], {}, "looks like JSON but is not"),
+        ([{"text": "1", "metadata": [1]}], {}, "must be an object, not list"),
+        ([{"text": "1", "tools": {"a": 1}}], {"tool_key": "tools"}, "must be a list of tools"),
+        ([{"text": [{"content": "no role"}]}], {"apply_chat_template": True}, "rows.jsonl:1: the chat template refuses"),
+        ([], {}, "there is no row"),
+    ],
+)  # fmt: skip
+def test_every_bad_row_is_an_error_that_says_where(rows_file, tokenizer, rows, options, fragment):
+    with pytest.raises(DataError) as error:
+        Dataset(rows_file(rows), tokenizer, None, None, **options)
+    assert fragment in str(error.value)
+
+
+def test_long_prompts_are_dropped_and_dropping_all_is_an_error(rows_file, tokenizer):
+    path = rows_file([{"text": "1" * n} for n in (3, 9, 4)])
+    assert [s.prompt for s in Dataset(path, tokenizer, None, 4).samples] == ["111", "1111"]
+    with pytest.raises(DataError, match="all 3 prompts are longer than 2 tokens"):
+        Dataset(path, tokenizer, None, 2)
+
+
+def test_message_lists_and_empty_lists_pass_the_length_filter(tokenizer):
+    chats = [Sample(prompt=[{"role": "user", "content": "1" * 50}])]
+    assert filter_long_prompt(chats, tokenizer, None, 3) is chats
+    assert filter_long_prompt([], tokenizer, None, 3) == []
+
+
+def test_the_order_depends_on_seed_and_epoch_only_and_global_randomness_is_untouched(rows_file, tokenizer):
+    path = rows_file([{"text": str(i)} for i in range(20)])
+    one, other = (Dataset(path, tokenizer, None, None, seed=7) for _ in range(2))
+    one.shuffle(0)
+    one.shuffle(3)
+    state = random.getstate()
+    other.shuffle(3)
+    assert random.getstate() == state
+    assert [s.prompt for s in one.samples] == [s.prompt for s in other.samples]
+    expected = list(range(20))
+    random.Random(7 + 3).shuffle(expected)
+    assert [int(s.prompt) for s in one.samples] == expected

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from slime.hooks.load import check_hooks, load_function
+from slime.hooks.protocols import HOOKS
+from slime.hooks.signature import accepted_kwargs, accepts, can_be_called
+from slime.utils.errors import ConfigError
+
+
+@pytest.fixture
+def user_file(tmp_path):
+    def write(text, name="custom.py"):
+        path = tmp_path / name
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def test_all_four_spellings_find_the_same_function(user_file, monkeypatch, tmp_path):
+    path = user_file("def only(args, sample):\n    return 1\n", "custom_spelling.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    from_file = load_function(f"{path}:only")
+    assert load_function(path) is from_file
+    assert load_function("custom_spelling:only") is load_function("custom_spelling.only")
+    monkeypatch.chdir(tmp_path)
+    load_function.cache_clear()
+    assert load_function("custom_spelling.py:only") is from_file, "a file is loaded once, however it is written"
+
+
+@pytest.mark.parametrize(
+    ("role", "group_rm", "found"),
+    [
+        ("generate", False, "generate"),
+        ("reward", False, "reward_func"),
+        ("reward", True, "batched_custom_rm"),
+        ("rollout", False, "generate_rollout"),
+    ],
+)
+def test_a_bare_file_is_searched_for_the_names_of_its_role(user_file, role, group_rm, found):
+    names = ("generate", "reward_func", "batched_custom_rm", "generate_rollout", "helper")
+    path = user_file("".join(f"def {name}(): pass\n" for name in names), f"{role}_{group_rm}.py")
+    assert load_function(path, role, group_rm=group_rm).__name__ == found
+    with pytest.raises(ConfigError, match="Candidates: batched_custom_rm, generate, generate_rollout, helper"):
+        load_function(path, "other")
+
+
+@pytest.mark.parametrize(
+    ("path", "fragment"),
+    [
+        ("nodots", "names no function"),
+        ("no.such.module", "'no.such'"),
+        ("json.dumpz", "json has no 'dumpz'"),
+        ("gone.py:f", "there is no file gone.py"),
+    ],
+)
+def test_paths_that_lead_nowhere_say_which_part_failed(path, fragment):
+    with pytest.raises(ConfigError, match=fragment):
+        load_function(path)
+
+
+def test_an_error_inside_the_users_file_is_shown(user_file):
+    with pytest.raises(ConfigError, match=r"broken\.py cannot be imported: ZeroDivisionError"):
+        load_function(user_file("1 / 0\n", "broken.py"))
+
+
+def test_hooks_are_checked_at_start_up_all_at_once(user_file):
+    path = user_file(
+        "def generate(args, sample): pass\n"
+        "def rollout(args, rollout_id): pass\n"
+        "def reward(args, sample, **kwargs): pass\n"
+        "class NoReward: pass\n"
+        "value = 3\n",
+        "check.py",
+    )
+    args = SimpleNamespace(
+        rollout_function_path=f"{path}:rollout",
+        custom_rm_path=f"{path}:reward",
+        custom_generate_function_path=f"{path}:generate",
+        dynamic_sampling_filter_path=f"{path}:value",
+        rollout_sample_hook_path=[f"{path}:reward", f"{path}:gone"],
+        buffer_filter_path=None,
+    )
+    problems = check_hooks(args)
+    assert [problem.split()[0] for problem in problems] == [
+        "--rollout-function-path", "--dynamic-sampling-filter-path", "--rollout-sample-hook-path",
+    ]  # fmt: skip
+    assert "signature is (args, rollout_id)" in problems[0]
+    assert "RolloutFunction" in problems[0]
+    assert "is a int, not a function" in problems[1]
+    assert "has no 'gone'" in problems[2]
+    args = SimpleNamespace(custom_rm_path=f"{path}:NoReward")
+    assert "needs a method compute_reward" in check_hooks(args)[0]
+
+
+def test_a_generate_function_with_no_room_for_its_arguments_is_refused(user_file):
+    path = user_file("def f(args): pass\n", "narrow.py")
+    (problem,) = check_hooks(SimpleNamespace(custom_generate_function_path=f"{path}:f"))
+    assert "(args, sample, sampling_params) or (args, samples)" in problem
+
+
+def test_the_functions_that_slime_uses_by_default_pass_the_check():
+    from slime.data.arguments import PromptDataArgs
+    from slime.rollout.arguments import GenerationArgs
+
+    assert check_hooks(SimpleNamespace(**vars(GenerationArgs()), **vars(PromptDataArgs()))) == []
+
+
+def test_every_hook_names_its_flag_and_documents_its_protocol():
+    assert len({hook.dest for hook in HOOKS}) == len(HOOKS)
+    for hook in HOOKS:
+        assert hook.flag.startswith("--")
+        assert hook.protocol.__doc__
+
+
+def test_signature_questions():
+    def f(a, b=1, *, c=2):
+        pass
+
+    def g(a, **kwargs):
+        pass
+
+    assert accepts(f, "c")
+    assert not accepts(g, "kwargs")
+    assert accepted_kwargs(f, {"c": 1, "d": 2}) == {"c": 1}
+    assert accepted_kwargs(g, {"d": 2}) == {"d": 2}
+    assert can_be_called(f, ("x", "y", "*c"))
+    assert not can_be_called(f, ("x", "y", "z"))

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from slime.data.sample import Sample, iter_samples
+from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, pop_first
+from slime.utils.errors import DataError
+from tests.unit.rollout.fake_engine import make_args
+
+
+@pytest.fixture
+def args(tmp_path, tiny_task):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": str(i), "label": i}) + "\n" for i in range(5)))
+    directory = str(tmp_path / "state")
+    return make_args(tiny_task.model, 0, prompt_data=str(path), save=directory, load=directory)
+
+
+def prompts(groups):
+    return [int(group[0].prompt) for group in groups]
+
+
+def test_numbers_of_groups_and_samples_increase_over_epochs(args):
+    source = RolloutDataSource(args)
+    groups = source.get_samples(3) + source.get_samples(4)
+    assert prompts(groups) == [0, 1, 2, 3, 4, 0, 1]
+    assert [s.group_index for s in iter_samples(groups)] == [i // 2 for i in range(14)]
+    assert [s.index for s in iter_samples(groups)] == list(range(14))
+    assert (source.epoch_id, source.sample_offset) == (1, 2)
+    groups[0][0].metadata["changed"] = 1
+    assert groups[0][1].metadata == {}
+
+
+def test_one_draw_may_span_several_epochs(args):
+    source = RolloutDataSource(args)
+    assert prompts(source.get_samples(13)) == [0, 1, 2, 3, 4] * 2 + [0, 1, 2]
+    assert (source.epoch_id, len(source)) == (2, 5)
+
+
+def test_every_epoch_is_shuffled_anew_and_holds_every_prompt_once(args):
+    args.rollout_shuffle = True
+    drawn = prompts(RolloutDataSource(args).get_samples(10))
+    assert sorted(drawn[:5]) == sorted(drawn[5:]) == list(range(5))
+    assert drawn[:5] != drawn[5:]
+    assert drawn == prompts(RolloutDataSource(args).get_samples(10))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_restart_continues_as_if_there_had_been_none(args, shuffle):
+    args.rollout_shuffle = shuffle
+    without = RolloutDataSourceWithBuffer(args)
+    expected = [without.get_samples(3) for _ in range(4)]
+    first = RolloutDataSourceWithBuffer(args)
+    for _ in range(2):
+        first.get_samples(3)
+    first.update_metadata({"seen": [1, 2]})
+    first.save(1)
+    second = RolloutDataSourceWithBuffer(args)
+    second.load(1)
+    continued = [second.get_samples(3) for _ in range(2)]
+    assert [[s.to_dict() for s in iter_samples(g)] for g in continued] == [
+        [s.to_dict() for s in iter_samples(g)] for g in expected[2:]
+    ]
+    assert second.get_metadata() == {"seen": [1, 2]}
+
+
+@pytest.mark.parametrize("attached", [None, "tensor", "tuple"])
+def test_returned_groups_survive_a_restart_whatever_they_hold(args, attached):
+    source = RolloutDataSourceWithBuffer(args)
+    groups = source.get_samples(2)
+    value = {"tensor": torch.arange(3), "tuple": (1, 2)}.get(attached)
+    groups[0][0].teacher_log_probs = value
+    groups[0][1] = [groups[0][1], Sample(index=99, status=Sample.Status.ABORTED)]
+    source.add_samples(groups)
+    source.save(0)
+    again = RolloutDataSourceWithBuffer(args)
+    again.load(0)
+    assert again.get_buffer_length() == 2
+    restored = again.get_samples(3)
+    assert [s.index for s in iter_samples(restored)] == [0, 1, 99, 2, 3, 4, 5]
+    assert restored[0][1][1].status is Sample.Status.ABORTED
+    held = restored[0][0].teacher_log_probs
+    assert torch.equal(held, value) if attached == "tensor" else held == value
+
+
+def test_a_missing_state_starts_over_with_a_warning_and_a_broken_one_is_named(args, tmp_path, caplog):
+    source = RolloutDataSourceWithBuffer(args)
+    source.load(7)
+    assert source.sample_offset == 0
+    assert "global_dataset_state_dict_7" in caplog.text
+    directory = tmp_path / "state" / "rollout"
+    directory.mkdir(parents=True)
+    (directory / "global_dataset_state_dict_8.json").write_text("{")
+    with pytest.raises(DataError, match=r"state_dict_8\.json"):
+        source.load(8)
+
+
+def test_saving_leaves_no_temporary_file(args, tmp_path):
+    RolloutDataSourceWithBuffer(args).save(3)
+    assert [p.name for p in (tmp_path / "state" / "rollout").iterdir()] == ["global_dataset_state_dict_3.json"]
+
+
+def test_returned_groups_are_drawn_before_new_prompts(args):
+    source = RolloutDataSourceWithBuffer(args)
+    groups = source.get_samples(3)
+    source.add_samples([])
+    source.add_samples(groups[1:])
+    assert prompts(source.get_samples(1)) == [1]
+    assert prompts(source.get_samples(3)) == [2, 3, 4]
+
+
+def test_flat_samples_are_grouped_again_and_wrong_sizes_refused(args):
+    source = RolloutDataSourceWithBuffer(args)
+    groups = source.get_samples(2)
+    source.add_samples(list(iter_samples(groups)))
+    assert source.buffer == groups
+    source.add_samples([Sample(prompt="9")])
+    assert [len(group) for group in source.buffer] == [2, 2, 2]
+    with pytest.raises(DataError, match="a group of 1 samples"):
+        source.add_samples([[Sample()]])
+    with pytest.raises(DataError, match="str"):
+        source.add_samples(["x"])
+
+
+def test_a_buffer_filter_may_be_a_function_or_an_overridden_method(args, tmp_path):
+    hook = tmp_path / "hook.py"
+    hook.write_text("def last(args, rollout_id, buffer, num_samples):\n    return [buffer[-1]]\n")
+    args.buffer_filter_path = f"{hook}:last"
+    source = RolloutDataSourceWithBuffer(args)
+    groups = source.get_samples(3)
+    source.add_samples(groups)
+    assert prompts(source.get_samples(2)) == [2, 3]
+    assert prompts(source.buffer) == [0, 1], "what a filter returns leaves the buffer, whether it removed it or not"
+
+    class Newest(RolloutDataSourceWithBuffer):
+        def buffer_filter(self, args, buffer, num_samples):
+            return buffer[-num_samples:]
+
+    source = Newest(args)
+    source.add_samples(source.get_samples(3))
+    assert prompts(source.get_samples(1)) == [2]
+
+
+def test_without_a_dataset_prompts_are_blank_and_a_read_only_source_takes_nothing_back(args):
+    args.rollout_global_dataset = False
+    source = RolloutDataSource(args=args)
+    assert [s.prompt for s in iter_samples(source.get_samples(2))] == [""] * 4
+    assert len(source) == 0
+    with pytest.raises(RuntimeError, match="RolloutDataSource is read-only"):
+        source.add_samples([])
+
+
+def test_a_dataset_can_be_given(args):
+    dataset = RolloutDataSource(args).dataset
+    args.prompt_data = None
+    assert prompts(RolloutDataSource(dataset, args).get_samples(1)) == [0]
+
+
+def test_pop_first_removes_what_it_returns():
+    buffer = [[Sample(index=i)] for i in range(3)]
+    first = buffer[0]
+    assert pop_first(None, None, buffer, 1) == [first]
+    assert len(buffer) == 2
+    assert len(pop_first(None, None, buffer, 9)) == 2
+    assert buffer == []

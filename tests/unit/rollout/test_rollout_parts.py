@@ -1,0 +1,270 @@
+"""The small parts of the rollout room: filters, hooks on samples, evaluation sets, supervised batches, HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from slime.data.sample import Sample
+from slime.rollout import sft_rollout
+from slime.rollout.arguments import __all__ as argument_groups
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.eval_config import EvalDatasetConfig, build_eval_dataset_configs, build_eval_datasets
+from slime.rollout.failures import fresh_copy
+from slime.rollout.filter_hub.base_types import (
+    DynamicFilterOutput,
+    MetricGatherer,
+    call_dynamic_filter,
+    should_drop_dynamic_filter_output,
+)
+from slime.rollout.filter_hub.dynamic_sampling_filters import (
+    check_reward_nonzero_std,
+    check_reward_nonzero_std_with_fallback,
+)
+from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id
+from slime.rollout.settings import setting
+from slime.utils import http_utils
+from slime.utils.errors import ConfigError, DataError, EngineError
+from tests.unit.rollout.fake_engine import FakeEngine, make_args
+
+NO_KEY = SimpleNamespace(reward_key=None)
+
+
+def group(*rewards):
+    return [Sample(index=i, reward=reward) for i, reward in enumerate(rewards)]
+
+
+# --- filters
+
+
+def test_equal_rewards_are_dropped_also_inside_fan_out_lists():
+    assert check_reward_nonzero_std(NO_KEY, group(0.0, 1.0)).keep is True
+    output = check_reward_nonzero_std(NO_KEY, [group(1.0, 1.0), *group(1.0)])
+    assert (output.keep, output.reason) == (False, "zero_std_1.0")
+    assert check_reward_nonzero_std(NO_KEY, group(1.0)).keep, "a group of one has no spread to ask for"
+    keyed = [Sample(reward={"acc": i}) for i in range(2)]
+    assert check_reward_nonzero_std(SimpleNamespace(reward_key="acc"), keyed).keep
+
+
+def test_a_fallback_group_is_taken_only_when_nothing_better_is_coming():
+    output = check_reward_nonzero_std_with_fallback(NO_KEY, group(1.0, 1.0))
+    assert should_drop_dynamic_filter_output(output, remaining_batch_size=5, target_data_size=4)
+    assert not should_drop_dynamic_filter_output(output, remaining_batch_size=4, target_data_size=4)
+
+
+def test_filters_may_return_a_bool_and_drops_are_counted_by_reason():
+    assert call_dynamic_filter(None, 1).keep
+    assert call_dynamic_filter(lambda x: x > 1, 1) == DynamicFilterOutput(keep=False)
+    gatherer = MetricGatherer()
+    for reason in ("a", "a", None, ""):
+        gatherer.on_dynamic_filter_drop(reason)
+    assert gatherer.collect() == {"rollout/dynamic_filter/drop_a": 2}
+
+
+# --- hooks on samples
+
+
+@pytest.fixture
+def hook_file(tmp_path):
+    path = tmp_path / "hooks.py"
+    path.write_text(
+        "from slime.data.sample import Sample\n"
+        "def first(args, sample, *, rollout_id):\n    sample.metadata['by'] = [rollout_id]\n"
+        "async def second(args, sample, **kwargs):\n"
+        "    new = Sample(metadata=dict(sample.metadata)); new.metadata['by'].append(kwargs['evaluation']); return new\n"
+        "def wrong(args, sample):\n    return 3\n"
+    )
+    return path
+
+
+def hooked(args, value, **kwargs):
+    return asyncio.run(apply_rollout_sample_hooks(args, value, **kwargs))
+
+
+def test_sample_hooks_apply_in_order_and_keep_the_nesting(hook_file):
+    args = SimpleNamespace(rollout_sample_hook_path=[f"{hook_file}:first", f"{hook_file}:second"])
+    set_current_rollout_id(5)
+    result = hooked(args, [Sample(), [Sample()]], evaluation=True)
+    assert result[0].metadata["by"] == result[1][0].metadata["by"] == [5, True]
+    set_current_rollout_id(None)
+
+
+def test_without_hooks_the_very_object_comes_back_and_wrong_results_are_named(hook_file):
+    value = object()
+    assert hooked(SimpleNamespace(), value) is value
+    with pytest.raises(TypeError, match="wrong: expected Sample or None, got int"):
+        hooked(SimpleNamespace(rollout_sample_hook_path=[f"{hook_file}:wrong"]), Sample())
+    with pytest.raises(TypeError, match="got str"):
+        hooked(SimpleNamespace(rollout_sample_hook_path=[f"{hook_file}:first"]), ["x"])
+
+
+# --- what rollout functions return
+
+
+def test_plain_results_are_wrapped_and_nothing_is_an_error():
+    samples = [[Sample()]]
+    assert call_rollout_fn(lambda evaluation: samples, evaluation=False).samples is samples
+    assert call_rollout_fn(lambda evaluation: {"a": {}}, evaluation=True) == RolloutFnEvalOutput(data={"a": {}})
+    output = RolloutFnTrainOutput(samples=[])
+    assert call_rollout_fn(lambda evaluation: output, evaluation=True) is output
+    with pytest.raises(DataError, match="--rollout-function-path"):
+        call_rollout_fn(lambda evaluation: None, evaluation=False)
+
+
+# --- evaluation sets
+
+
+def test_pairs_become_sets_with_the_flags_of_evaluation_then_of_training():
+    args = SimpleNamespace(
+        eval_prompt_data=["a", "a.jsonl", "b", "b.jsonl"], rollout_temperature=1.0, eval_temperature=0.0,
+        n_samples_per_eval_prompt=None, n_samples_per_prompt=4, input_key="q", rollout_max_response_len=9,
+    )  # fmt: skip
+    first, second = build_eval_datasets(args)
+    assert (first.name, first.path, second.name) == ("a", "a.jsonl", "b")
+    assert (first.temperature, first.n_samples_per_eval_prompt, first.input_key) == (0.0, 4, "q")
+    assert (first.max_response_len, first.top_p) == (9, None)
+    assert first.cache_key != second.cache_key
+
+
+@pytest.mark.parametrize(
+    ("values", "message"), [(["a", "x", "b"], "pairs NAME FILE"), (["a", "x", "a", "y"], "a more than once")]
+)
+def test_odd_and_repeated_sets_are_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        build_eval_datasets(SimpleNamespace(eval_prompt_data=values))
+
+
+def test_a_lone_file_keeps_its_old_name_and_no_flag_means_no_set():
+    (only,) = build_eval_datasets(SimpleNamespace(eval_prompt_data=["x.jsonl"]))
+    assert only.name == "aime"
+    assert build_eval_datasets(SimpleNamespace(eval_prompt_data=None)) == []
+
+
+def test_entries_win_over_defaults_and_unknown_keys_are_named():
+    entries = [{"name": "a", "path": "x", "top_p": 0.5}]
+    (config,) = build_eval_dataset_configs(SimpleNamespace(top_k=1), entries, {"top_p": 0.9, "temperature": 0.3})
+    assert (config.top_p, config.temperature) == (0.5, 0.3)
+    with pytest.raises(ValueError, match="temprature"):
+        build_eval_dataset_configs(SimpleNamespace(), [], {"temprature": 1})
+
+
+def test_metadata_of_a_set_is_added_to_a_copy():
+    config = EvalDatasetConfig("a", "x", rm_type="f1", metadata_overrides={"k": 1})
+    original = {"z": 0}
+    assert config.inject_metadata(original) == {"z": 0, "rm_type": "f1", "k": 1}
+    assert original == {"z": 0}
+    with pytest.raises(TypeError, match="metadata_overrides"):
+        EvalDatasetConfig("a", "x", metadata_overrides=[1])
+
+
+# --- supervised batches
+
+
+def test_supervised_batches_train_on_the_answers_and_skip_rows_without_one(tmp_path, tiny_task):
+    rows = [
+        [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}],
+        [{"role": "user", "content": "2+2="}],
+    ]
+    path = tmp_path / "sft.jsonl"
+    path.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
+    args = make_args(tiny_task.model, 0, prompt_data=str(path), n_samples_per_prompt=1)
+    output = sft_rollout.generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert output.metrics == {"rollout/skipped_rows": 1}
+    for (sample,) in output.samples:
+        assert len(sample.loss_mask) == sample.response_length < len(sample.tokens)
+        assert (sample.reward, sample.status, sum(sample.loss_mask)) == (0.0, Sample.Status.COMPLETED, 3)
+    args.n_samples_per_prompt = 2
+    with pytest.raises(ConfigError, match="--n-samples-per-prompt 1"):
+        sft_rollout.generate_rollout(args, 0, None)
+
+
+def test_supervised_batches_of_rows_that_cannot_be_trained_are_an_error(tmp_path, tiny_task):
+    path = tmp_path / "sft.jsonl"
+    path.write_text(json.dumps({"prompt": [{"role": "user", "content": "2+2="}]}))
+    args = make_args(tiny_task.model, 0, prompt_data=str(path), n_samples_per_prompt=1)
+    with pytest.raises(DataError, match="rows without an assistant message"):
+        sft_rollout.generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    path.write_text(json.dumps({"prompt": "text"}))
+    with pytest.raises(DataError, match="message lists"):
+        sft_rollout.generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+
+
+# --- settings and copies
+
+
+def test_settings_left_out_of_a_hand_made_namespace_have_their_declared_default():
+    assert setting(SimpleNamespace(), "rm_timeout") == 60.0
+    assert setting(SimpleNamespace(rm_timeout=1), "rm_timeout") == 1
+    with pytest.raises(KeyError):
+        setting(SimpleNamespace(), "no_such_flag")
+
+
+def test_a_fresh_copy_shares_no_list_and_keeps_plugin_attributes():
+    sample = Sample(tokens=[1], metadata={"a": [1]}, multimodal_inputs={"images": []})
+    sample.notes = [1]
+    twin = fresh_copy(sample)
+    twin.tokens.append(2)
+    twin.metadata["a"].append(2)
+    twin.notes.append(2)
+    twin.spec_info.spec_verify_ct = 1
+    assert (sample.tokens, sample.metadata, sample.notes) == ([1], {"a": [1]}, [1])
+    assert sample.spec_info.spec_verify_ct == 0
+    assert twin.multimodal_inputs is sample.multimodal_inputs
+
+
+def test_every_flag_has_a_help_text_and_the_module_imports_no_torch():
+    import slime.rollout.arguments as module
+
+    for name in argument_groups:
+        assert all(item.metadata["help"] for item in dataclasses.fields(getattr(module, name)))
+    code = (
+        "import slime.rollout.arguments, slime.data.arguments, slime.rollout.eval_config, slime.hooks.load, sys;"
+        "assert not {'torch', 'ray', 'transformers', 'sglang'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- HTTP
+
+
+def test_every_event_loop_gets_a_working_client_and_replies_may_be_text():
+    server = FakeEngine(lambda payload, number: (200, {"got": payload}))
+    try:
+        for _ in range(2):
+            assert asyncio.run(http_utils.post(f"{server.url}/x", {"a": 1})) == {"got": {"a": 1}}
+        assert asyncio.run(http_utils.get(f"{server.url}/workers")) == {"workers": [{"url": server.url}]}
+        assert asyncio.run(http_utils.post(f"{server.url}/x", None)) == {"got": {}}
+    finally:
+        server.close()
+
+
+def test_a_closed_port_is_tried_as_often_as_asked_and_named():
+    server = FakeEngine()
+    server.close()
+    started = time.monotonic()
+    with pytest.raises(EngineError, match=rf"{server.url}/x failed 3 times.*ConnectError"):
+        asyncio.run(http_utils.post(f"{server.url}/x", {}, max_retries=2))
+    assert time.monotonic() - started < 3
+
+
+def test_a_client_that_users_code_installed_is_used(monkeypatch):
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, text="plain"))
+    monkeypatch.setattr(http_utils, "_http_client", httpx.AsyncClient(transport=transport))
+    assert asyncio.run(http_utils.post("http://nowhere/x", {})) == "plain"
+
+
+@pytest.mark.parametrize(("gpus", "per_engine", "engines"), [(None, 1, 0), (0, 1, 0), (4, 2, 2), (1, 2, 1)])
+def test_the_number_of_engines_follows_from_the_devices(gpus, per_engine, engines):
+    args = SimpleNamespace(rollout_num_gpus=gpus, rollout_num_gpus_per_engine=per_engine)
+    assert http_utils.get_rollout_num_engines(args) == engines
+    args.rollout_num_engines = 7
+    assert http_utils.get_rollout_num_engines(args) == 7

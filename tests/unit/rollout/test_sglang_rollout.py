@@ -1,0 +1,447 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from slime.data.sample import Sample, iter_samples
+from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
+from slime.rollout.eval_config import build_eval_datasets
+from slime.rollout.sglang_rollout import GenerateState, generate, generate_rollout, get_model_url
+from slime.utils.async_utils import run
+from slime.utils.errors import DataError, DeadlineExceeded, EngineError
+from tests.unit.rollout.fake_engine import FakeEngine, completion, make_args
+
+# --- users' functions, loaded by path
+
+
+async def reward_is_length(args, sample, **kwargs):
+    return float(sample.response_length)
+
+
+def sync_reward(args, sample):
+    return {"score": 0.5, "acc": 1}
+
+
+def broken_reward(args, sample):
+    raise KeyError("no such grader")
+
+
+def hanging_reward(args, sample):
+    time.sleep(60)
+
+
+async def group_reward(args, samples, **kwargs):
+    return [float(i) for i in range(len(samples))]
+
+
+async def two_rows(args, sample, sampling_params):
+    rows = [Sample(prompt=sample.prompt, label=sample.label) for _ in range(2)]
+    for number, row in enumerate(rows):
+        row.tokens = [1]
+        row.append_response_tokens(tokens=[number], log_probs=[-1.0])
+    return rows
+
+
+async def text_only(args, sample, sampling_params, evaluation=False):
+    sample.response = "12"
+    sample.reward = 1.0
+    sample.metadata["evaluation"] = evaluation
+    return sample
+
+
+async def whole_group(args, samples, evaluation=False):
+    for number, sample in enumerate(samples):
+        sample.tokens = [1, 2]
+        sample.response_length = 1
+        sample.loss_mask += [1]
+        sample.metadata["position"] = number
+    return samples
+
+
+def fails_on_the_first_try(args, sample, sampling_params):
+    if "failed_attempts" not in sample.metadata:
+        sample.tokens = [9, 9, 9]
+        raise ConnectionError("tool server is gone")
+    sample.tokens = [1, 2]
+    sample.response_length = 1
+    return sample
+
+
+def always_fails(args, sample, sampling_params):
+    raise ZeroDivisionError("users' bug")
+
+
+def keep_odd_groups(args, samples, **kwargs):
+    return samples[0].group_index % 2 == 1
+
+
+def keep_nothing(args, samples, **kwargs):
+    return False
+
+
+def mark_first(args, sample, *, rollout_id=None, evaluation=False):
+    sample.metadata["hooked"] = (rollout_id, evaluation, sample.reward)
+
+
+def remove_all(args, groups):
+    for sample in iter_samples(groups):
+        sample.remove_sample = True
+
+
+def see_all(args, groups, data_source):
+    data_source.update_metadata({"seen": len(groups)})
+
+
+@pytest.fixture
+def engine():
+    servers = []
+
+    def start(on_generate=None):
+        servers.append(FakeEngine(on_generate))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state():
+    GenerateState.clear_instances()
+    yield
+    GenerateState.clear_instances()
+
+
+@pytest.fixture
+def setup(engine, tiny_task):
+    """``setup(on_generate, **flags) -> (engine, args)``"""
+
+    def make(on_generate=None, **values):
+        server = engine(on_generate)
+        defaults = {"prompt_data": tiny_task.train, "apply_chat_template": True}
+        return server, make_args(tiny_task.model, server.port, **(defaults | values))
+
+    return make
+
+
+def here(name):
+    return f"{__file__}:{name}"
+
+
+def generate_one(args, sample, **params):
+    return run(generate(args, sample, {"max_new_tokens": 8} | params))
+
+
+# --- one request
+
+
+def test_tokens_and_log_probs_are_those_the_engine_sampled(setup):
+    server, args = setup()
+    sample = Sample(index=4, prompt="12+34=")
+    params = {"max_new_tokens": 8, "temperature": 0.5}
+    run(generate(args, sample, params))
+    request = server.requests[0]
+    assert sample.tokens == [*request["input_ids"], 5, 6]
+    assert sample.rollout_log_probs == [-0.1, -0.2]
+    assert sample.response == "7"
+    assert sample.status is Sample.Status.COMPLETED
+    assert sample.weight_versions == ["3"]
+    assert request["return_logprob"] is True
+    assert request["sampling_params"] == params == {"max_new_tokens": 8, "temperature": 0.5}
+
+
+def test_an_aborted_sample_continues_from_its_tokens_with_what_is_left(setup):
+    server, args = setup(lambda p, n: (200, completion(p, [5, 6], "abort" if n == 0 else "stop")))
+    sample = generate_one(args, Sample(prompt="1+1="))
+    assert sample.status is Sample.Status.ABORTED
+    prompt_and_part = list(sample.tokens)
+    generate_one(args, sample)
+    assert server.requests[1]["input_ids"] == prompt_and_part
+    assert server.requests[1]["sampling_params"]["max_new_tokens"] == 6
+    assert sample.response_length == 4
+    assert len(sample.rollout_log_probs) == 4
+
+
+def test_the_context_length_caps_the_response_and_no_room_means_truncated(setup):
+    server, args = setup(rollout_max_context_len=7)
+    generate_one(args, Sample(prompt="1+1="))
+    assert server.requests[0]["sampling_params"]["max_new_tokens"] == 3
+    full = generate_one(args, Sample(prompt="111+111="))
+    assert full.status is Sample.Status.TRUNCATED
+    assert len(server.requests) == 1
+
+
+def test_ids_beyond_the_vocabulary_are_never_sent(setup):
+    server, args = setup()
+    with pytest.raises(DataError, match="sample 3 holds token id 100000"):
+        generate_one(args, Sample(index=3, tokens=[1, 100000]))
+    assert server.requests == []
+
+
+def test_message_lists_need_a_template_and_finished_samples_nothing(setup):
+    _, args = setup()
+    with pytest.raises(DataError, match="--apply-chat-template"):
+        generate_one(args, Sample(prompt=[{"role": "user", "content": "1"}]))
+    with pytest.raises(ValueError, match="completed"):
+        generate_one(args, Sample(prompt="1", status=Sample.Status.COMPLETED))
+
+
+def test_a_refused_request_is_not_repeated_and_its_text_is_shown(setup):
+    server, args = setup(lambda p, n: (400, {"error": "prompt is too long"}))
+    with pytest.raises(EngineError, match="status 400.*prompt is too long"):
+        generate_one(args, Sample(prompt="1"))
+    assert len(server.requests) == 1
+
+
+def test_server_errors_are_repeated_under_a_new_request_id(setup):
+    server, args = setup(lambda p, n: (503, "busy") if n < 2 else (200, completion(p, [5])))
+    assert generate_one(args, Sample(prompt="1")).response_length == 1
+    assert len({request["rid"] for request in server.requests}) == 3
+
+
+def test_a_silent_engine_is_given_up_at_the_deadline(setup):
+    server, args = setup(lambda p, n: (server.aborted.wait(20) and (200, "")) or (500, ""), rollout_request_timeout=0.5)
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="/generate"):
+        generate_one(args, Sample(prompt="1"))
+    assert time.monotonic() - started < 3
+
+
+def test_model_urls_come_from_the_named_router_or_the_default_one():
+    args = SimpleNamespace(sglang_router_ip="a", sglang_router_port=1, sglang_model_routers={"judge": ("b", 2)})
+    assert get_model_url(args, "judge", "/x") == "http://b:2/x"
+    assert get_model_url(args, "other") == "http://a:1/generate"
+
+
+# --- whole rollouts
+
+
+def test_a_rollout_returns_full_scored_groups_in_order(setup):
+    _, args = setup(custom_rm_path=here("reward_is_length"), rollout_batch_size=4, n_samples_per_prompt=3)
+    source = RolloutDataSourceWithBuffer(args)
+    output = generate_rollout(args, 0, source)
+    assert [[s.index for s in group] for group in output.samples] == [[3 * g + i for i in range(3)] for g in range(4)]
+    assert {s.reward for s in iter_samples(output.samples)} == {2.0}
+    assert output.metrics == {}
+    second = generate_rollout(args, 1, source)
+    assert next(iter_samples(second.samples)).index == 12
+
+
+def test_no_more_samples_run_at_once_than_there_are_places(setup):
+    def slow(payload, number):
+        time.sleep(0.02)
+        return 200, completion(payload, [5])
+
+    server, args = setup(slow, sglang_server_concurrency=3, rollout_batch_size=8, n_samples_per_prompt=2)
+    generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert len(server.requests) == 16
+    assert 2 <= server.most_running <= 3
+
+
+def test_what_over_sampling_leaves_running_is_aborted_and_its_prompts_come_back(setup):
+    def first_ones_answer(payload, number):
+        if number >= 4:
+            server.aborted.wait(20)
+            return 200, completion(payload, [5], "abort")
+        return 200, completion(payload, [5])
+
+    server, args = setup(first_ones_answer, over_sampling_batch_size=5)
+    source = RolloutDataSourceWithBuffer(args)
+    started = time.monotonic()
+    output = generate_rollout(args, 0, source)
+    assert time.monotonic() - started < 5
+    assert server.aborted.is_set()
+    used = {group[0].group_index for group in output.samples}
+    back = [group[0].group_index for group in source.buffer]
+    assert len(used) == 2
+    assert back == sorted(set(range(5)) - used)
+    assert all(s.tokens == [] and s.status is Sample.Status.PENDING for s in iter_samples(source.buffer))
+    assert output.metrics["rollout/left_over_groups"] == 3
+    assert not GenerateState(args).aborted
+
+
+def test_a_source_without_buffer_only_costs_a_warning(setup, caplog):
+    _, args = setup(over_sampling_batch_size=4)
+    generate_rollout(args, 0, RolloutDataSource(args))
+    assert "prompts that were fetched but not used are lost" in caplog.text
+
+
+def test_dropped_groups_are_replaced_and_counted(setup):
+    _, args = setup(dynamic_sampling_filter_path=here("keep_odd_groups"), rollout_batch_size=3)
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert all(group[0].group_index % 2 for group in output.samples)
+    assert output.metrics["rollout/dropped_groups"] >= 2
+
+
+def test_a_filter_that_drops_everything_ends_with_an_error(setup):
+    _, args = setup(dynamic_sampling_filter_path=here("keep_nothing"), rollout_batch_size=1, n_samples_per_prompt=1)
+    with pytest.raises(DataError, match="dropped 101 groups"):
+        generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+
+
+def test_hooks_run_in_their_order_and_see_what_they_should(setup):
+    _, args = setup(
+        rollout_sample_hook_path=[here("mark_first")],
+        rollout_sample_filter_path=here("remove_all"),
+        rollout_all_samples_process_path=here("see_all"),
+        custom_rm_path=here("reward_is_length"),
+    )
+    source = RolloutDataSourceWithBuffer(args)
+    output = generate_rollout(args, 7, source)
+    samples = list(iter_samples(output.samples))
+    assert all(s.metadata["hooked"][1:] == (False, None) for s in samples), "hooks come before the reward"
+    assert all(s.remove_sample for s in samples)
+    assert source.get_metadata() == {"seen": 2}
+
+
+def test_a_raising_reward_names_itself_and_the_sample(setup):
+    _, args = setup(custom_rm_path=here("broken_reward"))
+    with pytest.raises(DataError, match=r"broken_reward on sample \d+ raised KeyError: 'no such grader'"):
+        generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert not GenerateState(args).pendings
+
+
+def test_a_hanging_reward_ends_the_rollout_at_its_deadline(setup):
+    _, args = setup(custom_rm_path=here("hanging_reward"), rm_timeout=0.3)
+    started = time.monotonic()
+    with pytest.raises(DataError, match=r"hanging_reward on sample \d+ did not return within 0.3 s.*--rm-timeout"):
+        generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert time.monotonic() - started < 5
+
+
+def test_a_failing_engine_ends_the_rollout_and_the_next_one_works(setup):
+    broken = threading.Event()
+    broken.set()
+    _, args = setup(lambda p, n: (400, "bad") if broken.is_set() else (200, completion(p, [5])))
+    source = RolloutDataSourceWithBuffer(args)
+    with pytest.raises(EngineError, match="bad"):
+        generate_rollout(args, 0, source)
+    broken.clear()
+    assert len(generate_rollout(args, 1, source).samples) == 2
+
+
+def test_an_abort_that_nobody_asked_for_is_generated_again(setup):
+    server, args = setup(lambda p, n: (200, completion(p, [5], "abort" if n == 0 else "stop")))
+    args.rollout_batch_size = args.n_samples_per_prompt = 1
+    (group,) = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args)).samples
+    assert group[0].status is Sample.Status.COMPLETED
+    assert len(server.requests) == 2
+    assert group[0].response_length == 1
+
+
+def test_a_data_source_without_prompts_is_an_error(setup):
+    _, args = setup()
+    with pytest.raises(DataError, match="no prompts"):
+        generate_rollout(args, 0, SimpleNamespace(get_samples=lambda n: []))
+
+
+def test_flat_samples_of_a_users_data_source_become_groups(setup):
+    _, args = setup()
+    source = SimpleNamespace(get_samples=lambda n: [Sample(prompt="1+1=") for _ in range(n)])
+    output = generate_rollout(args, 0, source)
+    assert [len(group) for group in output.samples] == [2, 2]
+
+
+def test_rewards_of_a_whole_group_come_from_one_call(setup):
+    _, args = setup(custom_rm_path=here("group_reward"), group_rm=True, n_samples_per_prompt=3)
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert [[s.reward for s in group] for group in output.samples] == [[0.0, 1.0, 2.0]] * 2
+
+
+# --- custom generate functions
+
+
+def test_rows_of_one_execution_share_its_rollout_id_and_are_scored(setup):
+    server, args = setup(custom_generate_function_path=here("two_rows"), custom_rm_path=here("reward_is_length"))
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    for group in output.samples:
+        assert [len(rows) for rows in group] == [2, 2]
+        for rows in group:
+            assert len({row.rollout_id for row in rows}) == 1
+            assert {row.group_index for row in rows} == {group[0][0].group_index}
+    assert len({row.rollout_id for row in iter_samples(output.samples)}) == 4
+    assert {row.reward for row in iter_samples(output.samples)} == {1.0}
+    assert server.requests == []
+
+
+def test_a_function_that_only_sets_text_gets_tokens_and_keeps_its_reward(setup):
+    _, args = setup(custom_generate_function_path=here("text_only"), custom_rm_path=here("broken_reward"))
+    for sample in iter_samples(generate_rollout(args, 0, RolloutDataSourceWithBuffer(args)).samples):
+        assert sample.response_length == 2
+        assert len(sample.tokens) > 2
+        assert (sample.status, sample.reward) == (Sample.Status.COMPLETED, 1.0)
+        assert (sample.loss_mask, sample.metadata["evaluation"]) == (None, False)
+
+
+def test_a_function_with_a_parameter_samples_receives_the_group(setup):
+    _, args = setup(custom_generate_function_path=here("whole_group"), sglang_server_concurrency=1)
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert [[s.metadata["position"] for s in group] for group in output.samples] == [[0, 1]] * 2
+    assert all(s.loss_mask == [1] and s.reward in (0, 1) for s in iter_samples(output.samples))
+
+
+def test_a_failed_generation_starts_again_from_its_prompt_and_is_counted(setup):
+    _, args = setup(custom_generate_function_path=here("fails_on_the_first_try"))
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert all(s.tokens == [1, 2] for s in iter_samples(output.samples))
+    assert output.metrics == {"rollout/failed_generations": 4}
+
+
+def test_a_generation_that_never_works_ends_the_rollout_with_its_cause(setup):
+    _, args = setup(custom_generate_function_path=here("always_fails"))
+    with pytest.raises(
+        DataError, match=r"always_fails raised on sample \d+ in 3 attempts.*ZeroDivisionError: users' bug"
+    ):
+        generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+
+
+# --- evaluation
+
+
+def test_evaluation_scores_every_prompt_n_times_with_its_own_settings(setup, tiny_task):
+    server, args = setup(
+        custom_rm_path=here("sync_reward"),
+        eval_prompt_data=["a", f"{tiny_task.eval}@[:3]", "b", f"{tiny_task.eval}@[:2]"],
+        n_samples_per_eval_prompt=2,
+        eval_temperature=0.0,
+        eval_max_response_len=3,
+        reward_key="score",
+        eval_reward_key="acc",
+    )
+    args.eval_datasets = build_eval_datasets(args)
+    output = generate_rollout(args, 0, None, evaluation=True)
+    assert {name: len(result["rewards"]) for name, result in output.data.items()} == {"a": 6, "b": 4}
+    for result in output.data.values():
+        assert set(result["rewards"]) == {1}
+        assert result["truncated"] == [False] * len(result["samples"])
+        assert [s.index for s in result["samples"]] == list(range(len(result["samples"])))
+    assert {r["sampling_params"]["temperature"] for r in server.requests} == {0.0}
+    assert {r["sampling_params"]["max_new_tokens"] for r in server.requests} == {3}
+
+
+def test_a_failure_during_evaluation_ends_it(setup, tiny_task):
+    _, args = setup(lambda p, n: (400, "bad"), eval_prompt_data=["a", f"{tiny_task.eval}@[:3]"])
+    args.eval_datasets = build_eval_datasets(args)
+    with pytest.raises(EngineError, match="bad"):
+        generate_rollout(args, 0, None, evaluation=True)
+
+
+def test_a_coroutine_that_blocks_the_loop_is_named_with_its_place():
+    async def blocks():
+        time.sleep(3)
+
+    with pytest.raises(DeadlineExceeded, match="in blocks"):
+        run(blocks(), stall_s=0.5)
+    time.sleep(2.5)  # the loop is shared; let it turn again
+
+
+def test_running_on_the_loop_itself_is_an_error_and_not_a_deadlock():
+    async def inner():
+        return run(asyncio.sleep(0))
+
+    with pytest.raises(RuntimeError, match="use await"):
+        run(inner())
