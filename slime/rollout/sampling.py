@@ -63,7 +63,7 @@ def prepare_prompt_ids(sample: Sample, tokenizer: Any, processor: Any = None) ->
             f"the prompt of sample {sample.index} is a list of messages: use --apply-chat-template, or a "
             "--custom-generate-function-path that handles messages"
         )
-    ids = list(tokenizer.encode(sample.prompt, add_special_tokens=False))
+    ids = list(_encode(tokenizer, sample.prompt))
     if not ids:
         raise DataError(f"the prompt of sample {sample.index} has no token: {sample.prompt!r}")
     return ids
@@ -85,6 +85,12 @@ def check_token_ids(sample: Sample, ids: Sequence[int], hf_checkpoint: str) -> N
             f"sample {sample.index} holds token id {bad}, but the model of --hf-checkpoint {hf_checkpoint} knows ids "
             f"below {size}: the tokenizer does not belong to the model"
         )
+
+
+@functools.lru_cache(maxsize=1024)
+def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """Cached, because the samples of a group have the same prompt."""
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 @functools.lru_cache(maxsize=8)

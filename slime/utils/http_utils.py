@@ -1,4 +1,4 @@
-"""HTTP to engines, router and reward services: one client per event loop, deadlines, retries by kind.
+"""HTTP to engines, router and reward services: shared clients per event loop, deadlines, retries by kind.
 
     connection errors, 5xx   retried with exponential backoff
     4xx                      raised at once: the request itself is wrong
@@ -10,7 +10,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
+import ssl
 import threading
 import weakref
 from argparse import Namespace
@@ -27,39 +29,54 @@ DEFAULT_TIMEOUT_S = 1800.0
 _FIRST_BACKOFF_S = 0.25
 _LAST_BACKOFF_S = 5.0
 _MAX_QUOTED_CHARS = 2000
+_CONNECTIONS_PER_CLIENT = 16
+_MAX_CLIENTS = 64
 
 _http_client: httpx.AsyncClient | None = None
 
 
 class _Clients:
-    """A client is bound to the loop that uses it, so there is one per loop, made on first use."""
+    """The clients of every event loop (a client is bound to the loop that uses it), made on first use.
+
+    A loop has several, used in turn: httpcore looks at all connections of a pool for each request, which with hundreds
+    of them costs more than the requests themselves.
+    """
 
     def __init__(self) -> None:
-        self._by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient]
+        self._by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[httpx.AsyncClient]]
         self._by_loop = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
+        self._turn = itertools.count()
+        self._ssl: ssl.SSLContext | None = None
         self.max_connections = 512
         self.timeout_s = DEFAULT_TIMEOUT_S
 
-    def current(self) -> httpx.AsyncClient:
+    def next(self) -> httpx.AsyncClient:
         if _http_client is not None:
             return _http_client
         loop = asyncio.get_running_loop()
         with self._lock:
-            client = self._by_loop.get(loop)
-            if client is None or client.is_closed:
-                client = httpx.AsyncClient(
-                    limits=httpx.Limits(max_connections=None, max_keepalive_connections=self.max_connections),
-                    timeout=None,  # every call brings its own deadline
-                    trust_env=False,  # engines are never behind the user's proxy
-                )
-                self._by_loop[loop] = client
-            return client
+            clients = self._by_loop.setdefault(loop, [])
+            wanted = min(_MAX_CLIENTS, -(-self.max_connections // _CONNECTIONS_PER_CLIENT))
+            if len(clients) < wanted:
+                clients.append(self._new())
+                return clients[-1]
+            return clients[next(self._turn) % len(clients)]
+
+    def _new(self) -> httpx.AsyncClient:
+        if self._ssl is None:
+            self._ssl = httpx.create_ssl_context()  # slow to make, and shareable
+        return httpx.AsyncClient(
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=30.0),
+            timeout=None,  # every call brings its own deadline
+            trust_env=False,  # engines are never behind the user's proxy
+            verify=self._ssl,
+        )
 
     async def close(self) -> None:
         with self._lock:
-            client = self._by_loop.pop(asyncio.get_running_loop(), None)
-        if client is not None:
+            clients = self._by_loop.pop(asyncio.get_running_loop(), [])
+        for client in clients:
             await client.aclose()
 
 
@@ -82,7 +99,7 @@ def init_http_client(args: Namespace) -> None:
 
 
 async def close_http_client() -> None:
-    """Close the client of the running loop; the next call opens a new one."""
+    """Close the clients of the running loop; the next call opens a new one."""
     await _clients.close()
 
 
@@ -117,7 +134,7 @@ async def post(
         try:
             async with asyncio.timeout(deadline.remaining):
                 body = payload() if callable(payload) else payload
-                response = await _clients.current().post(url, json=body or {}, headers=headers)
+                response = await _clients.next().post(url, json=body or {}, headers=headers)
         except httpx.TransportError as error:
             problem = f"{type(error).__name__}: {error}"
         except TimeoutError:
@@ -134,7 +151,7 @@ async def post(
 async def get(url: str, *, timeout_s: float = 30.0) -> Any:
     """GET once and return the JSON. Raises :class:`EngineError` for anything else."""
     try:
-        response = await _clients.current().get(url, timeout=timeout_s)
+        response = await _clients.next().get(url, timeout=timeout_s)
         response.raise_for_status()
     except httpx.HTTPError as error:
         raise EngineError(f"GET {url} failed: {type(error).__name__}: {error}") from error

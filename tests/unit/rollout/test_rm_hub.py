@@ -41,7 +41,7 @@ def batch(args, samples, **kwargs):
 
 
 def values(prompts, responses, labels):
-    return [float(r == l) for r, l in zip(responses, labels, strict=True)]
+    return [float(given == label) for given, label in zip(responses, labels, strict=True)]
 
 
 async def one_or_many(args, sample: Sample | list[Sample], **kwargs):
@@ -165,7 +165,7 @@ def test_the_samples_own_function_wins_over_the_runs_and_the_datas_type_over_the
         ("math", r"so \boxed{\frac12}", "0.5", 1),
         ("boxed_math", r"so \boxed{7}", "7", 1),
         ("math", "7", "7", 0),
-        ("f1", r"a \boxed{cat}", "the cat", 2 / 3),
+        ("f1", "a cat dog", "the cat", 2 / 3),
         ("boxed_f1", r"a dog \boxed{cat}", "the cat", 1.0),
         ("math_verify", r"\boxed{10^6}", "1000000", 1.0),
         ("math_verify", r"\boxed{5}", "6", 0.0),
@@ -177,7 +177,7 @@ def test_built_in_rules(rm_type, response, label, reward):
 
 
 def test_unknown_and_missing_types_are_errors():
-    with pytest.raises(NotImplementedError, match="'sorcery' is unknown.*math"):
+    with pytest.raises(NotImplementedError, match=r"'sorcery' is unknown.*math"):
         score(rm_args(rm_type="sorcery"), Sample())
     with pytest.raises(NotImplementedError, match="--rm-type"):
         score(rm_args(), Sample())

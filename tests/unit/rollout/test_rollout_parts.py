@@ -80,7 +80,8 @@ def hook_file(tmp_path):
         "from slime.data.sample import Sample\n"
         "def first(args, sample, *, rollout_id):\n    sample.metadata['by'] = [rollout_id]\n"
         "async def second(args, sample, **kwargs):\n"
-        "    new = Sample(metadata=dict(sample.metadata)); new.metadata['by'].append(kwargs['evaluation']); return new\n"
+        "    new = Sample(metadata=dict(sample.metadata))\n"
+        "    new.metadata['by'].append(kwargs['evaluation'])\n    return new\n"
         "def wrong(args, sample):\n    return 3\n"
     )
     return path

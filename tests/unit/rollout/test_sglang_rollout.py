@@ -192,7 +192,7 @@ def test_message_lists_need_a_template_and_finished_samples_nothing(setup):
 
 def test_a_refused_request_is_not_repeated_and_its_text_is_shown(setup):
     server, args = setup(lambda p, n: (400, {"error": "prompt is too long"}))
-    with pytest.raises(EngineError, match="status 400.*prompt is too long"):
+    with pytest.raises(EngineError, match=r"status 400.*prompt is too long"):
         generate_one(args, Sample(prompt="1"))
     assert len(server.requests) == 1
 
