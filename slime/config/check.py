@@ -65,8 +65,10 @@ def _batches(args: Namespace) -> Iterator[str]:
             f"--global-batch-size {args.global_batch_size} must be a multiple of --micro-batch-size "
             f"{args.micro_batch_size} x {args.world_size} data-parallel ranks, or use --use-dynamic-batch-size."
         )
-    if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
-        yield "--use-dynamic-batch-size needs --max-tokens-per-gpu N."
+    if args.use_dynamic_batch_size and (args.max_tokens_per_gpu or 0) < 1:
+        yield f"--use-dynamic-batch-size needs --max-tokens-per-gpu N with N above 0, got {args.max_tokens_per_gpu}."
+    if args.balance_by_flops and not args.use_dynamic_batch_size:
+        yield "--balance-by-flops forms dynamic micro-batches: it needs --use-dynamic-batch-size."
     if args.over_sampling_batch_size < args.rollout_batch_size:
         yield (
             f"--over-sampling-batch-size {args.over_sampling_batch_size} must be at least "

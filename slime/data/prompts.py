@@ -56,9 +56,13 @@ def read_file(path: str) -> Iterator[Row]:
 
 def check_prompt_file(flag: str, path: str) -> Iterator[str]:
     """Problems of the file that ``flag`` names, found without a tokenizer. Of large files only row one is read."""
+    file = Path(parse_path(path)[0])
+    if file.suffix in _SUFFIXES and not file.is_file():
+        yield f"{flag} {path}: there is no such file."
+        return
     try:
         rows = _numbered_rows(path)
-        is_small = Path(parse_path(path)[0]).stat().st_size < _CHECK_ALL_BELOW_BYTES
+        is_small = file.stat().st_size < _CHECK_ALL_BELOW_BYTES
         count = sum(1 for _ in (rows if is_small else itertools.islice(rows, 1)))
     except OSError as error:
         yield f"{flag} {path}: {error}"

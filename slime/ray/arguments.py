@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from slime.algorithms.arguments import AlgorithmArgs
 from slime.backends.megatron_utils import arguments as megatron
-from slime.backends.megatron_utils import model_shape
+from slime.backends.megatron_utils import checkpoint_source, model_shape
 from slime.backends.sglang_utils import arguments as sglang
 from slime.backends.sglang_utils.server_args import check_user_flags, known_flags
 from slime.batch import arguments as batch
@@ -108,7 +108,7 @@ def parse_args(add_custom_arguments: AddArguments | None = None, argv: Sequence[
             add_arguments=add_custom_arguments,
         )
         config_resolve.resolve(args)
-        config_check.check(args, (model_shape.check_against_hf, check_user_flags, check_hooks, _files, _reward_type))
+        config_check.check(args, _RULES)
         args.eval_datasets = build_eval_datasets(args)
     except SlimeError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -132,3 +132,14 @@ def _reward_type(args: Namespace) -> Iterator[str]:
     known = known_rm_types()
     if args.rm_type is not None and args.rm_type.removeprefix("boxed_") not in known:
         yield f"--rm-type {args.rm_type} is unknown. Use one of {', '.join(sorted(known))}, or --custom-rm-path."
+
+
+_RULES: tuple[config_check.Rule, ...] = (
+    model_shape.check_against_hf,
+    checkpoint_source.check_checkpoints,
+    check_user_flags,
+    check_hooks,
+    _files,
+    _reward_type,
+)
+"""The rules that only other rooms know."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 
+from slime.backends.megatron_utils.model_shape import read_shape
 from slime.batch.compile import compile_train_data
 from slime.batch.replay import load_debug_rollout_data, save_debug_rollout_data
 from slime.batch.rewards import RewardArgs
@@ -55,6 +56,7 @@ class RolloutManager:
         self._eval_function = load_function(args.eval_function_path)
         self._post_process = _load_optional(args.custom_reward_post_process_path)
         self._convert = _load_optional(args.custom_convert_samples_to_train_data_path)
+        self._dims = read_shape(args.hf_checkpoint) if args.balance_data or args.balance_by_flops else None
         self._layout = ParallelLayout(dp_size=max(1, args.world_size))
 
     def wait_ready(self) -> None:
@@ -100,6 +102,7 @@ class RolloutManager:
             layout=self._layout,
             global_batch_size=self._args.global_batch_size,
             settings=from_args(MicroBatchArgs, self._args),
+            dims=self._dims,
         )
         metrics["rollout/dropped_samples"] = float(shipment.num_dropped_samples)
         return RolloutResult([Box(ray.put(batch)) for batch in shipment.ranks], metrics)

@@ -32,7 +32,7 @@ class Llama3Rope:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Everything that decides which tensors the model has and what they compute. ``head_dim`` is kv_channels."""
+    """Everything that decides which tensors the model has and what they compute."""
 
     model_type: str
     num_layers: int
@@ -48,6 +48,11 @@ class ModelShape:
     is_tied: bool
     max_position_embeddings: int
     llama3_rope: Llama3Rope | None = None
+
+    @property
+    def kv_channels(self) -> int:
+        """Megatron's name of ``head_dim``."""
+        return self.head_dim
 
     @property
     def family(self) -> Family:

@@ -18,8 +18,9 @@ CHAT = [
 AUTOMATIC_SYSTEM = "{% if messages[0]['role'] != 'system' %}<|im_start|>system\n99<|im_end|>\n{% endif %}"
 # like Qwen3's: what stands before the last user message loses its "7" (there: its reasoning)
 FORGETFUL = (
-    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}"
-    "{% endif %}{% endfor %}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m['role'] == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
     "{% if m['role'] == 'assistant' and loop.index0 < ns.last %}{{ m['content'] | replace('7', '') }}"
     "{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -54,7 +55,7 @@ def test_an_automatic_system_message_appears_once_and_is_not_trained(tokenizer, 
 @pytest.mark.parametrize("kind", ["generic", "qwen", "qwen3"])
 def test_a_message_with_step_loss_mask_0_is_not_trained(tokenizer, kind):
     chat = [*CHAT[:2], CHAT[2] | {"step_loss_mask": 0}, *CHAT[3:]]
-    ids, mask = MultiTurnLossMaskGenerator(tokenizer, kind).get_loss_mask(chat)
+    _, mask = MultiTurnLossMaskGenerator(tokenizer, kind).get_loss_mask(chat)
     assert get_response_lengths([mask]) == [len(tokenizer.encode("4<|im_end|>\n", add_special_tokens=False))]
 
 

@@ -121,14 +121,14 @@ def test_default_keys_fall_back_to_prompt_and_label(rows_file, tokenizer):
 @pytest.mark.parametrize(
     ("rows", "options", "fragment"),
     [
-        ([{"x": 1}], {"prompt_key": "input"}, "rows.jsonl:1: there is no 'input' (--input-key) in this row; its keys are 'x'"),
-        ([{"input": "1", "y": 2}, {"input": "1"}], {"prompt_key": "input", "label_key": "y"}, "rows.jsonl:2: there is no 'y' (--label-key)"),
+        ([{"x": 1}], {"prompt_key": "input"}, "rows.jsonl:1: there is no 'input' (--input-key) in this row; its keys"),
+        ([{"text": "1", "y": 2}, {"text": "1"}], {"label_key": "y"}, "rows.jsonl:2: there is no 'y' (--label-key)"),
         ([{"text": 3}], {}, "rows.jsonl:1: 'text' must be text or a list of messages, not int"),
         ([{"text": None}], {}, "there is no 'text'"),
         ([{"text": "1", "metadata": "{broken"}], {}, "looks like JSON but is not"),
         ([{"text": "1", "metadata": [1]}], {}, "must be an object, not list"),
         ([{"text": "1", "tools": {"a": 1}}], {"tool_key": "tools"}, "must be a list of tools"),
-        ([{"text": [{"content": "no role"}]}], {"apply_chat_template": True}, "rows.jsonl:1: the chat template refuses"),
+        ([{"text": [{"content": "no role"}]}], {"apply_chat_template": True}, "rows.jsonl:1: the chat template"),
         ([], {}, "there is no row"),
     ],
 )  # fmt: skip
