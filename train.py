@@ -1,6 +1,6 @@
 """The synchronous loop: generate, train, send the new weights, again.
 
-    python train.py --hf-checkpoint MODEL --prompt-data FILE --rollout-num-gpus 2 --actor-num-gpus-per-node 2 ...
+python train.py --hf-checkpoint MODEL --prompt-data FILE --rollout-num-gpus 2 --actor-num-gpus-per-node 2 ...
 """
 
 import sys

@@ -71,9 +71,7 @@ def main() -> None:
             fp32=True,
             fp16=False,
         )
-        argv = build_argv(
-            args, rank=0, host="127.0.0.1", port=port, nccl_port=free_port(), base_gpu_id=0, tp_size=1
-        )
+        argv = build_argv(args, rank=0, host="127.0.0.1", port=port, nccl_port=free_port(), base_gpu_id=0, tp_size=1)
         is_cpu = accelerator.current().is_cpu
         preloaded = ForkServer(root / "fork_server.log", server_env()) if is_cpu else None
         socket = None if preloaded is None else preloaded.socket_path

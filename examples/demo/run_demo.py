@@ -42,7 +42,13 @@ class Size:
 
 def size_for(num_cores: int, grpo_rollouts: int) -> Size:
     processes = 2 if num_cores >= 4 else 1
-    return Size(processes, processes, warm_start_rollouts=6, grpo_rollouts=grpo_rollouts, eval_interval=max(1, grpo_rollouts // 3))
+    return Size(
+        processes,
+        processes,
+        warm_start_rollouts=6,
+        grpo_rollouts=grpo_rollouts,
+        eval_interval=max(1, grpo_rollouts // 3),
+    )
 
 
 def warm_start_command(task: TinyTask, size: Size, output: Path) -> list[str]:
@@ -132,10 +138,10 @@ def plot_curve(records: list[dict[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4))
-    axes.plot(*series(records, "rollout/raw_reward", "rollout/step"), label="reward of sampled answers", color="#4c72b0")
     axes.plot(
-        *series(records, "eval/addition", "eval/step"), "o-", label="held-out accuracy (greedy)", color="#c44e52"
+        *series(records, "rollout/raw_reward", "rollout/step"), label="reward of sampled answers", color="#4c72b0"
     )
+    axes.plot(*series(records, "eval/addition", "eval/step"), "o-", label="held-out accuracy (greedy)", color="#c44e52")
     axes.set(xlabel="rollout", ylabel="share of right answers", ylim=(0, 1.02), title="Two-digit addition, GRPO")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")

@@ -52,7 +52,8 @@ def _positive(args: Namespace) -> Iterator[str]:
 
 def _batches(args: Namespace) -> Iterator[str]:
     samples = args.rollout_batch_size * args.n_samples_per_prompt
-    product = f"--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt} = {samples}"
+    product = f"--rollout-batch-size {args.rollout_batch_size} x "
+    product += f"--n-samples-per-prompt {args.n_samples_per_prompt} = {samples}"
     if args.global_batch_size > samples:
         yield f"{product} samples per rollout do not fill one step of --global-batch-size {args.global_batch_size}."
     elif samples != args.global_batch_size * args.num_steps_per_rollout:
@@ -108,11 +109,11 @@ def _paths(args: Namespace) -> Iterator[str]:
 
 
 def _lengths(args: Namespace) -> Iterator[str]:
-    context = args.rollout_max_context_len
-    if context is not None and args.rollout_max_prompt_len is not None and args.rollout_max_prompt_len > context - 1:
-        yield f"--rollout-max-prompt-len {args.rollout_max_prompt_len} must be below --rollout-max-context-len {context}."
+    context, prompt = args.rollout_max_context_len, args.rollout_max_prompt_len
+    if context is not None and prompt is not None and prompt > context - 1:
+        yield f"--rollout-max-prompt-len {prompt} must be below --rollout-max-context-len {context}."
     if args.rollout_top_p != 1.0:
-        yield f"--rollout-top-p {args.rollout_top_p} is not supported yet: the trainer cannot replay the nucleus; use 1.0."
+        yield f"--rollout-top-p {args.rollout_top_p} is not supported yet, nothing replays the nucleus: use 1."
     if args.rollout_top_k != -1:
         yield f"--rollout-top-k {args.rollout_top_k} is not supported yet: the trainer cannot replay the cut; use -1."
 

@@ -1,4 +1,4 @@
-"""From argv to one flat namespace: slime's and Megatron's flags are declared in groups, ``--sglang-*`` is collected raw.
+"""From argv to one flat namespace: slime's and Megatron's flags come from groups, ``--sglang-*`` is collected raw.
 
 Precedence: a flag on the command line > ``--custom-config-path`` YAML > the default. YAML values become parser defaults
 *before* anything is derived, and are coerced to the type of the flag they name.
@@ -35,7 +35,7 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser(groups: Sequence[type], add_arguments: AddArguments | None = None) -> argparse.ArgumentParser:
     """The parser of ``train.py``. ``add_arguments`` is the user's hook: it may add flags before slime adds its own."""
-    parser = _Parser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="train.py",
         description="Reinforcement learning of a language model. --sglang-<flag> passes any SGLang server flag on.",
         allow_abbrev=False,
@@ -139,9 +139,8 @@ def _coerce(action: argparse.Action, value: Any, path: str) -> Any:
     except (ValueError, argparse.ArgumentTypeError) as error:
         raise ConfigError(f"--custom-config-path {path}: key {action.dest}: {value!r} does not fit: {error}") from None
     if action.choices is not None and result not in action.choices:
-        raise ConfigError(
-            f"--custom-config-path {path}: key {action.dest}: {result!r} is not one of {', '.join(map(str, action.choices))}."
-        )
+        choices = ", ".join(map(str, action.choices))
+        raise ConfigError(f"--custom-config-path {path}: key {action.dest}: {result!r} is not one of {choices}.")
     return result
 
 
@@ -181,5 +180,3 @@ def _engine_attributes(engine: Sequence[str]) -> dict[str, Any]:
         values = [yaml.safe_load(text) for text in texts]
         attributes[attribute] = (not is_negated) if not values else values[0] if len(values) == 1 else values
     return attributes
-
-

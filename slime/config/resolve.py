@@ -17,8 +17,16 @@ __all__ = ["resolve"]
 logger = logging.getLogger(__name__)
 
 _PATHS = (
-    "hf_checkpoint prompt_data output_dir load save save_hf ref_load save_debug_rollout_data load_debug_rollout_data"
-).split()
+    "hf_checkpoint",
+    "prompt_data",
+    "output_dir",
+    "load",
+    "save",
+    "save_hf",
+    "ref_load",
+    "save_debug_rollout_data",
+    "load_debug_rollout_data",
+)
 _DEFAULT_ROLLOUT_BATCH = 32
 _DEFAULT_RESPONSE_LEN = 1024
 

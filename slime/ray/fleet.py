@@ -34,7 +34,5 @@ class RayEngineFleet:
 
     def start(self, verb: str, each: Sequence[Mapping[str, Any]] | None = None, **kwargs: Any) -> RayCalls:
         extra = each if each is not None else [{}] * len(self.handles)
-        refs = [
-            getattr(handle, verb).remote(**kwargs, **own) for handle, own in zip(self.handles, extra, strict=True)
-        ]
+        refs = [getattr(handle, verb).remote(**kwargs, **own) for handle, own in zip(self.handles, extra, strict=True)]
         return RayCalls(refs, verb, [engine.url for engine in self.engines])

@@ -1,9 +1,9 @@
 """The steps of a run, each a verb of the story that ``train.py`` tells. Shared by every driver.
 
-    who waits for whom
-    driver      the rollout manager (engines up, one rollout, one evaluation), the trainer (one rollout's steps, a sync)
-    trainer     engines, during a weight sync
-    manager     engines through the router, the Data Buffer, the user's reward
+who waits for whom
+driver      the rollout manager (engines up, one rollout, one evaluation), the trainer (one rollout's steps, a sync)
+trainer     engines, during a weight sync
+manager     engines through the router, the Data Buffer, the user's reward
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slime.observability.tracking import Tracker, create_tracker
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.data_buffer import DataBufferClient, create_data_buffer
 from slime.ray.fleet import RayEngineFleet
-from slime.ray.placement_group import GpuSlots, create_placement_groups
+from slime.ray.placement_group import create_placement_groups
 from slime.ray.rollout import create_rollout_manager
 from slime.ray.shards import RolloutResult
 from slime.ray.train_actor import SyncReport
@@ -187,5 +187,3 @@ def _start_id(args: Namespace, loaded: list[int]) -> int:
     if len(set(loaded)) > 1:
         raise ConfigError(f"--load {args.load}: ranks loaded different iterations: {sorted(set(loaded))}.")
     return loaded[0] if loaded else 0
-
-

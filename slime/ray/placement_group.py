@@ -1,6 +1,6 @@
 """Which process runs on which device: one placement group, its slots in node and device order, and who gets which.
 
-    slots   0 ... A-1   trainer ranks        A ... A+R-1   inference engines
+slots   0 ... A-1   trainer ranks        A ... A+R-1   inference engines
 """
 
 from __future__ import annotations
@@ -93,9 +93,7 @@ def _ordered(group: PlacementGroup, count: int) -> GpuSlots:
     """Sort bundles by (node address, device id), so that neighbouring ranks share a node."""
     unordered = GpuSlots(group, range(count), range(count))
     env = {"env_vars": worker_env()}
-    probes = [
-        _Probe.options(scheduling_strategy=unordered.strategy(i), runtime_env=env).remote() for i in range(count)
-    ]
+    probes = [_Probe.options(scheduling_strategy=unordered.strategy(i), runtime_env=env).remote() for i in range(count)]
     places = get([probe.locate.remote() for probe in probes], 120.0, "device slots to report where they are")
     for probe in probes:
         ray.kill(probe)

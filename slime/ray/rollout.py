@@ -81,9 +81,7 @@ class RolloutManager:
         started = time.monotonic()
         groups, metrics = self._groups(rollout_id)
         samples = list(iter_samples(groups))
-        save_debug_rollout_data(
-            self._args.save_debug_rollout_data, samples, rollout_id=rollout_id, evaluation=False
-        )
+        save_debug_rollout_data(self._args.save_debug_rollout_data, samples, rollout_id=rollout_id, evaluation=False)
         seconds = time.monotonic() - started
         metrics |= {f"rollout/{k}": v for k, v in compute_metrics_from_samples(self._args, samples).items()}
         perf = compute_perf_metrics_from_samples(self._args, samples, seconds)

@@ -115,7 +115,9 @@ class RolloutServer:
         """(host, port) of the router once every engine is registered with it."""
         self._router.wait_ready()
         try:
-            infos = get(self._starting, self._args.engine_start_timeout + 60.0, f"{len(self._handles)} engines to start")
+            infos = get(
+                self._starting, self._args.engine_start_timeout + 60.0, f"{len(self._handles)} engines to start"
+            )
         except Exception:
             if self._fork_server is not None:
                 self._fork_server.raise_if_dead()  # then that is the cause

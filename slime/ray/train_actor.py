@@ -96,7 +96,9 @@ class TrainActor:
         """Train on this rank's shard of rollout ``rollout_id``."""
         dp_rank, dp_size = self.trainer.data_parallel
         if len(shards) != dp_size:
-            raise DataError(f"rollout {rollout_id} was split for {len(shards)} data-parallel ranks, there are {dp_size}.")
+            raise DataError(
+                f"rollout {rollout_id} was split for {len(shards)} data-parallel ranks, there are {dp_size}."
+            )
         batch = ray.get(shards[dp_rank].inner, timeout=self._args.train_timeout)
         self._check_provenance(rollout_id, batch)
         return self.trainer.train(rollout_id, batch)

@@ -12,6 +12,7 @@ import importlib.machinery
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 __all__ = ["install"]
 
@@ -37,7 +38,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             import torch
 
             if torch.version.cuda is None:
-                library = torch.library.Library("torchvision", "DEF")
+                library: Any = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
                 for operator in ("nms", "qnms"):
                     library.define(operator + _SCHEMA)
                 _kept.append(library)

@@ -52,9 +52,7 @@ class WeightUpdate:
     checksums: Checksums | None = None
 
 
-def push_weights(
-    fleet: EngineFleet, sender: ChunkSender, weights: Iterable[NamedTensor], update: WeightUpdate
-) -> int:
+def push_weights(fleet: EngineFleet, sender: ChunkSender, weights: Iterable[NamedTensor], update: WeightUpdate) -> int:
     """Send ``weights`` to every engine of ``fleet`` and verify that they arrived. Returns the bytes sent per engine.
 
     Raises:

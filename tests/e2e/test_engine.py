@@ -58,9 +58,7 @@ def make_engine(task: Any, fork_server: ForkServer, log: Path, *user_flags: str)
     from argparse import Namespace
 
     flags = ["--context-length", "128", "--max-total-tokens", "8192", *user_flags]
-    args = Namespace(
-        hf_checkpoint=task.model, sglang_argv=flags, seed=1, num_gpus_per_node=8, fp32=True, fp16=False
-    )
+    args = Namespace(hf_checkpoint=task.model, sglang_argv=flags, seed=1, num_gpus_per_node=8, fp32=True, fp16=False)
     port = free_port()
     argv = build_argv(args, rank=0, host="127.0.0.1", port=port, nccl_port=free_port(), base_gpu_id=0, tp_size=1)
     socket = fork_server.socket_path

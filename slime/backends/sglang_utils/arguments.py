@@ -13,7 +13,9 @@ class EngineArgs:
     """Inference engines."""
 
     sglang_router_ip: str | None = field(default=None, metadata={"help": "Address of the router; loopback by default."})
-    sglang_router_port: int | None = field(default=None, metadata={"help": "Port of the router; any free one by default."})
+    sglang_router_port: int | None = field(
+        default=None, metadata={"help": "Port of the router; any free one by default."}
+    )
     sglang_router_request_timeout_secs: int = field(
         default=14400, metadata={"help": "Seconds the router waits for an engine's answer."}
     )

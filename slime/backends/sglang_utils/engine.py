@@ -108,7 +108,9 @@ class SGLangEngine:
 
     def register(self, router_url: str) -> None:
         """Make the router send requests here."""
-        self._checked("register", httpx.post(f"{router_url}/workers", json={"url": self.url}, timeout=_CONTROL_TIMEOUT_S))
+        self._checked(
+            "register", httpx.post(f"{router_url}/workers", json={"url": self.url}, timeout=_CONTROL_TIMEOUT_S)
+        )
 
     def health(self, timeout_s: float = 5.0) -> bool:
         """True when the HTTP process answers in time."""
@@ -193,14 +195,17 @@ class SGLangEngine:
             response = self._client.post(f"/{verb}", json=body, timeout=timeout_s)
         except httpx.HTTPError as error:
             self.raise_if_dead()
-            raise EngineError(f"engine {self._spec.rank}: POST {self.url}/{verb}: {type(error).__name__}: {error}") from error
+            raise EngineError(
+                f"engine {self._spec.rank}: POST {self.url}/{verb}: {type(error).__name__}: {error}"
+            ) from error
         return self._checked(verb, response)
 
     def _checked(self, verb: str, response: httpx.Response) -> dict[str, Any]:
         body = _json_object(response)
         if response.status_code >= 400 or body.get("success") is False:
             raise EngineError(
-                f"engine {self._spec.rank} ({self.url}) refused {verb}: status {response.status_code}: {response.text[:2000]}"
+                f"engine {self._spec.rank} ({self.url}) refused {verb}: status {response.status_code}: "
+                f"{response.text[:2000]}"
             )
         return body
 

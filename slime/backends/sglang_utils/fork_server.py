@@ -8,8 +8,8 @@
                                  answers the child's pid  ---------->
                                  child: serves; the connection closes ->  the child's process group is killed
 
-Only on a CPU: CUDA does not survive a fork. Safe because SGLang forks its scheduler and detokenizer before it starts any
-thread, and because OpenMP has one.
+Only on a CPU: CUDA does not survive a fork. Safe because SGLang forks its scheduler and detokenizer before it starts
+any thread, and because OpenMP has one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class ForkServer:
     """Owner's side: the preloading process. Ends with this process."""
 
     def __init__(self, log_path: Path, env: Mapping[str, str]) -> None:
-        self.socket_path = str(Path(tempfile.mkdtemp(prefix="slime-fork-")) / "socket")  # 0700, short enough for AF_UNIX
+        self.socket_path = str(
+            Path(tempfile.mkdtemp(prefix="slime-fork-")) / "socket"
+        )  # 0700, short enough for AF_UNIX
         argv = [sys.executable, "-m", "slime.backends.sglang_utils.fork_server", "--socket", self.socket_path]
         self._process = GuardedProcess(argv, log_path=log_path, env=env)
 
@@ -101,11 +103,6 @@ def _read_line(connection: socket.socket) -> bytes:
 def _preload() -> None:
     """Import everything a server needs, and keep the garbage collector from touching (and so copying) its pages."""
     allow_torchvision_on_cpu()
-    import sglang.srt.entrypoints.http_server
-    import sglang.srt.managers.detokenizer_manager
-    import sglang.srt.managers.scheduler
-    import sglang.srt.model_executor.model_runner
-    import sglang.srt.models.registry
     from sglang.srt.plugins import load_plugins
 
     load_plugins()

@@ -23,8 +23,8 @@ class Router:
     def __init__(self, host: str, port: int | None, *, policy: str, request_timeout_s: int, log_path: Path) -> None:
         if port is not None and not is_port_free(host, port):
             raise ConfigError(
-                f"--sglang-router-port {port} is in use on {host}. Stop what listens there, or leave the flag out to get "
-                "a free port."
+                f"--sglang-router-port {port} is in use on {host}. Stop what listens there, or leave the flag out "
+                "to get a free port."
             )
         self.host, self.port = host, free_port(host) if port is None else port
         argv = [sys.executable, "-m", "slime.backends.sglang_utils.router_process", "--host", host]

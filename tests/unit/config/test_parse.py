@@ -41,7 +41,9 @@ def test_abbreviations_are_not_accepted():
 
 
 def test_engine_flags_lose_their_prefix_and_become_attributes():
-    args = parse("--sglang-context-length", "512", "--lr", "0.1", "--sglang-enable-metrics", "--sglang-router-ip", "::1")
+    args = parse(
+        "--sglang-context-length", "512", "--lr", "0.1", "--sglang-enable-metrics", "--sglang-router-ip", "::1"
+    )
     assert args.sglang_argv == ["--context-length", "512", "--enable-metrics"]
     assert (args.sglang_context_length, args.sglang_enable_metrics, args.lr) == (512, True, 0.1)
     assert args.sglang_router_ip == "::1"
@@ -79,7 +81,7 @@ def test_a_yaml_value_of_the_wrong_type_names_file_and_key(tmp_path: Path):
 
 
 def test_a_missing_yaml_file_names_the_flag():
-    with pytest.raises(ConfigError, match="--custom-config-path /nowhere.yaml"):
+    with pytest.raises(ConfigError, match=r"--custom-config-path /nowhere\.yaml"):
         parse("--custom-config-path", "/nowhere.yaml")
 
 

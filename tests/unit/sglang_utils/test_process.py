@@ -14,11 +14,16 @@ import pytest
 from slime.utils.net import free_port, is_port_free
 from slime.utils.process import GuardedProcess, log_tail
 
-CHILD = "import time, os, sys; from slime.utils.process import watch_owner; watch_owner(in_child={}); " \
-    "import subprocess; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)']); " \
+CHILD = (
+    "import time, os, sys; from slime.utils.process import watch_owner; watch_owner(in_child={}); "
+    "import subprocess; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)']); "
     "print('up', flush=True); time.sleep(100)"
-OWNER = "import sys, time; from pathlib import Path; from slime.utils.process import GuardedProcess; " \
-    "p = GuardedProcess([sys.executable, '-c', sys.argv[1]], log_path=Path(sys.argv[2])); print(p.pid, flush=True); time.sleep(100)"
+)
+OWNER = (
+    "import sys, time; from pathlib import Path; from slime.utils.process import GuardedProcess; "
+    "p = GuardedProcess([sys.executable, '-c', sys.argv[1]], log_path=Path(sys.argv[2])); "
+    "print(p.pid, flush=True); time.sleep(100)"
+)
 
 
 def group_is_gone(leader: int, within_s: float = 5.0) -> bool:

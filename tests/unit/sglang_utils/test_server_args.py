@@ -46,9 +46,11 @@ def test_flags_that_slime_computes_cannot_be_set(flag: str):
 
 
 def test_the_installed_servers_flags_are_found_without_importing_it():
-    code = "from slime.backends.sglang_utils.server_args import known_flags; import sys; " \
-        "f = known_flags(); assert {'--context-length', '--mem-fraction-static', '--attention-backend'} <= f; " \
+    code = (
+        "from slime.backends.sglang_utils.server_args import known_flags; import sys; "
+        "f = known_flags(); assert {'--context-length', '--mem-fraction-static', '--attention-backend'} <= f; "
         "assert '--no-such-flag' not in f; assert 'sglang' not in sys.modules and 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert len(known_flags()) > 300
 

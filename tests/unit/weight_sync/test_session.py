@@ -93,7 +93,7 @@ def test_an_engine_with_another_version_is_an_error_that_names_it():
 def test_a_tensor_that_differs_is_named():
     fleet = RecordingFleet()
     update = WeightUpdate("7", 1 << 20, 5.0, checksums=lambda tensors: {name: "other" for name, _ in tensors})
-    with pytest.raises(EngineError, match="2 of 2 tensors of engine http://a differ .* the first is w"):
+    with pytest.raises(EngineError, match=r"2 of 2 tensors of engine http://a differ .* the first is w"):
         push_weights(fleet, RecordingSender(fleet), WEIGHTS, update)
 
 

@@ -111,7 +111,8 @@ class BatchedTorchAttnBackend(TorchNativeAttnBackend):
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
         keys, values = self._keys_and_values(layer, forward_batch, k, v, save_kv_cache)
         batch = self._batch
-        assert batch is not None and batch.is_query is not None
+        assert batch is not None
+        assert batch.is_query is not None
         heads, groups = layer.tp_q_head_num, layer.tp_k_head_num
         query = q.new_zeros(*batch.is_query.shape, heads, layer.qk_head_dim)
         query[batch.is_query] = q.view(-1, heads, layer.qk_head_dim)
