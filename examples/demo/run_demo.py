@@ -47,7 +47,7 @@ def size_for(num_cores: int, grpo_rollouts: int) -> Size:
         processes,
         warm_start_rollouts=6,
         grpo_rollouts=grpo_rollouts,
-        eval_interval=max(1, grpo_rollouts // 3),
+        eval_interval=max(1, grpo_rollouts // 4),
     )
 
 
@@ -168,7 +168,7 @@ def ask(checkpoint: Path, questions: list[str]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("outputs/demo"))
-    parser.add_argument("--grpo-rollouts", type=int, default=60)
+    parser.add_argument("--grpo-rollouts", type=int, default=80)
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)), help="cores to plan for")
     options = parser.parse_args()
     output = options.output.resolve()

@@ -27,7 +27,7 @@ class DataBuffer:
 
     def __init__(self, args: Namespace) -> None:
         configure_logger(" data_buffer")
-        self._source = load_function(args.data_source_path)(args)
+        self._source = load_function(args.data_source_path, "data_source")(args)
 
     def get_samples(self, num_samples: int) -> list[SampleGroup]:
         return self._source.get_samples(num_samples)

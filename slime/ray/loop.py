@@ -54,7 +54,6 @@ class Run:
     start_rollout_id: int
     num_rollout: int
     _fleet: RayEngineFleet | None
-    _train_step: int = 0
     _has_trained: bool = False
     _seconds: dict[str, float] = field(default_factory=dict)
 
@@ -116,10 +115,9 @@ class Run:
         if training is not None:
             metrics |= {f"rollout/{name}": value for name, value in training.rollout.items()}
             metrics |= {f"perf/{name}_time": seconds for name, seconds in training.seconds.items()}
-            for step in training.steps:
+            for number, step in enumerate(training.steps, start=rollout_id * len(training.steps)):
                 values = {f"train/{name}": value for name, value in step.items()}
-                self.tracker.log(values | {"train/step": self._train_step}, step_key="train/step")
-                self._train_step += 1
+                self.tracker.log(values | {"train/step": number}, step_key="train/step")
         self.tracker.log(metrics | {"rollout/step": rollout_id}, step_key="rollout/step")
         last = training.steps[-1] if training is not None and training.steps else {}
         print(step_line(rollout_id, metrics, last, self._seconds), flush=True)

@@ -37,6 +37,7 @@ from slime.ray.server_group import RolloutServer
 from slime.ray.shards import Box, RolloutResult
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.sample_hooks import set_current_rollout_id
+from slime.rollout.sglang_rollout import GenerateState
 
 __all__ = ["RolloutManager", "create_rollout_manager"]
 
@@ -52,8 +53,10 @@ class RolloutManager:
         self._args = args
         self._data_buffer = data_buffer
         self._server = None if args.debug_train_only else RolloutServer(args, slots)
-        self._rollout_function = load_function(args.rollout_function_path)
-        self._eval_function = load_function(args.eval_function_path)
+        if self._server is not None:
+            GenerateState(args)  # loads the tokenizer while the engines start
+        self._rollout_function = load_function(args.rollout_function_path, "rollout")
+        self._eval_function = load_function(args.eval_function_path, "rollout")
         self._post_process = _load_optional(args.custom_reward_post_process_path)
         self._convert = _load_optional(args.custom_convert_samples_to_train_data_path)
         self._dims = read_shape(args.hf_checkpoint) if args.balance_data or args.balance_by_flops else None
