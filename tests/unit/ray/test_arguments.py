@@ -1,0 +1,107 @@
+"""The whole command line: what cannot work is said before anything starts, by flag, value and fix."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.ray.arguments import parse_args
+
+
+def flags(task: Any, *more: Any) -> list[str]:
+    base = ["--hf-checkpoint", task.model, "--prompt-data", task.train, "--rollout-num-gpus", 1, "--num-rollout", 2]
+    base += ["--rollout-batch-size", 8, "--n-samples-per-prompt", 4, "--actor-num-gpus-per-node", 2]
+    base += ["--rollout-max-response-len", 8, "--rm-type", "math", "--fp32"]
+    return [str(item) for item in (*base, *more)]
+
+
+def parse(task: Any, *more: Any) -> Namespace:
+    return parse_args(argv=flags(task, *more))
+
+
+def problems(task: Any, capsys: pytest.CaptureFixture[str], *more: Any) -> str:
+    with pytest.raises(SystemExit) as caught:
+        parse(task, *more)
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_a_minimal_command_resolves_to_one_step_per_rollout(tiny_task):
+    args = parse(tiny_task)
+    assert (args.global_batch_size, args.num_steps_per_rollout, args.world_size) == (32, 1, 2)
+    assert Path(args.output_dir).is_absolute()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--rm-type", "mth"], "--rm-type mth is unknown. Use one of"),
+        (["--num-layers", "5"], "--num-layers 5"),
+        (["--prompt-data", "/nowhere.jsonl"], "--prompt-data /nowhere.jsonl"),
+        (["--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size 2 is not supported yet"),
+        (["--rollout-temperature", "0"], "--rollout-temperature 0.0 must be above 0"),
+        (["--global-batch-size", "12"], "must equal --global-batch-size 12 x --num-steps-per-rollout"),
+        (["--custom-rm-path", "nowhere.module.reward"], "--custom-rm-path nowhere.module.reward"),
+        (["--n-samples-per-prompt", "1"], "--n-samples-per-prompt 1 makes every group-relative advantage zero"),
+        (["--sglang-port", "3"], "--sglang-port cannot be set"),
+        (["--save-interval", "0"], "--save-interval 0 must be at least 1"),
+        (["--eval-prompt-data", "only-a-path", "x", "y"], "--eval-prompt-data"),
+        (["--bf16"], "--bf16, --fp16 and --fp32 exclude each other"),
+        (["--eps-clip-c", "0.5"], "--eps-clip-c 0.5 must be above 1"),
+        (["--colocate"], "unknown flag --colocate"),
+        (["--advantage-estimator", "ppo"], "invalid choice: 'ppo'"),
+    ],
+)
+def test_a_bad_flag_is_named_with_its_value(more, message, tiny_task, capsys):
+    assert message in problems(tiny_task, capsys, *more)
+
+
+def test_several_problems_come_in_one_message(tiny_task, capsys):
+    text = problems(tiny_task, capsys, "--rm-type", "mth", "--rollout-temperature", "0", "--save-interval", "0")
+    assert "3 problems" in text or "4 problems" in text
+    assert all(flag in text for flag in ("--rm-type", "--rollout-temperature", "--save-interval"))
+
+
+def test_a_malformed_line_is_named_by_file_and_number(tiny_task, tmp_path, capsys):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "1+1", "label": "2"}\n{"prompt": \n')
+    assert f"{path}:2" in problems(tiny_task, capsys, "--prompt-data", path)
+
+
+def test_an_empty_file_is_named(tiny_task, tmp_path, capsys):
+    path = tmp_path / "empty.jsonl"
+    path.write_text("")
+    assert str(path) in problems(tiny_task, capsys, "--prompt-data", path)
+
+
+def test_a_load_directory_that_holds_something_else_is_an_error_not_a_fresh_start(tiny_task, tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("no checkpoint")
+    assert f"--load {tmp_path}" in problems(tiny_task, capsys, "--load", tmp_path)
+
+
+def test_a_checkpoint_of_another_model_names_field_and_both_values(tiny_task, capsys):
+    config = json.loads((Path(tiny_task.model) / "config.json").read_text())
+    text = problems(tiny_task, capsys, "--hidden-size", config["hidden_size"] + 1)
+    assert f"--hidden-size {config['hidden_size'] + 1}" in text
+    assert str(config["hidden_size"]) in text
+
+
+def test_help_answers_without_loading_the_engines():
+    started = time.monotonic()
+    code = (
+        "import sys, slime.utils.arguments as a\n"
+        "try: a.parse_args(argv=['--help'])\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'torch', 'ray', 'sglang', 'megatron', 'transformers'} & set(sys.modules)), file=sys.stderr)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.stderr.strip() == "[]", result.stderr
+    assert "--eps-clip" in result.stdout
+    assert time.monotonic() - started < 30
