@@ -28,6 +28,7 @@ from slime.hooks.load import check_hooks
 from slime.observability import arguments as observability
 from slime.rollout import arguments as rollout
 from slime.rollout.eval_config import build_eval_datasets
+from slime.utils import accelerator
 from slime.utils.errors import SlimeError
 
 __all__ = ["ClusterArgs", "SyncArgs", "parse_args"]
@@ -134,6 +135,16 @@ def _reward_type(args: Namespace) -> Iterator[str]:
         yield f"--rm-type {args.rm_type} is unknown. Use one of {', '.join(sorted(known))}, or --custom-rm-path."
 
 
+def _checksums(args: Namespace) -> Iterator[str]:
+    if not args.check_weight_update_equal or args.debug_train_only:
+        return
+    if not accelerator.current().is_cpu or args.rollout_num_gpus_per_engine > 1:
+        yield (
+            "--check-weight-update-equal compares tensors of engines on a CPU with one device per engine only, "
+            "so far: drop it here. The weight version is verified after every sync in any case."
+        )
+
+
 _RULES: tuple[config_check.Rule, ...] = (
     model_shape.check_against_hf,
     checkpoint_source.check_checkpoints,
@@ -141,5 +152,6 @@ _RULES: tuple[config_check.Rule, ...] = (
     check_hooks,
     _files,
     _reward_type,
+    _checksums,
 )
 """The rules that only other rooms know."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
+from slime.utils import accelerator
 from slime.utils.errors import DeadlineExceeded
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def destroy_group(group: ProcessGroup) -> None:
     if group is dist.group.WORLD:
         dist.destroy_process_group()
         return
-    if torch.cuda.is_available() and hasattr(group, "abort"):
+    if not accelerator.current().is_cpu and hasattr(group, "abort"):
         group.abort()
     if group in c10d._world.pg_map:
         dist.destroy_process_group(group)

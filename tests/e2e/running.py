@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -54,6 +55,18 @@ def run_train(flags: list[Any], cwd: Path, timeout_s: float = 240.0) -> Finished
 
 
 def marked_processes(mark: str) -> list[str]:
+    return [command for _, command in _marked(mark)]
+
+
+def kill_marked(mark: str, name: str) -> int:
+    """SIGKILL the run's processes whose command line contains ``name``. Returns how many there were."""
+    chosen = [pid for pid, command in _marked(mark) if name in command]
+    for pid in chosen:
+        os.kill(pid, signal.SIGKILL)
+    return len(chosen)
+
+
+def _marked(mark: str) -> list[tuple[int, str]]:
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -62,7 +75,8 @@ def marked_processes(mark: str) -> list[str]:
             if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
                 state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
                 if state != "Z":
-                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:120])
+                    command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:120]
+                    found.append((int(entry.name), command))
         except (FileNotFoundError, PermissionError, ProcessLookupError):
             continue
     return found

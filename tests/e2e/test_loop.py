@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.running import PLUGINS, marked_processes, metrics, run_train, start_train, values
+from tests.e2e.running import PLUGINS, Finished, kill_marked, metrics, run_train, start_train, values
 
 
 def grpo_flags(task, output: Path, *more: Any) -> list[Any]:
@@ -120,22 +120,36 @@ def test_a_broken_reward_ends_the_run_in_seconds_and_leaves_nothing(function, me
     assert result.survivors() == []
 
 
+def wait_for_training(process, run: Path, log: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not (run / "metrics.jsonl").exists() or not values(metrics(run), "train/loss"):
+        assert process.poll() is None, log.read_text()[-4000:]
+        assert time.monotonic() < deadline, log.read_text()[-4000:]
+        time.sleep(0.2)
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["killed", "interrupted"])
 def test_a_driver_that_ends_early_leaves_no_process(how, tiny_task, tmp_path):
     log = tmp_path / "log"
     process, mark = start_train(grpo_flags(tiny_task, tmp_path, "--num-rollout", 500), tmp_path, log)
     try:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / "run" / "metrics.jsonl").exists() or not values(metrics(tmp_path / "run"), "train/loss"):
-            assert process.poll() is None, log.read_text()[-4000:]
-            assert time.monotonic() < deadline, log.read_text()[-4000:]
-            time.sleep(0.2)
+        wait_for_training(process, tmp_path / "run", log)
         os.kill(process.pid, how)
         process.wait(30)
-        deadline = time.monotonic() + 15
-        while (left := marked_processes(mark)) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert left == []
+        assert Finished(1, "", mark, 0.0).survivors(within_s=15) == []
+    finally:
+        process.kill()
+
+
+def test_an_engine_that_dies_during_a_run_ends_it_with_the_cause(tiny_task, tmp_path):
+    log = tmp_path / "log"
+    process, mark = start_train(grpo_flags(tiny_task, tmp_path, "--num-rollout", 500), tmp_path, log)
+    try:
+        wait_for_training(process, tmp_path / "run", log)
+        assert kill_marked(mark, "sglang::schedul") == 1
+        assert process.wait(120) == 1, log.read_text()[-4000:]
+        assert "error: engine 0" in log.read_text().strip()
+        assert Finished(1, "", mark, 0.0).survivors() == []
     finally:
         process.kill()
 
