@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 from tools.make_tiny_task import TinyTask, make_tiny_task  # noqa: E402 - the repository's root comes first
 
 PHASE_TIMEOUT_S = 900
+PARTS = ("task", "warm_start", "grpo", "samples", "hf")
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,8 @@ def main() -> None:
     options = parser.parse_args()
     output = options.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
+    for part in PARTS:  # of an earlier demo, whose metrics would mix with these
+        shutil.rmtree(output / part, ignore_errors=True)
     size = size_for(options.cores, options.grpo_rollouts)
 
     started = time.monotonic()

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import ray
 
 from slime.utils import accelerator
+from slime.utils.reaper import start_reaper
 
 __all__ = ["node_address", "num_slots", "running_cluster", "worker_env"]
 
@@ -45,6 +46,8 @@ def running_cluster(args: Namespace) -> Iterator[None]:
 
 
 def _start_embedded(args: Namespace) -> None:
+    """Start Ray as children of this process, and a process that ends whatever is left of them when this one is gone."""
+    start_reaper()
     slots = num_slots(args)
     is_cpu = accelerator.current().is_cpu
     ray.init(

@@ -243,13 +243,19 @@ def test_no_more_samples_run_at_once_than_there_are_places(setup):
 
 
 def test_what_over_sampling_leaves_running_is_aborted_and_its_prompts_come_back(setup):
-    def first_ones_answer(payload, number):
-        if number >= 4:
-            server.aborted.wait(20)
-            return 200, completion(payload, [5], "abort")
-        return 200, completion(payload, [5])
+    answered, lock = [], threading.Lock()
 
-    server, args = setup(first_ones_answer, over_sampling_batch_size=5)
+    def two_prompts_get_answers(payload, number):
+        prompt = payload["input_ids"]
+        with lock:
+            if prompt not in answered and len(answered) < 2:
+                answered.append(prompt)
+        if prompt in answered:
+            return 200, completion(payload, [5])
+        server.aborted.wait(20)
+        return 200, completion(payload, [5], "abort")
+
+    server, args = setup(two_prompts_get_answers, over_sampling_batch_size=5)
     source = RolloutDataSourceWithBuffer(args)
     started = time.monotonic()
     output = generate_rollout(args, 0, source)
