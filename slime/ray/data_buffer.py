@@ -27,7 +27,12 @@ class DataBuffer:
 
     def __init__(self, args: Namespace) -> None:
         configure_logger(" data_buffer")
-        self._source = load_function(args.data_source_path, "data_source")(args)
+        self._args = args
+        self._source: Any = None
+
+    def start(self) -> None:
+        """Read the prompts. Not in the constructor: Ray would report its error as the death of an actor."""
+        self._source = load_function(self._args.data_source_path, "data_source")(self._args)
 
     def get_samples(self, num_samples: int) -> list[SampleGroup]:
         return self._source.get_samples(num_samples)
@@ -61,6 +66,10 @@ class DataBufferClient:
     def _call(self, method: str, *arguments: Any) -> Any:
         ref = getattr(self._actor, method).remote(*arguments)
         return get(ref, _CALL_TIMEOUT_S, f"the Data Buffer to answer {method}()")
+
+    def start(self) -> Any:
+        """Start reading the prompts; returns a ref to wait for."""
+        return self._actor.start.remote()
 
     def get_samples(self, num_samples: int) -> list[SampleGroup]:
         return self._call("get_samples", num_samples)

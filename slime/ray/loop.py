@@ -147,14 +147,14 @@ def start_run(args: Namespace) -> Run:
     trainer: RayTrainGroup | None = None
     run = Run(args, tracker, manager, data_buffer, None, 0, 0, None)
     try:
-        ready = manager.wait_ready.remote()
-        num_rollout = _num_rollout(args, data_buffer)
+        ready = [manager.start.remote(), data_buffer.start()]
+        num_rollout = _num_rollout(args, data_buffer, ready)
         args.num_rollout = num_rollout  # the trainer's learning-rate schedule needs it
         if not args.debug_rollout_only:
             trainer = run.trainer = RayTrainGroup(args, slots["actor"])
         starts = trainer.start_setup(args.use_kl_loss) if trainer is not None else []
-        results = get([ready, *starts], args.trainer_start_timeout, "engines and trainer to start")
-        run.start_rollout_id = _start_id(args, results[1:])
+        results = get([*ready, *starts], args.trainer_start_timeout, "engines and trainer to start")
+        run.start_rollout_id = _start_id(args, results[len(ready) :])
         run.num_rollout = num_rollout
         if run.start_rollout_id > 0:
             get(manager.load.remote(run.start_rollout_id - 1), 600.0, "the Data Buffer to load its state")
@@ -167,9 +167,10 @@ def start_run(args: Namespace) -> Run:
     return run
 
 
-def _num_rollout(args: Namespace, data_buffer: DataBufferClient) -> int:
+def _num_rollout(args: Namespace, data_buffer: DataBufferClient, ready: list[Any]) -> int:
     if args.num_rollout is not None:
         return args.num_rollout
+    get(ready[-1:], args.trainer_start_timeout, "the Data Buffer to read the prompts")
     per_epoch = len(data_buffer) // args.rollout_batch_size
     if per_epoch == 0:
         raise ConfigError(

@@ -45,15 +45,21 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutManager:
-    """Body of the actor. Its constructor only starts engines; :meth:`wait_ready` waits for them."""
+    """Body of the actor. The constructor does nothing that can fail: Ray would report it as the death of an actor."""
 
     def __init__(self, args: Namespace, slots: GpuSlots, data_buffer: DataBufferClient) -> None:
         configure_logger(" rollout")
         logging.getLogger("httpx").setLevel(logging.WARNING)
         self._args = args
+        self._slots = slots
         self._data_buffer = data_buffer
-        self._server = None if args.debug_train_only else RolloutServer(args, slots)
-        if self._server is not None:
+        self._server: RolloutServer | None = None
+
+    def start(self) -> None:
+        """Start router and engines, load the user's functions meanwhile, and return when the engines answer."""
+        args = self._args
+        if not args.debug_train_only:
+            self._server = RolloutServer(args, self._slots)
             GenerateState(args)  # loads the tokenizer while the engines start
         self._rollout_function = load_function(args.rollout_function_path, "rollout")
         self._eval_function = load_function(args.eval_function_path, "rollout")
@@ -61,9 +67,6 @@ class RolloutManager:
         self._convert = _load_optional(args.custom_convert_samples_to_train_data_path)
         self._dims = read_shape(args.hf_checkpoint) if args.balance_data or args.balance_by_flops else None
         self._layout = ParallelLayout(dp_size=max(1, args.world_size))
-
-    def wait_ready(self) -> None:
-        """Return when router and engines answer, or raise what kept them from it."""
         if self._server is not None:
             router = self._server.wait_ready()
             self._args.sglang_router_ip, self._args.sglang_router_port = router

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,18 @@ def test_an_engine_that_dies_during_a_run_ends_it_with_the_cause(tiny_task, tmp_
         assert Finished(1, "", mark, 0.0).survivors() == []
     finally:
         process.kill()
+
+
+def test_a_router_port_in_use_is_named_by_its_flag(tiny_task, tmp_path):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        flags = grpo_flags(tiny_task, tmp_path, "--num-rollout", 1, "--debug-rollout-only")
+        result = run_train([*flags, "--sglang-router-port", port], tmp_path)
+    assert result.status == 1
+    assert result.output.strip().splitlines()[-1].startswith(f"error: --sglang-router-port {port} is in use")
+    assert result.survivors() == []
 
 
 def test_an_engine_that_cannot_start_shows_its_last_log_lines(tiny_task, tmp_path):
