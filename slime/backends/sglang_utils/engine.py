@@ -109,7 +109,8 @@ class SGLangEngine:
     def register(self, router_url: str) -> None:
         """Make the router send requests here."""
         self._checked(
-            "register", httpx.post(f"{router_url}/workers", json={"url": self.url}, timeout=_CONTROL_TIMEOUT_S)
+            "register",
+            httpx.post(f"{router_url}/workers", json={"url": self.url}, timeout=_CONTROL_TIMEOUT_S, trust_env=False),
         )
 
     def health(self, timeout_s: float = 5.0) -> bool:

@@ -6,6 +6,7 @@ The router's own launcher imports SGLang, which takes ten seconds and a gigabyte
 from __future__ import annotations
 
 import argparse
+import os
 
 from slime.utils.process import watch_owner
 
@@ -21,6 +22,7 @@ def main() -> None:
     parser.add_argument("--request-timeout-secs", type=int, required=True)
     options = parser.parse_args()
     watch_owner(in_child=True)  # the router's native main loop keeps the interpreter's lock
+    _forget_proxies()
     from sglang_router.router import Router
     from sglang_router.router_args import RouterArgs
 
@@ -37,6 +39,13 @@ def main() -> None:
         log_level="warn",
     )
     Router.from_args(args).start()
+
+
+def _forget_proxies() -> None:
+    """The router would reach the engines through a proxy, NO_PROXY or not; they are on the cluster's own network."""
+    for name in list(os.environ):
+        if name.lower() in ("http_proxy", "https_proxy", "all_proxy"):
+            del os.environ[name]
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ __all__ = ["build_argv", "check_user_flags", "known_flags", "server_env"]
 
 _CONTROLLED_BY = {
     "--model-path": "--hf-checkpoint",
+    "--model": "--hf-checkpoint",
     "--tp-size": "--rollout-num-gpus-per-engine",
     "--tensor-parallel-size": "--rollout-num-gpus-per-engine",
     "--random-seed": "--seed",
@@ -28,6 +29,10 @@ _CONTROLLED_BY = {
     "--nccl-port": "nothing: slime chooses free ports",
     "--host": "nothing: engines bind to the address of their node",
     "--dist-init-addr": "nothing: slime chooses it",
+    "--nccl-init-addr": "nothing: slime chooses it",
+    "--config": "nothing: a file could set any of these flags",
+    "--enable-memory-saver": "nothing: slime sets it when it needs it",
+    "--enable-return-routed-experts": "nothing: slime sets it when it needs it",
     "--nnodes": "nothing: slime computes it",
     "--node-rank": "nothing: slime computes it",
     "--base-gpu-id": "nothing: slime places engines",
@@ -43,6 +48,7 @@ _CPU_DEFAULTS = {
     "--mem-fraction-static": "0.3",
 }
 _CPU_SLOTS = 64
+_CPU_MODELS = "slime.backends.sglang_utils.cpu_platform.models"
 
 
 def build_argv(
@@ -90,7 +96,7 @@ def server_env() -> dict[str, str]:
             "CUDA_VISIBLE_DEVICES": "",
             # one entry per possible device slot: SGLang indexes the list by slot and binds nothing on this device
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(_CPU_SLOTS))),
-            "SGLANG_EXTERNAL_MODEL_PACKAGE": "slime.backends.sglang_utils.cpu_platform.models",
+            "SGLANG_EXTERNAL_MODEL_PACKAGE": os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE", _CPU_MODELS),
         }
     return env
 

@@ -39,7 +39,9 @@ def test_user_flags_come_last_so_that_they_win():
     assert argv("--context-length", "99")[-2:] == ["--context-length", "99"]
 
 
-@pytest.mark.parametrize("flag", ["--port", "--tp-size", "--model-path", "--random-seed"])
+@pytest.mark.parametrize(
+    "flag", ["--port", "--tp-size", "--model-path", "--model", "--nccl-init-addr", "--config", "--random-seed"]
+)
 def test_flags_that_slime_computes_cannot_be_set(flag: str):
     (problem,) = check_user_flags(Namespace(sglang_argv=[flag, "1"]))
     assert f"--sglang-{flag[2:]} cannot be set" in problem
