@@ -16,7 +16,12 @@ becomes ``--eval-interval N``. The option's type follows the annotation:
     list[T] | None               several values; with ``metadata["append"]`` repeated flags add up
     dict                         a JSON object
 
-Other metadata: ``flags`` (more spellings), ``metavar``, ``required``, ``derived`` (no flag: resolved from others).
+Other metadata: ``flags`` (more spellings), ``metavar``, ``required``, ``derived`` (no flag: resolved from others), and
+what a flag can do here today:
+
+    later         "what is missing": the flag parses, but a value other than the default is an error
+    later_values  {value: "what is missing"}: the same for single values of a choice
+    no_effect     "why": accepted for the launch scripts that pass it; the plan lists it as ignored
 """
 
 from __future__ import annotations
@@ -27,24 +32,73 @@ import functools
 import json
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
-__all__ = ["add_group", "flag_of", "from_args", "json_object"]
+__all__ = ["Flag", "add_group", "flag_of", "flags_of", "from_args", "ignored_flags", "json_object", "unsupported_flags"]
 
 Group = TypeVar("Group")
 
 
 def add_group(parser: argparse.ArgumentParser, group: type) -> None:
     """Add one option per field of the dataclass ``group``; its docstring is the title in ``--help``."""
-    title = (group.__doc__ or group.__name__).strip().splitlines()[0].rstrip(".")
-    section = parser.add_argument_group(title)
+    section = parser.add_argument_group(_title(group))
     hints = _hints(group)
     for item in dataclasses.fields(group):
         if item.metadata.get("derived"):
             parser.set_defaults(**{item.name: _default(item)})
             continue
         section.add_argument(*_spellings(item), dest=item.name, **_option(item, hints[item.name]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """One flag as declared: for documentation, the plan and the checks."""
+
+    group: str
+    name: str
+    spellings: tuple[str, ...]
+    default: Any
+    help: str
+    later: str | None
+    later_values: dict[Any, str]
+    no_effect: str | None
+
+
+def flags_of(groups: Sequence[type]) -> Iterator[Flag]:
+    """Every flag of ``groups`` in declaration order, without the derived fields."""
+    for group in groups:
+        for item in dataclasses.fields(group):
+            if not item.metadata.get("derived"):
+                yield Flag(
+                    group=_title(group),
+                    name=item.name,
+                    spellings=tuple(_spellings(item)),
+                    default=_default(item),
+                    help=item.metadata.get("help", ""),
+                    later=item.metadata.get("later"),
+                    later_values=item.metadata.get("later_values", {}),
+                    no_effect=item.metadata.get("no_effect"),
+                )
+
+
+def unsupported_flags(args: argparse.Namespace, groups: Sequence[type]) -> Iterator[str]:
+    """One problem per flag whose value asks for something that does not exist yet."""
+    for flag in flags_of(groups):
+        value = getattr(args, flag.name)
+        reason = flag.later if value != flag.default else None
+        if isinstance(value, str | int | float):
+            reason = reason or flag.later_values.get(value)
+        if reason:
+            shown = "" if isinstance(value, bool) else f" {value}"
+            yield f"{flag.spellings[0]}{shown} is not supported yet: {reason.rstrip('.')}. Leave it out."
+
+
+def ignored_flags(args: argparse.Namespace, groups: Sequence[type]) -> Iterator[tuple[str, str]]:
+    """(flag, why) for each given flag that has no effect here."""
+    for flag in flags_of(groups):
+        if flag.no_effect and flag.name in args.given:
+            yield flag.spellings[0], flag.no_effect
 
 
 def from_args(group: type[Group], args: argparse.Namespace) -> Group:
@@ -66,6 +120,10 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} must be a JSON object such as '{{\"key\": 1}}'")
     return value
+
+
+def _title(group: type) -> str:
+    return (group.__doc__ or group.__name__).strip().splitlines()[0].rstrip(".")
 
 
 @functools.cache

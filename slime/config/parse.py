@@ -1,29 +1,59 @@
-"""From argv to one flat namespace: slime's and Megatron's flags come from groups, ``--sglang-*`` is collected raw.
+"""From argv to one flat namespace: slime's and Megatron's flags come from groups, the engine's from its own room.
 
 Precedence: a flag on the command line > ``--custom-config-path`` YAML > the default. YAML values become parser defaults
 *before* anything is derived, and are coerced to the type of the flag they name.
 
-Every problem found here ends in one :class:`ConfigError`; a misspelled flag is never dropped.
+Every problem found here ends in one :class:`ConfigError`. A flag that nobody knows is a warning with its nearest match
+(older launch scripts carry some), an error under ``--strict-args``; it is never dropped in silence.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import json
+import re
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import yaml
 
 from slime.config.groups import add_group
+from slime.config.notices import Notice
+from slime.config.yaml_file import read_mapping
 from slime.utils.errors import ConfigError
 
-__all__ = ["build_parser", "parse"]
+__all__ = ["EngineNamespace", "ReadEngine", "build_parser", "parse"]
 
-_SGLANG_PREFIXES = ("--sglang-", "--no-sglang-")
+_ENGINE_KEYS = ("sglang_", "router_")
+_NEGATIVE_NUMBER = re.compile(r"-\d|-\.\d")
 
 AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+
+
+@dataclass(frozen=True)
+class EngineNamespace:
+    """The engine's and the router's share of the command line, as their room read it.
+
+    Attributes:
+        rest: the tokens that are not theirs, in order.
+        attributes: what becomes readable as ``args.sglang_<name>`` and ``args.router_<name>``, defaults included.
+        given: the names among ``attributes`` that the command line set.
+        argv: the engine's flags for its own parser, prefix removed; ``router_argv``: the router's.
+    """
+
+    rest: list[str]
+    attributes: dict[str, Any] = field(default_factory=dict)
+    given: frozenset[str] = frozenset()
+    argv: list[str] = field(default_factory=list)
+    router_argv: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    notices: list[Notice] = field(default_factory=list)
+
+
+ReadEngine = Callable[[Sequence[str], Collection[str]], EngineNamespace]
+"""(tokens, option strings that slime declares itself and keeps) -> the engine's share."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -43,11 +73,6 @@ def build_parser(groups: Sequence[type], add_arguments: AddArguments | None = No
     )
     if add_arguments is not None:
         parser = add_arguments(parser)
-    parser.add_argument(
-        "--custom-config-path",
-        metavar="FILE",
-        help="YAML mapping of argument names to values. Explicit flags win; keys that are no flag become attributes.",
-    )
     for group in groups:
         add_group(parser, group)
     return parser
@@ -57,81 +82,118 @@ def parse(
     argv: Sequence[str],
     groups: Sequence[type],
     *,
-    sglang_flags: Callable[[], Collection[str]],
+    read_engine: ReadEngine,
     add_arguments: AddArguments | None = None,
 ) -> argparse.Namespace:
     """Parse ``argv``.
 
-    Args:
-        sglang_flags: gives the option strings of the installed SGLang server (``--context-length``); asked only when
-            there is a ``--sglang-*`` flag to check.
-
     Returns:
-        The namespace before any derivation. ``sglang_argv`` holds the engine's own flags; each is also readable as
-        ``args.sglang_<name>``.
+        The namespace before any derivation, with three attributes more: ``given`` (names that a flag or the YAML file
+        set), ``notices`` and ``sglang_argv``/``router_argv``.
 
     Raises:
-        ConfigError: unknown flags (with the nearest match), bad values, an unreadable YAML file.
+        ConfigError: bad values, words that belong to no flag, an unreadable YAML file, unknown engine flags.
     """
     parser = build_parser(groups, add_arguments)
-    own, engine = _split_sglang(argv, parser)
-    _apply_yaml(parser, own)
-    args, unknown = parser.parse_known_args(own)
-    known = list(parser._option_string_actions)
-    problems = [_unknown_flag(token, known) for token in unknown if token.startswith("-")]
-    problems += [f"{token!r} is not the value of any flag." for token in unknown if not token.startswith("-")]
-    if engine:
-        problems += _unknown_engine_flags(engine, sglang_flags())
+    known = parser._option_string_actions
+    path, values = _custom_config(argv)
+    engine = read_engine([*_engine_words(parser, values), *argv], known)
+    by_flag = _given(parser, engine.rest)
+    from_yaml = _set_defaults(parser, path, {name: value for name, value in values.items() if name not in by_flag})
+    args, unknown = parser.parse_known_args(engine.rest)
+    notices, strays = _unknown(unknown, known)
+    problems = engine.problems + [f"{token!r} is not the value of any flag." for token in strays]
     if problems:
         raise ConfigError(problems)
-    args.sglang_argv = engine
-    for name, value in _engine_attributes(engine).items():
+    args.given = frozenset(by_flag | from_yaml | engine.given)
+    args.notices = [*engine.notices, *notices]
+    args.sglang_argv, args.router_argv = engine.argv, engine.router_argv
+    for name, value in engine.attributes.items():
         setattr(args, name, value)
     return args
 
 
-def _split_sglang(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
-    """Separate SGLang's own flags, prefix removed, from those that a parser of ours declares."""
-    own: list[str] = []
-    engine: list[str] = []
-    target = own
-    for token in argv:
-        if token.startswith("--"):
-            is_engine = token.startswith(_SGLANG_PREFIXES) and token.split("=")[0] not in parser._option_string_actions
-            target = engine if is_engine else own
-            if is_engine:
-                token = token.replace("sglang-", "", 1)
-        target.append(token)
-    return own, engine
-
-
-def _apply_yaml(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
-    first = _Parser(add_help=False, allow_abbrev=False)
-    first.add_argument("--custom-config-path")
-    path = first.parse_known_args(list(argv))[0].custom_config_path
-    if path is None:
-        return
-    if not Path(path).is_file():
-        raise ConfigError(f"--custom-config-path {path}: there is no such file.")
+def _given(parser: argparse.ArgumentParser, argv: Sequence[str]) -> set[str]:
+    """Names whose flag stands on the command line: parsed once more with every default taken away."""
+    before = {action: (action.default, action.required) for action in parser._actions}
+    inherited, parser._defaults = parser._defaults, {}
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--custom-config-path {path} is not valid YAML: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"--custom-config-path {path} must hold a mapping of argument names to values.")
+        for action in before:
+            action.default, action.required = argparse.SUPPRESS, False
+        return set(vars(parser.parse_known_args(list(argv))[0]))
+    finally:
+        parser._defaults = inherited
+        for action, (default, required) in before.items():
+            action.default, action.required = default, required
+
+
+def _unknown(tokens: Sequence[str], known: Collection[str]) -> tuple[list[Notice], list[str]]:
+    """Split what nobody consumed into unknown flags, with the words behind them as their values, and stray words."""
+    notices: list[Notice] = []
+    strays: list[str] = []
+    for token in tokens:
+        if token.startswith("-") and not _NEGATIVE_NUMBER.match(token):
+            flag = token.split("=")[0]
+            near = difflib.get_close_matches(flag, known, n=1, cutoff=0.75)
+            hint = f"did you mean {near[0]}?" if near else "nothing reads it."
+            notices.append(Notice("warning", flag, f"unknown flag, ignored with its values; {hint}"))
+        elif not notices:
+            strays.append(token)
+    return notices, strays
+
+
+def _custom_config(argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """The path of ``--custom-config-path`` and its mapping; empty without the flag."""
+    first = _Parser(add_help=False, allow_abbrev=False)
+    first.add_argument("--custom-config-path", default="")
+    path = first.parse_known_args(list(argv))[0].custom_config_path
+    values = read_mapping("--custom-config-path", path) if path else {}
+    return path, {str(key).replace("-", "_"): value for key, value in values.items()}
+
+
+def _engine_words(parser: argparse.ArgumentParser, values: dict[str, Any]) -> list[str]:
+    """The engine's keys written as flags (``sglang_x: 1`` -> ``--sglang-x=1``), put first: a later flag beats them."""
+    own = {action.dest for action in parser._actions}
+    engine = (item for item in values.items() if item[0].startswith(_ENGINE_KEYS) and item[0] not in own)
+    return [word for name, value in engine for word in _as_flag(name, value)]
+
+
+def _set_defaults(parser: argparse.ArgumentParser, path: str, values: dict[str, Any]) -> set[str]:
+    """Make the file's values the parser's defaults; returns their names."""
     actions = {action.dest: action for action in parser._actions}
     defaults = {}
-    for key, value in values.items():
-        name = str(key).replace("-", "_")
-        defaults[name] = _coerce(actions[name], value, path) if name in actions else value
+    for name, value in values.items():
         if name in actions:
             actions[name].required = False
+            defaults[name] = _coerce(actions[name], value, path)
+        elif not name.startswith(_ENGINE_KEYS):
+            defaults[name] = value
     parser.set_defaults(**defaults)
+    return set(defaults)
+
+
+def _as_flag(name: str, value: Any) -> list[str]:
+    flag = "--" + name.replace("_", "-")
+    match value:
+        case None:
+            return []
+        case True:
+            return [flag]
+        case False:
+            return ["--no-" + flag.removeprefix("--")]
+        case list():
+            return [flag, *map(str, value)]
+        case dict():
+            return [flag, json.dumps(value)]
+        case _:
+            return [f"{flag}={value}"]
 
 
 def _coerce(action: argparse.Action, value: Any, path: str) -> Any:
     """Give a YAML value the type of the flag it names: ``1e-5`` is a string in YAML 1.1 but a float here."""
     convert = action.type
+    if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
+        return _as_bool(action, value, path)
     if value is None or not callable(convert) or isinstance(value, dict):
         return value
     try:
@@ -144,39 +206,11 @@ def _coerce(action: argparse.Action, value: Any, path: str) -> Any:
     return result
 
 
-def _unknown_flag(token: str, known: Collection[str]) -> str:
-    flag = token.split("=")[0]
-    near = difflib.get_close_matches(flag, known, n=1, cutoff=0.75)
-    hint = f"Did you mean {near[0]}?" if near else "It is misspelled, or not supported yet."
-    return f"unknown flag {flag}. {hint}"
-
-
-def _unknown_engine_flags(engine: Sequence[str], known: Collection[str]) -> list[str]:
-    problems = []
-    for token in engine:
-        flag = token.split("=")[0]
-        if not flag.startswith("--") or flag in known or (flag.startswith("--no-") and "--" + flag[5:] in known):
-            continue
-        near = difflib.get_close_matches(flag, known, n=1, cutoff=0.75)
-        hint = f" Did you mean --sglang-{near[0][2:]}?" if near else ""
-        problems.append(f"unknown flag --sglang-{flag[2:]}: the installed SGLang server has no {flag}.{hint}")
-    return problems
-
-
-def _engine_attributes(engine: Sequence[str]) -> dict[str, Any]:
-    """``["--context-length", "512", "--enable-x"]`` -> ``{"sglang_context_length": 512, "sglang_enable_x": True}``."""
-    found: dict[str, list[str]] = {}
-    name = ""
-    for token in engine:
-        if token.startswith("--"):
-            name, _, value = token[2:].partition("=")
-            found[name] = [value] if value else []
-        elif name:
-            found[name].append(token)
-    attributes: dict[str, Any] = {}
-    for key, texts in found.items():
-        is_negated = key.startswith("no-") and not texts
-        attribute = "sglang_" + (key[3:] if is_negated else key).replace("-", "_")
-        values = [yaml.safe_load(text) for text in texts]
-        attributes[attribute] = (not is_negated) if not values else values[0] if len(values) == 1 else values
-    return attributes
+def _as_bool(action: argparse.Action, value: Any, path: str) -> bool | None:
+    """A switch takes true and false words: ``bool("false")`` would be true."""
+    if value is None or isinstance(value, bool):
+        return value
+    truth = yaml.safe_load(str(value).lower())
+    if not isinstance(truth, bool):
+        raise ConfigError(f"--custom-config-path {path}: key {action.dest}: {value!r} is neither true nor false.")
+    return truth

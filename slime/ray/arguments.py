@@ -17,11 +17,14 @@ from slime.algorithms.arguments import AlgorithmArgs
 from slime.backends.megatron_utils import arguments as megatron
 from slime.backends.megatron_utils import checkpoint_source, model_shape
 from slime.backends.sglang_utils import arguments as sglang
-from slime.backends.sglang_utils.server_args import check_user_flags, known_flags
+from slime.backends.sglang_utils.namespace import read_engine
+from slime.backends.sglang_utils.server_args import check_user_flags
 from slime.batch import arguments as batch
+from slime.config import arguments as command
 from slime.config import check as config_check
 from slime.config import parse as config_parse
 from slime.config import resolve as config_resolve
+from slime.config.groups import unsupported_flags
 from slime.config.parse import AddArguments
 from slime.data import arguments as data
 from slime.hooks.load import check_hooks
@@ -29,7 +32,7 @@ from slime.observability import arguments as observability
 from slime.rollout import arguments as rollout
 from slime.rollout.eval_config import build_eval_datasets
 from slime.utils import accelerator
-from slime.utils.errors import SlimeError
+from slime.utils.errors import ConfigError, SlimeError
 
 __all__ = ["ClusterArgs", "SyncArgs", "parse_args"]
 
@@ -84,6 +87,7 @@ def _groups(modules: Iterable[Any]) -> list[type]:
 
 
 GROUPS: list[type] = [
+    *_groups((command,)),
     ClusterArgs,
     SyncArgs,
     *_groups((data, rollout, batch)),
@@ -105,16 +109,26 @@ def parse_args(add_custom_arguments: AddArguments | None = None, argv: Sequence[
         args = config_parse.parse(
             sys.argv[1:] if argv is None else argv,
             GROUPS,
-            sglang_flags=known_flags,
+            read_engine=read_engine,
             add_arguments=add_custom_arguments,
         )
         config_resolve.resolve(args)
-        config_check.check(args, _RULES)
+        config_check.check(args, (lambda args: unsupported_flags(args, GROUPS), *_RULES))
+        _tell(args)
         args.eval_datasets = build_eval_datasets(args)
     except SlimeError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     return args
+
+
+def _tell(args: Namespace) -> None:
+    """Log what was decided for the user; under --strict-args a warning is an error."""
+    warnings = [str(notice) for notice in args.notices if notice.level == "warning"]
+    if args.strict_args and warnings:
+        raise ConfigError([f"{text} (an error because of --strict-args)" for text in warnings])
+    for notice in args.notices:
+        logger.log(logging.WARNING if notice.level == "warning" else logging.INFO, "%s", notice)
 
 
 def _files(args: Namespace) -> Iterator[str]:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 
-from slime.config.groups import add_group, from_args
+from slime.config.groups import add_group, flags_of, from_args, ignored_flags, unsupported_flags
 
 
 @dataclass(frozen=True)
@@ -60,3 +60,44 @@ def test_a_derived_field_has_no_flag():
 def test_a_value_outside_the_choices_is_refused():
     with pytest.raises(SystemExit):
         parse("--kind", "c")
+
+
+@dataclass(frozen=True)
+class UnfinishedArgs:
+    """Unfinished."""
+
+    depth: int = field(default=1, metadata={"help": "depth", "later": "nothing nests yet"})
+    backend: Literal["a", "b"] = field(
+        default="a", metadata={"help": "backend", "later_values": {"b": "b is unwritten"}}
+    )
+    fused: bool = field(default=False, metadata={"help": "fused", "no_effect": "there is no kernel"})
+    total: int = field(default=0, metadata={"derived": True})
+
+
+def unfinished(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_group(parser, UnfinishedArgs)
+    args = parser.parse_args(argv)
+    args.given = frozenset(word[2:] for word in argv if word.startswith("--"))
+    return args
+
+
+def test_using_an_unfinished_flag_or_value_is_one_problem_each_and_defaults_are_fine():
+    assert list(unsupported_flags(unfinished("--depth", "1", "--backend", "a", "--fused"), [UnfinishedArgs])) == []
+    assert list(unsupported_flags(unfinished("--depth", "2", "--backend", "b"), [UnfinishedArgs])) == [
+        "--depth 2 is not supported yet: nothing nests yet. Leave it out.",
+        "--backend b is not supported yet: b is unwritten. Leave it out.",
+    ]
+
+
+def test_a_flag_without_effect_is_reported_only_when_given():
+    assert list(ignored_flags(unfinished("--fused"), [UnfinishedArgs])) == [("--fused", "there is no kernel")]
+    assert list(ignored_flags(unfinished(), [UnfinishedArgs])) == []
+
+
+def test_the_flags_of_a_group_are_listed_without_its_derived_fields():
+    assert [(flag.group, flag.name, flag.default) for flag in flags_of([UnfinishedArgs])] == [
+        ("Unfinished", "depth", 1),
+        ("Unfinished", "backend", "a"),
+        ("Unfinished", "fused", False),
+    ]

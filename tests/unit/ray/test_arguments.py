@@ -55,7 +55,6 @@ def test_a_minimal_command_resolves_to_one_step_per_rollout(tiny_task):
         (["--eval-prompt-data", "only-a-path", "x", "y"], "--eval-prompt-data"),
         (["--bf16"], "--bf16, --fp16 and --fp32 exclude each other"),
         (["--eps-clip-c", "0.5"], "--eps-clip-c 0.5 must be above 1"),
-        (["--colocate"], "unknown flag --colocate"),
         (["--advantage-estimator", "ppo"], "invalid choice: 'ppo'"),
     ],
 )
