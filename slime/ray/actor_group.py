@@ -53,9 +53,9 @@ class RayTrainGroup:
         )
         return self._all("setup", address, port, with_ref)
 
-    def train(self, rollout_id: int, shards: Sequence[Box]) -> TrainReport:
-        """Train on one rollout. Returns the main rank's report."""
-        refs = self._all("train", rollout_id, shards)
+    def train(self, rollout_id: int, shards: Sequence[Box], version: str | None) -> TrainReport:
+        """Train on one rollout that weight version ``version`` generated. Returns the main rank's report."""
+        refs = self._all("train", rollout_id, shards, version)
         reports = get(refs, self._args.train_timeout, f"the trainer to train on rollout {rollout_id}")
         return next((report for report in reports if report.steps), reports[0])
 

@@ -96,10 +96,16 @@ GROUPS: list[type] = [
 ]
 
 
-def parse_args(add_custom_arguments: AddArguments | None = None, argv: Sequence[str] | None = None) -> Namespace:
+def parse_args(
+    add_custom_arguments: AddArguments | None = None,
+    argv: Sequence[str] | None = None,
+    *,
+    is_async: bool = False,
+) -> Namespace:
     """Parse, resolve and check the command line.
 
     Args:
+        is_async: the driver is ``train_async.py``; becomes ``args.is_async``.
         add_custom_arguments: receives the parser before slime's flags are added, may add flags, and returns it.
         argv: defaults to ``sys.argv[1:]``.
 
@@ -112,6 +118,7 @@ def parse_args(add_custom_arguments: AddArguments | None = None, argv: Sequence[
             read_engine=read_engine,
             add_arguments=add_custom_arguments,
         )
+        args.is_async = is_async
         config_resolve.resolve(args)
         config_check.check(args, (lambda args: unsupported_flags(args, GROUPS), *_RULES))
         _tell(args)

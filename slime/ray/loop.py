@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from argparse import Namespace
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psutil
@@ -21,6 +21,7 @@ from slime.backends.protocols import TrainReport
 from slime.observability.console import step_line
 from slime.observability.tracking import Tracker, create_tracker
 from slime.ray.actor_group import RayTrainGroup
+from slime.ray.ahead import RolloutsAhead
 from slime.ray.data_buffer import DataBufferClient, create_data_buffer
 from slime.ray.fleet import RayEngineFleet
 from slime.ray.placement_group import create_placement_groups
@@ -55,6 +56,8 @@ class Run:
     num_rollout: int
     _fleet: RayEngineFleet | None
     _has_trained: bool = False
+    _version: str | None = None
+    _ahead: RolloutsAhead[RolloutResult] | None = None
     _seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -62,19 +65,35 @@ class Run:
         return range(self.start_rollout_id, self.num_rollout)
 
     def generate(self, rollout_id: int) -> RolloutResult:
-        """Prompts become scored samples, split for the trainer's ranks."""
+        """Prompts become scored samples, split for the trainer's ranks.
+
+        The Data Buffer's state after this rollout is saved here, when a checkpoint will follow: later rollouts may be
+        drawing prompts already by the time the trainer gets there.
+        """
         started = time.monotonic()
-        what = f"rollout {rollout_id}"
-        result = get(self.manager.generate.remote(rollout_id), self.args.rollout_timeout, what, "--rollout-timeout")
-        self._seconds["rollout"] = time.monotonic() - started
-        return result
+        version = self._version
+        saves_state = is_due(rollout_id, self.args.save_interval, self.num_rollout - 1)
+        ref = self.manager.generate.remote(rollout_id, saves_state)
+        result = get(ref, self.args.rollout_timeout, f"rollout {rollout_id}", "--rollout-timeout")
+        return replace(result, version=version, seconds=time.monotonic() - started)
+
+    def rollouts_ahead(self) -> RolloutsAhead[RolloutResult]:
+        """All rollouts of the run, generated up to ``--async-buffer-size`` ahead of the trainer."""
+        self._ahead = RolloutsAhead(
+            self.generate,
+            self.rollout_ids,
+            capacity=self.args.async_buffer_size,
+            timeout_s=self.args.rollout_timeout,
+            fix="--rollout-timeout",
+        )
+        return self._ahead
 
     def train(self, rollout_id: int, rollout: RolloutResult) -> TrainReport | None:
         """Samples become a gradient, a gradient becomes new weights in the trainer."""
         if self.trainer is None:
             return None
         started = time.monotonic()
-        report = self.trainer.train(rollout_id, rollout.shards)
+        report = self.trainer.train(rollout_id, rollout.shards, rollout.version)
         self._seconds["train"] = time.monotonic() - started
         if not self._has_trained:
             self._has_trained = True
@@ -87,13 +106,13 @@ class Run:
         if self.trainer is None or self._fleet is None:
             return
         report: SyncReport = self.trainer.update_weights(self._fleet, str(num_trained))
+        self._version = str(num_trained)
         self._seconds["sync"] = report.seconds
 
     def save(self, rollout_id: int) -> None:
-        """Data state first, model last: the tracker file that makes a checkpoint count names a complete one."""
+        """The model, after the data state: the tracker file that makes a checkpoint count names a complete one."""
         if self.trainer is None:
             return
-        get(self.manager.save.remote(rollout_id), self.args.train_timeout, "the Data Buffer's state to be saved")
         self.trainer.save(rollout_id)
         if self.args.save_hf is not None:
             self.trainer.save_hf(self.args.save_hf.format(rollout_id=rollout_id))
@@ -111,6 +130,9 @@ class Run:
     def report(self, rollout_id: int, rollout: RolloutResult, training: TrainReport | None) -> None:
         """Metrics to the trackers and one line to the console."""
         metrics = dict(rollout.metrics)
+        self._seconds["rollout"] = rollout.seconds
+        if rollout.version is not None:
+            metrics["rollout/weight_version_lag"] = float(rollout_id - int(rollout.version))
         metrics |= {f"perf/{name}_time": seconds for name, seconds in self._seconds.items()}
         if training is not None:
             metrics |= {f"rollout/{name}": value for name, value in training.rollout.items()}
@@ -125,6 +147,8 @@ class Run:
 
     def dispose(self) -> None:
         """Stop engines and router and close the trackers. Safe to call in any state."""
+        if self._ahead is not None:
+            self._ahead.stop()
         try:
             get(self.manager.dispose.remote(), _DISPOSE_TIMEOUT_S, "the rollout manager to stop its engines")
         except Exception as error:  # whatever is left dies with the actors below

@@ -81,11 +81,17 @@ class RolloutManager:
         if self._server is not None:
             self._server.fleet.start("reset_weights").wait(self._args.weight_sync_timeout)
 
-    def generate(self, rollout_id: int) -> RolloutResult:
-        """One rollout: prompts -> groups of scored samples -> shards."""
+    def generate(self, rollout_id: int, saves_state: bool = False) -> RolloutResult:
+        """One rollout: prompts -> groups of scored samples -> shards.
+
+        Args:
+            saves_state: write the Data Buffer's state as it is after this rollout, for the checkpoint that follows.
+        """
         set_current_rollout_id(rollout_id)
         started = time.monotonic()
         groups, metrics = self._groups(rollout_id)
+        if saves_state:
+            self._data_buffer.save(rollout_id)
         samples = list(iter_samples(groups))
         save_debug_rollout_data(self._args.save_debug_rollout_data, samples, rollout_id=rollout_id, evaluation=False)
         seconds = time.monotonic() - started
@@ -136,9 +142,6 @@ class RolloutManager:
         samples: list[Sample] = [s for result in output.data.values() for s in result.get("samples", [])]
         save_debug_rollout_data(self._args.save_debug_rollout_data, samples, rollout_id=rollout_id, evaluation=True)
         return eval_metrics(self._args, output.data) | dict(output.metrics or {})
-
-    def save(self, rollout_id: int) -> None:
-        self._data_buffer.save(rollout_id)
 
     def load(self, rollout_id: int) -> None:
         self._data_buffer.load(rollout_id)

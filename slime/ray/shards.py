@@ -22,7 +22,11 @@ class RolloutResult:
     Attributes:
         shards: one box per data-parallel rank; empty with ``--debug-rollout-only``.
         metrics: ``rollout/...`` and ``perf/...`` values.
+        version: weight version that the engines held from its first to its last token; None without engines.
+        seconds: from the request to the shards.
     """
 
     shards: list[Box]
     metrics: dict[str, float]
+    version: str | None = None
+    seconds: float = 0.0

@@ -28,7 +28,7 @@ from slime.utils.net import free_port
 from slime.weight_sync.send_distributed import DistributedSender
 from slime.weight_sync.session import WeightUpdate, push_weights
 
-__all__ = ["SyncReport", "TrainActor"]
+__all__ = ["SyncReport", "TrainActor", "check_provenance"]
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,6 @@ class TrainActor:
         self._trainer: Trainer | None = None
         self._sender: DistributedSender | None = None
         self._fleet: RayEngineFleet | None = None
-        self._version: str | None = None
 
     def rendezvous(self) -> tuple[str, int]:
         """Address and a free port of this rank's node; asked of rank 0."""
@@ -92,27 +91,16 @@ class TrainActor:
         assert self._trainer is not None, "setup() comes first"
         return self._trainer
 
-    def train(self, rollout_id: int, shards: Sequence[Box]) -> TrainReport:
-        """Train on this rank's shard of rollout ``rollout_id``."""
+    def train(self, rollout_id: int, shards: Sequence[Box], version: str | None) -> TrainReport:
+        """Train on this rank's shard of rollout ``rollout_id``, which weight version ``version`` generated."""
         dp_rank, dp_size = self.trainer.data_parallel
         if len(shards) != dp_size:
             raise DataError(
                 f"rollout {rollout_id} was split for {len(shards)} data-parallel ranks, there are {dp_size}."
             )
         batch = ray.get(shards[dp_rank].inner, timeout=self._args.train_timeout)
-        self._check_provenance(rollout_id, batch)
+        check_provenance(rollout_id, batch, version)
         return self.trainer.train(rollout_id, batch)
-
-    def _check_provenance(self, rollout_id: int, batch: dict[str, Any]) -> None:
-        """Refuse tokens that other weights generated than those the engines were last given."""
-        if self._version is None:
-            return  # replayed rollouts and supervised data: no engine was involved
-        for index, versions in zip(batch["sample_indices"], batch.get("weight_versions") or [], strict=False):
-            if set(versions) - {self._version}:
-                raise DataError(
-                    f"sample {index} of rollout {rollout_id} was generated with weight versions {versions}, but the "
-                    f"engines hold version {self._version}: a weight sync did not reach the engine that made it."
-                )
 
     def save(self, rollout_id: int) -> None:
         self.trainer.save(rollout_id)
@@ -140,7 +128,6 @@ class TrainActor:
         else:
             for _ in self.trainer.export_weights():
                 pass
-        self._version = version
         return report
 
     def _connected(self, fleet: RayEngineFleet) -> DistributedSender:
@@ -152,3 +139,15 @@ class TrainActor:
         self._sender.connect(node_address(), free_port())
         self._fleet = fleet
         return self._sender
+
+
+def check_provenance(rollout_id: int, batch: dict[str, Any], version: str | None) -> None:
+    """Refuse tokens that other weights generated than those the engines were last given before the rollout."""
+    if version is None:
+        return  # replayed rollouts and supervised data: no engine was involved
+    for index, versions in zip(batch["sample_indices"], batch.get("weight_versions") or [], strict=False):
+        if set(versions) - {version}:
+            raise DataError(
+                f"sample {index} of rollout {rollout_id} was generated with weight versions {versions}, but the "
+                f"engines held version {version}: a weight sync did not reach the engine that made it."
+            )

@@ -1,0 +1,113 @@
+"""Rollouts that run ahead of the trainer: generation overlaps training, and weights never change inside a rollout.
+
+who waits for whom
+generator thread   a free place (at most ``capacity`` rollouts are running or finished but not taken), and the engines
+taker (driver)     the next rollout in order
+engines_idle()     the rollout in flight; while it is held no rollout starts, so weights or an evaluation can go in
+
+Called by ``train_async.py``. Knows no trainer and no Ray: it is handed a function that generates one rollout.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+from slime.utils.deadline import Deadline
+
+__all__ = ["RolloutsAhead"]
+
+T = TypeVar("T")
+
+
+class RolloutsAhead(Generic[T]):
+    """Generates ``rollout_ids`` in order on a thread of its own.
+
+    Args:
+        generate: makes one rollout; blocks until it is there.
+        rollout_ids: in the order they are trained on.
+        capacity: rollouts that may be running or finished without having been taken (``--async-buffer-size``).
+        timeout_s: longest wait for one rollout, and ``fix`` the flag that sets it.
+    """
+
+    def __init__(
+        self,
+        generate: Callable[[int], T],
+        rollout_ids: Sequence[int],
+        *,
+        capacity: int,
+        timeout_s: float,
+        fix: str = "",
+    ) -> None:
+        self._generate = generate
+        self._rollout_ids = rollout_ids
+        self._timeout_s = timeout_s
+        self._fix = fix
+        self._finished: queue.Queue[T | BaseException] = queue.Queue()
+        self._change = threading.Condition()  # guards the four fields below
+        self._free_places = capacity
+        self._is_generating = False
+        self._num_idle_wanted = 0
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._run, name="rollouts ahead", daemon=True)
+        self._thread.start()
+
+    def take(self, rollout_id: int) -> T:
+        """The next rollout; its place becomes free for another one. An error of the generation is raised here."""
+        deadline = Deadline(self._timeout_s, f"rollout {rollout_id}", self._fix)
+        try:
+            item = self._finished.get(timeout=deadline.remaining)
+        except queue.Empty:
+            raise deadline.error() from None
+        if isinstance(item, BaseException):
+            raise item
+        with self._change:
+            self._free_places += 1
+            self._change.notify_all()
+        return item
+
+    @contextmanager
+    def engines_idle(self) -> Iterator[None]:
+        """Wait for the rollout in flight, and keep the next one from starting."""
+        deadline = Deadline(self._timeout_s, "the rollout in flight to finish before the engines change", self._fix)
+        with self._change:
+            self._num_idle_wanted += 1  # the generator sees it and starts nothing more: a plain lock could starve us
+        try:
+            with self._change:
+                if not self._change.wait_for(lambda: not self._is_generating, deadline.remaining):
+                    raise deadline.error()
+            yield
+        finally:
+            with self._change:
+                self._num_idle_wanted -= 1
+                self._change.notify_all()
+
+    def stop(self) -> None:
+        """Start no further rollout. The one in flight is not waited for: its engines are stopped by the owner."""
+        with self._change:
+            self._is_stopped = True
+            self._change.notify_all()
+
+    def _may_start(self) -> bool:
+        return self._is_stopped or (self._free_places > 0 and self._num_idle_wanted == 0)
+
+    def _run(self) -> None:
+        try:
+            for rollout_id in self._rollout_ids:
+                with self._change:
+                    self._change.wait_for(self._may_start)  # ends with stop(); the taker is the one with a deadline
+                    if self._is_stopped:
+                        return
+                    self._free_places -= 1
+                    self._is_generating = True
+                try:
+                    self._finished.put(self._generate(rollout_id))
+                finally:
+                    with self._change:
+                        self._is_generating = False
+                        self._change.notify_all()
+        except BaseException as error:
+            self._finished.put(error)

@@ -1,0 +1,23 @@
+"""Every trained token was made by weights that the loop sent: anything else is refused before it is trained on."""
+
+from __future__ import annotations
+
+import pytest
+
+from slime.ray.train_actor import check_provenance
+from slime.utils.errors import DataError
+
+
+def test_tokens_of_the_version_that_generated_the_rollout_are_trained():
+    check_provenance(4, {"sample_indices": [7, 8], "weight_versions": [["3"], ["3", "3"]]}, "3")
+
+
+@pytest.mark.parametrize("versions", [["2"], ["3", "2"], ["default"]])
+def test_tokens_of_foreign_weights_are_refused_with_sample_and_versions(versions: list[str]):
+    batch = {"sample_indices": [7, 8], "weight_versions": [["3"], versions]}
+    with pytest.raises(DataError, match=r"sample 8 of rollout 4 .* held version 3"):
+        check_provenance(4, batch, "3")
+
+
+def test_replayed_rollouts_have_no_version_to_check():
+    check_provenance(4, {"sample_indices": [7], "weight_versions": [["2"]]}, None)

@@ -1,0 +1,49 @@
+"""The asynchronous loop: the next rollouts are generated while the trainer works on this one.
+
+python train_async.py --hf-checkpoint MODEL --prompt-data FILE --rollout-num-gpus 2 --actor-num-gpus-per-node 2 ...
+"""
+
+import sys
+
+from slime.utils.arguments import parse_args
+
+
+def train(args):
+    from slime.ray.loop import is_due, start_run
+
+    run = start_run(args)
+    try:
+        run.sync_weights(num_trained=run.start_rollout_id)
+        ahead = run.rollouts_ahead()
+        for rollout_id in run.rollout_ids:
+            rollout = ahead.take(rollout_id)
+            report = run.train(rollout_id, rollout)
+
+            last = run.num_rollout - 1
+            if is_due(rollout_id, args.save_interval, last):
+                run.save(rollout_id)
+            if is_due(rollout_id, args.update_weights_interval, last):
+                # A rollout is made by one set of weights: the one in flight ends first.
+                with ahead.engines_idle():
+                    run.sync_weights(num_trained=rollout_id + 1)
+            run.report(rollout_id, rollout, report)
+            if is_due(rollout_id, args.eval_interval):
+                with ahead.engines_idle():
+                    run.evaluate(rollout_id, num_trained=rollout_id + 1)
+    finally:
+        run.dispose()
+
+
+def main():
+    args = parse_args(is_async=True)
+    from slime.observability.logging_utils import configure_logger
+    from slime.ray.cluster import running_cluster
+    from slime.ray.failures import exit_status
+
+    configure_logger()
+    with exit_status(), running_cluster(args):
+        train(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
