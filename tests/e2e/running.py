@@ -1,4 +1,4 @@
-"""Runs train.py as a user does, and finds out whether anything of it survives."""
+"""Runs a driver as a user does, and finds out whether anything of it survives."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ class Finished:
         return left
 
 
-def start_train(flags: list[Any], cwd: Path, log: Path) -> tuple[subprocess.Popen, str]:
+def start_train(flags: list[Any], cwd: Path, log: Path, script: str = "train.py") -> tuple[subprocess.Popen, str]:
     mark = uuid.uuid4().hex
     env = os.environ | {MARK: mark, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, str(ROOT / "train.py"), *map(str, flags)]
+    command = [sys.executable, str(ROOT / script), *map(str, flags)]
     with log.open("w") as sink:
         process = subprocess.Popen(command, cwd=cwd, env=env, stdout=sink, stderr=subprocess.STDOUT)
     return process, mark
 
 
-def run_train(flags: list[Any], cwd: Path, timeout_s: float = 240.0) -> Finished:
+def run_train(flags: list[Any], cwd: Path, timeout_s: float = 240.0, script: str = "train.py") -> Finished:
     log = cwd / f"train-{uuid.uuid4().hex[:6]}.log"
     started = time.monotonic()
-    process, mark = start_train(flags, cwd, log)
+    process, mark = start_train(flags, cwd, log, script)
     try:
         status = process.wait(timeout_s)
     except subprocess.TimeoutExpired:
         process.kill()
-        raise AssertionError(f"train.py did not end within {timeout_s} s:\n{log.read_text()[-4000:]}") from None
+        raise AssertionError(f"{script} did not end within {timeout_s} s:\n{log.read_text()[-4000:]}") from None
     return Finished(status, log.read_text(), mark, time.monotonic() - started)
 
 
