@@ -12,7 +12,11 @@ from typing import Any
 from slime.data.sample import Sample
 from slime.rollout.rm_hub.calling import call_scorer, reward_value
 from slime.rollout.rm_hub.custom import score_batch, score_one
+from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.f1 import f1_score
+from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
+from slime.rollout.rm_hub.ifbench import compute_ifbench_reward
+from slime.rollout.rm_hub.math_dapo_utils import compute_score as compute_score_dapo
 from slime.rollout.rm_hub.math_utils import extract_answer, grade_answer_verl
 from slime.rollout.rm_hub.math_verify_grader import grade_math_verify
 from slime.rollout.rm_hub.remote import remote_rm
@@ -25,17 +29,27 @@ logger = logging.getLogger(__name__)
 
 _BOXED = "boxed_"
 
-Rule = Callable[[str, Any], Any]
+Rule = Callable[[str, Any, dict[str, Any]], Any]
 
 _RULES: dict[str, Rule] = {
-    "math": lambda response, label: int(grade_answer_verl(response, label)),
-    "math_verify": grade_math_verify,
-    "f1": lambda response, label: f1_score(response, label)[0],
-    "random": lambda response, label: random.randint(0, 1),
+    "math": lambda response, label, _: int(grade_answer_verl(response, label)),
+    "math_verify": lambda response, label, _: grade_math_verify(response, label),
+    "deepscaler": lambda response, label, _: get_deepscaler_rule_based_reward(response, label),
+    "dapo": lambda response, label, _: compute_score_dapo(response, label),
+    "f1": lambda response, label, _: f1_score(response, label)[0],
+    "gpqa": lambda response, label, metadata: compute_gpqa_reward(response, label, metadata),
+    "ifbench": lambda response, label, metadata: compute_ifbench_reward(response, label, metadata),
+    "random": lambda response, label, _: random.randint(0, 1),
 }
-"""Name -> rule over (response, label)."""
+"""Name -> rule over (response, label, metadata)."""
 
-_FIND_THE_BOX_THEMSELVES = frozenset({"math", "math_verify"})
+_BOXED_RULES: dict[str, Rule] = _RULES | {
+    "deepscaler": lambda response, label, _: int(grade_answer_verl(response, label)),
+    "dapo": lambda response, label, _: compute_score_dapo(response, label, strict_box_verify=True),
+}
+"""With the ``boxed_`` prefix: rules that look for a marker of their own grade the box instead."""
+
+_FIND_THE_BOX_THEMSELVES = frozenset({"math", "math_verify", "deepscaler", "dapo"})
 
 
 def known_rm_types() -> frozenset[str]:
@@ -79,11 +93,13 @@ async def _by_type(args: Namespace, sample: Sample) -> Any:
         known = ", ".join(sorted(known_rm_types()))
         raise NotImplementedError(f"reward type {rm_type!r} is unknown; use one of {known}, or --custom-rm-path")
     response = sample.response
-    if rm_type.startswith(_BOXED) and name not in _FIND_THE_BOX_THEMSELVES:
+    is_boxed = rm_type.startswith(_BOXED)
+    if is_boxed and name not in _FIND_THE_BOX_THEMSELVES:
         response = extract_answer(response) or ""
     timeout_s = setting(args, "rm_timeout")
     try:
-        return await call_scorer(_RULES[name], response, sample.label, what=what, timeout_s=timeout_s)
+        rule = (_BOXED_RULES if is_boxed else _RULES)[name]
+        return await call_scorer(rule, response, sample.label, metadata, what=what, timeout_s=timeout_s)
     except DataError as error:
         if error.__cause__ is not None:
             raise

@@ -1,0 +1,69 @@
+"""``--rm-type ifbench``: 1.0 when a response follows every instruction, judged by IFBench's own evaluation code.
+
+The code is not on PyPI: clone https://github.com/allenai/IFBench and name the clone in ``SLIME_IFBENCH_DIR``, or put it
+on ``PYTHONPATH``. Nothing is downloaded here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["compute_ifbench_reward"]
+
+_DIRECTORY = "SLIME_IFBENCH_DIR"
+
+
+def compute_ifbench_reward(response: str | None, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
+    """1.0 or 0.0; 0.0 as well where there is no response or no instruction.
+
+    Args:
+        metadata: ``instruction_id_list``, ``prompt_text``, ``kwargs`` (one mapping per instruction), ``record_id``.
+
+    Raises:
+        ImportError: the evaluation code cannot be found.
+    """
+    if not response or not isinstance(metadata, Mapping):
+        return 0.0
+    given = metadata.get("instruction_id_list") or []
+    names = [name.strip() for name in given if isinstance(name, str) and name.strip()]
+    if not names:
+        return 0.0
+    library = _evaluation_library()
+    prompt = str(metadata.get("prompt_text") or "")
+    example = library.InputExample(
+        key=int(metadata.get("record_id") or 0),
+        instruction_id_list=names,
+        prompt=prompt,
+        kwargs=_arguments(metadata.get("kwargs"), len(names)),
+    )
+    outcome = library.test_instruction_following_strict(example, {prompt: response})
+    return float(bool(outcome.follow_all_instructions))
+
+
+def _arguments(given: Any, count: int) -> list[dict[str, Any]]:
+    """One mapping per instruction: a single one holds for all, a short list is continued with its last entry."""
+    if isinstance(given, Mapping):
+        entries = [dict(given)] * count
+    elif isinstance(given, list) and given:
+        entries = [dict(entry) if isinstance(entry, Mapping) else {} for entry in given[:count]]
+        entries += [entries[-1]] * (count - len(entries))
+    else:
+        entries = [{}] * count
+    return [{key: value for key, value in entry.items() if value is not None} for entry in entries]
+
+
+def _evaluation_library() -> Any:
+    directory = os.environ.get(_DIRECTORY)
+    if directory and directory not in sys.path:
+        sys.path.insert(0, directory)
+    try:
+        return importlib.import_module("evaluation_lib")
+    except ImportError as error:
+        raise ImportError(
+            f"--rm-type ifbench needs IFBench's evaluation_lib ({error}): clone https://github.com/allenai/IFBench, "
+            f"install its requirements, and set {_DIRECTORY} to the clone."
+        ) from error
