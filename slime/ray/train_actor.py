@@ -99,7 +99,7 @@ class TrainActor:
                 f"rollout {rollout_id} was split for {len(shards)} data-parallel ranks, there are {dp_size}."
             )
         batch = ray.get(shards[dp_rank].inner, timeout=self._args.train_timeout)
-        check_provenance(rollout_id, batch, version)
+        check_provenance(rollout_id, batch, version, allows_older=self._args.partial_rollout)
         return self.trainer.train(rollout_id, batch)
 
     def save(self, rollout_id: int) -> None:
@@ -141,12 +141,24 @@ class TrainActor:
         return self._sender
 
 
-def check_provenance(rollout_id: int, batch: dict[str, Any], version: str | None) -> None:
-    """Refuse tokens that other weights generated than those the engines were last given before the rollout."""
+def check_provenance(
+    rollout_id: int, batch: dict[str, Any], version: str | None, *, allows_older: bool = False
+) -> None:
+    """Refuse tokens that other weights generated than those the engines were last given before the rollout.
+
+    Args:
+        version: what the engines held during the rollout.
+        allows_older: responses may have been begun with earlier weights (``--partial-rollout``).
+    """
     if version is None:
         return  # replayed rollouts and supervised data: no engine was involved
     for index, versions in zip(batch["sample_indices"], batch.get("weight_versions") or [], strict=False):
-        if set(versions) - {version}:
+        foreign = {
+            found
+            for found in set(versions) - {version}
+            if not (allows_older and found.isdecimal() and int(found) <= int(version))
+        }
+        if foreign:
             raise DataError(
                 f"sample {index} of rollout {rollout_id} was generated with weight versions {versions}, but the "
                 f"engines held version {version}: a weight sync did not reach the engine that made it."

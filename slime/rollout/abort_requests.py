@@ -20,14 +20,17 @@ _REPEAT_S = 0.1
 _REQUEST_TIMEOUT_S = 5.0
 
 
-async def abort_requests(workers_url: str, running: Collection[asyncio.Task[Any]]) -> None:
-    """Abort until the tasks are done or two seconds have passed; tasks that wait for a reward do not end by this.
+async def abort_requests(
+    workers_url: str, running: Collection[asyncio.Task[Any]], timeout_s: float | None = None
+) -> None:
+    """Abort until the tasks are done or ``timeout_s`` (two seconds) have passed; a reward does not end by this.
 
     Repeated, because a request may be on its way while the others are dropped. A failure is only logged: the caller
     disconnects what still runs, and engines drop requests of clients that are gone.
     """
     started = time.monotonic()
-    while time.monotonic() - started < _TIMEOUT_S and not all(task.done() for task in running):
+    timeout_s = _TIMEOUT_S if timeout_s is None else timeout_s
+    while time.monotonic() - started < timeout_s and not all(task.done() for task in running):
         try:
             workers = (await get(workers_url, timeout_s=_REQUEST_TIMEOUT_S))["workers"]
             await asyncio.gather(*(_abort_all(worker["url"]) for worker in workers))

@@ -38,6 +38,13 @@ class GenerationArgs:
     rollout_skip_special_tokens: bool = field(
         default=False, metadata={"help": "Leave special tokens out of the decoded response text."}
     )
+    partial_rollout: bool = field(
+        default=False,
+        metadata={"help": "Responses cut off at the end of a rollout are kept and continued by the next one."},
+    )
+    mask_offpolicy_in_partial_rollout: bool = field(
+        default=False, metadata={"help": "Do not train on the part of a response that an earlier rollout generated."}
+    )
     rollout_request_timeout: float = field(
         default=1800.0, metadata={"help": "Seconds one generation request may take, retries included."}
     )
@@ -55,7 +62,7 @@ class RewardModelArgs:
 
     rm_type: str | None = field(
         default=None,
-        metadata={"help": "Built-in reward (math, math_verify, f1, random, remote_rm); prefix boxed_ unboxes first."},
+        metadata={"help": "Built-in reward by name (math, dapo, gpqa, ...); the prefix boxed_ unboxes first."},
     )
     custom_rm_path: str | None = field(
         default=None,

@@ -4,7 +4,8 @@ wanted      target groups that the filter keeps
 under way   at least as many groups as are still missing, fetched in chunks of --over-sampling-batch-size
 dropped     groups that the filter rejects; a replacement is fetched
 left over   groups still running, or finished too late, when the target is reached: their prompts go back to the
-            data source, so none is lost; their responses are thrown away, since the next batch has newer weights
+            data source, so none is lost. Their responses are thrown away, since the next batch has newer weights;
+            with --partial-rollout they are kept, and the next rollout continues them
 
 who waits for whom: this loop waits for the first of all running groups; a group waits for engines and rewards.
 """
@@ -87,6 +88,7 @@ async def collect(
     stop: Callable[[], Awaitable[None]],
     dynamic_filter: Callable[..., Any] | None,
     label: str,
+    keeps_responses: bool = False,
 ) -> Collected:
     """Run groups until ``target`` of them are accepted.
 
@@ -96,6 +98,7 @@ async def collect(
         submit: starts one task per group; the task's result is the finished group.
         stop: aborts whatever still runs. Called once, also when a group failed.
         label: what the progress bar is called.
+        keeps_responses: left-over groups keep what was generated for them (``--partial-rollout``).
 
     Raises:
         DataError: no prompts, wrong group sizes, a filter that drops everything; and whatever a group raised.
@@ -124,19 +127,31 @@ async def collect(
                     result.groups.append(group)
                     bar.update()
                 else:
-                    surplus.append(prompt)
+                    surplus.append(group if keeps_responses else prompt)
     finally:
         bar.close()
         await stop()
-    result.left_over = sorted([*surplus, *progress.prompts.values()], key=first_index)
+    unfinished = [_unfinished(task, prompt, keeps_responses) for task, prompt in progress.prompts.items()]
+    result.left_over = sorted([*surplus, *unfinished], key=first_index)
     result.groups.sort(key=first_index)
     result.all_groups.sort(key=first_index)
     result.metrics = dict(gatherer.collect())
     if result.left_over:
         result.metrics["rollout/left_over_groups"] = len(result.left_over)
+        kept = sum(sample.response_length for sample in iter_samples(result.left_over))
+        if keeps_responses:
+            result.metrics["rollout/left_over_tokens"] = kept
     if progress.dropped:
         result.metrics["rollout/dropped_groups"] = progress.dropped
     return result
+
+
+def _unfinished(task: asyncio.Task[Any], prompt: SampleGroup, keeps_responses: bool) -> SampleGroup:
+    """The group as the aborted task left it; its prompt where the task could not end in order."""
+    if keeps_responses and task.done() and not task.cancelled() and task.exception() is None:
+        group: SampleGroup = task.result()
+        return group
+    return prompt
 
 
 async def _fetch_more(

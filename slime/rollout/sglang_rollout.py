@@ -202,6 +202,8 @@ async def generate_and_rm(
 
     A custom generate function may return several samples for one. Rewards that it set are kept.
     """
+    if setting(args, "partial_rollout") and setting(args, "mask_offpolicy_in_partial_rollout"):
+        _mask_older_tokens(sample)
     if isinstance(sample, list):
         results = [await generate_and_rm(args, item, sampling_params, evaluation) for item in sample]
         return list(iter_samples(results))  # the rows of one execution, back from the data source
@@ -220,6 +222,13 @@ async def generate_and_rm(
     if not setting(args, "group_rm"):
         await _score(args, scored)
     return scored
+
+
+def _mask_older_tokens(sample: Sample | list[Sample]) -> None:
+    """Tokens from earlier rollouts came from older weights: they stay in the context but are not trained on."""
+    for item in iter_samples(sample):
+        if item.response_length > 0:
+            item.loss_mask = [0] * item.response_length
 
 
 async def _generate_one(
@@ -325,15 +334,22 @@ async def _gather(tasks: list[asyncio.Task[Any]]) -> list[Any]:
 
 
 async def abort(args: Namespace, rollout_id: int) -> list[SampleGroup]:
-    """End all running groups: engines drop their requests, tasks are cancelled. Returns no groups (see collect.py).
+    """End all running groups: engines drop their requests; what does not end by that is cancelled.
+
+    Returns:
+        With ``--partial-rollout`` the groups that ended by it, with what they have so far; else none.
 
     Never raises: it also runs after an engine or the router died.
     """
     state = GenerateState(args)
     state.aborted = True
+    keeps_responses = setting(args, "partial_rollout")
     running = {task for task in state.pendings if not task.done()}
     if running:
-        await abort_requests(get_model_url(args, "default", "/workers"), running)
+        # A tool call or a reward may be under way, and more requests behind it. What is kept has time to end in order.
+        timeout_s = setting(args, "rm_timeout") if keeps_responses else None
+        await abort_requests(get_model_url(args, "default", "/workers"), running, timeout_s)
+        ended = {task for task in running if task.done() and not task.cancelled()}
         for task in running:
             task.cancel()
         await asyncio.wait(running, timeout=_CANCEL_TIMEOUT_S)
@@ -341,7 +357,18 @@ async def abort(args: Namespace, rollout_id: int) -> list[SampleGroup]:
     for task in state.pendings:
         if task.done() and not task.cancelled():
             task.exception()  # one error is raised; asyncio would report the others as never retrieved
-    return []
+    if not running or not keeps_responses:
+        return []
+    groups = [task.result() for task in ended if task.exception() is None]
+    _note_start(groups, rollout_id)
+    return groups
+
+
+def _note_start(groups: list[SampleGroup], rollout_id: int) -> None:
+    """Remember in which rollout a response was begun."""
+    for sample in iter_samples(groups):
+        if sample.response_length > 0:
+            sample.metadata.setdefault("start_rollout_id", rollout_id)
 
 
 async def generate_rollout_async(
@@ -371,7 +398,9 @@ async def generate_rollout_async(
             stop=stop,
             dynamic_filter=None if filter_path is None else load_function(filter_path, "filter"),
             label=f"rollout {rollout_id}",
+            keeps_responses=setting(args, "partial_rollout"),
         )
+        _note_start(collected.left_over, rollout_id)
         metrics = dict(collected.metrics)
         failed = sum(sample.metadata.get("failed_attempts", 0) for sample in iter_samples(collected.groups))
         if failed:

@@ -21,3 +21,10 @@ def test_tokens_of_foreign_weights_are_refused_with_sample_and_versions(versions
 
 def test_replayed_rollouts_have_no_version_to_check():
     check_provenance(4, {"sample_indices": [7], "weight_versions": [["2"]]}, None)
+
+
+def test_a_continued_response_may_have_begun_with_older_weights_but_not_with_newer_ones():
+    check_provenance(4, {"sample_indices": [7], "weight_versions": [["2", "4"]]}, "4", allows_older=True)
+    for versions in (["2", "5"], ["default", "4"]):
+        with pytest.raises(DataError, match="sample 7"):
+            check_provenance(4, {"sample_indices": [7], "weight_versions": [versions]}, "4", allows_older=True)

@@ -270,6 +270,81 @@ def test_what_over_sampling_leaves_running_is_aborted_and_its_prompts_come_back(
     assert not GenerateState(args).aborted
 
 
+def an_engine_that_answers_two_prompts_and_is_aborted_in_the_others(get_server):
+    """Four groups of two are under way before the first is answered; what comes later is answered at once."""
+    answered, lock, all_here = [], threading.Lock(), threading.Barrier(8)
+
+    def on_generate(payload, number):
+        prompt = payload["input_ids"]
+        if number >= 8:
+            return 200, completion(payload, [5])
+        all_here.wait(10)
+        with lock:
+            if prompt not in answered and len(answered) < 2:
+                answered.append(prompt)
+        if prompt in answered:
+            return 200, completion(payload, [5])
+        get_server().aborted.wait(20)
+        return 200, completion(payload, [8, 9], "abort", text="8 9")
+
+    return on_generate
+
+
+def test_a_partial_rollout_keeps_what_was_generated_and_the_next_one_continues_it(setup):
+    server, args = setup(
+        an_engine_that_answers_two_prompts_and_is_aborted_in_the_others(lambda: server),
+        over_sampling_batch_size=4,
+        partial_rollout=True,
+    )
+    source = RolloutDataSourceWithBuffer(args)
+    first = generate_rollout(args, 0, source)
+    begun = {group[0].group_index for group in source.buffer}
+    assert len(begun) == 2
+    for sample in iter_samples(source.buffer):
+        assert (sample.status, sample.tokens[-2:], sample.response_length) == (Sample.Status.ABORTED, [8, 9], 2)
+        assert sample.metadata["start_rollout_id"] == 0
+    assert first.metrics["rollout/left_over_tokens"] == 8
+    second = generate_rollout(args, 1, source)
+    assert {group[0].group_index for group in second.samples} == begun  # before any new prompt
+    for sample in iter_samples(second.samples):
+        assert (sample.tokens[-3:], sample.response_length, sample.loss_mask) == ([8, 9, 5], 3, [1, 1, 1])
+        assert len(sample.weight_versions) == 2
+    continued = [request for request in server.requests if request["input_ids"][-2:] == [8, 9]]
+    assert [request["sampling_params"]["max_new_tokens"] for request in continued] == [6] * 4
+
+
+def test_tokens_of_older_weights_can_be_masked_in_a_partial_rollout(setup):
+    server, args = setup(
+        an_engine_that_answers_two_prompts_and_is_aborted_in_the_others(lambda: server),
+        over_sampling_batch_size=4,
+        partial_rollout=True,
+        mask_offpolicy_in_partial_rollout=True,
+    )
+    source = RolloutDataSourceWithBuffer(args)
+    generate_rollout(args, 0, source)
+    continued = generate_rollout(args, 1, source)
+    assert all(sample.loss_mask == [0, 0, 1] for sample in iter_samples(continued.samples))
+
+
+def test_a_finished_group_too_many_is_trained_in_the_next_partial_rollout(setup):
+    gate = threading.Barrier(3 * 2)  # three groups of two end at once, the batch needs two
+
+    def together(payload, number):
+        if number < 6:
+            gate.wait(10)
+        return 200, completion(payload, [5])
+
+    server, args = setup(together, over_sampling_batch_size=3, partial_rollout=True)
+    source = RolloutDataSourceWithBuffer(args)
+    generate_rollout(args, 0, source)
+    (spare,) = source.buffer
+    requests = len(server.requests)
+    output = generate_rollout(args, 1, source)
+    assert spare[0].group_index in {group[0].group_index for group in output.samples}
+    finished = sum(sample.status is Sample.Status.COMPLETED for sample in spare)
+    assert finished < 2 or not [r for r in server.requests[requests:] if r["input_ids"] == spare[0].tokens[:-1]]
+
+
 def test_a_source_without_buffer_only_costs_a_warning(setup, caplog):
     _, args = setup(over_sampling_batch_size=4)
     generate_rollout(args, 0, RolloutDataSource(args))
