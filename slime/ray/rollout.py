@@ -62,6 +62,7 @@ class RolloutManager:
             self._server = RolloutServer(args, self._slots)
             GenerateState(args)  # loads the tokenizer while the engines start
         self._rollout_function = load_function(args.rollout_function_path, "rollout")
+        self._keeps_prompts = getattr(self._rollout_function, "keeps_prompts", False)
         self._eval_function = load_function(args.eval_function_path, "rollout")
         self._post_process = _load_optional(args.custom_reward_post_process_path)
         self._convert = _load_optional(args.custom_convert_samples_to_train_data_path)
@@ -125,6 +126,7 @@ class RolloutManager:
                 subsample_ratio=self._args.load_debug_rollout_data_subsample,
             ), {}
         output = self._call(self._rollout_function, rollout_id, evaluation=False)
+        self._data_buffer.settle(_numbers(output.samples) if self._keeps_prompts else None)
         return output.samples, dict(output.metrics or {})
 
     def _call(self, function: Any, rollout_id: int, *, evaluation: bool) -> Any:
@@ -151,6 +153,11 @@ class RolloutManager:
         if self._server is not None:
             self._server.stop()
             self._server = None
+
+
+def _numbers(groups: Any) -> list[int]:
+    """Group numbers of what a rollout returned."""
+    return list({sample.group_index: None for sample in iter_samples(groups) if sample.group_index is not None})
 
 
 def _load_optional(path: str | None) -> Any:

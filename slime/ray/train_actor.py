@@ -22,6 +22,7 @@ from slime.ray.arguments import SyncArgs
 from slime.ray.cluster import node_address
 from slime.ray.fleet import RayEngineFleet
 from slime.ray.shards import Box
+from slime.rollout.arguments import DEFAULT_ROLLOUT_FUNCTION
 from slime.utils import accelerator
 from slime.utils.errors import DataError
 from slime.utils.net import free_port
@@ -99,7 +100,8 @@ class TrainActor:
                 f"rollout {rollout_id} was split for {len(shards)} data-parallel ranks, there are {dp_size}."
             )
         batch = ray.get(shards[dp_rank].inner, timeout=self._args.train_timeout)
-        check_provenance(rollout_id, batch, version, allows_older=self._args.partial_rollout)
+        keeps_older = self._args.partial_rollout or self._args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
+        check_provenance(rollout_id, batch, version, allows_older=keeps_older)
         return self.trainer.train(rollout_id, batch)
 
     def save(self, rollout_id: int) -> None:
@@ -148,7 +150,8 @@ def check_provenance(
 
     Args:
         version: what the engines held during the rollout.
-        allows_older: responses may have been begun with earlier weights (``--partial-rollout``).
+        allows_older: responses may have been begun with earlier weights (``--partial-rollout``, rollout functions
+            that keep groups under way).
     """
     if version is None:
         return  # replayed rollouts and supervised data: no engine was involved

@@ -1,4 +1,7 @@
-"""Telling the engines to drop what they are generating. The router has no such route, so each worker is asked."""
+"""Ending what a rollout left running: engines drop their requests, tasks return or are cancelled.
+
+The router has no route for it, so each worker is asked. Nothing here raises: it also runs after an engine died.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +11,55 @@ import time
 from collections.abc import Collection
 from typing import Any
 
+from slime.data.sample import SampleGroup, iter_samples
 from slime.utils.errors import DeadlineExceeded, EngineError
 from slime.utils.http_utils import get, post
 
-__all__ = ["abort_requests"]
+__all__ = ["end_tasks", "note_start"]
 
 logger = logging.getLogger(__name__)
 
-_TIMEOUT_S = 2.0
+_PATIENCE_S = 2.0
 _REPEAT_S = 0.1
 _REQUEST_TIMEOUT_S = 5.0
+_CANCEL_TIMEOUT_S = 10.0
 
 
-async def abort_requests(
-    workers_url: str, running: Collection[asyncio.Task[Any]], timeout_s: float | None = None
-) -> None:
-    """Abort until the tasks are done or ``timeout_s`` (two seconds) have passed; a reward does not end by this.
+async def end_tasks(
+    tasks: Collection[asyncio.Task[SampleGroup]], workers_url: str, patience_s: float | None = None
+) -> list[SampleGroup]:
+    """Abort requests until the tasks are done or ``patience_s`` (two seconds) have passed, then cancel the others.
 
-    Repeated, because a request may be on its way while the others are dropped. A failure is only logged: the caller
+    Returns:
+        The groups of the tasks that were running and returned.
+    """
+    running = {task for task in tasks if not task.done()}
+    if running:
+        await _abort_requests(workers_url, running, _PATIENCE_S if patience_s is None else patience_s)
+    returned = [task for task in running if task.done() and not task.cancelled()]
+    if running:
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running, timeout=_CANCEL_TIMEOUT_S)
+        logger.info("ended %d groups that were still running", len(running))
+    # One error is raised by the rollout itself; asyncio would report the others as never retrieved.
+    failed = {task for task in tasks if task.done() and not task.cancelled() and task.exception() is not None}
+    return [task.result() for task in returned if task not in failed]
+
+
+def note_start(groups: list[SampleGroup], rollout_id: int) -> None:
+    """Remember in which rollout a response was begun."""
+    for sample in iter_samples(groups):
+        if sample.response_length > 0:
+            sample.metadata.setdefault("start_rollout_id", rollout_id)
+
+
+async def _abort_requests(workers_url: str, running: Collection[asyncio.Task[Any]], patience_s: float) -> None:
+    """Repeated, because a request may be on its way while the others are dropped. A failure is only logged: the caller
     disconnects what still runs, and engines drop requests of clients that are gone.
     """
     started = time.monotonic()
-    timeout_s = _TIMEOUT_S if timeout_s is None else timeout_s
-    while time.monotonic() - started < timeout_s and not all(task.done() for task in running):
+    while time.monotonic() - started < patience_s and not all(task.done() for task in running):
         try:
             workers = (await get(workers_url, timeout_s=_REQUEST_TIMEOUT_S))["workers"]
             await asyncio.gather(*(_abort_all(worker["url"]) for worker in workers))

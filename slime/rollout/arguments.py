@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 __all__ = ["EvalArgs", "FilterArgs", "GenerationArgs", "RewardModelArgs"]
 
 
+DEFAULT_ROLLOUT_FUNCTION = "slime.rollout.sglang_rollout.generate_rollout"
+
+
 @dataclass(frozen=True)
 class GenerationArgs:
     """Rollout generation."""
@@ -15,7 +18,7 @@ class GenerationArgs:
         default=None, metadata={"help": "Hugging Face directory of the model: tokenizer, config, first weights."}
     )
     rollout_function_path: str = field(
-        default="slime.rollout.sglang_rollout.generate_rollout",
+        default=DEFAULT_ROLLOUT_FUNCTION,
         metadata={"help": "Function that makes a batch: f(args, rollout_id, data_source, evaluation=False)."},
     )
     custom_generate_function_path: str | None = field(
@@ -44,6 +47,12 @@ class GenerationArgs:
     )
     mask_offpolicy_in_partial_rollout: bool = field(
         default=False, metadata={"help": "Do not train on the part of a response that an earlier rollout generated."}
+    )
+    max_weight_staleness: int | None = field(
+        default=None,
+        metadata={
+            "help": "Fully-async rollouts: most rollouts by which the weights that began a response may lag behind."
+        },
     )
     rollout_request_timeout: float = field(
         default=1800.0, metadata={"help": "Seconds one generation request may take, retries included."}

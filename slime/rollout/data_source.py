@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import abc
 import copy
-import json
 import logging
-import os
-import tempfile
 from argparse import Namespace
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from slime.data.chat import load_tokenizer
 from slime.data.prompts import Dataset
-from slime.data.sample import Sample, SampleGroup, iter_samples
+from slime.data.sample import Sample, SampleGroup
 from slime.hooks.load import load_function
 from slime.hooks.signature import parameter_names
 from slime.rollout.grouping import as_groups
+from slime.rollout.source_state import group_from_dicts, group_to_dicts, read_state, state_path, write_state
 from slime.utils.errors import DataError
 
 __all__ = ["DataSource", "RolloutDataSource", "RolloutDataSourceWithBuffer", "pop_first"]
@@ -131,13 +128,13 @@ class RolloutDataSource(DataSource):
     def save(self, rollout_id: int) -> None:
         if not self.args.rollout_global_dataset or self.args.save is None:
             return
-        _write_state(_state_path(self.args.save, rollout_id), self._state())
+        write_state(state_path(self.args.save, rollout_id), self._state())
 
     def load(self, rollout_id: int | None = None) -> None:
         if not self.args.rollout_global_dataset or self.args.load is None:
             return
-        path = _state_path(self.args.load, rollout_id)
-        state = _read_state(path)
+        path = state_path(self.args.load, rollout_id)
+        state = read_state(path)
         if state is None:
             logger.warning("no data state %s.json: prompts start from the first row", path)
             return
@@ -204,11 +201,11 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         return len(self.buffer)
 
     def _state(self) -> dict[str, Any]:
-        return super()._state() | {"buffer": [_group_to_dicts(group) for group in self.buffer]}
+        return super()._state() | {"buffer": [group_to_dicts(group) for group in self.buffer]}
 
     def _set_state(self, state: dict[str, Any]) -> None:
         super()._set_state(state)
-        self.buffer = [_group_from_dicts(group) for group in state.get("buffer", [])]
+        self.buffer = [group_from_dicts(group) for group in state.get("buffer", [])]
 
 
 def pop_first(args: Any, rollout_id: Any, buffer: list[SampleGroup], num_samples: int) -> list[SampleGroup]:
@@ -233,56 +230,3 @@ def _load_dataset(args: Namespace) -> Dataset:
         apply_chat_template=args.apply_chat_template,
         apply_chat_template_kwargs=args.apply_chat_template_kwargs,
     )
-
-
-def _group_to_dicts(group: SampleGroup) -> list[Any]:
-    return [item.to_dict() if isinstance(item, Sample) else _group_to_dicts(list(item)) for item in group]
-
-
-def _group_from_dicts(group: list[Any]) -> SampleGroup:
-    return [
-        Sample.from_dict(item) if isinstance(item, dict) else list(iter_samples(_group_from_dicts(item)))
-        for item in group
-    ]
-
-
-def _state_path(directory: str, rollout_id: int | None) -> Path:
-    """Without its suffix: ``.json``, or ``.pt`` where a buffered sample holds tensors."""
-    return Path(directory) / "rollout" / f"global_dataset_state_dict_{rollout_id}"
-
-
-def _write_state(path: Path, state: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        text: str | None = json.dumps(state)
-        if json.loads(text or "") != state:
-            text = None  # JSON turns tuples into lists and number keys into text
-    except (TypeError, ValueError):
-        text = None
-    target, other = path.with_suffix(".json"), path.with_suffix(".pt")
-    if text is None:
-        target, other = other, target
-    with tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=f".{target.name}.", delete=False) as file:
-        if text is not None:
-            file.write(text.encode())
-        else:
-            import torch
-
-            torch.save(state, file)
-    os.replace(file.name, target)  # whole or not at all
-    other.unlink(missing_ok=True)
-
-
-def _read_state(path: Path) -> dict[str, Any] | None:
-    as_json, as_torch = path.with_suffix(".json"), path.with_suffix(".pt")
-    if as_json.is_file():
-        try:
-            state: dict[str, Any] = json.loads(as_json.read_text())
-        except json.JSONDecodeError as error:
-            raise DataError(f"{as_json}: not valid JSON: {error}; delete it to start from the first prompt") from None
-        return state
-    if as_torch.is_file():
-        import torch
-
-        return dict(torch.load(as_torch, weights_only=True))
-    return None

@@ -19,16 +19,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import weakref
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
 from slime.data.chat import load_tokenizer
 from slime.data.sample import Sample, SampleGroup, iter_samples
 from slime.hooks.load import load_function
-from slime.rollout.abort_requests import abort_requests
+from slime.rollout.abort_requests import end_tasks, note_start
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.collect import collect, log_sample
 from slime.rollout.custom_generate import call_generate, call_group_generate, complete, takes_group
@@ -60,8 +62,13 @@ logger = logging.getLogger(__name__)
 _prepare_prompt_ids = prepare_prompt_ids  # the name that plugins import
 
 _GENERATE_RETRIES = 8  # with the pauses of http_utils about 20 s, then the engines count as gone
-_CANCEL_TIMEOUT_S = 10.0
 _FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
+
+
+@dataclass(frozen=True)
+class _Places:
+    semaphore: asyncio.Semaphore
+    taking: asyncio.Lock
 
 
 class GenerateState(metaclass=SingletonMeta):
@@ -70,11 +77,11 @@ class GenerateState(metaclass=SingletonMeta):
     Attributes:
         tokenizer: of ``--hf-checkpoint``.
         processor: None; images are not supported yet.
-        semaphore: one place per running sample.
         sampling_params: of training requests; copy before changing.
         pendings: tasks of the running groups.
         remaining_batch_size: groups submitted since the last reset.
         aborted: the rollout is ending; nothing new is sent.
+        requeues_aborted: samples whose request an engine aborted are returned as they are, not generated again.
     """
 
     def __init__(self, args: Namespace) -> None:
@@ -82,7 +89,7 @@ class GenerateState(metaclass=SingletonMeta):
         self.tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
         self.processor = None
         self.num_places = max(1, args.sglang_server_concurrency * get_rollout_num_engines(args))
-        self.semaphore = asyncio.Semaphore(self.num_places)
+        self._by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Places] = weakref.WeakKeyDictionary()
         self.sampling_params = train_sampling_params(args)
         self.group_sampling_seeds: list[int] | None = None
         if getattr(args, "sglang_enable_deterministic_inference", False):
@@ -90,8 +97,19 @@ class GenerateState(metaclass=SingletonMeta):
         self.dp_counts = [0] * (getattr(args, "sglang_dp_size", None) or 1)
         self.dp_rank = 0
         self.eval_datasets: dict[Any, Any] = {}
-        self._taking = asyncio.Lock()
+        self.requeues_aborted = False
         self.reset()
+
+    @property
+    def semaphore(self) -> asyncio.Semaphore:
+        """One place per running sample. Each event loop has its own: a semaphore belongs to the loop it waits on."""
+        return self._places().semaphore
+
+    def _places(self) -> _Places:
+        loop = asyncio.get_running_loop()
+        if loop not in self._by_loop:
+            self._by_loop[loop] = _Places(asyncio.Semaphore(self.num_places), asyncio.Lock())
+        return self._by_loop[loop]
 
     def reset(self) -> None:
         """Ready for the next rollout."""
@@ -114,16 +132,16 @@ class GenerateState(metaclass=SingletonMeta):
     @asynccontextmanager
     async def places_of_a_group(self, count: int) -> AsyncIterator[None]:
         """Hold a place per sample. One group at a time takes places, or two could wait for each other's."""
-        taken = 0
+        places, taken = self._places(), 0
         try:
-            async with self._taking:
+            async with places.taking:
                 while taken < min(count, self.num_places):
-                    await self.semaphore.acquire()
+                    await places.semaphore.acquire()
                     taken += 1
             yield
         finally:
             for _ in range(taken):
-                self.semaphore.release()
+                places.semaphore.release()
 
     def submit_generate_tasks(self, groups: list[SampleGroup]) -> list[asyncio.Task[Any]]:
         """Start one task per group."""
@@ -243,7 +261,8 @@ async def _generate_one(
             function = load_function(path, "generate")
             result = await call_generate(function, args, current, dict(sampling_params), evaluation)
             complete(result, current, lambda: state.tokenizer)
-        if not state.aborted and any(s.status is Sample.Status.ABORTED for s in iter_samples(result)):
+        is_end = state.aborted or (state.requeues_aborted and not evaluation)
+        if not is_end and any(s.status is Sample.Status.ABORTED for s in iter_samples(result)):
             raise RuntimeError("the engine aborted the request although the rollout goes on")
         return result
 
@@ -344,31 +363,11 @@ async def abort(args: Namespace, rollout_id: int) -> list[SampleGroup]:
     state = GenerateState(args)
     state.aborted = True
     keeps_responses = setting(args, "partial_rollout")
-    running = {task for task in state.pendings if not task.done()}
-    if running:
-        # A tool call or a reward may be under way, and more requests behind it. What is kept has time to end in order.
-        timeout_s = setting(args, "rm_timeout") if keeps_responses else None
-        await abort_requests(get_model_url(args, "default", "/workers"), running, timeout_s)
-        ended = {task for task in running if task.done() and not task.cancelled()}
-        for task in running:
-            task.cancel()
-        await asyncio.wait(running, timeout=_CANCEL_TIMEOUT_S)
-        logger.info("rollout %d: ended %d groups that were still running", rollout_id, len(running))
-    for task in state.pendings:
-        if task.done() and not task.cancelled():
-            task.exception()  # one error is raised; asyncio would report the others as never retrieved
-    if not running or not keeps_responses:
-        return []
-    groups = [task.result() for task in ended if task.exception() is None]
-    _note_start(groups, rollout_id)
-    return groups
-
-
-def _note_start(groups: list[SampleGroup], rollout_id: int) -> None:
-    """Remember in which rollout a response was begun."""
-    for sample in iter_samples(groups):
-        if sample.response_length > 0:
-            sample.metadata.setdefault("start_rollout_id", rollout_id)
+    # A tool call or a reward may be under way, and more requests behind it. What is kept has time to end in order.
+    patience_s = setting(args, "rm_timeout") if keeps_responses else None
+    groups = await end_tasks(state.pendings, get_model_url(args, "default", "/workers"), patience_s)
+    note_start(groups, rollout_id)
+    return groups if keeps_responses else []
 
 
 async def generate_rollout_async(
@@ -400,7 +399,7 @@ async def generate_rollout_async(
             label=f"rollout {rollout_id}",
             keeps_responses=setting(args, "partial_rollout"),
         )
-        _note_start(collected.left_over, rollout_id)
+        note_start(collected.left_over, rollout_id)
         metrics = dict(collected.metrics)
         failed = sum(sample.metadata.get("failed_attempts", 0) for sample in iter_samples(collected.groups))
         if failed:

@@ -2,13 +2,14 @@
 
     trainer source rank                     every engine
     -------------------                     ------------
-    pause_generation(retract)  ---------->  running requests return to the queue, their KV is dropped
+    pause_generation(abort)    ---------->  running requests end with what they have: no response is a mixture of
+                                            weights, whoever wants the rest sends it again
     begin_weight_update        ---------->  weights become writable
     send(chunk) ...            ---------->  same HTTP call on all, then one broadcast from rank 0
     end_weight_update          ---------->  weights are final
     flush_cache                ---------->  no prefix computed with old weights survives
     verify version, checksums  <----------
-    continue_generation        ---------->  requests resume on the new weights
+    continue_generation        ---------->  requests that came meanwhile start on the new weights
 
 Nobody else may wait in between: every arrow has the same deadline, and ``continue_generation`` is sent even when an
 arrow before it failed, so that a failed update never leaves engines paused.
@@ -78,7 +79,7 @@ def push_weights(fleet: EngineFleet, sender: ChunkSender, weights: Iterable[Name
 @contextmanager
 def _paused(fleet: EngineFleet, timeout_s: float) -> Iterator[None]:
     try:
-        fleet.start("pause_generation", mode="retract").wait(timeout_s)
+        fleet.start("pause_generation", mode="abort").wait(timeout_s)
         yield
     finally:
         fleet.start("continue_generation").wait(timeout_s)

@@ -227,6 +227,7 @@ def test_a_rollout_returns_full_scored_groups_in_order(setup):
     assert [[s.index for s in group] for group in output.samples] == [[3 * g + i for i in range(3)] for g in range(4)]
     assert {s.reward for s in iter_samples(output.samples)} == {2.0}
     assert output.metrics == {}
+    args.over_sampling_batch_size = 2
     second = generate_rollout(args, 1, source)
     assert next(iter_samples(second.samples)).index == 12
 
@@ -304,6 +305,7 @@ def test_a_partial_rollout_keeps_what_was_generated_and_the_next_one_continues_i
         assert (sample.status, sample.tokens[-2:], sample.response_length) == (Sample.Status.ABORTED, [8, 9], 2)
         assert sample.metadata["start_rollout_id"] == 0
     assert first.metrics["rollout/left_over_tokens"] == 8
+    args.over_sampling_batch_size = 2
     second = generate_rollout(args, 1, source)
     assert {group[0].group_index for group in second.samples} == begun  # before any new prompt
     for sample in iter_samples(second.samples):
@@ -322,6 +324,7 @@ def test_tokens_of_older_weights_can_be_masked_in_a_partial_rollout(setup):
     )
     source = RolloutDataSourceWithBuffer(args)
     generate_rollout(args, 0, source)
+    args.over_sampling_batch_size = 2
     continued = generate_rollout(args, 1, source)
     assert all(sample.loss_mask == [0, 0, 1] for sample in iter_samples(continued.samples))
 
@@ -339,6 +342,7 @@ def test_a_finished_group_too_many_is_trained_in_the_next_partial_rollout(setup)
     generate_rollout(args, 0, source)
     (spare,) = source.buffer
     requests = len(server.requests)
+    args.over_sampling_batch_size = 2
     output = generate_rollout(args, 1, source)
     assert spare[0].group_index in {group[0].group_index for group in output.samples}
     finished = sum(sample.status is Sample.Status.COMPLETED for sample in spare)

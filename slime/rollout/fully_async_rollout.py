@@ -1,0 +1,295 @@
+"""Generation that never stops: a worker keeps groups in flight, a rollout only takes the next finished ones.
+
+For ``train_async.py --rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async``.
+
+who waits for whom
+worker (own thread and loop)  free places, the engines, rewards; woken by a finished group or by the consumer
+consumer (one rollout)        --rollout-batch-size finished groups; oldest first
+weight sync                   nobody: it aborts what runs, and those groups go back to the data source with the tokens
+                              they have, to be continued by the new weights before any new prompt is drawn
+
+Staleness. A group that is taken by rollout r and was begun with weights of version v lags r - v rollouts. With
+``--max-weight-staleness N`` at most (N + 1) batches are under way (the bound of AReaL, arXiv:2505.24298, sec. 5.1), and
+a group that lags more all the same is thrown away, its prompt drawn again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import queue
+import threading
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+from slime.data.sample import Sample, SampleGroup, iter_samples
+from slime.hooks.load import load_function
+from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.collect import first_index, log_sample
+from slime.rollout.failures import fresh_copy
+from slime.rollout.filter_hub.base_types import MetricGatherer, call_dynamic_filter
+from slime.rollout.settings import setting
+from slime.rollout.sglang_rollout import GenerateState, generate_and_rm_group
+from slime.utils.async_utils import call_in_thread, run
+from slime.utils.deadline import Deadline
+from slime.utils.errors import ConfigError, DataError
+from slime.utils.http_utils import get_rollout_num_engines, init_http_client
+
+__all__ = ["AsyncRolloutWorker", "generate_rollout_fully_async"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_FAILURES_IN_A_ROW = 3
+_STOP_TIMEOUT_S = 5.0
+_DRAIN_TIMEOUT_S = 30.0
+
+_worker_lock = threading.Lock()
+_global_worker: AsyncRolloutWorker | None = None
+
+
+class AsyncRolloutWorker:
+    """Keeps up to ``concurrency`` groups in flight.
+
+    Attributes:
+        output_queue: finished groups as ``(number, group)``; numbers count up in the order the groups were begun.
+        running: from :meth:`start` to :meth:`stop`.
+        worker_thread: runs the worker's event loop.
+        state: what requests share.
+    """
+
+    def __init__(self, args: Namespace, data_buffer: Any, concurrency: int = 10) -> None:
+        self.args = args
+        self.data_buffer = data_buffer
+        self.concurrency = concurrency
+        self.output_queue: queue.Queue[tuple[int, SampleGroup]] = queue.Queue()
+        self.state = GenerateState(args)
+        self.running = False
+        self.worker_thread: threading.Thread | None = None
+        self._prompts: dict[int, SampleGroup] = {}
+        self._next = 0
+        self._failures = 0
+        self._error: BaseException | None = None
+        self._change = threading.Condition()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._wake: asyncio.Event | None = None
+
+    def start(self) -> None:
+        """Begin to generate."""
+        self.running = True
+        self.state.requeues_aborted = True
+        self.worker_thread = threading.Thread(target=lambda: asyncio.run(self._main()), daemon=True, name="fully-async")
+        self.worker_thread.start()
+
+    def stop(self) -> None:
+        """End; groups that are under way are cancelled."""
+        self.running = False
+        self._notify()
+        if self.worker_thread is not None:
+            self.worker_thread.join(_STOP_TIMEOUT_S)
+
+    def queue_size(self) -> int:
+        """Finished groups that nobody has taken."""
+        return self.output_queue.qsize()
+
+    def get_completed_groups(self, limit: int | None = None) -> list[tuple[int, SampleGroup]]:
+        """Take finished groups, first in, first out, without waiting."""
+        taken: list[tuple[int, SampleGroup]] = []
+        while limit is None or len(taken) < limit:
+            try:
+                taken.append(self.output_queue.get_nowait())
+            except queue.Empty:
+                break
+        self._notify()
+        return taken
+
+    def wait_completed(self, deadline: Deadline) -> None:
+        """Return when there is a finished group.
+
+        Raises:
+            DeadlineExceeded: none finished in time; and whatever made the worker give up.
+        """
+        with self._change:
+            self._change.wait_for(
+                lambda: self._error is not None or not self.output_queue.empty(), timeout=deadline.remaining
+            )
+        if self._error is not None:
+            raise self._error
+        if self.output_queue.empty():
+            raise deadline.error(f"{len(self._prompts)} groups are under way")
+
+    def put_back(self, group: SampleGroup) -> None:
+        """Return a group to the data source; it is drawn before new prompts."""
+        self.data_buffer.add_samples([group])
+
+    def prompt_of(self, number: int) -> SampleGroup:
+        """The group as it was drawn."""
+        return self._prompts.pop(number)
+
+    def _notify(self) -> None:
+        with self._change:
+            self._change.notify_all()
+        if self._loop is not None and self._wake is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._wake.set)
+
+    def _limit(self) -> int:
+        """Groups that may be in flight or finished but not taken."""
+        staleness = setting(self.args, "max_weight_staleness")
+        limit = 2 * self.concurrency
+        return limit if staleness is None else min(limit, (staleness + 1) * self.args.rollout_batch_size)
+
+    async def _main(self) -> None:
+        self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
+        active: set[asyncio.Task[Any]] = set()
+        try:
+            while self.running and self._error is None:
+                self._wake.clear()
+                while self.running and len(active) < min(self.concurrency, self._limit() - self.queue_size()):
+                    if not await self._begin_one(active):
+                        break
+                await self._wake.wait()
+        except Exception as error:
+            self._error = error
+        finally:
+            self.running = False
+            for task in active:
+                task.cancel()
+            if active:
+                await asyncio.wait(active, timeout=_DRAIN_TIMEOUT_S)
+            with self._change:
+                self._change.notify_all()
+
+    async def _begin_one(self, active: set[asyncio.Task[Any]]) -> bool:
+        groups = await call_in_thread(self.data_buffer.get_samples, 1)
+        if not groups:
+            if not active and self.output_queue.empty():
+                raise DataError(
+                    "the data source returned no prompts (--data-source-path): there is nothing to generate"
+                )
+            return False
+        number, self._next = self._next, self._next + 1
+        self._prompts[number] = [fresh_copy(sample) for sample in iter_samples(groups[0])]
+        task = asyncio.create_task(
+            generate_and_rm_group(self.args, groups[0], sampling_params=self.state.sampling_params.copy())
+        )
+        active.add(task)
+        task.add_done_callback(active.discard)
+        task.add_done_callback(self._make_done_cb(number))
+        return True
+
+    def _make_done_cb(self, gid: int) -> Callable[[Any], None]:
+        def done(task: Any) -> None:
+            if task.cancelled():
+                return
+            error = task.exception()
+            if error is not None:
+                self._on_failure(gid, error)
+            elif any(sample.status is Sample.Status.ABORTED for sample in iter_samples(task.result())):
+                self._prompts.pop(gid, None)
+                self.put_back(task.result())
+            else:
+                self._failures = 0
+                self.output_queue.put((gid, task.result()))
+            self._notify()
+
+        return done
+
+    def _on_failure(self, gid: int, error: BaseException) -> None:
+        """Samples were tried again already: several groups that fail in a row mean that something is broken."""
+        self._failures += 1
+        logger.warning("a group failed (%d in a row), its prompt is drawn again: %s", self._failures, error)
+        if self._failures >= _MAX_FAILURES_IN_A_ROW:
+            self._error = error
+        else:
+            self.put_back(self._prompts.pop(gid))
+
+
+def _get_global_worker(args: Namespace, data_buffer: Any) -> AsyncRolloutWorker:
+    """The process's worker; a new one when there is none or it ended."""
+    global _global_worker
+    with _worker_lock:
+        worker = _global_worker
+        if worker is None or worker.worker_thread is None or not worker.worker_thread.is_alive():
+            concurrency = args.sglang_server_concurrency * get_rollout_num_engines(args)
+            worker = AsyncRolloutWorker(args, data_buffer, max(1, concurrency // args.n_samples_per_prompt))
+            worker.start()
+            if _global_worker is None:
+                atexit.register(_stop_global_worker)
+            _global_worker = worker
+        return worker
+
+
+def _stop_global_worker() -> None:
+    global _global_worker
+    with _worker_lock:
+        if _global_worker is not None:
+            _global_worker.stop()
+            _global_worker = None
+
+
+async def _generate_rollout_async(args: Namespace, rollout_id: int, data_buffer: Any) -> RolloutFnTrainOutput:
+    worker = _get_global_worker(args, data_buffer)
+    filter_path = setting(args, "dynamic_sampling_filter_path")
+    dynamic_filter = None if filter_path is None else load_function(filter_path, "filter")
+    gatherer = MetricGatherer()
+    metrics = {"rollout/stale_groups": 0, "rollout/stale_tokens": 0}
+    groups: list[SampleGroup] = []
+    all_groups: list[SampleGroup] = []
+    limit_s = setting(args, "rollout_request_timeout") + 2 * setting(args, "rm_timeout")
+    while len(groups) < args.rollout_batch_size:
+        deadline = Deadline(limit_s, "the next group of the fully-async worker", "--rollout-request-timeout")
+        await call_in_thread(worker.wait_completed, deadline)
+        for number, group in sorted(worker.get_completed_groups(args.rollout_batch_size - len(groups))):
+            prompt = worker.prompt_of(number)
+            if _is_stale(args, rollout_id, group):
+                metrics["rollout/stale_groups"] += 1
+                metrics["rollout/stale_tokens"] += sum(sample.response_length for sample in iter_samples(group))
+                worker.put_back(prompt)
+                continue
+            all_groups.append(group)
+            verdict = call_dynamic_filter(dynamic_filter, args, group)
+            if verdict.keep:
+                groups.append(group)
+            else:
+                gatherer.on_dynamic_filter_drop(verdict.reason)
+    groups.sort(key=first_index)
+    log_sample(next(iter_samples(groups)), f"rollout {rollout_id}, first sample")
+    _call_batch_hooks(args, groups, all_groups, data_buffer)
+    metrics |= {"rollout/waiting_groups": worker.queue_size()}
+    return RolloutFnTrainOutput(samples=groups, metrics=metrics | dict(gatherer.collect()))
+
+
+def _is_stale(args: Namespace, rollout_id: int, group: SampleGroup) -> bool:
+    bound = setting(args, "max_weight_staleness")
+    if bound is None:
+        return False
+    versions = [int(v) for sample in iter_samples(group) for v in sample.weight_versions if str(v).isdecimal()]
+    return bool(versions) and rollout_id - min(versions) > bound
+
+
+def _call_batch_hooks(args: Namespace, groups: list[Any], all_groups: list[Any], data_buffer: Any) -> None:
+    if (path := setting(args, "rollout_sample_filter_path")) is not None:
+        load_function(path, "filter")(args, groups)
+    if (path := setting(args, "rollout_all_samples_process_path")) is not None:
+        load_function(path)(args, sorted(all_groups, key=first_index), data_buffer)
+
+
+def generate_rollout_fully_async(
+    args: Namespace, rollout_id: int, data_buffer: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput:
+    """The next batch of a worker that generates all the time.
+
+    Raises:
+        ConfigError: asked to evaluate.
+    """
+    if evaluation:
+        raise ConfigError(
+            "the fully-async rollout function cannot evaluate: "
+            "set --eval-function-path slime.rollout.sglang_rollout.generate_rollout"
+        )
+    init_http_client(args)
+    return run(_generate_rollout_async(args, rollout_id, data_buffer))
+
+
+generate_rollout_fully_async.keeps_prompts = True  # type: ignore[attr-defined]  # they outlive the rollout

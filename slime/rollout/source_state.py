@@ -1,0 +1,102 @@
+"""The files that hold where a data source is: written whole or not at all, JSON unless a sample holds tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from slime.data.sample import Sample, SampleGroup, iter_samples
+from slime.utils.errors import DataError
+
+__all__ = [
+    "group_from_dicts",
+    "group_to_dicts",
+    "load_groups",
+    "outstanding_path",
+    "read_state",
+    "save_groups",
+    "state_path",
+    "write_state",
+]
+
+
+def state_path(directory: str, rollout_id: int | None) -> Path:
+    """State of the data source after a rollout, without its suffix: ``.json`` or ``.pt``."""
+    return Path(directory) / "rollout" / f"global_dataset_state_dict_{rollout_id}"
+
+
+def outstanding_path(directory: str, rollout_id: int | None) -> Path:
+    """Prompts that were under way at that moment, without its suffix."""
+    return Path(directory) / "rollout" / f"outstanding_{rollout_id}"
+
+
+def group_to_dicts(group: SampleGroup) -> list[Any]:
+    return [item.to_dict() if isinstance(item, Sample) else group_to_dicts(list(item)) for item in group]
+
+
+def group_from_dicts(group: list[Any]) -> SampleGroup:
+    return [
+        Sample.from_dict(item) if isinstance(item, dict) else list(iter_samples(group_from_dicts(item)))
+        for item in group
+    ]
+
+
+def save_groups(path: Path, groups: list[SampleGroup]) -> None:
+    """Write groups; none leaves no file."""
+    if groups:
+        write_state(path, {"groups": [group_to_dicts(group) for group in groups]})
+    else:
+        path.with_suffix(".json").unlink(missing_ok=True)
+        path.with_suffix(".pt").unlink(missing_ok=True)
+
+
+def load_groups(path: Path) -> list[SampleGroup]:
+    """What :func:`save_groups` wrote."""
+    state = read_state(path) or {"groups": []}
+    return [group_from_dicts(group) for group in state["groups"]]
+
+
+def write_state(path: Path, state: dict[str, Any]) -> None:
+    """Write ``path.json``, or ``path.pt`` where JSON would change the values."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        text: str | None = json.dumps(state)
+        if json.loads(text or "") != state:
+            text = None  # JSON turns tuples into lists and number keys into text
+    except (TypeError, ValueError):
+        text = None
+    target, other = path.with_suffix(".json"), path.with_suffix(".pt")
+    if text is None:
+        target, other = other, target
+    with tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=f".{target.name}.", delete=False) as file:
+        if text is not None:
+            file.write(text.encode())
+        else:
+            import torch
+
+            torch.save(state, file)
+    os.replace(file.name, target)  # whole or not at all
+    other.unlink(missing_ok=True)
+
+
+def read_state(path: Path) -> dict[str, Any] | None:
+    """What :func:`write_state` wrote, None where there is nothing.
+
+    Raises:
+        DataError: a file that is not JSON.
+    """
+    as_json, as_torch = path.with_suffix(".json"), path.with_suffix(".pt")
+    if as_json.is_file():
+        try:
+            state: dict[str, Any] = json.loads(as_json.read_text())
+        except json.JSONDecodeError as error:
+            raise DataError(f"{as_json}: not valid JSON: {error}; delete it to start from the first prompt") from None
+        return state
+    if as_torch.is_file():
+        import torch
+
+        return dict(torch.load(as_torch, weights_only=True))
+    return None

@@ -1,0 +1,144 @@
+"""The worker that never stops: its bounds, what goes back to the data source, and how it ends."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from slime.data.sample import Sample, iter_samples
+from slime.rollout import fully_async_rollout
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.fully_async_rollout import AsyncRolloutWorker, generate_rollout_fully_async
+from slime.rollout.sglang_rollout import GenerateState
+from slime.utils.deadline import Deadline, wait_until
+from slime.utils.errors import ConfigError, DataError
+from tests.unit.rollout.fake_engine import FakeEngine, completion, make_args
+
+
+class Locked:
+    """A data source that two threads may use, as the Data Buffer actor is."""
+
+    def __init__(self, args) -> None:
+        self.source, self.lock, self.drawn = RolloutDataSourceWithBuffer(args), threading.Lock(), []
+
+    def get_samples(self, count):
+        with self.lock:
+            groups = self.source.get_samples(count)
+            self.drawn += [group[0].group_index for group in groups]
+            return groups
+
+    def add_samples(self, groups):
+        with self.lock:
+            self.source.add_samples(groups)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state():
+    GenerateState.clear_instances()
+    yield
+    fully_async_rollout._stop_global_worker()
+    GenerateState.clear_instances()
+
+
+@pytest.fixture
+def setup(tiny_task):
+    servers = []
+
+    def make(on_generate=None, **values):
+        servers.append(FakeEngine(on_generate))
+        defaults = {"prompt_data": tiny_task.train, "apply_chat_template": True, "sglang_server_concurrency": 8}
+        args = make_args(tiny_task.model, servers[-1].port, **(defaults | values))
+        return args, Locked(args)
+
+    yield make
+    for server in servers:
+        server.close()
+
+
+def test_every_rollout_takes_full_groups_that_it_alone_gets_and_the_worker_goes_on(setup):
+    args, source = setup()
+    batches = [generate_rollout_fully_async(args, rollout_id, source).samples for rollout_id in range(3)]
+    numbers = [group[0].group_index for batch in batches for group in batch]
+    assert len(numbers) == len(set(numbers)) == 6
+    assert all(sample.reward is not None for sample in iter_samples(batches))
+    assert fully_async_rollout._global_worker.running
+
+
+def test_no_more_groups_are_begun_than_the_staleness_bound_allows(setup):
+    args, source = setup(max_weight_staleness=1)
+    worker = AsyncRolloutWorker(args, source, concurrency=100)
+    worker.start()
+    wait_until(lambda: worker.queue_size() == 4, Deadline(10, "four groups"))  # (1 + 1) batches of two
+    assert len(source.drawn) == 4
+    worker.get_completed_groups(1)
+    wait_until(lambda: worker.queue_size() == 4, Deadline(10, "the place to be taken again"))
+    worker.stop()
+    assert len(source.drawn) == 5
+    assert not worker.worker_thread.is_alive()
+
+
+def test_responses_begun_too_long_ago_are_thrown_away_and_their_prompts_drawn_again(setup):
+    def with_versions(payload, number):
+        reply = completion(payload, [5])
+        reply["meta_info"]["weight_version"] = "3" if number < 4 else "6"
+        return 200, reply
+
+    args, source = setup(with_versions, max_weight_staleness=2, sglang_server_concurrency=4)
+    output = generate_rollout_fully_async(args, 6, source)
+    assert (output.metrics["rollout/stale_groups"], output.metrics["rollout/stale_tokens"]) == (2, 4)
+    assert {version for sample in iter_samples(output.samples) for version in sample.weight_versions} == {"6"}
+    again = len(source.drawn) - len(set(source.drawn)) + source.source.get_buffer_length()
+    assert again >= 2
+
+
+def test_groups_that_a_weight_sync_aborts_go_back_with_their_tokens_and_are_continued_first(setup):
+    def first_request_is_cut(payload, number):
+        if number == 0:
+            return 200, completion(payload, [8], "abort", text="8")
+        return 200, completion(payload, [5])
+
+    args, source = setup(first_request_is_cut, n_samples_per_prompt=1)
+    seen = {}
+    for rollout_id in range(4):
+        for group in generate_rollout_fully_async(args, rollout_id, source).samples:
+            seen[group[0].group_index] = group[0]
+    (cut,) = [sample for sample in seen.values() if sample.tokens[-2:] == [8, 5]]
+    assert cut.status is Sample.Status.COMPLETED
+    assert len(cut.weight_versions) == 2
+    assert source.drawn.count(cut.group_index) == 2
+
+
+def test_failing_groups_are_drawn_again_and_a_broken_world_ends_the_rollout_with_its_cause(setup):
+    args, source = setup(custom_generate_function_path=f"{__file__}:broken", max_sample_retries=0)
+    with pytest.raises(DataError, match="tool server is gone"):
+        generate_rollout_fully_async(args, 0, source)
+    again = len(source.drawn) - len(set(source.drawn)) + source.source.get_buffer_length()
+    assert again >= 2
+
+
+def broken(args, sample, sampling_params):
+    raise ConnectionError("tool server is gone")
+
+
+def test_a_source_without_prompts_is_an_error_and_not_a_wait(setup):
+    args, source = setup()
+    source.get_samples = lambda count: []
+    with pytest.raises(DataError, match="returned no prompts"):
+        generate_rollout_fully_async(args, 0, source)
+
+
+def test_the_dynamic_filter_is_applied_and_its_drops_are_counted(setup):
+    args, source = setup(dynamic_sampling_filter_path=f"{__file__}:keep_odd_groups")
+    output = generate_rollout_fully_async(args, 0, source)
+    assert all(group[0].group_index % 2 == 1 for group in output.samples)
+
+
+def keep_odd_groups(args, samples, **kwargs):
+    return samples[0].group_index % 2 == 1
+
+
+def test_it_refuses_to_evaluate_and_names_the_function_that_can(setup):
+    args, source = setup()
+    with pytest.raises(ConfigError, match="--eval-function-path"):
+        generate_rollout_fully_async(args, 0, source, evaluation=True)
