@@ -14,9 +14,16 @@ from typing import Any
 from slime.data.sample import Sample
 from slime.utils.errors import DataError, SlimeError
 
-__all__ = ["fresh_copy", "generate_with_retries"]
+__all__ = ["fresh_copy", "generate_with_retries", "without_response"]
 
 logger = logging.getLogger(__name__)
+
+_GENERATED = (
+    *("response", "response_length", "reward", "loss_mask", "weight_versions", "rollout_log_probs", "status"),
+    *("rollout_top_p_token_ids", "rollout_top_p_token_offsets", "rollout_routed_experts", "teacher_log_probs"),
+    *("remove_sample", "non_generation_time", "spec_info", "prefix_cache_info"),
+)
+"""Fields of a sample that a rollout fills in."""
 
 
 def fresh_copy(sample: Sample) -> Sample:
@@ -29,6 +36,17 @@ def fresh_copy(sample: Sample) -> Sample:
     twin.spec_info = copy.copy(sample.spec_info)
     twin.prefix_cache_info = copy.copy(sample.prefix_cache_info)
     return twin
+
+
+def without_response(sample: Sample) -> Sample:
+    """A copy as it was before anything was generated for it; the tokens of its prompt stay."""
+    copied = fresh_copy(sample)
+    blank = Sample()
+    for name in _GENERATED:
+        setattr(copied, name, getattr(blank, name))
+    copied.tokens = sample.tokens[: len(sample.tokens) - sample.response_length]
+    copied.metadata.pop("start_rollout_id", None)
+    return copied
 
 
 async def generate_with_retries(

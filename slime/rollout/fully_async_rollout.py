@@ -28,7 +28,7 @@ from slime.data.sample import Sample, SampleGroup, iter_samples
 from slime.hooks.load import load_function
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.collect import first_index, log_sample
-from slime.rollout.failures import fresh_copy
+from slime.rollout.failures import fresh_copy, without_response
 from slime.rollout.filter_hub.base_types import MetricGatherer, call_dynamic_filter
 from slime.rollout.settings import setting
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm_group
@@ -42,6 +42,7 @@ __all__ = ["AsyncRolloutWorker", "generate_rollout_fully_async"]
 logger = logging.getLogger(__name__)
 
 _MAX_FAILURES_IN_A_ROW = 3
+_MAX_STALE_PER_TARGET = 20
 _STOP_TIMEOUT_S = 5.0
 _DRAIN_TIMEOUT_S = 30.0
 
@@ -245,7 +246,8 @@ async def _generate_rollout_async(args: Namespace, rollout_id: int, data_buffer:
             if _is_stale(args, rollout_id, group):
                 metrics["rollout/stale_groups"] += 1
                 metrics["rollout/stale_tokens"] += sum(sample.response_length for sample in iter_samples(group))
-                worker.put_back(prompt)
+                worker.put_back([without_response(sample) for sample in iter_samples(prompt)])
+                _check_not_hopeless(args, rollout_id, metrics["rollout/stale_groups"])
                 continue
             all_groups.append(group)
             verdict = call_dynamic_filter(dynamic_filter, args, group)
@@ -266,6 +268,15 @@ def _is_stale(args: Namespace, rollout_id: int, group: SampleGroup) -> bool:
         return False
     versions = [int(v) for sample in iter_samples(group) for v in sample.weight_versions if str(v).isdecimal()]
     return bool(versions) and rollout_id - min(versions) > bound
+
+
+def _check_not_hopeless(args: Namespace, rollout_id: int, num_stale: int) -> None:
+    if num_stale > _MAX_STALE_PER_TARGET * args.rollout_batch_size:
+        raise DataError(
+            f"rollout {rollout_id}: {num_stale} groups in a row lag more than --max-weight-staleness "
+            f"{args.max_weight_staleness} rollouts behind: engine weights are older than that. The bound must be at "
+            "least --update-weights-interval minus 1."
+        )
 
 
 def _call_batch_hooks(args: Namespace, groups: list[Any], all_groups: list[Any], data_buffer: Any) -> None:

@@ -92,6 +92,28 @@ def test_responses_begun_too_long_ago_are_thrown_away_and_their_prompts_drawn_ag
     assert again >= 2
 
 
+def test_a_response_continued_from_weights_that_are_too_old_is_begun_anew(setup):
+    args, source = setup(max_weight_staleness=2, n_samples_per_prompt=1, rollout_batch_size=1)
+    (group,) = source.get_samples(1)
+    old = group[0]
+    old.tokens = [1]
+    old.append_response_tokens(tokens=[7], log_probs=[-1.0], text="7", meta_info={})
+    old.weight_versions, old.status = ["0"], Sample.Status.ABORTED
+    source.add_samples([group])
+    numbers = {}
+    for rollout_id in range(3, 6):
+        for (sample,) in generate_rollout_fully_async(args, rollout_id, source).samples:
+            numbers[sample.group_index] = sample
+    assert numbers[old.group_index].weight_versions == ["3"]
+    assert numbers[old.group_index].response_length == 2  # the engine's two tokens, not the old one before them
+
+
+def test_engines_that_can_never_be_fresh_enough_end_the_rollout_with_the_reason(setup):
+    args, source = setup(max_weight_staleness=2)  # the engine stays at version 3
+    with pytest.raises(DataError, match="--update-weights-interval"):
+        generate_rollout_fully_async(args, 9, source)
+
+
 def test_groups_that_a_weight_sync_aborts_go_back_with_their_tokens_and_are_continued_first(setup):
     def first_request_is_cut(payload, number):
         if number == 0:
