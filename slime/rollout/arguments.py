@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["EvalArgs", "FilterArgs", "GenerationArgs", "RewardModelArgs"]
+__all__ = ["EvalArgs", "FilterArgs", "GenerationArgs", "RewardModelArgs", "RolloutBufferArgs"]
 
 
 DEFAULT_ROLLOUT_FUNCTION = "slime.rollout.sglang_rollout.generate_rollout"
@@ -123,6 +123,13 @@ class EvalArgs:
         default=None,
         metadata={"help": "Pairs NAME FILE of evaluation sets; repeatable.", "append": True},
     )
+    eval_config: str | None = field(
+        default=None,
+        metadata={
+            "metavar": "FILE",
+            "help": "YAML or JSON file with evaluation sets and their settings; beats --eval-prompt-data.",
+        },
+    )
     skip_eval_before_train: bool = field(default=False, metadata={"help": "No evaluation before the first rollout."})
     n_samples_per_eval_prompt: int = field(default=1, metadata={"help": "Responses per evaluation prompt."})
     eval_temperature: float | None = field(
@@ -141,3 +148,28 @@ class EvalArgs:
     eval_input_key: str | None = field(default=None, metadata={"help": "Prompt field. Default: --input-key."})
     eval_label_key: str | None = field(default=None, metadata={"help": "Label field. Default: --label-key."})
     eval_tool_key: str | None = field(default=None, metadata={"help": "Tools field. Default: --tool-key."})
+
+
+_BUFFER = "the rollout buffer service is not connected yet"
+
+
+@dataclass(frozen=True)
+class RolloutBufferArgs:
+    """Rollout buffer service."""
+
+    rollout_buffer_url: str | None = field(
+        default=None, metadata={"help": "Address of the service that collects trajectories.", "later": _BUFFER}
+    )
+    fetch_trajectory_retry_times: int = field(
+        default=-1, metadata={"help": "How often fetching trajectories is tried again; -1 always.", "later": _BUFFER}
+    )
+    rollout_task_type: str = field(
+        default="math", metadata={"help": "Name of the task that the service runs.", "later": _BUFFER}
+    )
+    min_batch_collection_ratio: float = field(
+        default=1,
+        metadata={
+            "help": "Share of a batch that is enough to train on.",
+            "no_effect": "nothing reads it: a rollout always has --rollout-batch-size groups",
+        },
+    )

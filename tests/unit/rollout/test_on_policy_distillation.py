@@ -1,0 +1,96 @@
+"""On-policy distillation: the teacher scores the student's tokens, and only usable replies pass."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slime.data.sample import Sample
+from slime.rollout.on_policy_distillation import post_process_rewards, reward_func
+from slime.utils.errors import ConfigError, DataError
+from slime.utils.http_utils import close_http_client
+
+
+class Teacher:
+    """An SGLang server's /generate for prompts only: token t has log-prob -t / 100."""
+
+    def __init__(self, reply=None) -> None:
+        self.requests: list[dict[str, Any]] = []
+        teacher = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                teacher.requests.append(body)
+                ids = body["input_ids"]
+                rows = [[None, ids[0], None]] + [[-token / 100, token, None] for token in ids[1:]]
+                data = json.dumps(reply or {"text": "", "meta_info": {"input_token_logprobs": rows}}).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self.server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}/generate"
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+
+@pytest.fixture
+def teacher():
+    started = []
+
+    def start(reply=None):
+        started.append(Teacher(reply))
+        return started[-1]
+
+    yield start
+    for item in started:
+        item.server.shutdown()
+        item.server.server_close()
+
+
+def ask(args: Any, sample: Sample) -> Any:
+    async def once() -> Any:
+        try:
+            return await reward_func(args, sample)
+        finally:
+            await close_http_client()
+
+    return asyncio.run(once())
+
+
+def test_the_teachers_log_probs_of_the_response_tokens_end_in_the_sample(teacher):
+    server = teacher()
+    args = SimpleNamespace(rm_url=server.url, rollout_temperature=0.7, rm_timeout=5.0)
+    sample = Sample(index=3, tokens=[10, 11, 12, 13], response_length=2)
+    sample.reward = ask(args, sample)
+    (request,) = server.requests
+    assert (request["input_ids"], request["sampling_params"]["max_new_tokens"]) == ([10, 11, 12, 13], 0)
+    assert request["sampling_params"]["temperature"] == 0.7
+    assert post_process_rewards(args, [sample]) == ([0.0], [0.0])
+    assert sample.teacher_log_probs.tolist() == pytest.approx([-0.12, -0.13])
+
+
+def test_a_reply_that_cannot_be_used_names_the_sample_and_the_flag(teacher):
+    sample = Sample(index=3, tokens=[10, 11, 12], response_length=2)
+    for reply, message in (
+        ({"answer": 1}, "has no meta_info"),
+        ({"meta_info": {"input_token_logprobs": [[0, 1]]}}, "1 token"),
+    ):
+        args = SimpleNamespace(rm_url=teacher(reply).url, rollout_temperature=1.0, rm_timeout=5.0)
+        with pytest.raises(DataError, match=f"--rm-url.*({message}.*sample 3|sample 3.*{message})"):
+            ask(args, sample)
+
+
+def test_without_the_teachers_address_nothing_is_asked():
+    with pytest.raises(ConfigError, match="--rm-url"):
+        ask(SimpleNamespace(rm_url=None), Sample(tokens=[1, 2], response_length=1))
