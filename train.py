@@ -38,6 +38,10 @@ def train(args):
 
 
 def main():
+    if "--plan" in sys.argv[1:]:
+        from slime.cli import main as slime
+
+        return slime(["plan", "train.py", *sys.argv[1:]])
     args = parse_args()
     from slime.observability.logging_utils import configure_logger
     from slime.ray.cluster import running_cluster

@@ -35,6 +35,10 @@ def train(args):
 
 
 def main():
+    if "--plan" in sys.argv[1:]:
+        from slime.cli import main as slime
+
+        return slime(["plan", "train_async.py", *sys.argv[1:]])
     args = parse_args(is_async=True)
     from slime.observability.logging_utils import configure_logger
     from slime.ray.cluster import running_cluster

@@ -70,6 +70,8 @@ def main() -> None:
             num_gpus_per_node=8,
             fp32=True,
             fp16=False,
+            offload_rollout=False,
+            use_rollout_routing_replay=False,
         )
         argv = build_argv(args, rank=0, host="127.0.0.1", port=port, nccl_port=free_port(), base_gpu_id=0, tp_size=1)
         is_cpu = accelerator.current().is_cpu

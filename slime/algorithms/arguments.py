@@ -1,76 +1,156 @@
-"""Flags of the objective: which loss, which advantages, how clipping, KL and entropy enter it.
+"""Flags of the objective: which loss, which advantages, how clipping, KL, entropy and off-policy terms enter it.
 
-Read by the trainer (loss, log-probs) and, for the two reward flags, when samples become a batch. Standard library only.
+Read by the trainer (loss, credit, log-probs) and, for the reward flags, when samples become a batch. The instances are
+also what the functions of this room take as settings. Standard library only.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-__all__ = ["AlgorithmArgs"]
+__all__ = ["AlgorithmArgs", "DistillationArgs", "ModelCopyArgs"]
+
+
+def _flag(default: Any, help_text: str, **metadata: Any) -> Any:
+    return field(default=default, metadata={"help": help_text, **metadata})
 
 
 @dataclass(frozen=True)
 class AlgorithmArgs:
     """Algorithm."""
 
-    advantage_estimator: Literal["grpo"] = field(
-        default="grpo", metadata={"help": "How rewards become per-token advantages."}
+    advantage_estimator: Literal[
+        "grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"
+    ] = _flag(
+        "grpo",
+        "How rewards become per-token advantages, and which surrogate is optimised.",
     )
-    loss_type: Literal["policy_loss", "sft_loss"] = field(
-        default="policy_loss", metadata={"help": "Training objective: clipped policy gradient, or supervised."}
+    loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = _flag(
+        "policy_loss", "Training objective: clipped policy gradient, supervised, or --custom-loss-function-path."
     )
-    eps_clip: float = field(
-        default=0.2, metadata={"help": "The probability ratio is clipped at 1 - EPS_CLIP from below."}
+    eps_clip: float = _flag(0.2, "The probability ratio is clipped at 1 - EPS_CLIP from below.")
+    eps_clip_high: float | None = _flag(
+        None, "The ratio is clipped at 1 + EPS_CLIP_HIGH from above (default: --eps-clip)."
     )
-    eps_clip_high: float | None = field(
-        default=None, metadata={"help": "The ratio is clipped at 1 + EPS_CLIP_HIGH from above (default: --eps-clip)."}
+    eps_clip_c: float | None = _flag(None, "Dual clip: bound (above 1) on the ratio where the advantage is negative.")
+    value_clip: float = _flag(0.2, "A value estimate may move this far from the one at the start of the rollout.")
+    kl_coef: float = _flag(
+        0.0, "Weight of the KL divergence from the reference model inside the rewards (reinforce++ and ppo)."
     )
-    eps_clip_c: float | None = field(
-        default=None, metadata={"help": "Dual clip: bound (above 1) on the ratio where the advantage is negative."}
+    use_kl_loss: bool = _flag(False, "Add the KL divergence from the reference model to the loss.")
+    kl_loss_coef: float = _flag(0.0, "Weight of that KL term.")
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = _flag(
+        "k1",
+        "Estimator of the KL, in the loss and in the rewards. k1 in the loss has zero expected gradient on-policy; "
+        "prefer k2 or low_var_kl there.",
     )
-    use_kl_loss: bool = field(
-        default=False, metadata={"help": "Add the KL divergence from the reference model to the loss."}
+    use_unbiased_kl: bool = _flag(
+        False, "Multiply the KL estimate in the loss by the importance ratio new / old policy."
     )
-    kl_loss_coef: float = field(default=0.0, metadata={"help": "Weight of that KL term."})
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = field(
-        default="k1",
-        metadata={
-            "help": "Estimator of that KL. k1 as a loss has zero expected gradient on-policy; prefer k2 or low_var_kl."
-        },
+    entropy_coef: float = _flag(0.0, "Weight of the entropy bonus.")
+    entropy_metric: bool = _flag(
+        True,
+        "Compute no entropy when --entropy-coef is 0: saves one chunk of memory, loses the metric entropy_loss.",
+        off="--disable-entropy-metric",
     )
-    use_unbiased_kl: bool = field(
-        default=False, metadata={"help": "Multiply the KL estimate by the importance ratio new / old policy."}
+    calculate_per_token_loss: bool = _flag(
+        False, "Mean over all trained tokens of a step instead of the mean over rollouts."
     )
-    entropy_coef: float = field(default=0.0, metadata={"help": "Weight of the entropy bonus."})
-    calculate_per_token_loss: bool = field(
-        default=False, metadata={"help": "Mean over all trained tokens of a step instead of the mean over rollouts."}
+    log_probs_chunk_size: int = _flag(-1, "Rows of logits turned into log-probs at a time; -1 means all at once.")
+    gamma: float = _flag(1.0, "Discount per token (reinforce_plus_plus and ppo).")
+    lambd: float = _flag(1.0, "Lambda of generalised advantage estimation (ppo).")
+    normalize_advantages: bool = _flag(
+        False, "Shift and scale advantages to mean 0 and variance 1 over the trained tokens of all ranks."
     )
-    use_rollout_logprobs: bool = field(
-        default=False, metadata={"help": "Take the engine's log-probs as the old policy and skip the trainer's pass."}
+    rewards_normalization: bool = _flag(
+        True, "Use rewards as they are, not relative to their group.", off="--disable-rewards-normalization"
     )
-    log_probs_chunk_size: int = field(
-        default=-1, metadata={"help": "Rows of logits turned into log-probs at a time; -1 means all at once."}
+    grpo_std_normalization: bool = _flag(
+        True,
+        "Subtract the group's mean reward but do not divide by its standard deviation (Dr. GRPO).",
+        off="--disable-grpo-std-normalization",
     )
-    rewards_normalization: bool = field(
-        default=True,
-        metadata={
-            "off": "--disable-rewards-normalization",
-            "help": "Use rewards as they are, not relative to their group.",
-        },
+    compute_advantages_and_returns: bool = _flag(
+        True,
+        "Run no reference or old policy and compute no advantages (supervised training).",
+        off="--disable-compute-advantages-and-returns",
     )
-    grpo_std_normalization: bool = field(
-        default=True,
-        metadata={
-            "off": "--disable-grpo-std-normalization",
-            "help": "Subtract the group's mean reward but do not divide by its standard deviation (Dr. GRPO).",
-        },
+    use_rollout_logprobs: bool = _flag(
+        False, "Take the engine's log-probs as the old policy and skip the trainer's pass."
     )
-    compute_advantages_and_returns: bool = field(
-        default=True,
-        metadata={
-            "off": "--disable-compute-advantages-and-returns",
-            "help": "Compute no advantages (supervised training).",
-        },
+    use_tis: bool = _flag(
+        False, "Weight every token by the probability ratio trainer / engine, truncated to the --tis-clip bounds."
+    )
+    tis_clip: float = _flag(2.0, "Upper bound of that weight.")
+    tis_clip_low: float = _flag(0.0, "Lower bound of that weight.")
+    tis_threshold: float | None = _flag(None, "Older name of --tis-clip.")
+    custom_tis_function_path: str | None = _flag(
+        None, "Function that replaces the truncated weights: rejection, other levels, other metrics."
+    )
+    get_mismatch_metrics: bool = _flag(
+        False, "Report what --custom-tis-function-path measures without letting it change the loss."
+    )
+    use_opsm: bool = _flag(
+        False, "Drop tokens with negative advantage from sequences that the old policy has drifted away from."
+    )
+    opsm_delta: float = _flag(1e-4, "Mean of log(old / new) per token above which a sequence counts as drifted.")
+    use_rollout_entropy: bool = _flag(
+        False, "Report the entropy of the old policy as rollout/entropy; runs its pass even where it could be skipped."
+    )
+    true_on_policy_mode: bool = _flag(
+        False, "Insist on strictly on-policy steps and report how far trainer and engine log-probs are apart."
+    )
+    custom_loss_function_path: str | None = _flag(None, "Function of the objective with --loss-type custom_loss.")
+    custom_advantage_function_path: str | None = _flag(
+        None, "Function that fills advantages and returns in place of --advantage-estimator."
+    )
+    rollout_data_postprocess_path: str | None = _flag(
+        None, "Function f(args, rollout_id, rollout_data) called once log-probs and advantages of a batch are known."
+    )
+    custom_pg_loss_reducer_function_path: str | None = _flag(
+        None, "Function that makes the reducer of the policy-gradient term (not of KL, entropy and metrics)."
+    )
+
+
+@dataclass(frozen=True)
+class DistillationArgs:
+    """On-policy distillation."""
+
+    use_opd: bool = _flag(False, "Subtract the reverse KL from a teacher, per token, from the advantages.")
+    opd_type: Literal["sglang", "megatron"] | None = _flag(
+        None,
+        "Who computes the teacher's log-probs: a server during the rollout (sglang) or the trainer (megatron). "
+        "Required with --use-opd.",
+    )
+    opd_kl_coef: float = _flag(1.0, "Weight of that reverse KL.")
+    opd_teacher_load: str | None = _flag(
+        None, "Checkpoint of the teacher for --opd-type megatron; it has the architecture of the model that is trained."
+    )
+    opd_teacher_ckpt_step: int | None = _flag(None, "Iteration of --opd-teacher-load to take instead of the latest.")
+
+
+@dataclass(frozen=True)
+class ModelCopyArgs:
+    """Reference model, critic and optimizer over the run."""
+
+    ref_update_interval: int | None = _flag(
+        None, "The reference model becomes a copy of the trained one every N rollouts."
+    )
+    keep_old_actor: bool = _flag(
+        False,
+        "Keep the weights that generated each rollout and take the old policy's log-probs from them "
+        "(train_async.py, where the trainer has moved on since).",
+    )
+    num_critic_only_steps: int = _flag(0, "First rollouts that train the critic only (ppo).")
+    reset_optimizer_states: bool = _flag(False, "Forget the optimizer's moments before every rollout.")
+    use_stateless_adam: bool = _flag(
+        False, "Adam without moments kept between steps.", later="there is no such optimizer yet"
+    )
+    use_routing_replay: bool = _flag(False, "Replay the expert choices of the log-prob pass in training.")
+    use_rollout_routing_replay: bool = _flag(
+        False, "Replay the engine's expert choices in training.", later="the engine's expert choices are not recorded"
+    )
+    megatron_config_path: str | None = _flag(
+        None, "YAML file with values that differ for the roles actor and critic.", metavar="FILE"
     )

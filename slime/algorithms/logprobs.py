@@ -8,7 +8,7 @@ which recomputes it from the logits and the saved ``[N]`` normaliser. Two all-re
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ def log_probs_and_entropy(
     chunk_size: int = -1,
     with_entropy: bool = False,
     with_entropy_grad: bool = True,
+    keep: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``log softmax(logits / temperature)[target]`` per row and, on request, the entropy of that distribution.
 
@@ -47,6 +48,8 @@ def log_probs_and_entropy(
         chunk_size: rows handled at a time; -1 means all. Values do not depend on it.
         with_entropy: compute the entropy as well.
         with_entropy_grad: give the entropy a graph.
+        keep: ``[N, V/tp]`` bool, the ids that sampling could choose from (top-p). The log-prob is that of the
+            renormalised set; a row's target belongs to it in any case. The entropy stays that of the whole vocabulary.
 
     Returns:
         (log_probs ``[N]`` fp32, entropy ``[N]`` fp32 or None).
@@ -58,9 +61,17 @@ def log_probs_and_entropy(
         raise ValueError(f"expected logits [N, V] and targets [N], got {tuple(logits.shape)}, {tuple(targets.shape)}")
     if temperature <= 0:
         raise ValueError(f"--rollout-temperature {temperature} must be above 0.")
+    if keep is not None and keep.shape != logits.shape:
+        raise ValueError(f"keep must have the shape of the logits {tuple(logits.shape)}, got {tuple(keep.shape)}")
     shard = _shard(logits, group, vocab_size)
     plan = _Plan(shard, group, 1.0 / temperature, chunk_size, with_entropy, with_entropy and with_entropy_grad)
-    log_probs, entropy = _LogProbs.apply(logits, targets, plan)  # type: ignore[no-untyped-call]  # torch has no types
+    run = _LogProbs.apply
+    if keep is None:
+        log_probs, entropy = run(logits, targets, plan, None)  # type: ignore[no-untyped-call]  # torch has no types
+    else:  # two distributions: the kept ids, and all of them for the entropy
+        only = replace(plan, with_entropy=False, with_entropy_grad=False)
+        log_probs, _ = run(logits, targets, only, keep)  # type: ignore[no-untyped-call]
+        entropy = run(logits, targets, plan, None)[1] if with_entropy else None  # type: ignore[no-untyped-call]
     return log_probs, entropy if with_entropy else None
 
 
@@ -109,10 +120,10 @@ def _shard(logits: torch.Tensor, group: dist.ProcessGroup | None, vocab_size: in
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, plan: _Plan
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, plan: _Plan, keep: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num_rows = logits.shape[0]
-        top = _row_max(logits, plan)
+        top = _row_max(logits, targets, plan, keep)
         # rows: sum of exp, target's logit, sum of exp * logit (only for the entropy); one all-reduce for all of them
         sums = torch.zeros(3 if plan.with_entropy else 2, num_rows, dtype=torch.float32, device=logits.device)
         local = logits[:, : plan.shard.num_ids]
@@ -120,6 +131,8 @@ class _LogProbs(torch.autograd.Function):
         for rows in plan.chunks(num_rows):
             z = _shifted(local[rows], plan.scale, top[rows], out=_head(buffers[0], rows))
             index, is_mine = _local_index(targets[rows], plan.shard)
+            if keep is not None:
+                z.masked_fill_(_dropped(keep[rows], index, is_mine, plan.shard), -torch.inf)
             sums[1, rows] = torch.where(is_mine, z.gather(1, index).squeeze(1), 0.0)
             if plan.with_entropy:
                 exp = torch.exp(z, out=_head(buffers[1], rows))
@@ -136,12 +149,12 @@ class _LogProbs(torch.autograd.Function):
         entropy = log_sum - sums[2] / sums[0] if plan.with_entropy else log_sum.new_empty(0)
         if not plan.with_entropy_grad:
             ctx.mark_non_differentiable(entropy)
-        ctx.plan = plan
+        ctx.plan, ctx.keep = plan, keep
         ctx.save_for_backward(logits, targets, top + log_sum, entropy)
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         logits, targets, log_norm, entropy = ctx.saved_tensors
         plan: _Plan = ctx.plan
         grad_log_probs, grad_entropy = (g.float() for g in grads)
@@ -154,29 +167,42 @@ class _LogProbs(torch.autograd.Function):
             local, local_out = logits[rows, : plan.shard.num_ids], out[rows, : plan.shard.num_ids]
             work = local_out if writes_in_place else _head(buffers[0], rows)
             log_p = _shifted(local, plan.scale, log_norm[rows], out=work)
+            index, is_mine = _local_index(targets[rows], plan.shard)
+            if ctx.keep is not None:
+                log_p.masked_fill_(_dropped(ctx.keep[rows], index, is_mine, plan.shard), -torch.inf)
             if plan.with_entropy_grad:
                 factor = torch.add(log_p, entropy[rows].unsqueeze(1), out=_head(buffers[-1], rows))
                 factor.mul_(grad_entropy[rows].unsqueeze(1)).add_(target_grad).neg_()
                 grad = log_p.exp_().mul_(factor)
             else:
                 grad = log_p.exp_().mul_(-target_grad)
-            index, is_mine = _local_index(targets[rows], plan.shard)
             grad.scatter_add_(1, index, torch.where(is_mine.unsqueeze(1), target_grad, 0.0))
             grad.mul_(plan.scale)
             if not writes_in_place:
                 local_out.copy_(grad)
-        return out, None, None
+        return out, None, None, None
 
 
-def _row_max(logits: torch.Tensor, plan: _Plan) -> torch.Tensor:
-    """Largest scaled logit of every row over all ranks, ``[N]`` fp32."""
-    if plan.shard.num_ids and logits.shape[0]:
-        top = logits[:, : plan.shard.num_ids].amax(1).float() * plan.scale
-    else:
-        top = torch.full(logits.shape[:1], -torch.inf, dtype=torch.float32, device=logits.device)
+def _row_max(logits: torch.Tensor, targets: torch.Tensor, plan: _Plan, keep: torch.Tensor | None) -> torch.Tensor:
+    """Largest scaled logit of every row over all ranks (among the kept ids), ``[N]`` fp32."""
+    num_ids = plan.shard.num_ids
+    top = torch.full(logits.shape[:1], -torch.inf, dtype=torch.float32, device=logits.device)
+    if num_ids and logits.shape[0] and keep is None:
+        top = logits[:, :num_ids].amax(1).float() * plan.scale
+    elif keep is not None:
+        for rows in plan.chunks(logits.shape[0]):
+            index, is_mine = _local_index(targets[rows], plan.shard)
+            dropped = _dropped(keep[rows], index, is_mine, plan.shard)
+            top[rows] = logits[rows, :num_ids].masked_fill(dropped, -torch.inf).amax(1).float() * plan.scale
     if plan.group is not None and logits.shape[0]:
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=plan.group)
     return top
+
+
+def _dropped(keep: torch.Tensor, index: torch.Tensor, is_mine: torch.Tensor, shard: _Shard) -> torch.Tensor:
+    """``[n, num_ids]`` True at ids outside the kept set; a target is inside in any case."""
+    dropped = ~keep[:, : shard.num_ids]
+    return dropped.scatter_(1, index, dropped.gather(1, index) & ~is_mine.unsqueeze(1))
 
 
 def _head(buffer: torch.Tensor, rows: slice) -> torch.Tensor:

@@ -1,25 +1,35 @@
-"""The policy loss of one micro-batch: clipped surrogate, optional KL to a reference model, optional entropy bonus.
+"""The policy loss of one micro-batch: surrogate, off-policy corrections, KL to a reference model, entropy bonus.
+
+    new, old log-probs --> ratio --> surrogate --> OPSM --> TIS --> pg_loss --+
+    entropy ------------------------------------------------- - entropy_coef -+--> loss
+    new, reference log-probs --> KL estimate ------------------ + kl_loss_coef+
 
 Called by the trainer's loss dispatch with flat per-token tensors; knows no model, batch layout or process group. All
-tensors are ``[N]``, the response tokens of the micro-batch in sample order.
+tensors are ``[N]``, the response tokens of the micro-batch in sample order, whole on every rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
 from .arguments import AlgorithmArgs
+from .cispo import cispo_loss
 from .clip import clipped_surrogate
+from .gspo import sequence_kl
 from .kl import approx_kl, importance_ratio
-from .reduce import Reducer
+from .off_policy import Correct, Correction, drifted_tokens, truncated_weights
+from .reduce import Reducer, Samples
 from .types import LossOutput
 
-__all__ = ["PolicyTokens", "policy_loss"]
+__all__ = ["MakeReducer", "PolicyTokens", "policy_loss"]
 
 Tokens: TypeAlias = torch.Tensor
+MakeReducer: TypeAlias = Callable[[Sequence[torch.Tensor]], Reducer]
+"""Loss masks, one ``[R_i]`` per sample -> reducer."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +44,7 @@ class PolicyTokens:
             those weights, the ratio is exactly 1.
         rollout_log_probs: as the engine reported them while sampling.
         ref_log_probs: under the reference model.
+        opd_reverse_kl: divergence from the teacher that went into the advantages; reported only.
     """
 
     log_probs: Tokens
@@ -42,26 +53,47 @@ class PolicyTokens:
     old_log_probs: Tokens | None = None
     rollout_log_probs: Tokens | None = None
     ref_log_probs: Tokens | None = None
+    opd_reverse_kl: Tokens | None = None
 
 
-def policy_loss(tokens: PolicyTokens, settings: AlgorithmArgs, reduce: Reducer) -> LossOutput:
+def policy_loss(
+    tokens: PolicyTokens,
+    settings: AlgorithmArgs,
+    samples: Samples,
+    *,
+    correct: Correct | None = None,
+    make_pg_reducer: MakeReducer | None = None,
+) -> LossOutput:
     """``loss = pg_loss - entropy_coef * entropy + kl_loss_coef * KL(policy || reference)``.
 
-    Metrics, in this order: loss, pg_loss, entropy_loss (if entropy was computed), pg_clipfrac, ppo_kl (reduced
-    ``log pi_old - log pi_new``), train_rollout_logprob_abs_diff (if the engine's log-probs are known), kl_loss (with
-    ``use_kl_loss``).
+    Metrics, in this order and each where it applies: loss, pg_loss, entropy_loss, pg_clipfrac, ppo_kl (reduced
+    ``log pi_old - log pi_new``), train_rollout_logprob_abs_diff, kl_loss, ois (the ratio itself), those of the
+    correction, opsm_clipfrac, opd_reverse_kl. What describes the gap between trainer and engine is reduced with the
+    masks as they came, everything else with those the correction leaves.
+
+    Args:
+        correct: replaces :func:`truncated_weights` under ``use_tis``; under ``get_mismatch_metrics`` alone only its
+            metrics are used.
+        make_pg_reducer: makes the reducer of the policy-gradient term.
 
     Raises:
         ValueError: log-probs that the settings need are missing.
     """
     new = tokens.log_probs
     old = _old_log_probs(tokens, settings)
-    ppo_kl = old - new
-    eps_high = settings.eps_clip if settings.eps_clip_high is None else settings.eps_clip_high
-    per_token, clipped = clipped_surrogate(ppo_kl, tokens.advantages, settings.eps_clip, eps_high, settings.eps_clip_c)
-    loss = pg_loss = reduce(per_token)
-    metrics = {"pg_loss": pg_loss}
+    observe = samples.reducer()  # of what is only looked at
+    ppo_kl = _ppo_kl(new, old, settings, samples)
+    per_token, clipped = _surrogate(ppo_kl, new, tokens.advantages, settings)
+    dropped = None
+    if settings.use_opsm:
+        dropped = drifted_tokens(new, old, tokens.advantages, samples, settings.opsm_delta)
+        per_token = per_token * (1 - dropped)
+    correction = _correct(per_token, tokens, settings, correct)
+    masks = samples.loss_masks if correction.loss_masks is None else correction.loss_masks
+    reduce = samples.reducer(masks)
 
+    loss = pg_loss = (reduce if make_pg_reducer is None else make_pg_reducer(masks))(correction.pg_loss)
+    metrics = {"pg_loss": pg_loss}
     if tokens.entropy is not None:
         entropy = reduce(tokens.entropy)
         metrics["entropy_loss"] = entropy
@@ -70,29 +102,77 @@ def policy_loss(tokens: PolicyTokens, settings: AlgorithmArgs, reduce: Reducer) 
         raise ValueError(f"--entropy-coef {settings.entropy_coef} needs the entropy of every token; none was computed.")
     metrics["pg_clipfrac"] = reduce(clipped)
     metrics["ppo_kl"] = reduce(ppo_kl)
-
     if tokens.rollout_log_probs is not None:
         trained = new if settings.use_rollout_logprobs else old
-        metrics["train_rollout_logprob_abs_diff"] = reduce((trained - tokens.rollout_log_probs).abs())
+        metrics["train_rollout_logprob_abs_diff"] = observe((trained - tokens.rollout_log_probs).abs())
     if settings.use_kl_loss:
-        kl_loss = _kl_loss(tokens, old, settings, reduce)
+        kl_loss = _kl_loss(tokens, old, settings, samples, reduce)
         metrics["kl_loss"] = kl_loss
         loss = loss + settings.kl_loss_coef * kl_loss
-
+    if settings.use_tis or settings.get_mismatch_metrics:
+        metrics["ois"] = observe(torch.exp(-ppo_kl))
+        metrics |= {name: observe(values) for name, values in correction.metrics.items()}
+    if dropped is not None:
+        metrics["opsm_clipfrac"] = observe(dropped)
+    if tokens.opd_reverse_kl is not None:
+        metrics["opd_reverse_kl"] = observe(tokens.opd_reverse_kl)
     metrics = {"loss": loss, **metrics}
     return LossOutput(loss=loss, metrics={name: value.detach() for name, value in metrics.items()})
 
 
 def _old_log_probs(tokens: PolicyTokens, settings: AlgorithmArgs) -> Tokens:
     if settings.use_rollout_logprobs:
-        if tokens.rollout_log_probs is None:
-            raise ValueError("--use-rollout-logprobs: the batch has no rollout_log_probs; the engine must return them.")
-        return tokens.rollout_log_probs
-    return tokens.log_probs.detach() if tokens.old_log_probs is None else tokens.old_log_probs
+        return _engine_log_probs(tokens, "--use-rollout-logprobs")
+    if settings.true_on_policy_mode or tokens.old_log_probs is None:
+        return tokens.log_probs.detach()
+    return tokens.old_log_probs
 
 
-def _kl_loss(tokens: PolicyTokens, old: Tokens, settings: AlgorithmArgs, reduce: Reducer) -> torch.Tensor:
+def _engine_log_probs(tokens: PolicyTokens, flag: str) -> Tokens:
+    if tokens.rollout_log_probs is None:
+        raise ValueError(f"{flag}: the batch has no rollout_log_probs; the engine must return them.")
+    return tokens.rollout_log_probs
+
+
+def _ppo_kl(new: Tokens, old: Tokens, settings: AlgorithmArgs, samples: Samples) -> Tokens:
+    """``log pi_old - log pi_new`` per token, or the sequence's mean of it for gspo; 0 where nothing is trained.
+
+    The zeros keep a token that only conditions the others (a tool's output) from overflowing the ratio: inf * 0 in the
+    backward pass is nan.
+    """
+    if settings.advantage_estimator == "gspo":
+        return sequence_kl(new, old, samples)
+    return torch.where(samples.mask, old - new, 0.0)
+
+
+def _surrogate(
+    ppo_kl: Tokens, new: Tokens, advantages: Tokens, settings: AlgorithmArgs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    low, high = settings.eps_clip, settings.eps_clip if settings.eps_clip_high is None else settings.eps_clip_high
+    if settings.advantage_estimator == "cispo":
+        return cispo_loss(ppo_kl, new, advantages, low, high)
+    return clipped_surrogate(ppo_kl, advantages, low, high, settings.eps_clip_c)
+
+
+def _correct(per_token: Tokens, tokens: PolicyTokens, settings: AlgorithmArgs, correct: Correct | None) -> Correction:
+    if not settings.use_tis and not settings.get_mismatch_metrics:
+        return Correction(per_token)
+    engine = _engine_log_probs(tokens, "--use-tis" if settings.use_tis else "--get-mismatch-metrics")
+    trained = tokens.log_probs.detach() if tokens.old_log_probs is None else tokens.old_log_probs
+    if correct is None:
+        result = truncated_weights(per_token, trained, engine, settings.tis_clip_low, settings.tis_clip)
+    else:
+        result = correct(per_token, trained, engine)
+    return result if settings.use_tis else Correction(per_token, None, result.metrics)
+
+
+def _kl_loss(
+    tokens: PolicyTokens, old: Tokens, settings: AlgorithmArgs, samples: Samples, reduce: Reducer
+) -> torch.Tensor:
     if tokens.ref_log_probs is None:
         raise ValueError("--use-kl-loss: the batch has no ref_log_probs; the reference model has not been run.")
-    ratio = importance_ratio(tokens.log_probs, old) if settings.use_unbiased_kl else None
-    return reduce(approx_kl(tokens.log_probs, tokens.ref_log_probs, settings.kl_loss_type, ratio))
+    new = tokens.log_probs
+    at_rest = new.detach()  # stands in where nothing is trained, see _ppo_kl
+    reference = torch.where(samples.mask, tokens.ref_log_probs, at_rest)
+    ratio = importance_ratio(new, torch.where(samples.mask, old, at_rest)) if settings.use_unbiased_kl else None
+    return reduce(approx_kl(new, reference, settings.kl_loss_type, ratio))

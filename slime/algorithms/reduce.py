@@ -7,15 +7,61 @@ samples are spread over micro-batches and ranks.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
-__all__ = ["Reducer", "count_tokens", "make_reducer", "segment_sum"]
+__all__ = ["Reducer", "Samples", "count_tokens", "make_reducer", "segment_sum"]
 
 Reducer: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Flat ``[N]`` values of the response tokens, in sample order -> scalar."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """How the flat response tokens of a micro-batch divide into samples; responses are whole on every rank.
+
+    Attributes:
+        response_lengths: ``R_i``; 0 is allowed.
+        loss_masks: per sample ``[R_i]``, 1 = trained, on the device of the values.
+        rollout_mask_sums: ``[n]`` trained tokens of the whole rollout that each sample belongs to.
+        per_token: reduce to the sum over tokens instead of the sum of means per rollout.
+    """
+
+    response_lengths: Sequence[int]
+    loss_masks: Sequence[torch.Tensor]
+    rollout_mask_sums: torch.Tensor
+    per_token: bool = False
+
+    def reducer(self, loss_masks: Sequence[torch.Tensor] | None = None) -> Reducer:
+        """The reducer of these samples; with other masks the denominators stay those of the original ones."""
+        masks = self.loss_masks if loss_masks is None else loss_masks
+        return make_reducer(self.response_lengths, masks, self.rollout_mask_sums, per_token=self.per_token)
+
+    @functools.cached_property
+    def mask(self) -> torch.Tensor:
+        """``[N]`` bool, whether a token is trained."""
+        if not self.loss_masks:
+            return self.rollout_mask_sums.new_zeros(0, dtype=torch.bool)
+        return torch.cat([mask.reshape(-1) for mask in self.loss_masks]) != 0
+
+    def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """``[N]`` -> one ``[R_i]`` per sample."""
+        return list(torch.split(flat, list(self.response_lengths)))
+
+    def means(self, values: torch.Tensor) -> torch.Tensor:
+        """``[N]`` -> ``[n]`` mean over the trained tokens of each sample, 0 without any. Differentiable."""
+        counts = segment_sum(self.mask, self.response_lengths).clamp(min=1.0)
+        # where, not a product: an inf at a masked token must not become nan
+        return segment_sum(torch.where(self.mask, values.float(), 0.0), self.response_lengths) / counts
+
+    def spread(self, per_sample: torch.Tensor) -> torch.Tensor:
+        """``[n]`` -> ``[N]``, each value at all tokens of its sample. Differentiable."""
+        lengths = torch.tensor(list(self.response_lengths), dtype=torch.int64, device=per_sample.device)
+        return per_sample.repeat_interleave(lengths, output_size=sum(self.response_lengths))
 
 
 def make_reducer(

@@ -61,6 +61,12 @@ class Trainer(Protocol):
     def train(self, rollout_id: int, batch: dict[str, Any]) -> TrainReport:
         """Train on this data-parallel rank's part of a rollout (columns of ``slime.data.columns``)."""
 
+    def train_values(self, rollout_id: int, batch: dict[str, Any]) -> tuple[TrainReport, list[torch.Tensor]]:
+        """A critic's :meth:`train`; also returns its values before the update, fp32 ``[R_i]`` per sample on cpu."""
+
+    def keep_version(self, version: str) -> None:
+        """Remember the live weights as those that generate from now on, for batches whose ``generated_by`` says so."""
+
     def save(self, rollout_id: int) -> None:
         """Write a checkpoint whose iteration is ``rollout_id``; it is complete when this returns on all ranks."""
 

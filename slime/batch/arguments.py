@@ -28,6 +28,20 @@ class BatchArgs:
         default=False,
         metadata={"help": "Form dynamic micro-batches of equal compute rather than first fit. Implies --balance-data."},
     )
+    log_probs_max_tokens_per_gpu: int | None = field(
+        default=None,
+        metadata={
+            "help": "The same for passes without gradients. Default: --max-tokens-per-gpu.",
+            "later": "all passes use the micro-batches of --max-tokens-per-gpu",
+        },
+    )
+    data_pad_size_multiplier: int = field(
+        default=128,
+        metadata={
+            "help": "Packed tokens are padded to a multiple of this times the tensor-parallel size.",
+            "no_effect": "packed micro-batches are padded no further than their parallel layout needs",
+        },
+    )
 
 
 @dataclass(frozen=True)
@@ -51,4 +65,28 @@ class ReplayArgs:
     load_debug_rollout_data_subsample: float | None = field(
         default=None,
         metadata={"metavar": "FRACTION", "help": "Keep this fraction of the loaded samples, half from either end."},
+    )
+    load_forge_rollout_data: str | None = field(
+        default=None,
+        metadata={
+            "metavar": "TEMPLATE",
+            "help": "Dump that the rollout function replays while engines stay up.",
+            "later": "--load-debug-rollout-data replays dumps, without engines",
+        },
+    )
+    save_debug_train_data: str | None = field(
+        default=None,
+        metadata={
+            "metavar": "TEMPLATE",
+            "help": "Write the batch of every trainer rank to this file; {rollout_id} and {rank} are replaced.",
+            "later": "batches of the trainer are not dumped; --save-debug-rollout-data dumps the samples",
+        },
+    )
+    dump_details: str | None = field(
+        default=None,
+        metadata={
+            "metavar": "DIR",
+            "help": "Dump samples and batches of every rollout below this directory.",
+            "later": "batches of the trainer are not dumped; --save-debug-rollout-data dumps the samples",
+        },
     )

@@ -44,14 +44,17 @@ def pack(
     tokens: Sequence[torch.Tensor],
     response_lengths: Sequence[int],
     *,
+    segment_multiple: int = 1,
     pad_multiple: int = 1,
     device: torch.device | str | None = None,
 ) -> PackedSequences:
-    """Concatenate samples and pad the total to a multiple of ``pad_multiple``.
+    """Concatenate samples, each padded at its end to a multiple of ``segment_multiple``, the total to ``pad_multiple``.
 
     Args:
         tokens: per sample ``[L_i]`` int64, prompt then response.
         response_lengths: ``R_i``; 0 is allowed.
+        segment_multiple: context parallelism cuts every segment into this many equal pieces.
+        pad_multiple: a multiple of ``segment_multiple``; the padding is one more segment.
         device: where the result lives (default: the device of the tokens).
 
     Raises:
@@ -67,8 +70,14 @@ def pack(
                 "at least one prompt token"
             )
     device = tokens[0].device if device is None else torch.device(device)
-    segments = list(lengths)
-    flat = torch.cat([t.reshape(-1) for t in tokens])
+    segments = [length + -length % segment_multiple for length in lengths]
+    rows_of = [t.reshape(-1) for t in tokens]
+    if segments != lengths:
+        rows_of = [
+            torch.nn.functional.pad(row, (0, segment - row.numel()))
+            for row, segment in zip(rows_of, segments, strict=True)
+        ]
+    flat = torch.cat(rows_of)
     padding = -flat.numel() % pad_multiple
     if padding:
         segments.append(padding)
@@ -80,7 +89,7 @@ def pack(
     position_ids = torch.arange(flat.numel()) - starts.repeat_interleave(counts)
     responses = torch.tensor(list(response_lengths))
     # the response of sample i is predicted by the R_i rows that end one before the sample's last row
-    first_row = ends[: len(lengths)] - responses - 1
+    first_row = starts[: len(lengths)] + torch.tensor(lengths) - responses - 1
     within = torch.arange(int(responses.sum())) - (responses.cumsum(0) - responses).repeat_interleave(responses)
     rows = first_row.repeat_interleave(responses) + within
     return PackedSequences(

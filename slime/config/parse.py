@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import yaml
 
 from slime.config.groups import add_group
+from slime.config.help_text import USAGE, HelpFormatter
 from slime.config.notices import Notice
 from slime.config.yaml_file import read_mapping
 from slime.utils.errors import ConfigError
@@ -69,7 +70,8 @@ def build_parser(groups: Sequence[type], add_arguments: AddArguments | None = No
         prog="train.py",
         description="Reinforcement learning of a language model. --sglang-<flag> passes any SGLang server flag on.",
         allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        usage=USAGE,
+        formatter_class=HelpFormatter,
     )
     if add_arguments is not None:
         parser = add_arguments(parser)
@@ -95,6 +97,9 @@ def parse(
         ConfigError: bad values, words that belong to no flag, an unreadable YAML file, unknown engine flags.
     """
     parser = build_parser(groups, add_arguments)
+    if "-h" in argv or "--help" in argv:  # now, while the parser still has its defaults
+        parser.print_help()
+        raise SystemExit(0)
     known = parser._option_string_actions
     path, values = _custom_config(argv)
     engine = read_engine([*_engine_words(parser, values), *argv], known)

@@ -35,9 +35,36 @@ class PromptDataArgs:
     apply_chat_template_kwargs: dict[str, Any] = field(
         default_factory=dict, metadata={"help": "JSON object of further arguments of the chat template."}
     )
-    loss_mask_type: Literal["qwen", "qwen3", "generic"] = field(
+    multimodal_keys: dict[str, Any] | None = field(
+        default=None,
+        metadata={
+            "help": "JSON object: kind of media (image, video, audio) to the row field that holds it.",
+            "later": "prompts are text only",
+        },
+    )
+    num_data_workers: int = field(
+        default=0,
+        metadata={
+            "help": "Processes that prepare prompts ahead of their use; 0 prepares them where they are used.",
+            "later": "prompts are prepared in one process",
+        },
+    )
+    streaming_data: bool = field(
+        default=False,
+        metadata={
+            "help": "Read the prompt file while training instead of loading it. Needs --num-rollout.",
+            "later": "the prompt file is loaded as a whole",
+        },
+    )
+    loss_mask_type: Literal["qwen", "qwen3", "qwen3_5", "distill_qwen", "generic"] = field(
         default="qwen",
-        metadata={"help": "How supervised training finds the assistant's tokens; generic fits most other templates."},
+        metadata={
+            "help": "How supervised training finds the assistant's tokens; generic fits most other templates.",
+            "later_values": {
+                "qwen3_5": "masks exist for qwen, qwen3 and generic templates",
+                "distill_qwen": "masks exist for qwen, qwen3 and generic templates",
+            },
+        },
     )
     rollout_global_dataset: bool = field(
         default=True,

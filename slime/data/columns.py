@@ -141,10 +141,13 @@ _TABLE = (
     _scheduled("num_microbatches", "micro-batches of this rank, per step"),
     _scheduled("global_batch_sizes", "rollouts per step, all ranks together"),
     _trained("log_probs", "log-probs under the weights at the start of the rollout's training"),
-    _trained("ref_log_probs", "log-probs under the reference model", "use_kl_loss"),
+    _trained("ref_log_probs", "log-probs under the reference model", "use_kl_loss or kl_coef"),
     _trained("entropy", "entropy of the next-token distribution"),
     _trained("advantages", "credit per token"),
     _trained("returns", "target of a value function"),
+    _trained("values", "estimate of the critic", "ppo"),
+    _trained("kl", "KL from the reference model inside the rewards, 0 without --kl-coef"),
+    _trained("opd_reverse_kl", "log-prob of the student minus that of the teacher", "use_opd"),
 )
 
 COLUMNS: dict[str, Column] = {item.name: item for item in _TABLE}

@@ -17,8 +17,12 @@ __all__ = [
     "HOOKS",
     "BufferFilter",
     "ConvertSamples",
+    "CustomAdvantage",
     "CustomGenerate",
+    "CustomLoss",
+    "CustomPgLossReducer",
     "CustomReward",
+    "CustomTis",
     "DataSourceLike",
     "DynamicFilter",
     "GroupGenerate",
@@ -27,6 +31,7 @@ __all__ = [
     "Reward",
     "RewardPostProcess",
     "Role",
+    "RolloutDataPostprocess",
     "RolloutFunction",
     "SampleFilter",
     "SampleHook",
@@ -125,6 +130,69 @@ class ConvertSamples(Protocol):
     def __call__(self, args: Namespace, samples: list[Sample]) -> dict[str, Any]: ...
 
 
+class CustomLoss(Protocol):
+    """The objective of ``--loss-type custom_loss``: (scalar loss, metrics).
+
+    ``batch`` holds one micro-batch: packed ``tokens`` ``[1, T]``, and lists with one entry per sample (``loss_masks``,
+    ``log_probs``, ``advantages``, ...), None where there is none. ``logits`` are fp32 ``[1, T, V / tensor ranks]``.
+    ``sum_of_sample_mean`` turns the response tokens' values ``[N]`` into the sum over rollouts of their means.
+    """
+
+    def __call__(
+        self, args: Namespace, batch: dict[str, Any], logits: Any, sum_of_sample_mean: Any
+    ) -> tuple[Any, dict[str, Any]]: ...
+
+
+class CustomAdvantage(Protocol):
+    """Sets ``rollout_data["advantages"]`` and ``["returns"]``: one tensor per sample with a value per response token.
+
+    ``rollout_data`` is the rank's batch with every log-prob that is known. Distillation and normalisation come after.
+    """
+
+    def __call__(self, args: Namespace, rollout_data: dict[str, Any]) -> None: ...
+
+
+class CustomTis(Protocol):
+    """Weights the policy-gradient term by trainer / engine: (pg_loss, loss masks, metrics).
+
+    ``pg_loss`` is flat, one value per response token; the others are lists with one entry per sample, whole responses.
+    Metrics map a name to a flat tensor like ``pg_loss``, the same names on every call.
+    """
+
+    def __call__(
+        self,
+        args: Namespace,
+        *,
+        pg_loss: Any,
+        train_log_probs: list[Any],
+        rollout_log_probs: list[Any],
+        loss_masks: list[Any],
+        total_lengths: list[int],
+        response_lengths: list[int],
+    ) -> tuple[Any, list[Any], dict[str, Any]]: ...
+
+
+class RolloutDataPostprocess(Protocol):
+    """Sees a training rank's batch once its log-probs and advantages are known, before the first step.
+
+    May change it in place. ``(args, rollout_data)`` is accepted as well.
+    """
+
+    def __call__(self, args: Namespace, rollout_id: int, rollout_data: dict[str, Any]) -> None: ...
+
+
+class CustomPgLossReducer(Protocol):
+    """Makes the function that reduces the flat policy-gradient term of one micro-batch to a scalar."""
+
+    def __call__(
+        self,
+        total_lengths: list[int],
+        response_lengths: list[int],
+        loss_masks: list[Any],
+        calculate_per_token_loss: bool,
+    ) -> Any: ...
+
+
 @dataclass(frozen=True)
 class Hook:
     """One flag that names a function.
@@ -173,4 +241,31 @@ HOOKS: tuple[Hook, ...] = (
     Hook("rollout_all_samples_process_path", ProcessAllSamples, (("args", "all_groups", "data_source"),)),
     Hook("custom_reward_post_process_path", RewardPostProcess, (("args", "samples"),)),
     Hook("custom_convert_samples_to_train_data_path", ConvertSamples, (("args", "samples"),)),
+    Hook("custom_loss_function_path", CustomLoss, (("args", "batch", "logits", "sum_of_sample_mean"),)),
+    Hook("custom_advantage_function_path", CustomAdvantage, (("args", "rollout_data"),)),
+    Hook(
+        "custom_tis_function_path",
+        CustomTis,
+        (
+            (
+                "args",
+                "*pg_loss",
+                "*train_log_probs",
+                "*rollout_log_probs",
+                "*loss_masks",
+                "*total_lengths",
+                "*response_lengths",
+            ),
+        ),
+    ),
+    Hook(
+        "rollout_data_postprocess_path",
+        RolloutDataPostprocess,
+        (("args", "rollout_id", "rollout_data"), ("args", "rollout_data")),
+    ),
+    Hook(
+        "custom_pg_loss_reducer_function_path",
+        CustomPgLossReducer,
+        (("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss"),),
+    ),
 )

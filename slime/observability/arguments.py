@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["OutputArgs", "TensorboardArgs", "WandbArgs"]
+__all__ = ["OutputArgs", "ProfileArgs", "TensorboardArgs", "WandbArgs"]
+
+_CUSTOM_LOG = "what is logged about a rollout cannot be replaced yet"
+_MEMORY = "memory is not recorded yet"
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,47 @@ class OutputArgs:
     )
     log_reward_category: str | None = field(
         default=None, metadata={"help": "Key of dict rewards: log which share of the samples has each of its values."}
+    )
+    log_multi_turn: bool = field(
+        default=False,
+        metadata={
+            "help": "Log the number of turns and their lengths.",
+            "later": "there are no metrics of turns yet",
+        },
+    )
+    log_correct_samples: bool = field(
+        default=False,
+        metadata={
+            "help": "Log length and entropy of the samples that were right.",
+            "later": "there are no metrics of the right samples alone yet",
+        },
+    )
+    custom_rollout_log_function_path: str | None = field(
+        default=None,
+        metadata={"help": "Replaces the metrics of a rollout; a true result skips ours.", "later": _CUSTOM_LOG},
+    )
+    custom_eval_rollout_log_function_path: str | None = field(
+        default=None,
+        metadata={"help": "Replaces the metrics of an evaluation; a true result skips ours.", "later": _CUSTOM_LOG},
+    )
+
+
+@dataclass(frozen=True)
+class ProfileArgs:
+    """Profiles of the trainer."""
+
+    profile_target: list[Literal["train_overall", "train_actor", "train_log_probs"]] = field(
+        default_factory=lambda: ["train_overall"],
+        metadata={"help": "What a profile covers.", "later": "the trainer is not profiled yet"},
+    )
+    memory_snapshot_dir: str = field(
+        default=".", metadata={"metavar": "DIR", "help": "Where snapshots of the memory go.", "later": _MEMORY}
+    )
+    memory_snapshot_num_steps: int | None = field(
+        default=None, metadata={"help": "Rollouts until a snapshot is written.", "later": _MEMORY}
+    )
+    memory_recorder: Literal["torch", "memray"] = field(
+        default="torch", metadata={"help": "What records memory.", "later": _MEMORY}
     )
 
 

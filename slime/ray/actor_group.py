@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import ray
 
@@ -26,10 +26,11 @@ NOSET_VISIBLE_DEVICES = {
 
 
 class RayTrainGroup:
-    """``world_size`` ranks on the given slots, rank r on slot r."""
+    """``world_size`` ranks on the given slots, rank r on slot r. An actor, a critic and an engine fit on one slot."""
 
-    def __init__(self, args: Namespace, slots: GpuSlots) -> None:
+    def __init__(self, args: Namespace, slots: GpuSlots, role: Literal["actor", "critic"] = "actor") -> None:
         self._args = args
+        self._name = "the trainer" if role == "actor" else "the critic"
         env = worker_env() | NOSET_VISIBLE_DEVICES | {"NCCL_CUMEM_ENABLE": "0"}
         env |= {key: str(value) for key, value in args.train_env_vars.items()}
         actor = ray.remote(TrainActor)
@@ -39,7 +40,7 @@ class RayTrainGroup:
                 num_gpus=0.4,
                 scheduling_strategy=slots.strategy(rank),
                 runtime_env={"env_vars": env},
-            ).remote(args, rank, len(slots), slots.device_ids[rank])
+            ).remote(args, rank, len(slots), slots.device_ids[rank], role)
             for rank in range(len(slots))
         ]
 
@@ -49,15 +50,24 @@ class RayTrainGroup:
     def start_setup(self, with_ref: bool) -> list[Any]:
         """Start building the model on all ranks. Returns refs to the rollout id each would start with."""
         address, port = get(
-            self._ranks[0].rendezvous.remote(), self._args.trainer_start_timeout, "trainer rank 0 to start"
+            self._ranks[0].rendezvous.remote(), self._args.trainer_start_timeout, f"rank 0 of {self._name} to start"
         )
         return self._all("setup", address, port, with_ref)
 
-    def train(self, rollout_id: int, shards: Sequence[Box], version: str | None) -> TrainReport:
+    def train(
+        self, rollout_id: int, shards: Sequence[Box], version: str | None, values: Sequence[Box] | None = None
+    ) -> TrainReport:
         """Train on one rollout that weight version ``version`` generated. Returns the main rank's report."""
-        refs = self._all("train", rollout_id, shards, version)
-        reports = get(refs, self._args.train_timeout, f"the trainer to train on rollout {rollout_id}")
-        return next((report for report in reports if report.steps), reports[0])
+        refs = self._all("train", rollout_id, shards, version, values)
+        return _main_report(get(refs, self._args.train_timeout, f"{self._name} to train on rollout {rollout_id}"))
+
+    def train_values(
+        self, rollout_id: int, shards: Sequence[Box], version: str | None
+    ) -> tuple[TrainReport, list[Box]]:
+        """The critic's :meth:`train`. Returns its report, and every rank's values for the actor."""
+        refs = self._all("train_values", rollout_id, shards, version)
+        results = get(refs, self._args.train_timeout, f"{self._name} to train on rollout {rollout_id}")
+        return _main_report([report for report, _ in results]), [values for _, values in results]
 
     def update_weights(self, fleet: RayEngineFleet, version: str) -> SyncReport:
         refs = self._all("update_weights", fleet, version)
@@ -73,3 +83,7 @@ class RayTrainGroup:
     def kill(self) -> None:
         for rank in self._ranks:
             ray.kill(rank)
+
+
+def _main_report(reports: Sequence[TrainReport]) -> TrainReport:
+    return next((report for report in reports if report.steps), reports[0])

@@ -18,10 +18,12 @@ import psutil
 import ray
 
 from slime.backends.protocols import TrainReport
+from slime.config.roles import role_args
 from slime.observability.console import step_line
 from slime.observability.tracking import Tracker, create_tracker
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.ahead import RolloutsAhead
+from slime.ray.critic import critic_args, needs_critic
 from slime.ray.data_buffer import DataBufferClient, create_data_buffer
 from slime.ray.fleet import RayEngineFleet
 from slime.ray.placement_group import create_placement_groups
@@ -55,6 +57,7 @@ class Run:
     start_rollout_id: int
     num_rollout: int
     _fleet: RayEngineFleet | None
+    critic: RayTrainGroup | None = None
     _has_trained: bool = False
     _version: str | None = None
     _ahead: RolloutsAhead[RolloutResult] | None = None
@@ -93,13 +96,27 @@ class Run:
         if self.trainer is None:
             return None
         started = time.monotonic()
-        report = self.trainer.train(rollout_id, rollout.shards, rollout.version)
+        if self.critic is None:
+            report = self.trainer.train(rollout_id, rollout.shards, rollout.version)
+        else:
+            report = self._train_both(rollout_id, rollout)
         self._seconds["train"] = time.monotonic() - started
         if not self._has_trained:
             self._has_trained = True
             self._seconds["first_step"] = time.time() - psutil.Process().create_time()
             logger.info("first trained step %.1f s after the start of the command", self._seconds["first_step"])
         return report
+
+    def _train_both(self, rollout_id: int, rollout: RolloutResult) -> TrainReport:
+        """The critic first: its values from before this update are the baseline of the policy's advantages."""
+        assert self.trainer is not None
+        assert self.critic is not None
+        of_critic, values = self.critic.train_values(rollout_id, rollout.shards, rollout.version)
+        if rollout_id < self.args.num_critic_only_steps:
+            return of_critic
+        report = self.trainer.train(rollout_id, rollout.shards, rollout.version, values)
+        steps = [a | b for a, b in zip(report.steps, of_critic.steps, strict=True)]
+        return replace(report, steps=steps, seconds=report.seconds | of_critic.seconds)
 
     def sync_weights(self, num_trained: int) -> None:
         """New weights become the engines' weights; their version is the number of rollouts they were trained on."""
@@ -113,6 +130,8 @@ class Run:
         """The model, after the data state: the tracker file that makes a checkpoint count names a complete one."""
         if self.trainer is None:
             return
+        if self.critic is not None:
+            self.critic.save(rollout_id)  # first: the actor's checkpoint is the one that counts
         self.trainer.save(rollout_id)
         if self.args.save_hf is not None:
             self.trainer.save_hf(self.args.save_hf.format(rollout_id=rollout_id))
@@ -154,8 +173,9 @@ class Run:
         except Exception as error:  # whatever is left dies with the actors below
             logger.warning("engines were not stopped in order: %s", error)
         ray.kill(self.manager)
-        if self.trainer is not None:
-            self.trainer.kill()
+        for group in (self.trainer, self.critic):
+            if group is not None:
+                group.kill()
         self.tracker.close()
 
 
@@ -175,8 +195,12 @@ def start_run(args: Namespace) -> Run:
         num_rollout = _num_rollout(args, data_buffer, ready)
         args.num_rollout = num_rollout  # the trainer's learning-rate schedule needs it
         if not args.debug_rollout_only:
-            trainer = run.trainer = RayTrainGroup(args, slots["actor"])
-        starts = trainer.start_setup(args.use_kl_loss) if trainer is not None else []
+            of_actor = role_args(args, "actor")
+            trainer = run.trainer = RayTrainGroup(of_actor, slots["actor"])
+            if needs_critic(args):
+                run.critic = RayTrainGroup(critic_args(args), slots["actor"], "critic")
+        starts = trainer.start_setup(of_actor.use_kl_loss or of_actor.kl_coef != 0) if trainer is not None else []
+        starts += run.critic.start_setup(with_ref=False) if run.critic is not None else []
         results = get([*ready, *starts], args.trainer_start_timeout, "engines and trainer to start")
         run.start_rollout_id = _start_id(args, results[len(ready) :])
         run.num_rollout = num_rollout
@@ -208,5 +232,8 @@ def _start_id(args: Namespace, loaded: list[int]) -> int:
     if args.start_rollout_id is not None:
         return args.start_rollout_id
     if len(set(loaded)) > 1:
-        raise ConfigError(f"--load {args.load}: ranks loaded different iterations: {sorted(set(loaded))}.")
+        raise ConfigError(
+            f"--load {args.load}: ranks would start at different rollouts: {sorted(set(loaded))}. Actor and critic "
+            "need checkpoints of the same rollout."
+        )
     return loaded[0] if loaded else 0

@@ -67,7 +67,7 @@ class RolloutManager:
         self._post_process = _load_optional(args.custom_reward_post_process_path)
         self._convert = _load_optional(args.custom_convert_samples_to_train_data_path)
         self._dims = read_shape(args.hf_checkpoint) if args.balance_data or args.balance_by_flops else None
-        self._layout = ParallelLayout(dp_size=max(1, args.world_size))
+        self._layout = _trainer_layout(args)
         if self._server is not None:
             router = self._server.wait_ready()
             self._args.sglang_router_ip, self._args.sglang_router_port = router
@@ -153,6 +153,19 @@ class RolloutManager:
         if self._server is not None:
             self._server.stop()
             self._server = None
+
+
+def _trainer_layout(args: Namespace) -> ParallelLayout:
+    if not args.world_size:
+        return ParallelLayout(dp_size=1)  # no trainer
+    return ParallelLayout.of(
+        args.world_size,
+        tensor=args.tensor_model_parallel_size,
+        pipeline=args.pipeline_model_parallel_size,
+        context=args.context_parallel_size,
+        virtual_stages=args.virtual_pipeline_model_parallel_size,
+        group_size=args.microbatch_group_size_per_vp_stage,
+    )
 
 
 def _numbers(groups: Any) -> list[int]:

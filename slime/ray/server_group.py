@@ -16,8 +16,9 @@ import ray
 from slime.backends.protocols import EngineInfo
 from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
 from slime.backends.sglang_utils.fork_server import ForkServer
-from slime.backends.sglang_utils.router import Router
+from slime.backends.sglang_utils.router import ExistingRouter, Router, RouterProcess
 from slime.backends.sglang_utils.server_args import build_argv, server_env
+from slime.backends.sglang_utils.topology import ModelSpec, topology_of
 from slime.observability.logging_utils import configure_logger
 from slime.observability.tracking import run_directory
 from slime.ray.actor_group import NOSET_VISIBLE_DEVICES
@@ -26,7 +27,7 @@ from slime.ray.fleet import RayEngineFleet
 from slime.ray.placement_group import GpuSlots
 from slime.ray.waiting import get
 from slime.utils import accelerator
-from slime.utils.net import free_port
+from slime.utils.net import claim_ports, url_host
 
 __all__ = ["EngineActor", "RolloutServer"]
 
@@ -34,16 +35,22 @@ logger = logging.getLogger(__name__)
 
 _ENGINE_THREADS = 4
 _STOP_TIMEOUT_S = 15.0
+_DIST_PORTS = 30
+"""Ports from its rendezvous address upward that an engine may use, on top of one per attention copy."""
 
 
 class EngineActor(SGLangEngine):
     """Body of the actor: an engine that picks address and ports on the node where it runs."""
 
-    def __init__(self, args: Namespace, rank: int, base_gpu_id: int, fork_server_socket: str | None) -> None:
+    def __init__(
+        self, args: Namespace, rank: int, base_gpu_id: int, fork_server_socket: str | None, overrides: dict[str, Any]
+    ) -> None:
         configure_logger(f" engine-{rank}")
         logging.getLogger("httpx").setLevel(logging.WARNING)
         host = node_address()
-        port, nccl_port = free_port(host), free_port(host)
+        # held as long as this actor lives, so that the next engine on this node takes others
+        self._ports = [claim_ports(host, count) for count in (1, 1, _DIST_PORTS + args.sglang_dp_size)]
+        port, nccl_port, dist_port = (claim.first for claim in self._ports)
         argv = build_argv(
             args,
             rank=rank,
@@ -51,7 +58,9 @@ class EngineActor(SGLangEngine):
             port=port,
             nccl_port=nccl_port,
             base_gpu_id=base_gpu_id,
-            tp_size=args.rollout_num_gpus_per_engine,
+            tp_size=args.rollout_num_gpus_per_engine // args.sglang_pp_size,
+            dist_init_addr=f"{url_host(host)}:{dist_port}",
+            overrides=overrides,
         )
         is_local = fork_server_socket is not None and Path(fork_server_socket).parent.exists()
         super().__init__(
@@ -80,17 +89,11 @@ class RolloutServer:
     def __init__(self, args: Namespace, slots: GpuSlots) -> None:
         self._args = args
         logs = _log_directory(args)
-        host = args.sglang_router_ip or node_address()
-        self._router = Router(
-            host,
-            args.sglang_router_port,
-            policy=args.router_policy,
-            request_timeout_s=args.sglang_router_request_timeout_secs,
-            log_path=logs / "router.log",
-        )
+        self._router = _router(args, logs / "router.log")
         is_cpu = accelerator.current().is_cpu
         self._fork_server = ForkServer(logs / "fork_server.log", server_env()) if is_cpu else None
         size = args.rollout_num_gpus_per_engine
+        overrides = _overrides(args, topology_of(args).models[0])
         actor = ray.remote(EngineActor)
         socket = None if self._fork_server is None else self._fork_server.socket_path
         self._handles = [
@@ -100,7 +103,7 @@ class RolloutServer:
                 max_concurrency=_ENGINE_THREADS,
                 scheduling_strategy=slots.strategy(rank * size),
                 runtime_env={"env_vars": worker_env() | NOSET_VISIBLE_DEVICES},
-            ).remote(args, rank, slots.device_ids[rank * size], socket)
+            ).remote(args, rank, slots.device_ids[rank * size], socket, overrides)
             for rank in range(len(slots) // size)
         ]
         self._starting = [handle.start_and_register.remote(self._router.url) for handle in self._handles]
@@ -135,6 +138,9 @@ class RolloutServer:
     def stop(self) -> None:
         """Stop engines, router and the preloading process."""
         try:
+            if not self._router.is_ours:
+                forgotten = [handle.deregister.remote(self._router.url) for handle in self._handles]
+                get(forgotten, _STOP_TIMEOUT_S, "engines to leave the router")
             get([handle.stop.remote() for handle in self._handles], _STOP_TIMEOUT_S, "engines to stop")
         except Exception as error:  # killing the actor kills its server as well
             logger.warning("an engine did not stop by itself: %s", error)
@@ -143,6 +149,25 @@ class RolloutServer:
         self._router.stop()
         if self._fork_server is not None:
             self._fork_server.stop()
+
+
+def _router(args: Namespace, log_path: Path) -> Router:
+    """The router that the command line names, or one of our own on this node."""
+    if args.sglang_router_ip is not None:
+        return ExistingRouter(args.sglang_router_ip, args.sglang_router_port)
+    return RouterProcess(
+        node_address(),
+        args.sglang_router_port,
+        request_timeout_s=args.sglang_router_request_timeout_secs,
+        flags=args.router_argv,
+        log_path=log_path,
+    )
+
+
+def _overrides(args: Namespace, model: ModelSpec) -> dict[str, Any]:
+    """Server fields that the group of ``model`` sets: above every flag. One group is all that can be started so far."""
+    found = dict(model.groups[0].overrides) if model.groups else {}
+    return found if model.model_path == args.hf_checkpoint else {"model_path": model.model_path, **found}
 
 
 def _log_directory(args: Namespace) -> Path:

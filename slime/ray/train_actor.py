@@ -11,7 +11,7 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import ray
 
@@ -48,10 +48,17 @@ class SyncReport:
 
 
 class TrainActor:
-    """Body of the actor."""
+    """Body of the actor.
 
-    def __init__(self, args: Namespace, rank: int, world_size: int, device_index: int) -> None:
-        configure_logger(f" train-{rank}")
+    Args:
+        role: ``critic`` trains a value function and hands its values to the actor's rank of the same number.
+    """
+
+    def __init__(
+        self, args: Namespace, rank: int, world_size: int, device_index: int, role: Literal["actor", "critic"]
+    ) -> None:
+        configure_logger(f" train-{rank}" if role == "actor" else f" critic-{rank}")
+        self._role = role
         for chatty in ("megatron", "megatron_fsdp"):
             logging.getLogger(chatty).setLevel(logging.WARNING)
         self._args = args
@@ -82,9 +89,14 @@ class TrainActor:
             LOCAL_RANK=str(self._device_index),
         )
         accelerator.current().set_device(self._device_index)
-        from slime.backends.megatron_utils.actor import MegatronTrainer
+        if self._role == "critic":
+            from slime.backends.megatron_utils.critic import MegatronCritic
 
-        self._trainer = MegatronTrainer(self._args, rank=self._rank, world_size=self._world_size, with_ref=with_ref)
+            self._trainer = MegatronCritic(self._args, rank=self._rank, world_size=self._world_size)
+        else:
+            from slime.backends.megatron_utils.actor import MegatronTrainer
+
+            self._trainer = MegatronTrainer(self._args, rank=self._rank, world_size=self._world_size, with_ref=with_ref)
         return self._trainer.setup()
 
     @property
@@ -92,17 +104,35 @@ class TrainActor:
         assert self._trainer is not None, "setup() comes first"
         return self._trainer
 
-    def train(self, rollout_id: int, shards: Sequence[Box], version: str | None) -> TrainReport:
-        """Train on this rank's shard of rollout ``rollout_id``, which weight version ``version`` generated."""
+    def train(
+        self, rollout_id: int, shards: Sequence[Box], version: str | None, values: Sequence[Box] | None = None
+    ) -> TrainReport:
+        """Train on this rank's shard of rollout ``rollout_id``.
+
+        Args:
+            version: weights that generated it.
+            values: what each rank of the critic returned.
+        """
+        batch = self._batch(rollout_id, shards, version)
+        if values is not None:
+            batch["values"] = ray.get(values[self._rank].inner, timeout=self._args.train_timeout)
+        return self.trainer.train(rollout_id, batch)
+
+    def train_values(self, rollout_id: int, shards: Sequence[Box], version: str | None) -> tuple[TrainReport, Box]:
+        """The critic's :meth:`train`. Returns its report and the values for the actor's rank of the same number."""
+        report, values = self.trainer.train_values(rollout_id, self._batch(rollout_id, shards, version))
+        return report, Box(ray.put(values))
+
+    def _batch(self, rollout_id: int, shards: Sequence[Box], version: str | None) -> dict[str, Any]:
         dp_rank, dp_size = self.trainer.data_parallel
         if len(shards) != dp_size:
             raise DataError(
                 f"rollout {rollout_id} was split for {len(shards)} data-parallel ranks, there are {dp_size}."
             )
-        batch = ray.get(shards[dp_rank].inner, timeout=self._args.train_timeout)
+        batch: dict[str, Any] = ray.get(shards[dp_rank].inner, timeout=self._args.train_timeout)
         keeps_older = self._args.partial_rollout or self._args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
         check_provenance(rollout_id, batch, version, allows_older=keeps_older)
-        return self.trainer.train(rollout_id, batch)
+        return batch if version is None else batch | {"generated_by": version}
 
     def save(self, rollout_id: int) -> None:
         self.trainer.save(rollout_id)
@@ -113,6 +143,8 @@ class TrainActor:
     def update_weights(self, fleet: RayEngineFleet, version: str) -> SyncReport:
         """Send the weights to every engine of ``fleet``; all ranks take part in gathering them."""
         report = SyncReport()
+        if self._args.keep_old_actor:
+            self.trainer.keep_version(version)
         if self.trainer.is_weight_source:
             started = time.monotonic()
             num_bytes = push_weights(

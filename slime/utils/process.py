@@ -13,7 +13,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 __all__ = ["GUARD_FD_VARIABLE", "GuardedProcess", "kill_group", "log_tail", "watch_descriptor", "watch_owner"]
@@ -61,32 +61,39 @@ class GuardedProcess:
             os.close(self._guard)
 
 
-def watch_owner(*, in_child: bool = False) -> None:
+def watch_owner(*, in_child: bool = False, before_end: Callable[[], None] | None = None) -> None:
     """In a guarded child: from now on, end with the process that started this one.
 
     Args:
         in_child: watch from a forked process, for programs whose native code never lets another Python thread run.
+        before_end: what to tidy up first.
     """
     descriptor = os.environ.pop(GUARD_FD_VARIABLE, None)
     if descriptor is None:
         return
     if not in_child:
-        watch_descriptor(int(descriptor))
+        watch_descriptor(int(descriptor), before_end)
     elif os.fork() == 0:
-        _kill_group_when_closed(int(descriptor))
+        _kill_group_when_closed(int(descriptor), before_end)
 
 
-def watch_descriptor(descriptor: int) -> None:
+def watch_descriptor(descriptor: int, before_end: Callable[[], None] | None = None) -> None:
     """Kill this process's group as soon as the other end of ``descriptor`` is closed."""
 
-    threading.Thread(target=_kill_group_when_closed, args=(descriptor,), name="slime-owner-watch", daemon=True).start()
+    threading.Thread(
+        target=_kill_group_when_closed, args=(descriptor, before_end), name="slime-owner-watch", daemon=True
+    ).start()
 
 
-def _kill_group_when_closed(descriptor: int) -> None:
+def _kill_group_when_closed(descriptor: int, before_end: Callable[[], None] | None = None) -> None:
     with contextlib.suppress(OSError):
         while os.read(descriptor, 1):
             pass
-    os.killpg(0, signal.SIGKILL)
+    try:
+        if before_end is not None:
+            before_end()
+    finally:
+        os.killpg(0, signal.SIGKILL)
 
 
 def kill_group(leader: int) -> None:

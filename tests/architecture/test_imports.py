@@ -43,6 +43,9 @@ MAY_IMPORT: dict[str, list[str]] = {
     "backends/fsdp_utils": BELOW_TRAINER,
     "ray": [EVERYTHING],
     "agent": ["rollout", "data", "utils", "observability"],
+    "doctor": [EVERYTHING],
+    "cli": [EVERYTHING],
+    "__main__": ["cli"],
 }
 
 # Third-party package -> the only rooms that may import it.
@@ -54,6 +57,7 @@ THIRD_PARTY: dict[str, list[str]] = {
     "tensorboard": ["observability"],
     "wandb": ["observability"],
     "yaml": ["config"],
+    "rich": ["config", "doctor"],
     "transformers": ["data", "rollout", "backends/fsdp_utils"],
     "httpx": ["utils", "rollout", "backends/sglang_utils"],
 }

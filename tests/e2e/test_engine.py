@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import socket
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -15,11 +19,15 @@ from slime.backends.protocols import EngineInfo
 from slime.backends.sglang_utils.checksum import expected_checksums
 from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
 from slime.backends.sglang_utils.fork_server import ForkServer
+from slime.backends.sglang_utils.router import Router, RouterProcess
 from slime.backends.sglang_utils.server_args import build_argv, server_env
+from slime.utils.deadline import Deadline, wait_until
 from slime.utils.errors import EngineError
 from slime.utils.net import free_port
 from slime.weight_sync.send_distributed import DistributedSender
 from slime.weight_sync.session import WeightUpdate, push_weights
+
+ROOT = Path(__file__).parents[2]
 
 
 class LocalCalls:
@@ -54,16 +62,19 @@ def fork_server(tmp_path_factory):
     server.stop()
 
 
-def make_engine(task: Any, fork_server: ForkServer, log: Path, *user_flags: str) -> SGLangEngine:
+def make_engine(
+    task: Any, fork_server: ForkServer, log: Path, *user_flags: str, port: int | None = None
+) -> SGLangEngine:
     from argparse import Namespace
 
     flags = ["--context-length", "128", "--max-total-tokens", "8192", *user_flags]
     args = Namespace(hf_checkpoint=task.model, sglang_argv=flags, seed=1, num_gpus_per_node=8, fp32=True, fp16=False)
-    port = free_port()
+    vars(args).update(offload_rollout=False, use_rollout_routing_replay=False)
+    port = port or free_port()
     argv = build_argv(args, rank=0, host="127.0.0.1", port=port, nccl_port=free_port(), base_gpu_id=0, tp_size=1)
-    socket = fork_server.socket_path
+    path = fork_server.socket_path
     return SGLangEngine(
-        EngineSpec(0, "127.0.0.1", port, argv, server_env(), log, start_timeout_s=120, fork_server_socket=socket)
+        EngineSpec(0, "127.0.0.1", port, argv, server_env(), log, start_timeout_s=120, fork_server_socket=path)
     )
 
 
@@ -131,7 +142,119 @@ def test_a_refused_call_names_engine_verb_and_answer(engine):
         engine.end_weight_update()
 
 
+def test_an_engine_does_not_take_another_server_on_its_port_for_its_own(tiny_task, fork_server, engine, tmp_path):
+    taken = int(engine.url.rsplit(":", 1)[1])
+    with pytest.raises(EngineError, match=r"(?s)engine 0 .* died .*address already in use"):
+        make_engine(tiny_task, fork_server, tmp_path / "log", port=taken).start()
+
+
+def test_the_fork_server_survives_clients_that_vanish_or_keep_silent(tiny_task, fork_server, tmp_path):
+    with socket.socket(socket.AF_UNIX) as vanishing:
+        vanishing.connect(fork_server.socket_path)
+    request = {"argv": ["--model-path", "/nowhere"], "env": {}, "log": str(tmp_path / "lost")}
+    with socket.socket(socket.AF_UNIX) as impatient:
+        impatient.connect(fork_server.socket_path)
+        impatient.sendall(json.dumps(request).encode() + b"\n")
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(fork_server.socket_path)
+        another = make_engine(tiny_task, fork_server, tmp_path / "log")
+        another.start()
+        another.stop()
+        silent.setblocking(False)
+        with pytest.raises(BlockingIOError):  # not yet let go: the engine did not wait for it
+            silent.recv(1)
+    fork_server.raise_if_dead()
+
+
+def test_the_router_learns_and_forgets_an_engine_whatever_the_proxy(engine, tmp_path, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    router = RouterProcess("127.0.0.1", None, request_timeout_s=5, log_path=tmp_path / "log")
+    try:
+        router.wait_ready()
+        for call, expected in ((engine.register, [engine.url]), (engine.deregister, [])):
+            call(router.url)
+            wait_until(lambda want=expected: known(router) == want, Deadline(10, "the router to change its workers"))
+    finally:
+        router.stop()
+
+
+def known(router: Router) -> list[str]:
+    return [worker["url"] for worker in httpx.get(f"{router.url}/workers", trust_env=False).json()["workers"]]
+
+
+def test_the_number_of_requests_is_the_schedulers(engine):
+    assert engine.num_requests() == 0
+    body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 120, "ignore_eos": True}}
+    with ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(httpx.post, f"{engine.url}/generate", json=body, timeout=60) for _ in range(8)]
+        wait_until(lambda: engine.num_requests() > 0, Deadline(30, "requests to arrive"), poll_s=0.001)
+        engine.abort_all()
+        assert [call.result().status_code for call in calls] == [200] * 8
+    wait_until(lambda: engine.num_requests() == 0, Deadline(30, "requests to end"))
+
+
+def test_a_server_that_is_gone_is_an_engine_error_from_every_call(tmp_path):
+    port = free_port()
+    gone = SGLangEngine(EngineSpec(3, "127.0.0.1", port, [], {}, tmp_path / "log"))
+    calls = [
+        gone.weight_version,
+        gone.num_requests,
+        gone.pause_generation,
+        lambda: gone.destroy_weights_update_group("g"),
+        lambda: gone.register(f"http://127.0.0.1:{port}"),
+        lambda: gone.deregister(f"http://127.0.0.1:{port}"),
+    ]
+    for call in calls:
+        with pytest.raises(EngineError, match=r"engine 3 .*ConnectError"):
+            call()
+
+
+INSIDE_SGLANG = """
+import json, sys
+import sglang, torch
+from slime.backends.sglang_utils.cpu_platform import platform
+from tools import make_engine_options as options
+
+tables = {"server_options.json": options.server_table(), "router_options.json": options.router_table()}
+torch.get_device_module()
+before = torch.get_device_module
+platform._default_device_module()
+once = torch.get_device_module
+platform._default_device_module()
+print(json.dumps({
+    "stale": [n for n, t in tables.items() if (options.TARGET / n).read_text(encoding="utf-8") != options.text_of(t)],
+    "is_patched_once": before is not once and torch.get_device_module is once,
+    "default_is_cpu": once() is torch.cpu and once("cuda") is torch.cuda,
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def seen_inside_sglang() -> dict[str, Any]:
+    """What only a process that imports SGLang can tell; one for all, it takes seconds."""
+    command = [sys.executable, "-c", INSIDE_SGLANG]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_the_tables_of_options_are_those_of_the_installed_versions(seen_inside_sglang):
+    assert seen_inside_sglang["stale"] == [], "run python tools/make_engine_options.py"
+
+
+def test_the_default_device_is_the_cpu_even_in_a_build_for_gpus(seen_inside_sglang):
+    assert seen_inside_sglang["is_patched_once"]
+    assert seen_inside_sglang["default_is_cpu"]
+
+
+def test_the_socket_directory_goes_with_the_fork_server(tmp_path):
+    server = ForkServer(tmp_path / "log", server_env())
+    directory = Path(server.socket_path).parent
+    assert directory.exists()
+    server.stop()
+    assert not directory.exists()
+
+
 def test_a_server_that_cannot_start_shows_its_last_log_lines(tiny_task, fork_server, tmp_path):
     broken = make_engine(tiny_task, fork_server, tmp_path / "log", "--attention-backend", "no_such_backend")
-    with pytest.raises(EngineError, match=r"(?s)engine 0 .* died .*no_such_backend"):
+    with pytest.raises(EngineError, match=r"(?s)engine 0 .* died with status 2.*no_such_backend"):
         broken.start()

@@ -8,24 +8,34 @@ from pathlib import Path
 import httpx
 import pytest
 
-from slime.backends.sglang_utils.router import Router
-from slime.utils.errors import ConfigError
+from slime.backends.sglang_utils.router import ExistingRouter, RouterProcess
+from slime.backends.sglang_utils.router_process import router_args
+from slime.utils.errors import ConfigError, EngineError
 from slime.utils.net import free_port
 
-
-def router(port: int | None, log: Path) -> Router:
-    return Router("127.0.0.1", port, policy="round_robin", request_timeout_s=5, log_path=log)
+FIXED = ["--host", "127.0.0.1", "--port", "1", "--prometheus-port", "2", "--request-timeout-secs", "14400"]
 
 
-def test_the_router_answers_and_stops(tmp_path: Path):
-    running = router(None, tmp_path / "log")
+def router(port: int | None, log: Path, *flags: str) -> RouterProcess:
+    return RouterProcess("127.0.0.1", port, request_timeout_s=5, log_path=log, flags=flags)
+
+
+def test_the_router_answers_and_stops_and_can_be_used_by_others_meanwhile(tmp_path: Path):
+    running = router(None, tmp_path / "log", "--router-policy", "round_robin")
+    other = ExistingRouter(running.host, running.port)
     try:
         running.wait_ready()
         assert httpx.get(f"{running.url}/workers").json()["workers"] == []
+        other.wait_ready()
+        other.stop()
+        other.raise_if_dead()
+        running.raise_if_dead()
     finally:
         running.stop()
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{running.url}/liveness")
+    with pytest.raises(EngineError, match=r"existing router at http://127.0.0.1:\d+ .* does not answer"):
+        other.raise_if_dead()
 
 
 def test_a_port_in_use_is_refused_by_its_flag(tmp_path: Path):
@@ -35,3 +45,31 @@ def test_a_port_in_use_is_refused_by_its_flag(tmp_path: Path):
         listener.listen()
         with pytest.raises(ConfigError, match=f"--sglang-router-port {port} is in use"):
             router(port, tmp_path / "log")
+
+
+def test_a_router_that_cannot_start_shows_its_last_log_lines(tmp_path: Path):
+    broken = router(None, tmp_path / "log", "--router-policy", "no_such_policy")
+    try:
+        with pytest.raises(EngineError, match=r"(?s)ended with status 2.*no_such_policy"):
+            broken.wait_ready()
+    finally:
+        broken.stop()
+
+
+def test_without_flags_the_router_has_slimes_defaults_and_does_not_watch_engines():
+    args = router_args(FIXED)
+    assert (args.policy, args.log_level, args.balance_abs_threshold, args.balance_rel_threshold) == (
+        "cache_aware",
+        "warn",
+        10,
+        1.2,
+    )
+    assert (args.disable_circuit_breaker, args.disable_health_check) == (True, True)
+    assert (args.prometheus_host, args.prometheus_port, args.request_timeout_secs) == ("127.0.0.1", 2, 14400)
+
+
+def test_flags_reach_the_routers_own_arguments():
+    flags = "--router-policy consistent_hashing --router-cache-threshold 0.5 --router-prefill http://a 9000"
+    args = router_args([*FIXED, *flags.split(), "--router-request-timeout-secs", "7", "--worker-urls", "http://w"])
+    assert (args.policy, args.cache_threshold, args.request_timeout_secs) == ("consistent_hashing", 0.5, 7)
+    assert (args.prefill_urls, args.worker_urls) == ([("http://a", 9000)], ["http://w"])

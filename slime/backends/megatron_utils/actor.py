@@ -13,16 +13,17 @@ import logging
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slime.algorithms import grpo
-from slime.algorithms.arguments import AlgorithmArgs
+from slime.algorithms.arguments import AlgorithmArgs, DistillationArgs, ModelCopyArgs
 from slime.backends.megatron_utils.arguments import CheckpointArgs, OptimizerArgs, ParallelArgs, TrainerArgs
-from slime.backends.megatron_utils.checkpoint_source import Source, find_reference, find_start
+from slime.backends.megatron_utils.checkpoint_source import Source, find_reference, find_start, find_teacher
+from slime.backends.megatron_utils.credit import add_credit, passes_needed
+from slime.backends.megatron_utils.custom import CustomFunctions
 from slime.backends.megatron_utils.model_shape import ModelShape, read_shape
 from slime.backends.megatron_utils.patches.install import install
 from slime.backends.protocols import NamedTensor, TrainReport
@@ -31,11 +32,13 @@ from slime.utils import accelerator
 from slime.utils.errors import ConfigError, SlimeError
 
 if TYPE_CHECKING:
+    from slime.backends.megatron_utils.checkpoint_writer import CheckpointWriter
     from slime.backends.megatron_utils.data import TrainBatch
+    from slime.backends.megatron_utils.routing_replay import RoutingReplay
     from slime.backends.megatron_utils.step import TrainState
     from slime.backends.megatron_utils.weight_backup import WeightBackup
 
-__all__ = ["MegatronTrainer"]
+__all__ = ["MegatronTrainer", "timed"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,17 +51,26 @@ class MegatronTrainer:
         with_ref: keep the reference model's weights in host memory and compute its log-probs.
     """
 
+    is_critic = False
+
     def __init__(self, args: Namespace, *, rank: int, world_size: int, with_ref: bool) -> None:
         self._args = args
         self._rank = rank
         self._world_size = world_size
         self._with_ref = with_ref
         self._algorithm = from_args(AlgorithmArgs, args)
+        self._distillation = from_args(DistillationArgs, args)
         self._checkpoint = from_args(CheckpointArgs, args)
         self._skips_bad_steps = not from_args(OptimizerArgs, args).check_for_nan_in_loss_and_grad
         self._shape: ModelShape = read_shape(args.hf_checkpoint)
+        self._custom = CustomFunctions.load(args, vocab_size=self._shape.vocab_size)
         self._state: TrainState | None = None
+        self._writer: CheckpointWriter | None = None
+        self._copies = from_args(ModelCopyArgs, args)
         self._reference: WeightBackup | None = None
+        self._teacher: WeightBackup | None = None
+        self._generators: dict[str, WeightBackup] = {}
+        self._replay: RoutingReplay | None = None
 
     # ------------------------------------------------------------------------------------------------ setup
 
@@ -69,8 +81,10 @@ class MegatronTrainer:
         from slime.backends.megatron_utils.setup import build_train_state, init_distributed
 
         init_distributed(from_args(ParallelArgs, self._args), from_args(TrainerArgs, self._args))
-        self._state = build_train_state(self._args, self._shape)
+        self._state = build_train_state(self._args, self._shape, is_critic=self.is_critic)
         start = self._load_weights(self._state)
+        if self._copies.use_routing_replay and not self.is_critic:
+            self._replay = self._routing_replay(self._state)
         if self._is_main:
             logger.info("trainer ready in %.1f s, starting with rollout %d", time.monotonic() - started, start)
         return start
@@ -84,7 +98,11 @@ class MegatronTrainer:
         reference = find_reference(checkpoint, self._args.hf_checkpoint) if self._with_ref else None
         if reference is not None and reference != source:
             self._fill(state, reference)
-            self._reference = WeightBackup(state.model)
+            self._reference = WeightBackup(state.chunks)
+        teacher = find_teacher(self._distillation.opd_teacher_load, self._distillation.opd_teacher_ckpt_step)
+        if teacher is not None:
+            self._fill(state, teacher)
+            self._teacher = WeightBackup(state.chunks)
         is_resume = source.flag == "--load" and source.format == "torch_dist" and not checkpoint.finetune
         if is_resume:
             content = CheckpointContent(not checkpoint.no_load_optim, not checkpoint.no_load_rng)
@@ -92,9 +110,30 @@ class MegatronTrainer:
         else:
             self._fill(state, source)
             state.optimizer.reload_model_params()
-        if reference is not None and self._reference is None:
-            self._reference = WeightBackup(state.model)
-        return source.iteration + 1 if is_resume else 0
+        start = source.iteration + 1 if is_resume else 0
+        if reference is not None and (self._reference is None or self._has_moved_reference(start)):
+            self._reference = WeightBackup(state.chunks)
+        return start
+
+    def _has_moved_reference(self, start: int) -> bool:
+        """Whether the reference of a run that continues at ``start`` is the checkpoint's own weights."""
+        interval = self._copies.ref_update_interval
+        if interval is None or start < interval:
+            return False
+        if start % interval:
+            raise ConfigError(
+                f"--ref-update-interval {interval}: the checkpoint after {start} rollouts does not hold the reference, "
+                f"which was copied after rollout {start - start % interval}. Resume from a multiple (--ckpt-step), and "
+                "make --save-interval a multiple of it."
+            )
+        return True
+
+    def _routing_replay(self, state: TrainState) -> RoutingReplay:
+        from slime.backends.megatron_utils.routing_replay import RoutingReplay
+
+        if not self._shape.family.is_moe:
+            raise ConfigError(f"--use-routing-replay: a model of model_type {self._shape.model_type} has no experts.")
+        return RoutingReplay(state.model)
 
     def _fill(self, state: TrainState, source: Source) -> None:
         from slime.backends.megatron_utils.checkpoint import load_model_weights
@@ -117,6 +156,12 @@ class MegatronTrainer:
         return mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
 
     @property
+    def _data_parallel_group(self) -> Any:
+        from megatron.core import parallel_state as mpu
+
+        return mpu.get_data_parallel_group(with_context_parallel=False)
+
+    @property
     def _is_main(self) -> bool:
         from megatron.core import parallel_state as mpu
 
@@ -129,38 +174,96 @@ class MegatronTrainer:
     def train(self, rollout_id: int, batch: dict[str, Any]) -> TrainReport:
         """Train on this rank's part of a rollout."""
         from slime.backends.megatron_utils.data import TrainBatch
+        from slime.backends.megatron_utils.optimizer import reset_moments
 
+        if self._writer is not None:
+            self._writer.poll()
+        if self._copies.reset_optimizer_states:
+            reset_moments(self._ready.optimizer)
+        if self._generators and batch.get("generated_by") is not None:
+            self._forget_versions_before(batch["generated_by"])
         seconds: dict[str, float] = {}
-        train_batch = TrainBatch(dict(batch), accelerator.current().device())
+        train_batch = TrainBatch(dict(batch), accelerator.current().device(), self._ready.sharding)
         with self._dump_on_failure(rollout_id, batch):
-            if self._algorithm.loss_type == "policy_loss":
-                self._prepare_policy(train_batch, seconds)
-            with _timed(seconds, "actor_train"):
+            self._prepare_policy(train_batch, seconds)
+            self._custom.run_postprocess(rollout_id, train_batch.columns)
+            is_replayed = self._replay is not None and self._replay.is_recorded
+            with timed(seconds, "actor_train"), self._replay.replaying() if is_replayed else nullcontext():
                 steps = self._run_steps(rollout_id, train_batch)
-            report = self._report(train_batch)
+            report = self._report(rollout_id, train_batch)
+        self._refresh_copies(rollout_id)
         return TrainReport(steps if self._is_main else [], report, seconds)
 
+    def train_values(self, rollout_id: int, batch: dict[str, Any]) -> tuple[TrainReport, list[torch.Tensor]]:
+        raise NotImplementedError("a policy has no values: see critic.MegatronCritic")
+
+    def keep_version(self, version: str) -> None:
+        """Remember the live weights as those that generate from now on (``--keep-old-actor``).
+
+        Old log-probs of a batch whose column ``generated_by`` names the version are then computed with them, however
+        many steps the live weights have made since.
+        """
+        from slime.backends.megatron_utils.weight_backup import WeightBackup
+
+        self._generators[version] = WeightBackup(self._ready.chunks)
+
+    def _forget_versions_before(self, version: str) -> None:
+        """Rollouts are trained in order: what generated an earlier one is not needed any more."""
+        self._generators = {kept: copy for kept, copy in self._generators.items() if int(kept) >= int(version)}
+
+    def _refresh_copies(self, rollout_id: int) -> None:
+        from slime.backends.megatron_utils.weight_backup import WeightBackup
+
+        interval = self._copies.ref_update_interval
+        if self._reference is not None and interval is not None and (rollout_id + 1) % interval == 0:
+            self._reference = WeightBackup(self._ready.chunks)
+
     def _prepare_policy(self, batch: TrainBatch, seconds: dict[str, float]) -> None:
-        """Everything the policy loss needs besides the current log-probs."""
+        """Everything the loss needs besides the current log-probs: those of other weights, and advantages."""
         columns = batch.columns
-        if self._algorithm.use_kl_loss:
+        passes = passes_needed(
+            self._algorithm,
+            self._distillation,
+            num_steps=batch.num_steps,
+            has_custom_advantages=self._custom.advantages is not None,
+        )
+        if passes.reference:
             if self._reference is None:
-                raise ConfigError("--use-kl-loss: the trainer was set up without a reference model.")
-            with _timed(seconds, "ref_log_probs"), self._reference.swapped_in():
+                raise ConfigError("--use-kl-loss or --kl-coef: the trainer was set up without a reference model.")
+            with timed(seconds, "ref_log_probs"), self._reference.swapped_in():
                 columns["ref_log_probs"] = self._log_probs(batch)
-        # With one step per rollout the step's own log-probs are those of the weights that it starts from: the ratio is
-        # exactly 1 and no second pass is needed.
-        if batch.num_steps > 1 and not self._algorithm.use_rollout_logprobs:
-            with _timed(seconds, "log_probs"):
-                columns["log_probs"] = self._log_probs(batch)
-        credit = grpo.credit(columns["rewards"], columns["response_lengths"])
-        columns["advantages"], columns["returns"] = credit.advantages, credit.returns
+        if passes.teacher:
+            assert self._teacher is not None, "--opd-type megatron comes with --opd-teacher-load"
+            with timed(seconds, "teacher_log_probs"), self._teacher.swapped_in():
+                columns["teacher_log_probs"] = self._log_probs(batch)
+        generator = self._generators.get(str(columns.get("generated_by")))
+        if passes.old or generator is not None:
+            recording = nullcontext() if self._replay is None else self._replay.recording()
+            swapped = nullcontext() if generator is None else generator.swapped_in()
+            with timed(seconds, "log_probs"), recording, swapped:
+                columns |= self._old_policy(batch)
+        if passes.credit:
+            add_credit(columns, self._algorithm, self._distillation, self._custom, self._data_parallel_group)
+
+    def _old_policy(self, batch: TrainBatch) -> dict[str, list[torch.Tensor]]:
+        if not self._algorithm.use_rollout_entropy:
+            return {"log_probs": self._log_probs(batch)}
+        from slime.backends.megatron_utils.entropy import compute_log_probs_and_entropy
+
+        log_probs, entropy = compute_log_probs_and_entropy(
+            self._ready.chunks,
+            batch,
+            self._algorithm,
+            vocab_size=self._shape.vocab_size,
+            temperature=self._args.rollout_temperature,
+        )
+        return {"log_probs": log_probs, "entropy": entropy}
 
     def _log_probs(self, batch: TrainBatch) -> list[torch.Tensor]:
         from slime.backends.megatron_utils.forward import compute_log_probs
 
         return compute_log_probs(
-            self._ready.model,
+            self._ready.chunks,
             batch,
             self._algorithm,
             vocab_size=self._shape.vocab_size,
@@ -168,6 +271,8 @@ class MegatronTrainer:
         )
 
     def _run_steps(self, rollout_id: int, batch: TrainBatch) -> list[dict[str, float]]:
+        from slime.backends.megatron_utils.forward import from_last_stage
+        from slime.backends.megatron_utils.loss import needs_all_rows
         from slime.backends.megatron_utils.step import NonFiniteGradients, train_step
 
         metrics = []
@@ -180,6 +285,8 @@ class MegatronTrainer:
                     self._algorithm,
                     temperature=self._args.rollout_temperature,
                     skip_bad=self._skips_bad_steps,
+                    custom=self._custom,
+                    is_critic=self.is_critic,
                 )
             except NonFiniteGradients as error:
                 raise SlimeError(
@@ -187,16 +294,20 @@ class MegatronTrainer:
                     f"{error.ranks}; nothing was applied. --no-check-for-nan-in-loss-and-grad skips such steps."
                 ) from error
             metrics.append(result.metrics)
-        if batch.num_steps == 1 and "log_probs" not in batch.columns:
-            batch.columns["log_probs"] = [result.log_probs[index] for index in range(batch.num_samples)]
+        has_log_probs = not self.is_critic and not needs_all_rows(self._algorithm)
+        if batch.num_steps == 1 and "log_probs" not in batch.columns and has_log_probs:
+            batch.columns["log_probs"] = from_last_stage(result.log_probs, batch.columns["response_lengths"])
         return metrics
 
-    def _report(self, batch: TrainBatch) -> dict[str, float]:
+    def _report(self, rollout_id: int, batch: TrainBatch) -> dict[str, float]:
         from megatron.core import parallel_state as mpu
 
-        from slime.backends.megatron_utils.rollout_report import rollout_report
+        from slime.backends.megatron_utils.rollout_report import rollout_report, warn_if_off_policy
 
-        return rollout_report(batch.columns, batch.num_rollouts_in_all, mpu.get_data_parallel_group())
+        report = rollout_report(batch.columns, batch.num_rollouts_in_all, mpu.get_data_parallel_group())
+        if self._algorithm.true_on_policy_mode and self._is_main:
+            warn_if_off_policy(rollout_id, report)
+        return report
 
     @contextmanager
     def _dump_on_failure(self, rollout_id: int, batch: dict[str, Any]) -> Iterator[None]:
@@ -216,13 +327,20 @@ class MegatronTrainer:
     # ------------------------------------------------------------------------------------------------ weights
 
     def save(self, rollout_id: int) -> None:
-        """Write ``<save>/iter_<rollout_id>``; complete when this returns on all ranks."""
-        from slime.backends.megatron_utils.checkpoint import CheckpointContent, save_checkpoint
+        """Write ``<save>/iter_<rollout_id>``; complete when this returns on all ranks, unless --async-save."""
+        from slime.backends.megatron_utils.checkpoint import CheckpointContent
+        from slime.backends.megatron_utils.checkpoint_writer import CheckpointWriter
 
-        if self._checkpoint.save is None:
+        checkpoint = self._checkpoint
+        if checkpoint.save is None:
             raise ConfigError("--save is required to write a checkpoint.")
-        content = CheckpointContent(not self._checkpoint.no_save_optim, not self._checkpoint.no_save_rng)
-        save_checkpoint(self._ready, self._shape, self._args, self._checkpoint.save, rollout_id, content)
+        if self._writer is None:
+            self._writer = CheckpointWriter(checkpoint.save, keep=checkpoint.keep_last_checkpoints)
+        content = CheckpointContent(not checkpoint.no_save_optim, not checkpoint.no_save_rng)
+        is_last = rollout_id + 1 == self._args.num_rollout
+        # a critic's must be complete before the actor's, which says that both are
+        in_background = checkpoint.async_save and not is_last and not self.is_critic
+        self._writer.save(self._ready, self._shape, self._args, rollout_id, content, in_background=in_background)
 
     def save_hf(self, path: str) -> None:
         """Write a Hugging Face checkpoint at ``path``; an error on the writing rank is raised on all."""
@@ -246,7 +364,7 @@ class MegatronTrainer:
 
     @property
     def is_weight_source(self) -> bool:
-        return self.data_parallel[0] == 0
+        return self._rank == 0
 
     def export_weights(self) -> Iterator[NamedTensor]:
         """All weights under their Hugging Face names, full and unpadded."""
@@ -256,7 +374,8 @@ class MegatronTrainer:
 
 
 @contextmanager
-def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Note how long the block takes, the device's work included."""
     started = time.monotonic()
     yield
     accelerator.current().synchronize()

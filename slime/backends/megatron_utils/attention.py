@@ -4,6 +4,9 @@ Plugged into Megatron's layer spec by ``model``; called by Megatron's ``SelfAtte
 values ``[t, heads, head_dim]`` ("thd": all sequences of a micro-batch behind one another). Causal within a sequence,
 blind across sequences.
 
+With context parallelism a rank has the queries of two chunks per segment (``cp_utils``) and gathers the keys and values
+of all ranks; each chunk sees the keys from its segment's start to its own end. All ranks see equally many.
+
 On cuda in 16 bit: torch's variable-length flash attention. Otherwise SDPA: sequences of about the same length share one
 padded call, since hundreds of calls for short sequences cost more than the padding; a long one has a call of its own.
 """
@@ -13,14 +16,16 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 
+from slime.backends.megatron_utils.cp_utils import zigzag_rows
 from slime.utils import accelerator
 
 __all__ = ["PackedAttention", "PackedSegments", "packed_segments"]
@@ -31,14 +36,38 @@ _SHORT = 32
 
 @dataclass
 class PackedSegments(PackedSeqParams):
-    """Megatron's description of a packed micro-batch, with a plan for padded attention that all layers share."""
+    """Megatron's description of a packed micro-batch, with what our model needs and a plan that all layers share.
+
+    Attributes:
+        head_rows: ``[n]`` rows of this rank that go through the LM head; None means all.
+        cp_rank, cp_size, cp_group: context parallelism; ``cu_seqlens`` are those of the whole micro-batch.
+        prediction_mask: ``[1, t]`` what multi-token-prediction layers learn from, aligned with the logits; None means
+            that they do not run. ``vocab_size``: ids without padding, which they need then. ``prediction_losses``: what
+            came of it per depth, fp32 [2]: the sum over this rank's tokens, and how many they are.
+    """
+
+    head_rows: torch.Tensor | None = None
+    cp_rank: int = 0
+    cp_size: int = 1
+    prediction_mask: torch.Tensor | None = None
+    vocab_size: int | None = None
+    prediction_losses: list[torch.Tensor] = field(default_factory=list)
 
     @functools.cached_property
-    def plan(self) -> PaddingPlan:
-        return _plan(self.cu_seqlens_q.tolist(), self.cu_seqlens_q.device)
+    def plan(self) -> AttentionPlan:
+        assert self.cu_seqlens_q is not None
+        return _plan(self.cu_seqlens_q, self.cp_rank, self.cp_size)
 
 
-def packed_segments(cu_seqlens: torch.Tensor, max_seqlen: int) -> PackedSegments:
+def packed_segments(
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    *,
+    head_rows: torch.Tensor | None = None,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    cp_group: Any = None,
+) -> PackedSegments:
     """``cu_seqlens`` int32 ``[S + 1]``: where each segment starts, and the end of the last."""
     return PackedSegments(
         qkv_format="thd",
@@ -46,7 +75,39 @@ def packed_segments(cu_seqlens: torch.Tensor, max_seqlen: int) -> PackedSegments
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=max_seqlen,
         max_seqlen_kv=max_seqlen,
+        cp_group=cp_group,
+        head_rows=head_rows,
+        cp_rank=cp_rank,
+        cp_size=cp_size,
     )
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive queries of one segment, and the keys that the last of them sees: those from the segment's start.
+
+    Attributes:
+        q_begin, q_length: rows of this rank's ``[t]``.
+        k_begin, k_length: rows of the whole ``[T]``. Query i sees the first ``k_length - q_length + i + 1`` of them.
+    """
+
+    q_begin: int
+    q_length: int
+    k_begin: int
+    k_length: int
+
+
+@dataclass(frozen=True)
+class PaddedBatch:
+    """Pieces of about the same length, attended to in one padded call.
+
+    Attributes:
+        shape: (pieces, padded queries, padded keys).
+        visible: bool ``[pieces, 1, queries, keys]``; None where queries and keys are the same rows: plainly causal.
+    """
+
+    shape: tuple[int, int, int]
+    visible: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -54,41 +115,101 @@ class PaddingPlan:
     """How ``[t, ...]`` becomes padded batches and comes back.
 
     Attributes:
-        shapes: (segments, padded length) of every batch.
-        source: int64 [P], for each padded position the packed position it copies; padding copies its segment's start.
-        target: int64 [t], for each packed position its padded position.
+        batches: the padded calls, in order.
+        source: int64 [P], for each padded query the packed row it copies; padding copies its piece's start.
+        target: int64 [t], for each packed row its padded position.
         is_real: bool [P], false on padding.
+        key_source: as ``source`` for the keys, rows of the gathered ``[T]``; None where it equals ``source``.
     """
 
-    shapes: tuple[tuple[int, int], ...]
+    batches: tuple[PaddedBatch, ...]
     source: torch.Tensor
     target: torch.Tensor
     is_real: torch.Tensor
+    key_source: torch.Tensor | None
 
 
-def _plan(starts: list[int], device: torch.device) -> PaddingPlan:
-    lengths = [end - start for start, end in itertools.pairwise(starts)]
-    groups: list[list[int]] = []
-    for segment in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        longest = lengths[groups[-1][0]] if groups else 0
-        if groups and longest - lengths[segment] <= max(_SHORT, longest // 4):
-            groups[-1].append(segment)
+class AttentionPlan:
+    """What queries see which keys in one micro-batch; the forms that the kernels need are made on demand."""
+
+    def __init__(self, pieces: list[Piece], gathered_row: torch.Tensor | None, device: torch.device) -> None:
+        self._pieces = pieces
+        self._gathered_row = gathered_row
+        self._device = device
+
+    @functools.cached_property
+    def padding(self) -> PaddingPlan:
+        return _padding_plan(self._pieces, self._gathered_row, self._device)
+
+    @functools.cached_property
+    def key_rows(self) -> torch.Tensor:
+        """Rows of the gathered keys, piece after piece: int64."""
+        assert self._gathered_row is not None
+        spans = [torch.arange(piece.k_begin, piece.k_begin + piece.k_length) for piece in self._pieces]
+        return self._gathered_row[torch.cat(spans).to(self._device)]
+
+    @functools.cached_property
+    def lengths(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        """Bounds of the pieces' queries and keys, int32 ``[pieces + 1]``, and the longest of each."""
+        queries = [piece.q_length for piece in self._pieces]
+        keys = [piece.k_length for piece in self._pieces]
+        return self._bounds(queries), self._bounds(keys), max(queries), max(keys)
+
+    def _bounds(self, lengths: list[int]) -> torch.Tensor:
+        return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=self._device)
+
+
+def _plan(cu_seqlens: torch.Tensor, cp_rank: int, cp_size: int) -> AttentionPlan:
+    bounds = cu_seqlens.tolist()
+    pieces = []
+    for start, end in itertools.pairwise(bounds):
+        if cp_size == 1:
+            pieces.append(Piece(start, end - start, start, end - start))
+            continue
+        chunk, local = (end - start) // (2 * cp_size), start // cp_size
+        # chunks cp_rank and 2 cp_size - 1 - cp_rank of the segment, see cp_utils
+        pieces.append(Piece(local, chunk, start, (cp_rank + 1) * chunk))
+        pieces.append(Piece(local + chunk, chunk, start, (2 * cp_size - cp_rank) * chunk))
+    gathered_row = None
+    if cp_size > 1:
+        whole = torch.cat([zigzag_rows(cu_seqlens, rank, cp_size) for rank in range(cp_size)])
+        gathered_row = torch.empty_like(whole)
+        gathered_row[whole] = torch.arange(whole.numel(), device=whole.device)
+    return AttentionPlan(pieces, gathered_row, cu_seqlens.device)
+
+
+def _group(pieces: list[Piece]) -> list[list[Piece]]:
+    groups: list[list[Piece]] = []
+    for piece in sorted(pieces, key=lambda one: (-one.k_length, -one.q_length)):
+        longest = groups[-1][0].k_length if groups else 0
+        if groups and longest - piece.k_length <= max(_SHORT, longest // 4):
+            groups[-1].append(piece)
         else:
-            groups.append([segment])
-    sources, reals, shapes = [], [], []
-    for group in groups:
-        longest = lengths[group[0]]
-        begin = torch.tensor([starts[segment] for segment in group])[:, None]
-        length = torch.tensor([lengths[segment] for segment in group])[:, None]
-        offset = torch.arange(longest)[None]
-        is_real = offset < length
-        sources.append(torch.where(is_real, begin + offset, begin).flatten())
+            groups.append([piece])
+    return groups
+
+
+def _padding_plan(pieces: list[Piece], gathered_row: torch.Tensor | None, device: torch.device) -> PaddingPlan:
+    sources, reals, keys, batches = [], [], [], []
+    for group in _group(pieces):
+        q_begin, q_length, k_begin, k_length = torch.tensor(
+            [[one.q_begin, one.q_length, one.k_begin, one.k_length] for one in group]
+        ).T.unsqueeze(-1)
+        queries, longest = torch.arange(int(q_length.max())), torch.arange(int(k_length.max()))
+        is_real = queries < q_length
+        sources.append(torch.where(is_real, q_begin + queries, q_begin).flatten())
         reals.append(is_real.flatten())
-        shapes.append((len(group), longest))
+        visible = None
+        if gathered_row is not None:
+            keys.append(torch.where(longest < k_length, k_begin + longest, k_begin).flatten())
+            last_seen = (k_length - q_length + queries).clamp(max=k_length - 1)
+            visible = (longest <= last_seen.unsqueeze(-1)).unsqueeze(1).to(device)
+        batches.append(PaddedBatch((len(group), len(queries), len(longest)), visible))
     source, is_real = torch.cat(sources), torch.cat(reals)
-    target = torch.empty(starts[-1], dtype=torch.int64)
+    target = torch.empty(int(is_real.sum()), dtype=torch.int64)
     target[source[is_real]] = torch.arange(len(source))[is_real]
-    return PaddingPlan(tuple(shapes), source.to(device), target.to(device), is_real.to(device))
+    key_source = None if gathered_row is None else gathered_row[torch.cat(keys).to(device)]
+    return PaddingPlan(tuple(batches), source.to(device), target.to(device), is_real.to(device), key_source)
 
 
 class _Pad(torch.autograd.Function):
@@ -118,6 +239,23 @@ class _Unpad(torch.autograd.Function):
         return padded.masked_fill_(~ctx.plan.is_real[:, None, None], 0.0), None
 
 
+class _GatherKeys(torch.autograd.Function):
+    """Every context-parallel rank's ``[t, c]`` behind one another, ``[size * t, c]``; backward sums and scatters."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        whole = x.new_empty((group.size() * x.size(0), *x.shape[1:]))
+        dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        part = grad.new_empty((grad.size(0) // ctx.group.size(), *grad.shape[1:]))
+        dist.reduce_scatter_tensor(part, grad.contiguous(), group=ctx.group)
+        return part, None
+
+
 class PackedAttention(MegatronModule):
     """Drop-in for Megatron's ``DotProductAttention``, which refuses packed sequences. Has no parameters."""
 
@@ -137,8 +275,6 @@ class PackedAttention(MegatronModule):
         super().__init__(config=config)
         if config.window_size is not None or getattr(config, "softmax_type", "vanilla") != "vanilla":
             raise NotImplementedError("sliding windows and attention sinks are not supported")
-        if config.context_parallel_size > 1:
-            raise NotImplementedError("context parallelism is not supported")
         channels = k_channels or config.kv_channels
         self._scale = 1.0 / math.sqrt(channels) if softmax_scale is None else softmax_scale
         self._dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -157,48 +293,67 @@ class PackedAttention(MegatronModule):
         if packed_seq_params is None:
             raise ValueError("the model is only called with packed sequences")
         dropout = self._dropout if self.training else 0.0
+        if packed_seq_params.cp_size > 1:
+            key, value = _gather_keys(key, value, packed_seq_params.cp_group)
         if dropout == 0.0 and _has_varlen_kernel(query.dtype):
             out = self._varlen(query, key, value, packed_seq_params)
         else:
-            out = self._padded(query, key, value, packed_seq_params.plan, dropout)
+            out = self._padded(query, key, value, packed_seq_params.plan.padding, dropout)
         return out.reshape(out.size(0), -1)
 
     def _varlen(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: PackedSegments) -> torch.Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        cu_seqlens, longest = segments.cu_seqlens_q, segments.max_seqlen_q
+        if segments.cp_size > 1:
+            k, v = k.index_select(0, segments.plan.key_rows), v.index_select(0, segments.plan.key_rows)
+        q_bounds, k_bounds, longest_q, longest_k = segments.plan.lengths
         return varlen_attn(
             q,
             k,
             v,
-            cu_seqlens,
-            cu_seqlens,
-            longest,
-            longest,
+            q_bounds,
+            k_bounds,
+            longest_q,
+            longest_k,
             scale=self._scale,
-            window_size=(-1, 0),  # causal
+            window_size=(-1, 0),  # causal: the last query of a piece sees the last key of it
             enable_gqa=q.size(1) != k.size(1),
         )
 
     def _padded(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PaddingPlan, dropout: float
     ) -> torch.Tensor:
-        heads = q.size(1)
-        padded = _Pad.apply(torch.cat([q, k, v], dim=1), plan)
-        outputs, begin = [], 0
-        for num_segments, length in plan.shapes:
-            end = begin + num_segments * length
-            batch = padded[begin:end].view(num_segments, length, padded.size(1), padded.size(2)).transpose(1, 2)
+        queries = _Pad.apply(q, plan)
+        if plan.key_source is None:
+            keys, values = _Pad.apply(k, plan), _Pad.apply(v, plan)
+        else:
+            keys, values = k.index_select(0, plan.key_source), v.index_select(0, plan.key_source)
+        outputs = []
+        q_end = k_end = 0
+        for batch in plan.batches:
+            pieces, num_queries, num_keys = batch.shape
+            q_begin, q_end = q_end, q_end + pieces * num_queries
+            k_begin, k_end = k_end, k_end + pieces * num_keys
             out = F.scaled_dot_product_attention(
-                *batch.split([heads, k.size(1), v.size(1)], dim=1),
-                is_causal=True,  # a query never sees the padding behind its segment
+                queries[q_begin:q_end].unflatten(0, (pieces, num_queries)).transpose(1, 2),
+                keys[k_begin:k_end].unflatten(0, (pieces, num_keys)).transpose(1, 2),
+                values[k_begin:k_end].unflatten(0, (pieces, num_keys)).transpose(1, 2),
+                attn_mask=batch.visible,
+                is_causal=batch.visible is None,  # a query never sees the padding behind its segment
                 dropout_p=dropout,
                 scale=self._scale,
                 enable_gqa=True,
             )
-            outputs.append(out.transpose(1, 2).reshape(num_segments * length, heads, -1))
-            begin = end
+            outputs.append(out.transpose(1, 2).flatten(0, 1))
         return _Unpad.apply(outputs[0] if len(outputs) == 1 else torch.cat(outputs), plan)
+
+
+def _gather_keys(key: torch.Tensor, value: torch.Tensor, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of all context-parallel ranks in one collective, ``[T, groups, d]`` each, rank after rank."""
+    widths = [key[0].numel(), value[0].numel()]
+    whole = _GatherKeys.apply(torch.cat([key.flatten(1), value.flatten(1)], dim=1), group)
+    keys, values = whole.split(widths, dim=1)
+    return keys.unflatten(1, key.shape[1:]), values.unflatten(1, value.shape[1:])
 
 
 def _has_varlen_kernel(dtype: torch.dtype) -> bool:

@@ -1,44 +1,60 @@
-"""Saving and loading a training state in Megatron's distributed checkpoint layout.
+"""A training state as Megatron's distributed checkpoint: what is inside, and reading it back on any parallel layout.
 
-    <save>/iter_0000012/                       shards, .metadata, metadata.json, common.pt
-    <save>/latest_checkpointed_iteration.txt   "12": written last, so that what it names is complete
-
-The iteration is the rollout id. Called by ``actor``, on all ranks at once.
+``checkpoint_writer`` saves what :func:`sharded_state` describes; ``checkpoint_files`` knows the files around it. The
+iteration is the rollout id. Called by ``actor``, on all ranks at once.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import logging
+import pickle
 import random
-import shutil
-from argparse import Namespace
-from pathlib import Path
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core import parallel_state as mpu
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
-from megatron.core.dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy, load_sharded_metadata
 from torch.distributed.checkpoint.api import CheckpointException
 
-from slime.backends.megatron_utils.checkpoint_source import TRACKER, Source, iteration_directory
-from slime.backends.megatron_utils.model import unwrap
+from slime.backends.megatron_utils.checkpoint_source import Source
 from slime.backends.megatron_utils.model_shape import ModelShape
 from slime.backends.megatron_utils.step import TrainState
+from slime.backends.megatron_utils.tensor_plan import chunks_of
 from slime.utils.errors import ConfigError
 
-__all__ = ["CheckpointContent", "load_model_weights", "load_training_state", "save_checkpoint"]
+__all__ = [
+    "SHARDING",
+    "CheckpointContent",
+    "describe_shape",
+    "load_model_weights",
+    "load_training_state",
+    "sharded_state",
+]
 
-_SHARDING = {
+logger = logging.getLogger(__name__)
+
+SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",  # loads at any parallel size; Megatron's default does not work
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
-_PLAIN = (bool, int, float, str, type(None))
+
+_DAMAGED = (
+    OSError,
+    KeyError,
+    RuntimeError,
+    ValueError,
+    EOFError,
+    pickle.UnpicklingError,
+    dist_checkpointing.core.CheckpointingException,
+)
+"""What reading a damaged checkpoint raises."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,70 +65,116 @@ class CheckpointContent:
     has_rng: bool = True
 
 
-def save_checkpoint(
-    state: TrainState, shape: ModelShape, args: Namespace, root: str, iteration: int, content: CheckpointContent
-) -> None:
-    """Write ``iteration``; it is complete and named by the tracker file when this returns on all ranks."""
-    final = iteration_directory(root, iteration)
-    partial = final.with_name(f".{final.name}.partial")
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    state_dict = _sharded_state(state, content, is_loading=False)
-    state_dict |= {
-        "args": Namespace(**{name: value for name, value in vars(args).items() if isinstance(value, _PLAIN)}),
-        "checkpoint_version": 3.0,
-        "iteration": iteration,
-        "model_shape": dataclasses.asdict(shape),
-    }
+def sharded_state(state: TrainState, content: CheckpointContent, *, is_loading: bool) -> dict[str, Any]:
+    """Weights, and as ``content`` says optimizer and random number generators, as Megatron saves and loads them."""
+    sharded = _sharded_model(state.model)
     if content.has_optimizer:
-        state_dict["opt_param_scheduler"] = state.scheduler.state_dict()
-    dist_checkpointing.save(
-        state_dict,
-        str(partial),
-        get_default_strategy(StrategyAction.SAVE_SHARDED, "torch_dist", 1),
-        content_metadata=_SHARDING,
-    )
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        _write_tracker(Path(root), iteration)
-    dist.barrier()
-
-
-def load_training_state(state: TrainState, shape: ModelShape, source: Source, content: CheckpointContent) -> None:
-    """Continue where the checkpoint stopped: weights, optimizer, schedule, random number generators."""
-    state_dict = _load(source, shape, _sharded_state(state, content, is_loading=True))
-    unwrap(state.model).load_state_dict(state_dict["model"])
-    if content.has_optimizer:
-        state.optimizer.load_state_dict(state_dict["optimizer"])
-        state.scheduler.load_state_dict(state_dict["opt_param_scheduler"])
-    else:
-        state.optimizer.reload_model_params()
-    if content.has_rng:
-        _set_rng_state(state_dict["rng_state"])
-
-
-def load_model_weights(model: Any, shape: ModelShape, source: Source) -> None:
-    """Weights only, into the live model; the optimizer's copies are not touched."""
-    state_dict = _load(source, shape, {"model": unwrap(model).sharded_state_dict(metadata=_metadata())})
-    unwrap(model).load_state_dict(state_dict["model"])
-
-
-def _metadata() -> dict[str, Any]:
-    return {**_SHARDING, "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
-
-
-def _sharded_state(state: TrainState, content: CheckpointContent, *, is_loading: bool) -> dict[str, Any]:
-    model = unwrap(state.model).sharded_state_dict(metadata=_metadata())
-    sharded: dict[str, Any] = {"model": model}
-    if content.has_optimizer:
-        sharded["optimizer"] = state.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_metadata())
+        optimizer = state.optimizer.sharded_state_dict(dict(sharded), is_loading=is_loading, metadata=_metadata())
+        sharded["optimizer"] = optimizer
     if content.has_rng:
         sharded["rng_state"] = _rng_state()
     return sharded
+
+
+def load_training_state(state: TrainState, shape: ModelShape, source: Source, content: CheckpointContent) -> None:
+    """Continue where the checkpoint stopped: weights, optimizer, schedule, random number generators.
+
+    Raises:
+        ConfigError: the checkpoint is damaged, of another model, or lacks what ``content`` asks for.
+    """
+    sharded = sharded_state(state, content, is_loading=True)
+    if content.has_rng and _is_of_another_layout(sharded["rng_state"], source):
+        del sharded["rng_state"]
+        content = dataclasses.replace(content, has_rng=False)
+        logger.warning(
+            "%s was saved on another tensor- or pipeline-parallel layout: random number generators start from --seed.",
+            source.directory,
+        )
+    loaded = _load(source, shape, sharded)
+    _fill_model(state.model, loaded)
+    if content.has_optimizer:
+        _fill_optimizer(state.optimizer, loaded["optimizer"], source)
+        state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    else:
+        state.optimizer.reload_model_params()
+    if content.has_rng:
+        _set_rng_state(loaded["rng_state"])
+
+
+def load_model_weights(model: Any, shape: ModelShape, source: Source, *, optional: Collection[str] = ()) -> list[str]:
+    """Weights only, into the live model; the optimizer's copies are not touched.
+
+    Args:
+        optional: parameters that the checkpoint need not have or may have in another shape (a critic's head).
+
+    Returns:
+        Which of them were left as they are.
+
+    Raises:
+        ConfigError: the checkpoint is damaged or of another model.
+    """
+    sharded = _sharded_model(model)
+    left = _drop_absent(sharded, source, optional) if optional else []
+    _fill_model(model, _load(source, shape, sharded), strict=not left)
+    return left
+
+
+def describe_shape(shape: ModelShape) -> dict[str, Any]:
+    """The fields of ``shape`` as plain values, to be saved and compared."""
+    raw = dataclasses.asdict(shape)
+    return {name: json.loads(json.dumps(value, default=str)) for name, value in raw.items()}
+
+
+def _metadata() -> dict[str, Any]:
+    return {**SHARDING, "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
+
+
+def _keys(model: Any) -> list[tuple[str, Any]]:
+    """Megatron's names of the chunks inside a state dict. They are local: the tensors' own keys do not contain them."""
+    chunks = chunks_of(model)
+    return [("model", chunks[0])] if len(chunks) == 1 else [(f"model{i}", chunk) for i, chunk in enumerate(chunks)]
+
+
+def _sharded_model(model: Any) -> dict[str, Any]:
+    return {key: chunk.sharded_state_dict(metadata=_metadata()) for key, chunk in _keys(model)}
+
+
+def _fill_model(model: Any, loaded: dict[str, Any], *, strict: bool = True) -> None:
+    for key, chunk in _keys(model):
+        chunk.load_state_dict(loaded[key], strict=strict)
+
+
+def _fill_optimizer(optimizer: Any, loaded: Any, source: Source) -> None:
+    try:
+        optimizer.load_state_dict(loaded)
+    except KeyError as error:  # Megatron keeps a second optimizer where experts are divided, and one where they are not
+        raise ConfigError(
+            f"{source.flag} {source.directory}: its optimizer does not fit this run (no {error}): it was saved with "
+            "expert parallelism and this run has none, or the other way round. --no-load-optim takes the weights alone."
+        ) from error
+
+
+def _drop_absent(sharded: dict[str, Any], source: Source, optional: Collection[str]) -> list[str]:
+    saved = dist_checkpointing.load_tensors_metadata(source.directory)
+    left: list[str] = []
+    for tensors in sharded.values():
+        for name in [name for name in tensors if name in optional]:
+            tensor = tensors[name]
+            assert isinstance(tensor, ShardedTensor), f"{name} is not a plain tensor"
+            if tensor.key not in saved or saved[tensor.key].global_shape != tensor.global_shape:
+                del tensors[name]
+                left.append(name)
+    return left
+
+
+def _is_of_another_layout(state: ShardedObject, source: Source) -> bool:
+    """The generators' states belong to positions in the layout: there is nothing to continue with on another one."""
+    try:
+        saved = load_sharded_metadata(source.directory)
+    except _DAMAGED:  # loading it says what is wrong
+        return False
+    shapes = {entry.global_shape for entry in saved.values() if entry.key == state.key}
+    return bool(shapes) and tuple(state.global_shape) not in {tuple(shape) for shape in shapes}
 
 
 def _load(source: Source, shape: ModelShape, sharded: dict[str, Any]) -> dict[str, Any]:
@@ -124,27 +186,21 @@ def _load(source: Source, shape: ModelShape, sharded: dict[str, Any]) -> dict[st
             raise ConfigError(problems)
         return dist_checkpointing.load(sharded, source.directory, get_default_load_sharded_strategy(source.directory))
     except CheckpointException as error:  # a BaseException: "except Exception" lets it kill the process without a word
-        causes = "; ".join(sorted({str(cause) for cause in error.failures.values()}))
+        causes = "; ".join(sorted({f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values()}))
         raise ConfigError(f"{where} does not fit the model and optimizer of this run: {causes}") from error
-    except (OSError, KeyError, RuntimeError, ValueError, dist_checkpointing.core.CheckpointingException) as error:
+    except _DAMAGED as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{where} cannot be loaded: {type(error).__name__}: {error}.") from error
 
 
 def _shape_differences(saved: dict[str, Any] | None, shape: ModelShape, where: str) -> list[str]:
-    current = dataclasses.asdict(shape)
+    current = describe_shape(shape)
     return [
         f"{where} was saved with {name} {value}, but --hf-checkpoint describes a model with {name} {current[name]}."
         for name, value in (saved or {}).items()
         if name in current and current[name] != value
     ]
-
-
-def _write_tracker(root: Path, iteration: int) -> None:
-    temporary = root / f".{TRACKER}.partial"
-    temporary.write_text(str(iteration), encoding="utf-8")
-    temporary.replace(root / TRACKER)
 
 
 def _rng_state() -> ShardedObject:

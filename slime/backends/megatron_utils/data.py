@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from slime.backends.megatron_utils.attention import PackedSegments, packed_segments
+from slime.backends.megatron_utils.cp_utils import ShardedSequences, Sharding, gather_responses, shard
 from slime.batch.packing import PackedSequences, pack
 
 __all__ = ["MicroBatch", "TrainBatch"]
@@ -24,23 +25,38 @@ class MicroBatch:
 
     Attributes:
         indices: their positions in the rank's batch.
-        packed: tokens and where the response tokens' logits are.
-        segments: the same boundaries as Megatron's attention reads them.
-        response_lengths: R_i.
+        part: the tokens this rank holds and where its response tokens' logits are.
+        segments: the borders of the samples as Megatron's attention reads them.
+        response_lengths: R_i, of whole responses.
+        sharding: how the samples are divided among ranks.
     """
 
     indices: Sequence[int]
-    packed: PackedSequences
+    part: ShardedSequences
     segments: PackedSegments
     response_lengths: list[int]
+    sharding: Sharding
+
+    @property
+    def packed(self) -> PackedSequences:
+        """What this rank holds; everything of the samples without context parallelism."""
+        return self.part.local
+
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
+        """This rank's values, one per row in ``packed.response_rows`` -> ``[N]`` of the whole responses."""
+        return gather_responses(local, self.part, self.sharding.cp_group)
 
 
 class TrainBatch:
-    """The per-rank dictionary with the columns of ``slime.data.columns``, and views of it."""
+    """The per-rank dictionary with the columns of ``slime.data.columns``, and views of it.
 
-    def __init__(self, columns: dict[str, Any], device: torch.device) -> None:
+    Columns hold whole samples on every rank, also under context parallelism; only what the model reads is divided.
+    """
+
+    def __init__(self, columns: dict[str, Any], device: torch.device, sharding: Sharding | None = None) -> None:
         self.columns = columns
         self._device = device
+        self._sharding = sharding or Sharding()
         ends = list(accumulate(columns["num_microbatches"], initial=0))
         micro_batches = columns["micro_batch_indices"]
         if ends[-1] != len(micro_batches):
@@ -68,12 +84,44 @@ class TrainBatch:
     def num_rollouts_in_all(self) -> int:
         return sum(self.columns["global_batch_sizes"])
 
-    def micro_batches(self, step: int) -> Iterator[MicroBatch]:
+    def micro_batches(
+        self, step: int, *, all_rows: bool = False, prediction_vocab: int | None = None
+    ) -> Iterator[MicroBatch]:
+        """The micro-batches of a step, in order.
+
+        Args:
+            all_rows: every row goes through the LM head, not only those that predict response tokens.
+            prediction_vocab: multi-token-prediction layers learn from the trained tokens; ids without padding.
+        """
+        sharding = self._sharding
         for indices in self._steps[step]:
             response_lengths = self.select("response_lengths", indices)
-            packed = pack(self.select("tokens", indices), response_lengths, device=self._device)
-            segments = packed_segments(packed.cu_seqlens, packed.max_seqlen)
-            yield MicroBatch(indices, packed, segments, response_lengths)
+            packed = pack(
+                self.select("tokens", indices),
+                response_lengths,
+                segment_multiple=sharding.segment_multiple,
+                pad_multiple=sharding.pad_multiple,
+                device=self._device,
+            )
+            part = shard(packed, sharding)
+            segments = packed_segments(
+                packed.cu_seqlens,
+                packed.max_seqlen,
+                head_rows=None if all_rows else part.local.response_rows,
+                cp_rank=sharding.cp_rank,
+                cp_size=sharding.cp_size,
+                cp_group=sharding.cp_group,
+            )
+            if prediction_vocab is not None:
+                segments.prediction_mask, segments.vocab_size = self._trained(indices, part), prediction_vocab
+            yield MicroBatch(indices, part, segments, response_lengths, sharding)
+
+    def _trained(self, indices: Sequence[int], part: ShardedSequences) -> torch.Tensor:
+        """fp32 ``[1, t]``: 1 where this rank's row predicts a token that is trained on."""
+        trained = torch.zeros(part.local.tokens.shape, device=self._device)
+        mask = torch.cat(self.masks(indices)).float()
+        trained[0, part.local.response_rows] = mask[part.response_index]
+        return trained
 
     def select(self, name: str, indices: Sequence[int]) -> list[Any]:
         column = self.columns[name]

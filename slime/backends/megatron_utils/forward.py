@@ -1,68 +1,146 @@
-"""Log-probs of the responses under the weights the model holds now, without gradients. Called by ``actor``."""
+"""Passes through the model: one micro-batch forward, and a step's or a whole batch's outputs without gradients.
+
+Called by ``step`` and ``actor``. Knows Megatron's schedules: with pipeline parallelism the last stage has the outputs,
+and :func:`forward_only` gives them to the others, so that every rank holds the same columns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
 
 from slime.algorithms.arguments import AlgorithmArgs
 from slime.backends.megatron_utils.data import MicroBatch, TrainBatch
-from slime.backends.megatron_utils.loss import response_log_probs
+from slime.backends.megatron_utils.loss import response_log_probs, response_values
+from slime.utils import accelerator
 
-__all__ = ["compute_log_probs", "run_model", "split_by_sample"]
+__all__ = [
+    "compute_log_probs",
+    "compute_values",
+    "forward_only",
+    "from_last_stage",
+    "run_model",
+    "run_schedule",
+    "split_by_sample",
+    "tensor_group",
+]
 
 
-@torch.no_grad()
 def compute_log_probs(
-    model: Any, batch: TrainBatch, settings: AlgorithmArgs, *, vocab_size: int, temperature: float
+    chunks: Sequence[Any], batch: TrainBatch, settings: AlgorithmArgs, *, vocab_size: int, temperature: float
 ) -> list[torch.Tensor]:
-    """One fp32 tensor ``[R_i]`` per sample of the rank, in the rank's order, on the cpu.
+    """Log-probs of the responses under the weights the model holds now: as :func:`forward_only`."""
 
-    Uses the micro-batches of the training steps, so that an unchanged model gives the same numbers in both passes.
-    """
-    results: dict[int, torch.Tensor] = {}
-
-    def collect(micro_batch: MicroBatch, logits: torch.Tensor, non_loss_data: bool = False) -> None:
-        log_probs, _ = response_log_probs(
+    def log_probs(micro_batch: MicroBatch, logits: torch.Tensor) -> torch.Tensor:
+        return response_log_probs(
             logits,
             micro_batch,
             vocab_size=vocab_size,
             temperature=temperature,
             chunk_size=settings.log_probs_chunk_size,
-        )
-        results.update(split_by_sample(log_probs, micro_batch))
+            tensor_group=tensor_group(),
+        )[0]
+
+    return forward_only(chunks, batch, log_probs)
+
+
+def compute_values(chunks: Sequence[Any], batch: TrainBatch) -> list[torch.Tensor]:
+    """What a critic's value head says at each response token: as :func:`forward_only`."""
+    return forward_only(chunks, batch, lambda micro_batch, output: response_values(output, micro_batch))
+
+
+@torch.no_grad()
+def forward_only(
+    chunks: Sequence[Any], batch: TrainBatch, read: Callable[[MicroBatch, torch.Tensor], torch.Tensor]
+) -> list[torch.Tensor]:
+    """``read``'s values of the model's outputs: fp32 ``[R_i]`` per sample, in the batch's order, on the cpu.
+
+    All ranks get them. Uses the micro-batches of the training steps, so that an unchanged model gives the same numbers in both passes.
+
+    Args:
+        read: (micro-batch, output of the model) -> ``[N]`` for its response tokens, samples in order.
+    """
+    results: dict[int, torch.Tensor] = {}
+
+    def collect(micro_batch: MicroBatch, output: torch.Tensor, non_loss_data: bool = False) -> None:
+        results.update(split_by_sample(read(micro_batch, output), micro_batch))
 
     def forward_step(micro_batches: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
         micro_batch = next(micro_batches)
         return run_model(model, micro_batch), partial(collect, micro_batch)
 
-    model.eval()
+    for chunk in chunks:
+        chunk.eval()
     for step in range(batch.num_steps):
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=batch.micro_batches(step),
-            model=model,
-            num_microbatches=batch.num_micro_batches(step),
-            seq_length=0,  # lengths vary; not read without pipeline parallelism
-            micro_batch_size=1,
-            forward_only=True,
-            collect_non_loss_data=True,
-        )
-    model.train()
-    return [results[index] for index in sorted(results)]
+        run_schedule(forward_step, chunks, batch, step, forward_only=True, collect_non_loss_data=True)
+    for chunk in chunks:
+        chunk.train()
+    return from_last_stage(results, batch.columns["response_lengths"])
+
+
+def run_schedule(
+    forward_step: Callable[..., Any],
+    chunks: Sequence[Any],
+    batch: TrainBatch,
+    step: int,
+    *,
+    all_rows: bool = False,
+    prediction_vocab: int | None = None,
+    **settings: Any,
+) -> None:
+    """Megatron's schedule over the micro-batches of one step: plain, pipelined or interleaved, as the groups say."""
+    iterators = [batch.micro_batches(step, all_rows=all_rows, prediction_vocab=prediction_vocab) for _ in chunks]
+    is_interleaved = len(chunks) > 1
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if is_interleaved else iterators[0],
+        model=list(chunks) if is_interleaved else chunks[0],
+        num_microbatches=batch.num_micro_batches(step),
+        seq_length=mpu.get_tensor_model_parallel_world_size(),  # only a placeholder: stages tell each other the shapes
+        micro_batch_size=1,
+        **settings,
+    )
 
 
 def run_model(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
-    """Logits fp32 ``[1, T, padded vocabulary]``."""
-    packed = micro_batch.packed
-    return model(packed.tokens, packed.position_ids, None, packed_seq_params=micro_batch.segments)
+    """On the last stage the logits ``[n, V/tp]`` of the rows that predict response tokens, or those of all rows as
+    ``[1, T, V/tp]`` where the micro-batch asks for them; hidden states on other stages."""
+    packed, segments = micro_batch.packed, micro_batch.segments
+    # the losses read 16-bit logits chunk by chunk, so that no fp32 copy of all of them exists
+    dtype = {"fp32_output": False} if isinstance(getattr(model, "module", None), Float16Module) else {}
+    output = model(packed.tokens, packed.position_ids, None, packed_seq_params=segments, **dtype)
+    inner = model
+    while hasattr(inner, "module"):
+        inner = inner.module
+    return output.squeeze(0) if inner.post_process and segments.head_rows is not None else output
+
+
+def tensor_group() -> dist.ProcessGroup | None:
+    """The ranks that share the vocabulary; None for one rank, which needs no collectives."""
+    return mpu.get_tensor_model_parallel_group() if mpu.get_tensor_model_parallel_world_size() > 1 else None
 
 
 def split_by_sample(flat: torch.Tensor, micro_batch: MicroBatch) -> dict[int, torch.Tensor]:
     """``[N]`` -> position in the rank's batch -> ``[R_i]`` on the cpu."""
     parts = flat.detach().cpu().split(micro_batch.response_lengths)
     return dict(zip(micro_batch.indices, parts, strict=True))
+
+
+def from_last_stage(results: dict[int, torch.Tensor], lengths: Sequence[int]) -> list[torch.Tensor]:
+    """The last pipeline stage's fp32 values per sample, in order, on the cpu of every stage."""
+    if mpu.get_pipeline_model_parallel_world_size() == 1:
+        return [results[index] for index in range(len(lengths))]
+    device = accelerator.current().device()
+    if mpu.is_pipeline_last_stage(ignore_virtual=True):
+        flat = torch.cat([results[index] for index in range(len(lengths))]).float().to(device)
+    else:
+        flat = torch.empty(sum(lengths), dtype=torch.float32, device=device)
+    dist.broadcast(flat, mpu.get_pipeline_model_parallel_last_rank(), group=mpu.get_pipeline_model_parallel_group())
+    return list(flat.cpu().split(list(lengths)))

@@ -1,199 +1,239 @@
-"""Weights between a Hugging Face checkpoint and the live model, in both directions, by the family's table.
+"""Weights between a Hugging Face checkpoint and the live model, in both directions, on any parallel layout.
 
-Called by ``actor`` and ``checkpoint``. One tensor at a time: a model larger than the host's memory never has to exist
-twice. Knows layouts, not architectures: those are in ``families``.
+    load     every rank reads what its own shards need; one tensor at a time
+    export   bucket by bucket: shards are gathered inside the owning pipeline stage, then given to the other stages
+
+Called by ``actor``, ``checkpoint`` and the conversion tools, on all ranks at once. A model larger than the host's
+memory never has to exist twice. Knows layouts, not architectures: those are in ``families``.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
 
-from slime.backends.megatron_utils.families.base import Layout, Rule
-from slime.backends.megatron_utils.model import unwrap
-from slime.backends.megatron_utils.model_shape import ModelShape
+from slime.backends.megatron_utils.families.base import Family
+from slime.backends.megatron_utils.hf_files import TensorReader, write_hf_directory
+from slime.backends.megatron_utils.tensor_layouts import from_megatron, full_shape, join, shard, to_megatron
+from slime.backends.megatron_utils.tensor_plan import LocalTensor, ModelTensors, Owned
 from slime.backends.protocols import NamedTensor
 from slime.utils.errors import ConfigError
 
 __all__ = ["export_weights", "load_weights", "write_hf_directory"]
 
-_INDEX = "model.safetensors.index.json"
-_MAX_FILE_BYTES = 5 * 1024**3
-_LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
+_BUCKET_BYTES = 512 * 1024**2
+_ALIGNMENT = 16
+_NAMED_PROBLEMS = 8
+
+_NEVER_READ = (r".*\.rotary_emb\.inv_freq",)
+
+
+class Shape(Protocol):
+    """What of the model's shape the conversion needs besides Megatron's config."""
+
+    @property
+    def model_type(self) -> str: ...
+    @property
+    def family(self) -> Family: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def is_tied(self) -> bool: ...
+
+
+# ------------------------------------------------------------------------------------------------------------- load
 
 
 @torch.no_grad()
-def load_weights(model: Any, shape: ModelShape, directory: str, flag: str) -> None:
-    """Fill every parameter of ``model`` from the safetensors files in ``directory``.
+def load_weights(model: Any, shape: Shape, directory: str, flag: str) -> None:
+    """Fill every parameter of ``model`` from the safetensors files in ``directory``. A collective.
 
     Args:
+        model: one model or the chunks of an interleaved pipeline, wrapped or not.
         flag: the flag that named the directory, for messages.
 
     Raises:
-        ConfigError: a tensor is missing or has another shape than the model's; both shapes are named.
+        ConfigError: tensors are missing, unknown, or of another shape than the model's; both shapes are named. Raised
+            on all ranks, with the problems of all of them.
     """
-    tensors = _Reader(directory, flag)
-    for name, parameter in unwrap(model).named_parameters():
-        rule, layer = _rule_of(name, shape)
-        names = [hf_name.format(layer=layer) for hf_name in rule.hf]
-        value = _to_megatron([tensors.get(hf_name) for hf_name in names], rule.layout, shape, parameter)
-        if value.shape != parameter.shape:
-            raise ConfigError(
-                f"{flag} {directory}: {' + '.join(names)} makes {list(value.shape)}, but the model that config.json "
-                f"describes needs {list(parameter.shape)} for {name}: config.json and weights do not belong together."
-            )
-        parameter.copy_(value)
+    problems: list[str] = []
+    try:
+        reader = TensorReader(directory, flag)
+        tensors = ModelTensors(model, shape.family, shape.vocab_size, shape.is_tied)
+    except ConfigError as error:
+        _agree(error.problems)
+        raise
+    for local in tensors.local.values():
+        problems += _fill(local, tensors, reader)
+    unknown = sorted(reader.names - tensors.all_hf_names(tensors.plan()))
+    problems += _unknown(unknown, tensors, reader)
+    _agree(problems)
+
+
+def _fill(local: LocalTensor, tensors: ModelTensors, reader: TensorReader) -> list[str]:
+    rule = tensors.rule(local.place)
+    names = tensors.hf_names(local.place, mpu.get_expert_model_parallel_rank())
+    if "lm_head.weight" in names and (tensors.is_tied or "lm_head.weight" not in reader):
+        names = ["model.embed_tokens.weight"]  # the copy of the last stage; or an untied head from a tied checkpoint
+    if missing := [name for name in names if name not in reader]:
+        return [f"{reader.where}: tensor {name} is missing in its .safetensors files." for name in missing]
+    num_shards = tensors.num_shards(rule)
+    needed = full_shape(local.value.shape, rule, num_shards)
+    parts = [reader.get(name) for name in names]
+    has: list[Any]
+    try:
+        whole = to_megatron(parts, rule.layout, tensors.size, needed[0])
+        has = list(whole.shape)
+    except RuntimeError:  # the parts do not fit together
+        has = [list(part.shape) for part in parts]
+    if has != needed:
+        return [
+            f"{reader.where}: {' + '.join(names)} makes {has}, but the model that config.json describes needs "
+            f"{needed} for {local.name}: config.json and weights do not belong together."
+        ]
+    local.value.copy_(shard(whole, rule, tensors.shard_rank(rule), num_shards))
+    return []
+
+
+def _unknown(names: Sequence[str], tensors: ModelTensors, reader: TensorReader) -> list[str]:
+    """Tensors of the checkpoint that no parameter takes: the model would not be the one that was saved."""
+    patterns = [*_NEVER_READ]
+    if tensors.is_tied:
+        patterns.append(r"lm_head\.weight")
+    first_ignored = tensors.config.num_layers
+    num_mtp = tensors.config.mtp_num_layers or 0
+    for pattern in tensors.family.ignored:
+        if num_mtp:  # of layers that are built only copies of the embedding and the head go unread
+            pattern = pattern.removesuffix(".*") + r"(embed_tokens|shared_head\.head)\.weight"
+        layers = range(first_ignored, first_ignored + max(num_mtp, 64))
+        patterns.append(pattern.replace("{num_layers}", "(" + "|".join(map(str, layers)) + ")"))
+    ignored = re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
+    return [
+        f"{reader.where}: tensor {name} has no place in the model that config.json describes."
+        for name in names
+        if not ignored.fullmatch(name)
+    ]
+
+
+def _agree(problems: list[str]) -> None:
+    """Raise on every rank if any rank has problems, so that none waits for one that has failed."""
+    everywhere = [problems]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        everywhere = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everywhere, problems[: 4 * _NAMED_PROBLEMS])
+    distinct = list(dict.fromkeys(problem for one in everywhere for problem in one))
+    if len(distinct) > _NAMED_PROBLEMS:
+        rest = len(distinct) - _NAMED_PROBLEMS
+        distinct = [*distinct[:_NAMED_PROBLEMS], f"... and {rest} more tensors like these."]
+    if distinct:
+        raise ConfigError(distinct)
+
+
+# ----------------------------------------------------------------------------------------------------------- export
 
 
 @torch.no_grad()
-def export_weights(model: Any, shape: ModelShape) -> Iterator[NamedTensor]:
-    """All weights under Hugging Face names, without vocabulary padding, in the model's order and dtype.
+def export_weights(model: Any, shape: Shape, bucket_bytes: int = _BUCKET_BYTES) -> Iterator[NamedTensor]:
+    """All weights under Hugging Face names, whole and without vocabulary padding, on every rank. A collective.
 
     Tensors may be views of live parameters: use or copy them before the next optimizer step.
+
+    Args:
+        bucket_bytes: how much is gathered at a time; a larger tensor is gathered alone.
     """
-    for name, parameter in unwrap(model).named_parameters():
-        rule, layer = _rule_of(name, shape)
-        parts = _from_megatron(parameter.detach(), rule.layout, shape)
-        for hf_name, part in zip(rule.hf, parts, strict=True):
-            yield hf_name.format(layer=layer), part
+    tensors = ModelTensors(model, shape.family, shape.vocab_size, shape.is_tied)
+    for bucket in _buckets(tensors, bucket_bytes):
+        shards = _collect(bucket, tensors)
+        for index, owned in enumerate(bucket):
+            rule = tensors.rule(owned.place)
+            for expert_rank, of_rank in enumerate(shards):
+                whole = join([of_shard[index] for of_shard in of_rank], rule)
+                parts = from_megatron(whole, rule, tensors.size)
+                yield from zip(tensors.hf_names(owned.place, expert_rank), parts, strict=True)
 
 
-def write_hf_directory(weights: Iterable[NamedTensor], source: str, path: str) -> None:
-    """Write a complete Hugging Face checkpoint at ``path``, with every file of ``source`` that holds no weights.
-
-    Written beside the target and renamed at the end: ``path`` is never half a checkpoint.
-    """
-    target = Path(path)
-    if target.resolve() == Path(source).resolve():
-        raise ConfigError(f"--save-hf {path} is the --hf-checkpoint itself; name another directory.")
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        for file in Path(source).iterdir():
-            if file.is_file() and file.suffix not in (".safetensors", ".bin", ".pt", ".pth") and file.name != _INDEX:
-                shutil.copy2(file, partial / file.name)
-        _write_tensors(weights, partial)
-        if target.exists():
-            old = target.with_name(f".{target.name}.old-{os.getpid()}")
-            target.rename(old)
-            partial.rename(target)
-            shutil.rmtree(old)
-        else:
-            partial.rename(target)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-class _Reader:
-    """Named tensors of a safetensors checkpoint, one file or many."""
-
-    def __init__(self, directory: str, flag: str) -> None:
-        self._directory = Path(directory)
-        self._where = f"{flag} {directory}"
-        self._open: dict[str, Any] = {}
-        index = self._directory / _INDEX
-        if index.is_file():
-            self._files: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            return
-        files = sorted(self._directory.glob("*.safetensors"))
-        if not files:
-            raise ConfigError(f"{self._where}: there is no .safetensors file; other formats are not read.")
-        self._files = {name: file.name for file in files for name in self._handle(file.name).keys()}  # noqa: SIM118
-
-    def get(self, name: str) -> torch.Tensor:
-        if name not in self._files and name == "lm_head.weight":
-            name = "model.embed_tokens.weight"  # an untied head that starts from a tied checkpoint
-        if name not in self._files:
-            raise ConfigError(f"{self._where}: tensor {name} is missing in its .safetensors files.")
-        return self._handle(self._files[name]).get_tensor(name)
-
-    def _handle(self, file: str) -> Any:
-        if file not in self._open:
-            try:
-                self._open[file] = safe_open(self._directory / file, framework="pt")
-            except Exception as error:  # safetensors raises a class of its own for a damaged file
-                raise ConfigError(f"{self._where}: cannot read {file}: {error}") from None
-        return self._open[file]
-
-
-def _rule_of(name: str, shape: ModelShape) -> tuple[Rule, str]:
-    """The line of the family's table for a Megatron parameter, and its layer number."""
-    layer = _LAYER.search(name)
-    pattern = _LAYER.sub("{layer}", name)
-    for rule in shape.family.rules:
-        if rule.megatron == pattern:
-            return rule, layer.group() if layer else ""
-    raise ConfigError(f"model_type {shape.model_type}: the family's table has no line for parameter {name}.")
-
-
-def _to_megatron(parts: list[torch.Tensor], layout: Layout, shape: ModelShape, like: torch.Tensor) -> torch.Tensor:
-    match layout:
-        case "copy":
-            return parts[0]
-        case "vocab":
-            missing = like.shape[0] - parts[0].shape[0]
-            if missing <= 0 or parts[0].shape[0] != shape.vocab_size:
-                return parts[0]
-            return torch.cat([parts[0], parts[0].new_zeros(missing, *parts[0].shape[1:])])
-        case "gate_up":
-            return torch.cat(parts)
-        case "qkv":
-            groups = [part.reshape(shape.num_query_groups, -1, *part.shape[1:]) for part in parts]
-            return torch.cat(groups, dim=1).flatten(0, 1)
-
-
-def _from_megatron(tensor: torch.Tensor, layout: Layout, shape: ModelShape) -> list[torch.Tensor]:
-    match layout:
-        case "copy":
-            return [tensor]
-        case "vocab":
-            return [tensor[: shape.vocab_size]]
-        case "gate_up":
-            return list(tensor.chunk(2))
-        case "qkv":
-            groups = tensor.reshape(shape.num_query_groups, -1, *tensor.shape[1:])
-            query_rows = groups.shape[1] - 2 * shape.head_dim
-            split = groups.split([query_rows, shape.head_dim, shape.head_dim], dim=1)
-            return [part.flatten(0, 1) for part in split]
-
-
-def _write_tensors(weights: Iterable[NamedTensor], directory: Path) -> None:
-    """``model-00001-of-0000N.safetensors`` of bounded size and their index, or one ``model.safetensors``."""
-    files: list[dict[str, int]] = []
-    pending: dict[str, torch.Tensor] = {}
+def _buckets(tensors: ModelTensors, bucket_bytes: int) -> Iterator[list[Owned]]:
+    """Neighbours in the plan that one stage owns and one pair of groups shares, up to ``bucket_bytes`` when whole."""
+    bucket: list[Owned] = []
     num_bytes = 0
+    for owned in tensors.plan():
+        rule = tensors.rule(owned.place)
+        ranks = tensors.num_shards(rule)
+        if rule.is_expert:
+            ranks *= mpu.get_expert_model_parallel_world_size()
+        size = owned.num_bytes * ranks
+        if bucket:
+            last = bucket[-1]
+            is_like = last.stage == owned.stage and tensors.rule(last.place).is_expert == rule.is_expert
+            if not is_like or num_bytes + size > bucket_bytes:
+                yield bucket
+                bucket, num_bytes = [], 0
+        bucket.append(owned)
+        num_bytes += size
+    if bucket:
+        yield bucket
 
-    def flush() -> None:
-        save_file(pending, directory / f"part-{len(files)}", metadata={"format": "pt"})
-        files.append({name: tensor.nbytes for name, tensor in pending.items()})
-        pending.clear()
 
-    for name, tensor in weights:
-        if pending and num_bytes + tensor.nbytes > _MAX_FILE_BYTES:
-            flush()
-            num_bytes = 0
-        pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        num_bytes += tensor.nbytes
-    flush()
-    if len(files) == 1:
-        (directory / "part-0").rename(directory / "model.safetensors")
-        return
-    weight_map: dict[str, str] = {}
-    for index, names in enumerate(files):
-        final = f"model-{index + 1:05d}-of-{len(files):05d}.safetensors"
-        (directory / f"part-{index}").rename(directory / final)
-        weight_map |= dict.fromkeys(names, final)
-    total = sum(size for names in files for size in names.values())
-    content = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / _INDEX).write_text(json.dumps(content, indent=2, sort_keys=True), encoding="utf-8")
+def _collect(bucket: list[Owned], tensors: ModelTensors) -> list[list[list[torch.Tensor]]]:
+    """``[expert rank][shard][index in the bucket]``: what all ranks of the owning stage hold, on every rank."""
+    is_expert = tensors.rule(bucket[0].place).is_expert
+    is_mine = bucket[0].stage == mpu.get_pipeline_model_parallel_rank()
+    if is_expert:
+        groups = [mpu.get_expert_tensor_parallel_group(), mpu.get_expert_model_parallel_group()]
+    else:
+        groups = [mpu.get_tensor_model_parallel_group()]
+    num_stages = mpu.get_pipeline_model_parallel_world_size()
+    sizes = [group.size() for group in groups]
+    if num_stages == 1 and set(sizes) == {1}:
+        return [[[tensors.local[owned.place].value.detach() for owned in bucket]]]
+    like = next(iter(tensors.local.values())).value
+    if is_mine:
+        flat = _flatten([tensors.local[owned.place].value.detach() for owned in bucket])
+        for group in groups:
+            flat = _all_gather(flat, group)
+    else:
+        length = sum(_padded(owned.num_bytes) for owned in bucket)
+        for size in sizes:
+            length *= size
+        flat = torch.empty(length, dtype=torch.uint8, device=like.device)
+    if num_stages > 1:
+        group = mpu.get_pipeline_model_parallel_group()
+        dist.broadcast(flat, dist.get_global_rank(group, bucket[0].stage), group=group)
+    num_experts, num_shards = (sizes[1], sizes[0]) if is_expert else (1, sizes[0])
+    rows = flat.view(num_experts, num_shards, -1)
+    return [[_unflatten(rows[e, s], bucket) for s in range(num_shards)] for e in range(num_experts)]
+
+
+def _all_gather(flat: torch.Tensor, group: Any) -> torch.Tensor:
+    if group.size() == 1:
+        return flat
+    out = flat.new_empty(flat.numel() * group.size())
+    dist.all_gather_into_tensor(out, flat, group=group)
+    return out
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _flatten(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All bytes behind one another, each tensor on a multiple of 16."""
+    flat = torch.zeros(sum(_padded(value.nbytes) for value in values), dtype=torch.uint8, device=values[0].device)
+    begin = 0
+    for value in values:
+        flat[begin : begin + value.nbytes] = value.contiguous().view(-1).view(torch.uint8)
+        begin += _padded(value.nbytes)
+    return flat
+
+
+def _unflatten(flat: torch.Tensor, bucket: Sequence[Owned]) -> list[torch.Tensor]:
+    tensors, begin = [], 0
+    for owned in bucket:
+        tensors.append(flat[begin : begin + owned.num_bytes].view(owned.dtype).view(owned.shape))
+        begin += _padded(owned.num_bytes)
+    return tensors

@@ -6,25 +6,40 @@ fill them in.
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from slime.backends.megatron_utils.arguments import ModelArgs, OptimizerArgs, ParallelArgs, PrecisionArgs, TrainerArgs
-from slime.backends.megatron_utils.attention import PackedAttention
+from slime.backends.megatron_utils.arguments import OptimizerArgs, PrecisionArgs
+from slime.backends.megatron_utils.gpt import PackedGPTModel
+from slime.backends.megatron_utils.layer_specs import block_spec, mtp_spec
 from slime.backends.megatron_utils.model_shape import Llama3Rope, ModelShape
-from slime.backends.megatron_utils.norms import TorchNorm
 from slime.utils import accelerator
+from slime.utils.errors import ConfigError
 
-__all__ = ["build_config", "build_model", "params_dtype", "unwrap", "uses_distributed_optimizer", "wrap_data_parallel"]
+__all__ = [
+    "build_chunks",
+    "build_model",
+    "params_dtype",
+    "unwrap",
+    "uses_distributed_optimizer",
+    "wrap_data_parallel",
+]
 
 
 def params_dtype(precision: PrecisionArgs) -> torch.dtype:
@@ -34,86 +49,106 @@ def params_dtype(precision: PrecisionArgs) -> torch.dtype:
     return torch.float16 if precision.fp16 else torch.bfloat16
 
 
-def build_config(
+Provider = Callable[..., Any]
+"""``--custom-model-provider-path``: called with those of pre_process, post_process, vp_stage, config that it takes."""
+
+
+def build_chunks(
+    shape: ModelShape, config: TransformerConfig, *, padded_vocab_size: int, provider: Provider | None = None
+) -> list[torch.nn.Module]:
+    """This rank's part of the model: one chunk, or with interleaved pipelining one per virtual stage, in order."""
+    num_chunks = config.virtual_pipeline_model_parallel_size
+    stages: list[int | None] = [None] if num_chunks is None else list(range(num_chunks))
+    return [
+        build_model(shape, config, padded_vocab_size=padded_vocab_size, vp_stage=stage, provider=provider)
+        for stage in stages
+    ]
+
+
+def build_model(
     shape: ModelShape,
-    model: ModelArgs,
-    parallel: ParallelArgs,
-    precision: PrecisionArgs,
-    trainer: TrainerArgs,
+    config: TransformerConfig,
     *,
-    per_token_loss: bool,
-) -> TransformerConfig:
-    """Everything megatron-core needs to know about one layer."""
-    dtype = params_dtype(precision)
-    return TransformerConfig(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.ffn_hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_query_groups,
-        kv_channels=shape.head_dim,
-        normalization="RMSNorm",
-        layernorm_epsilon=shape.norm_epsilon,
-        qk_layernorm=shape.family.has_qk_norm,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        add_qkv_bias=shape.family.has_qkv_bias,
-        attention_dropout=model.attention_dropout,
-        hidden_dropout=model.hidden_dropout,
-        init_method_std=model.init_method_std,
-        use_cpu_initialization=accelerator.current().is_cpu,
-        perform_initialization=False,  # every weight comes from a checkpoint
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        autocast_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        fp16=dtype == torch.float16,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
-        attention_softmax_in_fp32=True,
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # variable lengths are refused with the default, even without experts
-        deterministic_mode=trainer.deterministic_mode,
-        calculate_per_token_loss=per_token_loss,
-        recompute_granularity=precision.recompute_granularity,
-        recompute_method=precision.recompute_method,
-        recompute_num_layers=precision.recompute_num_layers,
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        sequence_parallel=parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        context_parallel_size=parallel.context_parallel_size,
-        expert_model_parallel_size=parallel.expert_model_parallel_size,
-        deallocate_pipeline_outputs=True,
-    )
+    padded_vocab_size: int,
+    vp_stage: int | None = None,
+    provider: Provider | None = None,
+) -> torch.nn.Module:
+    """GPTModel with our attention and norms, on the device, without initial weights.
+
+    The first pipeline stage holds the embedding, the last the LM head; a tied head on another stage than the embedding
+    is a copy whose gradients Megatron sums with the embedding's.
+
+    Raises:
+        ConfigError: the user's ``provider`` returns something else.
+    """
+    if provider is None:
+        model: torch.nn.Module = _family_model(shape, config, padded_vocab_size, vp_stage)
+    else:
+        model = _provided_model(provider, config, vp_stage)
+    _mark_shards(model)
+    model.to(accelerator.current().device())
+    if config.params_dtype == torch.float32:
+        return model
+    wrapped = Float16Module(config, model)
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            module._maintain_float32_expert_bias()  # now, not in the first forward: weights are loaded before that
+    return wrapped
 
 
-def build_model(shape: ModelShape, config: TransformerConfig, *, padded_vocab_size: int) -> torch.nn.Module:
-    """GPTModel with our attention and norms, on the device, without initial weights. Its logits are always fp32."""
-    model = GPTModel(
+def _ends(vp_stage: int | None) -> tuple[bool, bool]:
+    """Whether this chunk has the embedding, and whether it has the head."""
+    is_first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+    return is_first, mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+
+
+def _provided_model(provider: Provider, config: TransformerConfig, vp_stage: int | None) -> PackedGPTModel:
+    is_first, is_last = _ends(vp_stage)
+    offered = {"pre_process": is_first, "post_process": is_last, "vp_stage": vp_stage, "config": config}
+    parameters = inspect.signature(provider).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    model = provider(**{name: value for name, value in offered.items() if takes_all or name in parameters})
+    if not isinstance(model, PackedGPTModel):
+        raise ConfigError(
+            f"--custom-model-provider-path: the function returned a {type(model).__name__}; it must return a "
+            f"{PackedGPTModel.__module__}.{PackedGPTModel.__name__} or a subclass, which reads packed sequences."
+        )
+    return model
+
+
+def _family_model(
+    shape: ModelShape, config: TransformerConfig, padded_vocab_size: int, vp_stage: int | None
+) -> PackedGPTModel:
+    is_first, is_last = _ends(vp_stage)
+    block = block_spec(config, shape.family, vp_stage)
+    model = PackedGPTModel(
         config,
-        _block_spec(config),
+        block,
         vocab_size=padded_vocab_size,
         max_sequence_length=shape.max_position_embeddings,
+        pre_process=is_first,
+        post_process=is_last,
         parallel_output=True,
         share_embeddings_and_output_weights=shape.is_tied,
         position_embedding_type="rope",
         rotary_percent=shape.rotary_percent,
         rotary_base=shape.rotary_base,
+        mtp_block_spec=mtp_spec(config, block, vp_stage),
+        vp_stage=vp_stage,
     )
     if shape.llama3_rope is not None:
         # Megatron's own --use-rope-scaling fixes three of the four factors
         model.rotary_pos_emb.inv_freq = _llama3_frequencies(model.rotary_pos_emb.inv_freq, shape.llama3_rope)
-    model.to(accelerator.current().device())
-    return model if config.params_dtype == torch.float32 else Float16Module(config, model)
+    return model
 
 
 def wrap_data_parallel(
-    config: TransformerConfig, model: torch.nn.Module, precision: PrecisionArgs, optimizer: OptimizerArgs
+    config: TransformerConfig,
+    model: torch.nn.Module,
+    precision: PrecisionArgs,
+    optimizer: OptimizerArgs,
+    *,
+    is_later_chunk: bool = False,
 ) -> DistributedDataParallel:
     """Gradient buffers, reduced over the data-parallel ranks once per step."""
     return DistributedDataParallel(
@@ -124,6 +159,7 @@ def wrap_data_parallel(
             check_for_nan_in_grad=False,  # ``step`` looks at all ranks before anything is applied
         ),
         model,
+        disable_bucketing=is_later_chunk,
     )
 
 
@@ -140,21 +176,23 @@ def unwrap(model: Any) -> GPTModel:
     return model
 
 
-def _block_spec(config: TransformerConfig) -> Any:
-    """Megatron's local (not TransformerEngine) layers with our core attention and norms."""
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
-    for layer in block.layer_specs:
-        attention = layer.submodules.self_attention.submodules
-        attention.core_attention = PackedAttention
-        for owner, names in (
-            (layer.submodules, ("input_layernorm", "pre_mlp_layernorm")),
-            (attention, ("q_layernorm", "k_layernorm")),
-        ):
-            for name in names:
-                if getattr(owner, name) not in (None, IdentityOp):
-                    setattr(owner, name, TorchNorm)
-    block.layer_norm = TorchNorm
-    return block
+def _mark_shards(model: torch.nn.Module) -> None:
+    """Tell the optimizer which weights are divided among the tensor-parallel ranks.
+
+    Megatron does this while it fills in initial weights, which is switched off. Without the mark the gradient norm
+    counts the first rank's shards only, and clipping is wrong on all of them.
+    """
+    for module in model.modules():
+        match module:
+            case ColumnParallelLinear() | VocabParallelEmbedding():
+                dim = 0
+            case RowParallelLinear():
+                dim = 1
+            case _:
+                continue
+        weight = module.weight
+        if weight is not None and not hasattr(weight, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
 
 
 def _llama3_frequencies(frequencies: torch.Tensor, rope: Llama3Rope) -> torch.Tensor:

@@ -1,224 +1,368 @@
-"""The shape of the model: read from the Hugging Face config.json, checked against the flags that were given.
+"""Model flags and the checkpoint's config.json: flags that were left out are derived, flags that contradict are named.
 
-Called by the command-line check and by the trainer. Imports neither torch nor megatron nor transformers.
+Called by the command line (``resolve_model`` as a step, ``check_against_hf`` as a rule). What the config's fields mean
+is ``hf_shape``'s. Imports neither torch nor megatron nor transformers.
 """
 
 from __future__ import annotations
 
-import json
+import ast
 import math
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.backends.megatron_utils.families.base import Family
-from slime.backends.megatron_utils.families.registry import FAMILIES
+from slime.backends.megatron_utils.hf_shape import (
+    Llama3Rope,
+    MlaShape,
+    ModelShape,
+    MoeShape,
+    YarnRope,
+    read_hf_config,
+    read_shape,
+)
 from slime.utils.errors import ConfigError
 
-__all__ = ["Llama3Rope", "ModelShape", "check_against_hf", "read_hf_config", "read_shape"]
+__all__ = [
+    "Llama3Rope",
+    "MlaShape",
+    "ModelShape",
+    "MoeShape",
+    "YarnRope",
+    "check_against_hf",
+    "expand_layer_pattern",
+    "padded_vocab_size",
+    "read_hf_config",
+    "read_shape",
+    "resolve_model",
+]
 
-
-@dataclass(frozen=True)
-class Llama3Rope:
-    """Llama 3.1 rope scaling, as in ``rope_parameters`` of its config.json."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """Everything that decides which tensors the model has and what they compute."""
-
-    model_type: str
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    head_dim: int
-    vocab_size: int
-    norm_epsilon: float
-    rotary_base: float
-    rotary_percent: float
-    is_tied: bool
-    max_position_embeddings: int
-    llama3_rope: Llama3Rope | None = None
-
-    @property
-    def kv_channels(self) -> int:
-        """Megatron's name of ``head_dim``."""
-        return self.head_dim
-
-    @property
-    def family(self) -> Family:
-        return FAMILIES[self.model_type]
-
-    def padded_vocab_size(self, multiple: int) -> int:
-        """Rows of the embedding: ``vocab_size`` rounded up to a multiple of ``multiple``."""
-        return math.ceil(self.vocab_size / multiple) * multiple
+_SEQ_LENGTH = 4096
+_PATTERN_NODES = (ast.Expression, ast.List, ast.BinOp, ast.Add, ast.Mult, ast.Constant, ast.Load)
+_MAX_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
 class _Field:
-    """One line of the flag <-> config.json table; a path with a dot looks into a nested mapping."""
+    """One line of the table: an attribute of the arguments, its flag, the config field, and the shape's value.
 
-    shape: str
+    ``value`` returns None where the model has no such thing; ``is_checked`` says for which models a given flag must
+    agree.
+    """
+
     dest: str
     flag: str
-    hf: tuple[str, ...]
+    hf: str
+    value: Callable[[ModelShape], Any]
+    is_checked: Callable[[ModelShape], bool] = lambda shape: True
+
+
+def _is_gqa(shape: ModelShape) -> bool:
+    return shape.mla is None
+
+
+def _has_dense_layers(shape: ModelShape) -> bool:
+    return shape.moe is None or not all(shape.moe.layers)
+
+
+def _moe(name: str) -> Callable[[ModelShape], Any]:
+    return lambda shape: None if shape.moe is None else getattr(shape.moe, name)
+
+
+def _mla(name: str) -> Callable[[ModelShape], Any]:
+    return lambda shape: None if shape.mla is None else getattr(shape.mla, name)
+
+
+def _rope_factor(shape: ModelShape) -> float | None:
+    """Launch scripts also pass --rotary-scaling-factor for Llama 3, whose factor it then is."""
+    if shape.yarn_rope is not None:
+        return shape.yarn_rope.factor
+    if shape.llama3_rope is not None:
+        return shape.llama3_rope.factor
+    return 1.0
+
+
+def _yarn(name: str) -> Callable[[ModelShape], Any]:
+    return lambda shape: None if shape.yarn_rope is None else getattr(shape.yarn_rope, name)
+
+
+def _has_yarn(shape: ModelShape) -> bool:
+    return shape.yarn_rope is not None  # without it the values have no effect: log(1) is zero
 
 
 _FIELDS = (
-    _Field("num_layers", "num_layers", "--num-layers", ("num_hidden_layers",)),
-    _Field("hidden_size", "hidden_size", "--hidden-size", ("hidden_size",)),
-    _Field("ffn_hidden_size", "ffn_hidden_size", "--ffn-hidden-size", ("intermediate_size",)),
-    _Field("num_attention_heads", "num_attention_heads", "--num-attention-heads", ("num_attention_heads",)),
-    _Field("num_query_groups", "num_query_groups", "--num-query-groups", ("num_key_value_heads",)),
-    _Field("head_dim", "kv_channels", "--kv-channels", ("head_dim",)),
-    _Field("vocab_size", "vocab_size", "--vocab-size", ("vocab_size",)),
-    _Field("norm_epsilon", "layernorm_epsilon", "--norm-epsilon", ("rms_norm_eps",)),
-    _Field("rotary_base", "rotary_base", "--rotary-base", ("rope_parameters.rope_theta", "rope_theta")),
-    _Field("rotary_percent", "rotary_percent", "--rotary-percent", ("partial_rotary_factor",)),
-    _Field("max_position_embeddings", "", "", ("max_position_embeddings",)),
+    _Field("num_layers", "--num-layers", "num_hidden_layers", lambda s: s.num_layers),
+    _Field("hidden_size", "--hidden-size", "hidden_size", lambda s: s.hidden_size),
+    _Field("ffn_hidden_size", "--ffn-hidden-size", "intermediate_size", lambda s: s.ffn_hidden_size, _has_dense_layers),
+    _Field("num_attention_heads", "--num-attention-heads", "num_attention_heads", lambda s: s.num_attention_heads),
+    _Field("num_query_groups", "--num-query-groups", "num_key_value_heads", lambda s: s.num_query_groups, _is_gqa),
+    _Field("kv_channels", "--kv-channels", "head_dim", lambda s: s.head_dim, _is_gqa),
+    _Field("vocab_size", "--vocab-size", "vocab_size", lambda s: s.vocab_size),
+    _Field("normalization", "--normalization", "rms_norm_eps, which means", lambda s: "RMSNorm"),
+    _Field("layernorm_epsilon", "--norm-epsilon", "rms_norm_eps", lambda s: s.norm_epsilon),
+    _Field("position_embedding_type", "--position-embedding-type", "rope_theta, which means", lambda s: "rope"),
+    _Field("rotary_base", "--rotary-base", "rope_theta", lambda s: _whole(s.rotary_base)),
+    _Field("rotary_percent", "--rotary-percent", "partial_rotary_factor", lambda s: s.rotary_percent, _is_gqa),
+    _Field("rotary_scaling_factor", "--rotary-scaling-factor", "rope scaling factor", _rope_factor),
+    _Field("rope_scaling_factor", "--rope-scaling-factor", "rope scaling factor", _rope_factor),
+    _Field("rope_type", "--rope-type", "rope_type", lambda s: "yarn" if _has_yarn(s) else "rope"),
+    _Field("mscale", "--mscale", "mscale", _yarn("mscale"), _has_yarn),
+    _Field("mscale_all_dim", "--mscale-all-dim", "mscale_all_dim", _yarn("mscale_all_dim"), _has_yarn),
+    _Field("q_lora_rank", "--q-lora-rank", "q_lora_rank", _mla("q_lora_rank")),
+    _Field("kv_lora_rank", "--kv-lora-rank", "kv_lora_rank", _mla("kv_lora_rank")),
+    _Field("qk_head_dim", "--qk-head-dim", "qk_nope_head_dim", _mla("qk_head_dim")),
+    _Field("qk_pos_emb_head_dim", "--qk-pos-emb-head-dim", "qk_rope_head_dim", _mla("qk_pos_emb_head_dim")),
+    _Field("v_head_dim", "--v-head-dim", "v_head_dim", _mla("v_head_dim")),
+    _Field("num_experts", "--num-experts", "number of experts", _moe("num_experts")),
+    _Field("moe_ffn_hidden_size", "--moe-ffn-hidden-size", "moe_intermediate_size", _moe("ffn_hidden_size")),
+    _Field(
+        "moe_shared_expert_intermediate_size",
+        "--moe-shared-expert-intermediate-size",
+        "moe_intermediate_size x n_shared_experts",
+        _moe("shared_size"),
+    ),
+    _Field("moe_router_topk", "--moe-router-topk", "num_experts_per_tok", _moe("topk")),
+    _Field("moe_router_score_function", "--moe-router-score-function", "scoring_func", _moe("score_function")),
 )
 
-_SWITCHES = (
-    # dest of a switch, the property of the family that it asserts, what its absence means
-    ("qk_layernorm", "has_qk_norm", "queries and keys have no norm"),
-    ("add_qkv_bias", "has_qkv_bias", "queries, keys and values have no bias"),
+_SWITCHES: tuple[tuple[str, str, Callable[[ModelShape], bool]], ...] = (
+    # dest, the config field or what the model lacks, whether the model has it
+    ("qk_layernorm", "queries and keys have no norm", lambda s: s.has_qk_norm),
+    ("add_qkv_bias", "queries, keys and values have no bias", lambda s: s.has_qkv_bias),
+    ("rotary_interleaved", "its rope rotates halves, not neighbours", lambda s: s.is_rotary_interleaved),
+    ("use_rope_scaling", "it has no llama3 rope scaling", lambda s: s.llama3_rope is not None),
+    ("untie_embeddings_and_output_weights", "tie_word_embeddings is true", lambda s: not s.is_tied),
+    ("group_query_attention", "it has multi-latent attention", _is_gqa),
+    ("multi_latent_attention", "it has no multi-latent attention", lambda s: s.mla is not None),
+    ("post_self_attn_layernorm", "there is no norm behind attention", lambda s: s.has_post_norms),
+    ("post_mlp_layernorm", "there is no norm behind the MLP", lambda s: s.has_post_norms),
+    ("layernorm_zero_centered_gamma", "its norms are not stored around zero", lambda s: False),
+    ("attention_output_gate", "its attention has no gate", lambda s: False),
+    ("use_gated_attention", "its attention has no gate", lambda s: False),
+    ("moe_shared_expert_gate", "its shared experts have no gate", lambda s: False),
+    (
+        "moe_router_pre_softmax",
+        "norm_topk_prob is true, or it has no experts",
+        lambda s: s.moe is not None and s.moe.pre_softmax,
+    ),
+    (
+        "moe_router_enable_expert_bias",
+        "its router has no bias",
+        lambda s: s.moe is not None and s.moe.has_expert_bias,
+    ),
 )
 
 
-def read_hf_config(hf_checkpoint: str) -> dict[str, Any]:
-    """``config.json`` of a Hugging Face directory.
+def resolve_model(args: Namespace) -> None:
+    """Fill in every model argument that was not given from ``--hf-checkpoint``, and expand --moe-layer-freq.
 
-    Raises:
-        ConfigError: the file is missing or is not a JSON object.
+    Given ones stay as they are: :func:`check_against_hf` compares them. Does nothing where the config cannot be read or
+    the model cannot be trained; the check says so, and generation alone needs none of this.
     """
-    path = Path(hf_checkpoint) / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--hf-checkpoint {hf_checkpoint}: cannot read config.json: {error.strerror}.") from None
-    except ValueError as error:
-        raise ConfigError(f"--hf-checkpoint {hf_checkpoint}: config.json is not valid JSON: {error}.") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"--hf-checkpoint {hf_checkpoint}: config.json does not hold a JSON object.")
-    return config
+    shape = _shape_or_none(args)
+    if shape is None:
+        return
+    derived: dict[str, Any] = {field.dest: field.value(shape) for field in _FIELDS}
+    derived |= {dest: has(shape) for dest, _, has in _SWITCHES}
+    derived |= {
+        "swiglu": True,
+        "add_bias_linear": False,
+        "add_position_embedding": False,
+        "use_rotary_position_embeddings": True,
+        "group_query_attention": shape.mla is None and shape.num_query_groups < shape.num_attention_heads,
+        "rope_scaling_factor": 8.0 if shape.llama3_rope is None else shape.llama3_rope.factor,
+        "rotary_scaling_factor": 1.0 if shape.yarn_rope is None else shape.yarn_rope.factor,
+        "mscale": 1.0 if shape.yarn_rope is None else shape.yarn_rope.mscale,
+        "mscale_all_dim": 0.0 if shape.yarn_rope is None else shape.yarn_rope.mscale_all_dim,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "seq_length": _SEQ_LENGTH,
+    }
+    derived |= _derived_routing(shape)
+    for dest, value in derived.items():
+        if dest not in args.given:
+            setattr(args, dest, value)
+    if args.moe_layer_freq is not None and not isinstance(args.moe_layer_freq, list):
+        layers = expand_layer_pattern(args.moe_layer_freq, shape.num_layers)
+        args.moe_layer_freq = args.moe_layer_freq if layers is None else layers
+    args.padded_vocab_size = padded_vocab_size(args, shape)
 
 
-def read_shape(hf_checkpoint: str) -> ModelShape:
-    """The shape of the model in ``hf_checkpoint``.
-
-    Raises:
-        ConfigError: the architecture or one of its options is not supported, or a field is missing.
-    """
-    config = read_hf_config(hf_checkpoint)
-    problems = _unsupported(hf_checkpoint, config)
-    if problems:
-        raise ConfigError(problems)
-    family = FAMILIES[config["model_type"]]
-    values = {item.shape: _value(config, family, item) for item in _FIELDS}
-    missing = [f"{item.hf[-1]}" for item in _FIELDS if values[item.shape] is None]
-    if missing:
-        raise ConfigError(f"--hf-checkpoint {hf_checkpoint}: config.json lacks {', '.join(missing)}.")
-    return ModelShape(
-        model_type=family.model_type,
-        is_tied=bool(config.get("tie_word_embeddings", family.defaults["tie_word_embeddings"])),
-        llama3_rope=_llama3_rope(config),
-        **values,
-    )
+def padded_vocab_size(args: Namespace, shape: ModelShape) -> int:
+    """Rows of the embedding: --padded-vocab-size, or what divides evenly among the tensor-parallel ranks."""
+    if args.padded_vocab_size is not None:
+        return int(args.padded_vocab_size)
+    return shape.padded_vocab_size(max(1, args.make_vocab_size_divisible_by * args.tensor_model_parallel_size))
 
 
 def check_against_hf(args: Namespace) -> list[str]:
-    """Every flag that contradicts ``--hf-checkpoint``: flag, its value, the config field and its value."""
+    """Every model flag that contradicts ``--hf-checkpoint``: flag, its value, the config field and its value."""
     if args.hf_checkpoint is None or not (Path(args.hf_checkpoint) / "config.json").is_file():
         return []  # reported with the other missing files
+    if args.debug_rollout_only:
+        return []  # any model can generate
     try:
         shape = read_shape(args.hf_checkpoint)
     except ConfigError as error:
         return error.problems
     where = f"config.json of --hf-checkpoint {args.hf_checkpoint}"
-    problems = []
-    for item in _FIELDS:
-        given = getattr(args, item.dest) if item.dest else None
-        actual = getattr(shape, item.shape)
-        if given is not None and not math.isclose(given, actual, rel_tol=1e-6):
-            problems.append(f"{item.flag} {given} differs from {item.hf[-1]} {actual} in {where}: drop the flag.")
-    for dest, attribute, absence in _SWITCHES:
-        if getattr(args, dest) and not getattr(shape.family, attribute):
-            flag = "--" + dest.replace("_", "-")
-            problems.append(f"{flag} differs from model_type {shape.model_type} in {where}: {absence} there.")
-    if args.untie_embeddings_and_output_weights and shape.is_tied:
-        problems.append(f"--untie-embeddings-and-output-weights differs from tie_word_embeddings true in {where}.")
-    if args.use_rope_scaling and shape.llama3_rope is None:
-        problems.append(f"--use-rope-scaling differs from {where}, which has no llama3 rope scaling.")
-    return problems
+    return [
+        *_different_values(args, shape, where),
+        *_different_switches(args, shape, where),
+        *_different_routing(args, shape, where),
+        *_too_many_mtp_layers(args, shape, where),
+        *_bad_vocab_padding(args, shape),
+    ]
 
 
-def _value(config: Mapping[str, Any], family: Family, item: _Field) -> Any:
-    for path in item.hf:
-        value: Any = config
-        for key in path.split("."):
-            value = value.get(key) if isinstance(value, Mapping) else None
-        if value is not None:
-            return value
-    if item.hf[-1] in family.defaults:
-        return family.defaults[item.hf[-1]]
-    match item.shape:
-        case "head_dim":
-            return config["hidden_size"] // config["num_attention_heads"]
-        case "num_query_groups":
-            return config.get("num_attention_heads")
-        case "rotary_percent":
-            return 1.0
-        case "max_position_embeddings":
-            return 4096
+def expand_layer_pattern(text: str, num_layers: int) -> list[int] | None:
+    """``--moe-layer-freq``: ``N`` (each N-th layer, counted from 0, has experts) or ``[0]*3+[1]*58`` -> one per layer.
+
+    Only lists, whole numbers, ``+`` and ``*`` are evaluated. None if it is anything else.
+    """
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, ValueError):
+        return None
+    if not all(isinstance(node, _PATTERN_NODES) for node in ast.walk(tree)):
+        return None
+    value = _evaluate(tree.body)
+    if isinstance(value, int):
+        return [int(layer % value == 0) for layer in range(num_layers)] if value > 0 else None
+    if value is None or any(item not in (0, 1) for item in value):
+        return None
+    return list(value)
+
+
+def _evaluate(node: ast.expr) -> Any:
+    """A list of ints, an int, or None for a combination without meaning. Sizes are bounded: it is user input."""
+    match node:
+        case ast.Constant(value=value):
+            return value if isinstance(value, int) and not isinstance(value, bool) and value <= _MAX_LAYERS else None
+        case ast.List(elts=items):
+            values = [_evaluate(item) for item in items]
+            return values if all(isinstance(value, int) for value in values) else None
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            a, b = _evaluate(left), _evaluate(right)
+            return a + b if isinstance(a, list) and isinstance(b, list) else None
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            a, b = _evaluate(left), _evaluate(right)
+            if isinstance(a, int) and isinstance(b, list):
+                a, b = b, a
+            is_repeat = isinstance(a, list) and isinstance(b, int) and len(a) * b <= _MAX_LAYERS
+            return a * b if is_repeat else None
         case _:
             return None
 
 
-def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``rope_parameters`` (transformers 5) or ``rope_scaling`` (4)."""
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
-
-
-def _rope_type(config: Mapping[str, Any]) -> str:
-    rope = _rope(config)
-    return rope.get("rope_type") or rope.get("type") or "default"
-
-
-def _llama3_rope(config: Mapping[str, Any]) -> Llama3Rope | None:
-    if _rope_type(config) != "llama3":
+def _shape_or_none(args: Namespace) -> ModelShape | None:
+    if args.hf_checkpoint is None:
         return None
-    rope = _rope(config)
-    return Llama3Rope(
-        factor=float(rope["factor"]),
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
-        original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
-    )
+    try:
+        return read_shape(args.hf_checkpoint)
+    except ConfigError:
+        return None
 
 
-def _unsupported(hf_checkpoint: str, config: Mapping[str, Any]) -> list[str]:
-    where = f"--hf-checkpoint {hf_checkpoint}: config.json has"
-    model_type = config.get("model_type")
-    if model_type not in FAMILIES:
-        return [f"{where} model_type {model_type!r}; supported are {', '.join(sorted(FAMILIES))}."]
-    family = FAMILIES[model_type]
-    problems = [
-        f"{where} {name} {config[name]}: {meaning} are not supported."
-        for name, meaning in family.refuses
-        if config.get(name)
-    ]
-    if config.get("hidden_act", "silu") != "silu":
-        problems.append(f"{where} hidden_act {config['hidden_act']!r}; only silu is supported.")
-    rope_types = {"default"} | ({"llama3"} if family.supports_llama3_rope else set())
-    if _rope_type(config) not in rope_types:
-        problems.append(f"{where} rope type {_rope_type(config)!r}; supported are {', '.join(sorted(rope_types))}.")
-    return problems
+def _derived_routing(shape: ModelShape) -> dict[str, Any]:
+    """What a given flag is compared with in its own way, because several spellings mean the same."""
+    moe = shape.moe
+    return {
+        "moe_layer_freq": None if moe is None else [int(has_experts) for has_experts in moe.layers],
+        "moe_router_num_groups": None if moe is None else moe.num_groups,
+        "moe_router_group_topk": None if moe is None else moe.group_topk,
+        "moe_router_topk_scaling_factor": None if moe is None else moe.scaling_factor,
+    }
+
+
+def _whole(value: float) -> float:
+    return int(value) if value == int(value) else value
+
+
+def _is_same(given: Any, actual: Any) -> bool:
+    if isinstance(given, int | float) and isinstance(actual, int | float):
+        return math.isclose(given, actual, rel_tol=1e-6)
+    return bool(given == actual)
+
+
+def _has(shape: ModelShape, dest: str) -> str:
+    """Why a field has no value."""
+    if dest in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
+        return "is not used" if shape.mla is not None else "is for multi-latent attention"
+    return "is not used" if shape.moe is not None else "is for experts"
+
+
+def _different_values(args: Namespace, shape: ModelShape, where: str) -> Iterator[str]:
+    for field in _FIELDS:
+        given = getattr(args, field.dest)
+        if field.dest not in args.given or given is None or not field.is_checked(shape):
+            continue
+        actual = field.value(shape)
+        if actual is None:
+            why = _has(shape, field.dest)
+            yield f"{field.flag} {given} {why}, but model_type {shape.model_type} in {where} has none: drop the flag."
+        elif not _is_same(given, actual):
+            yield f"{field.flag} {given} differs from {field.hf} {actual} in {where}: drop the flag."
+
+
+def _different_switches(args: Namespace, shape: ModelShape, where: str) -> Iterator[str]:
+    for dest, absence, has in _SWITCHES:
+        if dest in args.given and getattr(args, dest) and not has(shape):
+            flag = _SPELLINGS.get(dest, "--" + dest.replace("_", "-"))
+            yield f"{flag} differs from model_type {shape.model_type} in {where}: {absence} there. Drop the flag."
+
+
+_SPELLINGS = {"layernorm_zero_centered_gamma": "--apply-layernorm-1p"}
+
+
+def _different_routing(args: Namespace, shape: ModelShape, where: str) -> Iterator[str]:
+    moe = shape.moe
+    if moe is None:
+        for dest in _derived_routing(shape):
+            if dest in args.given and getattr(args, dest) not in (None, 1, "1"):
+                yield f"--{dest.replace('_', '-')} is for experts, which model_type {shape.model_type} does not have."
+        return
+    if "moe_layer_freq" in args.given:
+        layers = [int(has_experts) for has_experts in moe.layers]
+        if args.moe_layer_freq != layers:
+            yield _pattern_problem(args.moe_layer_freq, layers, where)
+    for dest, hf, actual in (
+        ("moe_router_num_groups", "n_group", moe.num_groups),
+        ("moe_router_group_topk", "topk_group", moe.group_topk),
+        ("moe_router_topk_scaling_factor", "routed_scaling_factor", moe.scaling_factor),
+    ):
+        given = getattr(args, dest)
+        # one group, or a factor of one, is the same as none
+        if dest in args.given and not _is_same(given or 1, actual or 1):
+            flag = "--" + dest.replace("_", "-")
+            yield f"{flag} {given} differs from {hf} {actual or 1} in {where}: drop the flag."
+
+
+def _pattern_problem(given: Any, layers: Sequence[int], where: str) -> str:
+    if not isinstance(given, list):
+        return f"--moe-layer-freq {given} must be a whole number above 0 or a list of 0 and 1 such as [0]*3+[1]*58."
+    if len(given) != len(layers):
+        return f"--moe-layer-freq has {len(given)} entries, but the model of {where} has {len(layers)} layers."
+    first = next(index for index, (a, b) in enumerate(zip(given, layers, strict=True)) if a != b)
+    kind = "has experts" if layers[first] else "is dense"
+    return f"--moe-layer-freq says {given[first]} for layer {first}, which {kind} in {where}: drop the flag."
+
+
+def _too_many_mtp_layers(args: Namespace, shape: ModelShape, where: str) -> Iterator[str]:
+    if args.mtp_num_layers is not None and not 1 <= args.mtp_num_layers <= shape.num_mtp_layers:
+        has = f"has {shape.num_mtp_layers} such layers" if shape.num_mtp_layers else "has no such layers"
+        yield f"--mtp-num-layers {args.mtp_num_layers}: {where} {has} (num_nextn_predict_layers)."
+
+
+def _bad_vocab_padding(args: Namespace, shape: ModelShape) -> Iterator[str]:
+    if args.make_vocab_size_divisible_by < 1:
+        yield f"--make-vocab-size-divisible-by {args.make_vocab_size_divisible_by} must be at least 1."
+    padded, ranks = args.padded_vocab_size, args.tensor_model_parallel_size
+    if "padded_vocab_size" not in args.given or padded is None:
+        return
+    if padded < shape.vocab_size or padded % max(1, ranks):
+        yield (
+            f"--padded-vocab-size {padded} must be at least the {shape.vocab_size} tokens of --hf-checkpoint "
+            f"{args.hf_checkpoint} and a multiple of --tensor-model-parallel-size {ranks}."
+        )

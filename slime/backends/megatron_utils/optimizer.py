@@ -12,11 +12,11 @@ from slime.backends.megatron_utils.arguments import OptimizerArgs, PrecisionArgs
 from slime.backends.megatron_utils.model import params_dtype, uses_distributed_optimizer
 from slime.utils.errors import ConfigError
 
-__all__ = ["build_optimizer", "build_scheduler"]
+__all__ = ["build_optimizer", "build_scheduler", "reset_moments"]
 
 
-def build_optimizer(model: Any, args: OptimizerArgs, precision: PrecisionArgs) -> Any:
-    """The optimizer of the data-parallel wrapped ``model``: fp32 main weights, global clipping, sharded states.
+def build_optimizer(chunks: list[Any], args: OptimizerArgs, precision: PrecisionArgs) -> Any:
+    """The optimizer of the data-parallel wrapped model chunks: fp32 main weights, global clipping, sharded states.
 
     Raises:
         ConfigError: sgd with sharded states, which Megatron cannot save.
@@ -40,7 +40,7 @@ def build_optimizer(model: Any, args: OptimizerArgs, precision: PrecisionArgs) -
         initial_loss_scale=2.0**16,  # fp16 only; Megatron's 2**32 skips dozens of steps until it has come down
         use_distributed_optimizer=uses_distributed_optimizer(args),
     )
-    optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+    optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if getattr(part, "init_state_fn", _zero_momentum) is None:
             part.init_state_fn = _zero_momentum  # Megatron has none for sgd and calls None when a checkpoint is loaded
@@ -53,6 +53,22 @@ def _zero_momentum(optimizer: torch.optim.Optimizer, config: OptimizerConfig | N
         for parameter in group["params"]:
             if group["momentum"] != 0 and not optimizer.state[parameter]:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+@torch.no_grad()
+def reset_moments(optimizer: Any) -> None:
+    """Forget what earlier steps left: Adam's moments and step counts (--reset-optimizer-states), momentum of sgd."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = part.optimizer
+        for state in inner.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    value.zero_()
+            if "step" in state and not isinstance(state["step"], torch.Tensor):
+                state["step"] = 0
+        for group in inner.param_groups:
+            if "step" in group:
+                group["step"] = 0
 
 
 def build_scheduler(optimizer: Any, args: OptimizerArgs, *, num_steps: int, global_batch_size: int) -> Any:
@@ -76,18 +92,23 @@ def build_scheduler(optimizer: Any, args: OptimizerArgs, *, num_steps: int, glob
             f"{flag} is {warmup:g} steps of warm-up, which must be fewer than the {decay_steps} steps of the schedule "
             "(--lr-decay-iters, by default all steps of the run)."
         )
+    is_constant = args.weight_decay_incr_style == "constant"
+    wsd_steps = None if args.lr_wsd_decay_iters is None else args.lr_wsd_decay_iters * global_batch_size
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0,
+        init_lr=args.lr_warmup_init,
         max_lr=args.lr,
         min_lr=args.min_lr,
         lr_warmup_steps=int(warmup * global_batch_size),
         lr_decay_steps=decay_steps * global_batch_size,
         lr_decay_style=args.lr_decay_style,
-        start_wd=args.weight_decay,
-        end_wd=args.weight_decay,
+        start_wd=args.weight_decay if is_constant else args.start_weight_decay,
+        end_wd=args.weight_decay if is_constant else args.end_weight_decay,
         wd_incr_steps=decay_steps * global_batch_size,
-        wd_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,  # the command line decides; a checkpoint tells how far the run is
+        wd_incr_style=args.weight_decay_incr_style,
+        wsd_decay_steps=wsd_steps,
+        lr_wsd_decay_style=args.lr_wsd_decay_style,
+        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
+        # by default the command line decides, and a checkpoint only tells how far the run is
+        override_opt_param_scheduler=not args.use_checkpoint_opt_param_scheduler,
     )

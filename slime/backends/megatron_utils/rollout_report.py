@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from slime.algorithms.reduce import make_reducer
+from slime.utils import accelerator
 
-__all__ = ["rollout_report"]
+__all__ = ["rollout_report", "warn_if_off_policy"]
 
-_PER_TOKEN = ("log_probs", "ref_log_probs", "rollout_log_probs", "advantages", "returns")
+logger = logging.getLogger(__name__)
+
+_SAME = 1e-6
+"""Largest difference between log-probs that the same weights and tokens may have where both sides are aligned."""
+
+_PER_TOKEN = (
+    "log_probs",
+    "ref_log_probs",
+    "teacher_log_probs",
+    "rollout_log_probs",
+    "advantages",
+    "returns",
+    "values",
+    "kl",
+    "entropy",
+    "opd_reverse_kl",
+)
 _PER_SAMPLE = ("rewards", "response_lengths", "total_lengths", "truncated")
 
 
@@ -22,12 +40,13 @@ def rollout_report(columns: dict[str, Any], num_rollouts: int, group: dist.Proce
     same columns.
     """
     masks = columns["loss_masks"]
+    device = accelerator.current().device()  # where the group communicates; the columns are on the cpu
     reduce = make_reducer(columns["response_lengths"], masks, columns["rollout_mask_sums"], per_token=False)
     names = [name for name in _PER_TOKEN if columns.get(name) is not None]
-    sums = [float(reduce(torch.cat(columns[name]))) / num_rollouts for name in names]
+    sums = [float(reduce(_flat(columns[name]))) / num_rollouts for name in names]
     plain = [name for name in _PER_SAMPLE if columns.get(name) is not None]
     sums += [float(sum(columns[name])) for name in plain]
-    totals = torch.tensor([*sums, len(masks)], dtype=torch.float64)
+    totals = torch.tensor([*sums, len(masks)], dtype=torch.float64, device=device)
     dist.all_reduce(totals, group=group)
     *values, num_samples = totals.tolist()
     report = dict(zip(names, values[: len(names)], strict=True))
@@ -35,13 +54,31 @@ def rollout_report(columns: dict[str, Any], num_rollouts: int, group: dist.Proce
     if columns.get("raw_reward"):
         report["raw_reward"] = sum(columns["raw_reward"]) / len(columns["raw_reward"])
     if "log_probs" in names and "rollout_log_probs" in names:
-        report["logprob_abs_diff_max"] = _largest_difference(columns, group)
+        report["logprob_abs_diff_max"] = _largest_difference(columns, group, device)
     return report
 
 
-def _largest_difference(columns: dict[str, Any], group: dist.ProcessGroup) -> float:
-    difference = (torch.cat(columns["log_probs"]) - torch.cat(columns["rollout_log_probs"])).abs()
-    trained = difference[torch.cat(columns["loss_masks"]) != 0]
-    largest = trained.max() if trained.numel() else torch.zeros(())
+def warn_if_off_policy(rollout_id: int, report: dict[str, float]) -> None:
+    """Say that trainer and engine differ, for ``--true-on-policy-mode``; their kernels need not be bit-aligned."""
+    difference = report.get("logprob_abs_diff_max")
+    if difference is None:
+        logger.warning("--true-on-policy-mode: rollout %d has no log-probs of the engine to compare with.", rollout_id)
+    elif difference > _SAME:
+        logger.warning(
+            "--true-on-policy-mode: in rollout %d the log-probs of trainer and engine differ by up to %.1e.",
+            rollout_id,
+            difference,
+        )
+
+
+def _flat(rows: list[torch.Tensor]) -> torch.Tensor:
+    """A hook may have put its tensors on the device."""
+    return torch.cat([row.cpu() for row in rows])
+
+
+def _largest_difference(columns: dict[str, Any], group: dist.ProcessGroup, device: torch.device) -> float:
+    difference = (_flat(columns["log_probs"]) - _flat(columns["rollout_log_probs"])).abs()
+    trained = difference[_flat(columns["loss_masks"]) != 0]
+    largest = (trained.max() if trained.numel() else torch.zeros(())).to(device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     return float(largest)

@@ -5,8 +5,13 @@ Must not be imported before ``patches.install.install`` ran: everything here imp
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import random
 from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,18 +22,25 @@ from slime.backends.megatron_utils.arguments import (
     ModelArgs,
     OptimizerArgs,
     ParallelArgs,
+    PluginArgs,
     PrecisionArgs,
+    PredictionArgs,
     TrainerArgs,
 )
-from slime.backends.megatron_utils.model import build_config, build_model, wrap_data_parallel
-from slime.backends.megatron_utils.model_shape import ModelShape
+from slime.backends.megatron_utils.cp_utils import Sharding
+from slime.backends.megatron_utils.freezing import freeze_parameters
+from slime.backends.megatron_utils.model import build_chunks, wrap_data_parallel
+from slime.backends.megatron_utils.model_shape import ModelShape, padded_vocab_size
 from slime.backends.megatron_utils.optimizer import build_optimizer, build_scheduler
 from slime.backends.megatron_utils.step import TrainState
+from slime.backends.megatron_utils.transformer_config import build_config
+from slime.backends.megatron_utils.value_head import add_value_head
 from slime.config.groups import from_args
+from slime.hooks.load import load_function
 from slime.utils import accelerator
 from slime.utils.distributed_utils import init_default_group
 
-__all__ = ["build_train_state", "init_distributed"]
+__all__ = ["build_model_state", "build_train_state", "init_distributed"]
 
 
 def init_distributed(parallel: ParallelArgs, trainer: TrainerArgs) -> None:
@@ -42,9 +54,11 @@ def init_distributed(parallel: ParallelArgs, trainer: TrainerArgs) -> None:
             context_parallel_size=parallel.context_parallel_size,
             expert_model_parallel_size=parallel.expert_model_parallel_size,
             expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+            virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
             distributed_timeout_minutes=max(1, round(parallel.distributed_timeout_minutes)),
             create_gloo_process_groups=False,
         )
+    # the first stage's parameters that no checkpoint holds must not repeat in the next
     seed = trainer.seed + 100 * mpu.get_pipeline_model_parallel_rank()
     random.seed(seed)
     np.random.seed(seed)
@@ -54,23 +68,32 @@ def init_distributed(parallel: ParallelArgs, trainer: TrainerArgs) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def build_train_state(args: Namespace, shape: ModelShape) -> TrainState:
-    """Model, optimizer and schedule, without weights."""
-    model_args = from_args(ModelArgs, args)
+def build_train_state(args: Namespace, shape: ModelShape, *, is_critic: bool = False) -> TrainState:
+    """Model, optimizer and schedule, without weights.
+
+    Args:
+        is_critic: a value head takes the place of the LM head.
+    """
+    if is_critic:
+        shape = dataclasses.replace(shape, is_tied=False)  # the embedding has nothing to share
     precision = from_args(PrecisionArgs, args)
     optimizer_args = from_args(OptimizerArgs, args)
-    parallel = from_args(ParallelArgs, args)
-    config = build_config(
-        shape,
-        model_args,
-        parallel,
-        precision,
-        from_args(TrainerArgs, args),
-        per_token_loss=args.calculate_per_token_loss,
+    state = build_model_state(args, shape)
+    config = state.config
+    if is_critic:
+        add_value_head(state.chunks, init_std=from_args(ModelArgs, args).init_method_std, seed=args.seed)
+    plugins, prediction = from_args(PluginArgs, args), from_args(PredictionArgs, args)
+    trains_prediction = prediction.enable_mtp_training and bool(prediction.mtp_num_layers) and not is_critic
+    freeze_parameters(
+        state.model,
+        only=plugins.only_train_params_name_list,
+        freeze=plugins.freeze_params_name_list,
+        trains_prediction=trains_prediction,
     )
-    multiple = model_args.make_vocab_size_divisible_by * parallel.tensor_model_parallel_size
-    model = build_model(shape, config, padded_vocab_size=shape.padded_vocab_size(multiple))
-    wrapped = wrap_data_parallel(config, model, precision, optimizer_args)
+    wrapped = [
+        wrap_data_parallel(config, chunk, precision, optimizer_args, is_later_chunk=index > 0)
+        for index, chunk in enumerate(state.chunks)
+    ]
     optimizer = build_optimizer(wrapped, optimizer_args, precision)
     samples = (args.num_rollout or 0) * args.rollout_batch_size * args.n_samples_per_prompt
     scheduler = build_scheduler(
@@ -79,4 +102,30 @@ def build_train_state(args: Namespace, shape: ModelShape) -> TrainState:
         num_steps=samples // args.global_batch_size,
         global_batch_size=args.global_batch_size,
     )
-    return TrainState(wrapped, config, optimizer, scheduler, shape.vocab_size)
+    return TrainState(
+        wrapped, config, optimizer, scheduler, shape.vocab_size, _sharding(config), trains_prediction=trains_prediction
+    )
+
+
+def build_model_state(args: Namespace, shape: ModelShape) -> TrainState:
+    """The model alone: without weights, optimizer, schedule and gradient buffers."""
+    config = build_config(args, shape)
+    path = from_args(PluginArgs, args).custom_model_provider_path
+    provider = None if path is None else _with_args(load_function(path), args)
+    chunks = build_chunks(shape, config, padded_vocab_size=padded_vocab_size(args, shape), provider=provider)
+    return TrainState(chunks, config, None, None, shape.vocab_size, _sharding(config))
+
+
+def _with_args(provider: Callable[..., Any], args: Namespace) -> Callable[..., Any]:
+    """A user's function gets the command line if it asks for it."""
+    return partial(provider, args=args) if "args" in inspect.signature(provider).parameters else provider
+
+
+def _sharding(config: Any) -> Sharding:
+    size = mpu.get_context_parallel_world_size()
+    return Sharding(
+        cp_rank=mpu.get_context_parallel_rank(),
+        cp_size=size,
+        cp_group=mpu.get_context_parallel_group() if size > 1 else None,
+        sequence_multiple=mpu.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1,
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,14 +14,14 @@ __all__ = ["WeightBackup"]
 
 
 class WeightBackup:
-    """A copy of the weights that ``model`` had when this was made."""
+    """A copy of the weights that the model ``chunks`` of this rank had when this was made."""
 
     @torch.no_grad()
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, chunks: Sequence[Any]) -> None:
+        self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
         pin = not accelerator.current().is_cpu
-        self._copy = [self._host(parameter, pin).copy_(parameter) for parameter in model.parameters()]
-        self._live = [self._host(parameter, pin) for parameter in model.parameters()]
+        self._copy = [self._host(parameter, pin).copy_(parameter) for parameter in self._parameters]
+        self._live = [self._host(parameter, pin) for parameter in self._parameters]
 
     @staticmethod
     def _host(parameter: torch.Tensor, pin: bool) -> torch.Tensor:
@@ -31,12 +31,12 @@ class WeightBackup:
     def swapped_in(self) -> Iterator[None]:
         """The model computes with the copied weights inside the block; its own are back afterwards, bit for bit."""
         with torch.no_grad():
-            for parameter, copy, live in zip(self._model.parameters(), self._copy, self._live, strict=True):
+            for parameter, copy, live in zip(self._parameters, self._copy, self._live, strict=True):
                 live.copy_(parameter)
                 parameter.copy_(copy)
         try:
             yield
         finally:
             with torch.no_grad():
-                for parameter, live in zip(self._model.parameters(), self._live, strict=True):
+                for parameter, live in zip(self._parameters, self._live, strict=True):
                     parameter.copy_(live)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from slime.backends.sglang_utils.fork_server import ForkedServer
 from slime.utils.deadline import Deadline
@@ -23,6 +24,8 @@ from slime.utils.process import GuardedProcess, log_tail
 __all__ = ["EngineSpec", "SGLangEngine"]
 
 _POLL_S = 0.1
+_KEEPALIVE_S = 2.0
+"""Shorter than the server's five seconds: a connection that both sides drop at once loses a request."""
 _CONTROL_TIMEOUT_S = 60.0
 _UPDATE_TIMEOUT_S = 600.0
 
@@ -56,7 +59,13 @@ class SGLangEngine:
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._server: ForkedServer | GuardedProcess | None = None
-        self._client = httpx.Client(base_url=self.url, timeout=_CONTROL_TIMEOUT_S, trust_env=False)
+        # never through a proxy: engines and router are on the cluster's own network
+        self._client = httpx.Client(
+            base_url=self.url,
+            timeout=_CONTROL_TIMEOUT_S,
+            trust_env=False,
+            limits=httpx.Limits(keepalive_expiry=_KEEPALIVE_S),
+        )
 
     @property
     def url(self) -> str:
@@ -86,8 +95,22 @@ class SGLangEngine:
 
     def _answers(self) -> bool:
         try:
-            return self._client.get("/model_info", timeout=5.0).status_code == 200
+            is_ready = self._client.get("/model_info", timeout=5.0).status_code == 200
         except httpx.HTTPError:
+            return False
+        return is_ready and self._listens()
+
+    def _listens(self) -> bool:
+        """Whether it is our server that has the port: another run's would answer just as well."""
+        assert self._server is not None
+        try:
+            main = psutil.Process(self._server.pid)
+            return any(
+                connection.status == psutil.CONN_LISTEN and connection.laddr.port == self._spec.port
+                for process in (main, *main.children(recursive=True))
+                for connection in process.net_connections("tcp")
+            )
+        except psutil.Error:  # it ended, or is just being replaced
             return False
 
     def is_alive(self) -> bool:
@@ -108,10 +131,13 @@ class SGLangEngine:
 
     def register(self, router_url: str) -> None:
         """Make the router send requests here."""
-        self._checked(
-            "register",
-            httpx.post(f"{router_url}/workers", json={"url": self.url}, timeout=_CONTROL_TIMEOUT_S, trust_env=False),
-        )
+        self._request("POST", f"{router_url}/workers", {"url": self.url})
+
+    def deregister(self, router_url: str) -> None:
+        """Make the router forget this engine; fine if it never knew it."""
+        for worker in self._request("GET", f"{router_url}/workers").get("workers", []):
+            if worker["url"] == self.url:
+                self._request("DELETE", f"{router_url}/workers/{worker['id']}")
 
     def health(self, timeout_s: float = 5.0) -> bool:
         """True when the HTTP process answers in time."""
@@ -152,7 +178,7 @@ class SGLangEngine:
 
     def destroy_weights_update_group(self, group_name: str) -> None:
         """Leave a group; a fresh engine has none, and that is fine."""
-        self._client.post("/destroy_weights_update_group", json={"group_name": group_name})
+        self._request("POST", "/destroy_weights_update_group", {"group_name": group_name}, is_checked=False)
 
     def update_weights_from_distributed(
         self,
@@ -177,7 +203,12 @@ class SGLangEngine:
         self._post("update_weights_from_distributed", body, _UPDATE_TIMEOUT_S)
 
     def weight_version(self) -> str:
-        return str(self._checked("model_info", self._client.get("/model_info"))["weight_version"])
+        return str(self._request("GET", "/model_info", needs="weight_version")["weight_version"])
+
+    def num_requests(self) -> int:
+        """Requests that run or wait in the scheduler."""
+        loads = self._request("GET", "/v1/loads?include=core", needs="loads")["loads"]
+        return sum(int(load["num_running_reqs"]) + int(load["num_waiting_reqs"]) for load in loads)
 
     def weights_checksum(self) -> dict[str, str]:
         """Tensor name -> checksum of what the engine holds."""
@@ -192,14 +223,32 @@ class SGLangEngine:
         self._post("abort_request", {"abort_all": True})
 
     def _post(self, verb: str, body: Mapping[str, Any] | None, timeout_s: float = _CONTROL_TIMEOUT_S) -> dict[str, Any]:
+        return self._request("POST", f"/{verb}", body, timeout_s)
+
+    def _request(
+        self,
+        method: str,
+        url: str,
+        body: Mapping[str, Any] | None = None,
+        timeout_s: float = _CONTROL_TIMEOUT_S,
+        *,
+        is_checked: bool = True,
+        needs: str | None = None,
+    ) -> dict[str, Any]:
+        """One HTTP call. ``needs``: key that the answer must have."""
         try:
-            response = self._client.post(f"/{verb}", json=body, timeout=timeout_s)
+            response = self._client.request(method, url, json=body, timeout=timeout_s)
         except httpx.HTTPError as error:
             self.raise_if_dead()
             raise EngineError(
-                f"engine {self._spec.rank}: POST {self.url}/{verb}: {type(error).__name__}: {error}"
+                f"engine {self._spec.rank} ({self.url}): {method} {url}: {type(error).__name__}: {error}"
             ) from error
-        return self._checked(verb, response)
+        body = self._checked(url.removeprefix("/"), response) if is_checked else {}
+        if needs is not None and needs not in body:
+            raise EngineError(
+                f"engine {self._spec.rank} ({self.url}): {method} {url}: no {needs!r} in {response.text[:500]}"
+            )
+        return body
 
     def _checked(self, verb: str, response: httpx.Response) -> dict[str, Any]:
         body = _json_object(response)

@@ -6,6 +6,7 @@
                                  accepts  <--------------------------  connects, sends argv, env, log path as JSON
                                  forks; the child keeps the connection
                                  answers the child's pid  ---------->
+                                 answers its exit status when it ends  ->
                                  child: serves; the connection closes ->  the child's process group is killed
 
 Only on a CPU: CUDA does not survive a fork. Safe because SGLang forks its scheduler and detokenizer before it starts
@@ -15,27 +16,36 @@ any thread, and because OpenMP has one.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import multiprocessing
 import os
-import signal
+import select
+import shutil
 import socket
 import sys
 import tempfile
+import threading
+import time
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from slime.backends.sglang_utils.launch import forget_allocator_settings
 from slime.utils.deadline import Deadline, wait_until
 from slime.utils.errors import EngineError
-from slime.utils.process import GuardedProcess, log_tail, watch_descriptor, watch_owner
+from slime.utils.process import GuardedProcess, kill_group, log_tail, watch_descriptor, watch_owner
 from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 
 __all__ = ["ForkServer", "ForkedServer"]
 
 _MESSAGE_BYTES = 1 << 20
+_REQUEST_TIMEOUT_S = 5.0
+"""A client that connects and says nothing is let go after this long."""
+_REAP_EVERY_S = 0.2
 
 
 class ForkServer:
@@ -57,6 +67,7 @@ class ForkServer:
 
     def stop(self) -> None:
         self._process.stop()
+        _remove_socket(self.socket_path)
 
 
 class ForkedServer:
@@ -67,37 +78,67 @@ class ForkedServer:
     ) -> None:
         self.log_path = log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        wait_until(lambda: Path(socket_path).exists(), deadline)
+        wait_until(lambda: _is_open(socket_path), deadline)
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._connection.settimeout(max(1.0, deadline.remaining))
-        self._connection.connect(socket_path)
+        self._answers = self._connection.makefile("rb")
+        self._lock = threading.Lock()
+        self._exit_code: int | None = None
         request = {"argv": list(argv), "env": dict(env), "log": str(log_path)}
-        self._connection.sendall(json.dumps(request).encode() + b"\n")
-        self.pid = int(json.loads(_read_line(self._connection))["pid"])
+        try:
+            self._connection.connect(socket_path)
+            self._connection.sendall(json.dumps(request).encode() + b"\n")
+            self.pid = self._answer("pid")
+        except TimeoutError as error:
+            self._connection.close()
+            raise deadline.error(f"no answer from the preloading process at {socket_path}") from error
+        except OSError as error:
+            self._connection.close()
+            raise EngineError(f"cannot reach the process that preloads SGLang at {socket_path}: {error}") from error
 
     def exit_code(self) -> int | None:
-        """None while the server's main process runs; its status is the fork server's to collect, so -1 otherwise."""
+        """None while the server's main process runs. -1 if it ended after the fork server, which knew its status."""
+        with self._lock:
+            if self._exit_code is None and not _is_running(self.pid):
+                self._exit_code = self._reported_status()
+            return self._exit_code
+
+    def _reported_status(self) -> int:
         try:
-            state = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
+            self._connection.settimeout(10 * _REAP_EVERY_S)
+            return self._answer("exit")
+        except (OSError, EngineError):
             return -1
-        return -1 if state == "Z" else None
+
+    def _answer(self, key: str) -> int:
+        line = self._answers.readline(_MESSAGE_BYTES)
+        if not line.endswith(b"\n"):
+            raise EngineError(f"the process that preloads SGLang closed the connection before it told the {key}")
+        return int(json.loads(line)[key])
 
     def stop(self) -> None:
-        from slime.utils.process import kill_group
-
         kill_group(self.pid)
         self._connection.close()
 
 
-def _read_line(connection: socket.socket) -> bytes:
-    data = b""
-    while not data.endswith(b"\n"):
-        part = connection.recv(_MESSAGE_BYTES)
-        if not part or len(data) > _MESSAGE_BYTES:
-            raise EngineError("the process that preloads SGLang closed the connection before it started the engine")
-        data += part
-    return data
+def _is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def _is_open(socket_path: str) -> bool:
+    """Whether the server listens. Raises once it is gone: it removes the directory at its end."""
+    path = Path(socket_path)
+    if not path.parent.exists():
+        raise EngineError("the process that preloads SGLang ended before it could start an engine; see fork_server.log")
+    return path.exists()
+
+
+def _remove_socket(socket_path: str) -> None:
+    shutil.rmtree(Path(socket_path).parent, ignore_errors=True)
 
 
 def _preload() -> None:
@@ -117,32 +158,87 @@ def _serve(socket_path: str) -> None:
     os.chmod(temporary, 0o600)
     listener.listen()
     os.rename(temporary, socket_path)  # clients see the name only when connecting works
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     print("ready", flush=True)
+    asking: dict[socket.socket, _Asking] = {}
+    servers: dict[int, socket.socket] = {}
     while True:
-        connection, _ = listener.accept()
-        with connection:
-            request = json.loads(_read_line(connection))
-            pid = os.fork()
-            if pid == 0:
-                listener.close()
-                _become_server(connection, request)
-            connection.sendall(json.dumps({"pid": pid}).encode() + b"\n")
+        _report_ended(servers)
+        readable = select.select([listener, *asking], [], [], _REAP_EVERY_S)[0]
+        if listener in readable:
+            connection, _ = listener.accept()
+            asking[connection] = _Asking(time.monotonic() + _REQUEST_TIMEOUT_S)
+        for connection in list(asking):
+            try:
+                request = asking[connection].request(connection, is_readable=connection in readable)
+            except (OSError, EngineError, ValueError, KeyError, TypeError) as error:
+                print(f"ignored a client: {type(error).__name__}: {error}", flush=True)
+                del asking[connection]
+                connection.close()
+                continue
+            if request is not None:
+                del asking[connection]
+                pid = os.fork()
+                if pid == 0:
+                    _become_server(connection, request, unused=[listener, *asking, *servers.values()])
+                servers[pid] = connection
+                _tell(connection, {"pid": pid})
 
 
-def _become_server(connection: socket.socket, request: dict[str, Any]) -> NoReturn:
-    os.setsid()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.environ.update(request["env"])
-    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    null = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((null, 0), (log, 1), (log, 2)):
-        os.dup2(source, target)
+@dataclass
+class _Asking:
+    """A client that has connected and not yet said all that it wants: read without waiting, others come meanwhile."""
+
+    patience: float
+    data: bytes = b""
+
+    def request(self, connection: socket.socket, *, is_readable: bool) -> dict[str, Any] | None:
+        """The request once it is complete. Raises when the client went away, keeps silent or makes no sense."""
+        if is_readable:
+            part = connection.recv(_MESSAGE_BYTES)
+            self.data += part
+            if not part or len(self.data) > _MESSAGE_BYTES:
+                raise EngineError(f"it closed the connection after {len(self.data)} bytes")
+        if self.data.endswith(b"\n"):
+            request = json.loads(self.data)
+            return {"argv": list(request["argv"]), "env": dict(request["env"]), "log": str(request["log"])}
+        if time.monotonic() > self.patience:
+            raise TimeoutError(f"no request within {_REQUEST_TIMEOUT_S:g} s")
+        return None
+
+
+def _report_ended(servers: dict[int, socket.socket]) -> None:
+    for pid in list(servers):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            connection = servers.pop(pid)
+            _tell(connection, {"exit": os.waitstatus_to_exitcode(status)})
+            connection.close()
+
+
+def _tell(connection: socket.socket, message: dict[str, int]) -> None:
+    """The client may be gone; its server notices that by itself and ends."""
+    with contextlib.suppress(OSError):
+        connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _become_server(connection: socket.socket, request: dict[str, Any], *, unused: Sequence[socket.socket]) -> NoReturn:
+    """In the forked child. Never returns to the accepting loop, whatever goes wrong."""
     try:
+        os.setsid()
+        for inherited in unused:
+            inherited.close()
+        os.environ.update(request["env"])
+        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        null = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((null, 0), (log, 1), (log, 2)):
+            os.dup2(source, target)
         _launch(connection, request["argv"])
+        os._exit(0)
+    except SystemExit as error:  # the reason is in the log already: no traceback on top of it
+        os._exit(error.code if isinstance(error.code, int) else 1)
     except BaseException:
         traceback.print_exc()
-    os._exit(1)
+        os._exit(1)
 
 
 def _launch(connection: socket.socket, argv: Sequence[str]) -> None:
@@ -163,9 +259,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Preload SGLang and fork servers on request.")
     parser.add_argument("--socket", required=True)
     options = parser.parse_args()
-    watch_owner()
-    _preload()
-    _serve(options.socket)
+    watch_owner(before_end=lambda: _remove_socket(options.socket))
+    try:
+        forget_allocator_settings()
+        _preload()
+        _serve(options.socket)
+    finally:
+        _remove_socket(options.socket)
 
 
 if __name__ == "__main__":

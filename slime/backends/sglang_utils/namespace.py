@@ -1,72 +1,193 @@
-"""The engine's share of the command line: every ``--sglang-*`` flag of the installed server."""
+"""The engine's share of the command line: ``--sglang-*`` for the server, ``--router-*`` for the router.
+
+Called by ``slime.config.parse`` before slime's own flags are parsed. Every option is checked and typed here, and every
+field of the server and the router becomes an attribute, its default included; what is handed on to their processes are
+the user's own words under the names that the installed version knows.
+"""
 
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from slime.backends.sglang_utils.server_args import known_flags
+from slime.backends.sglang_utils.option_table import (
+    ALIASES,
+    ALWAYS,
+    CONTROLLED,
+    REMOVED,
+    RENAMED,
+    Option,
+    OptionTable,
+    router_options,
+    server_options,
+)
+from slime.config.notices import Notice
 from slime.config.parse import EngineNamespace
 
 __all__ = ["read_engine"]
 
-_PREFIXES = ("--sglang-", "--no-sglang-")
+_SERVER = "--sglang-"
+_ROUTER = "--router-"
+_UNPREFIXED = ("--worker-urls",)
+"""Options of the router that have no prefix."""
+_UNUSED_BY_ROUTER = ("--router-cb-", "--router-health-")
+_MAX_CHOICES = 12
+
+
+@dataclass
+class _Reading:
+    """One program's options as they are read: attribute values, words for its parser, and what to tell the user."""
+
+    prefix: str
+    table: OptionTable
+    values: dict[str, Any] = field(default_factory=dict)
+    given: set[str] = field(default_factory=set)
+    argv: dict[str, list[str]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notices: list[Notice] = field(default_factory=list)
+
+    def warn(self, flag: str, text: str) -> None:
+        self.notices.append(Notice("warning", flag, text))
 
 
 def read_engine(tokens: Sequence[str], own: Collection[str]) -> EngineNamespace:
-    """Take SGLang's own flags, prefix removed, out of ``tokens``; those in ``own`` are declared by slime and stay."""
+    """Take the options of server and router out of ``tokens``; those in ``own`` are declared by slime and stay."""
+    rest, engine = _split(tokens, own)
+    server = _Reading("sglang_", server_options())
+    router = _Reading("router_", router_options())
+    for flag, words in engine:
+        if flag.startswith((_SERVER, "--no-sglang-")):
+            _read_server(server, flag, words)
+        else:
+            _read_router(router, flag, words)
+    for reading in (server, router):
+        if reading.table.note and reading.given:
+            reading.warn(reading.table.program, reading.table.note)
+    return EngineNamespace(
+        rest=rest,
+        attributes={**_server_attributes(server), **router.table.defaults, **router.values},
+        given=frozenset(server.given | router.given),
+        argv=[word for words in server.argv.values() for word in words],
+        router_argv=[word for words in router.argv.values() for word in words],
+        problems=server.problems + router.problems,
+        notices=server.notices + router.notices,
+    )
+
+
+def _split(tokens: Sequence[str], own: Collection[str]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """(what is not the engine's, (flag, its words) of what is). Words belong to the flag before them."""
     rest: list[str] = []
-    engine: list[str] = []
+    engine: list[tuple[str, list[str]]] = []
     target = rest
     for token in tokens:
         if token.startswith("--"):
-            is_engine = token.startswith(_PREFIXES) and token.split("=")[0] not in own
-            target = engine if is_engine else rest
-            if is_engine:
-                token = token.replace("sglang-", "", 1)
+            flag, equals, value = token.partition("=")
+            prefixed = flag.startswith((_SERVER, "--no-sglang-", _ROUTER, "--no-router-")) or flag in _UNPREFIXED
+            if prefixed and flag not in own:
+                target = [value] if equals else []
+                engine.append((flag, target))
+                continue
+            target = rest
         target.append(token)
-    if not engine:
-        return EngineNamespace(rest)
-    attributes = _attributes(engine)
-    problems = _unknown_flags(engine, known_flags())
-    return EngineNamespace(rest, attributes, frozenset(attributes), engine, problems=problems)
+    return rest, engine
 
 
-def _unknown_flags(engine: Sequence[str], known: Collection[str]) -> list[str]:
-    problems = []
-    for token in engine:
-        flag = token.split("=")[0]
-        if not flag.startswith("--") or flag in known or (flag.startswith("--no-") and "--" + flag[5:] in known):
-            continue
-        near = difflib.get_close_matches(flag, known, n=1, cutoff=0.75)
-        hint = f" Did you mean --sglang-{near[0][2:]}?" if near else ""
-        problems.append(f"unknown flag --sglang-{flag[2:]}: the installed SGLang server has no {flag}.{hint}")
-    return problems
+def _read_server(reading: _Reading, shown: str, words: list[str]) -> None:
+    is_negated = shown.startswith("--no-")
+    flag = "--" + shown.removeprefix("--no-").removeprefix("--").removeprefix("sglang-")
+    table = reading.table.by_flag
+    if flag not in table and RENAMED.get(flag) in table:
+        new = RENAMED[flag]
+        reading.notices.append(Notice("info", shown, f"SGLang calls it --sglang-{new[2:]} today; passed on as that"))
+        flag = new
+    if flag not in table and flag in REMOVED:
+        reading.warn(shown, f"dropped: the installed SGLang server has no such option; {REMOVED[flag]}")
+        return
+    option = table.get(flag)
+    if option is None:
+        reading.problems.append(_unknown(shown, flag, reading.table, _SERVER))
+    elif option.dest in ALWAYS:
+        reading.warn(shown, f"dropped: {ALWAYS[option.dest]}")
+    elif option.dest in CONTROLLED:
+        reading.problems.append(f"{shown} cannot be set: it {CONTROLLED[option.dest]}.")
+    else:
+        _take(reading, option, flag, shown, words, is_negated=is_negated)
 
 
-def _attributes(engine: Sequence[str]) -> dict[str, Any]:
-    """``["--context-length", "512", "--enable-x"]`` -> ``{"sglang_context_length": 512, "sglang_enable_x": True}``."""
-    found: dict[str, list[str]] = {}
-    name = ""
-    for token in engine:
-        if token.startswith("--"):
-            name, _, value = token[2:].partition("=")
-            found[name] = [value] if value else []
-        elif name:
-            found[name].append(token)
-    attributes: dict[str, Any] = {}
-    for key, texts in found.items():
-        is_negated = key.startswith("no-") and not texts
-        attribute = "sglang_" + (key[3:] if is_negated else key).replace("-", "_")
-        values = [_value(text) for text in texts]
-        attributes[attribute] = (not is_negated) if not values else values[0] if len(values) == 1 else values
-    return attributes
+def _read_router(reading: _Reading, shown: str, words: list[str]) -> None:
+    is_negated = shown.startswith("--no-")
+    flag = shown.replace("--no-", "--", 1) if is_negated else shown
+    option = reading.table.by_flag.get(flag)
+    if option is None:
+        reading.problems.append(_unknown(shown, flag, reading.table, "--"))
+        return
+    if flag.startswith(_UNUSED_BY_ROUTER):
+        reading.warn(shown, "no effect: the router's health checks and circuit breaker are off, slime watches engines")
+    if option.dest == "router_pd_disaggregation":
+        reading.problems.append(f"{shown} cannot be set: it follows from --prefill-num-servers or --sglang-config.")
+        return
+    _take(reading, option, flag, shown, words, is_negated=is_negated)
 
 
-def _value(text: str) -> Any:
+def _take(reading: _Reading, option: Option, flag: str, shown: str, words: list[str], *, is_negated: bool) -> None:
+    """Check and keep one option: the last one of its field wins, as in argparse."""
     try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
+        value = option.value_of(words)
+        if is_negated and option.kind not in ("switch", "boolean", "unknown"):
+            raise ValueError("is not a switch, so there is nothing to turn off")
+    except ValueError as error:
+        reading.problems.append(_bad_value(shown, words, option, str(error)))
+        return
+    name = option.dest if reading.prefix == "router_" else reading.prefix + option.dest
+    reading.given.add(name)
+    if option.kind == "append":
+        reading.values[name] = [*(reading.values.get(name) or []), value]
+        reading.argv.setdefault(option.dest, []).extend(_spelled(flag, words))
+        return
+    reading.values[name] = not is_negated if option.kind in ("switch", "boolean") else value
+    reading.argv.pop(option.dest, None)
+    if option.dest == "tp_size" and reading.prefix == "sglang_":
+        return  # slime passes it, from --rollout-num-gpus-per-engine, which this may set
+    if not is_negated:
+        reading.argv[option.dest] = _spelled(flag, words)
+    elif option.kind == "boolean":
+        reading.argv[option.dest] = ["--no-" + flag[2:]]
+
+
+def _spelled(flag: str, words: list[str]) -> list[str]:
+    """``=`` where the word would not pass for a value."""
+    if len(words) == 1 and (not words[0] or words[0].startswith("-")):
+        return [f"{flag}={words[0]}"]
+    return [flag, *words]
+
+
+def _server_attributes(reading: _Reading) -> dict[str, Any]:
+    """Every field that the user may read, without those that only slime sets."""
+    hidden = CONTROLLED.keys() | ALWAYS.keys()
+    found = {"sglang_" + name: value for name, value in reading.table.defaults.items() if name not in hidden}
+    found |= reading.values
+    found |= {alias: found[name] for name, alias in ALIASES.items() if name in found}
+    return found
+
+
+def _unknown(shown: str, flag: str, table: OptionTable, prefix: str) -> str:
+    near = difflib.get_close_matches(flag, table.flags, n=1, cutoff=0.75)
+    hint = f" Did you mean {prefix}{near[0][2:]}?" if near else ""
+    return f"unknown flag {shown}: the installed {table.program} has no {flag}.{hint}"
+
+
+def _bad_value(shown: str, words: list[str], option: Option, reason: str) -> str:
+    if option.choices is not None and "is not one of" in reason:
+        wrong = next((word for word in words if word not in map(str, option.choices)), "")
+        names = [str(choice) for choice in option.choices]
+        near = difflib.get_close_matches(wrong, names, n=1, cutoff=0.6)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        return f"{shown} {wrong} is not one of {_listed(names)}.{hint}"
+    return f"{shown}: {reason}."
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _MAX_CHOICES
+    return ", ".join(names) if more <= 0 else f"{', '.join(names[:_MAX_CHOICES])} and {more} more"

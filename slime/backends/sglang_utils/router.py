@@ -1,53 +1,93 @@
-"""The router in front of the engines: a guarded sglang-router process, probed until it answers."""
+"""The router in front of the engines: a guarded sglang-router process, or one that runs already and is only used."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import httpx
 
-from slime.utils.deadline import Deadline
+from slime.utils.deadline import Deadline, wait_until
 from slime.utils.errors import ConfigError, EngineError
-from slime.utils.net import free_port, is_port_free
+from slime.utils.net import claim_ports, is_port_free, url_host
 from slime.utils.process import GuardedProcess, log_tail
 
-__all__ = ["Router"]
+__all__ = ["ExistingRouter", "Router", "RouterProcess"]
 
 _START_TIMEOUT_S = 30.0
 
 
-class Router:
-    """Ends with this process."""
+class Router(Protocol):
+    """What the wiring needs of a router, whoever started it."""
 
-    def __init__(self, host: str, port: int | None, *, policy: str, request_timeout_s: int, log_path: Path) -> None:
+    host: str
+    port: int
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def is_ours(self) -> bool:
+        """False: others use it too; engines must be taken out of it one by one before they stop."""
+
+    def wait_ready(self) -> None:
+        """Return when the router answers."""
+
+    def raise_if_dead(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+def _is_alive(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/liveness", timeout=2.0, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+class RouterProcess:
+    """A router of this run. Ends with this process."""
+
+    is_ours = True
+
+    def __init__(
+        self, host: str, port: int | None, *, request_timeout_s: int, log_path: Path, flags: Sequence[str] = ()
+    ) -> None:
+        """
+        Args:
+            host: address to bind to.
+            port: None takes any free one.
+            flags: ``--router-*`` flags of the router's own parser.
+
+        Raises:
+            ConfigError: the port is in use.
+        """
         if port is not None and not is_port_free(host, port):
             raise ConfigError(
-                f"--sglang-router-port {port} is in use on {host}. Stop what listens there, or leave the flag out "
-                "to get a free port."
+                f"--sglang-router-port {port} is in use on {host}. Stop what listens there, leave the flag out to get "
+                "a free port, or name the router that listens there with --sglang-router-ip as well."
             )
-        self.host, self.port = host, free_port(host) if port is None else port
-        argv = [sys.executable, "-m", "slime.backends.sglang_utils.router_process", "--host", host]
-        argv += ["--port", str(self.port), "--prometheus-port", str(free_port()), "--policy", policy]
-        argv += ["--request-timeout-secs", str(request_timeout_s)]
+        self._claims = [claim_ports(host), claim_ports("127.0.0.1")]
+        self.host, self.port = host, self._claims[0].first if port is None else port
+        argv = [sys.executable, "-m", "slime.backends.sglang_utils.router_process", "--host", host.strip("[]")]
+        argv += ["--port", str(self.port), "--prometheus-port", str(self._claims[1].first)]
+        argv += ["--request-timeout-secs", str(request_timeout_s), *flags]
         self._process = GuardedProcess(argv, log_path=log_path)
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"http://{url_host(self.host)}:{self.port}"
 
     def wait_ready(self) -> None:
-        """Return when the router answers."""
-        deadline = Deadline(_START_TIMEOUT_S, f"the router at {self.url}")
-        while not self._answers():
-            self.raise_if_dead()
-            deadline.check(f"Last lines of {self._process.log_path}:\n{log_tail(self._process.log_path)}")
+        wait_until(
+            self._answers, Deadline(_START_TIMEOUT_S, f"the router at {self.url}", f"See {self._process.log_path}")
+        )
 
     def _answers(self) -> bool:
-        try:
-            return httpx.get(f"{self.url}/liveness", timeout=1.0, trust_env=False).status_code == 200
-        except httpx.HTTPError:
-            return False
+        self.raise_if_dead()
+        return _is_alive(self.url)
 
     def raise_if_dead(self) -> None:
         if self._process.exit_code() is not None:
@@ -58,3 +98,29 @@ class Router:
 
     def stop(self) -> None:
         self._process.stop()
+        for claim in self._claims:
+            claim.release()
+
+
+class ExistingRouter:
+    """The router that ``--sglang-router-ip`` and ``--sglang-router-port`` name. Never stopped here."""
+
+    is_ours = False
+
+    def __init__(self, host: str, port: int) -> None:
+        self.host, self.port = host, port
+
+    @property
+    def url(self) -> str:
+        return f"http://{url_host(self.host)}:{self.port}"
+
+    def wait_ready(self) -> None:
+        fix = "Start it first, or leave --sglang-router-ip and --sglang-router-port out to get a router of this run"
+        wait_until(lambda: _is_alive(self.url), Deadline(_START_TIMEOUT_S, f"the existing router at {self.url}", fix))
+
+    def raise_if_dead(self) -> None:
+        if not _is_alive(self.url):
+            raise EngineError(f"the existing router at {self.url} (--sglang-router-ip) does not answer any more.")
+
+    def stop(self) -> None:
+        """Nothing: it belongs to somebody else."""

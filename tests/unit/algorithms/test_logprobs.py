@@ -72,7 +72,8 @@ def test_one_rank_equals_log_softmax_and_its_gradient(case):
 
 def test_two_gloo_ranks_equal_log_softmax_even_where_one_holds_only_padding(tmp_path):
     rendezvous = tmp_path / "rendezvous"
-    torch.save(CASES, f"{rendezvous}.cases")
+    nucleus = [case | {"keep": some_ids(case)} for case in CASES[::5]]
+    torch.save([*CASES, *nucleus], f"{rendezvous}.cases")
     outputs = [tmp_path / f"{rank}.pt" for rank in range(2)]
     ranks = [
         subprocess.Popen([sys.executable, str(WORKER), str(rank), "2", str(rendezvous), str(outputs[rank])])
@@ -85,10 +86,11 @@ def test_two_gloo_ranks_equal_log_softmax_even_where_one_holds_only_padding(tmp_
             process.kill()
             process.wait()
     first, second = (torch.load(path, weights_only=True) for path in outputs)
-    for case, left, right in zip(CASES, first, second, strict=True):
+    for case, left, right in zip([*CASES, *nucleus], first, second, strict=True):
+        wanted = nucleus_reference(case, case["keep"]) if "keep" in case else expected(case)
         assert torch.equal(left["log_probs"], right["log_probs"])
         assert torch.equal(left["entropy"], right["entropy"])
-        assert_equal_results(left | {"grad": torch.cat([left["grad"], right["grad"]], dim=1)}, expected(case))
+        assert_equal_results(left | {"grad": torch.cat([left["grad"], right["grad"]], dim=1)}, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -119,6 +121,58 @@ def test_bf16_logits_are_summed_in_fp32():
     wanted = dense(logits, targets, 1000, 1.0)
     torch.testing.assert_close(log_probs, wanted[0].float(), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(entropy, wanted[1].float(), atol=1e-5, rtol=1e-5)
+
+
+def some_ids(case: dict) -> torch.Tensor:
+    g = torch.Generator().manual_seed(9)
+    keep = torch.rand(case["logits"].shape, generator=g) < 0.3
+    keep[0] = False  # only the sampled token is left: log-prob 0
+    keep[1] = True
+    keep[2, : WIDTH // 2] = False  # nothing on the first of two ranks
+    return keep
+
+
+def nucleus_reference(case: dict, keep: torch.Tensor) -> dict:
+    """log softmax over the kept ids and the target, entropy over the vocabulary; fp64."""
+    logits = case["logits"].double().requires_grad_()
+    targets, vocab_size = case["targets"], case["vocab_size"]
+    kept = keep | torch.nn.functional.one_hot(targets, WIDTH).bool()
+    scaled = logits / case["temperature"]
+    nucleus = scaled.masked_fill(~kept, -torch.inf)[:, :vocab_size]
+    log_probs = nucleus.log_softmax(1).gather(1, targets[:, None]).squeeze(1)
+    entropy = dense(logits, targets, vocab_size, case["temperature"])[1]
+    (log_probs @ case["w_lp"].double() + entropy @ case["w_h"].double()).backward()
+    return {"log_probs": log_probs.detach().float(), "entropy": entropy.detach().float(), "grad": logits.grad.float()}
+
+
+@pytest.mark.parametrize("case", CASES[::3], ids=lambda c: f"v{c['vocab_size']}-t{c['temperature']}-c{c['chunk_size']}")
+def test_a_keep_mask_renormalises_over_the_nucleus_and_the_sampled_token(case):
+    keep = some_ids(case)
+    case = case | {"logits": case["logits"].clone()}
+    case["logits"][0, case["targets"][0]] -= 300  # far below the largest logit
+    logits = case["logits"].clone().requires_grad_()
+    log_probs, entropy = log_probs_and_entropy(
+        logits,
+        case["targets"],
+        vocab_size=case["vocab_size"],
+        temperature=case["temperature"],
+        chunk_size=case["chunk_size"],
+        with_entropy=True,
+        keep=keep,
+    )
+    (log_probs @ case["w_lp"] + entropy @ case["w_h"]).backward()
+    assert log_probs[0] == 0
+    actual = {"log_probs": log_probs.detach(), "entropy": entropy.detach(), "grad": logits.grad}
+    assert_equal_results(actual, nucleus_reference(case, keep))
+
+
+def test_a_keep_mask_of_everything_changes_nothing():
+    case = CASES[0]
+    plain = log_probs_and_entropy(case["logits"], case["targets"])[0]
+    kept = log_probs_and_entropy(case["logits"], case["targets"], keep=torch.ones_like(case["logits"]).bool())[0]
+    assert torch.equal(plain, kept)
+    with pytest.raises(ValueError, match="keep must have the shape"):
+        log_probs_and_entropy(case["logits"], case["targets"], keep=torch.ones(2, 2).bool())
 
 
 def test_huge_logits_neither_overflow_nor_lose_the_target():

@@ -1,19 +1,16 @@
-"""Every formula of the policy loss against a plain loop over tokens, values and gradients."""
+"""The parts of the losses: clipping, KL estimators, reducers, credit of GRPO, supervised loss."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 
 from slime.algorithms import grpo
-from slime.algorithms.arguments import AlgorithmArgs
 from slime.algorithms.clip import clipped_surrogate
 from slime.algorithms.kl import approx_kl, importance_ratio
-from slime.algorithms.policy_loss import PolicyTokens, policy_loss
 from slime.algorithms.reduce import count_tokens, make_reducer, segment_sum
 from slime.algorithms.sft import sft_loss
 
@@ -28,125 +25,6 @@ def masks() -> list[torch.Tensor]:
 
 def reducer(per_token: bool = False):
     return make_reducer(LENGTHS, masks(), torch.tensor(DENOMINATORS, dtype=torch.float32), per_token=per_token)
-
-
-def make_tokens(seed: int = 0) -> PolicyTokens:
-    g = torch.Generator().manual_seed(seed)
-    n = sum(LENGTHS)
-    old = -torch.rand(n, generator=g) * 3
-    return PolicyTokens(
-        log_probs=(old + torch.randn(n, generator=g) * 0.5).requires_grad_(),
-        advantages=torch.randn(n, generator=g),
-        entropy=torch.rand(n, generator=g).requires_grad_(),
-        old_log_probs=old,
-        rollout_log_probs=old + torch.randn(n, generator=g) * 0.1,
-        ref_log_probs=old + torch.randn(n, generator=g) * 0.3,
-    )
-
-
-def loop_loss(t: PolicyTokens, s: AlgorithmArgs) -> dict[str, torch.Tensor]:
-    """The loss, token by token, in fp64 and with scalars only."""
-    names = ("loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "kl_loss", "train_rollout_logprob_abs_diff")
-    total = {name: torch.zeros((), dtype=torch.float64) for name in names}
-    position = 0
-    for mask, denominator in zip(MASKS, DENOMINATORS, strict=True):
-        for m in mask:
-            w = m * (1.0 if s.calculate_per_token_loss else 1.0 / max(denominator, 1))
-            new = t.log_probs[position].double()
-            engine = t.rollout_log_probs[position].double()
-            old = engine if s.use_rollout_logprobs else t.old_log_probs[position].double()
-            a = t.advantages[position].double()
-            ratio = torch.exp(new - old)
-            low, high = 1 - s.eps_clip, 1 + (s.eps_clip if s.eps_clip_high is None else s.eps_clip_high)
-            bounded = min(max(ratio, torch.tensor(low).double()), torch.tensor(high).double())
-            pg = max(-ratio * a, -bounded * a)
-            if s.eps_clip_c is not None and a < 0:
-                pg = min(-s.eps_clip_c * a, pg)
-            d = new - t.ref_log_probs[position].double()
-            kl = {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d, "low_var_kl": torch.exp(-d) - 1 + d}[
-                s.kl_loss_type
-            ]
-            if s.use_unbiased_kl:
-                kl = kl * ratio
-            if s.kl_loss_type == "low_var_kl":
-                kl = min(max(kl, torch.tensor(-10.0).double()), torch.tensor(10.0).double())
-            h = t.entropy[position].double()
-            total["pg_loss"] = total["pg_loss"] + w * pg
-            total["entropy_loss"] = total["entropy_loss"] + w * h
-            total["kl_loss"] = total["kl_loss"] + w * kl
-            total["pg_clipfrac"] += w * float(-bounded * a > -ratio * a)
-            total["ppo_kl"] = total["ppo_kl"] + w * (old - new)
-            x = new if s.use_rollout_logprobs else old
-            total["train_rollout_logprob_abs_diff"] = total["train_rollout_logprob_abs_diff"] + w * abs(x - engine)
-            position += 1
-    total["loss"] = total["pg_loss"] - s.entropy_coef * total["entropy_loss"]
-    if s.use_kl_loss:
-        total["loss"] = total["loss"] + s.kl_loss_coef * total["kl_loss"]
-    else:
-        del total["kl_loss"]
-    return total
-
-
-SETTINGS = {
-    "plain": AlgorithmArgs(),
-    "clip-high": AlgorithmArgs(eps_clip=0.1, eps_clip_high=0.28),
-    "dual-clip": AlgorithmArgs(eps_clip=0.1, eps_clip_c=1.3),
-    "entropy": AlgorithmArgs(entropy_coef=0.01),
-    "k1": AlgorithmArgs(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k1"),
-    "k2": AlgorithmArgs(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k2"),
-    "k3-unbiased": AlgorithmArgs(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3", use_unbiased_kl=True),
-    "low-var": AlgorithmArgs(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="low_var_kl", entropy_coef=0.1),
-    "rollout-logprobs": AlgorithmArgs(use_rollout_logprobs=True),
-    "per-token": AlgorithmArgs(calculate_per_token_loss=True, use_kl_loss=True, kl_loss_coef=1.0, kl_loss_type="k2"),
-}
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", SETTINGS)
-def test_policy_loss_metrics_and_gradients_equal_a_loop_over_tokens(name, seed):
-    settings, tokens = SETTINGS[name], make_tokens(seed)
-    out = policy_loss(tokens, settings, reducer(settings.calculate_per_token_loss))
-    wanted = loop_loss(tokens, settings)
-    assert set(out.metrics) == set(wanted)
-    for metric, value in out.metrics.items():
-        assert not value.requires_grad
-        torch.testing.assert_close(value, wanted[metric].detach().float(), atol=1e-5, rtol=1e-5, msg=metric)
-    leaves = (tokens.log_probs, tokens.entropy)
-    actual = torch.autograd.grad(out.loss, leaves, allow_unused=True, materialize_grads=True)
-    reference = torch.autograd.grad(wanted["loss"], leaves, allow_unused=True, materialize_grads=True)
-    for a, b in zip(actual, reference, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-
-
-def test_without_old_log_probs_the_ratio_is_exactly_one_and_the_gradient_is_reinforce():
-    tokens = replace(make_tokens(), old_log_probs=None)
-    out = policy_loss(tokens, AlgorithmArgs(), reducer(per_token=True))
-    assert out.metrics["ppo_kl"] == 0
-    assert out.metrics["pg_clipfrac"] == 0
-    (grad,) = torch.autograd.grad(out.loss, tokens.log_probs)
-    mask = torch.tensor([m for sample in MASKS for m in sample])
-    torch.testing.assert_close(grad, -tokens.advantages * mask)
-
-
-def test_metric_order_is_the_same_for_every_micro_batch():
-    settings = AlgorithmArgs(use_kl_loss=True)
-    orders = {tuple(policy_loss(make_tokens(seed), settings, reducer()).metrics) for seed in range(3)}
-    assert orders == {
-        ("loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "train_rollout_logprob_abs_diff", "kl_loss")
-    }
-
-
-@pytest.mark.parametrize(
-    ("settings", "missing", "flag"),
-    [
-        (AlgorithmArgs(use_kl_loss=True), "ref_log_probs", "--use-kl-loss"),
-        (AlgorithmArgs(use_rollout_logprobs=True), "rollout_log_probs", "--use-rollout-logprobs"),
-        (AlgorithmArgs(entropy_coef=0.1), "entropy", "--entropy-coef"),
-    ],
-)
-def test_log_probs_that_a_flag_needs_and_the_batch_lacks_are_an_error_with_the_flag(settings, missing, flag):
-    with pytest.raises(ValueError, match=flag):
-        policy_loss(replace(make_tokens(), **{missing: None}), settings, reducer())
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ def main(rank: int, size: int, rendezvous: str, output: str) -> None:
             temperature=case["temperature"],
             chunk_size=case["chunk_size"],
             with_entropy=True,
+            keep=case["keep"].chunk(size, dim=1)[rank] if "keep" in case else None,
         )
         (log_probs @ case["w_lp"] + entropy @ case["w_h"]).backward()
         results.append({"log_probs": log_probs.detach(), "entropy": entropy.detach(), "grad": shard.grad})

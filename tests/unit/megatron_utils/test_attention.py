@@ -16,7 +16,7 @@ from slime.backends.megatron_utils.attention import PackedAttention, packed_segm
 
 
 def _attention(**overrides: Any) -> PackedAttention:
-    config = {"window_size": None, "context_parallel_size": 1, "kv_channels": 8, "attention_dropout": 0.0}
+    config = {"window_size": None, "kv_channels": 8, "attention_dropout": 0.0}
     return PackedAttention(SimpleNamespace(**(config | overrides)), layer_number=1)
 
 
@@ -56,11 +56,10 @@ def test_outputs_and_gradients_equal_a_plain_loop(lengths: list[int]) -> None:
 def test_hundreds_of_short_segments_share_one_call_and_a_long_one_stands_alone() -> None:
     lengths = [20 + i % 9 for i in range(200)] + [500]
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
-    assert packed_segments(cu_seqlens, 500).plan.shapes == ((1, 500), (200, 28))
+    batches = packed_segments(cu_seqlens, 500).plan.padding.batches
+    assert [batch.shape for batch in batches] == [(1, 500, 500), (200, 28, 28)]
 
 
 def test_what_it_cannot_do_is_refused_when_the_model_is_built() -> None:
     with pytest.raises(NotImplementedError, match="sliding windows"):
         _attention(window_size=(128, 0))
-    with pytest.raises(NotImplementedError, match="context parallelism"):
-        _attention(context_parallel_size=2)

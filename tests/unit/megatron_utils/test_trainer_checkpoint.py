@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, SlimeError
 from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, use_single_rank_env
 
 
@@ -123,7 +125,12 @@ def test_a_torch_dist_reference_is_used_for_kl_and_as_start_while_load_is_empty(
     base.train(1, make_batch())
     base.save(1)
     trainer, start = _trainer(
-        hf_path, with_ref=True, use_kl_loss=True, load=str(tmp_path / "new"), ref_load=str(tmp_path / "base")
+        hf_path,
+        with_ref=True,
+        use_kl_loss=True,
+        load=str(tmp_path / "new"),
+        save=str(tmp_path / "new"),
+        ref_load=str(tmp_path / "base"),
     )
     assert start == 0
     assert all(torch.equal(value, _weights(base)[name]) for name, value in _weights(trainer).items())
@@ -175,3 +182,106 @@ def test_a_damaged_checkpoint_is_a_config_error(hf_path: Path, tmp_path: Path) -
 def test_a_warm_up_longer_than_the_schedule_is_refused(hf_path: Path) -> None:
     with pytest.raises(ConfigError, match="--lr-warmup-iters 10 is 10 steps of warm-up"):
         _trainer(hf_path, lr_warmup_iters=10)
+
+
+def test_a_checkpoint_written_in_the_background_holds_the_weights_of_the_moment_it_was_asked_for(
+    hf_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    writer = filesystem_async.FileSystemWriterAsync
+    original, may_write = writer.write_preloaded_data_multiproc, threading.Event()
+
+    def write(*arguments: Any, **keywords: Any) -> None:
+        assert may_write.wait(60)
+        original(*arguments, **keywords)
+
+    monkeypatch.setattr(writer, "write_preloaded_data_multiproc", staticmethod(write))
+    trainer, _ = _trainer(hf_path, save=str(tmp_path), async_save=True, num_rollout=10)
+    trainer.train(0, make_batch(seed=0))
+    at_save = _weights(trainer)
+    trainer.save(0)
+    trainer.train(1, make_batch(seed=1))  # the weights change before anything is written
+    may_write.set()
+    trainer.save(1)  # waits for the first
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "0"
+    trainer.save(9)  # the run's last checkpoint is complete when the call returns
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "9"
+
+    loaded, start = _trainer(hf_path, load=str(tmp_path), ckpt_step=0)
+    assert start == 1
+    assert all(torch.equal(value, at_save[name]) for name, value in _weights(loaded).items())
+
+
+def test_a_background_save_is_completed_by_the_next_training_step_that_finds_it_written(
+    hf_path: Path, tmp_path: Path
+) -> None:
+    trainer, _ = _trainer(hf_path, save=str(tmp_path), async_save=True, num_rollout=10)
+    trainer.save(0)
+    trainer._writer._pending.thread.join(60)
+    assert not (tmp_path / "latest_checkpointed_iteration.txt").exists()
+    trainer.train(0, make_batch())
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "0"
+
+
+def test_a_torn_latest_checkpoint_gives_way_to_the_one_before_and_says_so(
+    hf_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, _ = _trainer(hf_path, save=str(tmp_path))
+    trainer.save(0)
+    at_zero = _weights(trainer)
+    trainer.train(1, make_batch())
+    trainer.save(1)
+    shard = sorted((tmp_path / "iter_0000001").glob("*.distcp"))[0]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    resumed, start = _trainer(hf_path, load=str(tmp_path), save=str(tmp_path))
+    assert start == 1
+    assert all(torch.equal(value, at_zero[name]) for name, value in _weights(resumed).items())
+    assert f"{shard.name} has" in caplog.text
+    assert "Falling back to iter_0000000" in caplog.text
+
+
+def test_only_the_newest_checkpoints_are_kept_with_their_data_states(hf_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "rollout").mkdir()
+    trainer, _ = _trainer(hf_path, save=str(tmp_path), keep_last_checkpoints=2)
+    foreign = tmp_path / "iter_0000000"
+    foreign.mkdir()
+    (foreign / "metadata.json").write_text("{}")  # complete, but not written by us
+    for rollout_id in (1, 3, 5):
+        (tmp_path / "rollout" / f"global_dataset_state_dict_{rollout_id}.json").write_text("{}")
+        trainer.save(rollout_id)
+    assert sorted(entry.name for entry in tmp_path.glob("iter_*")) == ["iter_0000000", "iter_0000003", "iter_0000005"]
+    states = sorted(entry.name for entry in (tmp_path / "rollout").iterdir())
+    assert states == ["global_dataset_state_dict_3.json", "global_dataset_state_dict_5.json"]
+
+
+def test_a_manifest_says_what_belongs_to_the_checkpoint(hf_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "rollout").mkdir()
+    (tmp_path / "rollout" / "global_dataset_state_dict_4.json").write_text("{}")
+    trainer, _ = _trainer(hf_path, save=str(tmp_path), no_save_rng=True)
+    trainer.save(4)
+    directory = tmp_path / "iter_0000004"
+    manifest = json.loads((directory / "manifest.json").read_text())
+    assert (manifest["iteration"], manifest["rollout_id"], manifest["weight_version"]) == (4, 4, "5")
+    assert manifest["content"] == {"optimizer": True, "rng": False}
+    assert manifest["layout"]["world_size"] == 1
+    assert manifest["data_state"] == {"rollout/global_dataset_state_dict_4.json": 2}
+    assert manifest["files"] == {
+        file.name: file.stat().st_size for file in directory.iterdir() if file.name != "manifest.json"
+    }
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before_as_the_latest(
+    hf_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, _ = _trainer(hf_path, save=str(tmp_path))
+    trainer.save(0)
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(filesystem_async.FileSystemWriterAsync, "write_preloaded_data_multiproc", staticmethod(full))
+    with pytest.raises(SlimeError, match=r"iter_0000001 could not be written: rank 0: OSError.*No space left"):
+        trainer.save(1)
+    assert _trainer(hf_path, load=str(tmp_path))[1] == 1

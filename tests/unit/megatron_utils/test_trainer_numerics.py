@@ -61,9 +61,9 @@ def _packed_logits(trainer: MegatronTrainer, batch: dict[str, Any]) -> list[torc
     from slime.backends.megatron_utils.forward import run_model
 
     whole = schedule(batch, [list(range(len(batch["tokens"])))], size=len(batch["tokens"]))
-    micro_batch = next(TrainBatch(whole, torch.device("cpu")).micro_batches(0))
+    micro_batch = next(TrainBatch(whole, torch.device("cpu")).micro_batches(0, all_rows=True))
     with torch.no_grad():
-        logits = run_model(trainer._ready.model, micro_batch)[0, :, :VOCAB]
+        logits = run_model(trainer._ready.chunks[0], micro_batch)[0, :, :VOCAB].float()
     return list(logits.split([len(t) for t in batch["tokens"]]))
 
 
@@ -111,9 +111,9 @@ def test_a_saved_hf_checkpoint_loads_in_transformers_and_keeps_the_other_files(c
 def test_an_export_of_several_files_has_an_index_that_names_every_tensor(
     checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slime.backends.megatron_utils import hf_checkpoint
+    from slime.backends.megatron_utils import hf_files
 
-    monkeypatch.setattr(hf_checkpoint, "_MAX_FILE_BYTES", 10_000)
+    monkeypatch.setattr(hf_files, "_MAX_FILE_BYTES", 10_000)
     path, hf = checkpoint("llama")
     _trainer(path).save_hf(str(tmp_path / "parts"))
     assert len(list((tmp_path / "parts").glob("model-*-of-*.safetensors"))) > 3
@@ -335,3 +335,50 @@ def test_a_nan_gradient_is_skipped_on_request(checkpoint: Any) -> None:
     assert norm != norm
     assert all(torch.equal(value, before[name]) for name, value in trainer.export_weights())
     assert trainer.train(1, make_batch()).steps[0]["grad_norm"] > 0
+
+
+def test_the_reference_follows_the_policy_at_its_interval(checkpoint: Any) -> None:
+    path, _ = checkpoint("qwen3")
+    batch = make_batch(seed=9)
+    trainer = _trainer(
+        path, with_ref=True, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k2", ref_update_interval=2
+    )
+    kl = [trainer.train(rollout_id, batch).steps[0]["kl_loss"] for rollout_id in range(4)]
+    assert kl[0] == pytest.approx(0, abs=1e-9)
+    assert kl[1] > 1e-6
+    assert kl[2] == pytest.approx(0, abs=1e-9)  # copied after rollout 1
+    assert kl[3] > 1e-6
+
+
+def test_zeroed_moments_make_every_rollout_take_adams_first_step(checkpoint: Any) -> None:
+    path, _ = checkpoint("qwen3")
+    batch = make_batch(seed=9)
+
+    def second_step(**overrides: Any) -> float:
+        """How far the second rollout, whose rewards are the first's turned round, moves most of a matrix: in rates."""
+        trainer = _trainer(path, lr=1e-4, weight_decay=0.0, clip_grad=0.0, **overrides)
+        trainer.train(0, batch)
+        before = dict(trainer.export_weights())["model.layers.0.mlp.down_proj.weight"].clone()
+        trainer.train(1, batch | {"rewards": [-reward for reward in batch["rewards"]]})
+        after = dict(trainer.export_weights())["model.layers.0.mlp.down_proj.weight"]
+        return float((after - before).abs().median()) / 1e-4
+
+    assert second_step(reset_optimizer_states=True) == pytest.approx(1.0, rel=1e-2)
+    assert second_step() < 0.5  # the first step's momentum points the other way
+
+
+def test_old_log_probs_are_those_of_the_weights_that_generated_the_batch(checkpoint: Any) -> None:
+    path, _ = checkpoint("qwen3")
+    batch = make_batch(seed=9)
+    plain, keeping = _trainer(path), _trainer(path)
+    keeping.keep_version("0")
+    first = batch | {"generated_by": "0"}
+    assert keeping.train(0, first).steps == plain.train(0, batch).steps  # still the live weights
+    live = plain.train(1, batch).steps[0]
+    stale = keeping.train(1, first).steps[0]
+    assert live["ppo_kl"] == 0
+    assert stale["ppo_kl"] != 0
+    assert stale["loss"] != live["loss"]
+    keeping.keep_version("2")
+    keeping.train(2, batch | {"generated_by": "2"})
+    assert list(keeping._generators) == ["2"]

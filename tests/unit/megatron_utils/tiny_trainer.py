@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from slime.algorithms.arguments import AlgorithmArgs
+from slime.algorithms import arguments as algorithm_arguments
 from slime.backends.megatron_utils import arguments as megatron_arguments
 from slime.config.groups import add_group
 
@@ -87,7 +88,8 @@ def make_args(hf_checkpoint: Path | str, **overrides: Any) -> argparse.Namespace
     parser = argparse.ArgumentParser()
     for name in megatron_arguments.__all__:
         add_group(parser, getattr(megatron_arguments, name))
-    add_group(parser, AlgorithmArgs)
+    for name in algorithm_arguments.__all__:
+        add_group(parser, getattr(algorithm_arguments, name))
     args = parser.parse_args([])
     settings = {
         "hf_checkpoint": str(hf_checkpoint),
@@ -107,8 +109,13 @@ def make_args(hf_checkpoint: Path | str, **overrides: Any) -> argparse.Namespace
     return args
 
 
-def make_batch(num_samples: int = 8, *, seed: int = 0, with_rollout: bool = True) -> dict[str, Any]:
-    """Columns of a whole rollout as one rank would get it: uneven lengths, partly masked, one step, mixed packing."""
+def make_batch(
+    num_samples: int = 8, *, seed: int = 0, with_rollout: bool = True, lengths: Sequence[tuple[int, int]] = ()
+) -> dict[str, Any]:
+    """Columns of a whole rollout as one rank would get it: uneven lengths, partly masked, one step, mixed packing.
+
+    ``lengths`` are (prompt, response) of the last samples, instead of random ones.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def number(low: int, high: int) -> int:
@@ -116,6 +123,8 @@ def make_batch(num_samples: int = 8, *, seed: int = 0, with_rollout: bool = True
 
     prompts = [number(1, 12) for _ in range(num_samples)]
     responses = [number(1, 30) for _ in range(num_samples)]
+    for index, (prompt, response) in enumerate(lengths, start=num_samples - len(lengths)):
+        prompts[index], responses[index] = prompt, response
     masks = [(torch.rand(n, generator=generator) < 0.8).int() for n in responses]
     masks[0].fill_(0)  # a sample that is not trained at all
     batch: dict[str, Any] = {
@@ -148,7 +157,9 @@ def schedule(batch: dict[str, Any], steps: list[list[int]], size: int = 3) -> di
     }
 
 
-def split_batch(batch: dict[str, Any], rank: int, world_size: int, num_steps: int = 1) -> dict[str, Any]:
+def split_batch(
+    batch: dict[str, Any], rank: int, world_size: int, num_steps: int = 1, *, size: int = 3
+) -> dict[str, Any]:
     """Rank ``rank``'s part: each step's samples dealt out in turn, the same number of micro-batches on every rank."""
     num_samples = len(batch["tokens"])
     per_step = num_samples // num_steps
@@ -167,7 +178,7 @@ def split_batch(batch: dict[str, Any], rank: int, world_size: int, num_steps: in
     for step in mine:
         local.append(list(range(begin, begin + len(step))))
         begin += len(step)
-    return schedule(part, local)
+    return schedule(part, local, size)
 
 
 def free_port() -> int:

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from argparse import Namespace
 from typing import Any
 
 import pytest
 
-from slime.backends.sglang_utils.server_args import build_argv, check_user_flags, known_flags, server_env
+from slime.backends.sglang_utils.server_args import build_argv, server_env
+from slime.utils import accelerator
+
+ADDRESSES = {"host": "127.0.0.1", "port": 1, "nccl_port": 2, "base_gpu_id": 3, "tp_size": 1}
 
 
-def argv(*user: str, **more: Any) -> list[str]:
-    args = Namespace(
-        hf_checkpoint="/m", seed=7, num_gpus_per_node=8, fp32=False, fp16=False, sglang_argv=list(user), **{}
-    )
-    vars(args).update(more)
-    return build_argv(args, rank=2, host="127.0.0.1", port=1, nccl_port=2, base_gpu_id=3, tp_size=1)
+def argv(*user: str, overrides: dict[str, Any] | None = None, **more: Any) -> list[str]:
+    args = Namespace(hf_checkpoint="/m", seed=7, num_gpus_per_node=8, fp32=False, fp16=False, sglang_argv=list(user))
+    vars(args).update({"use_rollout_routing_replay": False, "offload_rollout": False} | more)
+    return build_argv(args, rank=2, overrides=overrides, **ADDRESSES)
 
 
 def value(tokens: list[str], flag: str) -> str:
-    return tokens[tokens.index(flag) + 1]
+    """The last one counts, as in argparse."""
+    return tokens[len(tokens) - tokens[::-1].index(flag)]
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "current", lambda: Namespace(is_cpu=False))
 
 
 def test_every_engine_has_a_random_seed_of_its_own():
@@ -35,27 +40,41 @@ def test_the_trainers_precision_is_the_engines_unless_the_user_says_otherwise():
     assert argv("--dtype", "bfloat16", fp32=True).count("--dtype") == 1
 
 
-def test_user_flags_come_last_so_that_they_win():
-    assert argv("--context-length", "99")[-2:] == ["--context-length", "99"]
+def test_user_flags_come_after_slimes_and_a_groups_overrides_after_both():
+    words = argv("--context-length", "99", overrides={"context_length": 7, "random_seed": 5})
+    assert value(argv("--context-length", "99"), "--context-length") == "99"
+    assert value(words, "--context-length") == "7"
+    assert value(words, "--random-seed") == "5"
+    assert words.index("99") < words.index("7")
 
 
-@pytest.mark.parametrize(
-    "flag", ["--port", "--tp-size", "--model-path", "--model", "--nccl-init-addr", "--config", "--random-seed"]
-)
-def test_flags_that_slime_computes_cannot_be_set(flag: str):
-    (problem,) = check_user_flags(Namespace(sglang_argv=[flag, "1"]))
-    assert f"--sglang-{flag[2:]} cannot be set" in problem
+def test_an_override_turns_off_a_switch_that_slime_or_the_user_set():
+    words = argv("--enable-metrics", overrides={"skip_server_warmup": False, "enable_metrics": False})
+    assert "--skip-server-warmup" in argv()
+    assert not {"--skip-server-warmup", "--enable-metrics"} & set(words)
 
 
-def test_the_installed_servers_flags_are_found_without_importing_it():
-    code = (
-        "from slime.backends.sglang_utils.server_args import known_flags; import sys; "
-        "f = known_flags(); assert {'--context-length', '--mem-fraction-static', '--attention-backend'} <= f; "
-        "assert '--no-such-flag' not in f; assert 'sglang' not in sys.modules and 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-    assert len(known_flags()) > 300
+def test_routing_replay_asks_the_engine_for_its_experts():
+    assert "--enable-return-routed-experts" in argv(use_rollout_routing_replay=True)
+    assert "--enable-return-routed-experts" not in argv()
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_on_a_gpu_an_engine_that_will_be_offloaded_can_release_its_memory():
+    words = argv(offload_rollout=True)
+    assert {"--enable-memory-saver", "--enable-draft-weights-cpu-backup", "--enable-metrics"} <= set(words)
+    assert value(words, "--cuda-graph-backend-prefill") == "disabled"
+    assert value(words, "--base-gpu-id") == "3"
+    own = argv("--cuda-graph-backend-prefill", "full", offload_rollout=True)
+    assert own.count("--cuda-graph-backend-prefill") == 1
+    assert "--enable-memory-saver" not in argv()
 
 
 def test_without_a_gpu_an_engine_has_one_openmp_thread():
     assert server_env()["OMP_NUM_THREADS"] == "1"
+
+
+def test_the_environment_of_the_actor_beats_slimes(monkeypatch: pytest.MonkeyPatch):
+    assert server_env()["SGLANG_JIT_DEEPGEMM_FAST_WARMUP"] == "true"
+    monkeypatch.setenv("SGLANG_JIT_DEEPGEMM_FAST_WARMUP", "false")
+    assert server_env()["SGLANG_JIT_DEEPGEMM_FAST_WARMUP"] == "false"

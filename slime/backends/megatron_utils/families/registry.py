@@ -3,10 +3,39 @@
 from __future__ import annotations
 
 from slime.backends.megatron_utils.families.base import Family
+from slime.backends.megatron_utils.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
+from slime.backends.megatron_utils.families.glm4 import GLM4
+from slime.backends.megatron_utils.families.glm4_moe import GLM4_MOE
 from slime.backends.megatron_utils.families.llama import LLAMA
+from slime.backends.megatron_utils.families.mimo import MIMO
 from slime.backends.megatron_utils.families.qwen2 import QWEN2
 from slime.backends.megatron_utils.families.qwen3 import QWEN3
+from slime.backends.megatron_utils.families.qwen3_moe import QWEN3_MOE
 
-__all__ = ["FAMILIES"]
+__all__ = ["FAMILIES", "NOT_BUILT", "why_not_built"]
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3)}
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (DEEPSEEK_V3, GLM4, GLM4_MOE, KIMI_K2, LLAMA, MIMO, QWEN2, QWEN3, QWEN3_MOE)
+}
+
+NOT_BUILT: dict[str, str] = {
+    "qwen3_next": "gated delta-net layers are not written yet",
+    "qwen3_5": "gated delta-net layers are not written yet",
+    "qwen3_5_moe": "gated delta-net layers are not written yet",
+    "qwen3_vl": "there is no vision tower",
+    "qwen2_moe": "the sigmoid gate of its shared expert is not written yet",
+    "minimax_m2": "the norm over all heads' queries and keys together is not written yet",
+    "deepseek_v32": "the sparse-attention indexer is not written yet",
+    "glm_moe_dsa": "the sparse-attention indexer is not written yet",
+    "glm4_moe_lite": "it has not been verified against transformers yet",
+}
+"""Families that launch scripts exist for, and what each one lacks."""
+
+
+def why_not_built(model_type: object) -> str | None:
+    """What is missing for ``model_type``, as the end of a sentence; None if it builds."""
+    if model_type in FAMILIES:
+        return None
+    if isinstance(model_type, str) and model_type in NOT_BUILT:
+        return NOT_BUILT[model_type]
+    return f"it is unknown; supported are {', '.join(sorted(FAMILIES))}"

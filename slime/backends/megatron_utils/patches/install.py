@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 
-from slime.backends.megatron_utils.patches import cpu_import, repairs
+from slime.backends.megatron_utils.patches import cpu_import, moe, repairs
 from slime.utils import accelerator
 
 __all__ = ["install"]
@@ -25,6 +25,9 @@ def install() -> None:
     else:
         _import_megatron()
     repairs.repair_reduce()
+    moe.repair_missing_transformer_engine()
+    if accelerator.current().is_cpu:
+        moe.repair_expert_dispatch_on_cpu()
     repairs.repair_save_writers()
     repairs.repair_distributed_optimizer_checkpoints()
 

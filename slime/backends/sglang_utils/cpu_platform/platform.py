@@ -70,14 +70,16 @@ class SlimeCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
 def _default_device_module() -> None:
     """``torch.get_device_module()`` is torch.cuda on a CUDA build; releasing memory then synchronises a missing GPU."""
-    original = torch.get_device_module
-    if hasattr(original, "__wrapped__"):
+    original = torch.get_device_module  # itself wrapped (a cache), so that __wrapped__ tells nothing
+    if hasattr(original, "is_patched"):
         return
 
     def get_device_module(device: Any = None) -> Any:
         return torch.cpu if device is None else original(device)
 
-    torch.get_device_module = functools.update_wrapper(get_device_module, original)
+    patched: Any = functools.update_wrapper(get_device_module, original)
+    patched.is_patched = True
+    torch.get_device_module = patched
 
 
 def _weight_comparison() -> None:

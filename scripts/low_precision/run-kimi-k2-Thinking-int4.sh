@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# shellcheck disable=SC2034  # launch reads the arrays by name
+# Kimi K2 Thinking (1T), GRPO on math, on 32 nodes of eight shared GPUs. The engines serve the published INT4 weights;
+# the trainer works in BF16 and rounds its weights to INT4 in every forward pass, as the engines will.
+# shellcheck source=../lib/launch.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/../lib/launch.sh"
+
+REF_LOAD="${REF_LOAD:-${MODEL_DIR}/Kimi-K2-Thinking_torch_dist}"
+model kimi-k2-thinking Kimi-K2-Thinking
+colocate 32 8
+JOB_ENV+=("OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1" "OPEN_TRAINING_INT4_GROUP_SIZE=32" "NCCL_TIMEOUT_MS=36000000")
+
+ROLLOUT_ARGS=(
+   "${MATH_PROMPTS[@]}"
+   --rm-type math
+   --num-rollout 100
+   --rollout-batch-size 128
+   "${DYNAMIC_SAMPLING[@]}"
+   --n-samples-per-prompt 8
+   --rollout-max-response-len 16384
+   --num-steps-per-rollout 4
+   --balance-data
+)
+EVAL_ARGS=("${AIME_EVAL[@]}" --eval-max-response-len 16384)
+PERF_ARGS=(
+   --tensor-model-parallel-size 8 --sequence-parallel
+   --pipeline-model-parallel-size 8
+   --decoder-last-pipeline-num-layers 5
+   --context-parallel-size 4
+   --expert-model-parallel-size 32 --expert-tensor-parallel-size 1
+   "${RECOMPUTE_ALL[@]}"
+   --use-dynamic-batch-size --max-tokens-per-gpu 16384
+)
+ALGO_ARGS=("${GRPO_ARGS[@]}" "${KL_ARGS[@]}" --use-tis)
+OPTIMIZER_ARGS+=("${CPU_OPTIMIZER[@]}")
+SGLANG_ARGS=(
+   --rollout-num-gpus-per-engine 8
+   --sglang-mem-fraction-static 0.7
+   --sglang-ep-size 8
+   --sglang-server-concurrency 1024
+)
+
+launch train.py "$@"

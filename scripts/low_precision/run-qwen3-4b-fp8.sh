@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# shellcheck disable=SC2034  # launch reads the arrays by name
+# Qwen3-4B, GRPO on math, on eight shared GPUs: FP8 in the engines and in the matrix products of the trainer.
+# shellcheck source=../lib/launch.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/../lib/launch.sh"
+
+REF_LOAD="${REF_LOAD:-${MODEL_DIR}/Qwen3-4B_torch_dist}"
+model qwen3-4B Qwen3-4B-FP8
+colocate 1 8
+JOB_ENV+=("NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1")
+
+ROLLOUT_ARGS=(
+   "${MATH_PROMPTS[@]}"
+   --rm-type deepscaler
+   --num-rollout 3000
+   --rollout-batch-size 32
+   --n-samples-per-prompt 8
+   --rollout-max-response-len 8192
+   --global-batch-size 256
+   --balance-data
+)
+EVAL_ARGS=("${AIME_EVAL[@]}" --eval-max-response-len 16384)
+PERF_ARGS=(
+   --tensor-model-parallel-size 2 --sequence-parallel
+   --pipeline-model-parallel-size 1
+   --context-parallel-size 1
+   --expert-model-parallel-size 1 --expert-tensor-parallel-size 1
+   "${RECOMPUTE_ALL[@]}"
+   --use-dynamic-batch-size --max-tokens-per-gpu 9216
+)
+ALGO_ARGS=("${GRPO_ARGS[@]}" "${KL_ARGS[@]}")
+SGLANG_ARGS=(
+   --rollout-num-gpus-per-engine 2
+   --sglang-mem-fraction-static 0.7
+)
+PRECISION_ARGS=(
+   --transformer-impl transformer_engine
+   --bf16
+   --fp8-format e4m3 --fp8-recipe blockwise
+)
+
+launch train.py "$@"

@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# shellcheck disable=SC2034  # the arrays are for the script that sources this
+# moonshotai/Moonlight-16B-A3B, moonshotai/Moonlight-16B-A3B-Instruct.
+# Generated from presets.yaml by tools/make_presets.py: edit that file, not this one.
+MODEL_ARGS=(
+   --num-layers 27
+   --hidden-size 2048
+   --ffn-hidden-size 11264
+   --num-attention-heads 16
+   --kv-channels 128
+   --vocab-size 163840
+   --untie-embeddings-and-output-weights
+   --swiglu
+   --disable-bias-linear
+   --position-embedding-type rope
+   --rotary-base 50000
+   --rotary-percent 1.0
+   --no-rope-fusion
+   --rotary-scaling-factor 1
+   --normalization RMSNorm
+   --norm-epsilon 1e-5
+   --qk-layernorm
+   --multi-latent-attention
+   --kv-lora-rank 512
+   --qk-head-dim 128
+   --qk-pos-emb-head-dim 64
+   --v-head-dim 128
+   --mscale 1.0
+   --mscale-all-dim 1.0
+   --num-experts 64
+   --moe-layer-freq "[0]*1+[1]*26"
+   --moe-ffn-hidden-size 1408
+   --moe-router-topk 6
+   --moe-shared-expert-intermediate-size 2816
+   --moe-router-score-function sigmoid
+   --moe-router-pre-softmax
+   --moe-router-enable-expert-bias
+   --moe-router-bias-update-rate 0
+   --moe-router-load-balancing-type seq_aux_loss
+   --moe-aux-loss-coeff 0
+   --moe-router-num-groups 1
+   --moe-router-group-topk 1
+   --moe-router-topk-scaling-factor 2.446
+   --moe-router-dtype fp32
+   --moe-token-dispatcher-type alltoall
+   --moe-token-drop-policy probs
+   --moe-grouped-gemm
+   --moe-permute-fusion
+   --no-masked-softmax-fusion
+   --attention-softmax-in-fp32
+)
+
+# shellcheck source=../lib/checkpoint.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/../lib/checkpoint.sh"

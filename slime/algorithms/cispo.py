@@ -1,0 +1,34 @@
+"""CISPO: REINFORCE whose importance weights are clipped, so no token loses its gradient. Called by ``policy_loss``.
+
+Credit is that of GRPO.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["cispo_loss"]
+
+
+def cispo_loss(
+    ppo_kl: torch.Tensor,
+    log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    eps_clip: float,
+    eps_clip_high: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``-stopgrad(clip(r, 1 - eps_clip, 1 + eps_clip_high)) * A * log pi`` per token, un-reduced.
+
+    Source: MiniMax-M1, arXiv:2506.13585, eq. 4 and 5. The paper has no lower bound: ``--eps-clip`` of 1 or more.
+
+    Args:
+        ppo_kl: ``log pi_old - log pi_new`` per token, so the ratio is ``r = exp(-ppo_kl)``.
+        log_probs: of the current policy, with graph.
+        advantages: same shape.
+
+    Returns:
+        (loss per token, 1.0 where the ratio was clipped), same shape as the input.
+    """
+    ratio = torch.exp(-ppo_kl.detach())
+    clipped = ratio.clamp(1 - eps_clip, 1 + eps_clip_high)
+    return -clipped * advantages * log_probs, (clipped != ratio).to(log_probs.dtype)

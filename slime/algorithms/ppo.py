@@ -1,0 +1,82 @@
+"""PPO with a critic: credit by generalised advantage estimation, and the critic's loss.
+
+``credit`` is called once per rollout, ``value_loss`` per micro-batch of the critic. The policy's surrogate is in
+``clip``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .gae import chunked_gae
+from .reduce import Reducer
+from .types import Credit, LossOutput
+
+__all__ = ["credit", "value_loss"]
+
+
+@torch.no_grad()
+def credit(
+    rewards: Sequence[float],
+    values: Sequence[torch.Tensor],
+    kl: Sequence[torch.Tensor],
+    *,
+    kl_coef: float,
+    gamma: float,
+    lambd: float,
+) -> Credit:
+    """GAE over token rewards ``-kl_coef kl_t``, plus the sample's reward at its final response token.
+
+    Source: Ziegler et al. 2019, arXiv:1909.08593, eq. 2 (KL as a reward); Schulman et al. 2015, arXiv:1506.02438.
+    Every response token takes part, tokens of tools and environments too.
+
+    Args:
+        rewards: one per sample.
+        values: per sample ``[R_i]``, the critic's estimate before each response token.
+        kl: per sample ``[R_i]``.
+
+    Returns:
+        fp32 tensors ``[R_i]``: advantages, and returns (advantage + value), the critic's target.
+    """
+    rows = []
+    for reward, estimate in zip(rewards, kl, strict=True):
+        row = -kl_coef * estimate.float()
+        if row.numel():
+            row[-1] += reward
+        rows.append(row)
+    if not rows:
+        return Credit(advantages=[], returns=[])
+    pad = torch.nn.utils.rnn.pad_sequence
+    advantages, returns = chunked_gae(
+        pad(rows, batch_first=True), pad([v.float() for v in values], batch_first=True), gamma, lambd
+    )
+    lengths = [len(row) for row in rows]
+    return Credit(
+        advantages=[row[:n].clone() for row, n in zip(advantages, lengths, strict=True)],
+        returns=[row[:n].clone() for row, n in zip(returns, lengths, strict=True)],
+    )
+
+
+def value_loss(
+    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, value_clip: float, reduce: Reducer
+) -> LossOutput:
+    """Squared error of the critic, pessimistic about moving further than ``value_clip`` from its old estimate.
+
+    Source: the PPO2 implementation of OpenAI Baselines, without its factor 1/2:
+
+        loss_t = max((v_t - G_t)^2, (v0_t + clip(v_t - v0_t, -value_clip, value_clip) - G_t)^2)
+
+    Args:
+        values: ``[N]`` with graph.
+        old_values: ``[N]``, the estimates that the advantages came from.
+        returns: ``[N]``.
+
+    Metrics: value_loss, value_clipfrac (share of tokens that moved further than ``value_clip``).
+    """
+    moved = values - old_values
+    bounded = old_values + moved.clamp(-value_clip, value_clip)
+    loss = reduce(torch.maximum((bounded - returns).square(), (values - returns).square()))
+    clipped = reduce((moved.abs() > value_clip).to(values.dtype))
+    return LossOutput(loss=loss, metrics={"value_loss": loss.detach(), "value_clipfrac": clipped.detach()})

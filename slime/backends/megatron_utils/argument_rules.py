@@ -1,0 +1,387 @@
+"""What the Megatron flags mean together: derived values (``STEPS``) and rules (``RULES``) of the trainer.
+
+Hooked into the command line by ``slime.ray.arguments``. A step derives and tells; a rule returns one sentence per
+problem. Imports neither torch nor megatron.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator
+
+from slime.backends.megatron_utils.model_shape import ModelShape, check_against_hf, read_shape, resolve_model
+from slime.backends.megatron_utils.transformer_config import expert_tensor_parallel_size
+from slime.config import notices
+from slime.config.groups import flag_of
+from slime.utils.errors import ConfigError
+
+__all__ = ["RULES", "STEPS", "virtual_stages"]
+
+_BUILT_IN_SPECS = ("slime_plugins.models.glm4",)
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "microbatch_group_size_per_vp_stage",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "recompute_num_layers",
+    "lr_decay_iters",
+    "lr_wsd_decay_iters",
+    "keep_last_checkpoints",
+    "seq_length",
+)
+
+
+# ---- steps
+
+
+def _parallel(args: Namespace) -> None:
+    """Sizes that follow from others."""
+    if args.sequence_parallel and args.tensor_model_parallel_size == 1:
+        args.sequence_parallel = False
+        notices.info(args, "--sequence-parallel", "off, because --tensor-model-parallel-size is 1.")
+    if args.expert_tensor_parallel_size is None:
+        args.expert_tensor_parallel_size = max(1, args.tensor_model_parallel_size)
+    args.virtual_pipeline_model_parallel_size = virtual_stages(args)
+    if args.virtual_pipeline_model_parallel_size is not None and args.microbatch_group_size_per_vp_stage is None:
+        args.microbatch_group_size_per_vp_stage = args.pipeline_model_parallel_size
+    shared = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    args.data_parallel_size = max(1, args.world_size // max(1, shared))
+    args.variable_seq_lengths = True
+
+
+def virtual_stages(args: Namespace) -> int | None:
+    """Chunks of the model on every pipeline rank: None for one, or where the flags do not work out (a rule says so)."""
+    stages = args.num_virtual_stages_per_pipeline_rank
+    per_chunk, ranks = args.num_layers_per_virtual_pipeline_stage, args.pipeline_model_parallel_size
+    if stages is None and per_chunk is not None and args.num_layers is not None and per_chunk > 0 and ranks > 0:
+        stages = _counted_layers(args, args.num_layers) // ranks // per_chunk
+    return stages if stages is not None and stages > 1 else None
+
+
+def _precision(args: Namespace) -> None:
+    if not args.fp16 and not args.fp32:
+        args.bf16 = True
+    if args.bf16:
+        args.accumulate_allreduce_grads_in_fp32 = True
+    if args.recompute_activations and args.recompute_granularity is None:
+        args.recompute_granularity = "selective"
+
+
+def _experts(args: Namespace) -> None:
+    given = args.moe_router_bias_update_rate
+    if given is None:
+        args.moe_router_bias_update_rate = 0.0
+        if args.moe_router_enable_expert_bias:
+            notices.info(
+                args, "--moe-router-bias-update-rate", "0, the biases stay as they are (Megatron's default is 0.001)."
+            )
+    if "moe_token_dispatcher_type" in args.given and args.moe_token_dispatcher_type != "alltoall":
+        notices.info(args, "--moe-token-dispatcher-type", f"{args.moe_token_dispatcher_type} runs as alltoall.")
+    args.moe_token_dispatcher_type = "alltoall"
+
+
+def _tokenizer_and_spec(args: Namespace) -> None:
+    args.tokenizer_type = args.tokenizer_type or "HuggingFaceTokenizer"
+    if args.tokenizer_model is not None and args.tokenizer_model == args.hf_checkpoint:
+        args.tokenizer_model = None  # the default, spelled out
+    if args.spec and args.spec[0] in _BUILT_IN_SPECS:
+        notices.info(args, "--spec", f"{' '.join(args.spec)} is not needed: the family builds these layers.")
+
+
+# ---- rules
+
+
+def _sizes(args: Namespace) -> Iterator[str]:
+    for name in _SIZES:
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            yield f"{_spelling(name)} {value} must be at least 1."
+
+
+def _spelling(name: str) -> str:
+    if name == "microbatch_group_size_per_vp_stage":
+        return "--microbatch-group-size-per-virtual-pipeline-stage"
+    return flag_of(name)
+
+
+def _tensor(args: Namespace) -> Iterator[str]:
+    ranks = args.tensor_model_parallel_size
+    shape = _shape(args)
+    if ranks <= 1 or shape is None:
+        return
+    where = f"the model of --hf-checkpoint {args.hf_checkpoint}"
+    for value, what in (
+        (shape.num_attention_heads, "attention heads"),
+        (shape.ffn_hidden_size, "columns of the MLP"),
+        (shape.hidden_size if args.sequence_parallel else ranks, "columns of the residual stream"),
+    ):
+        if value % ranks:
+            yield f"--tensor-model-parallel-size {ranks} must divide the {value} {what} of {where}."
+    groups = shape.num_query_groups
+    if groups % ranks and ranks % groups:
+        yield f"--tensor-model-parallel-size {ranks} must divide the {groups} key heads of {where}, or be a multiple."
+    if shape.mla is not None and not args.sequence_parallel:
+        yield f"--tensor-model-parallel-size {ranks} with latent attention needs --sequence-parallel."
+    if shape.moe is not None and not args.sequence_parallel:
+        yield f"--tensor-model-parallel-size {ranks} with experts needs --sequence-parallel."
+
+
+def _expert_ranks(args: Namespace) -> Iterator[str]:
+    expert, pipeline = args.expert_model_parallel_size, args.pipeline_model_parallel_size
+    tensor = expert_tensor_parallel_size(args)
+    shape = _shape(args)
+    if expert > 1 and shape is not None:
+        if shape.moe is None:
+            yield (
+                f"--expert-model-parallel-size {expert}: the model of --hf-checkpoint {args.hf_checkpoint} "
+                f"(model_type {shape.model_type}) has no experts; use 1."
+            )
+        elif shape.moe.num_experts % expert:
+            yield (
+                f"--expert-model-parallel-size {expert} must divide the {shape.moe.num_experts} experts of "
+                f"--hf-checkpoint {args.hf_checkpoint}."
+            )
+    if shape is not None and shape.moe is not None and shape.moe.ffn_hidden_size % tensor:
+        columns = shape.moe.ffn_hidden_size
+        yield f"--expert-tensor-parallel-size {tensor} must divide the {columns} columns of an expert."
+    if tensor != args.tensor_model_parallel_size and expert == 1 and shape is not None and shape.moe is not None:
+        yield (
+            f"--expert-tensor-parallel-size {tensor} differs from --tensor-model-parallel-size "
+            f"{args.tensor_model_parallel_size}: that needs --expert-model-parallel-size above 1."
+        )
+    ranks = tensor * expert * pipeline
+    if shape is not None and shape.moe is not None and args.world_size % max(1, ranks):
+        yield (
+            f"{args.world_size} trainer ranks must be a multiple of --expert-tensor-parallel-size {tensor} x "
+            f"--expert-model-parallel-size {expert} x --pipeline-model-parallel-size {pipeline} = {ranks}."
+        )
+
+
+def _stages(args: Namespace) -> Iterator[str]:
+    ranks = args.pipeline_model_parallel_size
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    if ranks == 1:
+        for flag, value in (
+            ("--decoder-first-pipeline-num-layers", first),
+            ("--decoder-last-pipeline-num-layers", last),
+        ):
+            if value is not None:
+                yield f"{flag} {value} needs --pipeline-model-parallel-size above 1."
+        return
+    shape = _shape(args)
+    if ranks < 1 or shape is None:
+        return
+    if ranks > shape.num_layers:
+        yield f"--pipeline-model-parallel-size {ranks} exceeds the {shape.num_layers} layers of the model."
+        return
+    yield from _uneven_stages(args, shape, ranks)
+
+
+def _uneven_stages(args: Namespace, shape: ModelShape, ranks: int) -> Iterator[str]:
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    layers = _counted_layers(args, shape.num_layers)
+    if first is None and last is None:
+        if layers % ranks:
+            yield (
+                f"--pipeline-model-parallel-size {ranks} does not divide the {layers} layers of the model: give "
+                "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers."
+            )
+        return
+    between = ranks - (first is not None) - (last is not None)
+    rest = layers - (first or 0) - (last or 0)
+    if (between and (rest < between or rest % between)) or (not between and rest):
+        yield (
+            f"--decoder-first-pipeline-num-layers {first} and --decoder-last-pipeline-num-layers {last} leave {rest} "
+            f"of {layers} layers for {between} other stages (--pipeline-model-parallel-size {ranks}): they must share "
+            "them evenly."
+        )
+
+
+def _interleaving(args: Namespace) -> Iterator[str]:
+    per_chunk, stages = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
+    if per_chunk is None and stages is None:
+        return
+    flag = f"--num-virtual-stages-per-pipeline-rank {stages}"
+    if stages is None:
+        flag = f"--num-layers-per-virtual-pipeline-stage {per_chunk}"
+    elif per_chunk is not None:
+        yield f"{flag} and --num-layers-per-virtual-pipeline-stage {per_chunk} say the same twice: drop one."
+    ranks, shape = args.pipeline_model_parallel_size, _shape(args)
+    if ranks < 2:
+        yield f"{flag} needs --pipeline-model-parallel-size above 1."
+        return
+    if shape is None:
+        return
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    if stages is None and (first is not None or last is not None):
+        yield f"{flag} needs stages of equal size: use --num-virtual-stages-per-pipeline-rank with uneven ones."
+        return
+    layers = _counted_layers(args, shape.num_layers)
+    inner = ranks - (first is not None) - (last is not None)
+    sizes = {size for size in (first, last) if size is not None}
+    if inner:
+        sizes.add((layers - (first or 0) - (last or 0)) // inner)
+    pieces = per_chunk if stages is None else stages
+    for size in sorted(sizes):
+        if pieces and pieces > 0 and size % pieces:
+            what = f"into {pieces} chunks" if stages is not None else f"into chunks of {pieces} layers"
+            yield f"{flag}: a stage of {size} layers cannot be cut {what}."
+
+
+def _lengths(args: Namespace) -> Iterator[str]:
+    ranks, length = args.context_parallel_size, args.seq_length
+    if ranks > 1 and length is not None and length % (2 * ranks):
+        yield f"--seq-length {length} must be a multiple of 2 x --context-parallel-size {ranks}."
+
+
+def _recompute(args: Namespace) -> Iterator[str]:
+    granularity = args.recompute_granularity
+    if args.recompute_activations and granularity == "full":
+        yield "--recompute-activations means --recompute-granularity selective, but full is given: drop one."
+    if granularity == "full":
+        if args.recompute_method is None:
+            yield "--recompute-granularity full needs --recompute-method uniform or block."
+        if args.recompute_num_layers is None:
+            yield "--recompute-granularity full needs --recompute-num-layers N: layers per recompute unit."
+        return
+    for name in ("recompute_method", "recompute_num_layers"):
+        if getattr(args, name) is not None:
+            yield f"{flag_of(name)} {getattr(args, name)} needs --recompute-granularity full."
+    if args.recompute_modules and granularity is None:
+        yield "--recompute-modules needs --recompute-granularity selective."
+
+
+def _optimizer(args: Namespace) -> Iterator[str]:
+    if args.optimizer_cpu_offload and not args.use_precision_aware_optimizer:
+        yield "--optimizer-cpu-offload needs --use-precision-aware-optimizer."
+    if args.optimizer == "sgd" and args.use_distributed_optimizer:
+        yield "--use-distributed-optimizer works with --optimizer adam only: drop it for sgd."
+
+
+def _schedule(args: Namespace) -> Iterator[str]:
+    fraction, steps = args.lr_warmup_fraction, args.lr_warmup_iters
+    if fraction is not None and steps:
+        yield f"--lr-warmup-fraction {fraction} and --lr-warmup-iters {steps} exclude each other: keep one."
+    if fraction is not None and not 0 <= fraction < 1:
+        yield f"--lr-warmup-fraction {fraction} must be at least 0 and below 1."
+    if steps < 0:
+        yield f"--lr-warmup-iters {steps} must not be negative."
+    if args.min_lr > args.lr:
+        yield f"--min-lr {args.min_lr} must not exceed --lr {args.lr}."
+    if not 0 <= args.lr_warmup_init <= args.lr:
+        yield f"--lr-warmup-init {args.lr_warmup_init} must be between 0 and --lr {args.lr}."
+    is_wsd, decay = args.lr_decay_style == "WSD", args.lr_wsd_decay_iters
+    if is_wsd and decay is None:
+        yield "--lr-decay-style WSD needs --lr-wsd-decay-iters N: steps of the decay at the end."
+    if not is_wsd and decay is not None:
+        yield f"--lr-wsd-decay-iters {decay} needs --lr-decay-style WSD."
+    if args.use_checkpoint_opt_param_scheduler and args.override_opt_param_scheduler:
+        yield "--use-checkpoint-opt-param-scheduler and --override-opt-param-scheduler exclude each other: keep one."
+
+
+def _weight_decay(args: Namespace) -> Iterator[str]:
+    start, end, style = args.start_weight_decay, args.end_weight_decay, args.weight_decay_incr_style
+    if style == "constant":
+        if start is not None or end is not None:
+            yield (
+                f"--start-weight-decay {start} and --end-weight-decay {end} need --weight-decay-incr-style linear or "
+                "cosine; use --weight-decay for one that stays."
+            )
+    elif start is None or end is None:
+        yield f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay."
+    elif not 0 <= start <= end:
+        yield f"--start-weight-decay {start} must be at least 0 and at most --end-weight-decay {end}."
+
+
+def _balancing(args: Namespace) -> Iterator[str]:
+    coefficients = args.moe_aux_loss_coeff or []
+    kinds = args.moe_router_load_balancing_type or []
+    if any(coefficients):
+        shown = " ".join(f"{value:g}" for value in coefficients)
+        yield (
+            f"--moe-aux-loss-coeff {shown} is not supported yet: the balancing loss has not been verified on packed "
+            "sequences. Use 0."
+        )
+    if "sinkhorn" in kinds:
+        yield "--moe-router-load-balancing-type sinkhorn is not supported yet: it replaces the router. Leave it out."
+    if len(kinds) > 1 and coefficients and len(coefficients) != len(kinds):
+        yield (
+            f"--moe-aux-loss-coeff has {len(coefficients)} values, --moe-router-load-balancing-type {len(kinds)}: give "
+            "one each."
+        )
+
+
+def _tokenizer(args: Namespace) -> Iterator[str]:
+    if args.tokenizer_type not in (None, "HuggingFaceTokenizer"):
+        yield f"--tokenizer-type {args.tokenizer_type} is not supported yet: use HuggingFaceTokenizer or leave it out."
+
+
+def _spec(args: Namespace) -> Iterator[str]:
+    if args.spec and args.spec[0] not in _BUILT_IN_SPECS:
+        yield (
+            f"--spec {' '.join(args.spec)} is not supported yet: layers are built by the model families. Leave it out "
+            "if the model of --hf-checkpoint is one of them."
+        )
+
+
+def _counted_layers(args: Namespace, num_layers: int) -> int:
+    """Layers that the stages share, with the embedding and the loss where they count as one."""
+    extra = int(args.account_for_embedding_in_pipeline_split) + int(args.account_for_loss_in_pipeline_split)
+    return num_layers + extra
+
+
+def _shape(args: Namespace) -> ModelShape | None:
+    """None where the config cannot be read: another rule reports that."""
+    if args.hf_checkpoint is None:
+        return None
+    try:
+        return read_shape(args.hf_checkpoint)
+    except ConfigError:
+        return None
+
+
+def _for_trainer(rule: Callable[[Namespace], Iterable[str]]) -> Callable[[Namespace], Iterable[str]]:
+    """Generation alone starts no trainer: its flags may be anything."""
+
+    def checked(args: Namespace) -> Iterable[str]:
+        return () if args.debug_rollout_only else rule(args)
+
+    checked.__name__ = rule.__name__
+    return checked
+
+
+STEPS: tuple[Callable[[Namespace], None], ...] = (
+    resolve_model,
+    _precision,
+    _parallel,
+    _experts,
+    _tokenizer_and_spec,
+)
+"""Resolve steps in order; the general ones ran before."""
+
+RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = tuple(
+    _for_trainer(rule)
+    for rule in (
+        check_against_hf,
+        _sizes,
+        _tensor,
+        _expert_ranks,
+        _stages,
+        _interleaving,
+        _lengths,
+        _recompute,
+        _optimizer,
+        _schedule,
+        _weight_decay,
+        _balancing,
+        _tokenizer,
+        _spec,
+    )
+)
+"""One problem is one sentence: flag, value, rule, fix."""

@@ -1,0 +1,182 @@
+"""Flags of the model: sizes, positions, latent attention, experts, multi-token prediction.
+
+A flag whose default is None is derived from --hf-checkpoint where it is left out (``model_shape.resolve_model``), and
+must agree with it where it is given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["ExpertArgs", "LatentAttentionArgs", "ModelArgs", "PositionArgs", "PredictionArgs", "flag"]
+
+_NO_FUSION = "fused kernels are not used"
+_NO_DISPATCHER = "tokens reach the experts by all-to-all over the process group"
+_NO_DROPS = "no token is ever dropped"
+
+
+def flag(default: Any, help_text: str, **metadata: Any) -> Any:
+    """A field that is a flag; ``metadata`` as in ``slime.config.groups``."""
+    return field(default=default, metadata={"help": help_text, **metadata})
+
+
+@dataclass(frozen=True)
+class ModelArgs:
+    """Model shape (derived from --hf-checkpoint where left out, checked against it where given)."""
+
+    num_layers: int | None = flag(None, "Number of transformer layers.")
+    hidden_size: int | None = flag(None, "Width of the residual stream.")
+    ffn_hidden_size: int | None = flag(None, "Inner width of the MLP of dense layers.")
+    num_attention_heads: int | None = flag(None, "Number of query heads.")
+    group_query_attention: bool = flag(False, "Query heads share key/value heads.")
+    num_query_groups: int | None = flag(None, "Number of key/value heads.")
+    kv_channels: int | None = flag(None, "Width of one attention head.")
+    normalization: Literal["LayerNorm", "RMSNorm"] | None = flag(None, "Kind of norm.")
+    layernorm_epsilon: float | None = flag(None, "Epsilon of the norms.", off="--norm-epsilon")
+    layernorm_zero_centered_gamma: bool = flag(
+        False, "Norm weights are stored around zero and used as 1 + w.", off="--apply-layernorm-1p"
+    )
+    qk_layernorm: bool = flag(False, "Queries and keys are normalised per head.")
+    post_self_attn_layernorm: bool = flag(False, "A norm behind the output of attention (GLM-4).")
+    post_mlp_layernorm: bool = flag(False, "A norm behind the output of the MLP (GLM-4).")
+    swiglu: bool = flag(False, "Gated SiLU MLP.")
+    add_bias_linear: bool = flag(True, "Linear layers have no bias.", off="--disable-bias-linear")
+    add_qkv_bias: bool = flag(False, "The query, key and value projections have a bias.")
+    untie_embeddings_and_output_weights: bool = flag(False, "The output layer has weights of its own.")
+    vocab_size: int | None = flag(None, "Number of token ids, without padding.")
+    make_vocab_size_divisible_by: int = flag(
+        128, "The embedding is padded to a multiple of this many rows per tensor-parallel rank."
+    )
+    padded_vocab_size: int | None = flag(None, "Rows of the embedding, instead of that multiple.")
+    attention_output_gate: bool = flag(False, "A sigmoid gate on the output of attention (Qwen3-Next).")
+    use_gated_attention: bool = flag(False, "Gated attention as Qwen3-Next defines it.")
+    spec: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Module and function of a layer spec. Specs of families that are built in are not needed.",
+            "nargs": "*",
+        },
+    )
+    attention_dropout: float = flag(0.0, "Dropout on attention weights.")
+    hidden_dropout: float = flag(0.0, "Dropout on the residual branches.")
+    init_method_std: float = flag(0.02, "Standard deviation of initial weights, replaced by the checkpoint's.")
+    transformer_impl: Literal["local", "transformer_engine", "inference_optimized"] = flag(
+        "transformer_engine", "Implementation of the layers.", no_effect="the local layers are used"
+    )
+    attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] = flag(
+        "auto",
+        "Attention kernel.",
+        no_effect="attention is variable-length flash attention on cuda where torch has it, else torch's SDPA",
+    )
+    attention_softmax_in_fp32: bool = flag(
+        False, "Softmax of attention in fp32.", no_effect="always so in the attention that is used"
+    )
+    masked_softmax_fusion: bool = flag(
+        True, "Unfused masked softmax.", off="--no-masked-softmax-fusion", no_effect=_NO_FUSION
+    )
+    enable_experimental: bool = flag(
+        False, "Megatron's experimental features.", no_effect="nothing here is behind that switch"
+    )
+
+
+@dataclass(frozen=True)
+class PositionArgs:
+    """Positions (derived from --hf-checkpoint as well)."""
+
+    position_embedding_type: Literal["learned_absolute", "rope", "mrope", "relative", "none"] | None = flag(
+        None, "Kind of position embedding; models that can be trained have rope."
+    )
+    use_rotary_position_embeddings: bool = flag(False, "Older spelling of --position-embedding-type rope.")
+    add_position_embedding: bool = flag(True, "No table of absolute positions.", off="--no-position-embedding")
+    rotary_base: int | None = flag(None, "Theta of the rotary embedding.")
+    rotary_percent: float | None = flag(None, "Share of a head's width that is rotated.")
+    rotary_interleaved: bool = flag(False, "Neighbouring columns are rotated together, instead of halves.")
+    use_rope_scaling: bool = flag(False, "Llama 3 frequency scaling; its factors come from --hf-checkpoint.")
+    rope_scaling_factor: float | None = flag(None, "Factor of that scaling.")
+    rotary_scaling_factor: float | None = flag(None, "Factor of YaRN scaling (or of Llama 3 scaling).")
+    rope_type: Literal["rope", "yarn"] | None = flag(None, "Kind of rope scaling of latent attention.")
+    mscale: float | None = flag(None, "YaRN: weight of the scale of the rotated columns.")
+    mscale_all_dim: float | None = flag(None, "YaRN: weight of the scale of the logits.")
+    apply_rope_fusion: bool = flag(True, "Unfused rope.", off="--no-rope-fusion", no_effect=_NO_FUSION)
+    max_position_embeddings: int | None = flag(None, "Longest sequence the model is meant for.")
+    seq_length: int | None = flag(
+        None, "Nominal sequence length (4096); actual lengths vary and are not limited by it."
+    )
+
+
+@dataclass(frozen=True)
+class LatentAttentionArgs:
+    """Multi-latent attention (derived from --hf-checkpoint as well)."""
+
+    multi_latent_attention: bool = flag(False, "Keys and values are expanded from a compressed vector (DeepSeek).")
+    q_lora_rank: int | None = flag(None, "Width of compressed queries; none without compression.")
+    kv_lora_rank: int | None = flag(None, "Width of compressed keys and values.")
+    qk_head_dim: int | None = flag(None, "Width per query and key head that is not rotated.")
+    qk_pos_emb_head_dim: int | None = flag(None, "Width per query and key head that is rotated.")
+    v_head_dim: int | None = flag(None, "Width per value head.")
+
+
+@dataclass(frozen=True)
+class ExpertArgs:
+    """Mixture of experts (the shape is derived from --hf-checkpoint as well)."""
+
+    num_experts: int | None = flag(None, "Routed experts per layer; none for dense models.")
+    moe_layer_freq: str | None = flag(
+        None, "Layers with experts: N for every N-th, or a list of 0 and 1 such as [0]*3+[1]*58.", metavar="PATTERN"
+    )
+    moe_ffn_hidden_size: int | None = flag(None, "Inner width of one expert.")
+    moe_shared_expert_intermediate_size: int | None = flag(None, "Inner width of all shared experts together.")
+    moe_shared_expert_gate: bool = flag(False, "A sigmoid gate on the output of the shared experts.")
+    moe_router_topk: int | None = flag(None, "Experts per token.")
+    moe_router_score_function: Literal["softmax", "sigmoid"] | None = flag(None, "What turns logits into scores.")
+    moe_router_pre_softmax: bool = flag(False, "Scores are taken before the choice of experts.")
+    moe_router_enable_expert_bias: bool = flag(False, "A bias per expert takes part in the choice only.")
+    moe_router_bias_update_rate: float | None = flag(
+        None, "Step by which that bias follows the load after every optimizer step. Default: 0, it stays."
+    )
+    moe_router_num_groups: int | None = flag(None, "Groups of experts; the choice is limited to some of them.")
+    moe_router_group_topk: int | None = flag(None, "Groups a token may choose from.")
+    moe_router_topk_scaling_factor: float | None = flag(None, "Factor on the scores of the chosen experts.")
+    moe_router_dtype: Literal["fp32", "fp64"] | None = flag(
+        None, "What the router computes in. Default: fp32 for sigmoid routers, else the model's type."
+    )
+    moe_router_load_balancing_type: (
+        list[Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]] | None
+    ) = field(
+        default=None, metadata={"help": "Kind of load balancing; without effect while --moe-aux-loss-coeff is 0."}
+    )
+    moe_aux_loss_coeff: list[float] | None = field(
+        default=None, metadata={"help": "Weight of the load-balancing loss. Default: 0."}
+    )
+    moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = flag(
+        "alltoall", "How tokens reach the experts.", no_effect=_NO_DISPATCHER
+    )
+    moe_enable_deepep: bool = flag(False, "DeepEP kernels.", no_effect=_NO_DISPATCHER)
+    moe_flex_dispatcher_backend: Literal["deepep", "hybridep"] = flag(
+        "deepep", "Backend of the flex dispatcher.", no_effect=_NO_DISPATCHER
+    )
+    moe_grouped_gemm: bool = flag(False, "One grouped matrix product for local experts.", no_effect=_NO_FUSION)
+    moe_use_legacy_grouped_gemm: bool = flag(False, "Older grouped matrix product.", no_effect=_NO_FUSION)
+    moe_permute_fusion: bool = flag(False, "Fused permutation of tokens.", no_effect=_NO_FUSION)
+    moe_router_fusion: bool = flag(False, "Fused router.", no_effect=_NO_FUSION)
+    moe_token_drop_policy: Literal["probs", "position"] = flag(
+        "probs", "Which tokens an expert drops.", no_effect=_NO_DROPS
+    )
+    moe_use_upcycling: bool = flag(
+        False, "Experts start as copies of a dense MLP.", later="experts come from --hf-checkpoint only"
+    )
+
+
+@dataclass(frozen=True)
+class PredictionArgs:
+    """Multi-token prediction."""
+
+    mtp_num_layers: int | None = flag(
+        None,
+        "Prediction layers to build. Without, --save-hf copies those of --hf-checkpoint.",
+    )
+    mtp_loss_scaling_factor: float = flag(0.2, "Weight of their loss.")
+    enable_mtp_training: bool = flag(
+        False, "Train the prediction layers on the trained tokens; otherwise they are frozen."
+    )

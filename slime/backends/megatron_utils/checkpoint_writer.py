@@ -1,0 +1,220 @@
+"""Writes checkpoints, one at a time, while training waits or in the background.
+
+    save     gather what is to be written -> shards to a hidden directory (here, or in a thread)
+    finish   when every rank has written: metadata -> manifest -> rename -> tracker -> delete old checkpoints
+
+who waits for whom: with ``--async-save`` training continues after the copy to host memory; :meth:`poll`, called on all
+ranks between steps, finishes the save once all threads are done; the next save and the end of the run wait for it. A
+process that dies in between leaves the previous checkpoint as the latest one.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
+
+from slime.backends.megatron_utils import checkpoint_files as files
+from slime.backends.megatron_utils.checkpoint import SHARDING, CheckpointContent, describe_shape, sharded_state
+from slime.backends.megatron_utils.model_shape import ModelShape
+from slime.backends.megatron_utils.step import TrainState
+from slime.utils import accelerator
+from slime.utils.errors import SlimeError
+
+__all__ = ["CheckpointWriter"]
+
+logger = logging.getLogger(__name__)
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass
+class _Pending:
+    """A save whose shards are being written."""
+
+    iteration: int
+    request: Any
+    thread: threading.Thread
+    error: list[BaseException]
+    content: CheckpointContent
+    name: str
+    started: float = field(default_factory=time.monotonic)
+
+
+class CheckpointWriter:
+    """The checkpoints of one model under ``root``. Every method is called on all ranks at the same time.
+
+    Args:
+        keep: newest checkpoints that are kept; None keeps all.
+        timeout_s: longest wait for a background save.
+    """
+
+    def __init__(self, root: str, *, keep: int | None = None, timeout_s: float = 3600.0) -> None:
+        self._root = Path(root)
+        self._keep = keep
+        self._timeout_s = timeout_s
+        self._pending: _Pending | None = None
+
+    def save(
+        self,
+        state: TrainState,
+        shape: ModelShape,
+        args: Namespace,
+        iteration: int,
+        content: CheckpointContent,
+        *,
+        in_background: bool = False,
+        name: str | None = None,
+    ) -> None:
+        """Write ``iteration``; without ``in_background`` it is complete, and named by the tracker, on return.
+
+        Args:
+            name: directory and text of the tracker instead of the iteration's: "release".
+        """
+        self.finish()
+        name = name or files.iteration_directory(self._root, iteration).name
+        partial = self._partial(name)
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        dist.barrier()
+        state_dict = sharded_state(state, content, is_loading=False)
+        state_dict |= {
+            "args": Namespace(**{name: value for name, value in vars(args).items() if isinstance(value, _PLAIN)}),
+            "checkpoint_version": 3.0,
+            "iteration": iteration,
+            "model_shape": describe_shape(shape),
+        }
+        if content.has_optimizer:
+            state_dict["opt_param_scheduler"] = state.scheduler.state_dict()
+        request = dist_checkpointing.save(
+            state_dict,
+            str(partial),
+            get_default_strategy(StrategyAction.SAVE_SHARDED, "torch_dist", 1),
+            content_metadata=SHARDING,
+            async_sharded_save=True,
+        )
+        self._pending = self._start(request, iteration, content, name, in_background)
+        if not in_background:
+            self.finish()
+
+    def poll(self) -> bool:
+        """Finish the save in the background if every rank has written its part. True when none is left."""
+        if self._pending is None:
+            return True
+        is_done = torch.tensor(int(not self._pending.thread.is_alive()), device=accelerator.current().device())
+        dist.all_reduce(is_done, op=dist.ReduceOp.MIN)
+        if not is_done.item():
+            return False
+        self._commit(self._pending)
+        return True
+
+    def finish(self) -> None:
+        """Wait for the save in the background, if there is one, and complete it.
+
+        Raises:
+            SlimeError: a rank could not write its part, or did not within the time limit.
+        """
+        if self._pending is None:
+            return
+        pending = self._pending
+        pending.thread.join(max(0.0, pending.started + self._timeout_s - time.monotonic()))
+        if pending.thread.is_alive():
+            pending.error.append(TimeoutError(f"still writing after {self._timeout_s:.0f} s"))
+        self._commit(pending)
+
+    def _start(
+        self, request: Any, iteration: int, content: CheckpointContent, name: str, in_background: bool
+    ) -> _Pending:
+        arguments = list(request.async_fn_args)
+        if request.preload_fn is not None:
+            arguments[1] = request.preload_fn()  # device to host; nothing on the device is read after this
+            if in_background and accelerator.current().is_cpu:
+                arguments[1] = _copied(arguments[1])
+        error: list[BaseException] = []
+
+        def write() -> None:
+            try:
+                if request.async_fn is not None:
+                    request.async_fn(*arguments, **request.async_fn_kwargs)
+            except BaseException as caught:
+                error.append(caught)
+
+        thread = threading.Thread(target=write, name=f"save-{name}", daemon=True)
+        thread.start()
+        return _Pending(iteration, request, thread, error, content, name)
+
+    def _commit(self, pending: _Pending) -> None:
+        """Everything after the shards; all ranks come here with their threads at an end."""
+        self._pending = None
+        errors: list[str | None] = [None] * dist.get_world_size()
+        mine = f"{type(pending.error[0]).__name__}: {pending.error[0]}" if pending.error else None
+        dist.all_gather_object(errors, mine)
+        if any(errors):
+            named = "; ".join(f"rank {rank}: {error}" for rank, error in enumerate(errors) if error)
+            raise SlimeError(f"checkpoint {self._root}/{pending.name} could not be written: {named}")
+        for function in pending.request.finalize_fns:
+            function()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            self._publish(pending)
+        dist.barrier()
+
+    def _publish(self, pending: _Pending) -> None:
+        partial, final = self._partial(pending.name), self._root / pending.name
+        content = {"optimizer": pending.content.has_optimizer, "rng": pending.content.has_rng}
+        is_iteration = files.iteration_of(final) is not None
+        files.write_manifest(
+            partial,
+            pending.iteration,
+            root=self._root,
+            layout=_layout(),
+            content=content,
+            weight_version=None if is_iteration else "0",
+        )
+        if final.exists():  # saved again by a resumed run; the old one goes only when the new one is complete
+            old = final.with_name(f".{final.name}.removed")
+            shutil.rmtree(old, ignore_errors=True)
+            final.rename(old)
+            partial.rename(final)
+            shutil.rmtree(old)
+        else:
+            partial.rename(final)
+        files.write_tracker(self._root, str(pending.iteration) if is_iteration else pending.name)
+        removed = files.prune(self._root, self._keep)
+        seconds = time.monotonic() - pending.started
+        logger.info("saved %s in %.1f s%s", final, seconds, f", removed {removed}" if removed else "")
+
+    def _partial(self, name: str) -> Path:
+        return self._root / f".{name}.partial"
+
+
+def _copied(buckets: list[Any]) -> list[Any]:
+    """On cpu the live tensors themselves would be written while training changes them."""
+    return [
+        (file, key, (raw, [(item, tensor.clone()) for item, tensor in tensors]))
+        for file, key, (raw, tensors) in buckets
+    ]
+
+
+def _layout() -> Mapping[str, int]:
+    return {
+        "world_size": dist.get_world_size(),
+        "tensor": mpu.get_tensor_model_parallel_world_size(),
+        "pipeline": mpu.get_pipeline_model_parallel_world_size(),
+        "context": mpu.get_context_parallel_world_size(),
+        "expert": mpu.get_expert_model_parallel_world_size(),
+        "expert_tensor": mpu.get_expert_tensor_parallel_world_size(),
+    }

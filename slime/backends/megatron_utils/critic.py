@@ -1,0 +1,78 @@
+"""The critic of PPO: the policy's architecture with a value head, trained towards the returns.
+
+    train()   values before the update -> returns -> optimizer steps on the value loss
+
+Its values, those before the update, are the baseline of the policy's advantages: ``slime.ray`` hands them on. Rank i of
+the critic has the samples of rank i of the policy, hence both have the same parallel layout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slime.algorithms.arguments import DistillationArgs
+from slime.backends.megatron_utils.actor import MegatronTrainer, timed
+from slime.backends.megatron_utils.checkpoint_source import Source
+from slime.backends.megatron_utils.credit import add_credit
+from slime.backends.megatron_utils.custom import CustomFunctions
+from slime.backends.protocols import TrainReport
+from slime.utils import accelerator
+
+if TYPE_CHECKING:
+    from slime.backends.megatron_utils.step import TrainState
+
+__all__ = ["MegatronCritic"]
+
+
+class MegatronCritic(MegatronTrainer):
+    """A trainer whose model says what a state is worth. It has no reference, no teacher and exports no weights."""
+
+    is_critic = True
+
+    def __init__(self, args: Namespace, *, rank: int, world_size: int) -> None:
+        super().__init__(args, rank=rank, world_size=world_size, with_ref=False)
+        # The KL in the rewards belongs to the policy; the values are a baseline for the task's reward.
+        self._algorithm = dataclasses.replace(self._algorithm, kl_coef=0.0, use_kl_loss=False)
+        self._distillation = DistillationArgs()
+        self._custom = CustomFunctions()
+
+    def _fill(self, state: TrainState, source: Source) -> None:
+        """Everything but the head, which keeps its fresh weights where the source has none that fits."""
+        from slime.backends.megatron_utils.checkpoint import load_model_weights
+        from slime.backends.megatron_utils.hf_checkpoint import load_weights
+        from slime.backends.megatron_utils.value_head import VALUE_HEAD_PARAMETERS
+
+        if source.format == "hf":
+            # "tied" says that the source's LM head, if it has one, goes unread
+            load_weights(state.model, dataclasses.replace(self._shape, is_tied=True), source.directory, source.flag)
+        else:
+            load_model_weights(state.model, self._shape, source, optional=VALUE_HEAD_PARAMETERS)
+
+    def train_values(self, rollout_id: int, batch: dict[str, Any]) -> tuple[TrainReport, list[torch.Tensor]]:
+        """Train on this rank's part of a rollout.
+
+        Returns:
+            The report, and the values that the weights before the update gave: fp32 ``[R_i]`` per sample, on the cpu.
+        """
+        from slime.backends.megatron_utils.data import TrainBatch
+        from slime.backends.megatron_utils.forward import compute_values
+
+        seconds: dict[str, float] = {}
+        train_batch = TrainBatch(dict(batch), accelerator.current().device(), self._ready.sharding)
+        with self._dump_on_failure(rollout_id, batch):
+            with timed(seconds, "critic_values"):
+                values = compute_values(self._ready.chunks, train_batch)
+            columns = train_batch.columns
+            columns["values"] = values
+            add_credit(columns, self._algorithm, self._distillation, self._custom, self._data_parallel_group)
+            with timed(seconds, "critic_train"):
+                steps = self._run_steps(rollout_id, train_batch)
+        steps = [{f"critic-{name}": value for name, value in step.items()} for step in steps]
+        return TrainReport(steps if self._is_main else [], {}, seconds), values
+
+    def train(self, rollout_id: int, batch: dict[str, Any]) -> TrainReport:
+        return self.train_values(rollout_id, batch)[0]

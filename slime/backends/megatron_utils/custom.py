@@ -1,0 +1,166 @@
+"""Functions of the user inside the objective: loss, advantages, importance weights, reducer of the policy gradient.
+
+Loaded once per process by ``actor``; used by ``loss`` and ``credit``. Users' functions see lists with one tensor per
+sample and the whole ``args``; the maths sees flat tensors and settings. This module is the translation. Responses are
+whole on every rank, under context parallelism too.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slime.algorithms.off_policy import Correct, Correction
+from slime.algorithms.policy_loss import MakeReducer
+from slime.algorithms.reduce import Reducer, Samples
+from slime.algorithms.types import LossOutput
+from slime.hooks.load import load_function
+from slime.hooks.signature import can_be_called
+from slime.utils.errors import ConfigError
+
+__all__ = ["CustomFunctions"]
+
+UserFunction = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class CustomFunctions:
+    """What ``--custom-*-function-path`` name; None where a flag is not given.
+
+    Attributes:
+        args: handed to every function.
+        loss, advantages, tis, pg_reducer, postprocess: see ``CustomLoss``, ``CustomAdvantage``, ``CustomTis``,
+            ``CustomPgLossReducer`` and ``RolloutDataPostprocess`` in ``slime.hooks.protocols``.
+    """
+
+    args: Namespace | None = None
+    loss: UserFunction | None = None
+    advantages: UserFunction | None = None
+    tis: UserFunction | None = None
+    pg_reducer: UserFunction | None = None
+    postprocess: UserFunction | None = None
+
+    @classmethod
+    def load(cls, args: Namespace, *, vocab_size: int | None = None) -> CustomFunctions:
+        """Load every function that ``args`` names.
+
+        Args:
+            vocab_size: of the model; the functions see it as ``args.vocab_size``, so that padding of the vocabulary
+                stays out of their log-probs whether the flag was given or not.
+
+        Raises:
+            ConfigError: a path that cannot be loaded.
+        """
+
+        def function(path: str | None) -> UserFunction | None:
+            return None if path is None else load_function(path)
+
+        return cls(
+            args=args if vocab_size is None else Namespace(**(vars(args) | {"vocab_size": vocab_size})),
+            loss=function(args.custom_loss_function_path),
+            advantages=function(args.custom_advantage_function_path),
+            tis=function(args.custom_tis_function_path),
+            pg_reducer=function(args.custom_pg_loss_reducer_function_path),
+            postprocess=function(args.rollout_data_postprocess_path),
+        )
+
+    def correct(self, samples: Samples, total_lengths: Sequence[int]) -> Correct | None:
+        """The user's importance weights as the policy loss calls them."""
+        if self.tis is None:
+            return None
+        user_tis = self.tis
+
+        def correct(pg_loss: torch.Tensor, train: torch.Tensor, engine: torch.Tensor) -> Correction:
+            result = user_tis(
+                self.args,
+                pg_loss=pg_loss,
+                train_log_probs=samples.split(train),
+                rollout_log_probs=samples.split(engine),
+                loss_masks=list(samples.loss_masks),
+                total_lengths=list(total_lengths),
+                response_lengths=list(samples.response_lengths),
+            )
+            return self._correction(result, pg_loss, samples)
+
+        return correct
+
+    def make_pg_reducer(self, samples: Samples, total_lengths: Sequence[int]) -> MakeReducer | None:
+        """The user's reducer of the policy-gradient term as the policy loss calls it."""
+        if self.pg_reducer is None:
+            return None
+        user_reducer = self.pg_reducer
+
+        def make(masks: Sequence[torch.Tensor]) -> Reducer:
+            lengths = list(samples.response_lengths)
+            reducer: Reducer = user_reducer(list(total_lengths), lengths, list(masks), samples.per_token)
+            return reducer
+
+        return make
+
+    def run_loss(self, batch: Mapping[str, Any], logits: torch.Tensor, reduce: Reducer) -> LossOutput:
+        """The user's objective on all rows of the logits.
+
+        Raises:
+            ConfigError: no function is given, or it does not return (scalar loss, metrics).
+        """
+        if self.loss is None:
+            raise ConfigError("--loss-type custom_loss needs --custom-loss-function-path.")
+        result = self.loss(self.args, batch, logits, reduce)
+        where = f"--custom-loss-function-path {self._path('custom_loss_function_path')}"
+        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], torch.Tensor):
+            raise ConfigError(f"{where} must return (loss tensor, dict of metrics), got {type(result).__name__}.")
+        loss, metrics = result
+        if loss.numel() != 1:
+            raise ConfigError(f"{where} must return a scalar loss, got shape {tuple(loss.shape)}.")
+        values = {name: torch.as_tensor(value, device=loss.device).detach() for name, value in metrics.items()}
+        return LossOutput(loss=loss.reshape(()), metrics={name: value.reshape(()) for name, value in values.items()})
+
+    def fill_advantages(self, columns: dict[str, Any]) -> None:
+        """Let the user's function put ``advantages`` and ``returns`` into the batch.
+
+        Raises:
+            ConfigError: one of them is missing or has not one entry per response token.
+        """
+        assert self.advantages is not None, "called only where there is one"
+        self.advantages(self.args, columns)
+        where = f"--custom-advantage-function-path {self._path('custom_advantage_function_path')}"
+        for name in ("advantages", "returns"):
+            rows = columns.get(name)
+            if rows is None:
+                raise ConfigError(f"{where} must set rollout_data[{name!r}]: one tensor per sample.")
+            lengths = [len(row) for row in rows]
+            if lengths != list(columns["response_lengths"]):
+                raise ConfigError(
+                    f"{where} set rollout_data[{name!r}] with lengths {lengths}; the responses have "
+                    f"{list(columns['response_lengths'])} tokens."
+                )
+
+    def run_postprocess(self, rollout_id: int, columns: dict[str, Any]) -> None:
+        """Show the user's function the batch between its advantages and the first step; it may change it in place."""
+        if self.postprocess is None:
+            return
+        if can_be_called(self.postprocess, ("args", "rollout_id", "rollout_data")):
+            self.postprocess(self.args, rollout_id, columns)
+        else:
+            self.postprocess(self.args, columns)
+
+    def _correction(self, result: Any, pg_loss: torch.Tensor, samples: Samples) -> Correction:
+        where = f"--custom-tis-function-path {self._path('custom_tis_function_path')}"
+        if not isinstance(result, tuple) or len(result) != 3:
+            raise ConfigError(f"{where} must return (pg_loss, masks, metrics), got {type(result).__name__}.")
+        corrected, masks, metrics = result
+        if corrected.shape != pg_loss.shape:
+            raise ConfigError(f"{where}: pg_loss must keep its shape {tuple(pg_loss.shape)}, got {corrected.shape}.")
+        for name, values in metrics.items():
+            if values.shape != pg_loss.shape:
+                raise ConfigError(f"{where}: metric {name!r} must have one value per token, got {tuple(values.shape)}.")
+        if len(masks) != len(samples.loss_masks):
+            raise ConfigError(f"{where}: {len(masks)} masks for {len(samples.loss_masks)} samples.")
+        return Correction(corrected, list(masks), {name: values.detach() for name, values in metrics.items()})
+
+    def _path(self, name: str) -> Any:
+        return vars(self.args).get(name) if self.args is not None else None

@@ -1,0 +1,405 @@
+"""The shape of a model, read from the ``config.json`` of its Hugging Face directory.
+
+Owns what the fields of every family's config mean. Called by the command line (``model_shape``), the trainer and the
+plan. Knows neither flags nor Megatron, and imports neither torch nor megatron nor transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.backends.megatron_utils.families.base import Family
+from slime.backends.megatron_utils.families.registry import FAMILIES, why_not_built
+from slime.utils.errors import ConfigError
+
+__all__ = [
+    "Llama3Rope",
+    "MlaShape",
+    "ModelShape",
+    "MoeShape",
+    "YarnRope",
+    "read_hf_config",
+    "read_shape",
+    "shape_from_config",
+]
+
+_SIGMOID_FAMILIES = ("deepseek_v3", "glm4_moe", "kimi_k2")
+_INTERLEAVED_FAMILIES = ("glm4",)
+_OPTIONAL_BIAS_FAMILIES = ("glm4", "glm4_moe")
+"""Families whose ``attention_bias`` decides, absent meaning false; of the others the family alone does."""
+
+
+@dataclass(frozen=True)
+class Llama3Rope:
+    """Llama 3.1 rope scaling, as in ``rope_parameters`` of its config.json."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class YarnRope:
+    """YaRN rope scaling of multi-latent attention (arXiv 2309.00071), names as in the paper's reference code."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+
+
+@dataclass(frozen=True)
+class MlaShape:
+    """Multi-latent attention: ranks of the compressions and widths per head."""
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_head_dim: int
+    qk_pos_emb_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True)
+class MoeShape:
+    """The layers of experts.
+
+    Attributes:
+        layers: per decoder layer whether it has experts.
+        shared_size: width of all shared experts together; None without.
+        pre_softmax: scores are taken before the choice of the top k, so that the kept ones do not add up to one.
+        num_groups, group_topk: the choice is limited to the best groups of experts; None without groups.
+        scaling_factor: of the kept scores; None is 1.
+    """
+
+    num_experts: int
+    layers: tuple[bool, ...]
+    ffn_hidden_size: int
+    topk: int
+    shared_size: int | None
+    score_function: str
+    pre_softmax: bool
+    has_expert_bias: bool
+    num_groups: int | None
+    group_topk: int | None
+    scaling_factor: float | None
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Everything that decides which tensors the model has and what they compute.
+
+    ``num_mtp_layers`` counts the multi-token-prediction layers that the checkpoint has, whether they are built or not.
+    """
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    head_dim: int
+    vocab_size: int
+    norm_epsilon: float
+    rotary_base: float
+    rotary_percent: float
+    is_tied: bool
+    max_position_embeddings: int
+    llama3_rope: Llama3Rope | None = None
+    yarn_rope: YarnRope | None = None
+    has_qk_norm: bool = False
+    has_qkv_bias: bool = False
+    has_post_norms: bool = False
+    is_rotary_interleaved: bool = False
+    moe: MoeShape | None = None
+    mla: MlaShape | None = None
+    num_mtp_layers: int = 0
+
+    @property
+    def kv_channels(self) -> int:
+        """Megatron's name of ``head_dim``."""
+        return self.head_dim
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.model_type]
+
+    def padded_vocab_size(self, multiple: int) -> int:
+        """Rows of the embedding: ``vocab_size`` rounded up to a multiple of ``multiple``."""
+        return math.ceil(self.vocab_size / multiple) * multiple
+
+
+def read_hf_config(hf_checkpoint: str) -> dict[str, Any]:
+    """``config.json`` of a Hugging Face directory.
+
+    Raises:
+        ConfigError: the file is missing or is not a JSON object.
+    """
+    path = Path(hf_checkpoint) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--hf-checkpoint {hf_checkpoint}: cannot read config.json: {error.strerror}.") from None
+    except ValueError as error:
+        raise ConfigError(f"--hf-checkpoint {hf_checkpoint}: config.json is not valid JSON: {error}.") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"--hf-checkpoint {hf_checkpoint}: config.json does not hold a JSON object.")
+    return config
+
+
+def read_shape(hf_checkpoint: str) -> ModelShape:
+    """The shape of the model in ``hf_checkpoint``.
+
+    Raises:
+        ConfigError: the architecture or one of its options is not supported, or a field is missing or no number.
+    """
+    return shape_from_config(read_hf_config(hf_checkpoint), hf_checkpoint)
+
+
+def shape_from_config(config: Mapping[str, Any], hf_checkpoint: str) -> ModelShape:
+    """The shape that ``config`` describes; ``hf_checkpoint`` is what messages call it. Raises as :func:`read_shape`."""
+    where = f"--hf-checkpoint {hf_checkpoint}: config.json"
+    model_type = config.get("model_type")
+    missing = why_not_built(model_type)
+    if missing is not None or not isinstance(model_type, str):
+        raise ConfigError(f"{where} has model_type {model_type!r}, which cannot be trained: {missing}.")
+    inner = config.get("text_config")
+    reader = _Reader(inner if isinstance(inner, Mapping) else config, FAMILIES[model_type])
+    shape = _read(reader)
+    problems = [f"{where} {text}" for text in (*_refused(reader), *reader.problems)]
+    if reader.missing:
+        problems.append(f"{where} lacks {', '.join(reader.missing)}.")
+    if problems:
+        raise ConfigError(problems)
+    return shape
+
+
+class _Reader:
+    """Typed look-ups in one config; problems are collected so that one message has them all."""
+
+    def __init__(self, config: Mapping[str, Any], family: Family) -> None:
+        self.config = config
+        self.family = family
+        self.problems: list[str] = []
+        self.missing: list[str] = []
+
+    @property
+    def rope(self) -> Mapping[str, Any]:
+        """``rope_parameters`` (transformers 5) or ``rope_scaling`` (4)."""
+        value = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
+        return value if isinstance(value, Mapping) else {}
+
+    @property
+    def rope_type(self) -> str:
+        return str(self.rope.get("rope_type") or self.rope.get("type") or "default")
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.config.get(name)
+        return bool(self.family.defaults.get(name, default) if value is None else value)
+
+    def number(self, *names: str, default: float | None = None) -> float:
+        """The first of ``names`` that is there, else the family's default, else ``default``."""
+        for name in names:
+            value = self.config.get(name)
+            if value is None:
+                value = self.family.defaults.get(name)
+            if value is not None:
+                return self._checked(name, value)
+        if default is None:
+            self.missing.append(names[0])
+            return 1
+        return default
+
+    def integer(self, *names: str, default: int | None = None) -> int:
+        value = self.number(*names, default=default)
+        if value != int(value):
+            self.problems.append(f"has {names[0]} {value}; it must be a whole number.")
+        return int(value)
+
+    def rope_number(self, name: str, default: float | None = None) -> float:
+        value = self.rope.get(name)
+        if value is not None:
+            return self._checked(name, value)
+        if default is None:
+            self.missing.append(f"{name} of its rope settings")
+            return 1
+        return default
+
+    def _checked(self, name: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            self.problems.append(f"has {name} {value!r}; it must be a number.")
+            return 1
+        return value
+
+
+def _read(reader: _Reader) -> ModelShape:
+    family = reader.family
+    heads = reader.integer("num_attention_heads")
+    hidden_size = reader.integer("hidden_size")
+    mla = _mla(reader) if family.is_mla else None
+    if mla is not None:
+        head_dim, groups = mla.qk_head_dim, heads
+    else:
+        head_dim = reader.integer("head_dim", default=hidden_size // max(1, heads))
+        groups = reader.integer("num_key_value_heads", default=heads)
+    num_layers = reader.integer("num_hidden_layers")
+    has_optional_bias = family.model_type in _OPTIONAL_BIAS_FAMILIES
+    max_positions = reader.integer("max_position_embeddings", default=4096)
+    return ModelShape(
+        model_type=family.model_type,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        ffn_hidden_size=reader.integer("intermediate_size"),
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        head_dim=head_dim,
+        vocab_size=reader.integer("vocab_size"),
+        norm_epsilon=reader.number("rms_norm_eps"),
+        rotary_base=reader.rope_number("rope_theta", default=reader.number("rope_theta", default=10000.0)),
+        rotary_percent=1.0 if mla is not None else _rotary_percent(reader),
+        is_tied=reader.flag("tie_word_embeddings"),
+        max_position_embeddings=max_positions,
+        llama3_rope=_llama3_rope(reader) if reader.rope_type == "llama3" else None,
+        yarn_rope=_yarn_rope(reader, max_positions) if reader.rope_type == "yarn" else None,
+        has_qk_norm=reader.flag("use_qk_norm") if family.model_type == "glm4_moe" else family.has_qk_norm,
+        has_qkv_bias=reader.flag("attention_bias") if has_optional_bias else family.has_qkv_bias,
+        has_post_norms=family.has_post_norms,
+        is_rotary_interleaved=family.model_type in _INTERLEAVED_FAMILIES,
+        moe=_moe(reader, num_layers) if family.is_moe else None,
+        mla=mla,
+        num_mtp_layers=reader.integer("num_nextn_predict_layers", "num_mtp_layers", default=0),
+    )
+
+
+def _mla(reader: _Reader) -> MlaShape:
+    # null means "not compressed", which is not the same as being left out
+    is_direct = "q_lora_rank" in reader.config and reader.config["q_lora_rank"] is None
+    return MlaShape(
+        q_lora_rank=None if is_direct else reader.integer("q_lora_rank"),
+        kv_lora_rank=reader.integer("kv_lora_rank", default=512),
+        qk_head_dim=reader.integer("qk_nope_head_dim", default=128),
+        qk_pos_emb_head_dim=reader.integer("qk_rope_head_dim", default=64),
+        v_head_dim=reader.integer("v_head_dim", default=128),
+    )
+
+
+def _moe(reader: _Reader, num_layers: int) -> MoeShape:
+    width = reader.integer("moe_intermediate_size")
+    # transformers 5 writes num_local_experts where released checkpoints say num_experts
+    num_experts = reader.integer("n_routed_experts", "num_experts", "num_local_experts")
+    topk = reader.integer("num_experts_per_tok")
+    if reader.family.model_type not in _SIGMOID_FAMILIES:
+        return MoeShape(
+            num_experts=num_experts,
+            layers=_sparse_step_layers(reader, num_layers),
+            ffn_hidden_size=width,
+            topk=topk,
+            shared_size=None,
+            score_function="softmax",
+            pre_softmax=not reader.flag("norm_topk_prob"),
+            has_expert_bias=False,
+            num_groups=None,
+            group_topk=None,
+            scaling_factor=None,
+        )
+    num_groups = reader.integer("n_group", default=1)
+    scale = reader.number("routed_scaling_factor", default=1.0)
+    num_shared = reader.integer("n_shared_experts", default=1)
+    return MoeShape(
+        num_experts=num_experts,
+        layers=_behind_dense_layers(reader, num_layers),
+        ffn_hidden_size=width,
+        topk=topk,
+        shared_size=width * num_shared if num_shared else None,
+        score_function="sigmoid",
+        pre_softmax=True,
+        has_expert_bias=True,
+        num_groups=num_groups if num_groups > 1 else None,
+        group_topk=reader.integer("topk_group", default=1) if num_groups > 1 else None,
+        scaling_factor=scale,
+    )
+
+
+def _sparse_step_layers(reader: _Reader, num_layers: int) -> tuple[bool, ...]:
+    """Qwen: every ``decoder_sparse_step``-th layer, except ``mlp_only_layers``."""
+    step = max(1, reader.integer("decoder_sparse_step", default=1))
+    dense = reader.config.get("mlp_only_layers") or []
+    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
+
+
+def _behind_dense_layers(reader: _Reader, num_layers: int) -> tuple[bool, ...]:
+    """DeepSeek and GLM: all layers after the first few, of those each ``moe_layer_freq``-th."""
+    num_dense = reader.integer("first_k_dense_replace", default=1 if reader.family.model_type == "glm4_moe" else 3)
+    step = max(1, reader.integer("moe_layer_freq", default=1))
+    return tuple(layer >= num_dense and layer % step == 0 for layer in range(num_layers))
+
+
+def _rotary_percent(reader: _Reader) -> float:
+    value = reader.rope.get("partial_rotary_factor")
+    return reader.number("partial_rotary_factor", default=1.0) if value is None else float(value)
+
+
+def _llama3_rope(reader: _Reader) -> Llama3Rope:
+    return Llama3Rope(
+        factor=float(reader.rope_number("factor")),
+        low_freq_factor=float(reader.rope_number("low_freq_factor")),
+        high_freq_factor=float(reader.rope_number("high_freq_factor")),
+        original_max_position_embeddings=int(reader.rope_number("original_max_position_embeddings")),
+    )
+
+
+def _yarn_rope(reader: _Reader, max_positions: int) -> YarnRope:
+    """Absent values as in the family's reference implementation; without mscale_all_dim only the logits are scaled."""
+    return YarnRope(
+        factor=float(reader.rope_number("factor")),
+        original_max_position_embeddings=int(reader.rope_number("original_max_position_embeddings", max_positions)),
+        beta_fast=float(reader.rope_number("beta_fast", 32.0)),
+        beta_slow=float(reader.rope_number("beta_slow", 1.0)),
+        mscale=float(reader.rope_number("mscale", 1.0)),
+        mscale_all_dim=float(reader.rope_number("mscale_all_dim", 0.0)),
+    )
+
+
+def _refused(reader: _Reader) -> list[str]:
+    """Options of the family that would need another model than the one that is built."""
+    config, family = reader.config, reader.family
+    problems = [
+        f"has {name} {config[name]}: {meaning} are not supported."
+        for name, meaning in family.refuses
+        if config.get(name)
+    ]
+    if config.get("hidden_act", "silu") != "silu":
+        problems.append(f"has hidden_act {config['hidden_act']!r}; only silu is supported.")
+    rope_types = set(family.rope_types) | ({"llama3"} if family.supports_llama3_rope else set())
+    if reader.rope_type not in rope_types:
+        problems.append(f"has rope type {reader.rope_type!r}; supported are {', '.join(sorted(rope_types))}.")
+    if family.model_type in _SIGMOID_FAMILIES:
+        problems += _refused_routing(reader)
+    if family.is_mla and not reader.flag("rope_interleave", default=True):
+        problems.append("has rope_interleave false; the rotated columns must be interleaved.")
+    return problems
+
+
+def _refused_routing(reader: _Reader) -> list[str]:
+    problems = []
+    scoring = reader.config.get("scoring_func", "sigmoid")
+    if scoring != "sigmoid":
+        problems.append(f"has scoring_func {scoring!r}; only sigmoid is supported for this family.")
+    if not reader.flag("norm_topk_prob", default=True):
+        problems.append("has norm_topk_prob false; the scores of the chosen experts must be normalised.")
+    groups, kept = reader.config.get("n_group") or 1, reader.config.get("topk_group") or 1
+    topk = reader.config.get("num_experts_per_tok") or 0
+    if groups > 1 and topk != 2 * kept:
+        # Megatron ranks a group by its best topk / group_topk scores, the reference model always by its best two
+        problems.append(
+            f"has num_experts_per_tok {topk}, topk_group {kept} with n_group {groups}: groups are built only where "
+            "num_experts_per_tok is twice topk_group."
+        )
+    return problems

@@ -1,0 +1,302 @@
+"""What users' objectives call: log-probs from logits, the losses and importance weights, with ``args`` and lists.
+
+The functions behind the trainer take settings and flat tensors (``slime.algorithms``); these are the same with the
+arguments that a ``--custom-loss-function-path`` has at hand. ``batch`` is the dictionary that such a function receives.
+Importable without megatron.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime.algorithms import off_policy
+from slime.algorithms.arguments import AlgorithmArgs, DistillationArgs
+from slime.algorithms.logprobs import log_probs_and_entropy
+from slime.algorithms.off_policy import Correction
+from slime.algorithms.policy_loss import PolicyTokens, policy_loss
+from slime.algorithms.ppo import value_loss
+from slime.algorithms.reduce import Reducer, Samples
+from slime.algorithms.sft import sft_loss
+from slime.algorithms.types import LossOutput
+from slime.backends.megatron_utils.credit import add_credit
+from slime.backends.megatron_utils.custom import CustomFunctions
+from slime.config.groups import from_args
+
+__all__ = [
+    "compute_advantages_and_returns",
+    "get_log_probs_and_entropy",
+    "get_responses",
+    "get_values",
+    "icepop_function",
+    "policy_loss_function",
+    "sft_loss_function",
+    "value_loss_function",
+    "vanilla_tis_function",
+]
+
+UserLoss = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+
+# ---------------------------------------------------------------------------------------------- from logits
+
+
+def get_responses(
+    logits: torch.Tensor,
+    *,
+    args: Namespace,
+    unconcat_tokens: Sequence[torch.Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    apply_temperature: bool = True,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Per sample (logits that predict its response ``[R_i, V / tensor ranks]``, response tokens ``[R_i]``).
+
+    Args:
+        logits: ``[1, T, V / tensor ranks]`` of packed samples.
+        apply_temperature: divide by ``--rollout-temperature``.
+    """
+    rows = logits.squeeze(0)
+    end = 0
+    for tokens, total, response in zip(unconcat_tokens, total_lengths, response_lengths, strict=True):
+        end += total
+        part = rows[end - response - 1 : end - 1]
+        if apply_temperature and args.rollout_temperature != 1:
+            part = part / args.rollout_temperature
+        yield part, tokens[total - response :].to(logits.device)
+
+
+def get_log_probs_and_entropy(
+    logits: torch.Tensor,
+    *,
+    args: Namespace,
+    unconcat_tokens: Sequence[torch.Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    with_entropy: bool = False,
+    non_loss_data: bool = True,
+) -> tuple[torch.Tensor, dict[str, list[torch.Tensor]]]:
+    """(an empty tensor, ``log_probs`` and on request ``entropy``: one fp32 ``[R_i]`` per sample, with graph)."""
+    del non_loss_data  # part of the signature that Megatron's schedule asks for
+    responses = get_responses(
+        logits,
+        args=args,
+        unconcat_tokens=unconcat_tokens,
+        total_lengths=total_lengths,
+        response_lengths=response_lengths,
+        apply_temperature=False,
+    )
+    parts, targets = zip(*responses, strict=True)
+    log_probs, entropy = log_probs_and_entropy(
+        torch.cat(parts),
+        torch.cat(targets),
+        group=_tensor_group(),
+        vocab_size=args.vocab_size,
+        temperature=args.rollout_temperature,
+        chunk_size=args.log_probs_chunk_size,
+        with_entropy=with_entropy,
+        with_entropy_grad=args.entropy_coef != 0,
+    )
+    lengths = list(response_lengths)
+    results = {"log_probs": list(torch.split(log_probs, lengths))}
+    if entropy is not None:
+        results["entropy"] = list(torch.split(entropy, lengths))
+    return logits.new_empty(0), results
+
+
+def get_values(
+    logits: torch.Tensor,
+    *,
+    args: Namespace,
+    unconcat_tokens: Sequence[torch.Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    with_entropy: bool = False,
+    non_loss_data: bool = True,
+) -> tuple[torch.Tensor, dict[str, list[torch.Tensor]]]:
+    """(an empty tensor, ``values``: one fp32 ``[R_i]`` per sample) from a value head's ``[1, T, 1]``."""
+    del with_entropy, non_loss_data
+    responses = get_responses(
+        logits,
+        args=args,
+        unconcat_tokens=unconcat_tokens,
+        total_lengths=total_lengths,
+        response_lengths=response_lengths,
+        apply_temperature=False,
+    )
+    return logits.new_empty(0), {"values": [part.squeeze(-1).float() for part, _ in responses]}
+
+
+# ---------------------------------------------------------------------------------------------- losses
+
+
+@dataclass(frozen=True)
+class _GivenReducer(Samples):
+    """Samples of a user's batch: reduced by the function the user passes on, unless a correction changed the masks."""
+
+    given: Reducer | None = None
+
+    def reducer(self, loss_masks: Sequence[torch.Tensor] | None = None) -> Reducer:
+        if self.given is not None and (loss_masks is None or loss_masks is self.loss_masks):
+            return self.given
+        return super().reducer(loss_masks)
+
+
+def policy_loss_function(
+    args: Namespace, batch: Mapping[str, Any], logits: torch.Tensor, sum_of_sample_mean: Reducer
+) -> UserLoss:
+    """The loss of ``--loss-type policy_loss`` on a user's batch: (loss, metrics)."""
+    settings = from_args(AlgorithmArgs, args)
+    samples = _samples(batch, settings, sum_of_sample_mean)
+    wants_entropy = settings.entropy_metric or settings.entropy_coef != 0
+    columns = _from_logits(args, batch, logits, with_entropy=wants_entropy)
+    tokens = PolicyTokens(
+        log_probs=torch.cat(columns["log_probs"]),
+        entropy=torch.cat(columns["entropy"]) if wants_entropy else None,
+        advantages=torch.cat(batch["advantages"]),
+        old_log_probs=_flat(batch, "log_probs"),
+        rollout_log_probs=_flat(batch, "rollout_log_probs"),
+        ref_log_probs=_flat(batch, "ref_log_probs"),
+    )
+    custom = CustomFunctions.load(args)
+    output = policy_loss(
+        tokens,
+        settings,
+        samples,
+        correct=custom.correct(samples, batch["total_lengths"]),
+        make_pg_reducer=custom.make_pg_reducer(samples, batch["total_lengths"]),
+    )
+    return output.loss, output.metrics
+
+
+def sft_loss_function(
+    args: Namespace, batch: Mapping[str, Any], logits: torch.Tensor, sum_of_sample_mean: Reducer
+) -> UserLoss:
+    """The loss of ``--loss-type sft_loss`` on a user's batch: (loss, metrics)."""
+    log_probs = _from_logits(args, batch, logits, with_entropy=False)["log_probs"]
+    output = sft_loss(torch.cat(log_probs), sum_of_sample_mean)
+    return output.loss, output.metrics
+
+
+def value_loss_function(
+    args: Namespace, batch: Mapping[str, Any], logits: torch.Tensor, sum_of_sample_mean: Reducer
+) -> UserLoss:
+    """The critic's loss on a user's batch, ``logits`` being the value head's ``[1, T, 1]``: (loss, metrics)."""
+    _, columns = get_values(
+        logits,
+        args=args,
+        unconcat_tokens=batch["unconcat_tokens"],
+        total_lengths=batch["total_lengths"],
+        response_lengths=batch["response_lengths"],
+    )
+    output: LossOutput = value_loss(
+        torch.cat(columns["values"]),
+        torch.cat(batch["values"]),
+        torch.cat(batch["returns"]),
+        args.value_clip,
+        sum_of_sample_mean,
+    )
+    return output.loss, output.metrics
+
+
+def compute_advantages_and_returns(args: Namespace, rollout_data: dict[str, Any]) -> None:
+    """Fill ``kl``, ``advantages`` and ``returns`` of a rank's batch, in place; see ``credit.add_credit``."""
+    add_credit(
+        rollout_data,
+        from_args(AlgorithmArgs, args),
+        from_args(DistillationArgs, args),
+        CustomFunctions.load(args),
+        _data_group(),
+    )
+
+
+# ---------------------------------------------------------------------------------------------- importance weights
+
+
+def vanilla_tis_function(
+    args: Namespace,
+    *,
+    pg_loss: torch.Tensor,
+    train_log_probs: Sequence[torch.Tensor],
+    rollout_log_probs: Sequence[torch.Tensor],
+    loss_masks: Sequence[torch.Tensor],
+    **kwargs: Any,
+) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
+    """What ``--use-tis`` does by itself, with the signature of ``--custom-tis-function-path``."""
+    flat = torch.cat(list(train_log_probs)), torch.cat(list(rollout_log_probs))
+    return _as_hook(off_policy.truncated_weights(pg_loss, *flat, args.tis_clip_low, args.tis_clip), loss_masks)
+
+
+def icepop_function(
+    args: Namespace,
+    *,
+    pg_loss: torch.Tensor,
+    train_log_probs: Sequence[torch.Tensor],
+    rollout_log_probs: Sequence[torch.Tensor],
+    loss_masks: Sequence[torch.Tensor],
+    **kwargs: Any,
+) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
+    """IcePop for ``--custom-tis-function-path``: tokens whose weight leaves the --tis-clip bounds are dropped."""
+    flat = torch.cat(list(train_log_probs)), torch.cat(list(rollout_log_probs))
+    return _as_hook(off_policy.icepop(pg_loss, *flat, args.tis_clip_low, args.tis_clip), loss_masks)
+
+
+def _as_hook(
+    correction: Correction, loss_masks: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
+    return correction.pg_loss, list(loss_masks), correction.metrics
+
+
+# ---------------------------------------------------------------------------------------------- helpers
+
+
+def _samples(batch: Mapping[str, Any], settings: AlgorithmArgs, reduce: Reducer) -> Samples:
+    return _GivenReducer(
+        batch["response_lengths"],
+        batch["loss_masks"],
+        batch["rollout_mask_sums"],
+        per_token=settings.calculate_per_token_loss,
+        given=reduce,
+    )
+
+
+def _from_logits(
+    args: Namespace, batch: Mapping[str, Any], logits: torch.Tensor, *, with_entropy: bool
+) -> dict[str, list[torch.Tensor]]:
+    _, columns = get_log_probs_and_entropy(
+        logits,
+        args=args,
+        unconcat_tokens=batch["unconcat_tokens"],
+        total_lengths=batch["total_lengths"],
+        response_lengths=batch["response_lengths"],
+        with_entropy=with_entropy,
+    )
+    return columns
+
+
+def _flat(batch: Mapping[str, Any], name: str) -> torch.Tensor | None:
+    rows = batch.get(name)
+    return None if rows is None else torch.cat(list(rows))
+
+
+def _tensor_group() -> dist.ProcessGroup | None:
+    if not dist.is_initialized():
+        return None
+    from megatron.core import parallel_state as mpu
+
+    group: dist.ProcessGroup = mpu.get_tensor_model_parallel_group()
+    return group
+
+
+def _data_group() -> dist.ProcessGroup | None:
+    if not dist.is_initialized():
+        return None
+    from megatron.core import parallel_state as mpu
+
+    group: dist.ProcessGroup = mpu.get_data_parallel_group(with_context_parallel=False)
+    return group

@@ -1,0 +1,175 @@
+"""A model without a trainer: what the conversion tools need, in one process or under torchrun.
+
+    read_options   Megatron's flags, as a preset's MODEL_ARGS carry them, checked against --hf-checkpoint
+    OfflineModel   process groups, the model without an optimizer; load, export, save
+
+Imports megatron only when a model is built, so that ``--help`` is quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from slime.backends.megatron_utils import argument_rules, arguments, model_shape
+from slime.backends.megatron_utils.checkpoint_source import Source, inspect_checkpoint
+from slime.backends.megatron_utils.patches.install import install
+from slime.config.groups import from_args, unsupported_flags
+from slime.config.parse import EngineNamespace, parse
+from slime.utils.errors import ConfigError, SlimeError
+from slime.utils.net import free_port
+
+if TYPE_CHECKING:
+    from slime.backends.megatron_utils.step import TrainState
+    from slime.backends.protocols import NamedTensor
+
+__all__ = ["OfflineModel", "read_options", "run_tool"]
+
+_FLOATS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+
+
+def run_tool(main: Callable[[], None]) -> int:
+    """Exit status of a tool: 2 with every problem on stderr when it cannot work."""
+    try:
+        main()
+    except SlimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def read_options(
+    add_options: Callable[[argparse.ArgumentParser], None], description: str, argv: Sequence[str] | None = None
+) -> argparse.Namespace:
+    """Parse the tool's own options and Megatron's flags.
+
+    Weights keep the precision of the Hugging Face checkpoint unless a flag says otherwise. Under torchrun without
+    parallel sizes the processes become pipeline stages, as far as they divide the layers.
+
+    Args:
+        add_options: adds the tool's options, --hf-checkpoint (or another flag for it) among them.
+
+    Raises:
+        ConfigError: flags that contradict --hf-checkpoint, or ask for what does not exist.
+    """
+
+    def prepare(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser.prog, parser.description = os.path.basename(sys.argv[0]), description
+        parser.formatter_class = argparse.RawDescriptionHelpFormatter
+        add_options(parser)
+        return parser
+
+    groups = [getattr(arguments, name) for name in arguments.__all__]
+    args = parse(
+        sys.argv[1:] if argv is None else argv,
+        groups,
+        read_engine=lambda tokens, known: EngineNamespace(rest=list(tokens)),
+        add_arguments=prepare,
+    )
+    config = model_shape.read_hf_config(args.hf_checkpoint)
+    if not (args.bf16 or args.fp16 or args.fp32):
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+        setattr(args, _FLOATS.get(dtype, "bf16"), True)
+    args.debug_rollout_only = False
+    args.calculate_per_token_loss = False
+    args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    _default_layout(args, config)
+    for step in argument_rules.STEPS:
+        step(args)
+    problems = [*unsupported_flags(args, groups)]
+    for rule in argument_rules.RULES:
+        problems += rule(args)
+    if problems:
+        raise ConfigError(problems)
+    for notice in args.notices:
+        if notice.level == "warning":
+            print(notice, file=sys.stderr)
+    return args
+
+
+def _default_layout(args: argparse.Namespace, config: dict[str, Any]) -> None:
+    world_size = args.world_size
+    sizes = ("tensor", "pipeline", "context", "expert")
+    if world_size == 1 or any(getattr(args, f"{size}_{_suffix(size)}") > 1 for size in sizes):
+        return
+    stages = world_size
+    while config["num_hidden_layers"] % stages or world_size % stages:
+        stages -= 1
+    args.pipeline_model_parallel_size = stages
+
+
+def _suffix(size: str) -> str:
+    return "parallel_size" if size == "context" else "model_parallel_size"
+
+
+class OfflineModel:
+    """This process's part of the model that ``args.hf_checkpoint`` describes, as a context manager."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self.shape = model_shape.read_shape(args.hf_checkpoint)
+        self._state: TrainState | None = None
+
+    def __enter__(self) -> OfflineModel:
+        if "WORLD_SIZE" not in os.environ:  # not started by torchrun: alone
+            os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+        install()
+        from slime.backends.megatron_utils.setup import build_model_state, init_distributed
+
+        args = self._args
+        init_distributed(from_args(arguments.ParallelArgs, args), from_args(arguments.TrainerArgs, args))
+        self._state = build_model_state(args, self.shape)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        import torch.distributed as dist
+
+        self._state = None
+        if kind is None and dist.is_initialized():
+            from megatron.core import parallel_state as mpu
+
+            mpu.destroy_model_parallel()
+            dist.destroy_process_group()
+
+    @property
+    def is_main(self) -> bool:
+        return os.environ["RANK"] == "0"
+
+    def load_hf(self) -> None:
+        from slime.backends.megatron_utils.hf_checkpoint import load_weights
+
+        load_weights(self._ready.model, self.shape, self._args.hf_checkpoint, "--hf-checkpoint")
+
+    def load_torch_dist(self, flag: str, path: str) -> Source:
+        """Weights of the checkpoint at ``path``: an iteration's directory, or one with a tracker file."""
+        from slime.backends.megatron_utils.checkpoint import load_model_weights
+
+        source = inspect_checkpoint(flag, path)
+        if source is None or source.format != "torch_dist":
+            raise ConfigError(f"{flag} {path} is not a Megatron checkpoint.")
+        load_model_weights(self._ready.model, self.shape, source)
+        return source
+
+    def export(self) -> Iterator[NamedTensor]:
+        from slime.backends.megatron_utils.hf_checkpoint import export_weights
+
+        return export_weights(self._ready.model, self.shape)
+
+    def save_release(self, root: str) -> None:
+        """Write ``<root>/release``, weights only."""
+        from slime.backends.megatron_utils.checkpoint import CheckpointContent
+        from slime.backends.megatron_utils.checkpoint_writer import CheckpointWriter
+
+        content = CheckpointContent(has_optimizer=False, has_rng=False)
+        CheckpointWriter(root).save(self._ready, self.shape, self._args, 0, content, name="release")
+
+    @property
+    def _ready(self) -> TrainState:
+        assert self._state is not None, "used outside its with block"
+        return self._state

@@ -1,0 +1,217 @@
+"""From the arguments and the model's shape to megatron-core's config: the one place that knows Megatron's names.
+
+``transformer_config_kwargs`` is pure: plain values, no import of torch or megatron; ``build_config`` makes the object.
+Called by ``setup`` for the trainer, and by tests that build a model. Knows no checkpoint and no process group.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any, Literal
+
+from slime.backends.megatron_utils.hf_shape import MlaShape, ModelShape, MoeShape, YarnRope, read_shape
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+__all__ = ["build_config", "dtype_name", "expert_tensor_parallel_size", "transformer_config_kwargs"]
+
+DtypeName = Literal["bfloat16", "float16", "float32"]
+
+
+def dtype_name(args: Namespace) -> DtypeName:
+    """What the model computes in: bfloat16 unless --fp16 or --fp32."""
+    if args.fp32:
+        return "float32"
+    return "float16" if args.fp16 else "bfloat16"
+
+
+def expert_tensor_parallel_size(args: Namespace) -> int:
+    """``--expert-tensor-parallel-size``, by default that of the other layers."""
+    size = args.expert_tensor_parallel_size
+    return int(args.tensor_model_parallel_size if size is None else size)
+
+
+def transformer_config_kwargs(args: Namespace, shape: ModelShape | None = None) -> dict[str, Any]:
+    """Arguments of ``TransformerConfig``, or of ``MLATransformerConfig`` where ``multi_latent_attention`` is true.
+
+    Everything except the activation function and the dtypes, which are torch objects.
+
+    Args:
+        args: the parsed command line. What the checkpoint decides is taken from ``shape``, with which the given flags
+            have been found to agree.
+        shape: read from ``args.hf_checkpoint`` if left out.
+
+    Raises:
+        ConfigError: there is no ``shape`` and --hf-checkpoint cannot be trained.
+    """
+    shape = shape or read_shape(args.hf_checkpoint)
+    kwargs = _layers(args, shape) | _numerics(args) | _recompute(args) | _parallel(args)
+    if shape.mla is not None:
+        kwargs |= _latent_attention(shape, shape.mla)
+    if shape.moe is not None:
+        kwargs |= _experts(args, shape, shape.moe)
+    return kwargs
+
+
+def build_config(args: Namespace, shape: ModelShape | None = None) -> TransformerConfig:
+    """Megatron's config of this model. Imports megatron, so ``patches.install.install`` must have run on a CPU.
+
+    Raises:
+        ConfigError: as :func:`transformer_config_kwargs`.
+        ValueError: megatron refuses the combination; what is known is refused earlier, by ``argument_rules``.
+    """
+    import torch
+    import torch.nn.functional as F
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    from slime.utils import accelerator
+
+    kwargs = transformer_config_kwargs(args, shape)
+    dtype = getattr(torch, dtype_name(args))
+    config_class = MLATransformerConfig if kwargs["multi_latent_attention"] else TransformerConfig
+    return config_class(
+        **kwargs,
+        activation_func=F.silu,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        autocast_dtype=dtype,
+        use_cpu_initialization=accelerator.current().is_cpu,
+    )
+
+
+def _layers(args: Namespace, shape: ModelShape) -> dict[str, Any]:
+    return {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "ffn_hidden_size": shape.ffn_hidden_size,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_query_groups": shape.num_query_groups,
+        "kv_channels": shape.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": shape.norm_epsilon,
+        "qk_layernorm": shape.has_qk_norm,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": shape.has_qkv_bias,
+        "rotary_interleaved": shape.is_rotary_interleaved,
+        "multi_latent_attention": shape.mla is not None,
+        "attention_dropout": args.attention_dropout,
+        "hidden_dropout": args.hidden_dropout,
+        "init_method_std": args.init_method_std,
+        "perform_initialization": False,  # every weight comes from a checkpoint
+        # Built only when asked for; --save-hf copies the tensors of layers that were not
+        "mtp_num_layers": args.mtp_num_layers,
+        "mtp_loss_scaling_factor": args.mtp_loss_scaling_factor,
+    }
+
+
+def _numerics(args: Namespace) -> dict[str, Any]:
+    dtype = dtype_name(args)
+    return {
+        "bf16": dtype == "bfloat16",
+        "fp16": dtype == "float16",
+        "attention_softmax_in_fp32": True,
+        "variable_seq_lengths": True,
+        "deterministic_mode": args.deterministic_mode,
+        "calculate_per_token_loss": args.calculate_per_token_loss,
+        # No fused kernel is needed anywhere
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": False,
+    }
+
+
+def _recompute(args: Namespace) -> dict[str, Any]:
+    kwargs = {
+        "recompute_granularity": args.recompute_granularity,
+        "recompute_method": args.recompute_method,
+        "recompute_num_layers": args.recompute_num_layers,
+    }
+    return kwargs | ({"recompute_modules": args.recompute_modules} if args.recompute_modules else {})
+
+
+def _parallel(args: Namespace) -> dict[str, Any]:
+    virtual = args.virtual_pipeline_model_parallel_size
+    tensor = args.tensor_model_parallel_size
+    kwargs = {
+        "tensor_model_parallel_size": tensor,
+        "sequence_parallel": args.sequence_parallel and tensor > 1,
+        "context_parallel_size": args.context_parallel_size,
+        "expert_model_parallel_size": args.expert_model_parallel_size,
+        "expert_tensor_parallel_size": expert_tensor_parallel_size(args),
+        "pipeline_model_parallel_size": args.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": virtual,
+        "num_layers_in_first_pipeline_stage": args.decoder_first_pipeline_num_layers,
+        "num_layers_in_last_pipeline_stage": args.decoder_last_pipeline_num_layers,
+        "account_for_embedding_in_pipeline_split": args.account_for_embedding_in_pipeline_split,
+        "account_for_loss_in_pipeline_split": args.account_for_loss_in_pipeline_split,
+        # With interleaving, two neighbours may be the same rank and batched exchanges would mix up their tensors
+        "overlap_p2p_comm": virtual is not None,
+        "batch_p2p_comm": virtual is None,
+        "deallocate_pipeline_outputs": True,
+        "moe_token_dispatcher_type": "alltoall",  # variable lengths are refused with the default, even without experts
+    }
+    if args.microbatch_group_size_per_vp_stage is not None:
+        kwargs["microbatch_group_size_per_vp_stage"] = args.microbatch_group_size_per_vp_stage
+    return kwargs
+
+
+def _latent_attention(shape: ModelShape, mla: MlaShape) -> dict[str, Any]:
+    return {
+        "q_lora_rank": mla.q_lora_rank,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_head_dim": mla.qk_head_dim,
+        "qk_pos_emb_head_dim": mla.qk_pos_emb_head_dim,
+        "v_head_dim": mla.v_head_dim,
+        "rotary_base": shape.rotary_base,
+        "rotary_percent": 1.0,
+        **_latent_rope(shape.yarn_rope),
+    }
+
+
+def _latent_rope(yarn: YarnRope | None) -> dict[str, Any]:
+    if yarn is None:
+        # Megatron multiplies the softmax scale by YaRN's factor even for plain rope
+        return {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+    return {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": yarn.factor,
+        "original_max_position_embeddings": yarn.original_max_position_embeddings,
+        "beta_fast": yarn.beta_fast,
+        "beta_slow": yarn.beta_slow,
+        "mscale": yarn.mscale,
+        "mscale_all_dim": yarn.mscale_all_dim,
+    }
+
+
+def _experts(args: Namespace, shape: ModelShape, moe: MoeShape) -> dict[str, Any]:
+    coefficients = args.moe_aux_loss_coeff or [0.0]
+    balances = any(coefficients)
+    kinds = args.moe_router_load_balancing_type or ["aux_loss"]
+    is_list = len(kinds) > 1
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_layer_freq": [int(has_experts) for has_experts in moe.layers],
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": moe.shared_size,
+        "moe_router_topk": moe.topk,
+        "moe_router_score_function": moe.score_function,
+        "moe_router_pre_softmax": moe.pre_softmax,
+        "moe_router_enable_expert_bias": moe.has_expert_bias,
+        "moe_router_bias_update_rate": args.moe_router_bias_update_rate or 0.0,
+        "moe_router_num_groups": moe.num_groups,
+        "moe_router_group_topk": moe.group_topk,
+        "moe_router_topk_scaling_factor": moe.scaling_factor,
+        # Sigmoid routers of the reference models compute in fp32
+        "moe_router_dtype": args.moe_router_dtype or ("fp32" if moe.has_expert_bias else None),
+        # A coefficient of zero leaves nothing but the cost of computing the loss
+        "moe_router_load_balancing_type": (kinds if is_list else kinds[0]) if balances else "none",
+        "moe_aux_loss_coeff": (coefficients if is_list else coefficients[0]) if balances else 0.0,
+        "moe_grouped_gemm": False,
+        "moe_permute_fusion": False,
+        "moe_router_fusion": False,
+    }

@@ -1,0 +1,170 @@
+"""The command ``slime`` (also ``python -m slime``): what a train command would do, and whether this machine can do it.
+
+    slime plan [--json] [--device-memory-gb N] <train command>
+    slime doctor [--deep] [<train command>]
+
+A train command is what stands in a launch script: ``python train.py --flag ...``, or its flags alone. Nothing here
+imports torch, Ray, Megatron or SGLang; the doctor does, check by check.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+__all__ = ["TrainCommand", "main", "plan", "read_command"]
+
+DEVICE_MEMORY_GIB = 80.0
+_DRIVERS = {"train.py": False, "train_async.py": True}
+_HELP = (__doc__ or "").split("\n\n", 1)[1]
+
+
+class UsageError(Exception):
+    """The words behind ``slime`` make no command; the text says what is wrong."""
+
+
+@dataclass(frozen=True)
+class TrainCommand:
+    """The arguments of a driver, found in a longer command line."""
+
+    argv: list[str]
+    is_async: bool
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``slime <command>``; returns the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    command = words.pop(0) if words else "help"
+    try:
+        match command:
+            case "plan":
+                return plan(words)
+            case "doctor":
+                return _doctor(words)
+            case "help" | "-h" | "--help":
+                print(_HELP)
+                return 0
+            case "--version":
+                from importlib.metadata import version
+
+                print(version("slime"))
+                return 0
+            case _:
+                raise UsageError(f"{command!r} is no command of slime: use plan or doctor.")
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def plan(words: Sequence[str]) -> int:
+    """``slime plan``, and ``train.py --plan``.
+
+    Returns:
+        0 when the command would start, 2 when it would not; the plan is printed in both cases.
+    """
+    from slime.config.plan.build import build
+
+    words, as_json = _take_switch(words, "--json")
+    words, _ = _take_switch(words, "--plan")
+    words, memory_gib = _take_number(words, "--device-memory-gb", DEVICE_MEMORY_GIB)
+    if not words or words[0] in ("-h", "--help"):
+        print(_HELP)
+        return 0
+    command = read_command(words)
+    args, problems, ignored = _resolve(command)
+    if args is None:
+        return _refuse(problems, as_json)
+    title = PurePath(str(args.hf_checkpoint)).name if args.hf_checkpoint else "no checkpoint"
+    driver = "train_async.py" if command.is_async else "train.py"
+    result = build(
+        args,
+        title=f"{driver} · {title}",
+        device_bytes=round(memory_gib * 2**30),
+        ignored=ignored,
+        problems=problems,
+    )
+    if as_json:
+        print(json.dumps(result.as_dict(), indent=2, ensure_ascii=False, default=str))
+    else:
+        from slime.config.plan.render import render
+
+        render(result)
+    return 0 if result.is_startable else 2
+
+
+def _doctor(words: Sequence[str]) -> int:
+    """``slime doctor``: 1 when a check fails."""
+    from slime.doctor.finding import Situation
+    from slime.doctor.run import examine, exit_status, render, render_json
+
+    words, is_deep = _take_switch(words, "--deep")
+    words, as_json = _take_switch(words, "--json")
+    if words[:1] in (["-h"], ["--help"]):
+        print(_HELP)
+        return 0
+    args, problems, _ = _resolve(read_command(words)) if words else (None, [], [])
+    findings = examine(Situation(args, tuple(problems), is_deep))
+    (render_json if as_json else render)(findings)
+    return exit_status(findings)
+
+
+def read_command(words: Sequence[str]) -> TrainCommand:
+    """Find the driver's arguments in ``[--] [ENV=x ...] [ray job submit ... --] [python3 ...] [train.py] --flag ...``.
+
+    Raises:
+        UsageError: words before the first flag that are no driver.
+    """
+    for index, word in enumerate(words):
+        name = PurePath(word).name
+        if name in _DRIVERS and not word.startswith("-"):
+            return TrainCommand(list(words[index + 1 :]), _DRIVERS[name])
+    flags = list(words[1:] if words and words[0] == "--" else words)
+    if flags and not flags[0].startswith("-"):
+        raise UsageError(f"{flags[0]!r} is neither a flag nor a command with train.py or train_async.py in it.")
+    return TrainCommand(flags, is_async=False)
+
+
+def _resolve(command: TrainCommand) -> tuple[Namespace | None, list[str], list[tuple[str, str]]]:
+    from slime.config.groups import ignored_flags
+    from slime.ray import arguments
+
+    args, problems = arguments.parse_only(command.argv, is_async=command.is_async, loads_hooks=False)
+    ignored = list(ignored_flags(args, arguments.GROUPS)) if args is not None else []
+    return args, problems, ignored
+
+
+def _refuse(problems: Sequence[str], as_json: bool) -> int:
+    """The command line cannot be read at all: there is nothing to plan."""
+    if as_json:
+        print(json.dumps({"schema": 1, "is_startable": False, "problems": list(problems)}, indent=2))
+    else:
+        for problem in problems:
+            print(f"error: {problem}", file=sys.stderr)
+    return 2
+
+
+def _take_switch(words: Sequence[str], switch: str) -> tuple[list[str], bool]:
+    return [word for word in words if word != switch], switch in words
+
+
+def _take_number(words: Sequence[str], flag: str, default: float) -> tuple[list[str], float]:
+    rest, value = [], str(default)
+    pending = iter(words)
+    for word in pending:
+        if word == flag:
+            value = next(pending, "")
+        elif word.startswith(flag + "="):
+            value = word.partition("=")[2]
+        else:
+            rest.append(word)
+    try:
+        number = float(value)
+    except ValueError:
+        number = 0.0
+    if number <= 0:
+        raise UsageError(f"{flag} {value}: give the memory of one device in GiB, such as {default:g}.")
+    return rest, number

@@ -1,0 +1,36 @@
+"""Rules over the resolved arguments. Every rule returns problems; the caller reports them all in one message.
+
+A problem is one sentence: the flag, its value, the rule, the fix. Rules that need another room (hooks, model shape,
+engines) are passed in by the wiring. Numbers like B34 are those of the table in ``tests/unit/config/test_rules.py``.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Sequence
+
+from slime.config.check import batches, checkpoints, cluster, generation, objective
+from slime.utils.errors import SlimeError
+
+__all__ = ["RULES", "Rule", "find_problems"]
+
+Rule = Callable[[Namespace], Iterable[str]]
+
+RULES: tuple[Rule, ...] = (
+    *cluster.RULES,
+    *batches.RULES,
+    *generation.RULES,
+    *objective.RULES,
+    *checkpoints.RULES,
+)
+
+
+def find_problems(args: Namespace, more_rules: Sequence[Rule] = ()) -> list[str]:
+    """Every problem of ``args``, in the order of the rules, each once."""
+    problems: list[str] = []
+    for rule in (*RULES, *more_rules):
+        try:
+            problems += rule(args)
+        except SlimeError as error:  # a rule may call what the run itself will call
+            problems += getattr(error, "problems", [str(error)])
+    return list(dict.fromkeys(problems))

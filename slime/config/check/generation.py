@@ -1,0 +1,77 @@
+"""Prompts, lengths, sampling, dumps."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+from slime.config import notices
+
+__all__ = ["RULES"]
+
+_MEDIA = {"image", "video", "audio"}
+
+
+def _model(args: Namespace) -> Iterator[str]:
+    if args.hf_checkpoint is None:
+        yield "--hf-checkpoint is required: the Hugging Face directory of the model to train."
+    elif not (Path(args.hf_checkpoint) / "config.json").is_file():
+        yield f"--hf-checkpoint {args.hf_checkpoint}: there is no config.json in that directory."
+
+
+def _prompts(args: Namespace) -> Iterator[str]:
+    """B79."""
+    if args.rollout_global_dataset and args.load_debug_rollout_data is None and args.prompt_data is None:
+        yield "--prompt-data is required: the .jsonl or .parquet file with the prompts."
+    if not args.input_key:
+        yield "--input-key must not be empty: the field of a row that holds the prompt."
+    for kind in args.multimodal_keys or {}:
+        if kind not in _MEDIA:
+            yield f"--multimodal-keys: {kind!r} is no kind of media; use {', '.join(sorted(_MEDIA))}."
+
+
+def _lengths(args: Namespace) -> Iterator[str]:
+    """B42."""
+    context, prompt = args.rollout_max_context_len, args.rollout_max_prompt_len
+    if context is not None and prompt is not None and prompt > context - 1:
+        yield f"--rollout-max-prompt-len {prompt} must be below --rollout-max-context-len {context}."
+
+
+def _sampling(args: Namespace) -> Iterator[str]:
+    """B2, B83."""
+    if args.rollout_temperature <= 0:
+        yield f"--rollout-temperature {args.rollout_temperature} must be above 0: training needs sampled responses."
+    if args.eval_temperature is not None and args.eval_temperature < 0:
+        yield f"--eval-temperature {args.eval_temperature} must not be negative; 0 is greedy."
+    if args.rollout_top_p != 1.0:
+        yield f"--rollout-top-p {args.rollout_top_p} is not supported yet, nothing replays the nucleus: use 1."
+    if args.rollout_top_k != -1:
+        yield f"--rollout-top-k {args.rollout_top_k} is not supported yet: the trainer cannot replay the cut; use -1."
+    if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:
+        notices.warn(args, "--mask-offpolicy-in-partial-rollout", "no effect without --partial-rollout")
+
+
+def _dumps(args: Namespace) -> Iterator[str]:
+    """B22, B90, and templates that would overwrite themselves."""
+    samples, batches = args.save_debug_rollout_data, args.save_debug_train_data
+    if batches is not None and samples == batches:
+        yield f"--save-debug-rollout-data and --save-debug-train-data are the same file {samples}: name two."
+    for flag, template in (("--save-debug-rollout-data", samples), ("--save-hf", args.save_hf)):
+        if template is None:
+            continue
+        try:
+            is_one_file = template.format(rollout_id=1) == template.format(rollout_id=2)
+        except (KeyError, IndexError, ValueError):
+            yield f"{flag} {template}: only {{rollout_id}} can be replaced; write other braces twice."
+            continue
+        if is_one_file:
+            notices.warn(args, flag, f"{template} has no {{rollout_id}}: every rollout overwrites the one before")
+    subsample = args.load_debug_rollout_data_subsample
+    if subsample is not None and not 0 < subsample <= 1:
+        yield f"--load-debug-rollout-data-subsample {subsample} is a share: above 0, at most 1."
+    if args.memory_recorder == "memray" and args.memory_snapshot_num_steps is None:
+        yield "--memory-recorder memray needs --memory-snapshot-num-steps N."
+
+
+RULES = (_model, _prompts, _lengths, _sampling, _dumps)

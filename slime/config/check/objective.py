@@ -1,0 +1,97 @@
+"""The algorithm and what cannot be combined with it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+
+__all__ = ["RULES"]
+
+_CENTRED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
+"""Estimators whose advantage is the distance from the mean of the group."""
+
+
+def _estimator(args: Namespace) -> Iterator[str]:
+    """B12, B13, and a group of one."""
+    if args.kl_coef != 0 and args.kl_loss_coef != 0:
+        yield (
+            f"--kl-coef {args.kl_coef} and --kl-loss-coef {args.kl_loss_coef} would count the KL divergence twice, in "
+            f"the rewards and in the loss: drop one."
+        )
+    if args.advantage_estimator.startswith("reinforce_plus_plus") and not args.normalize_advantages:
+        yield f"--advantage-estimator {args.advantage_estimator} needs --normalize-advantages."
+    is_centred = args.rewards_normalization and args.advantage_estimator in _CENTRED
+    learns = args.loss_type == "policy_loss" and args.compute_advantages_and_returns and not args.debug_rollout_only
+    if is_centred and learns and args.n_samples_per_prompt == 1 and args.custom_advantage_function_path is None:
+        yield (
+            "--n-samples-per-prompt 1 makes every group-relative advantage zero, so nothing would be learned: "
+            "use at least 2, or --disable-rewards-normalization."
+        )
+    if args.loss_type == "custom_loss" and args.custom_loss_function_path is None:
+        yield "--loss-type custom_loss needs --custom-loss-function-path FUNCTION."
+
+
+def _clipping(args: Namespace) -> Iterator[str]:
+    """B84."""
+    if args.eps_clip_c is not None and args.eps_clip_c <= 1:
+        yield f"--eps-clip-c {args.eps_clip_c} must be above 1 (dual clip)."
+    for name in ("eps_clip", "eps_clip_high", "value_clip"):
+        if getattr(args, name) < 0:
+            yield f"--{name.replace('_', '-')} {getattr(args, name)} must not be negative."
+
+
+def _importance_sampling(args: Namespace) -> Iterator[str]:
+    """B14, B15, D16."""
+    if args.use_rollout_logprobs and args.use_tis:
+        yield (
+            "--use-rollout-logprobs and --use-tis exclude each other: with the engine's log-probs as the old policy "
+            "there is no gap to correct. Drop one."
+        )
+    if args.get_mismatch_metrics and args.custom_tis_function_path is None:
+        yield "--get-mismatch-metrics needs --custom-tis-function-path FUNCTION, which measures them."
+    threshold = args.tis_threshold
+    if threshold is not None and threshold <= 0:
+        yield f"--tis-threshold {threshold} must be above 0."
+    if threshold is not None and threshold != args.tis_clip:
+        yield f"--tis-threshold {threshold} and --tis-clip {args.tis_clip} are two names of one bound: drop one."
+    if args.tis_clip_low > args.tis_clip:
+        yield f"--tis-clip-low {args.tis_clip_low} must not be above --tis-clip {args.tis_clip}."
+
+
+def _distillation(args: Namespace) -> Iterator[str]:
+    """B4, B5, B7, B8."""
+    if args.use_opd and args.opd_type is None:
+        yield "--use-opd needs --opd-type: sglang or megatron."
+    if args.use_opd and args.opd_type == "megatron" and args.opd_teacher_load is None:
+        yield "--opd-type megatron needs --opd-teacher-load DIR, the checkpoint of the teacher."
+    if args.use_opd and args.opd_type == "sglang" and args.opd_teacher_load is not None:
+        yield "--opd-teacher-load is for --opd-type megatron; with sglang the teacher is the server of --rm-url."
+    if args.opd_teacher_load is not None and not args.use_opd:
+        yield "--opd-teacher-load needs --use-opd."
+
+
+def _on_policy(args: Namespace) -> Iterator[str]:
+    """What --true-on-policy-mode promises, flag by flag."""
+    if not args.true_on_policy_mode:
+        return
+    rule = "--true-on-policy-mode trains every sample with the weights that generated it"
+    if args.update_weights_interval != 1:
+        yield f"--update-weights-interval {args.update_weights_interval} must be 1: {rule}."
+    if args.async_buffer_size > 1:
+        yield f"--async-buffer-size {args.async_buffer_size} must be 1: {rule}."
+    if args.num_steps_per_rollout != 1:
+        yield f"--num-steps-per-rollout {args.num_steps_per_rollout} must be 1: {rule}."
+    for name in ("partial_rollout", "use_tis", "buffer_filter_path", "keep_old_actor"):
+        if getattr(args, name):
+            yield f"--{name.replace('_', '-')} is not possible: {rule}."
+
+
+def _optimizer(args: Namespace) -> Iterator[str]:
+    """B86."""
+    if args.use_stateless_adam and args.optimizer != "adam":
+        yield f"--use-stateless-adam needs --optimizer adam, not {args.optimizer}."
+    if args.use_stateless_adam and not args.no_save_optim:
+        yield "--use-stateless-adam has no state to save: it needs --no-save-optim."
+
+
+RULES = (_estimator, _clipping, _importance_sampling, _distillation, _on_policy, _optimizer)

@@ -1,0 +1,122 @@
+"""The plan of a command: every section that the arguments allow to be worked out, and what stands against starting.
+
+Called by ``slime.cli`` with the resolved namespace. ``Plan.as_dict`` is the ``--json`` output: its keys are stable,
+``schema`` grows when one changes its meaning. All sizes in it are bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from slime.config.notices import Notice
+from slime.config.plan.batch import BatchPlan, plan_batch
+from slime.config.plan.engine import EngineMemory, WeightSync, engine_memory, weight_sync
+from slime.config.plan.files import Output, plan_files
+from slime.config.plan.layout import Layout, read_layout
+from slime.config.plan.memory import Precision, StageMemory, Tokens, precision_of, stage_memory, tokens_per_micro_batch
+from slime.config.plan.placement import Placement, plan_placement
+from slime.config.plan.shape import Shape, read_shape
+from slime.config.plan.values import PlanError, read
+from slime.utils.errors import ConfigError
+
+__all__ = ["SCHEMA", "Plan", "build"]
+
+SCHEMA = 1
+Section = TypeVar("Section")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a command will do. A section that could not be worked out is None; ``gaps`` says why.
+
+    Attributes:
+        device_bytes: memory of one device, for which the estimates are judged.
+        ignored: (flag, why) of flags that were given and have no effect.
+        problems: why the command would not start.
+    """
+
+    title: str
+    device_bytes: int
+    batch: BatchPlan | None = None
+    layout: Layout | None = None
+    placement: Placement | None = None
+    shape: Shape | None = None
+    precision: Precision | None = None
+    tokens: Tokens | None = None
+    stages: list[StageMemory] = field(default_factory=list)
+    engine: EngineMemory | None = None
+    sync: WeightSync | None = None
+    outputs: list[Output] = field(default_factory=list)
+    ignored: list[tuple[str, str]] = field(default_factory=list)
+    notices: list[Notice] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    gaps: list[str] = field(default_factory=list)
+
+    @property
+    def is_startable(self) -> bool:
+        return not self.problems
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``--json``; see docs/plan.md."""
+        result = {"schema": SCHEMA, "is_startable": self.is_startable, **dataclasses.asdict(self)}
+        if self.shape and self.layout:
+            result["shape"] |= {"num_parameters": self.shape.num_parameters, "num_active": self.shape.num_active}
+            result["layout"] |= {"dp": self.layout.dp, "edp": self.layout.edp}
+        for stage, values in zip(self.stages, result["stages"], strict=True):
+            values["total"] = stage.total
+        return result
+
+
+def build(
+    args: Namespace,
+    *,
+    title: str,
+    device_bytes: int,
+    ignored: Sequence[tuple[str, str]] = (),
+    problems: Sequence[str] = (),
+) -> Plan:
+    """Work out the plan. Never raises for a user's mistake: it becomes a gap beside the problems."""
+    gaps: list[str] = []
+
+    def attempt(what: str, make: Callable[[], Section]) -> Section | None:
+        try:
+            return make()
+        except (PlanError, ConfigError, ZeroDivisionError) as error:
+            gaps.append(f"{what}: {error}")
+            return None
+
+    layout = attempt("layout", lambda: read_layout(args))
+    shape = attempt("parameters and memory", lambda: read_shape(args))
+    batch = attempt("batch", lambda: plan_batch(args, layout)) if layout else None
+    placement = attempt("placement", lambda: plan_placement(args, layout)) if layout else None
+    trains, generates = not read(args, "debug_rollout_only"), bool(placement and placement.engines)
+    stages, sync, engine = None, None, None
+    if shape and layout and trains:
+        stages = attempt("trainer memory", lambda: stage_memory(args, shape, layout))
+    if shape and generates:
+        engine = attempt("engine memory", lambda: engine_memory(args, shape, device_bytes))
+    if shape and layout and trains and generates:
+        rollouts = batch.num_rollouts if batch else None
+        sync = attempt("weight sync", lambda: weight_sync(args, shape, layout, rollouts))
+    return Plan(
+        title=title,
+        device_bytes=device_bytes,
+        batch=batch,
+        layout=layout,
+        placement=placement,
+        shape=shape,
+        precision=precision_of(args),
+        tokens=tokens_per_micro_batch(args),
+        stages=stages or [],
+        engine=engine,
+        sync=sync,
+        outputs=plan_files(args, shape),
+        ignored=list(ignored),
+        notices=list(read(args, "notices") or []),
+        problems=list(problems),
+        gaps=gaps,
+    )

@@ -1,0 +1,166 @@
+"""Device memory of an inference engine, and what one weight sync moves to it."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime.config.plan.layout import Layout, stage_layers
+from slime.config.plan.memory import precision_of
+from slime.config.plan.shape import Shape, Weight, layer_weights, model_weights
+from slime.config.plan.values import number, read
+
+__all__ = ["ASSUMED_FRACTION", "EngineMemory", "WeightSync", "count_buckets", "engine_memory", "weight_sync"]
+
+ASSUMED_FRACTION = 0.85
+"""SGLang picks --mem-fraction-static itself when it is not given; this is close to what it picks on large devices."""
+
+_ATTENTION = ("q_", "k_", "v_", "o_", "kv_")
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """One device of one engine; bytes.
+
+    Attributes:
+        kv_per_token: key/value cache of one token, on this device.
+        pool: what is left for that cache, or what --sglang-max-total-tokens takes of it.
+        tokens: how many fit into the engine, over its data-parallel attention groups; ``sequences`` of the greatest
+            length.
+    """
+
+    tp: int
+    pp: int
+    weights: int
+    kv_per_token: int
+    fraction: float
+    is_fraction_assumed: bool
+    pool: int
+    tokens: int
+    max_length: int
+    sequences: int
+
+
+@dataclass(frozen=True)
+class WeightSync:
+    """What one sync sends: every tensor of the checkpoint, whole, in buckets."""
+
+    mode: str
+    transport: str
+    bytes: int
+    buckets: int
+    buffer_bytes: int
+    interval: int
+    num_syncs: int | None
+
+
+def engine_memory(args: Namespace, shape: Shape, device_bytes: int) -> EngineMemory:
+    """Memory of a device of a regular engine."""
+    pp = number(args, "sglang_pp_size", 1)
+    tp = max(1, number(args, "rollout_num_gpus_per_engine", 1) // pp)
+    dp = number(args, "sglang_dp_size", 1) if read(args, "sglang_enable_dp_attention") else 1
+    attention_tp = max(1, tp // dp)
+    width = 1 if _is_fp8(args) else precision_of(args).weights
+    weights = sum(_on_device(weight, tp, attention_tp) for weight in model_weights(shape)) * width / pp
+    kv_width = 1 if str(read(args, "sglang_kv_cache_dtype")).startswith("fp8") else precision_of(args).weights
+    per_token = max(1, round(_kv_numbers(shape, attention_tp) * kv_width * shape.num_layers / pp))
+    given = read(args, "sglang_mem_fraction_static")
+    fraction = ASSUMED_FRACTION if given is None else float(given)
+    pool = max(0, round(fraction * device_bytes - weights))
+    limit = read(args, "sglang_max_total_tokens")
+    if limit is not None:
+        pool = min(pool, int(limit) * per_token)
+    tokens = pool // per_token * dp
+    length = _max_length(args)
+    return EngineMemory(
+        tp=tp,
+        pp=pp,
+        weights=round(weights),
+        kv_per_token=per_token,
+        fraction=fraction,
+        is_fraction_assumed=given is None,
+        pool=pool,
+        tokens=tokens,
+        max_length=length,
+        sequences=tokens // length,
+    )
+
+
+def _on_device(weight: Weight, tp: int, attention_tp: int) -> float:
+    if weight.split == "all":
+        return weight.numel * weight.count
+    is_attention = weight.where == "layer" and weight.name.startswith(_ATTENTION)
+    return weight.numel * weight.count / (attention_tp if is_attention else tp)
+
+
+def _kv_numbers(shape: Shape, tp: int) -> int:
+    """Per token and layer: keys and values of the heads on this device; MLA caches the compressed stream, uncut."""
+    if shape.latent:
+        return shape.latent.kv_rank + shape.latent.rope_dim
+    return 2 * -(-shape.kv_heads // tp) * shape.head_dim
+
+
+def _max_length(args: Namespace) -> int:
+    for name in ("rollout_max_context_len", "sglang_context_length"):
+        if read(args, name):
+            return int(read(args, name))
+    return number(args, "rollout_max_prompt_len", 0) + number(args, "rollout_max_response_len", 1024)
+
+
+def _is_fp8(args: Namespace) -> bool:
+    """The engine's weights are 8 bits wide: by its flag, or because the checkpoint is."""
+    if str(read(args, "sglang_quantization")) == "fp8":
+        return True
+    try:
+        config = json.loads((Path(str(read(args, "hf_checkpoint"))) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and (config.get("quantization_config") or {}).get("quant_method") == "fp8"
+
+
+def weight_sync(args: Namespace, shape: Shape, layout: Layout, num_rollouts: int | None) -> WeightSync:
+    """One sync of the whole model. Every pipeline stage sends its own tensors, so buckets are counted per stage."""
+    width = precision_of(args).weights
+    limit = number(args, "update_weight_buffer_size", 512 * 1024**2)
+    stages = stage_layers(args, shape.num_layers, layout.pp)
+    sizes = [_stage_tensors(shape, layers, stage, layout.pp) for stage, layers in enumerate(stages)]
+    interval = number(args, "update_weights_interval", 1)
+    # one before the first rollout, one after every interval-th and one after the last
+    count = None if num_rollouts is None else 1 + -(-num_rollouts // interval)
+    transport = read(args, "update_weight_transport") or "nccl"
+    return WeightSync(
+        mode=read(args, "update_weight_mode") or "full",
+        transport="shared memory (tensor)" if read(args, "colocate") and transport == "nccl" else transport,
+        bytes=shape.num_parameters * width,
+        buckets=sum(count_buckets((numel * width for numel in stage), limit) for stage in sizes),
+        buffer_bytes=limit,
+        interval=interval,
+        num_syncs=count,
+    )
+
+
+def _stage_tensors(shape: Shape, layers: Sequence[int], stage: int, pp: int) -> Iterator[int]:
+    """Sizes of the tensors that a stage sends, in order."""
+    ends = [weight for weight in model_weights(shape) if weight.where != "layer"]
+    if stage == 0:
+        yield from (weight.numel for weight in ends if weight.where == "embedding")
+    for layer in layers:
+        for weight in layer_weights(shape, is_expert_layer=shape.is_expert_layer(layer)):
+            yield from [weight.numel] * weight.count
+    if stage == pp - 1:
+        for weight in ends:
+            if weight.where == "head":
+                yield from [weight.numel] * weight.count
+
+
+def count_buckets(sizes: Iterator[int], limit: int) -> int:
+    """Buckets of at most ``limit`` bytes, filled in order; a tensor larger than that travels alone."""
+    count, filled = 0, 0
+    for size in sizes:
+        if not count or filled + size > limit:
+            count, filled = count + 1, 0
+        filled += size
+    return count

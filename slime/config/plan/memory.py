@@ -1,0 +1,253 @@
+"""Device memory of a trainer rank: weights, gradients, optimizer states, activations, logits. An estimate, upwards.
+
+Weights and states are exact. Activations follow Korthikanti et al. 2022 (arXiv:2205.05198) section 4, with the terms of
+a layer without dropout and without a stored softmax matrix; docs/plan.md derives them. CUDA context, NCCL buffers and
+fragmentation are not counted.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slime.config.plan.layout import Layout, stage_layers
+from slime.config.plan.shape import Latent, Shape, Weight, layer_weights, model_weights
+from slime.config.plan.values import number, read
+
+__all__ = ["Precision", "StageMemory", "Tokens", "precision_of", "stage_memory", "tokens_per_micro_batch"]
+
+_WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes per number.
+
+    Attributes:
+        states: of the optimizer per parameter: main weights and moments.
+    """
+
+    name: str
+    weights: int
+    gradients: int
+    states: int
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens of one micro-batch on one rank, and where the number comes from."""
+
+    count: int
+    source: str
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """One rank of one pipeline stage; bytes.
+
+    Attributes:
+        parameters: numbers of weights that the rank holds.
+        in_flight: micro-batches whose activations are alive at once (1F1B, arXiv:2104.04473).
+        host_copies: pinned host memory for tagged weight copies, per rank.
+    """
+
+    stage: int
+    layers: tuple[int, int]
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    in_flight: int
+    host_copies: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+
+
+def precision_of(args: Namespace) -> Precision:
+    """Mixed precision keeps fp32 main weights (4) beside Adam's moments (4 + 4); fp32 needs no main copy."""
+    name = "fp32" if read(args, "fp32") else "fp16" if read(args, "fp16") else "bf16"
+    width = _WIDTH[name]
+    moments = _width(args, "exp_avg_dtype") + _width(args, "exp_avg_sq_dtype")
+    if read(args, "optimizer") == "sgd":
+        moments = 4 if read(args, "sgd_momentum") else 0
+    main = 0 if name == "fp32" else _width(args, "main_params_dtype")
+    return Precision(name, width, _width(args, "main_grads_dtype"), main + moments)
+
+
+def _width(args: Namespace, flag: str) -> int:
+    return _WIDTH.get(str(read(args, flag)).removeprefix("torch."), 4)
+
+
+def tokens_per_micro_batch(args: Namespace) -> Tokens:
+    """The largest micro-batch: the token budget, or so many samples of the greatest length."""
+    budget = read(args, "max_tokens_per_gpu")
+    if read(args, "use_dynamic_batch_size") and budget:
+        return Tokens(int(budget), "--max-tokens-per-gpu")
+    size, cp = number(args, "micro_batch_size", 1), max(1, number(args, "context_parallel_size", 1))
+    context = read(args, "rollout_max_context_len")
+    if context is None:
+        prompt = read(args, "rollout_max_prompt_len")
+        response = number(args, "rollout_max_response_len", 1024)
+        length, source = response + (prompt or 0), "--rollout-max-response-len"
+        if prompt is not None:
+            source = f"--rollout-max-prompt-len + {source}"
+    else:
+        length, source = int(context), "--rollout-max-context-len"
+    return Tokens(-(-size * length // cp), f"{size} x {source}{f' / CP {cp}' if cp > 1 else ''}")
+
+
+def stage_memory(args: Namespace, shape: Shape, layout: Layout) -> list[StageMemory]:
+    """One entry per pipeline stage."""
+    stages = stage_layers(args, shape.num_layers, layout.pp)
+    tokens = tokens_per_micro_batch(args).count
+    return [_stage(args, shape, layout, stages, stage, tokens) for stage in range(layout.pp)]
+
+
+def _stage(
+    args: Namespace, shape: Shape, layout: Layout, stages: Sequence[range], stage: int, tokens: int
+) -> StageMemory:
+    layers, precision = stages[stage], precision_of(args)
+    is_last = stage == layout.pp - 1
+    held = list(_held(shape, layers, is_first=stage == 0, is_last=is_last))
+    dense = sum(_share(weight, layout) for weight in held if weight.split != "expert")
+    expert = sum(_share(weight, layout) for weight in held if weight.split == "expert")
+    # ZeRO stage 1 (arXiv:1910.02054): only optimizer states are sharded, over the ranks that hold the same weights
+    given = read(args, "use_distributed_optimizer")
+    is_sharded = given if given is not None else read(args, "optimizer") != "sgd"
+    states = dense / (layout.dp * layout.cp if is_sharded else 1) + expert / (layout.edp if is_sharded else 1)
+    on_device = 1 - _offloaded_share(args)
+    in_flight = _in_flight(args, layout, stage)
+    return StageMemory(
+        stage=stage,
+        layers=(layers.start, layers.stop - 1),
+        parameters=round(dense + expert),
+        weights=round((dense + expert) * precision.weights),
+        gradients=round((dense + expert) * precision.gradients),
+        optimizer=round(states * precision.states * on_device),
+        activations=round(_activations(args, shape, layout, layers, tokens, in_flight, precision)),
+        logits=_logits(args, shape, layout, tokens, precision) if is_last else 0,
+        in_flight=in_flight,
+        host_copies=round((dense + expert) * precision.weights) * _num_host_copies(args),
+    )
+
+
+def _held(shape: Shape, layers: range, *, is_first: bool, is_last: bool) -> list[Weight]:
+    """The weights of a stage. A tied head on another stage than the embedding is a second copy."""
+    ends = [weight for weight in model_weights(shape, is_padded=True) if weight.where != "layer"]
+    held = [weight for weight in ends if weight.where == "head" and is_last]
+    held += [weight for weight in ends if weight.where == "embedding" and (is_first or (is_last and shape.is_tied))]
+    for layer in layers:
+        held += layer_weights(shape, is_expert_layer=shape.is_expert_layer(layer))
+    return held
+
+
+def _share(weight: Weight, layout: Layout) -> float:
+    """Numbers of this weight on one rank."""
+    match weight.split:
+        case "all":
+            return weight.numel * weight.count
+        case "tensor":
+            return weight.numel * weight.count / layout.tp
+        case "expert":
+            return weight.numel * weight.count / (layout.ep * layout.etp)
+
+
+def _offloaded_share(args: Namespace) -> float:
+    if not read(args, "optimizer_cpu_offload"):
+        return 0.0
+    fraction = read(args, "optimizer_offload_fraction")
+    return 1.0 if fraction is None else float(fraction)
+
+
+def _num_host_copies(args: Namespace) -> int:
+    """Reference and teacher share the device with the actor: each, and the actor, has a copy on the host."""
+    others = sum(
+        (
+            bool(read(args, "kl_coef")) or bool(read(args, "use_kl_loss")),
+            bool(read(args, "use_opd")) and read(args, "opd_type") == "megatron",
+            bool(read(args, "keep_old_actor")),
+        )
+    )
+    return others + 1 if others or read(args, "colocate") else 0
+
+
+def _in_flight(args: Namespace, layout: Layout, stage: int) -> int:
+    """1F1B: stage p of P holds the activations of P - p micro-batches (interleaved: up to (P - 1) / V more)."""
+    per_rank = number(args, "global_batch_size", 1) // max(1, layout.dp)
+    if not read(args, "use_dynamic_batch_size"):
+        per_rank //= max(1, number(args, "micro_batch_size", 1))
+    extra = -(-(layout.pp - 1) // layout.vpp) if layout.vpp > 1 else 0
+    return max(1, min(layout.pp - stage + extra, max(1, per_rank)))
+
+
+def _activations(
+    args: Namespace, shape: Shape, layout: Layout, layers: range, tokens: int, in_flight: int, precision: Precision
+) -> float:
+    """Numbers stored for the backward pass, section 4 and (recomputation) section 5 of arXiv:2205.05198."""
+    width = precision.weights
+    stored = [
+        tokens * layer_activations(shape, layout, width, is_expert_layer=shape.is_expert_layer(layer))
+        for layer in layers
+    ]
+    if not stored:
+        return 0.0
+    if read(args, "recompute_granularity") != "full":
+        return sum(stored) * in_flight
+    checkpoint = tokens * shape.hidden * width / (layout.tp if layout.has_sequence_parallel else 1)
+    unit = number(args, "recompute_num_layers", 1)
+    if read(args, "recompute_method") == "block":  # the first N layers are recomputed, the others stored
+        kept = sum(stored[unit:]) + checkpoint * min(unit, len(stored))
+        return kept * in_flight + max(stored)
+    return -(-len(stored) // unit) * checkpoint * in_flight + max(stored) * min(unit, len(stored))
+
+
+def layer_activations(shape: Shape, layout: Layout, width: int, *, is_expert_layer: bool) -> float:
+    """Bytes per token of one layer. Sequence parallelism divides what tensor parallelism leaves whole (equation 4)."""
+    tp, sp = layout.tp, layout.tp if layout.has_sequence_parallel else 1
+    whole = 4 * shape.hidden  # inputs of the two norms and of the two blocks
+    if shape.latent:
+        inner, compressed = _latent_activations(shape, shape.latent)
+        rotary = 4 * shape.latent.rope_dim
+        whole += compressed
+    else:
+        query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        rotary = 4 * shape.head_dim  # sines and cosines, for queries and for keys
+        inner = 2 * query + 2 * key  # q, k, v and the output, which is also the input of the projection
+        inner += query + 2 * key if shape.has_qk_norm else 0  # the projection's output, which the norms read
+    if shape.has_post_norms:
+        whole += 2 * shape.hidden
+    extra = 0.0
+    if is_expert_layer and shape.experts:
+        experts = shape.experts
+        # every token goes to top_k experts: its copies, what their MLPs store, their outputs
+        extra = experts.top_k * (2 * shape.hidden * layout.etp + _mlp_numbers(shape, experts.ffn)) / sp
+        inner += _mlp_numbers(shape, experts.shared_ffn)
+        extra += experts.num * 4 / width / sp  # fp32 scores of the router
+    else:
+        inner += _mlp_numbers(shape, shape.ffn)
+    return width * (whole / sp + inner / tp + extra + rotary)
+
+
+def _mlp_numbers(shape: Shape, ffn: int) -> int:
+    """Gate and up, silu of the gate, up with its offset, their product; without a gate only before and after."""
+    return (5 if shape.is_gated else 2) * ffn
+
+
+def _latent_activations(shape: Shape, latent: Latent) -> tuple[int, int]:
+    """(numbers cut among tensor-parallel ranks, numbers that every rank holds)."""
+    head = latent.nope_dim + latent.rope_dim
+    inner = shape.heads * (3 * head + latent.nope_dim + 3 * latent.value_dim)
+    return inner, 2 * ((latent.q_rank or 0) + latent.kv_rank + latent.rope_dim)
+
+
+def _logits(args: Namespace, shape: Shape, layout: Layout, tokens: int, precision: Precision) -> int:
+    """Logits and their gradient in the weights' type, and the fp32 softmax of one chunk with its gradient."""
+    rows = shape.padded_vocab / layout.tp
+    chunk = number(args, "log_probs_chunk_size", -1)
+    chunk = tokens if chunk < 1 else min(chunk, tokens)
+    return round(tokens * rows * 2 * precision.weights + chunk * rows * 8)

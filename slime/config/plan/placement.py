@@ -1,0 +1,169 @@
+"""Which processes there will be and where: driver, Data Buffer, rollout manager, routers, engines, trainer ranks.
+
+Slots are devices in node order, as ``slime.ray.placement_group`` reserves them: trainer ranks first, engines behind
+them, or on the same slots with --colocate.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.config.plan.layout import Layout
+from slime.config.plan.values import PlanError, number, read
+from slime.config.yaml_file import read_mapping
+
+__all__ = ["EngineGroup", "NodePlan", "Placement", "plan_placement"]
+
+
+@dataclass(frozen=True)
+class EngineGroup:
+    """Engines of one kind; ``first_slot`` is None for engines that somebody else runs."""
+
+    model: str
+    kind: str
+    num_engines: int
+    devices_per_engine: int
+    first_slot: int | None
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_engines * self.devices_per_engine
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """What runs on one node: inclusive ranges, None where there is none of it."""
+
+    node: int
+    slots: tuple[int, int]
+    ranks: tuple[int, int] | None
+    coordinates: dict[str, tuple[int, int]]
+    engines: list[str]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """All processes of the run."""
+
+    num_nodes: int
+    num_slots: int
+    devices_per_node: int
+    is_colocated: bool
+    num_trainer_ranks: int
+    has_critic: bool
+    engines: list[EngineGroup]
+    routers: list[str]
+    nodes: list[NodePlan]
+
+
+def plan_placement(args: Namespace, layout: Layout) -> Placement:
+    """The processes and their slots.
+
+    Raises:
+        PlanError: the engines' flags do not say how many there are.
+    """
+    num_ranks = 0 if read(args, "debug_rollout_only") else layout.world
+    is_colocated = bool(read(args, "colocate"))
+    engines = _engine_groups(args, 0 if is_colocated else num_ranks)
+    per_node = max(1, number(args, "num_gpus_per_node", 8))
+    ends = [group.first_slot + group.num_devices for group in engines if group.first_slot is not None]
+    num_slots = max([num_ranks, *ends])
+    num_nodes = -(-num_slots // per_node)
+    return Placement(
+        num_nodes=max(1, num_nodes),
+        num_slots=num_slots,
+        devices_per_node=per_node,
+        is_colocated=is_colocated,
+        num_trainer_ranks=num_ranks,
+        has_critic=bool(read(args, "use_critic")) and num_ranks > 0,
+        engines=engines,
+        routers=_routers(args, engines),
+        nodes=_nodes(layout, num_ranks, engines, num_slots, per_node),
+    )
+
+
+def _engine_groups(args: Namespace, first_slot: int) -> list[EngineGroup]:
+    if read(args, "debug_train_only"):
+        return []
+    model = Path(str(read(args, "hf_checkpoint"))).name
+    addresses = read(args, "rollout_external_engine_addrs")
+    width = number(args, "rollout_num_gpus_per_engine", 1)
+    if addresses:
+        return [EngineGroup(model, "external", len(addresses), width, None)]
+    if read(args, "sglang_config"):
+        return _configured(args, first_slot, model, width)
+    total = number(args, "rollout_num_gpus", 0)
+    num_engines, num_prefill = total // width, number(args, "prefill_num_servers", 0)
+    if not num_prefill:
+        return [EngineGroup(model, "regular", num_engines, width, first_slot)] if num_engines else []
+    decode_slot = first_slot + num_prefill * width
+    return [
+        EngineGroup(model, "prefill", num_prefill, width, first_slot),
+        EngineGroup(model, "decode", max(0, num_engines - num_prefill), width, decode_slot),
+    ]
+
+
+def _configured(args: Namespace, first_slot: int, default_model: str, default_width: int) -> list[EngineGroup]:
+    """The groups of the --sglang-config file, in its order."""
+    models = read_mapping("--sglang-config", args.sglang_config).get("sglang")
+    if not isinstance(models, list):
+        raise PlanError(f"--sglang-config {args.sglang_config} has no list under the key sglang.")
+    groups: list[EngineGroup] = []
+    slot = first_slot
+    for model in (entry for entry in models if isinstance(entry, dict)):
+        for group in model.get("server_groups") or model.get("engine_groups") or []:
+            num_devices: Any = group.get("num_gpus") if isinstance(group, dict) else None
+            if not isinstance(num_devices, int):
+                raise PlanError(f"--sglang-config {args.sglang_config}: a server group has no num_gpus.")
+            width = group.get("num_gpus_per_engine") or model.get("num_gpus_per_engine") or default_width
+            name, kind = str(model.get("name", default_model)), str(group.get("worker_type", "regular"))
+            groups.append(EngineGroup(name, kind, num_devices // width, width, slot))
+            slot += num_devices
+    return groups
+
+
+def _routers(args: Namespace, engines: list[EngineGroup]) -> list[str]:
+    """One router per model; the first may be one that runs already."""
+    models = list(dict.fromkeys(group.model for group in engines))
+    address = read(args, "sglang_router_ip")
+    existing = f"{address}:{read(args, 'sglang_router_port')}" if address and read(args, "sglang_router_port") else ""
+    return [f"{model} (existing, {existing})" if existing and not i else model for i, model in enumerate(models)]
+
+
+def _nodes(layout: Layout, num_ranks: int, engines: list[EngineGroup], num_slots: int, per_node: int) -> list[NodePlan]:
+    ranks = layout.ranks
+    nodes = []
+    for node, first in enumerate(range(0, num_slots, per_node)):
+        last = min(first + per_node, num_slots) - 1
+        here = ranks[first : min(last + 1, num_ranks)]
+        coordinates = {
+            name: (min(getattr(rank, name) for rank in here), max(getattr(rank, name) for rank in here))
+            for name in ("tp", "cp", "dp", "pp", "ep")
+            if here
+        }
+        nodes.append(
+            NodePlan(
+                node=node,
+                slots=(first, last),
+                ranks=(here[0].rank, here[-1].rank) if here else None,
+                coordinates=coordinates,
+                engines=[text for group in engines if (text := _engines_on(group, first, last))],
+            )
+        )
+    return nodes
+
+
+def _engines_on(group: EngineGroup, first: int, last: int) -> str:
+    """The engines of ``group`` with a device among the slots: ``engines 2-3``."""
+    if group.first_slot is None or not group.num_devices:
+        return ""
+    begin = max(first, group.first_slot) - group.first_slot
+    end = min(last, group.first_slot + group.num_devices - 1) - group.first_slot
+    if begin > end:
+        return ""
+    low, high = begin // group.devices_per_engine, end // group.devices_per_engine
+    kind = "engine" if group.kind == "regular" else f"{group.kind} engine"
+    return f"{kind} {low}" if low == high else f"{kind}s {low}-{high}"

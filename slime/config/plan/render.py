@@ -1,0 +1,338 @@
+"""The plan as text: tables of at most 100 columns, colours on a terminal only. Computes nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import IO
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from slime.config.plan.batch import BatchPlan
+from slime.config.plan.build import Plan
+from slime.config.plan.engine import EngineMemory, WeightSync
+from slime.config.plan.layout import Layout
+from slime.config.plan.memory import StageMemory
+from slime.config.plan.placement import EngineGroup, NodePlan, Placement
+from slime.config.plan.shape import Shape
+from slime.config.plan.text import count, size
+
+__all__ = ["render"]
+
+WIDTH = 100
+_MAX_NODES = 6
+_BAR = 24
+
+
+def render(plan: Plan, stream: IO[str] | None = None) -> None:
+    """Print ``plan`` to ``stream`` (standard output)."""
+    stream = stream or sys.stdout
+    console = Console(file=stream, width=WIDTH, highlight=False, no_color=not stream.isatty(), emoji=False)
+    console.print(_head(plan))
+    sections: list[tuple[str, Iterable[RenderableType]]] = [
+        ("Batch", _batch(plan.batch) if plan.batch else ()),
+        ("Processes", _processes(plan.placement, plan.layout) if plan.placement and plan.layout else ()),
+        ("Model", _model(plan.shape) if plan.shape else ()),
+        ("Trainer memory, per rank", _trainer(plan)),
+        ("Engine memory, per device", _engine(plan.engine, plan.device_bytes) if plan.engine else ()),
+        ("Weight sync", _sync(plan.sync) if plan.sync else ()),
+        ("Written to disk", _outputs(plan)),
+        ("Decided for you", _decisions(plan)),
+        ("Ignored here", _ignored(plan)),
+        ("Not worked out", (_bullets(plan.gaps),) if plan.gaps else ()),
+        ("Stands against starting", (_bullets(plan.problems, "red"),) if plan.problems else ()),
+    ]
+    for title, parts in sections:
+        found = list(parts)
+        if found:
+            console.print()
+            console.print(Text(title, style="bold cyan"))
+            for index, part in enumerate(found):
+                if index and isinstance(part, Table) and isinstance(found[index - 1], Table):
+                    console.print()
+                console.print(Padding(part, (0, 0, 0, 2), expand=False))
+    console.print()
+
+
+def _head(plan: Plan) -> Panel:
+    facts = []
+    if plan.placement:
+        place = plan.placement
+        nodes = f"{place.num_nodes} node{'s' * (place.num_nodes != 1)}"
+        facts.append(f"{nodes}, {place.num_slots} device{'s' * (place.num_slots != 1)}")
+        facts.append("colocated" if place.is_colocated else "trainer and engines apart")
+    if plan.precision:
+        facts.append(plan.precision.name)
+    verdict = Text("would start", style="bold green")
+    if plan.problems:
+        verdict = Text(f"would not start: {len(plan.problems)} problem{'s' * (len(plan.problems) != 1)}", "bold red")
+    body = Group(Text(" · ".join([plan.title, *facts])), verdict)
+    return Panel(body, title="slime plan", title_align="left", box=box.ROUNDED, width=WIDTH)
+
+
+def _batch(batch: BatchPlan) -> Iterable[RenderableType]:
+    equal = "=" if batch.is_consistent else "[red]≠[/red]"
+    yield Text.from_markup(
+        f"[bold]{batch.prompts}[/bold] prompts x [bold]{batch.samples_per_prompt}[/bold] samples = "
+        f"[bold]{batch.samples}[/bold] {equal} global batch [bold]{batch.global_batch}[/bold] x "
+        f"[bold]{batch.steps}[/bold] step{'s' * (batch.steps != 1)}"
+    )
+    table = _grid()
+    share = f"{batch.samples_per_rank:g} samples per step on each of {batch.dp} data-parallel ranks"
+    if batch.micro_batches is not None:
+        share += f", as {batch.micro_batches} micro-batches of {batch.micro_batch_size}"
+    elif batch.token_budget is not None:
+        share += f", in micro-batches of up to {batch.token_budget:,} tokens"
+    table.add_row("per rank", share)
+    if batch.max_response:
+        table.add_row("most tokens", f"{batch.samples * batch.max_response:,} response tokens per rollout")
+    if batch.over_sampling > batch.prompts:
+        table.add_row("over-sampling", f"{batch.over_sampling} prompts are asked at once, {batch.prompts} are kept")
+    table.add_row("run", _run_length(batch))
+    yield table
+
+
+def _run_length(batch: BatchPlan) -> str:
+    if batch.num_rollouts is None:
+        return batch.run_length
+    steps, samples = batch.num_rollouts * batch.steps, batch.num_rollouts * batch.samples
+    epochs = ""
+    if batch.num_prompts:
+        epochs = f", {batch.num_rollouts * batch.prompts / batch.num_prompts:.3g} x the {batch.num_prompts} prompts"
+    return (
+        f"{batch.num_rollouts:,} rollouts ({batch.run_length}) = {steps:,} optimizer steps, {samples:,} samples{epochs}"
+    )
+
+
+def _processes(placement: Placement, layout: Layout) -> Iterable[RenderableType]:
+    table = _table("process", "number>", "devices", "what")
+    table.add_row("driver", "1", "-", "the loop; holds handles only")
+    table.add_row("Data Buffer", "1", "-", "prompts out, partial groups back in")
+    if placement.engines:
+        table.add_row("rollout manager", "1", "-", "engines, router, rewards, batches")
+        table.add_row("router", str(len(placement.routers)), "-", ", ".join(placement.routers))
+    for group in placement.engines:
+        table.add_row(*_engine_row(group))
+    if placement.num_trainer_ranks:
+        for role in ("actor", "critic") if placement.has_critic else ("actor",):
+            slots = f"0-{placement.num_trainer_ranks - 1}"
+            table.add_row(f"trainer ({role})", str(placement.num_trainer_ranks), slots, _dimensions(layout))
+    yield table
+    yield _node_table(placement)
+
+
+def _engine_row(group: EngineGroup) -> tuple[str, str, str, str]:
+    name = "engine" if group.kind == "regular" else f"engine ({group.kind})"
+    width = f"{group.devices_per_engine} device{'s' * (group.devices_per_engine != 1)} each"
+    if group.first_slot is None:
+        return name, str(group.num_engines), "elsewhere", "somebody else runs them"
+    slots = f"{group.first_slot}-{group.first_slot + group.num_devices - 1}"
+    return name, str(group.num_engines), slots, f"{group.model}, {width}"
+
+
+def _dimensions(layout: Layout) -> str:
+    parts = [f"TP {layout.tp}", f"CP {layout.cp}", f"DP {layout.dp}", f"PP {layout.pp}"]
+    if layout.vpp > 1:
+        parts.append(f"VPP {layout.vpp}")
+    text = " x ".join(parts)
+    if layout.has_sequence_parallel:
+        text += ", sequence parallel"
+    if layout.ep > 1:
+        text += f"; experts EP {layout.ep} x ETP {layout.etp} x {layout.edp} copies"
+    return text
+
+
+def _node_table(placement: Placement) -> Table:
+    nodes = placement.nodes
+    names = [name for name in ("tp", "cp", "dp", "pp", "ep") if any(_varies(node, name) for node in nodes)]
+    table = _table("node", "devices", "trainer ranks", *(name.upper() for name in names), "engines")
+    cut = len(nodes) > _MAX_NODES
+    for node in nodes[: _MAX_NODES - 2] if cut else nodes:
+        table.add_row(*_node_row(node, names))
+    if cut:
+        table.add_row("...", *[""] * (len(names) + 3))
+        for node in nodes[-2:]:
+            table.add_row(*_node_row(node, names))
+    return table
+
+
+def _varies(node: NodePlan, name: str) -> bool:
+    return node.coordinates.get(name, (0, 0))[1] > 0
+
+
+def _node_row(node: NodePlan, names: Sequence[str]) -> list[str]:
+    return [
+        str(node.node),
+        _range(node.slots),
+        _range(node.ranks) if node.ranks else "-",
+        *(_range(node.coordinates[name]) if name in node.coordinates else "-" for name in names),
+        ", ".join(node.engines) or "-",
+    ]
+
+
+def _range(ends: tuple[int, int]) -> str:
+    return str(ends[0]) if ends[0] == ends[1] else f"{ends[0]}-{ends[1]}"
+
+
+def _model(shape: Shape) -> Iterable[RenderableType]:
+    table = _grid()
+    active = f", {count(shape.num_active)} active per token" if shape.experts else ""
+    table.add_row("parameters", f"[bold]{count(shape.num_parameters)}[/bold] ({shape.num_parameters:,}){active}")
+    heads = f"{shape.heads} heads, {shape.kv_heads} key/value heads of {shape.head_dim}"
+    if shape.latent:
+        heads = f"{shape.heads} heads, latent attention (keys and values in {shape.latent.kv_rank} numbers)"
+    kind = shape.model_type if shape.model_type != "unknown" else "shape from flags"
+    table.add_row("shape", f"{kind}: {shape.num_layers} layers x {shape.hidden}, {heads}")
+    if shape.experts:
+        layers = sum(shape.experts.layers)
+        shared = f", shared expert of {shape.experts.shared_ffn}" if shape.experts.shared_ffn else ""
+        table.add_row(
+            "experts",
+            f"{shape.experts.num} of {shape.experts.ffn}, {shape.experts.top_k} per token, in {layers} layers{shared}",
+        )
+    tied = "tied to the output layer" if shape.is_tied else "output layer of its own"
+    table.add_row("vocabulary", f"{shape.vocab:,} (padded to {shape.padded_vocab:,}), {tied}")
+    if shape.num_mtp_layers:
+        table.add_row("MTP", f"{shape.num_mtp_layers} multi-token-prediction layers, counted above")
+    yield table
+
+
+def _trainer(plan: Plan) -> Iterable[RenderableType]:
+    if not plan.stages or plan.tokens is None:
+        return
+    groups = _similar(plan.stages)
+    table = _table("", *(f"{_stage_name(group, len(plan.stages))}>" for group in groups))
+    table.add_row("parameters", *(count(group[0].parameters) for group in groups))
+    for name in ("weights", "gradients", "optimizer", "activations", "logits"):
+        table.add_row(name, *(size(getattr(group[0], name)) for group in groups))
+    table.add_row("[bold]total[/bold]", *(f"[bold]{size(group[0].total)}[/bold]" for group in groups))
+    table.add_row("micro-batches alive", *(str(group[0].in_flight) for group in groups))
+    yield table
+    yield _bar(max(stage.total for stage in plan.stages), plan.device_bytes)
+    notes = f"activations of {plan.tokens.count:,} tokens per micro-batch ({plan.tokens.source})"
+    copies = max(stage.host_copies for stage in plan.stages)
+    if copies:
+        notes += f"; copies of the weights on the host: {size(copies)} per rank"
+    yield Text(notes, style="dim")
+    yield Text("not counted: CUDA context, NCCL buffers, fragmentation", style="dim")
+
+
+def _similar(stages: Sequence[StageMemory]) -> list[list[StageMemory]]:
+    """Neighbouring stages of the same memory become one column; activations shrink from stage to stage, so the
+    middle is shown by its largest."""
+    groups = [list(group) for _, group in groupby(stages, key=lambda stage: (stage.parameters, stage.logits))]
+    return [sorted(group, key=lambda stage: -stage.total) for group in groups]
+
+
+def _stage_name(group: Sequence[StageMemory], num_stages: int) -> str:
+    if num_stages == 1:
+        return f"all {group[0].layers[1] + 1} layers"
+    ends = (min(stage.stage for stage in group), max(stage.stage for stage in group))
+    layers = group[0].layers[1] - group[0].layers[0] + 1
+    return f"stage{'s' * (len(group) > 1)} {_range(ends)} ({layers} layer{'s' * (layers != 1)})"
+
+
+def _engine(engine: EngineMemory, device_bytes: int) -> Iterable[RenderableType]:
+    table = _grid()
+    table.add_row("weights", f"{size(engine.weights)} (TP {engine.tp}{f' x PP {engine.pp}' if engine.pp > 1 else ''})")
+    assumed = ", assumed: SGLang decides" if engine.is_fraction_assumed else ""
+    table.add_row("static memory", f"{engine.fraction:g} of {size(device_bytes)}{assumed}")
+    table.add_row("KV cache", f"{size(engine.pool)} at {engine.kv_per_token:,} bytes per token")
+    if engine.tokens == 0:
+        table.add_row("", "[red]the weights alone exceed the static memory[/red]")
+    else:
+        table.add_row(
+            "engine holds", f"{engine.tokens:,} tokens = {engine.sequences:,} sequences of {engine.max_length:,}"
+        )
+    yield table
+    yield _bar(min(engine.weights + engine.pool, max(engine.weights, device_bytes)), device_bytes)
+
+
+def _sync(sync: WeightSync) -> Iterable[RenderableType]:
+    table = _grid()
+    buckets = f"{sync.buckets} bucket{'s' * (sync.buckets != 1)}"
+    table.add_row("each", f"[bold]{size(sync.bytes)}[/bold] in {buckets} of up to {size(sync.buffer_bytes)}")
+    often = "after every rollout" if sync.interval == 1 else f"after every {sync.interval} rollouts"
+    total = "" if sync.num_syncs is None else f"; {sync.num_syncs:,} syncs, {size(sync.bytes * sync.num_syncs)} in all"
+    table.add_row("when", f"before the first rollout and {often}{total}")
+    table.add_row("how", f"{sync.mode}, {sync.transport}")
+    yield table
+
+
+def _outputs(plan: Plan) -> Iterable[RenderableType]:
+    table = _table("what", "where", "when", "size>")
+    for output in plan.outputs:
+        amount = "" if output.bytes is None else size(output.bytes)
+        table.add_row(output.what, escape(_short(output.where)), output.when, amount)
+    yield table
+
+
+def _short(path: str) -> str:
+    """Relative to the working directory where it is inside."""
+    return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
+
+
+def _decisions(plan: Plan) -> Iterable[RenderableType]:
+    if not plan.notices:
+        return
+    table = _grid()
+    for notice in plan.notices:
+        style = "yellow" if notice.level == "warning" else "dim"
+        table.add_row(f"[{style}]{escape(notice.flag)}[/{style}]", escape(notice.text))
+    yield table
+
+
+def _ignored(plan: Plan) -> Iterable[RenderableType]:
+    if not plan.ignored:
+        return
+    table = _grid()
+    for flag, why in plan.ignored:
+        table.add_row(flag, escape(why))
+    yield table
+
+
+def _bullets(lines: Sequence[str], style: str = "yellow") -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column(width=1, style=style)
+    table.add_column(overflow="fold")
+    for line in lines:
+        table.add_row("-", escape(line))
+    return table
+
+
+def _bar(used: int, total: int) -> Text:
+    """``[======......] 40 of 80 GiB``; red above the device."""
+    share = used / total
+    style = "green" if share <= 0.9 else "yellow" if share <= 1 else "bold red"
+    filled = min(_BAR, round(share * _BAR))
+    text = Text()
+    text.append("█" * filled, style=style)
+    text.append("░" * (_BAR - filled), style="dim")
+    text.append(f" {size(used)} of {size(total)} ({share:.0%})", style=style)
+    if share > 1:
+        text.append(" does not fit", style=style)
+    return text
+
+
+def _grid() -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column(min_width=13, style="dim")
+    table.add_column(overflow="fold")
+    return table
+
+
+def _table(*headers: str) -> Table:
+    """A table; a header that ends in ``>`` aligns its column to the right."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, header_style="dim")
+    for header in headers:
+        right = header.endswith(">")
+        table.add_column(header.rstrip(">"), justify="right" if right else "left", overflow="fold")
+    return table

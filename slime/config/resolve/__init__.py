@@ -1,0 +1,55 @@
+"""Derived values: ordered steps, each with one subject. The only code that writes to ``args`` after parsing.
+
+    paths        names and absolute paths           batches      batch sizes, length of the run
+    cluster      modes, devices, offloading         generation   lengths, evaluation, rewards
+    objective    what follows from the algorithm    checkpoints  where weights come from and go to
+
+A step looks at local files at most. Wherever it replaces something that the user did not say, it leaves a notice
+(:mod:`slime.config.notices`): a warning where the command probably meant something else. Comments name the decision
+(D5, B34) that keeps older launch scripts working.
+
+Called by ``slime.ray.arguments``, which adds the steps that only other rooms know.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+
+from slime.config.resolve import batches, checkpoints, cluster, generation, objective, paths
+
+__all__ = ["STEPS", "Step", "resolve"]
+
+Step = Callable[[Namespace], None]
+
+STEPS: tuple[Step, ...] = (
+    paths.experiment_name,
+    paths.absolute_paths,
+    paths.debug_dumps,
+    cluster.modes,
+    cluster.critic,
+    cluster.offloading,
+    cluster.devices,
+    batches.rollout_batch,
+    batches.global_batch,
+    batches.micro_batch_budget,
+    batches.run_length,
+    generation.lengths,
+    generation.evaluation,
+    generation.reward_keys,
+    objective.clipping,
+    objective.kl_estimator,
+    objective.group_normalization,
+    objective.true_on_policy,
+    objective.routing_replay,
+    objective.recomputation,
+    checkpoints.saving,
+    checkpoints.initial_weights,
+    checkpoints.reference,
+)
+
+
+def resolve(args: Namespace, more_steps: Sequence[Step] = ()) -> None:
+    """Fill in everything that follows from what was given."""
+    for step in (*STEPS, *more_steps):
+        step(args)

@@ -1,0 +1,62 @@
+"""Where the weights of actor and reference come from, and where checkpoints go."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+from slime.config import notices
+
+__all__ = ["initial_weights", "reference", "saving"]
+
+_TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def saving(args: Namespace) -> None:
+    """B11, B45, D10."""
+    if args.save_interval is not None and args.save is None:
+        args.save = str(Path(args.output_dir) / "checkpoints")
+        notices.warn(args, "--save", f"not given, but --save-interval is: checkpoints go to {args.save}")
+    if args.release_train and args.save_interval is None:
+        args.save_interval = 1
+        notices.info(args, "--save-interval", "1, because --release-train starts every step from a checkpoint")
+
+
+def initial_weights(args: Namespace) -> None:
+    """``--initial-megatron-checkpoint`` stands in for ``--load`` while that holds nothing, and for ``--ref-load``."""
+    initial = args.initial_megatron_checkpoint
+    if initial is None or not _holds_checkpoint(initial):  # what is missing is found by the checks
+        return
+    if args.ref_load is None:
+        args.ref_load = initial
+    if args.load is None or not _holds_checkpoint(args.load):
+        text = f"{args.load} holds no checkpoint yet: weights come from --initial-megatron-checkpoint {initial}"
+        if args.load is not None:
+            notices.info(args, "--load", text)
+        args.load = initial
+        args.finetune = args.no_load_optim = args.no_load_rng = True
+        args.ckpt_step = None
+        if args.start_rollout_id is None:
+            args.start_rollout_id = 0
+
+
+def reference(args: Namespace) -> None:
+    """D9: without --ref-load the reference is where training starts.
+
+    Not a --load that is --save too: after a restart that holds the trained model, and the reference would be another.
+    """
+    needs_reference = args.use_kl_loss or args.kl_coef != 0
+    if args.ref_load is not None or not needs_reference:
+        return
+    if args.load is not None and args.load != args.save and _holds_checkpoint(args.load):
+        args.ref_load = args.load
+        args.ref_ckpt_step = args.ckpt_step if args.ref_ckpt_step is None else args.ref_ckpt_step
+        notices.info(args, "--ref-load", f"not given: the reference model is the one in --load {args.load}")
+    elif args.hf_checkpoint is not None:
+        args.ref_load = args.hf_checkpoint
+        notices.info(args, "--ref-load", f"not given: the reference model is --hf-checkpoint {args.hf_checkpoint}")
+
+
+def _holds_checkpoint(path: str) -> bool:
+    root = Path(path)
+    return (root / _TRACKER).is_file() or (root / "config.json").is_file() or (root / "metadata.json").is_file()

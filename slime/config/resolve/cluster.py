@@ -1,0 +1,65 @@
+"""Which processes there are, on which devices, and who makes room for whom."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from slime.config import notices
+
+__all__ = ["critic", "devices", "modes", "offloading"]
+
+
+def modes(args: Namespace) -> None:
+    """B23, B27: what the debug modes imply."""
+    if args.load_debug_rollout_data is not None and not args.debug_train_only:
+        args.debug_train_only = True
+        notices.info(args, "--debug-train-only", "on, because --load-debug-rollout-data replaces the engines")
+    args.rollout_external = args.rollout_external_engine_addrs is not None  # B24
+
+
+def critic(args: Namespace) -> None:
+    """B25: ppo has a critic; it is laid out like the actor."""
+    args.use_critic = args.advantage_estimator == "ppo"
+    args.critic_num_nodes = args.actor_num_nodes
+    args.critic_num_gpus_per_node = args.actor_num_gpus_per_node
+
+
+def offloading(args: Namespace) -> None:
+    """B26, B29-B32: the tri-state switches get their values."""
+    if args.offload:
+        args.offload_train = args.offload_rollout = True
+    if args.debug_rollout_only:  # B27: nobody to share devices with
+        if args.colocate and args.rollout_num_gpus is None:
+            args.rollout_num_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
+        args.colocate = args.offload_train = args.offload_rollout = False
+    if args.colocate and args.release_train:
+        if args.offload_train or args.offload_rollout is False:
+            notices.warn(
+                args, "--release-train", "it decides: trainers end instead of being offloaded, engines offload"
+            )
+        args.offload_train, args.offload_rollout = False, True
+    elif args.colocate:
+        args.offload_train = True if args.offload_train is None else args.offload_train
+        args.offload_rollout = True if args.offload_rollout is None else args.offload_rollout
+    if args.use_critic and not args.offload_train and not args.debug_rollout_only:
+        if args.offload_train is False:
+            notices.warn(args, "--no-offload-train", "actor and critic share devices: the trainer is offloaded")
+        args.offload_train = True  # B31
+    args.offload_train = bool(args.offload_train)
+    args.offload_rollout = bool(args.offload_rollout)
+    if args.offload_train:  # B32
+        args.disable_grad_buffers_cpu_backup = args.disable_param_buffers_cpu_backup = True
+
+
+def devices(args: Namespace) -> None:
+    """How many slots the engines and the trainer have."""
+    if args.colocate and args.rollout_num_gpus is None:
+        args.rollout_num_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
+        notices.info(args, "--rollout-num-gpus", f"{args.rollout_num_gpus}: all devices of the trainer (--colocate)")
+    if args.debug_rollout_only and args.rollout_num_gpus is None:
+        args.rollout_num_gpus = args.rollout_num_gpus_per_engine
+        notices.info(args, "--rollout-num-gpus", f"{args.rollout_num_gpus}: one engine (--debug-rollout-only)")
+    if args.debug_train_only:
+        args.rollout_num_gpus = 0
+    args.world_size = args.actor_num_nodes * args.actor_num_gpus_per_node
+    args.rank = 0

@@ -1,0 +1,74 @@
+"""What follows from the algorithm: clipping, KL, normalisation, on-policy guarantees, recomputation."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from slime.config import notices
+from slime.utils import accelerator
+
+__all__ = [
+    "clipping",
+    "group_normalization",
+    "kl_estimator",
+    "recomputation",
+    "routing_replay",
+    "true_on_policy",
+]
+
+
+def clipping(args: Namespace) -> None:
+    """B18, B19, D16."""
+    if args.eps_clip_high is None:
+        args.eps_clip_high = args.eps_clip
+    if args.advantage_estimator == "cispo" and args.eps_clip < 1:
+        text = "cispo cuts off small ratios too; its paper uses 1 here and a large --eps-clip-high"
+        notices.warn(args, f"--eps-clip {args.eps_clip}", text)
+    if args.tis_threshold is not None and "tis_clip" not in args.given:
+        args.tis_clip = args.tis_threshold
+        if args.tis_threshold < 1:
+            text = "a cap below 1 makes every weight smaller than 1, also where trainer and engine agree"
+            notices.info(args, f"--tis-threshold {args.tis_threshold}", text)
+
+
+def kl_estimator(args: Namespace) -> None:
+    if args.use_kl_loss and args.kl_loss_coef != 0 and "kl_loss_type" not in args.given:
+        text = "not given: k1, whose gradient is zero in expectation as a loss; use k2 or low_var_kl"
+        notices.warn(args, "--kl-loss-type", text)
+
+
+def group_normalization(args: Namespace) -> None:
+    """B35: one sample has no deviation to divide by."""
+    if args.n_samples_per_prompt == 1:
+        args.grpo_std_normalization = False
+
+
+def true_on_policy(args: Namespace) -> None:
+    """Numerics of trainer and engine that can agree. What contradicts the mode is found by the checks."""
+    if not args.true_on_policy_mode:
+        return
+    args.deterministic_mode = True
+    if accelerator.current().is_cpu or args.debug_train_only:
+        return  # the CPU engine has one kernel per operation, and no such switch
+    if not getattr(args, "sglang_enable_deterministic_inference", False):
+        args.sglang_enable_deterministic_inference = True
+        args.sglang_argv = [*args.sglang_argv, "--enable-deterministic-inference"]
+        notices.info(args, "--sglang-enable-deterministic-inference", "on, because of --true-on-policy-mode")
+
+
+def routing_replay(args: Namespace) -> None:
+    """B39."""
+    if args.use_rollout_routing_replay:
+        args.use_routing_replay = True
+
+
+def recomputation(args: Namespace) -> None:
+    """--gradient-checkpointing is Megatron's full recomputation of every layer, unless it was told in its own words."""
+    if not args.gradient_checkpointing:
+        return
+    own = sorted(name for name in args.given if name.startswith("recompute_"))
+    if own:
+        flags = ", ".join("--" + name.replace("_", "-") for name in own)
+        notices.info(args, "--gradient-checkpointing", f"{flags} decide what is recomputed")
+        return
+    args.recompute_granularity, args.recompute_method, args.recompute_num_layers = "full", "uniform", 1

@@ -1,0 +1,77 @@
+"""Names and paths: one name for the run, and paths that mean the same in every process."""
+
+from __future__ import annotations
+
+import os
+import time
+from argparse import Namespace
+from typing import Any
+
+from slime.config import notices
+
+__all__ = ["absolute_paths", "debug_dumps", "experiment_name"]
+
+_PATHS = (
+    "hf_checkpoint",
+    "prompt_data",
+    "output_dir",
+    "load",
+    "save",
+    "save_hf",
+    "ref_load",
+    "initial_megatron_checkpoint",
+    "opd_teacher_load",
+    "save_debug_rollout_data",
+    "load_debug_rollout_data",
+    "save_debug_train_data",
+    "dump_details",
+    "eval_config",
+    "custom_config_path",
+    "megatron_config_path",
+    "update_weight_disk_dir",
+)
+
+
+def experiment_name(args: Namespace) -> None:
+    args.experiment_name = args.experiment_name or args.tb_experiment_name or time.strftime("%Y%m%d_%H%M%S")
+
+
+def absolute_paths(args: Namespace) -> None:
+    """Ray's workers have another working directory."""
+    for name in _PATHS:
+        value = getattr(args, name)
+        if value is not None:
+            setattr(args, name, _absolute(value))
+    if args.eval_prompt_data and len(args.eval_prompt_data) == 1:
+        args.eval_prompt_data = [_absolute(args.eval_prompt_data[0])]
+    elif args.eval_prompt_data and len(args.eval_prompt_data) % 2 == 0:
+        pairs = args.eval_prompt_data
+        args.eval_prompt_data = [_absolute(item) if i % 2 else item for i, item in enumerate(pairs)]
+    for name, value in vars(args).items():
+        if name.endswith("_path"):  # D1: functions in files
+            setattr(args, name, [_hook(item) for item in value] if isinstance(value, list) else _hook(value))
+
+
+def debug_dumps(args: Namespace) -> None:
+    """B21: one directory stands for both dumps."""
+    if args.dump_details is None:
+        return
+    for name, folder in (("save_debug_rollout_data", "rollout_data"), ("save_debug_train_data", "train_data")):
+        template = os.path.join(args.dump_details, folder, "{rollout_id}.pt")
+        if getattr(args, name) is not None:
+            flag = "--" + name.replace("_", "-")
+            notices.warn(args, flag, f"--dump-details decides: dumps go to {template}")
+        setattr(args, name, template)
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
+
+
+def _hook(value: Any) -> Any:
+    """``file.py`` and ``file.py:function`` below the working directory; anything else stays."""
+    if not isinstance(value, str):
+        return value
+    file, colon, function = value.partition(":")
+    is_file = file.endswith(".py") and os.path.isfile(os.path.expanduser(file))
+    return _absolute(file) + colon + function if is_file else value

@@ -1,0 +1,173 @@
+"""``--megatron-config-path``: values that differ between the training roles, applied to a copy of the arguments.
+
+    megatron:
+      - {name: default, role: actor, overrides: {lr: 1e-6}}
+      - {name: default, role: critic, overrides: {lr: 1e-5, save: checkpoints/critic}}
+
+Called by the checks, and by whoever starts a training group. A role without an entry inherits everything. Nothing is
+derived again from an overridden value.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import yaml
+
+from slime.config import notices
+from slime.config.groups import flag_of
+from slime.config.yaml_file import read_mapping
+from slime.utils.errors import ConfigError
+
+__all__ = ["Role", "RoleConfig", "check_roles", "read_roles", "role_args"]
+
+logger = logging.getLogger(__name__)
+
+Role = Literal["actor", "critic"]
+
+_FLAG = "--megatron-config-path"
+_KEYS = {"name", "role", "overrides", "args"}
+_PLACEMENT = {"num_nodes", "num_gpus_per_node"}
+_PATHS = {"load", "save", "save_hf", "ref_load", "opd_teacher_load"}
+_TOPOLOGY = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+)
+_CRITIC: dict[str, Any] = {
+    "kl_coef": 0.0,
+    "use_opd": False,
+    "custom_advantage_function_path": None,
+    "untie_embeddings_and_output_weights": True,
+}
+"""What a critic is whatever the file says: it has no reference, no teacher, and an output layer of its own."""
+
+
+@dataclass(frozen=True)
+class RoleConfig:
+    """One entry of the file: what ``role`` sees differently."""
+
+    role: Role
+    name: str = ""
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+
+def read_roles(path: str) -> dict[str, RoleConfig]:
+    """The entries of the file by role.
+
+    Raises:
+        ConfigError: with every problem of the structure: keys, roles, duplicates.
+    """
+    where = f"{_FLAG} {path}"
+    root = read_mapping(_FLAG, path)
+    entries = root.get("megatron")
+    if not isinstance(entries, list):
+        raise ConfigError(f"{where}: the file must have the key megatron with a list of entries, not {entries!r}.")
+    problems: list[str] = []
+    roles: dict[str, RoleConfig] = {}
+    for number, entry in enumerate(entries, start=1):
+        place = f"{where}, entry {number}"
+        found = list(_entry_problems(place, entry))
+        problems += found
+        if found:
+            continue
+        config = RoleConfig(entry["role"], str(entry.get("name") or ""), _normalised(entry))
+        if config.role in roles:
+            problems.append(f"{place}: there is an entry for {config.role} already; one role has one entry.")
+        roles[config.role] = config
+    if problems:
+        raise ConfigError(problems)
+    return roles
+
+
+def role_args(args: Namespace, role: Role) -> Namespace:
+    """A deep copy of the resolved ``args`` as ``role`` sees it."""
+    twin = copy.deepcopy(args)
+    path = args.megatron_config_path
+    config = read_roles(path).get(role) if path is not None else None
+    overrides = config.overrides if config is not None else {}
+    if path is not None and config is None:
+        logger.info("%s %s has no entry for the %s, which takes the command line's values", _FLAG, path, role)
+    for name, value in overrides.items():
+        if name not in _PLACEMENT:
+            setattr(twin, name, _absolute(_coerce(value, getattr(args, name, None)), name))
+    if role == "critic":
+        if path is not None:
+            for name, value in _CRITIC.items():
+                setattr(twin, name, value)
+        if "disable_param_buffers_cpu_backup" not in overrides:
+            twin.disable_param_buffers_cpu_backup = False
+    return twin
+
+
+def check_roles(args: Namespace) -> Iterator[str]:
+    """Rule over the resolved arguments: the entries, and that all roles are laid out alike."""
+    if args.megatron_config_path is None:
+        return
+    where = f"{_FLAG} {args.megatron_config_path}"
+    for role, config in read_roles(args.megatron_config_path).items():
+        for name, value in config.overrides.items():
+            if name in _PLACEMENT:
+                notices.info(args, _FLAG, f"{role}: {name} has no effect, all roles are placed like the actor")
+            elif name in _TOPOLOGY and _coerce(value, getattr(args, name)) != getattr(args, name):
+                yield (
+                    f"{where}: {role}: {name} {value} differs from {flag_of(name)} {getattr(args, name)}: all roles "
+                    f"share one layout. Set the flag instead."
+                )
+            elif not hasattr(args, name):
+                notices.warn(args, _FLAG, f"{role}: nothing that slime knows reads {name}")
+        if role == "critic" and not args.use_critic:
+            notices.warn(args, _FLAG, f"the critic's entry has no effect: {args.advantage_estimator} has no critic")
+        if role == "critic" and args.save is not None and _absolute(config.overrides.get("save"), "save") == args.save:
+            yield f"{where}: critic: save {args.save} is the actor's --save, and one would overwrite the other."
+
+
+def _coerce(value: Any, current: Any) -> Any:
+    """A YAML value with the type of the attribute that it replaces; 1e-5 is text in YAML 1.1 but a number here."""
+    if not isinstance(value, str):
+        return float(value) if isinstance(current, float) and type(value) is int else value
+    if isinstance(current, bool):
+        truth = yaml.safe_load(value.lower())
+        return truth if isinstance(truth, bool) else value
+    if isinstance(current, str):
+        return value
+    for convert in (int, float) if current is None or isinstance(current, int) else (float,):
+        try:
+            return convert(value)
+        except ValueError:
+            continue
+    return value
+
+
+def _absolute(value: Any, name: str) -> Any:
+    """Workers have another working directory."""
+    return os.path.abspath(os.path.expanduser(value)) if name in _PATHS and isinstance(value, str) else value
+
+
+def _entry_problems(place: str, entry: Any) -> Iterator[str]:
+    if not isinstance(entry, dict):
+        yield f"{place} must be a mapping with role and overrides, not {entry!r}."
+        return
+    if unknown := sorted(str(key) for key in entry if key not in _KEYS):
+        yield f"{place}: unknown key {', '.join(unknown)}; known keys: {', '.join(sorted(_KEYS))}."
+    if entry.get("role") not in get_args(Role):
+        yield f"{place}: role {entry.get('role')!r} is not one of {', '.join(get_args(Role))}."
+    for key in ("overrides", "args"):
+        if not isinstance(entry.get(key) or {}, dict):
+            yield f"{place}: {key} must be a mapping of names to values, not {entry[key]!r}."
+
+
+def _normalised(entry: dict[str, Any]) -> dict[str, Any]:
+    """Attribute names; ``args`` is the older name of ``overrides``."""
+    return {
+        str(key).replace("-", "_"): value for key, value in (entry.get("overrides") or entry.get("args") or {}).items()
+    }

@@ -1,0 +1,167 @@
+"""The machine: Python, packages, device, memory, limits of the operating system, ports."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from slime.config.plan.text import size
+from slime.doctor.finding import Finding, Situation, fail, ok, warn
+from slime.utils import accelerator
+from slime.utils.errors import ConfigError
+from slime.utils.net import is_port_free
+
+__all__ = ["device", "memory", "open_files", "packages", "ports", "python_version", "shared_memory"]
+
+_OLDEST, _TOO_NEW = (3, 11), (3, 14)
+_MIN_OPEN_FILES = 4096
+_GOOD_OPEN_FILES = 65536
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+_SHM = Path("/dev/shm")
+_CPU_OBJECT_STORE = 512 * 1024**2
+_RAY_SHARE = 0.3  # of the memory, Ray's own default where slime does not set it
+_FIRST_ENGINE_PORT, _PORTS_PER_ENGINE = 15000, 10
+
+
+def python_version(situation: Situation, version: tuple[int, ...] = sys.version_info[:3]) -> Iterator[Finding]:
+    text = ".".join(map(str, version))
+    if _OLDEST <= version[:2] < _TOO_NEW:
+        yield ok("Python", text)
+    else:
+        yield fail("Python", text, "use Python 3.11, 3.12 or 3.13")
+
+
+def packages(situation: Situation) -> Iterator[Finding]:
+    """Installed versions against those that slime declares."""
+    from packaging.requirements import Requirement
+
+    fitting = 0
+    for line in importlib.metadata.requires("slime") or []:
+        requirement = Requirement(line)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            found = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            yield fail(
+                "package", f"{requirement.name} is not installed", f"pip install '{requirement}' (or: make setup)"
+            )
+            continue
+        if requirement.specifier.contains(found, prereleases=True):
+            fitting += 1
+        else:
+            wanted = str(requirement.specifier)
+            yield fail("package", f"{requirement.name} {found}, supported is {wanted}", f"pip install '{requirement}'")
+    engines = (f"{name} {_version(name)}" for name in ("sglang", "megatron-core", "ray", "transformers"))
+    yield ok("packages", f"{fitting} fit: {', '.join(engines)}")
+
+
+def device(situation: Situation) -> Iterator[Finding]:
+    """GPU or CPU mode, and whether torch was built for it. Does not import torch."""
+    torch = _version("torch")
+    try:
+        mode = accelerator.current().name
+    except ConfigError as error:
+        yield fail("device", str(error), "unset SLIME_ACCELERATOR")
+        return
+    has_driver = _NVIDIA_DRIVER.is_file()
+    if mode == "cuda" and not has_driver:
+        yield fail("device", f"cuda mode, torch {torch}, but no NVIDIA driver", "load it, or set SLIME_ACCELERATOR=cpu")
+    elif mode == "cpu" and has_driver:
+        fix = "install a CUDA build of torch, or set SLIME_ACCELERATOR=cpu to say that this is meant"
+        meant = os.environ.get("SLIME_ACCELERATOR") == "cpu"
+        yield (
+            ok("device", f"cpu by SLIME_ACCELERATOR, torch {torch}")
+            if meant
+            else warn("device", f"cpu mode on a machine with a GPU, torch {torch}", fix)
+        )
+    else:
+        yield ok("device", f"{mode} mode, torch {torch}, {os.cpu_count()} cores")
+
+
+def memory(situation: Situation) -> Iterator[Finding]:
+    """Host memory against the weights that the processes of this machine hold, in CPU mode."""
+    import psutil
+
+    free = psutil.virtual_memory().available
+    needed = _cpu_bytes(situation)
+    value = f"{size(free)} available" + (f", the run needs about {size(needed)}" if needed else "")
+    if needed > free:
+        yield fail("memory", value, "use a smaller model, fewer processes (see slime plan), or a larger machine")
+    else:
+        yield ok("memory", value)
+
+
+def _cpu_bytes(situation: Situation) -> int:
+    """Without a GPU every process of the run holds its share of the model in host memory. 0 where that is unknown."""
+    from slime.config.plan.build import build
+
+    if situation.args is None or not accelerator.current().is_cpu:
+        return 0
+    plan = build(situation.args, title="", device_bytes=1)
+    trainer = max((stage.total - stage.activations for stage in plan.stages), default=0)
+    ranks = plan.layout.world if plan.layout and plan.stages else 0
+    engines = sum(group.num_devices for group in plan.placement.engines) if plan.placement else 0
+    return trainer * ranks + (plan.engine.weights * engines if plan.engine else 0)
+
+
+def open_files(situation: Situation) -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fix = f"ulimit -n {_GOOD_OPEN_FILES} in the shell that starts Ray (the hard limit is {hard})"
+    if soft < _MIN_OPEN_FILES:
+        yield fail("open files", f"ulimit -n is {soft}; Ray needs at least {_MIN_OPEN_FILES}", fix)
+    else:
+        yield ok("open files", f"ulimit -n is {soft}")
+
+
+def shared_memory(situation: Situation) -> Iterator[Finding]:
+    """Ray's object store lives in /dev/shm; where that is too small Ray falls back to disk, many times slower."""
+    import psutil
+
+    if not _SHM.is_dir():
+        yield fail("shared memory", "there is no /dev/shm", "mount a tmpfs there: Ray's object store lives in it")
+        return
+    state = os.statvfs(_SHM)
+    free = state.f_bavail * state.f_frsize
+    is_cpu = accelerator.current().is_cpu
+    wanted = _CPU_OBJECT_STORE if is_cpu else round(_RAY_SHARE * psutil.virtual_memory().total)
+    value = f"{size(free)} free in /dev/shm, Ray's object store takes {size(wanted)}"
+    if free < wanted:
+        yield fail(
+            "shared memory", value, f"enlarge it: docker run --shm-size={size(2 * wanted).replace(' ', '')[:-2]}B"
+        )
+    else:
+        yield ok("shared memory", value)
+
+
+def ports(situation: Situation) -> Iterator[Finding]:
+    """Ports of the engines and, where one is named, of the router."""
+    args = situation.args
+    values = vars(args) if args is not None else {}
+    per_engine = values.get("rollout_num_gpus_per_engine") or 1
+    num_engines = (values.get("rollout_num_gpus") or 8) // per_engine
+    span = range(_FIRST_ENGINE_PORT, _FIRST_ENGINE_PORT + 1000)
+    needed = num_engines * _PORTS_PER_ENGINE
+    free = len(list(itertools.islice((port for port in span if is_port_free("0.0.0.0", port)), needed)))
+    if free < min(needed, len(span)):
+        taken = f"{free} free ports from {span.start} to {span.stop - 1}, {num_engines} engines need {needed}"
+        yield fail("ports", taken, "end what listens there: ss -ltnp")
+    else:
+        yield ok("ports", f"at least {free} free from {span.start} for {num_engines} engines")
+    router_port, address = values.get("sglang_router_port"), values.get("sglang_router_ip")
+    if router_port is not None and address is None and not is_port_free("0.0.0.0", router_port):
+        yield fail(
+            "router port", f"--sglang-router-port {router_port} is in use", "leave it out, or end what listens there"
+        )
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"

@@ -1,0 +1,53 @@
+"""What a check sees and what it says."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Check", "Finding", "Situation", "fail", "ok", "warn"]
+
+Status = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what was looked at, what was found, and how to repair it."""
+
+    status: Status
+    what: str
+    value: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a check may look at.
+
+    Attributes:
+        args: the resolved train command; None when none was given or it cannot be read.
+        problems: what the command line's own checks found.
+        is_deep: slow checks run as well.
+    """
+
+    args: Namespace | None = None
+    problems: tuple[str, ...] = ()
+    is_deep: bool = False
+
+
+Check = Callable[[Situation], Iterator[Finding]]
+"""Yields its findings; nothing where it does not apply."""
+
+
+def ok(what: str, value: str) -> Finding:
+    return Finding("ok", what, value)
+
+
+def warn(what: str, value: str, fix: str) -> Finding:
+    return Finding("warn", what, value, fix)
+
+
+def fail(what: str, value: str, fix: str) -> Finding:
+    return Finding("fail", what, value, fix)

@@ -1,0 +1,60 @@
+"""Run every check and print its findings. Called by ``slime.cli``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import IO
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from slime.doctor.checks import CHECKS
+from slime.doctor.finding import Check, Finding, Situation
+
+__all__ = ["examine", "exit_status", "render", "render_json"]
+
+_MARKS = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "fail": "[bold red]FAIL[/bold red]"}
+_WIDTH = 100
+
+
+def examine(situation: Situation, checks: Sequence[Check] = CHECKS) -> list[Finding]:
+    """All findings. A check that itself breaks is a finding too: the others still run."""
+    findings: list[Finding] = []
+    for check in checks:
+        try:
+            findings += check(situation)
+        except Exception as error:  # a check looks at foreign files and machines; one surprise must not hide the rest
+            name = check.__name__.replace("_", " ")
+            findings.append(Finding("fail", name, f"the check itself failed: {type(error).__name__}: {error}"))
+    return findings
+
+
+def exit_status(findings: Iterable[Finding]) -> int:
+    """1 when something fails."""
+    return int(any(finding.status == "fail" for finding in findings))
+
+
+def render(findings: Sequence[Finding], stream: IO[str] | None = None) -> None:
+    """One line per finding, the fix below those that are not well."""
+    stream = stream or sys.stdout
+    console = Console(file=stream, width=_WIDTH, highlight=False, no_color=not stream.isatty(), emoji=False)
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column(width=4)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        fix = f"\n[dim]fix:[/dim] {escape(finding.fix)}" if finding.fix else ""
+        table.add_row(_MARKS[finding.status], escape(finding.what), escape(finding.value) + fix)
+    console.print(table)
+    counts = {status: sum(finding.status == status for finding in findings) for status in _MARKS}
+    console.print(f"\n{counts['ok']} ok, {counts['warn']} to look at, {counts['fail']} failed")
+
+
+def render_json(findings: Sequence[Finding], stream: IO[str] | None = None) -> None:
+    """``{"schema": 1, "findings": [{"status", "what", "value", "fix"}, ...]}``."""
+    records = [dataclasses.asdict(finding) for finding in findings]
+    print(json.dumps({"schema": 1, "findings": records}, indent=2), file=stream or sys.stdout)

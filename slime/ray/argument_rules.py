@@ -1,0 +1,139 @@
+"""Rules and derivations that need more than one room: data files, rewards, evaluation sets, roles, checksums.
+
+Called by ``slime.ray.arguments`` after the flags are resolved. The rooms are imported where they are used, because
+``--help`` must not wait for them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator
+
+from slime.config import notices
+from slime.config.roles import check_roles
+from slime.rollout.arguments import DEFAULT_ROLLOUT_FUNCTION
+from slime.rollout.eval_config import EvalDatasetConfig, unused_fields
+from slime.utils import accelerator
+from slime.utils.errors import ConfigError, DataError
+
+__all__ = ["RULES", "evaluation_hooks", "reward_type"]
+
+
+def reward_type(args: Namespace) -> None:
+    """D12: rows with labels and no word about rewards are graded as mathematics."""
+    if not _needs_reward_type(args):
+        return
+    row = _first_row(args)
+    if row is None or _says_how(args, row):
+        return
+    if _label(args, row) is not None:
+        args.rm_type = "math"
+        notices.warn(args, "--rm-type", "neither it nor --custom-rm-path is given: answers are graded as mathematics")
+
+
+def _needs_reward_type(args: Namespace) -> bool:
+    generates = not args.debug_train_only and args.loss_type != "sft_loss"
+    is_ours = args.rollout_function_path == DEFAULT_ROLLOUT_FUNCTION
+    return generates and is_ours and args.rm_type is None and args.custom_rm_path is None
+
+
+def _first_row(args: Namespace) -> dict[str, object] | None:
+    """Row one of --prompt-data, None where there is none; why there is none is another rule's business."""
+    from slime.data.prompts import read_file
+
+    if args.prompt_data is None or not args.rollout_global_dataset:
+        return None
+    try:
+        return next(itertools.islice(read_file(args.prompt_data), 1), None)
+    except (DataError, ImportError, OSError):
+        return None
+
+
+def _label(args: Namespace, row: dict[str, object]) -> object:
+    return row.get(args.label_key or "label")
+
+
+def _says_how(args: Namespace, row: dict[str, object]) -> bool:
+    metadata = row.get(args.metadata_key)
+    return "rm_type" in metadata if isinstance(metadata, dict | str) else False
+
+
+def _rewards(args: Namespace) -> Iterator[str]:
+    """B48, B81: rewards are known before anything is generated."""
+    from slime.rollout.rm_hub import known_rm_types
+
+    known = known_rm_types()
+    for flag, name in [
+        ("--rm-type", args.rm_type),
+        *((_at(item, "rm_type"), item.rm_type) for item in args.eval_datasets),
+    ]:
+        if name is not None and name.removeprefix("boxed_") not in known:
+            yield f"{flag} {name} is unknown. Use one of {', '.join(sorted(known))}, or --custom-rm-path."
+    if args.rm_type is not None and args.rm_type.removeprefix("boxed_") == "remote_rm" and args.rm_url is None:
+        yield "--rm-type remote_rm needs --rm-url, the address of the service."
+    if not _needs_reward_type(args) or args.custom_generate_function_path is not None:
+        return  # a generate function may score its own samples
+    row = _first_row(args)
+    if row is not None and not _says_how(args, row):
+        yield (
+            f"--rm-type is required: the first row of --prompt-data {args.prompt_data} has neither a label nor "
+            f"metadata.rm_type, so nothing says how to score a response. Give --rm-type or --custom-rm-path."
+        )
+
+
+def _files(args: Namespace) -> Iterator[str]:
+    """Data files are looked at now, not when the first epoch or evaluation reaches them."""
+    from slime.data.prompts import check_prompt_file
+
+    if args.prompt_data is not None and args.load_debug_rollout_data is None and args.rollout_global_dataset:
+        yield from check_prompt_file("--prompt-data", args.prompt_data)
+    for dataset in args.eval_datasets:
+        yield from check_prompt_file(_at(dataset, "path"), dataset.path)
+
+
+def _evaluation_fields(args: Namespace) -> Iterator[str]:
+    for dataset in args.eval_datasets:
+        for name in unused_fields(dataset):
+            notices.info(args, _at(dataset, name), "only evaluation functions of users read it")
+        if dataset.multimodal_keys is not None and dataset.multimodal_keys != args.multimodal_keys:
+            yield f"{_at(dataset, 'multimodal_keys')} is not supported yet: prompts are text only. Leave it out."
+
+
+def evaluation_hooks(args: Namespace) -> Iterator[str]:
+    """Functions that only ``--eval-config`` names."""
+    from slime.hooks.load import load_function
+
+    for dataset in args.eval_datasets:
+        own = (("custom_generate_function_path", "generate"), ("custom_rm_path", "reward"))
+        for name, role in own:
+            path = getattr(dataset, name)
+            if path is None or path == getattr(args, name):
+                continue
+            try:
+                load_function(path, role)  # type: ignore[arg-type]
+            except ConfigError as error:
+                yield f"{_at(dataset, name)} {path}: {error}"
+
+
+def _at(dataset: EvalDatasetConfig, name: str) -> str:
+    return f"--eval-config, set {dataset.name}, {name}" if dataset.is_from_file else "--eval-prompt-data"
+
+
+def _checksums(args: Namespace) -> Iterator[str]:
+    if not args.check_weight_update_equal or args.debug_train_only:
+        return
+    if not accelerator.current().is_cpu or args.rollout_num_gpus_per_engine > 1:
+        yield (
+            "--check-weight-update-equal compares tensors of engines on a CPU with one device per engine only, "
+            "so far: drop it here. The weight version is verified after every sync in any case."
+        )
+
+
+RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = (
+    _files,
+    _rewards,
+    _evaluation_fields,
+    _checksums,
+    check_roles,
+)

@@ -1,0 +1,215 @@
+"""Flags about who runs where and how the parts talk: cluster, weight synchronisation, health, network, CI, teacher.
+
+Read by the wiring in this room. Standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = [
+    "AsyncArgs",
+    "CiArgs",
+    "ClusterArgs",
+    "ConvenienceArgs",
+    "FaultToleranceArgs",
+    "NetworkArgs",
+    "SyncArgs",
+    "TeacherServerArgs",
+]
+
+
+def _flag(default: Any, help_text: str, **metadata: Any) -> Any:
+    return field(default=default, metadata={"help": help_text, **metadata})
+
+
+_COLOCATION = "trainer and engines each have devices of their own so far"
+_DISK_SYNC = "weights go to the engines over the network so far, not through files"
+_DELTA_SYNC = "every sync sends all weights so far"
+_HEALTH = "engines are not watched and restarted yet"
+_CI = "there are no built-in CI assertions yet"
+_TEACHER = "there is no server of the trainer's log-probs yet"
+
+
+@dataclass(frozen=True)
+class ClusterArgs:
+    """Cluster."""
+
+    train_backend: Literal["megatron", "fsdp"] = _flag(
+        "megatron", "Training backend.", later_values={"fsdp": "the only training backend so far is megatron"}
+    )
+    actor_num_nodes: int = _flag(1, "Nodes of the trainer.")
+    actor_num_gpus_per_node: int = _flag(
+        8, "Trainer ranks on each of its nodes. Without a GPU a slot is one CPU process."
+    )
+    rollout_num_gpus: int | None = _flag(None, "Device slots for inference engines.")
+    rollout_num_gpus_per_engine: int = _flag(1, "Tensor-parallel size of one engine.")
+    num_gpus_per_node: int = _flag(8, "Devices of a node that hosts engines.")
+    colocate: bool = _flag(
+        False, "Trainer and engines take turns on the same devices.", later_values={True: _COLOCATION}
+    )
+    offload: bool = _flag(
+        False, "Short for --offload-train --offload-rollout.", later_values={True: "nothing is moved off a device yet"}
+    )
+    offload_train: bool | None = _flag(
+        None,
+        "The trainer's state is in host memory while engines generate. Default: with --colocate.",
+        later_values={True: "the trainer stays on its devices"},
+    )
+    offload_rollout: bool | None = _flag(
+        None,
+        "Engines release their memory while the trainer works. Default: with --colocate.",
+        later_values={True: "engines keep their memory"},
+    )
+    release_train: bool = _flag(
+        False, "End the trainer's processes while engines generate.", later_values={True: "trainers live for the run"}
+    )
+    train_env_vars: dict[str, Any] = field(
+        default_factory=dict, metadata={"help": "JSON object of environment variables for trainer processes."}
+    )
+    rollout_external_engine_addrs: list[str] | None = field(
+        default=None,
+        metadata={
+            "metavar": "HOST:PORT",
+            "help": "Running engines to use instead of starting any.",
+            "later": "engines are always started",
+        },
+    )
+    rollout_data_transport: Literal["object-store", "nixl"] = _flag(
+        "object-store",
+        "How batches reach the trainer.",
+        later_values={"nixl": "batches go through Ray's object store only"},
+    )
+    debug_rollout_only: bool = _flag(False, "Generate and score only; start no trainer.")
+    debug_train_only: bool = _flag(False, "Train only; start no engine and no router.")
+    placement_timeout: float = _flag(600.0, "Seconds to wait until Ray has the requested devices.")
+    trainer_start_timeout: float = _flag(1800.0, "Seconds until the model is built and its checkpoint is loaded.")
+    rollout_timeout: float = _flag(14400.0, "Seconds one rollout or evaluation may take.")
+    train_timeout: float = _flag(14400.0, "Seconds training on one rollout may take.")
+
+
+@dataclass(frozen=True)
+class SyncArgs:
+    """Weight synchronisation."""
+
+    update_weight_mode: Literal["full", "delta"] = _flag(
+        "full", "Send all weights, or what changed.", later_values={"delta": _DELTA_SYNC}
+    )
+    update_weight_transport: Literal["nccl", "disk"] = _flag(
+        "nccl",
+        "Collectives (gloo where there is no GPU), or a directory that everyone sees.",
+        later_values={"disk": _DISK_SYNC},
+    )
+    update_weight_buffer_size: int = _flag(512 * 1024**2, "Largest bucket of weights sent at once, in bytes.")
+    update_weights_interval: int = _flag(1, "Send weights to the engines every N rollouts.")
+    update_weight_disk_dir: str | None = _flag(
+        None, "Directory shared by all nodes for --update-weight-transport disk.", later=_DISK_SYNC
+    )
+    update_weight_disk_keep_files: bool = _flag(False, "Keep weight files that engines have loaded.", later=_DISK_SYNC)
+    update_weight_delta_encoding: Literal["xor", "overwrite"] = _flag(
+        "xor", "Form of a delta: changed bits, or positions and new values.", later=_DELTA_SYNC
+    )
+    update_weight_delta_checksum: Literal["xxh3-128", "blake3", "adler32"] = _flag(
+        "xxh3-128", "Checksum that each tensor must have after a delta.", later=_DELTA_SYNC
+    )
+    update_weight_local_checkpoint_dir: str | None = _flag(
+        None, "Directory on each engine host with the checkpoint that deltas are applied to.", later=_DELTA_SYNC
+    )
+    custom_update_weight_post_write_path: str | None = _flag(
+        None, "Function f(args, version_dir, rollout_engines) called after weight files are written.", later=_DISK_SYNC
+    )
+    model_name: str | None = _flag(
+        None,
+        "Name of the weight converter instead of the model type in --hf-checkpoint.",
+        later="the converter follows from model_type in config.json",
+    )
+    check_weight_update_equal: bool = _flag(
+        False, "After every sync compare a checksum of each engine tensor with the trainer's tensor."
+    )
+    weight_sync_timeout: float = _flag(600.0, "Seconds one weight sync may take.")
+
+
+@dataclass(frozen=True)
+class AsyncArgs:
+    """Asynchronous training."""
+
+    async_buffer_size: int = _flag(
+        1, "train_async.py: rollouts that may be running, or finished and not trained on yet."
+    )
+
+
+@dataclass(frozen=True)
+class ConvenienceArgs:
+    """Trainer, in one word."""
+
+    gradient_checkpointing: bool = _flag(
+        False, "Recompute all layers in the backward pass; other --recompute-* flags decide instead where given."
+    )
+    initial_megatron_checkpoint: str | None = _flag(
+        None,
+        "Weights to start with while --load holds no checkpoint; also the reference model without --ref-load.",
+        metavar="DIR",
+    )
+
+
+@dataclass(frozen=True)
+class FaultToleranceArgs:
+    """Fault tolerance of engines."""
+
+    use_fault_tolerance: bool = _flag(False, "Watch the engines, and restart those that died.", later=_HEALTH)
+    rollout_health_check_interval: float = _flag(30.0, "Seconds between two checks of an engine.", later=_HEALTH)
+    rollout_health_check_timeout: float = _flag(30.0, "Seconds until a check counts as failed.", later=_HEALTH)
+    rollout_health_check_first_wait: float = _flag(
+        0, "Seconds without checks after engines start or resume.", later=_HEALTH
+    )
+
+
+@dataclass(frozen=True)
+class NetworkArgs:
+    """Network."""
+
+    use_distributed_post: bool = _flag(
+        False, "Send requests to engines from every node.", later="requests are sent by the rollout manager"
+    )
+    http_proxy: str | None = _flag(
+        None, "Proxy for HTTP requests.", no_effect="engines, router and trainer talk to each other without a proxy"
+    )
+
+
+@dataclass(frozen=True)
+class CiArgs:
+    """Continuous integration."""
+
+    ci_test: bool = _flag(False, "Check numerical expectations while training.", later=_CI)
+    ci_disable_kl_checker: bool = _flag(False, "Do not expect a KL divergence of zero on the first step.", later=_CI)
+    ci_train_rollout_logprob_abs_diff_threshold: float = _flag(
+        0.1, "Largest difference allowed between log-probs of trainer and engine.", later=_CI
+    )
+    ci_save_grad_norm: str | None = _flag(
+        None,
+        "Write gradient norms to this file; {role}, {rollout_id} and {step_id} are replaced.",
+        later=_CI,
+        metavar="TEMPLATE",
+    )
+    ci_load_grad_norm: str | None = _flag(
+        None, "Compare gradient norms with those of an earlier run.", later=_CI, metavar="TEMPLATE"
+    )
+
+
+@dataclass(frozen=True)
+class TeacherServerArgs:
+    """Log-prob (teacher) server, an entry point of its own."""
+
+    teacher_port: int = _flag(7999, "Port of the server.", later=_TEACHER)
+    teacher_warmup_port: int = _flag(7999, "Port of the server while it warms up.", later=_TEACHER)
+    teacher_warmup_timeout_s: int = _flag(3000, "Seconds the warm-up request may take.", later=_TEACHER)
+    teacher_sample_reduction_chunk_size: int = _flag(4096, "Rows of logits sampled from at a time.", later=_TEACHER)
+    teacher_label_reduction_chunk_size: int = _flag(
+        4096, "Rows of logits whose labels' log-probs are gathered at a time.", later=_TEACHER
+    )
+    megatron_server_max_length: int = _flag(0, "Refuse requests with more tokens; 0 means no limit.", later=_TEACHER)
+    megatron_server_update_timeout_s: float = _flag(
+        3600, "Seconds a weight update from files may take.", later=_TEACHER
+    )
+    megatron_server_warmup: bool | None = _flag(True, "Send a request to itself before serving.", later=_TEACHER)

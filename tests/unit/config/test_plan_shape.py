@@ -1,0 +1,197 @@
+"""Parameter counts of the plan against the models of transformers, and against published figures."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.config.plan.shape import read_shape
+from slime.config.plan.values import PlanError
+
+TINY: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 101,
+    "tie_word_embeddings": False,
+}
+LATENT: dict[str, Any] = {"kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
+EXPERTS: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {"model_type": "qwen2", "head_dim": None},
+    "qwen3": {"model_type": "qwen3"},
+    "qwen3 tied": {"model_type": "qwen3", "tie_word_embeddings": True},
+    "llama": {"model_type": "llama"},
+    "glm4": {"model_type": "glm4", "attention_bias": True, "pad_token_id": 0},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        **EXPERTS,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+        "attention_bias": True,
+    },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        **LATENT,
+        **EXPERTS,
+        "q_lora_rank": 28,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "head_dim": None,
+    },
+    "deepseek_v3 without query compression": {
+        "model_type": "deepseek_v3",
+        **LATENT,
+        **EXPERTS,
+        "q_lora_rank": None,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 0,
+        "n_group": 1,
+        "topk_group": 1,
+        "head_dim": None,
+    },
+}
+
+
+def checkpoint(folder: Path, config: dict[str, Any]) -> Namespace:
+    """Arguments that name a directory with ``config`` as its config.json."""
+    kept = {key: value for key, value in config.items() if value is not None or key == "q_lora_rank"}
+    (folder / "config.json").write_text(json.dumps(kept))
+    return Namespace(hf_checkpoint=str(folder))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_count_equals_that_of_the_model_in_transformers(family: str, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = {**TINY, **FAMILIES[family]}
+    shape = read_shape(checkpoint(tmp_path, config))
+    kept = {key: value for key, value in config.items() if value is not None or key == "q_lora_rank"}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**kept))
+    assert shape.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+QWEN3_4B = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 36,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "vocab_size": 129280,
+    "tie_word_embeddings": False,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "total", "active"),
+    [(QWEN3_4B, 4.02, 4.02), (QWEN3_30B_A3B, 30.5, 3.3), (DEEPSEEK_V3, 671, 37)],
+    ids=["Qwen3-4B", "Qwen3-30B-A3B", "DeepSeek-V3"],
+)
+def test_the_count_of_a_released_model_is_the_published_one(
+    config: dict[str, Any], total: float, active: float, tmp_path: Path
+) -> None:
+    shape = read_shape(checkpoint(tmp_path, config))
+    assert shape.num_parameters / 1e9 == pytest.approx(total, rel=2e-3)
+    assert shape.num_active / 1e9 == pytest.approx(active, rel=2e-2)
+
+
+def test_a_flag_beats_the_checkpoint(tmp_path: Path) -> None:
+    args = checkpoint(tmp_path, QWEN3_4B)
+    args.num_layers = 2
+    assert read_shape(args).num_layers == 2
+
+
+def test_flags_alone_describe_a_model() -> None:
+    args = Namespace(num_layers=2, hidden_size=8, ffn_hidden_size=16, num_attention_heads=2, vocab_size=10)
+    args.untie_embeddings_and_output_weights = True
+    # two layers of attention 4 h h, gated MLP 3 h f and two norms; embedding, head and the last norm
+    assert read_shape(args).num_parameters == 2 * (4 * 64 + 3 * 8 * 16 + 2 * 8) + 2 * 10 * 8 + 8
+
+
+def test_dense_layers_are_read_from_the_layer_pattern(tmp_path: Path) -> None:
+    args = checkpoint(tmp_path, QWEN3_30B_A3B)
+    args.moe_layer_freq = [0] * 47 + [1]
+    shape = read_shape(args)
+    assert shape.experts is not None
+    assert sum(shape.experts.layers) == 1
+
+
+def test_a_pattern_of_the_wrong_length_is_named(tmp_path: Path) -> None:
+    args = checkpoint(tmp_path, QWEN3_30B_A3B)
+    args.moe_layer_freq = [1]
+    with pytest.raises(PlanError, match="describes 1 layers, the model has 48"):
+        read_shape(args)
+
+
+def test_an_unknown_shape_says_which_flags_would_give_it() -> None:
+    with pytest.raises(PlanError, match="--num-layers"):
+        read_shape(Namespace(hf_checkpoint=None))
+
+
+def test_layers_that_the_formulas_do_not_cover_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="gated delta-net"):
+        read_shape(checkpoint(tmp_path, {**QWEN3_4B, "model_type": "qwen3_next"}))
+
+
+def test_prediction_layers_add_their_own_layer_and_no_second_embedding(tmp_path: Path) -> None:
+    args = checkpoint(tmp_path, QWEN3_4B)
+    before = read_shape(args)
+    args.mtp_num_layers = 1
+    layer = (before.num_parameters - 151936 * 2560 - 2560) // 36
+    assert read_shape(args).num_parameters - before.num_parameters == layer + 2 * 2560 * 2560 + 3 * 2560

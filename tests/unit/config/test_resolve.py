@@ -1,0 +1,291 @@
+"""What follows from the flags that were given: one test per derivation, numbered like the rules (test_rules.py)."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.config.resolve import cluster
+from tests.unit.config.tiny_command import QWEN3, TinyCommand, make_model
+
+
+def attributes(args: Namespace | None, names: str) -> tuple[Any, ...]:
+    assert args is not None
+    return tuple(getattr(args, name) for name in names.split())
+
+
+@pytest.mark.parametrize(
+    ("rule", "flags", "names", "values"),
+    [
+        ("16", "--use-dynamic-batch-size --max-tokens-per-gpu 99", "log_probs_max_tokens_per_gpu", (99,)),
+        ("17", "--use-dynamic-batch-size --max-tokens-per-gpu 99 --balance-by-flops", "balance_data", (True,)),
+        ("18", "--eps-clip 0.3", "eps_clip eps_clip_high", (0.3, 0.3)),
+        ("18-given", "--eps-clip 0.3 --eps-clip-high 0.4", "eps_clip_high", (0.4,)),
+        ("20", "--reward-key score", "eval_reward_key", ("score",)),
+        ("23", "--load-debug-rollout-data x", "debug_train_only rollout_num_gpus", (True, 0)),
+        ("24", "", "rollout_external", (False,)),
+        ("25", "", "use_critic critic_num_nodes critic_num_gpus_per_node", (False, 1, 2)),
+        ("30", "", "offload_train offload_rollout", (False, False)),
+        ("34", "--num-steps-per-rollout 4", "global_batch_size num_steps_per_rollout", (8, 4)),
+        ("34-batch", "--global-batch-size 8", "global_batch_size num_steps_per_rollout", (8, 4)),
+        ("34-floor", "--num-steps-per-rollout 5", "global_batch_size num_steps_per_rollout", (6, 5)),
+        ("34-D5", "", "global_batch_size num_steps_per_rollout", (32, 1)),
+        ("35", "--n-samples-per-prompt 1 --disable-rewards-normalization", "grpo_std_normalization", (False,)),
+        ("36", "", "over_sampling_batch_size", (8,)),
+        ("41", "--rollout-max-context-len 64", "eval_max_context_len", (64,)),
+        ("42", "--rollout-max-context-len 64", "rollout_max_prompt_len", (63,)),
+        ("42-engine", "--sglang-context-length 512", "rollout_max_context_len rollout_max_prompt_len", (512, 511)),
+        ("C-tis", "--use-tis --tis-threshold 0.9", "tis_clip", (0.9,)),
+        ("C-tis-same", "--tis-threshold 2.5 --tis-clip 2.5", "tis_clip", (2.5,)),
+        ("C-turns", "--max-turns 5", "max_turns", (5,)),
+        ("C-policy", "--true-on-policy-mode", "deterministic_mode", (True,)),
+        (
+            "C-recompute",
+            "--gradient-checkpointing",
+            "recompute_granularity recompute_method recompute_num_layers",
+            ("full", "uniform", 1),
+        ),
+        (
+            "C-recompute-own",
+            "--gradient-checkpointing --recompute-granularity selective",
+            "recompute_granularity recompute_method",
+            ("selective", None),
+        ),
+    ],
+)
+def test_a_value_follows_from_others(rule: str, flags: str, names: str, values: tuple[Any, ...], command: TinyCommand):
+    args, _ = command.run(*flags.split())
+    assert attributes(args, names) == values
+
+
+def test_33_evaluation_uses_the_rollout_function_unless_told_otherwise(command: TinyCommand):
+    assert command.resolve().eval_function_path == "slime.rollout.sglang_rollout.generate_rollout"
+    own = "slime.rollout.sleep_rollout.sleep"
+    assert command.run("--rollout-function-path", own)[0].eval_function_path == own
+
+
+# --- lengths (D13)
+
+
+def response_len(command: TinyCommand, *flags: str) -> int:
+    return command.run(*flags, without=("--rollout-max-response-len",))[0].rollout_max_response_len
+
+
+def test_d13_the_response_gets_what_the_context_leaves(command: TinyCommand):
+    assert response_len(command, "--rollout-max-context-len", "64", "--rollout-max-prompt-len", "24") == 40
+    assert response_len(command, "--rollout-max-context-len", "64") == 63
+    assert response_len(command, "--sglang-context-length", "512") == 511
+
+
+def test_d13_without_a_context_it_is_1024_or_what_the_model_can_do(command: TinyCommand):
+    assert response_len(command) == 1024
+    small = {**QWEN3, "max_position_embeddings": 256}
+    model = make_model(command.directory / "small", small)
+    assert response_len(command, "--hf-checkpoint", model) == 128
+    assert response_len(command, "--hf-checkpoint", model, "--rollout-max-prompt-len", "56") == 200
+    assert "--rollout-max-response-len: not given: 1024 tokens" in command.warnings(
+        without=("--rollout-max-response-len",)
+    )
+
+
+# --- run length (D23, D24)
+
+
+def test_d23_without_a_length_the_run_is_one_epoch(command: TinyCommand):
+    args = command.resolve(without=("--num-rollout",))
+    assert attributes(args, "num_rollout num_epoch") == (None, 1)
+    assert "neither it nor --num-epoch is given: one epoch" in command.warnings(without=("--num-rollout",))
+
+
+def test_d24_without_a_batch_size_it_is_32(command: TinyCommand):
+    args = command.resolve(without=("--rollout-batch-size",))
+    assert attributes(args, "rollout_batch_size global_batch_size") == (32, 128)
+
+
+def test_a28_samples_that_fill_no_step_are_a_warning(command: TinyCommand):
+    assert "the last 8 samples of every rollout do not fill a step" in command.warnings("--global-batch-size", "12")
+    assert command.warnings("--global-batch-size", "16") == ""
+
+
+# --- evaluation and rewards (D2, D10, D12)
+
+
+def test_d2_repeated_evaluation_sets_add_up(command: TinyCommand):
+    args = command.resolve("--eval-prompt-data", "a", command.prompts, "--eval-prompt-data", "b", command.prompts)
+    assert [(item.name, item.path) for item in args.eval_datasets] == [("a", command.prompts), ("b", command.prompts)]
+
+
+def test_a5_a_lone_file_is_called_aime_with_a_warning(command: TinyCommand):
+    (only,) = command.resolve("--eval-prompt-data", command.prompts).eval_datasets
+    assert only.name == "aime"
+    assert "the set is called aime" in command.warnings("--eval-prompt-data", command.prompts)
+
+
+def test_d10_an_interval_without_sets_switches_evaluation_off(command: TinyCommand):
+    args = command.resolve("--eval-interval", "5")
+    assert args.eval_interval is None
+    assert "evaluation is off" in command.warnings("--eval-interval", "5")
+
+
+def test_d10_an_interval_without_a_directory_saves_below_the_output_directory(command: TinyCommand):
+    args = command.resolve("--save-interval", "5", "--output-dir", "{dir}/out")
+    assert args.save == f"{command.directory}/out/checkpoints"
+
+
+def test_d12_labels_without_a_reward_are_graded_as_mathematics(command: TinyCommand):
+    args = command.resolve(without=("--rm-type",))
+    assert args.rm_type == "math"
+    assert "answers are graded as mathematics" in command.warnings(without=("--rm-type",))
+
+
+def test_d12_a_row_that_names_its_reward_is_left_alone(command: TinyCommand):
+    path = command.write("own.jsonl", '{"prompt": "x", "label": "1", "metadata": {"rm_type": "f1"}}\n')
+    assert command.resolve("--prompt-data", path, without=("--rm-type",)).rm_type is None
+
+
+def test_d12_supervised_training_needs_no_reward(command: TinyCommand):
+    sft = "slime.rollout.sft_rollout.generate_rollout"
+    args, problems = command.run("--rollout-function-path", sft, "--loss-type", "sft_loss", without=("--rm-type",))
+    assert args is not None
+    assert args.rm_type is None
+    assert "--rm-type" not in problems
+
+
+# --- checkpoints (D9, --initial-megatron-checkpoint)
+
+
+def megatron_checkpoint(directory: Path) -> str:
+    """What the command line looks at: the tracker and one complete iteration."""
+    iteration = directory / "iter_0000003"
+    iteration.mkdir(parents=True)
+    (directory / "latest_checkpointed_iteration.txt").write_text("3")
+    for name in (".metadata", "metadata.json", "common.pt"):
+        (iteration / name).write_text("{}")
+    return str(directory)
+
+
+def test_d9_the_reference_is_the_first_of_initial_load_and_hf_checkpoint(command: TinyCommand):
+    initial = megatron_checkpoint(command.directory / "initial")
+    load = megatron_checkpoint(command.directory / "load")
+    kl = ("--use-kl-loss", "--kl-loss-type", "k2")
+    assert command.run(*kl)[0].ref_load == command.model
+    assert command.run(*kl, "--load", load, "--ckpt-step", "3")[0].ref_load == load
+    assert command.run(*kl, "--load", load, "--ckpt-step", "3")[0].ref_ckpt_step == 3
+    assert command.run(*kl, "--load", load, "--initial-megatron-checkpoint", initial)[0].ref_load == initial
+    assert command.run("--load", load)[0].ref_load is None
+
+
+def test_d9_a_run_that_resumes_itself_keeps_its_first_reference(command: TinyCommand):
+    own = megatron_checkpoint(command.directory / "own")
+    args, _ = command.run("--use-kl-loss", "--load", own, "--save", own, "--save-interval", "1")
+    assert args.ref_load == command.model
+
+
+def test_the_initial_checkpoint_gives_weights_only_and_only_while_load_is_empty(command: TinyCommand):
+    initial = megatron_checkpoint(command.directory / "initial")
+    args, _ = command.run("--initial-megatron-checkpoint", initial)
+    names = "load ref_load finetune no_load_optim no_load_rng start_rollout_id"
+    assert attributes(args, names) == (initial, initial, True, True, True, 0)
+    resumed = megatron_checkpoint(command.directory / "own")
+    args, _ = command.run("--initial-megatron-checkpoint", initial, "--load", resumed)
+    assert attributes(args, names) == (resumed, initial, False, False, False, None)
+    args, _ = command.run("--initial-megatron-checkpoint", initial, "--ref-load", command.model)
+    assert attributes(args, "load ref_load") == (initial, command.model)
+
+
+# --- devices (26, 27, 29, 31, 32)
+
+
+def test_29_engines_that_share_devices_take_those_of_the_trainer(command: TinyCommand):
+    args, _ = command.run("--colocate", without=("--rollout-num-gpus",))
+    assert attributes(args, "rollout_num_gpus offload_train offload_rollout") == (2, True, True)
+    args, _ = command.run("--colocate", "--no-offload-train")
+    assert attributes(args, "rollout_num_gpus offload_train offload_rollout") == (1, False, True)
+
+
+def test_29_trainers_that_end_are_not_offloaded(command: TinyCommand):
+    args, _ = command.run("--colocate", "--release-train", "--offload-train")
+    assert attributes(args, "offload_train offload_rollout save_interval") == (False, True, 1)
+    assert "trainers end instead of being offloaded" in command.warnings(
+        "--colocate", "--release-train", "--offload-train"
+    )
+
+
+def test_26_offload_is_both_switches(command: TinyCommand):
+    names = "offload_train offload_rollout disable_grad_buffers_cpu_backup disable_param_buffers_cpu_backup"
+    assert attributes(command.run("--offload")[0], names) == (True, True, True, True)
+
+
+def test_27_without_a_trainer_nothing_is_shared_or_offloaded(command: TinyCommand):
+    args, _ = command.run("--debug-rollout-only", "--colocate", "--offload", without=("--rollout-num-gpus",))
+    assert attributes(args, "colocate offload_train offload_rollout rollout_num_gpus") == (False, False, False, 2)
+    args, _ = command.run("--debug-rollout-only", without=("--rollout-num-gpus",))
+    assert args.rollout_num_gpus == 1
+
+
+def test_25_and_31_ppo_brings_a_critic_that_shares_the_devices(command: TinyCommand):
+    args, _ = command.run("--advantage-estimator", "ppo", "--actor-num-nodes", "2")
+    assert attributes(args, "use_critic critic_num_nodes critic_num_gpus_per_node offload_train") == (True, 2, 2, True)
+
+
+# --- the rest
+
+
+def test_39_engine_routing_replay_implies_the_trainer_s(command: TinyCommand):
+    assert command.run("--use-rollout-routing-replay")[0].use_routing_replay is True
+
+
+def test_21_one_directory_stands_for_both_dumps(command: TinyCommand):
+    args, _ = command.run("--dump-details", "{dir}/d", "--save-debug-rollout-data", "{dir}/mine.pt")
+    root = command.directory / "d"
+    assert args.save_debug_rollout_data == str(root / "rollout_data" / "{rollout_id}.pt")
+    assert args.save_debug_train_data == str(root / "train_data" / "{rollout_id}.pt")
+
+
+def test_paths_are_absolute_because_workers_have_another_directory(
+    command: TinyCommand, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(command.directory)
+    command.write("mine.py", "def reward_func(args, sample, **kwargs): return 0.0\ndef hook(args, sample): pass\n")
+    more = ["--custom-rm-path", "mine.py", "--rollout-sample-hook-path", "mine.py:hook", "--output-dir", "out"]
+    args = command.resolve(*more)
+    here = str(command.directory)
+    assert args.custom_rm_path == f"{here}/mine.py"
+    assert args.rollout_sample_hook_path == [f"{here}/mine.py:hook"]
+    assert args.output_dir == f"{here}/out"
+    assert args.data_source_path == "slime.rollout.data_source.RolloutDataSourceWithBuffer"
+
+
+def test_the_yaml_file_is_applied_before_anything_is_derived(command: TinyCommand):
+    path = command.write("c.yaml", "eps_clip: 1e-1\nrollout_batch_size: 16\nadvantage_estimator: ppo\nmine: 3\n")
+    args, _ = command.run("--custom-config-path", path, without=("--rollout-batch-size",))
+    assert attributes(args, "eps_clip_high global_batch_size use_critic mine") == (0.1, 64, True, 3)
+
+
+def test_a_flag_beats_the_yaml_file_which_beats_the_default(command: TinyCommand):
+    path = command.write("c.yaml", "eps_clip: 0.5\nkl_loss_coef: 0.25\n")
+    args = command.resolve("--custom-config-path", path, "--eps-clip", "0.75")
+    assert attributes(args, "eps_clip kl_loss_coef gamma") == (0.75, 0.25, 1.0)
+
+
+@pytest.mark.parametrize(("is_cpu", "flags"), [(True, []), (False, ["--enable-deterministic-inference"])])
+def test_on_policy_mode_turns_on_deterministic_engines_where_they_have_the_switch(
+    is_cpu: bool, flags: list[str], command: TinyCommand, monkeypatch: pytest.MonkeyPatch
+):
+    from slime.config.resolve import objective
+
+    monkeypatch.setattr(objective.accelerator, "current", lambda: Namespace(is_cpu=is_cpu))
+    args = Namespace(true_on_policy_mode=True, debug_train_only=False, sglang_argv=[], notices=[])
+    objective.true_on_policy(args)
+    assert args.sglang_argv == flags
+
+
+def test_every_step_leaves_a_resolved_namespace_as_it_is(command: TinyCommand):
+    args = command.resolve("--eval-prompt-data", "a", command.prompts)
+    before = dict(vars(args))
+    cluster.devices(args)
+    cluster.offloading(args)
+    assert vars(args) == before

@@ -1,0 +1,135 @@
+"""Each check of the machine, made to fail."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import resource
+import socket
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from slime.doctor.checks import engines, environment, storage
+from slime.doctor.finding import Finding, Situation
+from tests.unit.config.plan_args import plan_args
+
+NOTHING = Situation()
+
+
+def only(findings: Iterator[Finding]) -> Finding:
+    (finding,) = findings
+    return finding
+
+
+def test_an_old_python_fails() -> None:
+    assert only(environment.python_version(NOTHING, (3, 10, 4))).status == "fail"
+    assert only(environment.python_version(NOTHING, (3, 12, 1))).status == "ok"
+
+
+def test_a_missing_and_an_outdated_package_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = ["ray>=999", "no-such-package-here", "pytest ; extra == 'dev'"]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: wanted)
+    old, missing, rest = environment.packages(NOTHING)
+    assert (old.status, missing.status, rest.status) == ("fail", "fail", "ok")
+    assert "supported is >=999" in old.value
+    assert missing.fix.startswith("pip install 'no-such-package-here'")
+
+
+def test_the_installed_packages_fit() -> None:
+    assert {finding.status for finding in environment.packages(NOTHING)} == {"ok"}
+
+
+def test_cuda_mode_without_a_driver_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(environment, "_NVIDIA_DRIVER", tmp_path / "none")
+    monkeypatch.setattr(environment.accelerator, "current", lambda: SimpleNamespace(name="cuda"))
+    assert only(environment.device(NOTHING)).status == "fail"
+
+
+def test_cpu_mode_beside_a_driver_is_pointed_out_unless_it_is_meant(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(environment, "_NVIDIA_DRIVER", tmp_path / "version")
+    (tmp_path / "version").touch()
+    monkeypatch.setattr(environment.accelerator, "current", lambda: SimpleNamespace(name="cpu"))
+    monkeypatch.delenv("SLIME_ACCELERATOR", raising=False)
+    assert only(environment.device(NOTHING)).status == "warn"
+    monkeypatch.setenv("SLIME_ACCELERATOR", "cpu")
+    assert only(environment.device(NOTHING)).status == "ok"
+
+
+def test_a_model_that_exceeds_the_memory_of_a_machine_without_gpu_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment.accelerator, "current", lambda: SimpleNamespace(is_cpu=True))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    assert only(environment.memory(Situation(plan_args()))).status == "fail"
+    assert only(environment.memory(NOTHING)).status == "ok"
+
+
+def test_few_open_files_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 4096))
+    finding = only(environment.open_files(NOTHING))
+    assert finding.status == "fail"
+    assert "ulimit -n" in finding.fix
+
+
+def test_a_small_shared_memory_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment.accelerator, "current", lambda: SimpleNamespace(is_cpu=True))
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=16, f_frsize=4096))
+    finding = only(environment.shared_memory(NOTHING))
+    assert finding.status == "fail"
+    assert "--shm-size=1GB" in finding.fix
+
+
+def test_a_machine_without_shared_memory_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(environment, "_SHM", tmp_path / "none")
+    assert only(environment.shared_memory(NOTHING)).status == "fail"
+
+
+def test_too_few_free_ports_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "is_port_free", lambda host, port: False)
+    assert only(environment.ports(NOTHING)).status == "fail"
+
+
+def test_a_router_port_in_use_fails() -> None:
+    with socket.socket() as other:
+        other.bind(("0.0.0.0", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        args = Namespace(sglang_router_port=port, sglang_router_ip=None, rollout_num_gpus=1)
+        _, router = environment.ports(Situation(args))
+    assert router.status == "fail"
+    assert str(port) in router.value
+
+
+def test_a_full_disk_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+    args = plan_args(save=str(tmp_path / "not" / "there" / "yet"), output_dir=str(tmp_path))
+    finding = only(storage.disk_space(Situation(args)))
+    assert finding.status == "fail"
+    assert str(tmp_path) in finding.value
+
+
+def test_a_place_that_cannot_be_written_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert only(storage.disk_space(Situation(plan_args(output_dir=str(tmp_path))))).status == "fail"
+
+
+def test_slow_checks_run_only_when_they_are_asked_for() -> None:
+    assert list(engines.imports(NOTHING)) == list(engines.device_works(NOTHING)) == []
+
+
+def test_a_package_that_does_not_import_fails() -> None:
+    deep = Situation(is_deep=True)
+    good, bad = engines.imports(deep, ("json", "no_such_module_here"))
+    assert (good.status, bad.status) == ("ok", "fail")
+    assert "no_such_module_here" in bad.value
+
+
+def test_a_device_that_does_not_compute_fails() -> None:
+    finding = only(engines.device_works(Situation(is_deep=True), "raise SystemExit('CUDA error: no device')"))
+    assert finding.status == "fail"
+    assert "CUDA error" in finding.value

@@ -1,0 +1,122 @@
+"""The critic against transformers: values, GAE returns, the clipped value loss, its gradient and its checkpoint."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slime.backends.megatron_utils.critic import MegatronCritic
+from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, schedule, use_single_rank_env
+
+GAMMA, LAMBDA, CLIP = 0.97, 0.9, 0.05
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _single_rank() -> Iterator[None]:
+    use_single_rank_env()
+    yield
+    if dist.is_initialized():
+        from megatron.core import parallel_state as mpu
+
+        mpu.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    path = tmp_path_factory.mktemp("policy")
+    return path, make_hf_model("qwen3", path, tie_word_embeddings=True)
+
+
+def critic(path: Path, **overrides: Any) -> MegatronCritic:
+    settings = {"advantage_estimator": "ppo", "gamma": GAMMA, "lambd": LAMBDA, "value_clip": CLIP, "clip_grad": 0.5}
+    trainer = MegatronCritic(make_args(path, **(settings | overrides)), rank=0, world_size=1)
+    trainer.setup()
+    return trainer
+
+
+def head_of(trainer: MegatronCritic) -> Any:
+    from slime.backends.megatron_utils.model import unwrap
+
+    return unwrap(trainer._ready.chunks[0]).output_layer
+
+
+class Oracle(torch.nn.Module):
+    """transformers' trunk with a linear head, and PPO's value loss as loops over tokens."""
+
+    def __init__(self, hf: Any, head: Any) -> None:
+        super().__init__()
+        self.trunk = copy.deepcopy(hf.model)
+        self.weight = torch.nn.Parameter(head.weight.detach().clone())
+        self.bias = torch.nn.Parameter(head.bias.detach().clone())
+
+    def values(self, batch: dict[str, Any], index: int) -> torch.Tensor:
+        tokens, length = batch["tokens"][index], batch["response_lengths"][index]
+        hidden = self.trunk(tokens[None]).last_hidden_state[0]
+        return (hidden @ self.weight.T + self.bias)[len(tokens) - length - 1 : len(tokens) - 1, 0]
+
+    def loss(self, batch: dict[str, Any], samples: list[int], old: list[torch.Tensor]) -> torch.Tensor:
+        total = torch.zeros(())
+        for index in samples:
+            values, before, mask = self.values(batch, index), old[index].double(), batch["loss_masks"][index]
+            returns, following, advantage = [0.0] * len(before), 0.0, 0.0
+            for t in reversed(range(len(before))):
+                reward = batch["rewards"][index] if t == len(before) - 1 else 0.0
+                advantage = reward + GAMMA * following - float(before[t]) + GAMMA * LAMBDA * advantage
+                returns[t], following = advantage + float(before[t]), float(before[t])
+            of_sample = torch.zeros(())
+            for t in range(len(before)):
+                moved = (values[t] - old[index][t]).clamp(-CLIP, CLIP)
+                error = torch.maximum((old[index][t] + moved - returns[t]) ** 2, (values[t] - returns[t]) ** 2)
+                of_sample = of_sample + error * int(mask[t])
+            total = total + of_sample / max(1, int(mask.sum()))
+        return total / len(samples)
+
+
+def test_two_value_steps_equal_per_token_loops_with_torch_adamw(tied: tuple[Path, Any]) -> None:
+    path, hf = tied
+    steps = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    batch = schedule(make_batch(seed=3) | {"global_batch_sizes": [4, 4]}, steps)
+    trainer = critic(path, lr=2e-2, weight_decay=0.1, global_batch_size=4, kl_coef=0.5)  # the KL is the policy's
+    oracle = Oracle(hf, head_of(trainer))
+    matrices = [p for p in oracle.parameters() if p.ndim > 1]
+    vectors = [p for p in oracle.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=2e-2, betas=(0.9, 0.999), eps=1e-8)
+    with torch.no_grad():
+        old = [oracle.values(batch, index) for index in range(8)]
+    report, values = trainer.train_values(0, batch)
+    for ours, theirs in zip(values, old, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    for step, samples in enumerate(steps):
+        loss = oracle.loss(batch, samples, old)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(oracle.parameters(), 0.5)
+        optimizer.step()
+        assert report.steps[step]["critic-value_loss"] == pytest.approx(loss.item(), rel=1e-4)
+        assert report.steps[step]["critic-grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert report.steps[1]["critic-value_clipfrac"] > 0  # the second step starts where the first one went
+
+
+def test_the_critic_learns_what_a_response_is_worth(tied: tuple[Path, Any]) -> None:
+    trainer = critic(tied[0], lr=5e-3, value_clip=10.0, gamma=1.0, lambd=1.0)
+    batch = make_batch(seed=4)
+    losses = [trainer.train(step, batch).steps[0]["critic-value_loss"] for step in range(10)]
+    assert losses[-1] < 0.5 * losses[0], losses
+
+
+def test_a_resumed_critic_continues_bit_for_bit_with_its_head(tied: tuple[Path, Any], tmp_path: Path) -> None:
+    batch = make_batch(seed=5)
+    first = critic(tied[0], save=str(tmp_path))
+    first.train(0, batch)
+    first.save(0)
+    expected = first.train(1, batch).steps[0]
+    second = critic(tied[0], load=str(tmp_path))
+    assert second.train(1, batch).steps[0] == expected

@@ -1,0 +1,194 @@
+"""Every family against ``transformers``: the same logits from the same checkpoint, and the same checkpoint back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slime.backends.megatron_utils.families.registry import FAMILIES, NOT_BUILT, why_not_built
+from slime.backends.megatron_utils.patches.install import install
+from slime.utils.errors import ConfigError
+from tests.unit.megatron_utils.tiny_families import KINDS, make_family_checkpoint, packed_logits, saved_tensors
+from tests.unit.megatron_utils.tiny_trainer import VOCAB, use_single_rank_env
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _single_rank() -> Iterator[None]:
+    use_single_rank_env()
+    install()
+    from megatron.core import parallel_state as mpu
+    from megatron.core import tensor_parallel
+
+    dist.init_process_group("gloo")
+    mpu.initialize_model_parallel(create_gloo_process_groups=False)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    yield
+    mpu.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def _load(path: Path, **overrides: Any) -> Any:
+    from slime.backends.megatron_utils.hf_checkpoint import load_weights
+    from tests.unit.megatron_utils.family_models import build_family_model, shape_of
+
+    model = build_family_model(path, **overrides)
+    load_weights(model, shape_of(path), str(path), "--hf-checkpoint")
+    return model
+
+
+def _export(model: Any, path: Path, bucket_bytes: int = 1 << 20) -> dict[str, torch.Tensor]:
+    from slime.backends.megatron_utils.hf_checkpoint import export_weights
+    from tests.unit.megatron_utils.family_models import shape_of
+
+    exported: dict[str, torch.Tensor] = {}
+    for name, tensor in export_weights(model, shape_of(path), bucket_bytes):
+        assert name not in exported, f"{name} came twice"
+        exported[name] = tensor
+    return exported
+
+
+def _is_prediction_layer(name: str, model_type: str) -> bool:
+    return ".mtp_layers." in name or (FAMILIES[model_type].ignored != () and name.startswith("model.layers.3."))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_of_packed_sequences_equal_transformers(kind: str, tmp_path: Path) -> None:
+    reference = make_family_checkpoint(kind, tmp_path)
+    model = _load(tmp_path)
+    generator = torch.Generator().manual_seed(1)
+    sequences = [torch.randint(0, VOCAB, (length,), generator=generator) for length in (9, 1, 70)]
+    with torch.no_grad():
+        expected = torch.cat([reference(sequence[None]).logits[0] for sequence in sequences])
+    difference = (packed_logits(model, sequences) - expected).abs().max()
+    assert difference < 1e-5
+    assert expected.abs().max() > 1, "the comparison has something to compare"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_comes_back_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    make_family_checkpoint(kind, tmp_path, torch.bfloat16)
+    model = _load(tmp_path)
+    exported = _export(model, tmp_path)
+    model_type = KINDS[kind][2]
+    saved = {k: v for k, v in saved_tensors(tmp_path).items() if not _is_prediction_layer(k, model_type)}
+    assert exported.keys() == saved.keys()
+    for name, tensor in exported.items():
+        is_bias = name.endswith("e_score_correction_bias")  # the router's bias is fp32 in the model
+        assert tensor.dtype == (torch.float32 if is_bias else torch.bfloat16)
+        assert torch.equal(tensor.to(saved[name].dtype), saved[name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_line_of_a_familys_table_is_used_by_one_of_its_models(kind: str, tmp_path: Path) -> None:
+    """Lines for other variants of the family are the exception, and named here."""
+    from slime.backends.megatron_utils.tensor_plan import ModelTensors
+    from tests.unit.megatron_utils.family_models import build_family_model, shape_of
+
+    make_family_checkpoint(kind, tmp_path)
+    shape = shape_of(tmp_path)
+    tensors = ModelTensors(build_family_model(tmp_path), shape.family, shape.vocab_size, shape.is_tied)
+    used = {place.rule for place in tensors.local}
+    unused = {rule.megatron for index, rule in enumerate(shape.family.rules) if index not in used}
+    unused = {name for name in unused if not name.startswith("mtp.")}
+    layer = "decoder.layers.{layer}."
+    variants = {
+        "qwen3": {"output_layer.weight"},  # tied
+        "glm4_moe": {f"{layer}self_attention.{x}_layernorm.weight" for x in "qk"},
+        "moonlight": {
+            f"{layer}self_attention.{x}.weight" for x in ("linear_q_down_proj", "q_layernorm", "linear_q_up_proj")
+        },
+        "deepseek_v3": {f"{layer}self_attention.linear_q_proj.weight"},
+        "kimi_k2": {f"{layer}self_attention.linear_q_proj.weight"},
+        "qwen3_moe_unnormalised": {f"{layer}mlp.linear_fc{i}.weight" for i in (1, 2)},  # no dense layer
+    }
+    assert unused == variants.get(kind, set())
+
+
+def test_a_family_that_cannot_be_built_says_what_is_missing() -> None:
+    assert why_not_built("qwen3") is None
+    for model_type, missing in NOT_BUILT.items():
+        assert model_type not in FAMILIES
+        assert why_not_built(model_type) == missing
+    assert why_not_built("gpt2") == f"it is unknown; supported are {', '.join(sorted(FAMILIES))}"
+
+
+def _rewrite(path: Path, change: dict[str, torch.Tensor | None]) -> None:
+    from safetensors.torch import save_file
+
+    tensors: dict[str, Any] = saved_tensors(path) | change
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_all_missing_misshapen_and_unknown_tensors_are_named_in_one_message(tmp_path: Path) -> None:
+    make_family_checkpoint("qwen3_moe", tmp_path)
+    gate, down, up = (
+        f"model.layers.0.mlp.experts.{i}.{x}_proj.weight" for i, x in ((2, "gate"), (3, "down"), (5, "up"))
+    )
+    _rewrite(
+        tmp_path, {gate: None, down: torch.zeros(32, 20), up: torch.zeros(7, 32), "model.layers.7.extra": torch.ones(1)}
+    )
+    with pytest.raises(ConfigError) as error:
+        _load(tmp_path)
+    text = str(error.value)
+    assert f"tensor {gate} is missing" in text
+    assert f"{down} makes [32, 20], but the model that config.json describes needs [32, 24]" in text
+    assert "makes [31, 32]" in text  # gate and up together
+    assert "needs [48, 32]" in text
+    assert "tensor model.layers.7.extra has no place in the model" in text
+
+
+def test_many_problems_are_counted_and_not_all_listed(tmp_path: Path) -> None:
+    make_family_checkpoint("qwen3_moe", tmp_path)
+    experts = [name for name in saved_tensors(tmp_path) if ".experts." in name]
+    _rewrite(tmp_path, dict.fromkeys(experts))
+    with pytest.raises(ConfigError, match=rf"and {len(experts) - 8} more tensors like these"):
+        _load(tmp_path)
+
+
+def test_a_parameter_without_a_line_in_the_table_is_an_error(tmp_path: Path) -> None:
+    from tests.unit.megatron_utils.family_models import shape_of
+
+    make_family_checkpoint("llama", tmp_path)
+    with pytest.raises(ConfigError, match=r"model_type llama: .* no line for parameter .*q_layernorm.weight"):
+        _load(tmp_path, shape=dataclasses.replace(shape_of(tmp_path), has_qk_norm=True))
+
+
+def test_weights_in_8_bits_with_block_scales_are_read_as_bfloat16(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    from slime.backends.megatron_utils.hf_files import TensorReader
+
+    values = torch.randn(200, 300).to(torch.float8_e4m3fn)
+    scale = torch.rand(2, 3)
+    save_file({"a.weight": values, "a.weight_scale_inv": scale}, tmp_path / "model.safetensors")
+    reader = TensorReader(tmp_path, "--hf-checkpoint")
+    assert reader.names == {"a.weight"}
+    got = reader.get("a.weight")
+    assert got.dtype == torch.bfloat16
+    for row, column in ((0, 0), (127, 128), (128, 255), (199, 299)):
+        expected = (values[row, column].float() * scale[row // 128, column // 128]).bfloat16()
+        assert got[row, column] == expected
+
+
+@pytest.mark.parametrize("kind", ["mimo", "glm4_moe"])
+def test_an_exported_directory_keeps_the_layers_that_were_not_built(kind: str, tmp_path: Path) -> None:
+    from slime.backends.megatron_utils.hf_checkpoint import write_hf_directory
+
+    source, target = tmp_path / "source", tmp_path / "target"
+    make_family_checkpoint(kind, source)
+    model = _load(source)
+    with torch.no_grad():
+        model.decoder.final_layernorm.weight.fill_(2.0)
+    write_hf_directory(_export(model, source).items(), str(source), str(target))
+    before, after = saved_tensors(source), saved_tensors(target)
+    assert after.keys() == before.keys()
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    assert changed == {"model.norm.weight"}
+    assert (target / "config.json").read_text() == (source / "config.json").read_text()

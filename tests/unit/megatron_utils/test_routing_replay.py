@@ -1,0 +1,160 @@
+"""Routing replay: the recorded experts are chosen again, with the scores of the current weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slime.backends.megatron_utils.patches.install import install
+from tests.unit.megatron_utils.tiny_families import make_family_checkpoint
+from tests.unit.megatron_utils.tiny_trainer import VOCAB, use_single_rank_env
+
+_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _single_rank() -> Iterator[None]:
+    use_single_rank_env()
+    install()
+    from megatron.core import parallel_state as mpu
+    from megatron.core import tensor_parallel
+
+    dist.init_process_group("gloo")
+    mpu.initialize_model_parallel(create_gloo_process_groups=False)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    yield
+    mpu.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def _load(kind: str, path: Path, **overrides: Any) -> Any:
+    from slime.backends.megatron_utils.hf_checkpoint import load_weights
+    from tests.unit.megatron_utils.family_models import build_family_model, shape_of
+
+    if not path.exists():
+        make_family_checkpoint(kind, path)
+    model = build_family_model(path, **overrides)
+    load_weights(model, shape_of(path), str(path), "--hf-checkpoint")
+    return model.train()
+
+
+def _micro_batches() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, VOCAB, (length,), generator=generator) for length in (17, 5, 30)]
+
+
+def _forward(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    from slime.backends.megatron_utils.attention import packed_segments
+
+    segments = packed_segments(torch.tensor([0, len(tokens)], dtype=torch.int32), len(tokens))
+    return model(tokens[None], torch.arange(len(tokens))[None], None, packed_seq_params=segments)
+
+
+def _flip_routers(model: Any) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "router" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(9)))
+
+
+@pytest.mark.parametrize("recompute", [{}, _RECOMPUTE], ids=["plain", "recompute"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
+def test_after_the_weights_changed_the_recorded_experts_are_chosen_again(
+    kind: str, recompute: dict[str, Any], tmp_path: Path
+) -> None:
+    from slime.backends.megatron_utils.routing_replay import RoutingReplay
+
+    model = _load(kind, tmp_path / "hf", **recompute)
+    replay = RoutingReplay(model)
+    batches = _micro_batches()
+    with replay.recording(), torch.no_grad():
+        unchanged = [_forward(model, tokens) for tokens in batches]
+    recorded = [[choice.clone() for choice in router.recorded] for router in replay.routers]
+    assert [len(choices) for choices in recorded] == [len(batches)] * 2  # layers with experts
+    _flip_routers(model)
+
+    with replay.recording():
+        changed = [_forward(model, tokens) for tokens in batches]
+    own = [router.recorded[0] for router in replay.routers]
+    assert any(not torch.equal(a, choices[0]) for a, choices in zip(own, recorded, strict=True)), "choices did flip"
+
+    for router, choices in zip(replay.routers, recorded, strict=True):
+        router.recorded = list(choices)
+    seen: list[list[torch.Tensor]] = [[] for _ in replay.routers]
+    for router, kept in zip(replay.routers, seen, strict=True):
+        _spy(router, kept)
+    with replay.replaying():
+        outputs = [_forward(model, tokens) for tokens in batches]
+        for output in outputs:  # the order of a pipeline: all forward, then all backward
+            output.float().pow(2).mean().backward()
+    for output, before, other in zip(outputs, unchanged, changed, strict=True):
+        assert not torch.equal(output, before), "scores are those of the current weights"
+        assert not torch.equal(output, other)
+    for kept, choices in zip(seen, recorded, strict=True):
+        times = 2 if recompute else 1
+        assert len(kept) == times * len(batches)
+        for position, indices in enumerate(kept):
+            assert torch.equal(indices, choices[position % len(batches)].long())
+    router_gradients = [p.grad for name, p in model.named_parameters() if "router.weight" in name]
+    assert all(gradient.abs().sum() > 0 for gradient in router_gradients)
+
+
+def _spy(router: Any, kept: list[torch.Tensor]) -> None:
+    original = router.get_replay_topk
+
+    def get(*arguments: Any, **keywords: Any) -> Any:
+        probs, indices = original(*arguments, **keywords)
+        kept.append(indices)
+        return probs, indices
+
+    router.get_replay_topk = get
+
+
+def test_replay_of_unchanged_weights_changes_nothing_and_off_means_off(tmp_path: Path) -> None:
+    from slime.backends.megatron_utils.routing_replay import RoutingReplay
+
+    model = _load("qwen3_moe", tmp_path / "hf")
+    replay = RoutingReplay(model)
+    (tokens, *_) = _micro_batches()
+    with torch.no_grad():
+        before = _forward(model, tokens)
+        assert not replay.is_recorded
+        with replay.recording():
+            recorded = _forward(model, tokens)
+        assert replay.is_recorded
+        with replay.replaying():
+            replayed = _forward(model, tokens)
+    assert torch.equal(before, recorded)
+    assert torch.equal(before, replayed)
+    assert not replay.is_recorded
+
+
+def test_passes_that_do_not_match_the_recorded_ones_are_errors(tmp_path: Path) -> None:
+    from slime.backends.megatron_utils.routing_replay import RoutingReplay
+
+    model = _load("qwen3_moe", tmp_path / "hf")
+    replay = RoutingReplay(model)
+    first, second, _ = _micro_batches()
+
+    def record() -> None:
+        with replay.recording(), torch.no_grad():
+            _forward(model, first)
+            _forward(model, second)
+
+    def repeat(*batches: torch.Tensor) -> None:
+        record()
+        with replay.replaying():
+            for tokens in batches:
+                _forward(model, tokens)
+
+    with pytest.raises(RuntimeError, match=r"layer 0: the choices of \(17, 2\) do not fit .*\(5, 2\)"):
+        repeat(second)
+    with pytest.raises(RuntimeError, match=r"layer 0: no choices are left after 2"):
+        repeat(first, second, first)
+    with pytest.raises(RuntimeError, match=r"choices of layers \[0, 2\] were not used"):
+        repeat(first)

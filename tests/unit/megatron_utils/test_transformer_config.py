@@ -1,0 +1,159 @@
+"""From config.json and flags to a Megatron model: the logits of ``transformers``, and where each setting comes from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slime.backends.megatron_utils.hf_shape import ModelShape, read_shape, shape_from_config
+from slime.backends.megatron_utils.patches.install import install
+from slime.backends.megatron_utils.transformer_config import dtype_name, transformer_config_kwargs
+from tests.unit.megatron_utils.hub_models import DEEPSEEK_V3, GLM45_AIR, MOONLIGHT, QWEN3_4B, QWEN3_30B
+from tests.unit.megatron_utils.tiny_families import KINDS, make_family_checkpoint, packed_logits
+from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_args, use_single_rank_env
+
+
+@pytest.fixture(scope="module")
+def _single_rank() -> Iterator[None]:
+    use_single_rank_env()
+    install()
+    from megatron.core import parallel_state as mpu
+    from megatron.core import tensor_parallel
+
+    dist.init_process_group("gloo")
+    mpu.initialize_model_parallel(create_gloo_process_groups=False)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    yield
+    mpu.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_single_rank")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_built_from_its_directory_alone_gives_the_logits_of_transformers(kind: str, tmp_path: Path) -> None:
+    from slime.backends.megatron_utils.hf_checkpoint import load_weights
+    from slime.backends.megatron_utils.model import build_model
+    from slime.backends.megatron_utils.transformer_config import build_config
+
+    reference = make_family_checkpoint(kind, tmp_path)
+    shape = read_shape(str(tmp_path))
+    config = build_config(make_args(tmp_path))
+    model = build_model(shape, config, padded_vocab_size=shape.padded_vocab_size(128)).eval()
+    load_weights(model, shape, str(tmp_path), "--hf-checkpoint")
+    sequences = [
+        torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(1)) for length in (9, 1, 70)
+    ]
+    with torch.no_grad():
+        expected = torch.cat([reference(sequence[None]).logits[0] for sequence in sequences])
+    assert (packed_logits(model, sequences) - expected).abs().max() < 1e-5
+
+
+def _kwargs(config: dict[str, Any], **flags: Any) -> dict[str, Any]:
+    return transformer_config_kwargs(make_args("unread", **flags), shape_from_config(config, "hub"))
+
+
+def test_a_softmax_router_normalises_after_the_choice() -> None:
+    kwargs = _kwargs(QWEN3_30B)
+    assert kwargs["num_moe_experts"] == 128
+    assert kwargs["moe_layer_freq"] == [1] * 48
+    assert (kwargs["moe_router_score_function"], kwargs["moe_router_pre_softmax"]) == ("softmax", False)
+    assert kwargs["moe_router_topk_scaling_factor"] is None
+    assert kwargs["moe_router_dtype"] is None
+    assert _kwargs(QWEN3_30B, moe_router_dtype="fp32")["moe_router_dtype"] == "fp32"
+    assert _kwargs(QWEN3_30B | {"norm_topk_prob": False})["moe_router_pre_softmax"] is True
+
+
+def test_a_sigmoid_router_has_groups_scaling_and_a_bias_that_stays() -> None:
+    kwargs = _kwargs(DEEPSEEK_V3)
+    assert kwargs["moe_layer_freq"] == [0] * 3 + [1] * 58
+    assert (kwargs["moe_router_num_groups"], kwargs["moe_router_group_topk"]) == (8, 4)
+    assert kwargs["moe_router_topk_scaling_factor"] == 2.5
+    assert kwargs["moe_shared_expert_intermediate_size"] == 2048
+    assert kwargs["moe_router_bias_update_rate"] == 0.0
+    assert kwargs["moe_router_dtype"] == "fp32"
+    assert _kwargs(DEEPSEEK_V3, moe_router_bias_update_rate=0.001)["moe_router_bias_update_rate"] == 0.001
+
+
+def test_latent_attention_has_yarn_only_where_the_checkpoint_has_it() -> None:
+    kwargs = _kwargs(DEEPSEEK_V3)
+    assert kwargs["multi_latent_attention"] is True
+    assert kwargs["rope_type"] == "yarn"
+    assert (kwargs["rotary_scaling_factor"], kwargs["mscale"], kwargs["mscale_all_dim"]) == (40.0, 1.0, 1.0)
+    assert kwargs["original_max_position_embeddings"] == 4096
+    plain = _kwargs(MOONLIGHT)
+    assert (plain["rope_type"], plain["rotary_scaling_factor"], plain["mscale_all_dim"]) == ("rope", 1.0, 0.0)
+    assert plain["q_lora_rank"] is None
+    assert "q_lora_rank" not in _kwargs(QWEN3_4B)
+
+
+def test_the_config_of_one_checkpoint_decides_norms_and_biases_not_the_family() -> None:
+    assert _kwargs(GLM45_AIR)["qk_layernorm"] is False
+    assert _kwargs(GLM45_AIR | {"use_qk_norm": True})["qk_layernorm"] is True
+    assert _kwargs(GLM45_AIR)["add_qkv_bias"] is True
+    assert _kwargs(GLM45_AIR | {"attention_bias": False})["add_qkv_bias"] is False
+
+
+def test_a_load_balancing_loss_of_weight_zero_is_not_computed() -> None:
+    off = _kwargs(QWEN3_30B, moe_router_load_balancing_type=["seq_aux_loss"], moe_aux_loss_coeff=[0.0])
+    assert off["moe_router_load_balancing_type"] == "none"
+    on = _kwargs(QWEN3_30B, moe_router_load_balancing_type=["seq_aux_loss"], moe_aux_loss_coeff=[0.1])
+    assert (on["moe_router_load_balancing_type"], on["moe_aux_loss_coeff"]) == ("seq_aux_loss", 0.1)
+    both = _kwargs(
+        QWEN3_30B, moe_router_load_balancing_type=["aux_loss", "global_aux_loss"], moe_aux_loss_coeff=[0.1, 0.2]
+    )
+    assert both["moe_router_load_balancing_type"] == ["aux_loss", "global_aux_loss"]
+    assert both["moe_aux_loss_coeff"] == [0.1, 0.2]
+
+
+def test_layouts_are_passed_on_and_exchanges_are_not_batched_with_interleaving() -> None:
+    kwargs = _kwargs(
+        QWEN3_4B,
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        pipeline_model_parallel_size=4,
+        context_parallel_size=2,
+        virtual_pipeline_model_parallel_size=3,
+        microbatch_group_size_per_vp_stage=4,
+        decoder_first_pipeline_num_layers=6,
+    )
+    assert kwargs["sequence_parallel"] is True
+    assert kwargs["expert_tensor_parallel_size"] == 2
+    assert kwargs["num_layers_in_first_pipeline_stage"] == 6
+    assert kwargs["microbatch_group_size_per_vp_stage"] == 4
+    assert (kwargs["overlap_p2p_comm"], kwargs["batch_p2p_comm"]) == (True, False)
+    assert _kwargs(QWEN3_4B, sequence_parallel=True)["sequence_parallel"] is False
+    assert _kwargs(QWEN3_4B)["batch_p2p_comm"] is True
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [({}, "bfloat16"), ({"bf16": True}, "bfloat16"), ({"fp16": True}, "float16"), ({"fp32": True}, "float32")],
+)
+def test_half_precision_is_the_default(flags: dict[str, bool], name: str) -> None:
+    args = make_args("unread", **({"fp32": False} | flags))
+    assert dtype_name(args) == name
+    kwargs = transformer_config_kwargs(args, shape_from_config(QWEN3_4B, "hub"))
+    assert (kwargs["bf16"], kwargs["fp16"]) == (name == "bfloat16", name == "float16")
+
+
+def test_every_setting_is_a_field_of_megatrons_config() -> None:
+    use_single_rank_env()
+    install()
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    latent = {item.name for item in dataclasses.fields(MLATransformerConfig)}
+    plain = {item.name for item in dataclasses.fields(TransformerConfig)}
+    assert set(_kwargs(DEEPSEEK_V3)) <= latent
+    assert set(_kwargs(QWEN3_30B)) <= plain
+
+
+def test_settings_of_experts_are_left_to_megatron_for_dense_models() -> None:
+    shape = shape_from_config(QWEN3_4B, "hub")
+    assert isinstance(shape, ModelShape)
+    assert not [name for name in _kwargs(QWEN3_4B) if name.startswith("moe_router") or name == "num_moe_experts"]

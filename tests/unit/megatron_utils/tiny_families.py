@@ -1,0 +1,171 @@
+"""One tiny random ``transformers`` model per family, and the model that we build from its checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.unit.megatron_utils.tiny_trainer import VOCAB, _let_torchvision_import
+
+__all__ = ["KINDS", "make_family_checkpoint", "packed_logits", "saved_tensors"]
+
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_SIGMOID = {"n_routed_experts": 8, "n_shared_experts": 2, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1}
+_MLA = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 24,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+_GLM_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+_GROUPED = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
+
+# class of transformers' config, its settings, model_type in the saved config.json
+KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "qwen2": ("Qwen2Config", {}, "qwen2"),
+    "qwen3": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}, "qwen3"),
+    "llama": ("LlamaConfig", {"head_dim": 16}, "llama"),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {"head_dim": 16, "num_experts": 8, "norm_topk_prob": True, "mlp_only_layers": [1], **_EXPERTS},
+        "qwen3_moe",
+    ),
+    "qwen3_moe_unnormalised": (
+        "Qwen3MoeConfig",
+        {"head_dim": 16, "num_experts": 8, "norm_topk_prob": False, **_EXPERTS},
+        "qwen3_moe",
+    ),
+    "glm4": ("Glm4Config", {"head_dim": 16, "attention_bias": True, "rope_parameters": _GLM_ROPE}, "glm4"),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {"head_dim": 16, "attention_bias": True, "rope_parameters": _GLM_ROPE, **_EXPERTS, **_SIGMOID},
+        "glm4_moe",
+    ),
+    "glm4_moe_qk_norm": (
+        "Glm4MoeConfig",
+        {"head_dim": 16, "attention_bias": True, "use_qk_norm": True, "rope_parameters": _GLM_ROPE}
+        | _EXPERTS
+        | _SIGMOID,
+        "glm4_moe",
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {**_SIGMOID, **_MLA, **_GROUPED, "q_lora_rank": 20, "rope_parameters": _YARN},
+        "deepseek_v3",
+    ),
+    "moonlight": (
+        "DeepseekV3Config",
+        {**_SIGMOID, **_MLA, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3},
+        "deepseek_v3",
+    ),
+    "kimi_k2": (
+        "DeepseekV3Config",
+        {**_SIGMOID, **_MLA, "q_lora_rank": 20, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+        | {"rope_parameters": _YARN},
+        "kimi_k2",
+    ),
+    "mimo": ("Qwen2Config", {"num_nextn_predict_layers": 1}, "mimo"),
+}
+
+
+def make_family_checkpoint(kind: str, path: Path, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
+    """A random ``transformers`` model of ``kind``, saved at ``path``; norms near 1, everything else far from 0.
+
+    Tensors of a multi-token-prediction layer are added where the family's checkpoints have them; ``transformers``
+    itself leaves them out.
+    """
+    _let_torchvision_import()
+    import transformers
+
+    class_name, settings, model_type = KINDS[kind]
+    config = getattr(transformers, class_name)(**(_BASE | settings | overrides))
+    torch.manual_seed(5)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias")]
+    with torch.no_grad():
+        for name, parameter in [*model.named_parameters(), *biases]:
+            noise = torch.randn_like(parameter)
+            parameter.copy_(1 + 0.1 * noise if "norm" in name else 0.15 * noise)
+    model.save_pretrained(path)
+    content = json.loads((path / "config.json").read_text())
+    content["model_type"] = model_type
+    (path / "config.json").write_text(json.dumps(content))
+    _add_prediction_layer(model_type, path, config)
+    return model.eval()
+
+
+def _add_prediction_layer(model_type: str, path: Path, config: Any) -> None:
+    tensors = load_file(path / "model.safetensors")
+    last = f"model.layers.{config.num_hidden_layers - 1}."
+    hidden = config.hidden_size
+    dtype = tensors["model.norm.weight"].dtype
+    match model_type:
+        case "mimo":
+            own, names = (
+                "model.mtp_layers.0.",
+                ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+            )
+        case "deepseek_v3" | "kimi_k2" | "glm4_moe":
+            own = f"model.layers.{config.num_hidden_layers}."
+            names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+        case _:
+            return
+    layer = {name.replace(last, own): value for name, value in tensors.items() if name.startswith(last)}
+    for name, value in layer.items():
+        noise = torch.randn_like(value)
+        tensors[name] = 1 + 0.1 * noise if "norm" in name else 0.15 * noise
+    for name in names:
+        shape = (hidden, 2 * hidden) if "proj" in name else (hidden,)
+        tensors[f"{own}{name}.weight"] = (0.15 * torch.randn(shape) if "proj" in name else torch.ones(shape)).to(dtype)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def saved_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint of one file."""
+    return load_file(path / "model.safetensors")
+
+
+def packed_logits(model: Any, sequences: list[torch.Tensor], *, is_last: bool = True) -> torch.Tensor:
+    """Logits of several sequences ``[L_i]`` behind one another: ``[sum L_i, VOCAB]``; a rank's part of them with tensor
+    parallelism, hidden states on other pipeline stages than the last."""
+    from megatron.core import parallel_state as mpu
+
+    from slime.backends.megatron_utils.attention import packed_segments
+
+    lengths = [len(sequence) for sequence in sequences]
+    starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    with torch.no_grad():
+        tokens = torch.cat(sequences)[None]
+        out = model(tokens, positions[None], None, packed_seq_params=packed_segments(starts, max(lengths)))
+    if not is_last:
+        return out
+    return out[0].float() if mpu.get_tensor_model_parallel_world_size() > 1 else out[0, :, :VOCAB].float()
