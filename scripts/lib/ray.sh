@@ -78,7 +78,7 @@ submit_job() {
       if ((status == 0 || SECONDS > deadline)) || ! grep -q "No available agent to submit job" "${SUBMIT_ERRORS}"; then
          break
       fi
-      echo "Ray takes no jobs yet (for ever, if another Ray had the port of its dashboard agent): trying again"
+      echo "Ray takes no jobs yet: trying again. (If it never does: another Ray may hold its agent port 52365.)"
       sleep 0.5
    done
    JOB_STATE=ended
