@@ -77,10 +77,13 @@ class Trainer(Protocol):
     def is_weight_source(self) -> bool:
         """True on the rank that holds the gathered weights while they are exported."""
 
-    def export_weights(self) -> Iterator[NamedTensor]:
+    def export_weights(self, bucket_bytes: int = 512 * 1024**2) -> Iterator[NamedTensor]:
         """All weights under their Hugging Face names, full and unpadded.
 
         A collective: every rank must exhaust it. Tensors are meaningful where ``is_weight_source`` only.
+
+        Args:
+            bucket_bytes: how much is gathered at a time, where weights are divided among ranks.
         """
 
 

@@ -15,6 +15,8 @@ from slime.data.sample import Sample, SampleGroup
 
 __all__ = [
     "HOOKS",
+    "BeforeLogProb",
+    "BeforeTrainStep",
     "BufferFilter",
     "ConvertSamples",
     "CustomAdvantage",
@@ -27,6 +29,9 @@ __all__ = [
     "DynamicFilter",
     "GroupGenerate",
     "Hook",
+    "LogEvalRollout",
+    "LogRollout",
+    "MegatronInit",
     "ProcessAllSamples",
     "Reward",
     "RewardPostProcess",
@@ -128,6 +133,53 @@ class ConvertSamples(Protocol):
     """Replaces the conversion of samples to training columns."""
 
     def __call__(self, args: Namespace, samples: list[Sample]) -> dict[str, Any]: ...
+
+
+class LogRollout(Protocol):
+    """Sees the finished samples of a rollout, in the process of the rollout manager. A true result: no other metrics.
+
+    Log with ``slime.observability.logging_utils.log(args, metrics, step_key="rollout/step")``.
+    """
+
+    def __call__(
+        self,
+        rollout_id: int,
+        args: Namespace,
+        samples: list[Sample],
+        rollout_extra_metrics: dict[str, Any] | None,
+        rollout_time: float,
+    ) -> bool | None: ...
+
+
+class LogEvalRollout(Protocol):
+    """The same for an evaluation: ``data`` maps a data set to its rewards, truncated flags and samples."""
+
+    def __call__(
+        self, rollout_id: int, args: Namespace, data: dict[str, Any], extra_metrics: dict[str, Any] | None
+    ) -> bool | None: ...
+
+
+class MegatronInit(Protocol):
+    """Called on every trainer rank once the process groups exist, before the model is built."""
+
+    def __call__(self, args: Namespace) -> None: ...
+
+
+class BeforeLogProb(Protocol):
+    """Called before every pass that computes log-probs or values.
+
+    ``model`` is the list of model chunks; ``store_prefix`` is ``""``, ``"ref_"`` or ``"teacher_"``.
+    """
+
+    def __call__(self, args: Namespace, model: list[Any], store_prefix: str) -> None: ...
+
+
+class BeforeTrainStep(Protocol):
+    """Called before every optimizer step, when its gradients are zero."""
+
+    def __call__(
+        self, args: Namespace, rollout_id: int, step_id: int, model: list[Any], optimizer: Any, scheduler: Any
+    ) -> None: ...
 
 
 class CustomLoss(Protocol):
@@ -241,6 +293,23 @@ HOOKS: tuple[Hook, ...] = (
     Hook("rollout_all_samples_process_path", ProcessAllSamples, (("args", "all_groups", "data_source"),)),
     Hook("custom_reward_post_process_path", RewardPostProcess, (("args", "samples"),)),
     Hook("custom_convert_samples_to_train_data_path", ConvertSamples, (("args", "samples"),)),
+    Hook(
+        "custom_rollout_log_function_path",
+        LogRollout,
+        (("rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time"),),
+    ),
+    Hook(
+        "custom_eval_rollout_log_function_path",
+        LogEvalRollout,
+        (("rollout_id", "args", "data", "extra_metrics"),),
+    ),
+    Hook("custom_megatron_init_path", MegatronInit, (("args",),)),
+    Hook("custom_megatron_before_log_prob_hook_path", BeforeLogProb, (("args", "model", "store_prefix"),)),
+    Hook(
+        "custom_megatron_before_train_step_hook_path",
+        BeforeTrainStep,
+        (("args", "rollout_id", "step_id", "model", "optimizer", "scheduler"),),
+    ),
     Hook("custom_loss_function_path", CustomLoss, (("args", "batch", "logits", "sum_of_sample_mean"),)),
     Hook("custom_advantage_function_path", CustomAdvantage, (("args", "rollout_data"),)),
     Hook(

@@ -7,7 +7,6 @@ from typing import Literal
 
 __all__ = ["OutputArgs", "ProfileArgs", "TensorboardArgs", "WandbArgs"]
 
-_CUSTOM_LOG = "what is logged about a rollout cannot be replaced yet"
 _MEMORY = "memory is not recorded yet"
 
 
@@ -22,32 +21,28 @@ class OutputArgs:
         default=None, metadata={"help": "Name of the run's folder; without it, the time of the start."}
     )
     log_passrate: bool = field(
-        default=False, metadata={"help": "Log pass@k (k = 1, 2, 4, ... samples per prompt) of every evaluation set."}
+        default=False, metadata={"help": "Log pass@k (k = 1, 2, 4, ... samples per prompt) of rollouts and evaluation sets."}
     )
     log_reward_category: str | None = field(
         default=None, metadata={"help": "Key of dict rewards: log which share of the samples has each of its values."}
     )
     log_multi_turn: bool = field(
-        default=False,
-        metadata={
-            "help": "Log the number of turns and their lengths.",
-            "later": "there are no metrics of turns yet",
-        },
+        default=False, metadata={"help": "Log the number of turns and their lengths as multi_turn/..."}
     )
     log_correct_samples: bool = field(
         default=False,
         metadata={
-            "help": "Log length and entropy of the samples that were right.",
-            "later": "there are no metrics of the right samples alone yet",
+            "help": "Log lengths of the samples with reward 1, and their entropy where the trainer computes it "
+            "(--use-rollout-entropy)."
         },
     )
     custom_rollout_log_function_path: str | None = field(
         default=None,
-        metadata={"help": "Replaces the metrics of a rollout; a true result skips ours.", "later": _CUSTOM_LOG},
+        metadata={"help": "Function that logs a rollout; when its result is true, our metrics are left out."},
     )
     custom_eval_rollout_log_function_path: str | None = field(
         default=None,
-        metadata={"help": "Replaces the metrics of an evaluation; a true result skips ours.", "later": _CUSTOM_LOG},
+        metadata={"help": "Function that logs an evaluation; when its result is true, our metrics are left out."},
     )
 
 

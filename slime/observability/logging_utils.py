@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from slime.observability.tracking import Tracker
 
-__all__ = ["configure_logger", "finish_tracking", "init_tracking", "log"]
+__all__ = ["collecting", "configure_logger", "finish_tracking", "init_tracking", "log"]
 
 logger = logging.getLogger(__name__)
 
+class _Log(Protocol):
+    def log(self, metrics: Mapping[str, Any], step_key: str) -> None: ...
+
+
 _LOGGER_CONFIGURED = False
 _TRACKER: Tracker | None = None
+_COLLECTOR: _Log | None = None
 
 
 def configure_logger(prefix: str = "") -> None:
@@ -49,9 +55,36 @@ def init_tracking(args: Namespace, primary: bool = True, **kwargs: Any) -> None:
 
 
 def log(args: Namespace, metrics: Mapping[str, Any], step_key: str) -> None:
-    """Write ``metrics``, which hold their step under ``step_key``. Without ``init_tracking`` nothing happens."""
-    if _TRACKER is not None:
-        _TRACKER.log(metrics, step_key)
+    """Write ``metrics``, which hold their step under ``step_key``.
+
+    In the process that called ``init_tracking``, or below :func:`collecting`; anywhere else nothing happens.
+    """
+    target = _COLLECTOR or _TRACKER
+    if target is not None:
+        target.log(metrics, step_key)
+
+
+class _Collector:
+    def __init__(self) -> None:
+        self.metrics: dict[str, Any] = {}
+
+    def log(self, metrics: Mapping[str, Any], step_key: str) -> None:
+        self.metrics |= {name: value for name, value in metrics.items() if name != step_key}
+
+
+@contextmanager
+def collecting() -> Iterator[dict[str, Any]]:
+    """Keep what the block logs, without its steps, instead of writing it.
+
+    For functions of the user that run in a process other than the driver's: the caller sends the metrics there.
+    """
+    global _COLLECTOR
+    outer, collector = _COLLECTOR, _Collector()
+    _COLLECTOR = collector
+    try:
+        yield collector.metrics
+    finally:
+        _COLLECTOR = outer
 
 
 def finish_tracking(args: Namespace) -> None:

@@ -1,7 +1,7 @@
 """What a rollout and an evaluation say about themselves: lengths, rewards, truncation, speed.
 
-Called by the rollout manager, which adds the prefix (``rollout/``, ``perf/``). Knows samples only; metrics that come
-from a trace of the requests are not here.
+Called by the rollout manager, which sends the metrics to the driver, where the trackers are. A function of the user may
+take the place of all of them. Knows samples only; metrics that come from a trace of the requests are not here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from slime.observability.logging_utils import collecting
 from slime.observability.metric_utils import (
     compute_pass_rate,
     compute_statistics,
@@ -23,9 +24,65 @@ from slime.observability.metric_utils import (
 if TYPE_CHECKING:
     from slime.data.sample import Sample
 
-__all__ = ["compute_metrics_from_samples", "compute_perf_metrics_from_samples", "eval_metrics"]
+__all__ = [
+    "compute_metrics_from_samples",
+    "compute_perf_metrics_from_samples",
+    "eval_metrics",
+    "log_eval_rollout_data",
+    "log_rollout_data",
+]
 
 logger = logging.getLogger(__name__)
+
+_QUARTERS = (25, 50, 75, 100)
+
+
+def log_rollout_data(
+    rollout_id: int,
+    args: Namespace,
+    samples: Sequence[Sample],
+    rollout_extra_metrics: Mapping[str, Any] | None,
+    rollout_time: float,
+    custom_log_func: Callable[..., Any] | None = None,
+) -> dict[str, Any]:
+    """All metrics of one rollout, with their prefixes.
+
+    Args:
+        rollout_extra_metrics: what the rollout function returned besides the samples; taken as it is.
+        rollout_time: seconds from the request to the last sample.
+        custom_log_func: ``--custom-rollout-log-function-path``. What it gives to ``logging_utils.log`` is in the
+            result; when it returns something true, the result holds nothing else.
+    """
+    logged: dict[str, Any] = {}
+    if custom_log_func is not None:
+        with collecting() as logged:
+            is_done = custom_log_func(rollout_id, args, samples, rollout_extra_metrics, rollout_time)
+        if is_done:
+            return logged
+    metrics = dict(rollout_extra_metrics or {})
+    metrics |= dict_add_prefix(compute_metrics_from_samples(args, samples), "rollout/")
+    metrics |= dict_add_prefix(_correct_samples(args, samples), "rollout/")
+    metrics |= dict_add_prefix(_multi_turn(args, samples), "multi_turn/")
+    metrics |= dict_add_prefix(_pass_rate(args, samples), "passrate/")
+    metrics |= dict_add_prefix(compute_perf_metrics_from_samples(args, samples, rollout_time), "perf/")
+    return metrics | logged
+
+
+def log_eval_rollout_data(
+    rollout_id: int,
+    args: Namespace,
+    data: Mapping[str, Mapping[str, Any]],
+    extra_metrics: Mapping[str, Any] | None = None,
+    custom_log_func: Callable[..., Any] | None = None,
+) -> dict[str, Any]:
+    """The same for an evaluation, whose ``data`` are described at :func:`eval_metrics`."""
+    logged: dict[str, Any] = {}
+    if custom_log_func is not None:
+        with collecting() as logged:
+            is_done = custom_log_func(rollout_id, args, data, extra_metrics)
+        if is_done:
+            return logged
+    return eval_metrics(args, data) | dict(extra_metrics or {}) | logged
 
 
 def compute_metrics_from_samples(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
@@ -109,6 +166,62 @@ def _zero_std(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
             groups[sample.group_index].append(float(reward))
     counts = Counter(round(rewards[0], 1) for rewards in groups.values() if len(set(rewards)) == 1)
     return {f"zero_std/count_{reward}": float(count) for reward, count in counts.items()}
+
+
+def _raw_reward(args: Namespace, sample: Sample) -> Any:
+    """What the grader said, before a user's shaping."""
+    reward = sample.metadata.get("raw_reward") if sample.metadata else None
+    return sample.get_reward_value(args) if reward is None else reward
+
+
+def _correct_samples(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
+    """Lengths of the responses with a reward of exactly 1; ``correct_length/p50`` is the share of them that is longer
+    than a quarter and at most half of --rollout-max-response-len."""
+    if not args.log_correct_samples:
+        return {}
+    lengths = [sample.response_length for sample in samples if _raw_reward(args, sample) == 1]
+    if not lengths:
+        return {}
+    shares = [100 * length / args.rollout_max_response_len for length in lengths]
+    metrics = {
+        f"correct_length/p{end}": _share(end - 25 < share <= end or (end == 25 and share <= 0) for share in shares)
+        for end in _QUARTERS
+    }
+    return metrics | {"correct_response_lengths": statistics.fmean(lengths)}
+
+
+def _multi_turn(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
+    """Lengths with and without what an environment wrote into the response, and numbers of turns."""
+    if not args.log_multi_turn or not samples:
+        return {}
+    raw = [sample.response_length for sample in samples]
+    metrics = _extremes("raw_response_length/response_length", raw)
+    clipped = [length >= args.rollout_max_response_len for length in raw]
+    metrics["raw_response_length/response_length_clip_ratio"] = _share(clipped)
+    own = [sample.effective_response_length for sample in samples]
+    metrics |= _extremes("wo_obs_response_length/response_length", own)
+    rounds = [sample.metadata["round_number"] for sample in samples if "round_number" in (sample.metadata or {})]
+    return metrics | (_extremes("multi_turn_metric/round_number", rounds) if rounds else {})
+
+
+def _extremes(name: str, values: Sequence[float]) -> dict[str, float]:
+    return {
+        f"{name}_mean": statistics.fmean(values),
+        f"{name}_max": float(max(values)),
+        f"{name}_min": float(min(values)),
+    }
+
+
+def _pass_rate(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
+    """pass@k of the training prompts whose group is complete; fan-out and dropped samples leave none."""
+    if not args.log_passrate:
+        return {}
+    groups: dict[Any, list[float]] = defaultdict(list)
+    for sample in samples:
+        groups[sample.group_index].append(_raw_reward(args, sample))
+    size = args.n_samples_per_prompt
+    whole = [reward for rewards in groups.values() if len(rewards) == size for reward in rewards]
+    return compute_pass_rate(whole, size) if whole else {}
 
 
 def _speculation(samples: Sequence[Sample]) -> dict[str, float]:

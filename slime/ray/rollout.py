@@ -24,11 +24,7 @@ from slime.data.layout import ParallelLayout
 from slime.data.sample import Sample, iter_samples
 from slime.hooks.load import load_function
 from slime.observability.logging_utils import configure_logger
-from slime.observability.rollout_metrics import (
-    compute_metrics_from_samples,
-    compute_perf_metrics_from_samples,
-    eval_metrics,
-)
+from slime.observability.rollout_metrics import log_eval_rollout_data, log_rollout_data
 from slime.ray.cluster import worker_env
 from slime.ray.data_buffer import DataBufferClient
 from slime.ray.fleet import RayEngineFleet
@@ -66,6 +62,8 @@ class RolloutManager:
         self._eval_function = load_function(args.eval_function_path, "rollout")
         self._post_process = _load_optional(args.custom_reward_post_process_path)
         self._convert = _load_optional(args.custom_convert_samples_to_train_data_path)
+        self._log_rollout = _load_optional(args.custom_rollout_log_function_path)
+        self._log_eval = _load_optional(args.custom_eval_rollout_log_function_path)
         self._dims = read_shape(args.hf_checkpoint) if args.balance_data or args.balance_by_flops else None
         self._layout = _trainer_layout(args)
         if self._server is not None:
@@ -96,9 +94,7 @@ class RolloutManager:
         samples = list(iter_samples(groups))
         save_debug_rollout_data(self._args.save_debug_rollout_data, samples, rollout_id=rollout_id, evaluation=False)
         seconds = time.monotonic() - started
-        metrics |= {f"rollout/{k}": v for k, v in compute_metrics_from_samples(self._args, samples).items()}
-        perf = compute_perf_metrics_from_samples(self._args, samples, seconds)
-        metrics |= {f"perf/{k}": v for k, v in perf.items()}
+        metrics = log_rollout_data(rollout_id, self._args, samples, metrics, seconds, self._log_rollout)
         if self._args.debug_rollout_only:
             return RolloutResult([], metrics)
         data = compile_train_data(
@@ -143,7 +139,7 @@ class RolloutManager:
         output = self._call(self._eval_function, rollout_id, evaluation=True)
         samples: list[Sample] = [s for result in output.data.values() for s in result.get("samples", [])]
         save_debug_rollout_data(self._args.save_debug_rollout_data, samples, rollout_id=rollout_id, evaluation=True)
-        return eval_metrics(self._args, output.data) | dict(output.metrics or {})
+        return log_eval_rollout_data(rollout_id, self._args, output.data, output.metrics, self._log_eval)
 
     def load(self, rollout_id: int) -> None:
         self._data_buffer.load(rollout_id)

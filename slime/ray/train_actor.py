@@ -150,7 +150,7 @@ class TrainActor:
             num_bytes = push_weights(
                 fleet,
                 self._connected(fleet),
-                self.trainer.export_weights(),
+                self.trainer.export_weights(self._sync_args.update_weight_buffer_size),
                 WeightUpdate(
                     version=version,
                     max_chunk_bytes=self._sync_args.update_weight_buffer_size,
@@ -160,7 +160,7 @@ class TrainActor:
             )
             report = SyncReport(time.monotonic() - started, num_bytes)
         else:
-            for _ in self.trainer.export_weights():
+            for _ in self.trainer.export_weights(self._sync_args.update_weight_buffer_size):
                 pass
         return report
 

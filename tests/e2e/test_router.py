@@ -12,6 +12,7 @@ from slime.backends.sglang_utils.router import ExistingRouter, RouterProcess
 from slime.backends.sglang_utils.router_process import router_args
 from slime.utils.errors import ConfigError, EngineError
 from slime.utils.net import free_port
+from tests.e2e.running import PLUGINS, run_train
 
 FIXED = ["--host", "127.0.0.1", "--port", "1", "--prometheus-port", "2", "--request-timeout-secs", "14400"]
 
@@ -73,3 +74,29 @@ def test_flags_reach_the_routers_own_arguments():
     args = router_args([*FIXED, *flags.split(), "--router-request-timeout-secs", "7", "--worker-urls", "http://w"])
     assert (args.policy, args.cache_threshold, args.request_timeout_secs) == ("consistent_hashing", 0.5, 7)
     assert (args.prefill_urls, args.worker_urls) == ([("http://a", 9000)], ["http://w"])
+
+
+def test_a_run_uses_the_router_it_is_given_and_leaves_it_as_it_was(tiny_task, tmp_path: Path):
+    engines = tmp_path / "engines.yaml"
+    engines.write_text(
+        "sglang: [{name: actor, server_groups: "
+        "[{worker_type: regular, num_gpus: 2, overrides: {context_length: 96, max_total_tokens: 8192}}]}]"
+    )
+    existing = router(None, tmp_path / "log", "--router-policy", "round_robin")
+    flags = [
+        *("--hf-checkpoint", tiny_task.model, "--prompt-data", tiny_task.train, "--label-key", "label"),
+        *("--apply-chat-template", "--custom-rm-path", f"{PLUGINS}:share_of_sevens", "--fp32", "--debug-rollout-only"),
+        *("--rollout-batch-size", 4, "--n-samples-per-prompt", 2, "--rollout-max-response-len", 4, "--num-rollout", 1),
+        *("--rollout-num-gpus", 2, "--sglang-config", engines, "--output-dir", tmp_path, "--experiment-name", "run"),
+        *("--sglang-router-ip", existing.host, "--sglang-router-port", existing.port, "--sglang-context-length", 128),
+    ]
+    try:
+        existing.wait_ready()
+        result = run_train(flags, tmp_path)
+        assert result.status == 0, result.output[-4000:]
+        assert httpx.get(f"{existing.url}/workers").json()["workers"] == []
+        existing.raise_if_dead()
+    finally:
+        existing.stop()
+    assert "engines http://127.0.0.1:15" in result.output
+    assert result.survivors() == []

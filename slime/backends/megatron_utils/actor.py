@@ -304,7 +304,12 @@ class MegatronTrainer:
 
         from slime.backends.megatron_utils.rollout_report import rollout_report, warn_if_off_policy
 
-        report = rollout_report(batch.columns, batch.num_rollouts_in_all, mpu.get_data_parallel_group())
+        report = rollout_report(
+            batch.columns,
+            batch.num_rollouts_in_all,
+            mpu.get_data_parallel_group(),
+            log_correct=self._args.log_correct_samples,
+        )
         if self._algorithm.true_on_policy_mode and self._is_main:
             warn_if_off_policy(rollout_id, report)
         return report
@@ -366,11 +371,11 @@ class MegatronTrainer:
     def is_weight_source(self) -> bool:
         return self._rank == 0
 
-    def export_weights(self) -> Iterator[NamedTensor]:
-        """All weights under their Hugging Face names, full and unpadded."""
+    def export_weights(self, bucket_bytes: int = 512 * 1024**2) -> Iterator[NamedTensor]:
+        """All weights under their Hugging Face names, full and unpadded; ``bucket_bytes`` are gathered at a time."""
         from slime.backends.megatron_utils.hf_checkpoint import export_weights
 
-        return export_weights(self._ready.model, self._shape)
+        return export_weights(self._ready.model, self._shape, bucket_bytes)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ problem. Imports neither torch nor megatron.
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 
@@ -67,6 +68,8 @@ def virtual_stages(args: Namespace) -> int | None:
 def _precision(args: Namespace) -> None:
     if not args.fp16 and not args.fp32:
         args.bf16 = True
+    if args.use_distributed_optimizer is None:
+        args.use_distributed_optimizer = args.optimizer == "adam"
     if args.bf16:
         args.accumulate_allreduce_grads_in_fp32 = True
     if args.recompute_activations and args.recompute_granularity is None:
@@ -88,8 +91,7 @@ def _experts(args: Namespace) -> None:
 
 def _tokenizer_and_spec(args: Namespace) -> None:
     args.tokenizer_type = args.tokenizer_type or "HuggingFaceTokenizer"
-    if args.tokenizer_model is not None and args.tokenizer_model == args.hf_checkpoint:
-        args.tokenizer_model = None  # the default, spelled out
+    args.tokenizer_model = args.hf_checkpoint if args.tokenizer_model is None else os.path.abspath(args.tokenizer_model)
     if args.spec and args.spec[0] in _BUILT_IN_SPECS:
         notices.info(args, "--spec", f"{' '.join(args.spec)} is not needed: the family builds these layers.")
 
@@ -320,6 +322,11 @@ def _balancing(args: Namespace) -> Iterator[str]:
 def _tokenizer(args: Namespace) -> Iterator[str]:
     if args.tokenizer_type not in (None, "HuggingFaceTokenizer"):
         yield f"--tokenizer-type {args.tokenizer_type} is not supported yet: use HuggingFaceTokenizer or leave it out."
+    if args.tokenizer_model is not None and args.tokenizer_model != args.hf_checkpoint:
+        yield (
+            f"--tokenizer-model {args.tokenizer_model} is not supported yet: the tokenizer comes from --hf-checkpoint "
+            f"{args.hf_checkpoint}. Leave it out."
+        )
 
 
 def _spec(args: Namespace) -> Iterator[str]:
@@ -328,6 +335,14 @@ def _spec(args: Namespace) -> Iterator[str]:
             f"--spec {' '.join(args.spec)} is not supported yet: layers are built by the model families. Leave it out "
             "if the model of --hf-checkpoint is one of them."
         )
+
+
+def _trained_parts(args: Namespace) -> Iterator[str]:
+    """What learns."""
+    if args.enable_mtp_training and not args.mtp_num_layers:
+        yield "--enable-mtp-training needs --mtp-num-layers N: without it there are no prediction layers to train."
+    if args.only_train_params_name_list and args.freeze_params_name_list:
+        yield "--only-train-params-name-list and --freeze-params-name-list exclude each other: give one."
 
 
 def _counted_layers(args: Namespace, num_layers: int) -> int:
@@ -382,6 +397,7 @@ RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = tuple(
         _balancing,
         _tokenizer,
         _spec,
+        _trained_parts,
     )
 )
 """One problem is one sentence: flag, value, rule, fix."""

@@ -65,7 +65,8 @@ def find_start(args: CheckpointArgs, hf_checkpoint: str) -> Source:
             the one that was asked for.
     """
     if args.load is not None:
-        if not Path(args.load).exists() and args.load != args.save:
+        is_own = args.save is not None and Path(args.load) == Path(args.save)
+        if not Path(args.load).exists() and not is_own:
             raise ConfigError(
                 f"--load {args.load}: there is no such directory. Name an existing checkpoint; to start afresh now and "
                 f"resume later, give --save the same directory."

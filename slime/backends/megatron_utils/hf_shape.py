@@ -28,7 +28,9 @@ __all__ = [
     "shape_from_config",
 ]
 
-_SIGMOID_FAMILIES = ("deepseek_v3", "glm4_moe", "kimi_k2")
+_SIGMOID_FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "kimi_k2")
+_ONE_DENSE_LAYER = ("glm4_moe", "glm4_moe_lite")
+"""Families whose first layer alone is dense if the config does not say."""
 _INTERLEAVED_FAMILIES = ("glm4",)
 _OPTIONAL_BIAS_FAMILIES = ("glm4", "glm4_moe")
 """Families whose ``attention_bias`` decides, absent meaning false; of the others the family alone does."""
@@ -336,7 +338,11 @@ def _sparse_step_layers(reader: _Reader, num_layers: int) -> tuple[bool, ...]:
 
 def _behind_dense_layers(reader: _Reader, num_layers: int) -> tuple[bool, ...]:
     """DeepSeek and GLM: all layers after the first few, of those each ``moe_layer_freq``-th."""
-    num_dense = reader.integer("first_k_dense_replace", default=1 if reader.family.model_type == "glm4_moe" else 3)
+    kinds = reader.config.get("mlp_layer_types")
+    if isinstance(kinds, list) and len(kinds) == num_layers:  # how transformers 5 writes it for some of them
+        return tuple(kind == "sparse" for kind in kinds)
+    default = 1 if reader.family.model_type in _ONE_DENSE_LAYER else 3
+    num_dense = reader.integer("first_k_dense_replace", default=default)
     step = max(1, reader.integer("moe_layer_freq", default=1))
     return tuple(layer >= num_dense and layer % step == 0 for layer in range(num_layers))
 
@@ -382,6 +388,8 @@ def _refused(reader: _Reader) -> list[str]:
         problems.append(f"has rope type {reader.rope_type!r}; supported are {', '.join(sorted(rope_types))}.")
     if family.model_type in _SIGMOID_FAMILIES:
         problems += _refused_routing(reader)
+    if family.is_mla and _rotary_percent(reader) != 1.0:
+        problems.append(f"has partial_rotary_factor {_rotary_percent(reader)}; with latent attention it must be 1.")
     if family.is_mla and not reader.flag("rope_interleave", default=True):
         problems.append("has rope_interleave false; the rotated columns must be interleaved.")
     return problems

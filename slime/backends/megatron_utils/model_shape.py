@@ -97,7 +97,7 @@ _FIELDS = (
     _Field("hidden_size", "--hidden-size", "hidden_size", lambda s: s.hidden_size),
     _Field("ffn_hidden_size", "--ffn-hidden-size", "intermediate_size", lambda s: s.ffn_hidden_size, _has_dense_layers),
     _Field("num_attention_heads", "--num-attention-heads", "num_attention_heads", lambda s: s.num_attention_heads),
-    _Field("num_query_groups", "--num-query-groups", "num_key_value_heads", lambda s: s.num_query_groups, _is_gqa),
+    _Field("num_query_groups", "--num-query-groups", "num_key_value_heads", lambda s: s.num_query_groups),
     _Field("kv_channels", "--kv-channels", "head_dim", lambda s: s.head_dim, _is_gqa),
     _Field("vocab_size", "--vocab-size", "vocab_size", lambda s: s.vocab_size),
     _Field("normalization", "--normalization", "rms_norm_eps, which means", lambda s: "RMSNorm"),
@@ -183,9 +183,11 @@ def resolve_model(args: Namespace) -> None:
     for dest, value in derived.items():
         if dest not in args.given:
             setattr(args, dest, value)
-    if args.moe_layer_freq is not None and not isinstance(args.moe_layer_freq, list):
-        layers = expand_layer_pattern(args.moe_layer_freq, shape.num_layers)
-        args.moe_layer_freq = args.moe_layer_freq if layers is None else layers
+    if args.moe_layer_freq is not None:  # text, or a list of text from a YAML file
+        pattern = args.moe_layer_freq
+        text = f"[{','.join(map(str, pattern))}]" if isinstance(pattern, list) else pattern
+        layers = expand_layer_pattern(text, shape.num_layers)
+        args.moe_layer_freq = pattern if layers is None else layers
     args.padded_vocab_size = padded_vocab_size(args, shape)
 
 

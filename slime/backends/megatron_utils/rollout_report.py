@@ -33,11 +33,13 @@ _PER_TOKEN = (
 _PER_SAMPLE = ("rewards", "response_lengths", "total_lengths", "truncated")
 
 
-def rollout_report(columns: dict[str, Any], num_rollouts: int, group: dist.ProcessGroup) -> dict[str, float]:
+def rollout_report(
+    columns: dict[str, Any], num_rollouts: int, group: dist.ProcessGroup, *, log_correct: bool = False
+) -> dict[str, float]:
     """Per-token columns: mean over rollouts of each rollout's mean over trained tokens. Others: mean over samples.
 
     ``logprob_abs_diff_max`` is the largest ``|trainer - engine|`` over all trained tokens. Every rank must have the
-    same columns.
+    same columns. With ``log_correct`` also the mean entropy of the samples whose raw reward is 1.
     """
     masks = columns["loss_masks"]
     device = accelerator.current().device()  # where the group communicates; the columns are on the cpu
@@ -53,6 +55,8 @@ def rollout_report(columns: dict[str, Any], num_rollouts: int, group: dist.Proce
     report |= {name: value / num_samples for name, value in zip(plain, values[len(names) :], strict=True)}
     if columns.get("raw_reward"):
         report["raw_reward"] = sum(columns["raw_reward"]) / len(columns["raw_reward"])
+    if log_correct and columns.get("entropy") is not None:
+        report |= _correct_entropy(columns, group, device)
     if "log_probs" in names and "rollout_log_probs" in names:
         report["logprob_abs_diff_max"] = _largest_difference(columns, group, device)
     return report
@@ -74,6 +78,18 @@ def warn_if_off_policy(rollout_id: int, report: dict[str, float]) -> None:
 def _flat(rows: list[torch.Tensor]) -> torch.Tensor:
     """A hook may have put its tensors on the device."""
     return torch.cat([row.cpu() for row in rows])
+
+
+def _correct_entropy(columns: dict[str, Any], group: dist.ProcessGroup, device: torch.device) -> dict[str, float]:
+    """Mean over the right samples of all ranks of each one's mean over trained tokens; nothing without such a sample."""
+    raw = [columns["raw_reward"][position] for position in columns["partition"]]
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    for reward, entropy, mask in zip(raw, columns["entropy"], columns["loss_masks"], strict=True):
+        if reward == 1 and bool(mask.any()):
+            sums += torch.tensor([float(entropy.cpu()[mask.cpu() != 0].mean()), 1.0], dtype=sums.dtype, device=device)
+    dist.all_reduce(sums, group=group)
+    total, count = sums.tolist()
+    return {"correct_entropy": total / count} if count else {}
 
 
 def _largest_difference(columns: dict[str, Any], group: dist.ProcessGroup, device: torch.device) -> float:

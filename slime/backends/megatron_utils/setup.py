@@ -55,6 +55,7 @@ def init_distributed(parallel: ParallelArgs, trainer: TrainerArgs) -> None:
             expert_model_parallel_size=parallel.expert_model_parallel_size,
             expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
             virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+            order="tp-cp-ep-pp-dp" if parallel.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
             distributed_timeout_minutes=max(1, round(parallel.distributed_timeout_minutes)),
             create_gloo_process_groups=False,
         )

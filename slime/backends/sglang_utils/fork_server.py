@@ -118,6 +118,8 @@ class ForkedServer:
 
     def stop(self) -> None:
         kill_group(self.pid)
+        self.exit_code()  # keep the status while the connection is there to tell it
+        self._answers.close()
         self._connection.close()
 
 
@@ -180,6 +182,8 @@ def _serve(socket_path: str) -> None:
                 pid = os.fork()
                 if pid == 0:
                     _become_server(connection, request, unused=[listener, *asking, *servers.values()])
+                with contextlib.suppress(OSError):  # the child does it too: whoever comes first
+                    os.setpgid(pid, pid)  # so that the client can kill the group as soon as it knows the number
                 servers[pid] = connection
                 _tell(connection, {"pid": pid})
 
@@ -224,7 +228,7 @@ def _tell(connection: socket.socket, message: dict[str, int]) -> None:
 def _become_server(connection: socket.socket, request: dict[str, Any], *, unused: Sequence[socket.socket]) -> NoReturn:
     """In the forked child. Never returns to the accepting loop, whatever goes wrong."""
     try:
-        os.setsid()
+        os.setpgid(0, 0)
         for inherited in unused:
             inherited.close()
         os.environ.update(request["env"])

@@ -82,9 +82,26 @@ def read_layout(args: Namespace) -> Layout:
         cp=cp,
         ep=ep,
         etp=etp if ep > 1 or read(args, "expert_tensor_parallel_size") is not None else tp,
-        vpp=number(args, "virtual_pipeline_model_parallel_size", 1),
+        vpp=_virtual_stages(args, pp),
         has_sequence_parallel=bool(read(args, "sequence_parallel")) and tp > 1,
     )
+
+
+def _virtual_stages(args: Namespace, pp: int) -> int:
+    """Slices of layers per rank, given as such or as the layers of one slice."""
+    per_slice, num_layers = number(args, "num_layers_per_virtual_pipeline_stage", 0), number(args, "num_layers", 0)
+    if read(args, "num_virtual_stages_per_pipeline_rank") is None and per_slice > 0:
+        return max(1, (num_layers + sum(_extra_layers(args))) // pp // per_slice)
+    return max(1, number(args, "num_virtual_stages_per_pipeline_rank", 1))
+
+
+def _extra_layers(args: Namespace) -> tuple[int, int]:
+    """What counts as a layer of the first and of the last stage besides layers: embedding and loss."""
+    first, last = (
+        read(args, "account_for_embedding_in_pipeline_split"),
+        read(args, "account_for_loss_in_pipeline_split"),
+    )
+    return int(bool(first)), int(bool(last))
 
 
 def stage_layers(args: Namespace, num_layers: int, pp: int) -> Sequence[range]:
@@ -99,7 +116,8 @@ def stage_layers(args: Namespace, num_layers: int, pp: int) -> Sequence[range]:
     if pp == 1:
         return [range(num_layers)]
     ends = [item for item in (first, last) if item is not None]
-    middle, rest = pp - len(ends), num_layers - sum(ends)
+    extra = _extra_layers(args)
+    middle, rest = pp - len(ends), num_layers + sum(extra) - sum(ends)
     if rest < 0 or (middle and rest % middle) or (not middle and rest):
         raise PlanError(f"{num_layers} layers do not divide over {pp} pipeline stages.")
     sizes = [rest // middle if middle else 0] * pp
@@ -107,5 +125,6 @@ def stage_layers(args: Namespace, num_layers: int, pp: int) -> Sequence[range]:
         sizes[0] = first
     if last is not None:
         sizes[-1] = last
+    sizes[0], sizes[-1] = sizes[0] - extra[0], sizes[-1] - extra[1]
     starts = [sum(sizes[:stage]) for stage in range(pp)]
     return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]

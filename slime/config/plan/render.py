@@ -222,6 +222,8 @@ def _trainer(plan: Plan) -> Iterable[RenderableType]:
     if copies:
         notes += f"; copies of the weights on the host: {size(copies)} per rank"
     yield Text(notes, style="dim")
+    if plan.placement and plan.placement.has_critic:
+        yield Text("the critic's model and states are of the same size and not counted", style="dim")
     yield Text("not counted: CUDA context, NCCL buffers, fragmentation", style="dim")
 
 

@@ -196,7 +196,8 @@ def _mtp_weights(shape: Shape) -> Iterator[Weight]:
         yield Weight(weight.name, weight.numel, weight.count, weight.active, weight.split, "head")
 
 
-# Megatron's argument -> where config.json of a Hugging Face checkpoint has it. Only for what the namespace leaves open.
+# Megatron's argument -> where config.json of a Hugging Face checkpoint has it. Resolved arguments have it all; this is
+# for models that the trainer cannot build, so that their size is shown beside the problem.
 _HF_KEYS: dict[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers",),
     "hidden_size": ("hidden_size",),
@@ -248,7 +249,7 @@ def read_shape(args: Namespace) -> Shape:
         kv_heads=values["num_query_groups"] or heads,
         head_dim=values["kv_channels"] or values["hidden_size"] // heads,
         vocab=values["vocab_size"],
-        padded_vocab=math.ceil(values["vocab_size"] / step) * step,
+        padded_vocab=read(args, "padded_vocab_size") or math.ceil(values["vocab_size"] / step) * step,
         is_tied=bool(tied) if tied is not None else not read(args, "untie_embeddings_and_output_weights"),
         has_qk_norm=bool(read(args, "qk_layernorm")) or model_type in _QK_NORM or bool(config.get("use_qk_norm")),
         has_qkv_bias=_has_qkv_bias(args, config, model_type),

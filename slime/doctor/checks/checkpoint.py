@@ -36,10 +36,10 @@ def weights(situation: Situation) -> Iterator[Finding]:
         yield fail("weights", f"{len(missing)} of {len(files)} files are missing: {_listed(missing)}", fix)
     torn = [name for name in files if name not in missing and (_wrong_length(root / name))]
     if torn:
-        yield fail("weights", f"{len(torn)} files are truncated or damaged: {_listed(torn)}", fix)
+        yield fail("weights", f"truncated or damaged: {_listed(torn)}", fix)
     if not missing and not torn:
         total = sum(os.path.getsize(root / name) for name in files)
-        yield ok("weights", f"{len(files)} files, {size(total)}, complete ({path})")
+        yield ok("weights", f"complete: {len(files)} x .safetensors, {size(total)} ({path})")
 
 
 def resume(situation: Situation) -> Iterator[Finding]:

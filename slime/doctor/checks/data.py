@@ -42,7 +42,9 @@ def tokenizer(situation: Situation) -> Iterator[Finding]:
             "tokenizer", value, "copy tokenizer.json, or the files of the tokenizer's class, into the checkpoint"
         )
     elif back != _TEXT:
-        yield warn("tokenizer", f"{_TEXT!r} comes back as {back!r}", "harmless if no prompt and no answer has such characters")
+        yield warn(
+            "tokenizer", f"{_TEXT!r} comes back as {back!r}", "harmless if no prompt and no answer has such characters"
+        )
     else:
         yield ok("tokenizer", f"{type(words).__name__}, {len(words)} tokens, round trip exact")
 

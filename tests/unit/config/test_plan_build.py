@@ -136,6 +136,25 @@ def test_a_section_that_cannot_be_worked_out_leaves_the_others() -> None:
     assert "Not worked out" in printed(plan)
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"num_experts": 4},
+        {"kv_lora_rank": 3},
+        {"context_parallel_size": 0},
+        {"rollout_num_gpus_per_engine": 0},
+        {"micro_batch_size": 0},
+        {"moe_layer_freq": [1], "num_experts": 4, "moe_router_topk": 2},
+        {"sglang_config": "no-such-file.yaml"},
+    ],
+    ids=lambda flags: next(iter(flags)),
+)
+def test_a_wrong_flag_becomes_a_gap_and_breaks_nothing(flags: dict[str, Any]) -> None:
+    plan = build(plan_args(**flags), title="t", device_bytes=GIB)
+    assert plan.gaps
+    assert "Not worked out" in printed(plan)
+
+
 def test_problems_decide_whether_it_would_start() -> None:
     assert "would start" in printed(build(plan_args(), title="t", device_bytes=GIB))
     text = printed(build(plan_args(), title="t", device_bytes=GIB, problems=["--lr -1 [red] is wrong."]))

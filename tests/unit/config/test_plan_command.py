@@ -92,6 +92,13 @@ def test_help_needs_no_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "slime plan" in capsys.readouterr().out
 
 
+def test_the_package_runs_as_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "slime", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.startswith("    slime plan")
+
+
 def run_and_list_heavy_modules(arguments: list[str]) -> tuple[str, list[str]]:
     """Run a script of the repository as it is run from a shell; (output, which heavy packages it imported)."""
     code = (

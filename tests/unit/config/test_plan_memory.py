@@ -164,6 +164,19 @@ def test_the_last_stage_may_have_fewer_layers() -> None:
     assert [len(stage) for stage in stages] == [3, 3, 1]
 
 
+def test_embedding_and_loss_may_count_as_layers() -> None:
+    flags = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+    assert [len(stage) for stage in stage_layers(plan_args(**flags), 6, 4)] == [1, 2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "flags", [{"num_virtual_stages_per_pipeline_rank": 2}, {"num_layers_per_virtual_pipeline_stage": 1}]
+)
+def test_interleaved_stages_keep_more_micro_batches(flags: dict[str, int]) -> None:
+    stages = memory(world_size=2, pipeline_model_parallel_size=2, global_batch_size=64, **flags)
+    assert [stage.in_flight for stage in stages] == [3, 2]
+
+
 def test_layers_that_do_not_divide_are_named() -> None:
     with pytest.raises(PlanError, match="7 layers do not divide over 2"):
         stage_layers(plan_args(), 7, 2)

@@ -137,6 +137,14 @@ _PP4 = "--pipeline-model-parallel-size 4"
             QWEN3_4B, "--decoder-last-pipeline-num-layers 5", 1, "needs --pipeline-model-parallel-size", id="69-stage"
         ),
         pytest.param(QWEN3_4B, "--lr-warmup-fraction 1.0", 1, "at least 0 and below 1", id="warm-up"),
+        pytest.param(QWEN3_4B, "--enable-mtp-training", 1, "needs --mtp-num-layers N", id="mtp"),
+        pytest.param(
+            QWEN3_4B,
+            "--only-train-params-name-list a --freeze-params-name-list b",
+            1,
+            "exclude each other: give one",
+            id="frozen-and-trained",
+        ),
         pytest.param(
             QWEN3_4B, "--lr-warmup-fraction 0.1 --lr-warmup-iters 3", 1, "exclude each other", id="two-warm-ups"
         ),
@@ -247,6 +255,8 @@ def test_derived_values_of_the_trainer(tmp_path: Path) -> None:
     assert (args.data_parallel_size, args.expert_tensor_parallel_size) == (2, 2)
     assert (args.variable_seq_lengths, args.moe_token_dispatcher_type) == (True, "alltoall")
     assert args.tokenizer_type == "HuggingFaceTokenizer"
+    assert args.use_distributed_optimizer is True
+    assert resolved(hf, ["--optimizer", "sgd"]).use_distributed_optimizer is False
     assert resolved(hf, ["--fp16"]).bf16 is False
     assert resolved(hf, ["--fp32"]).accumulate_allreduce_grads_in_fp32 is False
 
@@ -268,7 +278,10 @@ def test_a_dispatcher_that_is_not_there_is_replaced_and_that_is_told(tmp_path: P
 
 def test_the_tokenizer_of_the_checkpoint_may_be_spelled_out(tmp_path: Path) -> None:
     hf = write_config(tmp_path, QWEN3_4B)
-    assert resolved(hf, ["--tokenizer-model", hf]).tokenizer_model is None
+    assert problems_of(hf, ["--tokenizer-model", hf + "/"]) == []
+    assert resolved(hf, []).tokenizer_model == hf
+    (problem,) = problems_of(hf, ["--tokenizer-model", "/elsewhere"])
+    assert problem.startswith("--tokenizer-model /elsewhere is not supported yet")
 
 
 def test_rules_and_steps_have_names_that_a_traceback_can_show() -> None:

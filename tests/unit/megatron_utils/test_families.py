@@ -104,6 +104,7 @@ def test_every_line_of_a_familys_table_is_used_by_one_of_its_models(kind: str, t
             f"{layer}self_attention.{x}.weight" for x in ("linear_q_down_proj", "q_layernorm", "linear_q_up_proj")
         },
         "deepseek_v3": {f"{layer}self_attention.linear_q_proj.weight"},
+        "glm4_moe_lite": {f"{layer}self_attention.linear_q_proj.weight"},
         "kimi_k2": {f"{layer}self_attention.linear_q_proj.weight"},
         "qwen3_moe_unnormalised": {f"{layer}mlp.linear_fc{i}.weight" for i in (1, 2)},  # no dense layer
     }

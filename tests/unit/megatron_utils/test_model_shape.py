@@ -47,6 +47,7 @@ from tests.unit.megatron_utils.hub_models import (
         (DEEPSEEK_V3, "--moe-router-topk-scaling-factor 1.0", "routed_scaling_factor 2.5"),
         (DEEPSEEK_V3, "--moe-router-num-groups 4", "n_group 8"),
         (DEEPSEEK_V3, "--moe-router-group-topk 2", "topk_group 4"),
+        (DEEPSEEK_V3, "--num-query-groups 8", "num_key_value_heads 128"),
         (DEEPSEEK_V3, "--q-lora-rank 1024", "q_lora_rank 1536"),
         (DEEPSEEK_V3, "--kv-lora-rank 256", "kv_lora_rank 512"),
         (DEEPSEEK_V3, "--qk-head-dim 64", "qk_nope_head_dim 128"),
@@ -165,6 +166,15 @@ def test_the_embedding_is_padded_for_the_tensor_parallel_ranks(tmp_path: Path) -
     assert resolved(hf, ["--tensor-model-parallel-size", "4"]).padded_vocab_size == 512
     assert resolved(hf, ["--make-vocab-size-divisible-by", "10"]).padded_vocab_size == 160
     assert resolved(hf, ["--padded-vocab-size", "200"]).padded_vocab_size == 200
+
+
+def test_a_yaml_list_is_a_pattern_too(tmp_path: Path) -> None:
+    hf, file = write_config(tmp_path, DEEPSEEK_V3 | {"num_hidden_layers": 4}), tmp_path / "more.yaml"
+    file.write_text("moe_layer_freq: [0, 0, 0, 1]\n")
+    assert resolved(hf, ["--custom-config-path", str(file)]).moe_layer_freq == [0, 0, 0, 1]
+    assert problems_of(hf, ["--custom-config-path", str(file)]) == []
+    file.write_text("moe_layer_freq: [0, 0, 1, 1]\n")
+    assert "says 1 for layer 2, which is dense" in problems_of(hf, ["--custom-config-path", str(file)])[0]
 
 
 def test_deriving_twice_changes_nothing(tmp_path: Path) -> None:

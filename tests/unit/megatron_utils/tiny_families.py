@@ -92,6 +92,12 @@ KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
         | {"rope_parameters": _YARN},
         "kimi_k2",
     ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        {**{k: v for k, v in _SIGMOID.items() if k != "first_k_dense_replace"}, **_MLA, "v_head_dim": 24}
+        | {"q_lora_rank": 20, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 4},
+        "glm4_moe_lite",
+    ),
     "mimo": ("Qwen2Config", {"num_nextn_predict_layers": 1}, "mimo"),
 }
 
@@ -133,7 +139,7 @@ def _add_prediction_layer(model_type: str, path: Path, config: Any) -> None:
                 "model.mtp_layers.0.",
                 ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
             )
-        case "deepseek_v3" | "kimi_k2" | "glm4_moe":
+        case "deepseek_v3" | "kimi_k2" | "glm4_moe" | "glm4_moe_lite":
             own = f"model.layers.{config.num_hidden_layers}."
             names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
         case _:

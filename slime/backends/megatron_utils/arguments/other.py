@@ -120,7 +120,7 @@ _LAUNCHER: dict[str, str] = {
         tokenizer-hf-no-include-special-tokens tokenizer-hf-no-use-fast tokenizer-sentencepiece-legacy
         torch-fsdp2-no-reshard-after-forward use-checkpoint-args use-dist-ckpt use-legacy-models
         use-legacy-static-engine use-mcore-models use-mp-args-from-checkpoint-args use-nccl-ub use-one-sent-docs
-        use-pytorch-profiler use-ring-exchange-p2p use-sharp use-torch-fsdp2 use-tp-pp-dp-mapping vision-pretraining
+        use-pytorch-profiler use-ring-exchange-p2p use-sharp use-torch-fsdp2 vision-pretraining
     """,
 }
 """Options of Megatron-LM's launcher without a field in megatron-core, by what follows them on a command line."""

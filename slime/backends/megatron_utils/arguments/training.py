@@ -43,6 +43,9 @@ class ParallelArgs:
     expert_tensor_parallel_size: int | None = flag(
         None, "Ranks that share one expert. Default: --tensor-model-parallel-size."
     )
+    use_tp_pp_dp_mapping: bool = flag(
+        False, "Number the ranks tensor, context, pipeline, data, instead of data before pipeline."
+    )
     allgather_cp: bool = flag(
         False, "Context parallelism in contiguous pieces, for models with sparse attention.", later=_NO_SPARSE
     )
@@ -199,9 +202,7 @@ class TrainerArgs:
             "later": "the batch keeps its size",
         },
     )
-    tokenizer_model: str | None = flag(
-        None, "Tokenizer. Default: --hf-checkpoint.", later="the tokenizer comes from --hf-checkpoint"
-    )
+    tokenizer_model: str | None = flag(None, "Tokenizer; only --hf-checkpoint, the default.", metavar="DIR")
     tokenizer_type: str | None = flag(None, "Kind of tokenizer; only HuggingFaceTokenizer, the default.")
     trust_remote_code: bool = flag(False, "Code of the tokenizer's directory may run.", no_effect="always allowed")
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1, and what is built like them: Moonlight (the same ``model_type``) and Kimi K2.
+"""DeepSeek-V3 and R1, and what is built like them: Moonlight (the same ``model_type``), Kimi K2, GLM-4.7-Flash.
 
 Multi-latent attention, leading dense layers, shared experts, and a sigmoid router whose bias only takes part in the
 choice. The multi-token-prediction layer stands behind the decoder's layers in the checkpoint.
@@ -20,7 +20,7 @@ from slime.backends.megatron_utils.families.base import (
 )
 from slime.backends.megatron_utils.families.glm4_moe import MTP_NAMES
 
-__all__ = ["DEEPSEEK_V3", "KIMI_K2"]
+__all__ = ["DEEPSEEK_V3", "GLM4_MOE_LITE", "KIMI_K2"]
 
 _DECODER = MLA + DENSE_MLP + EXPERTS + ROUTER_BIAS + SHARED_EXPERTS
 
@@ -44,3 +44,9 @@ DEEPSEEK_V3 = Family(
 )
 
 KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")
+
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3,
+    model_type="glm4_moe_lite",
+    defaults={**DEEPSEEK_V3.defaults, "rms_norm_eps": 1e-5, "q_lora_rank": 768},
+)

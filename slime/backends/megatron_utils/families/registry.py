@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slime.backends.megatron_utils.families.base import Family
-from slime.backends.megatron_utils.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
+from slime.backends.megatron_utils.families.deepseek_v3 import DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K2
 from slime.backends.megatron_utils.families.glm4 import GLM4
 from slime.backends.megatron_utils.families.glm4_moe import GLM4_MOE
 from slime.backends.megatron_utils.families.llama import LLAMA
@@ -15,7 +15,8 @@ from slime.backends.megatron_utils.families.qwen3_moe import QWEN3_MOE
 __all__ = ["FAMILIES", "NOT_BUILT", "why_not_built"]
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (DEEPSEEK_V3, GLM4, GLM4_MOE, KIMI_K2, LLAMA, MIMO, QWEN2, QWEN3, QWEN3_MOE)
+    family.model_type: family
+    for family in (DEEPSEEK_V3, GLM4, GLM4_MOE, GLM4_MOE_LITE, KIMI_K2, LLAMA, MIMO, QWEN2, QWEN3, QWEN3_MOE)
 }
 
 NOT_BUILT: dict[str, str] = {
@@ -27,7 +28,6 @@ NOT_BUILT: dict[str, str] = {
     "minimax_m2": "the norm over all heads' queries and keys together is not written yet",
     "deepseek_v32": "the sparse-attention indexer is not written yet",
     "glm_moe_dsa": "the sparse-attention indexer is not written yet",
-    "glm4_moe_lite": "it has not been verified against transformers yet",
 }
 """Families that launch scripts exist for, and what each one lacks."""
 

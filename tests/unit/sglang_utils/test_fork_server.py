@@ -1,0 +1,156 @@
+"""The preloading process against clients that misbehave. A stand-in for SGLang is preloaded: it starts at once."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slime.backends.sglang_utils.fork_server import ForkedServer, ForkServer
+from slime.utils.deadline import Deadline, wait_until
+from slime.utils.errors import EngineError
+
+SERVER = """
+import sys, time
+def launch_server(argv):
+    match argv:
+        case ["exit", status]:
+            sys.exit(int(status))
+        case ["usage"]:
+            print("usage: no such flag")
+            sys.exit("bad flag")
+        case ["raise"]:
+            raise RuntimeError("the reason")
+        case ["serve"]:
+            time.sleep(600)
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path) -> Path:
+    """A package named sglang with as much of it as the process touches."""
+    files = {
+        **dict.fromkeys(("../__init__.py", "__init__.py", "entrypoints/__init__.py"), ""),
+        "plugins/__init__.py": "load_plugins = lambda: None\n",
+        "entrypoints/http_server.py": SERVER,
+        "server_args.py": "prepare_server_args = lambda argv: argv\n",
+        "utils.py": "kill_process_tree = lambda pid, include_parent: None\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / "sglang" / "srt" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+@pytest.fixture
+def server(stand_in: Path) -> Iterator[ForkServer]:
+    running = ForkServer(stand_in / "log", {"PYTHONPATH": str(stand_in)})
+    yield running
+    running.stop()
+
+
+def fork(server: ForkServer, log: Path, *argv: str) -> ForkedServer:
+    return ForkedServer(server.socket_path, argv, env={}, log_path=log, deadline=Deadline(30, "the fork"))
+
+
+def ended(forked: ForkedServer) -> int:
+    wait_until(lambda: forked.exit_code() is not None, Deadline(20, "the server to end"))
+    status = forked.exit_code()
+    assert status is not None
+    return status
+
+
+def test_a_servers_exit_status_is_told(server: ForkServer, tmp_path: Path):
+    assert ended(fork(server, tmp_path / "a", "exit", "7")) == 7
+    serving = fork(server, tmp_path / "b", "serve")
+    assert serving.exit_code() is None
+    serving.stop()
+    assert ended(serving) == -signal.SIGKILL
+
+
+def test_a_usage_error_has_no_traceback_on_top_and_an_exception_has_one(server: ForkServer, tmp_path: Path):
+    assert ended(fork(server, tmp_path / "usage", "usage")) == 1
+    assert "Traceback" not in (tmp_path / "usage").read_text()
+    assert ended(fork(server, tmp_path / "raise", "raise")) == 1
+    assert "RuntimeError: the reason" in (tmp_path / "raise").read_text()
+
+
+def test_clients_that_vanish_or_talk_nonsense_or_keep_silent_delay_nobody(server: ForkServer, tmp_path: Path):
+    wait_until(Path(server.socket_path).exists, Deadline(20, "the fork server"))
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(server.socket_path)
+        for said in (b"", b"{}\n", b"nonsense\n", json.dumps({"argv": ["exit", "0"]}).encode()):
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(server.socket_path)
+                client.sendall(said)
+        assert ended(fork(server, tmp_path / "log", "exit", "3")) == 3
+        silent.setblocking(False)
+        with pytest.raises(BlockingIOError):  # still connected: nobody waited for it
+            silent.recv(1)
+    server.raise_if_dead()
+
+
+def test_a_server_ends_with_the_client_that_asked_for_it(server: ForkServer, tmp_path: Path):
+    kept = fork(server, tmp_path / "kept", "serve")
+    dropped = fork(server, tmp_path / "dropped", "serve")
+    pid = dropped.pid
+    dropped._answers.close()
+    dropped._connection.close()
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), Deadline(10, "the server to end"))
+    assert kept.exit_code() is None
+    kept.stop()
+
+
+def test_a_preload_that_fails_ends_the_wait_of_the_engines_at_once(stand_in: Path):
+    (stand_in / "sglang" / "srt" / "plugins" / "__init__.py").write_text("raise ImportError('half an install')\n")
+    server = ForkServer(stand_in / "log", {"PYTHONPATH": str(stand_in)})
+    with pytest.raises(EngineError, match="preloads SGLang ended before"):
+        fork(server, stand_in / "engine", "serve")
+    wait_until(lambda: _is_dead(server), Deadline(10, "the process to be collected"))
+    with pytest.raises(EngineError, match=r"(?s)status 1.*half an install"):
+        server.raise_if_dead()
+
+
+def _is_dead(server: ForkServer) -> bool:
+    try:
+        server.raise_if_dead()
+    except EngineError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_the_sockets_directory_goes_with_the_process_or_its_owner(stand_in: Path, is_killed: bool):
+    code = (
+        "import sys, pathlib; from slime.backends.sglang_utils.fork_server import ForkServer\n"
+        f"s = ForkServer(pathlib.Path({str(stand_in / 'log')!r}), {{'PYTHONPATH': {str(stand_in)!r}}})\n"
+        "print(s.socket_path, flush=True); sys.stdin.readline(); s.stop()"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert owner.stdin is not None
+    assert owner.stdout is not None
+    path = Path(owner.stdout.readline().strip())
+    wait_until(path.exists, Deadline(20, "the socket"))
+    if is_killed:
+        owner.kill()
+    else:
+        owner.stdin.write("\n")
+        owner.stdin.flush()
+    owner.wait(20)
+    wait_until(lambda: not path.parent.exists(), Deadline(10, "the directory to go"))
+
+
+def test_no_fork_server_is_a_clear_error(tmp_path: Path):
+    (tmp_path / "socket").touch()
+    started = time.monotonic()
+    with pytest.raises(EngineError, match="cannot reach the process that preloads SGLang"):
+        ForkedServer(str(tmp_path / "socket"), [], env={}, log_path=tmp_path / "log", deadline=Deadline(30, "x"))
+    assert time.monotonic() - started < 10
