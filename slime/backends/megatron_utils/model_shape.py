@@ -130,7 +130,8 @@ _FIELDS = (
 _SWITCHES: tuple[tuple[str, str, Callable[[ModelShape], bool]], ...] = (
     # dest, the config field or what the model lacks, whether the model has it
     ("qk_layernorm", "queries and keys have no norm", lambda s: s.has_qk_norm),
-    ("add_qkv_bias", "queries, keys and values have no bias", lambda s: s.has_qkv_bias),
+    # latent attention has no such projection; a preset that carries the flag all the same means nothing by it
+    ("add_qkv_bias", "queries, keys and values have no bias", lambda s: s.has_qkv_bias or s.mla is not None),
     ("rotary_interleaved", "its rope rotates halves, not neighbours", lambda s: s.is_rotary_interleaved),
     ("use_rope_scaling", "it has no llama3 rope scaling", lambda s: s.llama3_rope is not None),
     ("untie_embeddings_and_output_weights", "tie_word_embeddings is true", lambda s: not s.is_tied),

@@ -272,6 +272,32 @@ KIMI_K2: Config = DEEPSEEK_V3 | {
     "vocab_size": 163840,
 }
 
+GLM47_FLASH: Config = DEEPSEEK_V3 | {
+    "first_k_dense_replace": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "max_position_embeddings": 202752,
+    "model_type": "glm4_moe_lite",
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "num_attention_heads": 20,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 47,
+    "num_key_value_heads": 20,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 1.0,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.8,
+    "topk_group": 1,
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
+
 MIMO_7B: Config = {
     "architectures": ["MiMoForCausalLM"],
     "attention_bias": True,
@@ -304,6 +330,7 @@ HUB_MODELS: dict[str, Config] = {
     "deepseek-v3": DEEPSEEK_V3,
     "moonlight": MOONLIGHT,
     "kimi-k2": KIMI_K2,
+    "glm4.7-30B-A3B": GLM47_FLASH,
     "mimo-7B-rl": MIMO_7B,
 }
 """By the name of the preset that goes with it."""

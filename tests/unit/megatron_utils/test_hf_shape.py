@@ -56,12 +56,13 @@ def test_leaving_out_every_model_flag_gives_what_the_preset_says(preset: str, tm
         "moe_aux_loss_coeff",
         "moe_router_dtype",
         "seq_length",
+        "make_vocab_size_divisible_by",
         "mtp_num_layers",
         "use_rotary_position_embeddings",
         "rotary_scaling_factor",
     }
     if "--multi-latent-attention" in model_words()[preset]:
-        free |= {"kv_channels", "moe_router_num_groups", "moe_router_group_topk", "mscale_all_dim"}
+        free |= {"kv_channels", "moe_router_num_groups", "moe_router_group_topk", "mscale_all_dim", "add_qkv_bias"}
     different = {
         name: (value, getattr(derived, name))
         for name, value in vars(given).items()

@@ -92,10 +92,12 @@ KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
         | {"rope_parameters": _YARN},
         "kimi_k2",
     ),
+    # rms_norm_eps stays 1e-6: for the norms inside latent attention transformers takes 1e-6 whatever the config says,
+    # Megatron and SGLang take the config's
     "glm4_moe_lite": (
         "Glm4MoeLiteConfig",
         {**{k: v for k, v in _SIGMOID.items() if k != "first_k_dense_replace"}, **_MLA, "v_head_dim": 24}
-        | {"q_lora_rank": 20, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 4},
+        | {"q_lora_rank": 20, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 4, "rms_norm_eps": 1e-6},
         "glm4_moe_lite",
     ),
     "mimo": ("Qwen2Config", {"num_nextn_predict_layers": 1}, "mimo"),

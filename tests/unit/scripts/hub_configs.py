@@ -37,8 +37,10 @@ def hub_config(facts: Facts) -> dict[str, Any]:
     if facts.get("llama3_scaling"):
         config["rope_scaling"] = {"rope_type": "llama3", "factor": float(facts["rope_factor"]), "low_freq_factor": 1.0}
         config["rope_scaling"] |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    if facts.get("mtp_layers"):
-        config["num_nextn_predict_layers"] = facts["mtp_layers"]
+    # the recipe of GLM-4.7-Flash builds its prediction layer, which the preset leaves out
+    num_mtp_layers = 1 if facts["hf_type"] == "glm4_moe_lite" else facts.get("mtp_layers", 0)
+    if num_mtp_layers:
+        config["num_nextn_predict_layers"] = num_mtp_layers
     if (facts["hf_type"], facts["hidden"]) in _DELTA_NET_VALUE_HEADS:
         config["linear_num_value_heads"] = _DELTA_NET_VALUE_HEADS[facts["hf_type"], facts["hidden"]]
     return config | _attention(facts) | _experts(facts)
