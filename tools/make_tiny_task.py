@@ -21,7 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,7 @@ SMALLEST, LARGEST = 10, 99
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of the Qwen3; the defaults make about a million parameters."""
+    """Sizes of the Qwen3; the defaults make about a million parameters. With a larger ``init_std`` it learns to copy sooner."""
 
     hidden_size: int = 128
     num_layers: int = 4
@@ -54,6 +54,7 @@ class ModelShape:
     num_kv_heads: int = 2
     head_dim: int = 32
     max_positions: int = 512
+    init_std: float = 0.02
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ def make_tiny_task(
     num_eval: int = 256,
     forgotten_carries: float = 0.8,
     shape: ModelShape | None = None,
+    words: Sequence[str] = (),
 ) -> TinyTask:
     """Write model and data below ``output``.
 
@@ -84,6 +86,7 @@ def make_tiny_task(
         num_eval: held-out problems. All others, about 3,800 with the defaults, are for training.
         forgotten_carries: share of the solutions with a carry from the ones that forget it; 0 makes all of them right.
         shape: sizes of the model.
+        words: more strings that are one token each, such as names and tags; part of the text, not special tokens.
 
     Raises:
         ValueError: the sets do not fit into the problems there are.
@@ -91,7 +94,7 @@ def make_tiny_task(
     output = Path(output)
     model = output / "model"
     model.mkdir(parents=True, exist_ok=True)
-    vocab_size = _write_tokenizer(model)
+    vocab_size = _write_tokenizer(model, words)
     _write_model(model, shape or ModelShape(), vocab_size, seed)
     sft, train, held_out = _split_problems(seed, num_sft, num_eval)
     paths = {name: output / f"{name}.jsonl" for name in ("sft", "train", "eval")}
@@ -135,20 +138,21 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_tokenizer(model: Path) -> int:
-    """One token per character, one per role and per special token. Returns the vocabulary's size."""
+def _write_tokenizer(model: Path, more_words: Sequence[str]) -> int:
+    """One token per character, per role, per further word and per special token. Returns the vocabulary's size."""
     from tokenizers import AddedToken, Regex, Tokenizer
     from tokenizers.decoders import Fuse
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Split
 
-    words = [PAD, UNKNOWN, START, END, *ROLES, *CHARACTERS]
+    words = [PAD, UNKNOWN, START, END, *ROLES, *CHARACTERS, *more_words]
     tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")  # type: ignore[assignment]
     tokenizer.decoder = Fuse()  # type: ignore[assignment]
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in (PAD, UNKNOWN, START, END)])
     # Whole words, but no special tokens: decoding keeps them.
     tokenizer.add_tokens([AddedToken(role, normalized=False, single_word=True) for role in ROLES])
+    tokenizer.add_tokens([AddedToken(word, normalized=False, single_word=word.isalpha()) for word in more_words])
     tokenizer.save(str(model / "tokenizer.json"))
     _write_json(
         model / "tokenizer_config.json",
@@ -187,7 +191,7 @@ def _write_model(model: Path, shape: ModelShape, vocab_size: int, seed: int) -> 
         "attention_bias": False,
         "attention_dropout": 0.0,
         "tie_word_embeddings": True,
-        "initializer_range": 0.02,
+        "initializer_range": shape.init_std,
         "use_cache": True,
         "eos_token_id": end,
         "pad_token_id": pad,
@@ -199,7 +203,7 @@ def _write_model(model: Path, shape: ModelShape, vocab_size: int, seed: int) -> 
 
 
 def _weights(shape: ModelShape, vocab_size: int, seed: int) -> dict[str, np.ndarray]:
-    """Hugging Face names and shapes ([out, in]); normal(0, 0.02), norms at one."""
+    """Hugging Face names and shapes ([out, in]); normal(0, init_std), norms at one."""
     import numpy as np
 
     rng = np.random.default_rng(seed)
@@ -222,7 +226,7 @@ def _weights(shape: ModelShape, vocab_size: int, seed: int) -> dict[str, np.ndar
     }
 
     def normal(*size: int) -> np.ndarray:
-        return (rng.standard_normal(size) * 0.02).astype(np.float32)
+        return (rng.standard_normal(size) * shape.init_std).astype(np.float32)
 
     weights = {"model.embed_tokens.weight": normal(vocab_size, hidden)}
     for layer in range(shape.num_layers):

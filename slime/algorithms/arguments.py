@@ -144,9 +144,7 @@ class ModelCopyArgs:
     )
     num_critic_only_steps: int = _flag(0, "First rollouts that train the critic only (ppo).")
     reset_optimizer_states: bool = _flag(False, "Forget the optimizer's moments before every rollout.")
-    use_stateless_adam: bool = _flag(
-        False, "Adam without moments kept between steps.", later="there is no such optimizer yet"
-    )
+    use_stateless_adam: bool = _flag(False, "Adam without moments kept between steps. Needs --no-save-optim.")
     use_routing_replay: bool = _flag(False, "Replay the expert choices of the log-prob pass in training.")
     use_rollout_routing_replay: bool = _flag(
         False, "Replay the engine's expert choices in training.", later="the engine's expert choices are not recorded"

@@ -78,15 +78,13 @@ class ReplayArgs:
         default=None,
         metadata={
             "metavar": "TEMPLATE",
-            "help": "Write the batch of every trainer rank to this file; {rollout_id} and {rank} are replaced.",
-            "later": "batches of the trainer are not dumped; --save-debug-rollout-data dumps the samples",
+            "help": "Write what the trainer trained on to this file; {rollout_id} and {rank} (who writes) are replaced.",
         },
     )
     dump_details: str | None = field(
         default=None,
         metadata={
             "metavar": "DIR",
-            "help": "Dump samples and batches of every rollout below this directory.",
-            "later": "batches of the trainer are not dumped; --save-debug-rollout-data dumps the samples",
+            "help": "Dump samples and batches of every rollout, and the tokenizer, below this directory.",
         },
     )

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
+from slime.data.chat import load_tokenizer
 from slime.data.sample import Sample, iter_samples
 from slime.utils.errors import ConfigError, DataError
 
-__all__ = ["load_debug_rollout_data", "save_debug_rollout_data"]
+__all__ = ["load_debug_rollout_data", "save_debug_rollout_data", "save_tokenizer"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,12 @@ def save_debug_rollout_data(path_template: str | None, data: Any, *, rollout_id:
     finally:
         partial.unlink(missing_ok=True)
     return path
+
+
+def save_tokenizer(directory: str | None, hf_checkpoint: str) -> None:
+    """Put the tokenizer beside the dumps (``<directory>/tokenizer``), so that they can be read without the model."""
+    if directory is not None:
+        load_tokenizer(hf_checkpoint, trust_remote_code=True).save_pretrained(Path(directory) / "tokenizer")
 
 
 def load_debug_rollout_data(

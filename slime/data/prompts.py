@@ -5,24 +5,23 @@ Called by the data source and by evaluation. Every error says which file, which 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
 import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.data.chat import render_chat
+from slime.data.prepare import Prepared, PromptMaker, Row, count_tokens, prepare
 from slime.data.sample import Sample
 from slime.utils.errors import DataError
 
-__all__ = ["Dataset", "check_prompt_file", "filter_long_prompt", "parse_path", "read_file"]
+__all__ = ["Dataset", "check_prompt_file", "filter_long_prompt", "open_prompts", "parse_path", "read_file"]
 
 logger = logging.getLogger(__name__)
-
-Row = dict[str, Any]
 
 _SLICE = re.compile(r"^(.*)@\[(-?\d*):(-?\d*)\]$", re.DOTALL)
 _SUFFIXES = (".jsonl", ".parquet")
@@ -143,60 +142,41 @@ class Dataset:
         seed: int = 42,
         apply_chat_template: bool = False,
         apply_chat_template_kwargs: dict[str, Any] | None = None,
+        num_workers: int = 0,
     ) -> None:
         """
         Args:
             tokenizer: needed for templates and for ``max_length``.
             processor: accepted for the sake of the signature; images are not supported yet.
             max_length: prompts with more tokens are dropped. None keeps all.
+            num_workers: processes that prepare the rows; 0 does it here.
             prompt_key, label_key: row fields. At their defaults, files with ``prompt`` and ``label`` work as well.
 
         Raises:
             DataError: a missing key, a wrong type, no row, or no row that is short enough.
         """
-        if multimodal_keys is not None:
-            raise DataError("--multimodal-keys: prompts with images, video or audio are not supported yet")
-        self._tokenizer = tokenizer
-        self._template_kwargs = dict(apply_chat_template_kwargs or {}) if apply_chat_template else None
-        rows = list(_numbered_rows(path))
-        if not rows:
-            raise DataError(f"{path}: there is no row in it")
-        prompt_key = _prompt_key(rows[0][1], prompt_key)
-        if label_key is None and _DEFAULT_LABEL_KEY in rows[0][1]:
-            label_key = _DEFAULT_LABEL_KEY
-        samples = [self._sample(where, row, prompt_key, label_key, tool_key, metadata_key) for where, row in rows]
-        self.origin_samples = filter_long_prompt(samples, tokenizer, processor, max_length)
+        maker, rows = open_prompts(
+            path,
+            tokenizer,
+            prompt_key=prompt_key,
+            multimodal_keys=multimodal_keys,
+            label_key=label_key,
+            tool_key=tool_key,
+            metadata_key=metadata_key,
+            apply_chat_template=apply_chat_template,
+            apply_chat_template_kwargs=apply_chat_template_kwargs,
+            measures=max_length is not None,
+        )
+        prepared = list(prepare(rows(), maker, num_workers))
+        self.origin_samples = _short_enough(prepared, max_length)
         if not self.origin_samples:
             raise DataError(
-                f"{path}: all {len(samples)} prompts are longer than {max_length} tokens: raise "
+                f"{path}: all {len(prepared)} prompts are longer than {max_length} tokens: raise "
                 "--rollout-max-prompt-len (--eval-max-prompt-len for evaluation)"
             )
         self.samples = self.origin_samples
         self.epoch_id = -1
         self.seed = seed
-
-    def _sample(
-        self, where: str, row: Row, prompt_key: str, label_key: str | None, tool_key: str | None, metadata_key: str
-    ) -> Sample:
-        metadata = _metadata(where, row, metadata_key)
-        tools = _tools(where, row, tool_key)
-        if tools is not None:
-            metadata["tools"] = tools
-        prompt = _field(where, row, prompt_key, "--input-key")
-        if isinstance(prompt, str):
-            messages = [{"role": "user", "content": prompt}]
-        elif isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt):
-            messages = prompt
-        else:
-            raise DataError(f"{where}: {prompt_key!r} must be text or a list of messages, not {type(prompt).__name__}")
-        if self._template_kwargs is not None:
-            kwargs = {"add_generation_prompt": True} | self._template_kwargs
-            try:
-                prompt = render_chat(self._tokenizer, messages, tools=tools, **kwargs)
-            except DataError as error:
-                raise DataError(f"{where}: {error}") from error
-        label = None if label_key is None else _field(where, row, label_key, "--label-key")
-        return Sample(prompt=prompt, label=label, metadata=metadata)
 
     def shuffle(self, new_epoch_id: int) -> None:
         """Bring the samples into the order of an epoch, whatever the order was before."""
@@ -214,20 +194,68 @@ class Dataset:
         return self.samples[index]
 
 
+def open_prompts(
+    path: str,
+    tokenizer: Any,
+    *,
+    prompt_key: str,
+    multimodal_keys: dict[str, str] | None = None,
+    label_key: str | None,
+    tool_key: str | None,
+    metadata_key: str,
+    apply_chat_template: bool,
+    apply_chat_template_kwargs: dict[str, Any] | None,
+    measures: bool,
+) -> tuple[PromptMaker, Callable[[], Iterator[tuple[str, Row]]]]:
+    """How the rows of a file become prompts, and a function that reads them from the first on.
+
+    Raises:
+        DataError: there is no row, or the settings cannot work.
+    """
+    if multimodal_keys is not None:
+        raise DataError("--multimodal-keys: prompts with images, video or audio are not supported yet")
+    first = next(iter(_numbered_rows(path)), None)
+    if first is None:
+        raise DataError(f"{path}: there is no row in it")
+    if label_key is None and _DEFAULT_LABEL_KEY in first[1]:
+        label_key = _DEFAULT_LABEL_KEY
+    maker = PromptMaker(
+        tokenizer=tokenizer,
+        prompt_key=_prompt_key(first[1], prompt_key),
+        label_key=label_key,
+        tool_key=tool_key,
+        metadata_key=metadata_key,
+        template_kwargs=dict(apply_chat_template_kwargs or {}) if apply_chat_template else None,
+        measures=measures,
+    )
+    return maker, functools.partial(_numbered_rows, path)
+
+
 def filter_long_prompt(
     origin_samples: list[Sample], tokenizer: Any, processor: Any, max_length: int | None
 ) -> list[Sample]:
     """The samples whose prompt has at most ``max_length`` tokens, in their order. Message lists are not measured."""
     if max_length is None or not origin_samples:
         return origin_samples
-    if not all(isinstance(sample.prompt, str) for sample in origin_samples):
+    texts = [sample.prompt for sample in origin_samples if isinstance(sample.prompt, str)]
+    is_text = len(texts) == len(origin_samples)
+    lengths: Sequence[int | None] = count_tokens(tokenizer, texts) if is_text else [None] * len(origin_samples)
+    prepared = [Prepared(sample, length) for sample, length in zip(origin_samples, lengths, strict=True)]
+    return _short_enough(prepared, max_length)
+
+
+def _short_enough(prepared: list[Prepared], max_length: int | None) -> list[Sample]:
+    samples = [one.sample for one in prepared]
+    if max_length is None:
+        return samples
+    if any(one.num_tokens is None for one in prepared):
         logger.warning("prompts are message lists, so none is dropped for its length; use --apply-chat-template")
-        return origin_samples
-    ids: Sequence[Sequence[int]] = tokenizer([s.prompt for s in origin_samples], add_special_tokens=False)["input_ids"]
-    kept = [sample for sample, row in zip(origin_samples, ids, strict=True) if len(row) <= max_length]
-    if len(kept) < len(origin_samples):
-        dropped = len(origin_samples) - len(kept)
-        logger.info("dropped %d of %d prompts longer than %d tokens", dropped, len(origin_samples), max_length)
+        return samples
+    kept = [one.sample for one in prepared if (one.num_tokens or 0) <= max_length]
+    if len(kept) < len(samples):
+        logger.info(
+            "dropped %d of %d prompts longer than %d tokens", len(samples) - len(kept), len(samples), max_length
+        )
     return kept
 
 
@@ -239,43 +267,3 @@ def _prompt_key(row: Row, key: str) -> str:
                 logger.info("rows have no %r: prompts are read from %r (--input-key)", key, candidate)
             return candidate
     return key
-
-
-def _field(where: str, row: Row, key: str, flag: str) -> Any:
-    if key not in row or (flag == "--input-key" and row[key] is None):
-        raise DataError(f"{where}: there is no {key!r} ({flag}) in this row; its keys are {_listed(row)}")
-    return row[key]
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names)) or "(none)"
-
-
-def _metadata(where: str, row: Row, key: str) -> dict[str, Any]:
-    value = row.get(key)
-    if isinstance(value, str) and value.lstrip().startswith("{"):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{where}: {key!r} (--metadata-key) looks like JSON but is not: {error}") from None
-    if value is None or value == "":
-        return {}
-    if not isinstance(value, dict):
-        raise DataError(f"{where}: {key!r} (--metadata-key) must be an object, not {type(value).__name__}")
-    return dict(value)
-
-
-def _tools(where: str, row: Row, key: str | None) -> list[Any] | None:
-    value = None if key is None else row.get(key)
-    if value is None:
-        return None
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{where}: {key!r} (--tool-key) is not valid JSON: {error}") from None
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if not isinstance(value, list):
-        raise DataError(f"{where}: {key!r} (--tool-key) must be a list of tools, not {type(value).__name__}")
-    return value

@@ -21,7 +21,8 @@ class OutputArgs:
         default=None, metadata={"help": "Name of the run's folder; without it, the time of the start."}
     )
     log_passrate: bool = field(
-        default=False, metadata={"help": "Log pass@k (k = 1, 2, 4, ... samples per prompt) of rollouts and evaluation sets."}
+        default=False,
+        metadata={"help": "Log pass@k (k = 1, 2, 4, ... samples per prompt) of rollouts and evaluation sets."},
     )
     log_reward_category: str | None = field(
         default=None, metadata={"help": "Key of dict rewards: log which share of the samples has each of its values."}

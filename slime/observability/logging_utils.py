@@ -20,6 +20,7 @@ __all__ = ["collecting", "configure_logger", "finish_tracking", "init_tracking",
 
 logger = logging.getLogger(__name__)
 
+
 class _Log(Protocol):
     def log(self, metrics: Mapping[str, Any], step_key: str) -> None: ...
 

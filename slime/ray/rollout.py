@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from typing import Any
 
 import ray
 
 from slime.backends.megatron_utils.model_shape import read_shape
 from slime.batch.compile import compile_train_data
-from slime.batch.replay import load_debug_rollout_data, save_debug_rollout_data
+from slime.batch.replay import load_debug_rollout_data, save_debug_rollout_data, save_tokenizer
 from slime.batch.rewards import RewardArgs
 from slime.batch.schedule import MicroBatchArgs
 from slime.batch.ship import split_by_dp
@@ -27,6 +28,7 @@ from slime.observability.logging_utils import configure_logger
 from slime.observability.rollout_metrics import log_eval_rollout_data, log_rollout_data
 from slime.ray.cluster import worker_env
 from slime.ray.data_buffer import DataBufferClient
+from slime.ray.engine_slots import WaitingEngines
 from slime.ray.fleet import RayEngineFleet
 from slime.ray.placement_group import GpuSlots
 from slime.ray.server_group import RolloutServer
@@ -38,6 +40,9 @@ from slime.rollout.sglang_rollout import GenerateState
 __all__ = ["RolloutManager", "create_rollout_manager"]
 
 logger = logging.getLogger(__name__)
+
+_WATCHED_CALLS = 3
+"""With fault tolerance: one rollout or evaluation, a question about the engines meanwhile, and the end of the run."""
 
 
 class RolloutManager:
@@ -57,6 +62,7 @@ class RolloutManager:
         if not args.debug_train_only:
             self._server = RolloutServer(args, self._slots)
             GenerateState(args)  # loads the tokenizer while the engines start
+        save_tokenizer(args.dump_details, args.hf_checkpoint)
         self._rollout_function = load_function(args.rollout_function_path, "rollout")
         self._keeps_prompts = getattr(self._rollout_function, "keeps_prompts", False)
         self._eval_function = load_function(args.eval_function_path, "rollout")
@@ -74,6 +80,31 @@ class RolloutManager:
     def fleet(self) -> RayEngineFleet | None:
         """The engines that receive weights, None without engines."""
         return None if self._server is None else self._server.fleet
+
+    def waiting_engines(self) -> WaitingEngines:
+        """Engines that started again and wait for weights. Raises when an engine cannot be kept alive."""
+        return self._running_server.waiting()
+
+    def admit_engines(self, urls: Sequence[str]) -> None:
+        """The waiting engines at ``urls`` have the weights of the others: they serve from now on."""
+        self._running_server.engines.admit(urls)
+
+    def begin_sync(self) -> RayEngineFleet:
+        """The engines that can take weights. Their health is not checked until :meth:`end_sync`."""
+        return self._running_server.engines.begin_sync()
+
+    def end_sync(self, urls: Sequence[str]) -> None:
+        """The engines at ``urls`` have the new weights."""
+        self._running_server.engines.end_sync(urls)
+
+    def lost_engines(self, urls: Sequence[str]) -> list[str]:
+        """Those of ``urls`` that are dead, looked at just now."""
+        return self._running_server.engines.lost(urls)
+
+    @property
+    def _running_server(self) -> RolloutServer:
+        assert self._server is not None, "there are no engines"
+        return self._server
 
     def reset_weights(self) -> None:
         """Fill every engine with random weights, so that only a complete sync can make them right again."""
@@ -175,4 +206,6 @@ def _load_optional(path: str | None) -> Any:
 
 def create_rollout_manager(args: Namespace, slots: GpuSlots, data_buffer: DataBufferClient) -> Any:
     env = {"env_vars": worker_env()}
-    return ray.remote(RolloutManager).options(num_cpus=1, runtime_env=env).remote(args, slots, data_buffer)
+    threads = _WATCHED_CALLS if args.use_fault_tolerance else 1
+    actor = ray.remote(RolloutManager).options(num_cpus=1, runtime_env=env, max_concurrency=threads)
+    return actor.remote(args, slots, data_buffer)

@@ -23,10 +23,11 @@ from slime.observability.logging_utils import configure_logger
 from slime.observability.tracking import run_directory
 from slime.ray.actor_group import NOSET_VISIBLE_DEVICES
 from slime.ray.cluster import node_address, worker_env
+from slime.ray.engine_slots import EngineSlots, WaitingEngines, WatchSettings
 from slime.ray.fleet import RayEngineFleet
 from slime.ray.placement_group import GpuSlots
-from slime.ray.waiting import get
 from slime.utils import accelerator
+from slime.utils.errors import EngineError
 from slime.utils.net import claim_ports, url_host
 
 __all__ = ["EngineActor", "RolloutServer"]
@@ -34,7 +35,6 @@ __all__ = ["EngineActor", "RolloutServer"]
 logger = logging.getLogger(__name__)
 
 _ENGINE_THREADS = 4
-_STOP_TIMEOUT_S = 15.0
 _DIST_PORTS = 30
 """Ports from its rendezvous address upward that an engine may use, on top of one per attention copy."""
 
@@ -43,8 +43,18 @@ class EngineActor(SGLangEngine):
     """Body of the actor: an engine that picks address and ports on the node where it runs."""
 
     def __init__(
-        self, args: Namespace, rank: int, base_gpu_id: int, fork_server_socket: str | None, overrides: dict[str, Any]
+        self,
+        args: Namespace,
+        rank: int,
+        base_gpu_id: int,
+        fork_server_socket: str | None,
+        overrides: dict[str, Any],
+        num_before: int = 0,
     ) -> None:
+        """
+        Args:
+            num_before: engines that died in this one's place; each has a log of its own.
+        """
         configure_logger(f" engine-{rank}")
         logging.getLogger("httpx").setLevel(logging.WARNING)
         host = node_address()
@@ -70,7 +80,8 @@ class EngineActor(SGLangEngine):
                 port=port,
                 argv=argv,
                 env=server_env(),
-                log_path=_log_directory(args) / f"engine_{rank}.log",
+                log_path=_log_directory(args)
+                / (f"engine_{rank}.{num_before}.log" if num_before else f"engine_{rank}.log"),
                 start_timeout_s=args.engine_start_timeout,
                 fork_server_socket=fork_server_socket if is_local else None,
                 num_gpus=args.rollout_num_gpus_per_engine,
@@ -78,8 +89,13 @@ class EngineActor(SGLangEngine):
         )
 
     def start_and_register(self, router_url: str) -> EngineInfo:
-        self.start()
+        info = self.start_unregistered()
         self.register(router_url)
+        return info
+
+    def start_unregistered(self) -> EngineInfo:
+        """Start, but get no requests: the weights are still those of the checkpoint."""
+        self.start()
         return EngineInfo(self.url, self._spec.num_gpus)
 
 
@@ -88,64 +104,79 @@ class RolloutServer:
 
     def __init__(self, args: Namespace, slots: GpuSlots) -> None:
         self._args = args
+        self._gpus = slots
+        self._overrides = _overrides(args, topology_of(args).models[0])
         logs = _log_directory(args)
         self._router = _router(args, logs / "router.log")
         is_cpu = accelerator.current().is_cpu
         self._fork_server = ForkServer(logs / "fork_server.log", server_env()) if is_cpu else None
-        size = args.rollout_num_gpus_per_engine
-        overrides = _overrides(args, topology_of(args).models[0])
-        actor = ray.remote(EngineActor)
-        socket = None if self._fork_server is None else self._fork_server.socket_path
-        self._handles = [
-            actor.options(
-                num_cpus=0.2,
-                num_gpus=0.2,
-                max_concurrency=_ENGINE_THREADS,
-                scheduling_strategy=slots.strategy(rank * size),
-                runtime_env={"env_vars": worker_env() | NOSET_VISIBLE_DEVICES},
-            ).remote(args, rank, slots.device_ids[rank * size], socket, overrides)
-            for rank in range(len(slots) // size)
-        ]
-        self._starting = [handle.start_and_register.remote(self._router.url) for handle in self._handles]
-        self._fleet: RayEngineFleet | None = None
+        count = len(slots) // args.rollout_num_gpus_per_engine
+        self._actor = ray.remote(EngineActor)
+        self.engines = EngineSlots(self._start_actor, count, self._router.url)
+
+    def _start_actor(self, rank: int, num_before: int) -> Any:
+        first = rank * self._args.rollout_num_gpus_per_engine
+        actor = self._actor.options(
+            num_cpus=0.2,
+            num_gpus=0.2,
+            max_concurrency=_ENGINE_THREADS,
+            scheduling_strategy=self._gpus.strategy(first),
+            runtime_env={"env_vars": worker_env() | NOSET_VISIBLE_DEVICES},
+        )
+        device = self._gpus.device_ids[first]
+        return actor.remote(self._args, rank, device, self._fork_socket(), self._overrides, num_before)
+
+    def _fork_socket(self) -> str | None:
+        """None also when the preloading process has died: engines that start later can do without it."""
+        if self._fork_server is None:
+            return None
+        try:
+            self._fork_server.raise_if_dead()
+        except EngineError as error:
+            logger.warning("an engine starts SGLang from scratch: %s", error)
+            return None
+        return self._fork_server.socket_path
 
     @property
     def fleet(self) -> RayEngineFleet:
-        assert self._fleet is not None, "wait_ready() comes first"
-        return self._fleet
+        return self.engines.fleet()
+
+    def waiting(self) -> WaitingEngines:
+        """Who needs weights. Raises when router or engines cannot be kept alive."""
+        if self._router.is_ours:
+            self._router.raise_if_dead()
+        return self.engines.waiting()
 
     def wait_ready(self) -> tuple[str, int]:
         """(host, port) of the router once every engine is registered with it."""
+        args = self._args
         self._router.wait_ready()
         try:
-            infos = get(
-                self._starting, self._args.engine_start_timeout + 60.0, f"{len(self._handles)} engines to start"
-            )
+            self.engines.wait_ready(args.engine_start_timeout + 60.0)
         except Exception:
             if self._fork_server is not None:
                 self._fork_server.raise_if_dead()  # then that is the cause
             raise
-        self._fleet = RayEngineFleet(tuple(self._handles), tuple(infos))
-        logger.info("router %s, engines %s", self._router.url, ", ".join(info.url for info in infos))
+        if args.use_fault_tolerance:
+            self.engines.watch(
+                WatchSettings(
+                    interval_s=args.rollout_health_check_interval,
+                    timeout_s=args.rollout_health_check_timeout,
+                    first_wait_s=args.rollout_health_check_first_wait,
+                    start_timeout_s=args.engine_start_timeout,
+                )
+            )
+        logger.info("router %s, engines %s", self._router.url, ", ".join(e.url for e in self.fleet.engines))
         return self._router.host, self._router.port
 
     def raise_if_dead(self) -> None:
-        """Raise the cause if the router or an engine has died."""
+        """Raise the cause if the router has died, or an engine that nobody replaces."""
         self._router.raise_if_dead()
-        calls: list[Any] = [handle.raise_if_dead.remote() for handle in self._handles]
-        get(calls, _STOP_TIMEOUT_S, "engines to say whether they live")
+        self.engines.raise_if_dead()
 
     def stop(self) -> None:
         """Stop engines, router and the preloading process."""
-        try:
-            if not self._router.is_ours:
-                forgotten = [handle.deregister.remote(self._router.url) for handle in self._handles]
-                get(forgotten, _STOP_TIMEOUT_S, "engines to leave the router")
-            get([handle.stop.remote() for handle in self._handles], _STOP_TIMEOUT_S, "engines to stop")
-        except Exception as error:  # killing the actor kills its server as well
-            logger.warning("an engine did not stop by itself: %s", error)
-        for handle in self._handles:
-            ray.kill(handle)
+        self.engines.stop(leaves_router=not self._router.is_ours)
         self._router.stop()
         if self._fork_server is not None:
             self._fork_server.stop()

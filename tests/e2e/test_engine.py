@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -114,6 +116,18 @@ def test_reported_log_probabilities_are_those_of_transformers(engine, tiny_task)
     assert worst_difference(model_of(tiny_task), ids, output, log_probs) < 1e-5
 
 
+def sync(engine: SGLangEngine, weights: list[tuple[str, torch.Tensor]]) -> int:
+    """Send ``weights`` as version 41 and have the engine's checksums compared. Returns the number of bytes."""
+    fleet = LocalFleet([engine])
+    sender = DistributedSender(fleet, group_name="test", timeout_s=60)
+    sender.connect("127.0.0.1", free_port())
+    try:
+        update = WeightUpdate("41", max_chunk_bytes=1 << 20, timeout_s=60, checksums=expected_checksums)
+        return push_weights(fleet, sender, weights, update)
+    finally:
+        sender.disconnect()
+
+
 def test_a_weight_sync_changes_every_tensor_and_stamps_the_version(engine, tiny_task):
     model = model_of(tiny_task)
     engine.reset_weights()
@@ -122,19 +136,66 @@ def test_a_weight_sync_changes_every_tensor_and_stamps_the_version(engine, tiny_
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
     weights = [(name, tensor) for name, tensor in model.state_dict().items() if name != "lm_head.weight"]
-    fleet = LocalFleet([engine])
-    sender = DistributedSender(fleet, group_name="test", timeout_s=60)
-    sender.connect("127.0.0.1", free_port())
-    try:
-        update = WeightUpdate("41", max_chunk_bytes=1 << 20, timeout_s=60, checksums=expected_checksums)
-        num_bytes = push_weights(fleet, sender, weights, update)
-    finally:
-        sender.disconnect()
+    num_bytes = sync(engine, weights)
     assert num_bytes == sum(tensor.numel() * 4 for _, tensor in weights)
     assert set(expected_checksums(weights)) == set(engine.weights_checksum())
     output, log_probs, version = generate(engine, [9, 10, 11])
     assert version == "41"
     assert worst_difference(model, [9, 10, 11], output, log_probs) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def moe_model(tiny_task, tmp_path_factory) -> Path:
+    """A random Qwen3 mixture of 8 experts with the tiny task's tokenizer."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    directory = tmp_path_factory.mktemp("moe")
+    shutil.copytree(tiny_task.model, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8}
+    vocab = json.loads((directory / "config.json").read_text())["vocab_size"]
+    torch.manual_seed(11)
+    config = Qwen3MoeConfig(**sizes, **heads, num_experts_per_tok=2, norm_topk_prob=True, vocab_size=vocab)
+    model = Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("flags", [(), ("--tp-size", "2", "--ep-size", "2")], ids=["one device", "expert parallel"])
+def test_a_mixture_of_experts_agrees_with_transformers_before_and_after_a_weight_sync(
+    flags, moe_model, fork_server, tmp_path
+):
+    engine = make_engine(SimpleNamespace(model=str(moe_model)), fork_server, tmp_path / "log", *flags)
+    task = SimpleNamespace(model=str(moe_model))
+    model, ids = model_of(task), [5, 6, 7, 8]
+    try:
+        engine.start()
+        output, log_probs, _ = generate(engine, ids)
+        assert worst_difference(model, ids, output, log_probs) < 1e-5
+        if flags:
+            return  # checksums are for engines of one device
+        weights = per_expert(moe_model, scale=1.5)
+        sync(engine, weights)
+        assert set(expected_checksums(weights)) == set(engine.weights_checksum())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+        output, log_probs, version = generate(engine, ids)
+        assert version == "41"
+        assert worst_difference(model, ids, output, log_probs) < 1e-5
+    finally:
+        engine.stop()
+
+
+def per_expert(directory: Path, scale: float) -> list[tuple[str, torch.Tensor]]:
+    """The checkpoint's tensors, experts one by one, multiplied."""
+    from safetensors.torch import load_file
+
+    files = sorted(directory.glob("*.safetensors"))
+    return [(name, tensor * scale) for file in files for name, tensor in load_file(file).items()]
 
 
 def test_a_refused_call_names_engine_verb_and_answer(engine):

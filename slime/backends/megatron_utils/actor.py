@@ -14,6 +14,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,11 @@ from slime.backends.megatron_utils.credit import add_credit, passes_needed
 from slime.backends.megatron_utils.custom import CustomFunctions
 from slime.backends.megatron_utils.model_shape import ModelShape, read_shape
 from slime.backends.megatron_utils.patches.install import install
+from slime.backends.megatron_utils.trainer_hooks import TrainerHooks
 from slime.backends.protocols import NamedTensor, TrainReport
+from slime.batch.arguments import ReplayArgs
 from slime.config.groups import from_args
+from slime.observability.train_data_utils import save_debug_train_data
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError, SlimeError
 
@@ -64,6 +68,7 @@ class MegatronTrainer:
         self._skips_bad_steps = not from_args(OptimizerArgs, args).check_for_nan_in_loss_and_grad
         self._shape: ModelShape = read_shape(args.hf_checkpoint)
         self._custom = CustomFunctions.load(args, vocab_size=self._shape.vocab_size)
+        self._hooks = TrainerHooks.load(args)
         self._state: TrainState | None = None
         self._writer: CheckpointWriter | None = None
         self._copies = from_args(ModelCopyArgs, args)
@@ -81,6 +86,7 @@ class MegatronTrainer:
         from slime.backends.megatron_utils.setup import build_train_state, init_distributed
 
         init_distributed(from_args(ParallelArgs, self._args), from_args(TrainerArgs, self._args))
+        self._hooks.after_init()
         self._state = build_train_state(self._args, self._shape, is_critic=self.is_critic)
         start = self._load_weights(self._state)
         if self._copies.use_routing_replay and not self.is_critic:
@@ -105,7 +111,8 @@ class MegatronTrainer:
             self._teacher = WeightBackup(state.chunks)
         is_resume = source.flag == "--load" and source.format == "torch_dist" and not checkpoint.finetune
         if is_resume:
-            content = CheckpointContent(not checkpoint.no_load_optim, not checkpoint.no_load_rng)
+            has_optimizer = not (checkpoint.no_load_optim or self._copies.use_stateless_adam)
+            content = CheckpointContent(has_optimizer, not checkpoint.no_load_rng)
             load_training_state(state, self._shape, source, content)
         else:
             self._fill(state, source)
@@ -191,6 +198,7 @@ class MegatronTrainer:
             with timed(seconds, "actor_train"), self._replay.replaying() if is_replayed else nullcontext():
                 steps = self._run_steps(rollout_id, train_batch)
             report = self._report(rollout_id, train_batch)
+        self._dump(rollout_id, train_batch)
         self._refresh_copies(rollout_id)
         return TrainReport(steps if self._is_main else [], report, seconds)
 
@@ -231,11 +239,11 @@ class MegatronTrainer:
             if self._reference is None:
                 raise ConfigError("--use-kl-loss or --kl-coef: the trainer was set up without a reference model.")
             with timed(seconds, "ref_log_probs"), self._reference.swapped_in():
-                columns["ref_log_probs"] = self._log_probs(batch)
+                columns["ref_log_probs"] = self._log_probs(batch, "ref_")
         if passes.teacher:
             assert self._teacher is not None, "--opd-type megatron comes with --opd-teacher-load"
             with timed(seconds, "teacher_log_probs"), self._teacher.swapped_in():
-                columns["teacher_log_probs"] = self._log_probs(batch)
+                columns["teacher_log_probs"] = self._log_probs(batch, "teacher_")
         generator = self._generators.get(str(columns.get("generated_by")))
         if passes.old or generator is not None:
             recording = nullcontext() if self._replay is None else self._replay.recording()
@@ -250,6 +258,7 @@ class MegatronTrainer:
             return {"log_probs": self._log_probs(batch)}
         from slime.backends.megatron_utils.entropy import compute_log_probs_and_entropy
 
+        self._hooks.before_log_probs(self._ready, "")
         log_probs, entropy = compute_log_probs_and_entropy(
             self._ready.chunks,
             batch,
@@ -259,9 +268,10 @@ class MegatronTrainer:
         )
         return {"log_probs": log_probs, "entropy": entropy}
 
-    def _log_probs(self, batch: TrainBatch) -> list[torch.Tensor]:
+    def _log_probs(self, batch: TrainBatch, store_prefix: str = "") -> list[torch.Tensor]:
         from slime.backends.megatron_utils.forward import compute_log_probs
 
+        self._hooks.before_log_probs(self._ready, store_prefix)
         return compute_log_probs(
             self._ready.chunks,
             batch,
@@ -287,6 +297,7 @@ class MegatronTrainer:
                     skip_bad=self._skips_bad_steps,
                     custom=self._custom,
                     is_critic=self.is_critic,
+                    before=partial(self._hooks.before_step, self._ready, rollout_id, step),
                 )
             except NonFiniteGradients as error:
                 raise SlimeError(
@@ -313,6 +324,18 @@ class MegatronTrainer:
         if self._algorithm.true_on_policy_mode and self._is_main:
             warn_if_off_policy(rollout_id, report)
         return report
+
+    def _dump(self, rollout_id: int, batch: TrainBatch) -> None:
+        """--save-debug-train-data: one rank of each data-parallel rank has all that is known about its samples."""
+        template = from_args(ReplayArgs, self._args).save_debug_train_data
+        if template is None:
+            return
+        from megatron.core import parallel_state as mpu
+
+        is_last_stage = mpu.is_pipeline_last_stage(ignore_virtual=True)
+        if is_last_stage and mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0:
+            group = self._data_parallel_group
+            save_debug_train_data(template, rollout_id=rollout_id, rollout_data=batch.columns, group=group)
 
     @contextmanager
     def _dump_on_failure(self, rollout_id: int, batch: dict[str, Any]) -> Iterator[None]:

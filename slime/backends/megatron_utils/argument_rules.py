@@ -1,7 +1,8 @@
 """What the Megatron flags mean together: derived values (``STEPS``) and rules (``RULES``) of the trainer.
 
-Hooked into the command line by ``slime.ray.arguments``. A step derives and tells; a rule returns one sentence per
-problem. Imports neither torch nor megatron.
+Hooked into the command line by ``slime.ray.arguments``; the offline tools have the same steps and rules. So they read
+Megatron's flags, ``hf_checkpoint``, ``debug_rollout_only`` and ``world_size``, and nothing else. A step derives and
+tells; a rule returns one sentence per problem. Imports neither torch nor megatron.
 """
 
 from __future__ import annotations
@@ -138,6 +139,8 @@ def _expert_ranks(args: Namespace) -> Iterator[str]:
     expert, pipeline = args.expert_model_parallel_size, args.pipeline_model_parallel_size
     tensor = expert_tensor_parallel_size(args)
     shape = _shape(args)
+    if min(expert, pipeline, tensor) < 1:
+        return  # reported with the other sizes
     if expert > 1 and shape is not None:
         if shape.moe is None:
             yield (

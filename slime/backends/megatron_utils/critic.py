@@ -64,6 +64,7 @@ class MegatronCritic(MegatronTrainer):
         seconds: dict[str, float] = {}
         train_batch = TrainBatch(dict(batch), accelerator.current().device(), self._ready.sharding)
         with self._dump_on_failure(rollout_id, batch):
+            self._hooks.before_log_probs(self._ready, "")
             with timed(seconds, "critic_values"):
                 values = compute_values(self._ready.chunks, train_batch)
             columns = train_batch.columns

@@ -114,8 +114,9 @@ def run_model(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
     """On the last stage the logits ``[n, V/tp]`` of the rows that predict response tokens, or those of all rows as
     ``[1, T, V/tp]`` where the micro-batch asks for them; hidden states on other stages."""
     packed, segments = micro_batch.packed, micro_batch.segments
-    # the losses read 16-bit logits chunk by chunk, so that no fp32 copy of all of them exists
-    dtype = {"fp32_output": False} if isinstance(getattr(model, "module", None), Float16Module) else {}
+    # Our losses read 16-bit logits chunk by chunk, so that no fp32 copy of all of them exists; users' get fp32
+    is_ours = segments.head_rows is not None
+    dtype = {"fp32_output": False} if is_ours and isinstance(getattr(model, "module", None), Float16Module) else {}
     output = model(packed.tokens, packed.position_ids, None, packed_seq_params=segments, **dtype)
     inner = model
     while hasattr(inner, "module"):

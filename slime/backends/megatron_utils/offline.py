@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from slime.algorithms import arguments as algorithm_arguments
 from slime.backends.megatron_utils import argument_rules, arguments, model_shape
 from slime.backends.megatron_utils.checkpoint_source import Source, inspect_checkpoint
 from slime.backends.megatron_utils.patches.install import install
-from slime.config.groups import from_args, unsupported_flags
+from slime.config.groups import add_group, from_args, unsupported_flags
 from slime.config.parse import EngineNamespace, parse
 from slime.utils.errors import ConfigError, SlimeError
 from slime.utils.net import free_port
@@ -75,7 +76,7 @@ def read_options(
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
         setattr(args, _FLOATS.get(dtype, "bf16"), True)
     args.debug_rollout_only = False
-    args.calculate_per_token_loss = False
+    _add_training_defaults(args)
     args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
     _default_layout(args, config)
     for step in argument_rules.STEPS:
@@ -89,6 +90,15 @@ def read_options(
         if notice.level == "warning":
             print(notice, file=sys.stderr)
     return args
+
+
+def _add_training_defaults(args: argparse.Namespace) -> None:
+    """Rules and the model's config look at flags of the objective; a tool has none of them."""
+    parser = argparse.ArgumentParser(add_help=False)
+    for name in algorithm_arguments.__all__:
+        add_group(parser, getattr(algorithm_arguments, name))
+    for name, value in vars(parser.parse_args([])).items():
+        vars(args).setdefault(name, value)
 
 
 def _default_layout(args: argparse.Namespace, config: dict[str, Any]) -> None:

@@ -10,13 +10,19 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime.backends.megatron_utils.arguments import OptimizerArgs, PrecisionArgs
 from slime.backends.megatron_utils.model import params_dtype, uses_distributed_optimizer
+from slime.backends.megatron_utils.stateless_adam import StatelessAdam
 from slime.utils.errors import ConfigError
 
 __all__ = ["build_optimizer", "build_scheduler", "reset_moments"]
 
 
-def build_optimizer(chunks: list[Any], args: OptimizerArgs, precision: PrecisionArgs) -> Any:
+def build_optimizer(
+    chunks: list[Any], args: OptimizerArgs, precision: PrecisionArgs, *, is_stateless: bool = False
+) -> Any:
     """The optimizer of the data-parallel wrapped model chunks: fp32 main weights, global clipping, sharded states.
+
+    Args:
+        is_stateless: Adam without moments (--use-stateless-adam).
 
     Raises:
         ConfigError: sgd with sharded states, which Megatron cannot save.
@@ -42,9 +48,27 @@ def build_optimizer(chunks: list[Any], args: OptimizerArgs, precision: Precision
     )
     optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if getattr(part, "init_state_fn", _zero_momentum) is None:
+        if is_stateless:
+            _forget_moments(part, args)
+        elif getattr(part, "init_state_fn", _zero_momentum) is None:
             part.init_state_fn = _zero_momentum  # Megatron has none for sgd and calls None when a checkpoint is loaded
     return optimizer
+
+
+def _forget_moments(part: Any, args: OptimizerArgs) -> None:
+    """Let ``part`` step with :class:`StatelessAdam`: same parameter groups, no state, not even for a checkpoint."""
+    if part.optimizer is None:  # nothing to train on this rank
+        return
+    groups = part.optimizer.param_groups  # the same objects: Megatron and the schedule keep references to them
+    betas = (args.adam_beta1, args.adam_beta2)
+    stateless = StatelessAdam([torch.empty(0)], args.lr, betas, args.adam_eps, args.weight_decay)
+    stateless.param_groups = groups
+    part.optimizer = stateless
+    part.init_state_fn = _no_state
+
+
+def _no_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:
+    pass
 
 
 def _zero_momentum(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:

@@ -18,6 +18,7 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 
+from slime.algorithms.arguments import ModelCopyArgs
 from slime.backends.megatron_utils.arguments import (
     ModelArgs,
     OptimizerArgs,
@@ -95,7 +96,9 @@ def build_train_state(args: Namespace, shape: ModelShape, *, is_critic: bool = F
         wrap_data_parallel(config, chunk, precision, optimizer_args, is_later_chunk=index > 0)
         for index, chunk in enumerate(state.chunks)
     ]
-    optimizer = build_optimizer(wrapped, optimizer_args, precision)
+    optimizer = build_optimizer(
+        wrapped, optimizer_args, precision, is_stateless=from_args(ModelCopyArgs, args).use_stateless_adam
+    )
     samples = (args.num_rollout or 0) * args.rollout_batch_size * args.n_samples_per_prompt
     scheduler = build_scheduler(
         optimizer,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -81,6 +81,7 @@ def train_step(
     skip_bad: bool,
     custom: CustomFunctions | None = None,
     is_critic: bool = False,
+    before: Callable[[], None] | None = None,
 ) -> StepResult:
     """Train on step ``step`` of the batch.
 
@@ -88,6 +89,7 @@ def train_step(
         skip_bad: skip the update when gradients are not finite, instead of raising.
         custom: the user's functions inside the objective.
         is_critic: the model has a value head and is trained on the value loss.
+        before: called once the gradients are zero.
 
     Raises:
         NonFiniteGradients: on all ranks, before anything was applied.
@@ -121,26 +123,43 @@ def train_step(
         micro_batch = next(micro_batches)
         return run_model(model, micro_batch), partial(loss_function, micro_batch)
 
-    for chunk in state.chunks:
-        chunk.train()
-        chunk.zero_grad_buffer()
-    state.optimizer.zero_grad()
-    state.config.grad_scale_func = state.optimizer.scale_loss
+    _zero_gradients(state)
+    if before is not None:
+        before()
     bad_ranks: list[int] = []
     state.config.finalize_model_grads_func = partial(_finalize, state.chunks, bad_ranks)
     all_rows = needs_all_rows(settings)
     vocab = state.vocab_size if state.trains_prediction else None
     run_schedule(forward_step, state.chunks, batch, step, all_rows=all_rows, prediction_vocab=vocab, forward_only=False)
-    metrics = {}
-    if mpu.is_pipeline_last_stage(ignore_virtual=True):
-        metrics = _reduce_metrics(reported, settings.calculate_per_token_loss, scale.num_rollouts)
-        if state.trains_prediction:
-            metrics["mtp_loss"] = _mean_prediction_loss(predicted)
+    metrics = _metrics(state, reported, predicted, settings.calculate_per_token_loss, scale.num_rollouts)
     rates = {f"lr-pg_{i}": float(group["lr"]) for i, group in enumerate(state.optimizer.param_groups)}
     metrics["grad_norm"] = _update(state, bad_ranks, scale.num_rollouts, skip_bad)
-    metrics |= rates
-    metrics["global_batch_size"] = float(scale.num_rollouts)
+    metrics |= rates | {"global_batch_size": float(scale.num_rollouts)}
     return StepResult(metrics, log_probs)
+
+
+def _metrics(
+    state: TrainState,
+    reported: list[tuple[list[str], torch.Tensor]],
+    predicted: list[torch.Tensor],
+    per_token: bool,
+    num_rollouts: int,
+) -> dict[str, float]:
+    """What the losses report; nothing on other pipeline stages than the last, which do not see them."""
+    if not mpu.is_pipeline_last_stage(ignore_virtual=True):
+        return {}
+    metrics = _reduce_metrics(reported, per_token, num_rollouts)
+    if state.trains_prediction:
+        metrics["mtp_loss"] = _mean_prediction_loss(predicted)
+    return metrics
+
+
+def _zero_gradients(state: TrainState) -> None:
+    for chunk in state.chunks:
+        chunk.train()
+        chunk.zero_grad_buffer()
+    state.optimizer.zero_grad()
+    state.config.grad_scale_func = state.optimizer.scale_loss
 
 
 def _loss_scale(batch: TrainBatch, step: int) -> LossScale:

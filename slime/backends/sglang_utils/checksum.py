@@ -1,12 +1,14 @@
 """The checksum that SGLang's ``/weights_checker`` reports, computed for the trainer's tensors.
 
-SGLang keeps query, key and value projections, and gate and up projections, in one tensor each; the trainer's tensors
-are combined the same way, so that every engine tensor has a counterpart. For engines without tensor parallelism.
+SGLang keeps query, key and value projections, gate and up projections, and the experts of a layer in one tensor each;
+the trainer's tensors are combined the same way, so that every engine tensor has a counterpart. For engines without
+tensor parallelism.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -26,6 +28,9 @@ _FUSED = {
 }
 """Hugging Face module -> (engine module, position in it)."""
 
+_EXPERT = re.compile(r"(?P<prefix>.*\.experts\.)(?P<number>\d+)\.(?P<module>gate_proj|up_proj|down_proj)\.weight")
+_EXPERT_MODULES = {"gate_proj": ("w13_weight", 0), "up_proj": ("w13_weight", 1), "down_proj": ("w2_weight", 0)}
+
 _EMBEDDING_PADDING = 64
 """SGLang pads its vocabulary to a multiple of this with zero rows."""
 
@@ -43,7 +48,13 @@ def expected_checksums(weights: Iterable[NamedTensor]) -> dict[str, str]:
     import torch
 
     parts: dict[str, dict[int, torch.Tensor]] = {}
+    experts: dict[str, dict[int, dict[int, torch.Tensor]]] = {}
     for name, tensor in weights:
+        if expert := _EXPERT.fullmatch(name):
+            engine_name, position = _EXPERT_MODULES[expert["module"]]
+            layer = experts.setdefault(expert["prefix"] + engine_name, {})
+            layer.setdefault(int(expert["number"]), {})[position] = tensor
+            continue
         prefix, module, kind = _split(name)
         engine_module, position = _FUSED.get(module, (module, 0))
         parts.setdefault(f"{prefix}{engine_module}{kind}", {})[position] = tensor
@@ -53,6 +64,9 @@ def expected_checksums(weights: Iterable[NamedTensor]) -> dict[str, str]:
         if "embed_tokens" in name or "lm_head" in name:
             whole = _padded(whole)
         checksums[name] = tensor_checksum(whole)
+    for name, layer in experts.items():  # [experts, 2 * ffn, hidden] and [experts, hidden, ffn]
+        each = [torch.cat([layer[number][position] for position in sorted(layer[number])]) for number in sorted(layer)]
+        checksums[name] = tensor_checksum(torch.stack(each))
     return checksums
 
 

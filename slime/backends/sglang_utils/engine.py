@@ -26,6 +26,8 @@ __all__ = ["EngineSpec", "SGLangEngine"]
 _POLL_S = 0.1
 _KEEPALIVE_S = 2.0
 """Shorter than the server's five seconds: a connection that both sides drop at once loses a request."""
+_PART = "sglang::"
+"""How the names of a server's processes begin."""
 _CONTROL_TIMEOUT_S = 60.0
 _UPDATE_TIMEOUT_S = 600.0
 
@@ -116,6 +118,31 @@ class SGLangEngine:
     def is_alive(self) -> bool:
         return self._server is not None and self._server.exit_code() is None
 
+    def has_ended(self) -> bool:
+        """True when the server, or one of the processes it cannot work without, has ended.
+
+        A server whose scheduler died stays for some seconds to write a report, and answers nothing in that time.
+        """
+        if not self.is_alive():
+            return True
+        assert self._server is not None
+        try:
+            children = psutil.Process(self._server.pid).children(recursive=True)
+            return any(c.name().startswith(_PART) and c.status() == psutil.STATUS_ZOMBIE for c in children)
+        except psutil.Error:  # one of them is just ending: the next look sees it
+            return False
+
+    def is_responsive(self, timeout_s: float) -> bool:
+        """True when the HTTP process answers in time, and the scheduler behind it as well."""
+        deadline = Deadline(timeout_s, f"engine {self._spec.rank} to answer")
+        if not self.health(timeout_s):
+            return False
+        try:
+            self.num_requests(max(1.0, deadline.remaining))
+        except EngineError:
+            return False
+        return True
+
     def raise_if_dead(self) -> None:
         """Raise the cause if the server process has ended."""
         if self._server is not None and self._server.exit_code() is not None:
@@ -205,9 +232,9 @@ class SGLangEngine:
     def weight_version(self) -> str:
         return str(self._request("GET", "/model_info", needs="weight_version")["weight_version"])
 
-    def num_requests(self) -> int:
+    def num_requests(self, timeout_s: float = _CONTROL_TIMEOUT_S) -> int:
         """Requests that run or wait in the scheduler."""
-        loads = self._request("GET", "/v1/loads?include=core", needs="loads")["loads"]
+        loads = self._request("GET", "/v1/loads?include=core", timeout_s=timeout_s, needs="loads")["loads"]
         return sum(int(load["num_running_reqs"]) + int(load["num_waiting_reqs"]) for load in loads)
 
     def weights_checksum(self) -> dict[str, str]:

@@ -14,9 +14,10 @@ from slime.utils.errors import ConfigError, EngineError
 from slime.utils.net import claim_ports, is_port_free, url_host
 from slime.utils.process import GuardedProcess, log_tail
 
-__all__ = ["ExistingRouter", "Router", "RouterProcess"]
+__all__ = ["ExistingRouter", "Router", "RouterProcess", "remove_worker"]
 
 _START_TIMEOUT_S = 30.0
+_CONTROL_TIMEOUT_S = 10.0
 
 
 class Router(Protocol):
@@ -45,6 +46,23 @@ def _is_alive(url: str) -> bool:
         return httpx.get(f"{url}/liveness", timeout=2.0, trust_env=False).status_code == 200
     except httpx.HTTPError:
         return False
+
+
+def remove_worker(router_url: str, worker_url: str) -> None:
+    """Make a router forget the engine at ``worker_url``, which need not be alive; fine if it never knew it.
+
+    Raises:
+        EngineError: the router did not answer, or refused.
+    """
+    try:
+        with httpx.Client(base_url=router_url, timeout=_CONTROL_TIMEOUT_S, trust_env=False) as client:
+            for worker in client.get("/workers").raise_for_status().json().get("workers", []):
+                if worker["url"] == worker_url:
+                    client.delete(f"/workers/{worker['id']}").raise_for_status()
+    except (httpx.HTTPError, ValueError) as error:
+        raise EngineError(
+            f"the router at {router_url} was to forget {worker_url}: {type(error).__name__}: {error}"
+        ) from error
 
 
 class RouterProcess:

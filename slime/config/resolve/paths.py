@@ -23,6 +23,7 @@ _PATHS = (
     "opd_teacher_load",
     "save_debug_rollout_data",
     "load_debug_rollout_data",
+    "load_forge_rollout_data",
     "save_debug_train_data",
     "dump_details",
     "eval_config",

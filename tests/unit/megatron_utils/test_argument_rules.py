@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from slime.backends.megatron_utils import arguments
 from slime.backends.megatron_utils.argument_rules import RULES, STEPS
+from slime.config.groups import flags_of
+from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.command_lines import problems_of, resolved, write_config
 from tests.unit.megatron_utils.hub_models import DEEPSEEK_V3, GLM4_9B, QWEN3_4B, QWEN3_30B
 
@@ -188,6 +191,20 @@ def test_a_combination_that_cannot_work_is_named(
     (problem,) = problems_of(write_config(tmp_path, config), words.split(), world_size=world_size)
     assert re.search(message, problem)
     assert problem.endswith(".")
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "7"])
+@pytest.mark.parametrize("config", [QWEN3_4B, DEEPSEEK_V3], ids=["dense", "latent"])
+def test_no_number_breaks_the_derivation(config: dict[str, Any], value: str, tmp_path: Path) -> None:
+    hf = write_config(tmp_path, config)
+    for name in arguments.__all__:
+        for flag in flags_of([getattr(arguments, name)]):
+            try:
+                args = resolved(hf, [flag.spellings[0], value], world_size=8)
+            except ConfigError:
+                continue  # not a flag that takes a number
+            for rule in RULES:
+                assert all(isinstance(problem, str) for problem in rule(args)), flag
 
 
 def test_latent_attention_on_several_tensor_ranks_needs_sequence_parallelism(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from slime.backends.megatron_utils import arguments
+from slime.backends.megatron_utils.arguments import other
 from slime.backends.megatron_utils.arguments.other import core_options, launcher_options, other_flags
 from slime.config.groups import add_group, flags_of, ignored_flags, unsupported_flags
 from slime.config.parse import build_parser
@@ -186,6 +187,11 @@ def test_other_options_step_back_for_whoever_declares_them_first() -> None:
 def test_no_name_is_in_two_lists_of_launcher_options() -> None:
     flags = [flag for option in launcher_options() for flag in option["flags"]]
     assert len(flags) == len(set(flags))
+
+
+def test_every_option_that_changes_nothing_is_an_option() -> None:
+    known = {spelling for flag in flags_of([other_flags([])]) for spelling in flag.spellings}
+    assert {f"--{name}" for name in other._HARMLESS.split()} <= known
 
 
 def test_the_options_of_megatron_core_are_those_of_the_installed_version() -> None:

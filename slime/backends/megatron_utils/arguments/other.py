@@ -126,7 +126,7 @@ _LAUNCHER: dict[str, str] = {
 """Options of Megatron-LM's launcher without a field in megatron-core, by what follows them on a command line."""
 
 _HARMLESS = """
-        async-ckpt-use-cached-structure barrier-with-L1-time create-all-gather-group dataloader-type
+        async-ckpt-use-cached-structure create-all-gather-group dataloader-type
         ddp-average-in-collective ddp-bucket-size ddp-num-buckets ddp-pad-buckets-for-high-nccl-busbw
         delay-wgrad-compute disable-tp-comm-bulk-dgrad disable-tp-comm-bulk-wgrad disable-tp-comm-overlap-ag
         disable-tp-comm-overlap-rs disable-tp-comm-split-ag disable-tp-comm-split-rs empty-unused-memory-level

@@ -215,13 +215,13 @@ class PluginArgs:
         None, "Function f(pre_process, post_process, vp_stage, config, args) that builds a rank's part of the model."
     )
     custom_megatron_init_path: str | None = flag(
-        None, "Called once the process groups exist.", later="the trainer does not call it"
+        None, "Function f(args) called on every trainer rank once the process groups exist."
     )
     custom_megatron_before_log_prob_hook_path: str | None = flag(
-        None, "Called before every pass that computes log-probs.", later="the trainer does not call it"
+        None, "Function f(args, model, store_prefix) called before every pass that computes log-probs or values."
     )
     custom_megatron_before_train_step_hook_path: str | None = flag(
-        None, "Called before every optimizer step.", later="the trainer does not call it"
+        None, "Function f(args, rollout_id, step_id, model, optimizer, scheduler) called before every optimizer step."
     )
     only_train_params_name_list: list[str] | None = field(
         default=None,

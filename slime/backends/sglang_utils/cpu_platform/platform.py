@@ -66,6 +66,7 @@ class SlimeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         _host_buffers()
         _deterministic_sampling()
         _batched_attention()
+        _experts_elsewhere()
 
 
 def _default_device_module() -> None:
@@ -122,6 +123,36 @@ def _batched_attention() -> None:
         return BatchedTorchAttnBackend(runner)
 
     ATTENTION_BACKENDS[_ATTENTION] = create
+
+
+def _experts_elsewhere() -> None:
+    """Expert parallelism marks the experts of other ranks with -1, which the native mixture takes for an index."""
+    from sglang.srt.layers.moe import fused_moe_native
+
+    native = fused_moe_native.moe_forward_native
+    if hasattr(native, "is_patched"):
+        return
+
+    def moe_forward_native(layer: Any, x: torch.Tensor, topk_output: Any, config: Any) -> torch.Tensor:
+        weights, experts = topk_output[0], topk_output[1]
+        if not bool((experts < 0).any()):
+            result: torch.Tensor = native(layer, x, topk_output, config)
+            return result
+        if config.activation != "silu":
+            raise NotImplementedError(f"expert parallelism with activation {config.activation} on a CPU")
+        out = torch.zeros_like(x)
+        for expert in range(layer.w13_weight.shape[0]):
+            token, slot = (experts == expert).nonzero(as_tuple=True)
+            if token.numel():
+                gate, up = torch.nn.functional.linear(x[token], layer.w13_weight[expert]).chunk(2, -1)
+                hidden = torch.nn.functional.silu(gate) * up
+                part = torch.nn.functional.linear(hidden, layer.w2_weight[expert])
+                out.index_add_(0, token, part * weights[token, slot, None].to(part.dtype))
+        return out
+
+    patched: Any = functools.update_wrapper(moe_forward_native, native)
+    patched.is_patched = True
+    fused_moe_native.moe_forward_native = patched
 
 
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,101 @@
+"""Search-R1 on one machine without a GPU, in about a minute: a tiny model learns to look up what it cannot know.
+
+    python examples/search_r1/run_tiny.py --output outputs/search_r1
+
+1. A corpus of invented facts ("code of amber is 47."), questions about them, and a random model.
+2. A supervised warm start from a teacher who looks up three times in ten and guesses otherwise.
+3. GRPO with the local search server, rewarded for right answers: guessing disappears.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from examples.search_r1.local_search_server import Bm25, make_server, read_corpus  # noqa: E402 - the root comes first
+from examples.tiny.recipe import (  # noqa: E402
+    GRPO,
+    make_model,
+    output_directory,
+    read_metrics,
+    run_train,
+    series,
+    warm_start,
+    write_rows,
+)
+
+NAMES = (
+    "amber basil cedar dahlia ebony fennel ginger hazel indigo jasmine kelp laurel maple nettle olive pepper "
+    "quince rose saffron thyme umber violet willow yarrow zinnia acorn birch clover daisy elder fern garnet heather "
+    "iris juniper lotus mint opal pearl ruby"
+).split()
+TAGS = ("<search>", "</search>", "<information>", "</information>", "<answer>", "</answer>")
+WORDS = (*TAGS, *NAMES, "code", "of", "is", "doc")
+SHARE_OF_LOOKING_UP = 0.3
+
+
+def facts(seed: int = 0) -> dict[str, str]:
+    draw = random.Random(seed)
+    return {name: str(draw.randrange(10, 100)) for name in NAMES}
+
+
+def question(name: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"code of {name}?"}]
+
+
+def demonstrations(count: int) -> list[dict[str, Any]]:
+    """Invented codes, so that the model learns to read them off and not to know them."""
+    draw = random.Random(1)
+    rows = []
+    for _ in range(count):
+        name, code, guess = draw.choice(NAMES), draw.randrange(10, 100), draw.randrange(10, 100)
+        if draw.random() < SHARE_OF_LOOKING_UP:
+            found = f"<information>doc 1: code of {name} is {code}.</information>"
+            segments = [[f"<search>code of {name}</search>", 1], [found, 0], [f"<answer>{code}</answer>", 1]]
+        else:
+            segments = [[f"<answer>{guess}</answer>", 1]]
+        rows.append({"prompt": question(name), "metadata": {"segments": segments}})
+    return rows
+
+
+def main() -> None:
+    output = output_directory(__doc__, "search_r1")
+    codes = facts()
+    corpus = write_rows(
+        output / "corpus.jsonl", ({"contents": f"code of {name} is {code}."} for name, code in codes.items())
+    )
+    data = write_rows(
+        output / "train.jsonl", ({"prompt": question(name), "label": code} for name, code in codes.items())
+    )
+    model = warm_start(make_model(output, WORDS), demonstrations(6400), output, rollouts=5)
+
+    server = make_server(Bm25(read_corpus(Path(corpus))), "127.0.0.1", 0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    settings = yaml.safe_load((Path(__file__).parent / "search.yaml").read_text(encoding="utf-8"))
+    settings |= {"search_url": f"http://127.0.0.1:{server.server_address[1]}/retrieve", "search_topk": 1}
+    (output / "search.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    flags = [
+        *("--hf-checkpoint", model, "--prompt-data", data, *GRPO, "--num-rollout", 10),
+        *("--rollout-max-response-len", 48, "--max-turns", 2, "--custom-config-path", output / "search.yaml"),
+        *("--custom-generate-function-path", "examples.search_r1.generate_with_search.generate"),
+        *("--custom-rm-path", "examples.search_r1.generate_with_search.reward_func", "--reward-key", "score"),
+        *("--save-debug-rollout-data", output / "samples" / "{rollout_id}.pt"),
+        *("--output-dir", output, "--experiment-name", "grpo"),
+    ]
+    try:
+        run_train("GRPO with a search server", flags, output)
+    finally:
+        server.shutdown()
+    rewards = series(read_metrics(output, "grpo"), "rollout/raw_reward")
+    print(f"\nreward of a response: {rewards[0]:.2f} in the first rollout, {rewards[-1]:.2f} in the last")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""A rollout function for the warm start of the examples: responses that are given, with tool output masked.
+
+    --rollout-function-path examples.tiny.demonstrations.generate_rollout --loss-type sft_loss
+
+A row's ``metadata.segments`` lists the parts of its response in order: ``[text, 1]`` for what the model shall write and
+``[text, 0]`` for what a tool wrote. Chat conversations need nothing of this: ``slime.rollout.sft_rollout`` masks them.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from slime.data.chat import load_tokenizer
+from slime.data.sample import Sample
+from slime.rollout.base_types import RolloutFnTrainOutput
+
+__all__ = ["generate_rollout"]
+
+
+def generate_rollout(
+    args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput:
+    """``--rollout-batch-size`` demonstrations as samples."""
+    assert not evaluation, "the warm start has no evaluation set"
+    tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
+    groups = data_source.get_samples(args.rollout_batch_size)
+    for (sample,) in groups:
+        fill(sample, tokenizer)
+    return RolloutFnTrainOutput(samples=groups)
+
+
+def fill(sample: Sample, tokenizer: Any) -> None:
+    """Tokens, mask and text of one demonstration."""
+    sample.tokens = tokenizer.encode(sample.prompt, add_special_tokens=False)
+    sample.loss_mask = []
+    for text, is_trained in sample.metadata["segments"]:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        sample.tokens += ids
+        sample.loss_mask += [int(is_trained)] * len(ids)
+        sample.response += text
+    sample.response_length = len(sample.loss_mask)
+    sample.reward = 0.0
+    sample.status = Sample.Status.COMPLETED

@@ -1,0 +1,130 @@
+"""What the offline runs of the examples share: a tiny model, data made by code, ``train.py`` as a command, its metrics.
+
+Every ``examples/*/run_tiny.py`` calls it. Nothing here is needed to use an example with a real model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+__all__ = [
+    "GRPO",
+    "ROOT",
+    "make_model",
+    "output_directory",
+    "read_metrics",
+    "run_environment",
+    "run_train",
+    "series",
+    "warm_start",
+    "write_rows",
+]
+
+PHASE_TIMEOUT_S = 300
+_STEPS_PER_ROLLOUT = 50
+_WARM_START_BATCH = 32
+
+SMALL_BATCHES = ("--fp32", "--use-dynamic-batch-size", "--max-tokens-per-gpu", 8192, "--actor-num-gpus-per-node", 1)
+ONE_ENGINE = ("--rollout-num-gpus", 1, "--sglang-context-length", 256, "--sglang-max-total-tokens", 32768)
+GRPO = (
+    *("--label-key", "label", "--apply-chat-template", "--rollout-shuffle", "--advantage-estimator", "grpo"),
+    *("--rollout-batch-size", 16, "--n-samples-per-prompt", 8, "--rollout-temperature", 1.0),
+    *("--lr", "5e-4", "--min-lr", "5e-4", "--adam-beta2", 0.95, "--weight-decay", 0.0, "--clip-grad", 1.0),
+    *SMALL_BATCHES,
+    *ONE_ENGINE,
+)
+"""Flags that the offline runs have in common; a run adds model, data, functions and lengths."""
+
+
+def output_directory(doc: str | None, name: str) -> Path:
+    """Parse ``--output``; return an empty directory."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("outputs") / name, help="emptied first")
+    output: Path = parser.parse_args().output.resolve()
+    marker = output / ".example"
+    if output.exists() and any(output.iterdir()) and not marker.exists():
+        parser.error(f"--output {output} holds files that are not of this example: name another directory")
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir(parents=True)
+    marker.touch()
+    return output
+
+
+def make_model(output: Path, words: Sequence[str]) -> str:
+    """A random Qwen3 with 2 layers, one token per character and per word of ``words``. Returns its directory."""
+    from tools.make_tiny_task import ModelShape, make_tiny_task
+
+    shape = ModelShape(num_layers=2, ffn_hidden_size=256, init_std=0.1)
+    return make_tiny_task(output / "tiny", shape=shape, words=words).model
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def warm_start(model: str, rows: Iterable[dict[str, Any]], output: Path, *, rollouts: int) -> str:
+    """Supervised training on ``rows`` by ``train.py``, so that the model knows the form of an answer.
+
+    Args:
+        rows: ``prompt`` (messages) and ``metadata.segments``: ``[text, 1 if the model writes it, else 0]``.
+        rollouts: times 50 steps of 32 rows.
+
+    Returns:
+        The directory of the Hugging Face checkpoint.
+    """
+    result = output / "warm_start" / "hf"
+    flags = [
+        *("--hf-checkpoint", model, "--prompt-data", write_rows(output / "warm_start.jsonl", rows)),
+        *("--apply-chat-template", "--rollout-shuffle", "--debug-train-only", "--loss-type", "sft_loss"),
+        *("--disable-compute-advantages-and-returns", "--num-rollout", rollouts),
+        *("--rollout-function-path", "examples.tiny.demonstrations.generate_rollout"),
+        *("--rollout-batch-size", _WARM_START_BATCH * _STEPS_PER_ROLLOUT),
+        *("--num-steps-per-rollout", _STEPS_PER_ROLLOUT, *SMALL_BATCHES),
+        *("--lr", "2e-3", "--min-lr", "2e-3", "--lr-warmup-iters", 20, "--adam-beta2", 0.95, "--weight-decay", 0.01),
+        *("--save", output / "warm_start" / "checkpoints", "--save-interval", rollouts, "--save-hf", result),
+        *("--output-dir", output, "--experiment-name", "warm_start"),
+    ]
+    run_train("supervised warm start", flags, output)
+    return str(result)
+
+
+def run_environment() -> dict[str, str]:
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+    return os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+
+
+def run_train(name: str, flags: Sequence[Any], output: Path, script: str = "train.py") -> None:
+    """Run the driver; its output goes to the screen. A failure ends the example."""
+    command = [sys.executable, str(ROOT / script), *map(str, flags)]
+    print(f"\n=== {name} ===\n{' '.join(command)}\n", flush=True)
+    process = subprocess.Popen(command, cwd=output, env=run_environment())
+    try:
+        status = process.wait(PHASE_TIMEOUT_S)
+    finally:
+        with suppress(ProcessLookupError):
+            process.terminate()  # the driver takes its engines and trainers with it
+            process.wait(30)
+    if status != 0:
+        raise SystemExit(f"{name} failed with status {status}; its error is above.")
+
+
+def read_metrics(output: Path, name: str) -> list[dict[str, Any]]:
+    """Records of the run ``--experiment-name name``."""
+    return [json.loads(line) for line in (output / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def series(records: list[dict[str, Any]], name: str) -> list[float]:
+    """Values of a metric, in order."""
+    return [record[name] for record in records if name in record]

@@ -1,0 +1,213 @@
+"""Rows become prompts: fields, chat template, token count. In this process, or ahead of their use in others.
+
+Called by ``prompts`` and ``streaming``. The order of the results is that of the rows, whoever prepared them.
+
+    rows --chunks--> worker 0 \\
+                     worker 1  > results in the order of the rows; at most 2 chunks per worker are under way
+                     ...      /
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from slime.data.chat import render_chat
+from slime.data.sample import Sample
+from slime.utils.errors import DataError
+
+__all__ = ["Prepared", "PromptMaker", "Row", "count_tokens", "field_of", "prepare"]
+
+Row: TypeAlias = dict[str, Any]
+Placed: TypeAlias = tuple[str, Row]
+"""A row and where it stands, for error messages."""
+
+_CHUNK = 64
+_CHUNKS_AHEAD = 2
+_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prompt and its length; ``num_tokens`` is None where it was not measured."""
+
+    sample: Sample
+    num_tokens: int | None
+
+
+@dataclass(frozen=True)
+class PromptMaker:
+    """What is known about all rows of a file. Travels to other processes.
+
+    Attributes:
+        tokenizer: needed for templates and for measuring.
+        template_kwargs: of the chat template; None leaves prompts as they are.
+        measures: count the tokens of prompts that are text.
+    """
+
+    tokenizer: Any
+    prompt_key: str
+    label_key: str | None
+    tool_key: str | None
+    metadata_key: str
+    template_kwargs: dict[str, Any] | None
+    measures: bool
+
+    def make(self, rows: Sequence[Placed]) -> list[Prepared]:
+        """The prompts of some rows.
+
+        Raises:
+            DataError: a row without prompt or label, or one of the wrong type; says where it stands.
+        """
+        samples = [self._sample(where, row) for where, row in rows]
+        texts = [sample.prompt for sample in samples if self.measures and isinstance(sample.prompt, str)]
+        lengths = iter(count_tokens(self.tokenizer, texts))
+        return [
+            Prepared(sample, next(lengths) if self.measures and isinstance(sample.prompt, str) else None)
+            for sample in samples
+        ]
+
+    def _sample(self, where: str, row: Row) -> Sample:
+        metadata = _metadata(where, row, self.metadata_key)
+        tools = _tools(where, row, self.tool_key)
+        if tools is not None:
+            metadata["tools"] = tools
+        key = self.prompt_key
+        prompt = field_of(where, row, key, "--input-key")
+        if isinstance(prompt, str):
+            messages = [{"role": "user", "content": prompt}]
+        elif isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt):
+            messages = prompt
+        else:
+            raise DataError(f"{where}: {key!r} must be text or a list of messages, not {type(prompt).__name__}")
+        if self.template_kwargs is not None:
+            kwargs = {"add_generation_prompt": True} | self.template_kwargs
+            try:
+                prompt = render_chat(self.tokenizer, messages, tools=tools, **kwargs)
+            except DataError as error:
+                raise DataError(f"{where}: {error}") from error
+        label = None if self.label_key is None else field_of(where, row, self.label_key, "--label-key")
+        return Sample(prompt=prompt, label=label, metadata=metadata)
+
+
+def count_tokens(tokenizer: Any, texts: list[str]) -> list[int]:
+    """Tokens of each text, without special ones."""
+    if not texts:
+        return []
+    ids: Sequence[Sequence[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return [len(row) for row in ids]
+
+
+def prepare(rows: Iterable[Placed], maker: PromptMaker, num_workers: int = 0) -> Iterator[Prepared]:
+    """The prompts of ``rows``, in their order.
+
+    Args:
+        num_workers: processes that prepare rows ahead of their use; 0 does it here. They end with the iterator.
+
+    Raises:
+        DataError: see :meth:`PromptMaker.make`; or a worker died or made no progress.
+    """
+    chunks = _chunks(iter(rows))
+    if num_workers == 0:
+        for chunk in chunks:
+            yield from maker.make(chunk)
+        return
+    # spawned, because this process has threads (Ray's) that a fork would tear apart
+    pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), _start_worker, (maker,))
+    try:
+        ahead: deque[Future[list[Prepared]]] = deque()
+        for chunk in itertools.chain(chunks, itertools.repeat(None)):
+            if chunk is not None:
+                ahead.append(pool.submit(_work, chunk))
+                if len(ahead) < _CHUNKS_AHEAD * num_workers:
+                    continue
+            elif not ahead:
+                return
+            yield from _result(ahead.popleft())
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _chunks(rows: Iterator[Placed]) -> Iterator[list[Placed]]:
+    while chunk := list(itertools.islice(rows, _CHUNK)):
+        yield chunk
+
+
+def _result(future: Future[list[Prepared]]) -> list[Prepared]:
+    try:
+        return future.result(timeout=_TIMEOUT_S)
+    except BrokenProcessPool as error:
+        raise DataError("a process of --num-data-workers died; it may have run out of memory: use fewer") from error
+    except FutureTimeout:
+        raise DataError(f"--num-data-workers: {_CHUNK} prompts were not prepared within {_TIMEOUT_S:.0f} s") from None
+
+
+_make: Callable[[Sequence[Placed]], list[Prepared]] | None = None
+"""Of a worker process; set once when it starts."""
+
+
+def _start_worker(maker: PromptMaker) -> None:
+    global _make
+    _make = maker.make
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed closes no queue: its workers would wait for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "runs in a worker only"
+    parent.join()
+    os._exit(1)
+
+
+def _work(chunk: Sequence[Placed]) -> list[Prepared]:
+    assert _make is not None, "the pool calls _start_worker first"
+    return _make(chunk)
+
+
+def field_of(where: str, row: Row, key: str, flag: str) -> Any:
+    """``row[key]``; a row without it, or without a prompt, is an error that names ``flag``."""
+    if key not in row or (flag == "--input-key" and row[key] is None):
+        names = ", ".join(map(repr, row)) or "(none)"
+        raise DataError(f"{where}: there is no {key!r} ({flag}) in this row; its keys are {names}")
+    return row[key]
+
+
+def _metadata(where: str, row: Row, key: str) -> dict[str, Any]:
+    value = row.get(key)
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{where}: {key!r} (--metadata-key) looks like JSON but is not: {error}") from None
+    if value is None or value == "":
+        return {}
+    if not isinstance(value, dict):
+        raise DataError(f"{where}: {key!r} (--metadata-key) must be an object, not {type(value).__name__}")
+    return dict(value)
+
+
+def _tools(where: str, row: Row, key: str | None) -> list[Any] | None:
+    value = None if key is None else row.get(key)
+    if value is None:
+        return None
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{where}: {key!r} (--tool-key) is not valid JSON: {error}") from None
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if not isinstance(value, list):
+        raise DataError(f"{where}: {key!r} (--tool-key) must be a list of tools, not {type(value).__name__}")
+    return value

@@ -1,0 +1,311 @@
+"""The engines of a run by their places: who sits where, whether he serves, and another one for a dead one.
+
+    SERVING   registered at the router, holds the weights of the others
+       | found dead
+    STARTING  taken out of the router, killed; another actor starts a server on the same devices
+       | its server answers
+    WAITING   serves nobody: it still has the weights of the checkpoint
+       | the trainer has sent it weights, the owner admits it
+    SERVING
+
+Owned by the rollout server, which says how an actor is made. Knows no trainer. Without ``--use-fault-tolerance`` nobody
+watches, and every engine stays where it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError
+
+from slime.backends.protocols import EngineInfo
+from slime.backends.sglang_utils.router import remove_worker
+from slime.ray.failures import message_of
+from slime.ray.fleet import RayEngineFleet
+from slime.ray.health import Answer, HealthMonitor
+from slime.ray.waiting import get
+from slime.utils.errors import EngineError
+
+__all__ = ["EngineSlots", "WaitingEngines", "WatchSettings"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_DEATHS = 3
+_LOOK_TIMEOUT_S = 5.0
+_STOP_TIMEOUT_S = 15.0
+_CONTROL_TIMEOUT_S = 60.0
+
+
+class _State(StrEnum):
+    STARTING = "starting"
+    WAITING = "waiting"
+    SERVING = "serving"
+
+
+@dataclass
+class _Slot:
+    """One place. ``handle`` is the actor that sits there or is on its way; None while there is none."""
+
+    rank: int
+    handle: Any = None
+    info: EngineInfo | None = None
+    state: _State = _State.STARTING
+    deaths: int = 0
+    died_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class WatchSettings:
+    """Seconds of the health checks and of the start of an engine; see the flags of the same names."""
+
+    interval_s: float
+    timeout_s: float
+    first_wait_s: float
+    start_timeout_s: float
+
+
+@dataclass(frozen=True)
+class WaitingEngines:
+    """What the driver is told when it asks who needs weights.
+
+    Attributes:
+        fleet: engines that have started again and wait for weights; may be empty.
+        num_serving: engines that the router sends requests to.
+    """
+
+    fleet: RayEngineFleet
+    num_serving: int
+
+
+class EngineSlots:
+    """All engines of one router.
+
+    Args:
+        make: starts the actor for (rank, how many died there before); returns its handle without waiting.
+        count: engines.
+    """
+
+    def __init__(self, make: Callable[[int, int], Any], count: int, router_url: str) -> None:
+        self._make = make
+        self._router_url = router_url
+        self._slots = [_Slot(rank, make(rank, 0)) for rank in range(count)]
+        self._starting = [slot.handle.start_and_register.remote(router_url) for slot in self._slots]
+        self._guard = threading.Lock()  # states and handles of the slots, and the failure
+        self._failure: Exception | None = None
+        self._is_stopped = False
+        self._settings: WatchSettings | None = None
+        self._monitor: HealthMonitor | None = None
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Return when every engine is registered at the router."""
+        infos = get(self._starting, timeout_s, f"{len(self._slots)} engines to start")
+        for slot, info in zip(self._slots, infos, strict=True):
+            slot.info, slot.state = info, _State.SERVING
+
+    def watch(self, settings: WatchSettings) -> None:
+        """From now on notice the dead and start others in their places."""
+        self._settings = settings
+        self._monitor = HealthMonitor(
+            self._find_ended,
+            self._ask,
+            self._on_dead,
+            interval_s=settings.interval_s,
+            first_wait_s=settings.first_wait_s,
+        )
+        self._monitor.start()
+
+    def fleet(self) -> RayEngineFleet:
+        """Every engine that can take weights: those that serve, and those that wait for weights."""
+        return self._fleet_of(_State.SERVING, _State.WAITING)
+
+    def waiting(self) -> WaitingEngines:
+        """Who needs weights. Raises when an engine cannot be kept alive."""
+        if self._failure is not None:
+            raise self._failure
+        serving = self._fleet_of(_State.SERVING)
+        return WaitingEngines(self._fleet_of(_State.WAITING), len(serving.engines))
+
+    def begin_sync(self) -> RayEngineFleet:
+        """Nobody is asked how he is until :meth:`end_sync`. Returns the engines that can take weights."""
+        self.waiting()
+        if self._monitor is not None:
+            self._monitor.pause()
+        return self.fleet()
+
+    def end_sync(self, urls: Sequence[str]) -> None:
+        """The engines at ``urls`` have the new weights; the watch goes on."""
+        self.admit(urls)
+        if self._monitor is not None:
+            self._monitor.resume()
+
+    def admit(self, urls: Sequence[str]) -> None:
+        """The engines at ``urls`` have the weights of the others: those of them that waited may serve now."""
+        for slot in self._slots:
+            with self._guard:
+                is_admitted = slot.state is _State.WAITING and slot.info is not None and slot.info.url in urls
+                handle = slot.handle
+            if is_admitted:
+                self._admit(slot, handle)
+
+    def lost(self, urls: Sequence[str]) -> list[str]:
+        """Look now, and say which of the engines at ``urls`` are dead."""
+        if self._monitor is not None:
+            self._monitor.look()
+        alive = {engine.url for engine in self.fleet().engines}
+        return [url for url in urls if url not in alive]
+
+    def raise_if_dead(self) -> None:
+        """Raise the cause if an engine has died and nobody replaces it."""
+        if self._failure is not None:
+            raise self._failure
+        if self._monitor is None:
+            calls = [slot.handle.raise_if_dead.remote() for slot in self._slots]
+            get(calls, _STOP_TIMEOUT_S, "engines to say whether they live")
+
+    def stop(self, *, leaves_router: bool) -> None:
+        """Stop all engines. ``leaves_router``: the router lives on, so it must forget them."""
+        with self._guard:
+            self._is_stopped = True
+        if self._monitor is not None:
+            self._monitor.stop()
+        handles = [slot.handle for slot in self._slots if slot.handle is not None]
+        try:
+            if leaves_router:
+                forgotten = [handle.deregister.remote(self._router_url) for handle in handles]
+                get(forgotten, _STOP_TIMEOUT_S, "engines to leave the router")
+            get([handle.stop.remote() for handle in handles], _STOP_TIMEOUT_S, "engines to stop")
+        except Exception as error:  # killing the actor kills its server as well
+            logger.warning("an engine did not stop by itself: %s", error)
+        for handle in handles:
+            ray.kill(handle)
+
+    def _fleet_of(self, *states: _State) -> RayEngineFleet:
+        with self._guard:
+            chosen = [(slot.handle, slot.info) for slot in self._slots if slot.state in states]
+        return RayEngineFleet(tuple(handle for handle, _ in chosen), tuple(info for _, info in chosen if info))
+
+    def _find_ended(self) -> dict[int, bool]:
+        with self._guard:
+            watched = {slot.rank: slot.handle for slot in self._slots if slot.state is not _State.STARTING}
+        calls = {rank: handle.has_ended.remote() for rank, handle in watched.items()}
+        done = set(ray.wait(list(calls.values()), num_returns=len(calls), timeout=_LOOK_TIMEOUT_S)[0]) if calls else ()
+        return {rank: call in done and _value(call, if_dead=True) for rank, call in calls.items()}
+
+    def _ask(self, rank: int) -> Answer:
+        assert self._settings is not None
+        timeout_s = self._settings.timeout_s
+        asked_at = time.monotonic()
+        call = self._slots[rank].handle.is_responsive.remote(timeout_s)
+
+        def answer() -> bool | None:
+            if ray.wait([call], timeout=0)[0]:
+                return _value(call, if_dead=False)
+            return None if time.monotonic() < asked_at + timeout_s + _LOOK_TIMEOUT_S else False
+
+        return answer
+
+    def _on_dead(self, rank: int, reason: str) -> None:
+        slot = self._slots[rank]
+        with self._guard:
+            if self._is_stopped or slot.state is _State.STARTING:
+                return
+            slot.state = _State.STARTING
+            slot.died_at = time.monotonic()
+        threading.Thread(target=self._replace, args=(slot, reason), name=f"engine {rank} again", daemon=True).start()
+
+    def _replace(self, slot: _Slot, reason: str) -> None:
+        """Until an engine waits in ``slot``, or too many have died there."""
+        cause = f"engine {slot.rank}: {reason}"
+        while True:
+            slot.deaths += 1
+            cause = self._bury(slot, cause)
+            logger.warning("%s", cause)
+            if slot.deaths > _MAX_DEATHS:
+                self._failure = EngineError(
+                    f"--use-fault-tolerance: engine {slot.rank} died {slot.deaths} times in this run, which is more "
+                    f"than the {_MAX_DEATHS} that are made good. Last time: {cause}"
+                )
+                return
+            try:
+                if not self._start_again(slot):
+                    return
+            except Exception as error:
+                cause = f"engine {slot.rank} could not be started again: {_text(error)}"
+            else:
+                return
+
+    def _bury(self, slot: _Slot, reason: str) -> str:
+        """Take the dead engine out of the router and free its devices. Returns why it died, with its last words."""
+        handle, info = slot.handle, slot.info
+        if info is not None:
+            try:
+                remove_worker(self._router_url, info.url)
+            except EngineError as error:
+                logger.warning("the router still knows engine %d: %s", slot.rank, error)
+        if handle is None:
+            return reason
+        try:
+            get(handle.raise_if_dead.remote(), _LOOK_TIMEOUT_S, "the last words of a dead engine")
+        except Exception as error:
+            reason = f"{reason}. {_text(error)}" if _text(error) not in reason else reason
+        try:
+            get(handle.stop.remote(), _LOOK_TIMEOUT_S, "a dead engine to stop")
+        except Exception as error:  # killing the actor kills its server as well
+            logger.debug("%s", error)
+        ray.kill(handle)
+        slot.handle = slot.info = None
+        return reason
+
+    def _start_again(self, slot: _Slot) -> bool:
+        """False when the run ended meanwhile."""
+        assert self._settings is not None
+        with self._guard:
+            if self._is_stopped:
+                return False
+            slot.handle = handle = self._make(slot.rank, slot.deaths)
+        info = get(
+            handle.start_unregistered.remote(),
+            self._settings.start_timeout_s + _CONTROL_TIMEOUT_S,
+            f"engine {slot.rank} to start again",
+        )
+        assert self._monitor is not None
+        self._monitor.renew(slot.rank)
+        with self._guard:
+            slot.info, slot.state = info, _State.WAITING
+        seconds = time.monotonic() - slot.died_at
+        logger.info("engine %d started again at %s, %.1f s after its death was noticed", slot.rank, info.url, seconds)
+        return True
+
+    def _admit(self, slot: _Slot, handle: Any) -> None:
+        try:
+            get(handle.register.remote(self._router_url), _CONTROL_TIMEOUT_S, f"engine {slot.rank} to register")
+        except Exception as error:  # it died just now, or the router did: the monitor and the rollout find out
+            logger.warning("engine %d could not be registered at the router: %s", slot.rank, _text(error))
+            return
+        with self._guard:
+            if slot.state is _State.WAITING and slot.handle is handle:
+                slot.state = _State.SERVING
+        seconds = time.monotonic() - slot.died_at
+        logger.info("engine %d serves again, %.1f s after its death was noticed", slot.rank, seconds)
+
+
+def _value(call: Any, *, if_dead: bool) -> bool:
+    """The result of a finished call; ``if_dead`` when the actor that should have answered is dead."""
+    try:
+        return bool(ray.get(call))
+    except ActorDiedError:
+        return if_dead
+    except Exception as error:
+        logger.warning("an engine could not be looked at: %s", _text(error))
+        return False
+
+
+def _text(error: BaseException) -> str:
+    return message_of(error) or f"{type(error).__name__}: {error}"

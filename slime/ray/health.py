@@ -1,0 +1,139 @@
+"""Watches engines, and says which of them are dead: who died at once, who stopped answering after a few strikes.
+
+    every second      has its process ended?                 yes -> dead
+    every interval    does it answer a request in time?      no  -> a strike; three in a row -> dead
+
+A thread of the rollout manager. Knows neither Ray nor engines: it is handed functions that look at them, and one that
+is told about the dead. Paused while weights are sent: an engine that is busy taking them is not a dead one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+__all__ = ["Answer", "HealthMonitor"]
+
+logger = logging.getLogger(__name__)
+
+Answer = Callable[[], bool | None]
+"""Polled for the answer to a question that was asked: True it came, False it did not come in time, None not yet."""
+
+_LOOK_EVERY_S = 1.0
+_STRIKES = 3
+_STOP_TIMEOUT_S = 5.0
+
+
+class HealthMonitor:
+    """Calls ``on_dead(rank, reason)`` once per death, from its own thread or from :meth:`look`.
+
+    Args:
+        find_ended: which of the engines that should serve have ended, by rank; returns within seconds.
+        ask: sends a request to the engine ``rank`` and returns at once.
+        interval_s: seconds between an answer and the next question to an engine.
+        first_wait_s: seconds without questions after :meth:`start`, after :meth:`resume`, and to a new engine.
+        strikes: questions in a row that an engine leaves unanswered before it counts as dead.
+    """
+
+    def __init__(
+        self,
+        find_ended: Callable[[], Mapping[int, bool]],
+        ask: Callable[[int], Answer],
+        on_dead: Callable[[int, str], None],
+        *,
+        interval_s: float,
+        first_wait_s: float = 0.0,
+        strikes: int = _STRIKES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._find_ended = find_ended
+        self._ask = ask
+        self._on_dead = on_dead
+        self._interval_s = interval_s
+        self._first_wait_s = first_wait_s
+        self._limit = strikes
+        self._clock = clock
+        self._guard = threading.RLock()  # one look at a time; guards the four fields below
+        self._open: dict[int, Answer] = {}
+        self._strikes: dict[int, int] = {}
+        self._ask_at: dict[int, float] = {}
+        self._quiet_until = clock() + first_wait_s
+        self._is_paused = False
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine health", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def pause(self) -> None:
+        """No look from now on, and open questions are forgotten."""
+        with self._guard:
+            self._is_paused = True
+            self._open.clear()
+
+    def resume(self) -> None:
+        """Look again; the first wait begins anew, and all strikes are forgotten."""
+        with self._guard:
+            self._strikes.clear()
+            self._ask_at.clear()
+            self._quiet_until = self._clock() + self._first_wait_s
+            self._is_paused = False
+
+    def renew(self, rank: int) -> None:
+        """Another engine has taken the place ``rank``."""
+        with self._guard:
+            self._open.pop(rank, None)
+            self._strikes.pop(rank, None)
+            self._ask_at[rank] = self._clock() + self._first_wait_s
+
+    def stop(self) -> None:
+        """``on_dead`` is not called any more."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(_STOP_TIMEOUT_S)
+
+    def look(self) -> None:
+        """Look at every engine once, also while paused: then only for ended processes."""
+        with self._guard:
+            for rank, has_ended in self._find_ended().items():
+                if self._stopped.is_set():
+                    return
+                if has_ended:
+                    self._bury(rank, "its process ended")
+                elif not self._is_paused:
+                    self._question(rank)
+
+    def _question(self, rank: int) -> None:
+        now = self._clock()
+        if rank not in self._open:
+            if now >= max(self._quiet_until, self._ask_at.get(rank, 0.0)):
+                self._open[rank] = self._ask(rank)
+            return
+        answer = self._open[rank]()
+        if answer is None:
+            return
+        del self._open[rank]
+        self._ask_at[rank] = now + self._interval_s
+        if answer:
+            self._strikes.pop(rank, None)
+            return
+        self._strikes[rank] = self._strikes.get(rank, 0) + 1
+        logger.warning("engine %d does not answer (%d of %d)", rank, self._strikes[rank], self._limit)
+        if self._strikes[rank] >= self._limit:
+            self._bury(rank, f"it left {self._limit} health checks in a row unanswered")
+
+    def _bury(self, rank: int, reason: str) -> None:
+        self._open.pop(rank, None)
+        self._strikes.pop(rank, None)
+        self._on_dead(rank, reason)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(_LOOK_EVERY_S):
+            if self._is_paused:
+                continue
+            try:
+                self.look()
+            except Exception:  # the watch must outlive whatever one look ran into
+                logger.exception("a look at the engines failed")

@@ -1,0 +1,199 @@
+"""What runs around the trainer's passes: users' hooks, the dump of what was trained, Adam without moments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slime.backends.megatron_utils.actor import MegatronTrainer
+from slime.backends.megatron_utils.critic import MegatronCritic
+from slime.backends.megatron_utils.stateless_adam import StatelessAdam
+from tests.unit.megatron_utils import user_trainer_hooks
+from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, schedule, use_single_rank_env
+
+USER = "tests.unit.megatron_utils.user_trainer_hooks"
+HOOKS = {
+    "custom_megatron_init_path": f"{USER}.after_init",
+    "custom_megatron_before_log_prob_hook_path": f"{USER}.before_log_prob",
+    "custom_megatron_before_train_step_hook_path": f"{USER}.before_step",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_rank() -> Iterator[None]:
+    use_single_rank_env()
+    yield
+    if dist.is_initialized():
+        from megatron.core import parallel_state as mpu
+
+        mpu.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3")
+    make_hf_model("qwen3", path)
+    return path
+
+
+@pytest.fixture
+def calls() -> Iterator[list[tuple[Any, ...]]]:
+    user_trainer_hooks.CALLS.clear()
+    yield user_trainer_hooks.CALLS
+    user_trainer_hooks.CALLS.clear()
+
+
+def two_steps() -> dict[str, Any]:
+    return schedule(make_batch(seed=4) | {"global_batch_sizes": [4, 4]}, [[0, 1, 2, 3], [4, 5, 6, 7]])
+
+
+def started(path: Path, **settings: Any) -> MegatronTrainer:
+    with_ref = settings.pop("with_ref", False)
+    trainer = MegatronTrainer(make_args(path, **settings), rank=0, world_size=1, with_ref=with_ref)
+    trainer.setup()
+    return trainer
+
+
+def weights(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in trainer.export_weights()}
+
+
+def test_hooks_run_before_their_pass_and_in_its_order(model: Path, calls: list[Any]) -> None:
+    trainer = started(model, with_ref=True, use_kl_loss=True, kl_loss_coef=0.1, **HOOKS)
+    assert calls == [("init", 1e-2, True, 1)]
+    trainer.train(7, two_steps())
+    assert calls[1:] == [
+        ("log_prob", 1e-2, 1, "ref_"),
+        ("log_prob", 1e-2, 1, ""),
+        ("step", 7, 0, 0.0),
+        ("step", 7, 1, 0.0),
+    ]
+
+
+def test_the_critic_calls_them_as_well(model: Path, calls: list[Any]) -> None:
+    critic = MegatronCritic(make_args(model, advantage_estimator="ppo", **HOOKS), rank=0, world_size=1)
+    critic.setup()
+    critic.train(2, make_batch())
+    assert [call[0] for call in calls] == ["init", "log_prob", "step"]
+
+
+def test_a_hook_before_a_step_decides_what_the_step_does(model: Path) -> None:
+    path = f"{USER}.freeze_first_step"
+    trainer = started(model, custom_megatron_before_train_step_hook_path=path, weight_decay=0.0)
+    before = weights(trainer)
+    trainer.train(0, make_batch())
+    assert all(torch.equal(value, before[name]) for name, value in weights(trainer).items())
+
+
+def test_the_dump_holds_what_every_sample_was_trained_with(model: Path, tmp_path: Path) -> None:
+    template = str(tmp_path / "dumps" / "{rollout_id}_{rank}.pt")
+    trainer = started(model, save_debug_train_data=template, with_ref=True, use_kl_loss=True, kl_loss_coef=0.1)
+    batch = make_batch(seed=3)
+    batch["partition"] = [5, 3, 1, 7, 0, 2, 6, 4]
+    report = trainer.train(4, batch)
+    (file,) = (tmp_path / "dumps").iterdir()
+    assert file.name == "4_0.pt"
+    dump = torch.load(file, weights_only=True)
+    assert (dump["format_version"], dump["rollout_id"], dump["rank"]) == (2, 4, 0)
+    assert [sample["rollout_position"] for sample in dump["samples"]] == list(range(8))
+    assert dump["raw_reward"] == batch["raw_reward"]
+    total = 0.0
+    for sample in dump["samples"]:
+        source = batch["partition"].index(sample["rollout_position"])
+        assert sample["sample_index"] == batch["sample_indices"][source]
+        assert torch.equal(sample["tokens"], batch["tokens"][source])
+        for name in ("log_probs", "ref_log_probs", "advantages", "rollout_log_probs", "loss_masks"):
+            assert len(sample[name]) == sample["response_lengths"] == batch["response_lengths"][source]
+        mask = sample["loss_masks"]
+        if mask.any():
+            total += float((sample["log_probs"] * mask).sum() / mask.sum())
+    assert total / 8 == pytest.approx(report.rollout["log_probs"], abs=1e-5)
+    (shard,) = dump["dp_shards"]
+    assert shard["micro_batch_indices"] == batch["micro_batch_indices"]
+    assert "tokens" not in shard and "raw_reward" not in shard
+
+
+def test_right_samples_report_their_entropy(model: Path) -> None:
+    settings = {"use_rollout_entropy": True, "log_correct_samples": True}
+    batch = make_batch(seed=2)
+    everything = started(model, **settings).train(0, batch | {"raw_reward": [1.0] * 8})
+    none = started(model, **settings).train(0, batch | {"raw_reward": [0.5] * 8})
+    assert "correct_entropy" not in none.rollout
+    assert 0 < everything.rollout["correct_entropy"] < 4.2  # log(61)
+    one = started(model, **settings).train(0, batch | {"raw_reward": [1.0, *[0.0] * 6, 1.0]})  # the first has no token
+    assert one.rollout["correct_entropy"] != pytest.approx(everything.rollout["correct_entropy"], abs=1e-6)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("maximize", [True, False])
+def test_stateless_adam_is_adam_that_forgets_after_every_step(decoupled: bool, maximize: bool) -> None:
+    torch.manual_seed(1)
+    start, gradients = torch.randn(5, 3), torch.randn(4, 5, 3)
+    mine, its = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    common: dict[str, Any] = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.2, "maximize": maximize}
+    stateless = StatelessAdam([mine], adam_w_mode=decoupled, **common)
+    for gradient in gradients:
+        adam = (torch.optim.AdamW if decoupled else torch.optim.Adam)([its], **common)  # fresh: no moments
+        mine.grad, its.grad = gradient.clone(), gradient.clone()
+        stateless.step()
+        adam.step()
+        torch.testing.assert_close(mine, its, rtol=1e-6, atol=1e-6)
+    assert not stateless.state and stateless.param_groups[0]["step"] == 1
+
+
+def test_without_bias_correction_the_first_moments_stay_small() -> None:
+    parameter = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+    parameter.decoupled_grad = torch.tensor([4.0, -0.5])
+    adam = StatelessAdam([parameter], lr=0.1, bias_correction=False, use_decoupled_grad=True, eps=0.1)
+    adam.step()
+    m, v = 0.1 * parameter.decoupled_grad, 0.001 * parameter.decoupled_grad**2
+    torch.testing.assert_close(parameter.data, torch.tensor([1.0, -2.0]) - 0.1 * m / (v.sqrt() + 0.1))
+    adam.zero_grad()
+    assert parameter.decoupled_grad is None
+
+
+@pytest.mark.parametrize("refused", ["amsgrad", "master_weights"])
+def test_what_needs_a_state_is_refused(refused: str) -> None:
+    with pytest.raises(ValueError, match="StatelessAdam"):
+        StatelessAdam([torch.nn.Parameter(torch.zeros(1))], **{refused: True})
+
+
+@pytest.mark.parametrize("precision", [{"fp32": True}, {"fp32": False, "bf16": True}])
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_the_trainer_without_moments_equals_adam_that_is_reset_before_every_rollout(
+    model: Path, precision: dict[str, Any], is_sharded: bool
+) -> None:
+    common = {"use_distributed_optimizer": is_sharded, "weight_decay": 0.1, "lr": 1e-3, **precision}
+    stateless = started(model, use_stateless_adam=True, no_save_optim=True, **common)
+    reset = started(model, reset_optimizer_states=True, **common)
+    start = weights(reset)
+    for rollout_id in range(2):
+        stateless.train(rollout_id, make_batch(seed=rollout_id))
+        reset.train(rollout_id, make_batch(seed=rollout_id))
+    after = weights(reset)
+    assert any(not torch.equal(after[name], start[name]) for name in after)
+    for name, value in weights(stateless).items():
+        torch.testing.assert_close(value, after[name], rtol=1e-5, atol=1e-5)
+    optimizer = stateless._ready.optimizer
+    inner = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+    assert all(isinstance(one, StatelessAdam) and not one.state for one in inner)
+
+
+def test_a_run_without_moments_resumes_from_a_checkpoint_without_optimizer(model: Path, tmp_path: Path) -> None:
+    common = {"use_stateless_adam": True, "no_save_optim": True, "save": str(tmp_path / "ckpt"), "lr": 1e-3}
+    first = started(model, **common)
+    first.train(0, make_batch())
+    first.save(0)
+    kept = weights(first)
+    second = started(model, load=common["save"], **common)
+    assert all(torch.equal(value, kept[name]) for name, value in weights(second).items())
+    first.train(1, make_batch(seed=1))
+    second.train(1, make_batch(seed=1))
+    for name, value in weights(first).items():
+        torch.testing.assert_close(weights(second)[name], value, rtol=1e-6, atol=1e-6)
