@@ -45,7 +45,10 @@ SMALLEST, LARGEST = 10, 99
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of the Qwen3; the defaults make about a million parameters. With a larger ``init_std`` it learns to copy sooner."""
+    """Sizes of the Qwen3; the defaults make about a million parameters.
+
+    ``init_std`` is that of all matrices; with 0.1 the model learns to copy within 200 steps, with 0.02 it takes far more.
+    """
 
     hidden_size: int = 128
     num_layers: int = 4

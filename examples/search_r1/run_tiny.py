@@ -3,7 +3,7 @@
     python examples/search_r1/run_tiny.py --output outputs/search_r1
 
 1. A corpus of invented facts ("code of amber is 47."), questions about them, and a random model.
-2. A supervised warm start from a teacher who looks up three times in ten and guesses otherwise.
+2. A supervised warm start from a teacher who looks up four times in ten and guesses otherwise.
 3. GRPO with the local search server, rewarded for right answers: guessing disappears.
 """
 
@@ -19,8 +19,8 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from examples.search_r1.local_search_server import Bm25, make_server, read_corpus  # noqa: E402 - the root comes first
-from examples.tiny.recipe import (  # noqa: E402
+from examples.search_r1.local_search_server import Bm25, make_server, read_corpus
+from examples.tiny.recipe import (
     GRPO,
     make_model,
     output_directory,
@@ -32,13 +32,25 @@ from examples.tiny.recipe import (  # noqa: E402
 )
 
 NAMES = (
-    "amber basil cedar dahlia ebony fennel ginger hazel indigo jasmine kelp laurel maple nettle olive pepper "
-    "quince rose saffron thyme umber violet willow yarrow zinnia acorn birch clover daisy elder fern garnet heather "
-    "iris juniper lotus mint opal pearl ruby"
-).split()
+    *("amber", "basil", "cedar", "dahlia", "ebony", "fennel", "ginger", "hazel", "indigo", "jasmine", "kelp", "laurel"),
+    *(
+        "maple",
+        "nettle",
+        "olive",
+        "pepper",
+        "quince",
+        "rose",
+        "saffron",
+        "thyme",
+        "umber",
+        "violet",
+        "willow",
+        "zinnia",
+    ),
+)
 TAGS = ("<search>", "</search>", "<information>", "</information>", "<answer>", "</answer>")
 WORDS = (*TAGS, *NAMES, "code", "of", "is", "doc")
-SHARE_OF_LOOKING_UP = 0.3
+SHARE_OF_LOOKING_UP = 0.4
 
 
 def facts(seed: int = 0) -> dict[str, str]:
@@ -74,7 +86,7 @@ def main() -> None:
     data = write_rows(
         output / "train.jsonl", ({"prompt": question(name), "label": code} for name, code in codes.items())
     )
-    model = warm_start(make_model(output, WORDS), demonstrations(6400), output, rollouts=5)
+    model = warm_start(make_model(output, WORDS), demonstrations(6400), output, rollouts=4)
 
     server = make_server(Bm25(read_corpus(Path(corpus))), "127.0.0.1", 0)
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -45,15 +45,14 @@ class PromptDataArgs:
     num_data_workers: int = field(
         default=0,
         metadata={
-            "help": "Processes that prepare prompts ahead of their use; 0 prepares them where they are used.",
-            "later": "prompts are prepared in one process",
+            "help": "Processes that render and measure prompts ahead of their use; 0 does it where they are used."
         },
     )
     streaming_data: bool = field(
         default=False,
         metadata={
-            "help": "Read the prompt file while training instead of loading it. Needs --num-rollout.",
-            "later": "the prompt file is loaded as a whole",
+            "help": "Read the prompt file while training instead of loading it; --rollout-shuffle then mixes rows "
+            "within 10000 of each other. Needs --num-rollout.",
         },
     )
     loss_mask_type: Literal["qwen", "qwen3", "qwen3_5", "distill_qwen", "generic"] = field(

@@ -126,13 +126,11 @@ def prepare(rows: Iterable[Placed], maker: PromptMaker, num_workers: int = 0) ->
     pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), _start_worker, (maker,))
     try:
         ahead: deque[Future[list[Prepared]]] = deque()
-        for chunk in itertools.chain(chunks, itertools.repeat(None)):
-            if chunk is not None:
-                ahead.append(pool.submit(_work, chunk))
-                if len(ahead) < _CHUNKS_AHEAD * num_workers:
-                    continue
-            elif not ahead:
-                return
+        for chunk in chunks:
+            ahead.append(pool.submit(_work, chunk))
+            if len(ahead) == _CHUNKS_AHEAD * num_workers:
+                yield from _result(ahead.popleft())
+        while ahead:
             yield from _result(ahead.popleft())
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

@@ -11,7 +11,7 @@ import json
 import logging
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ _SLICE = re.compile(r"^(.*)@\[(-?\d*):(-?\d*)\]$", re.DOTALL)
 _SUFFIXES = (".jsonl", ".parquet")
 _FALLBACK_PROMPT_KEYS = {"input": ("prompt", "text"), "text": ("prompt", "input")}
 _DEFAULT_LABEL_KEY = "label"
+_NOT_MEASURED = "prompts are message lists, so none is dropped for its length; use --apply-chat-template"
 _CHECK_ALL_BELOW_BYTES = 64 * 1024**2
 
 
@@ -238,8 +239,10 @@ def filter_long_prompt(
     if max_length is None or not origin_samples:
         return origin_samples
     texts = [sample.prompt for sample in origin_samples if isinstance(sample.prompt, str)]
-    is_text = len(texts) == len(origin_samples)
-    lengths: Sequence[int | None] = count_tokens(tokenizer, texts) if is_text else [None] * len(origin_samples)
+    if len(texts) < len(origin_samples):
+        logger.warning(_NOT_MEASURED)
+        return origin_samples
+    lengths = count_tokens(tokenizer, texts)
     prepared = [Prepared(sample, length) for sample, length in zip(origin_samples, lengths, strict=True)]
     return _short_enough(prepared, max_length)
 
@@ -249,7 +252,7 @@ def _short_enough(prepared: list[Prepared], max_length: int | None) -> list[Samp
     if max_length is None:
         return samples
     if any(one.num_tokens is None for one in prepared):
-        logger.warning("prompts are message lists, so none is dropped for its length; use --apply-chat-template")
+        logger.warning(_NOT_MEASURED)
         return samples
     kept = [one.sample for one in prepared if (one.num_tokens or 0) <= max_length]
     if len(kept) < len(samples):

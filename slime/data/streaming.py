@@ -77,6 +77,7 @@ class StreamingDataset:
         self._buffer_size = buffer_size
         self._stream: Generator[Prepared] | None = None
         self._num_drawn = 0
+        self._has_warned = False
         self.epoch_id = 0
         self.offset = 0
 
@@ -127,4 +128,11 @@ class StreamingDataset:
         self.epoch_id, self.offset, self._num_drawn = self.epoch_id + 1, 0, 0
 
     def _is_short(self, prepared: Prepared) -> bool:
-        return self._max_length is None or prepared.num_tokens is None or prepared.num_tokens <= self._max_length
+        if self._max_length is None:
+            return True
+        if prepared.num_tokens is None:
+            if not self._has_warned:
+                logger.warning("%s: prompts that are message lists are not dropped for their length", self._name)
+            self._has_warned = True
+            return True
+        return prepared.num_tokens <= self._max_length

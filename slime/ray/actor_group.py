@@ -55,17 +55,21 @@ class RayTrainGroup:
         return self._all("setup", address, port, with_ref)
 
     def train(
-        self, rollout_id: int, shards: Sequence[Box], version: str | None, values: Sequence[Box] | None = None
+        self,
+        rollout_id: int,
+        shards: Sequence[Box],
+        versions: tuple[str, str] | None,
+        values: Sequence[Box] | None = None,
     ) -> TrainReport:
-        """Train on one rollout that weight version ``version`` generated. Returns the main rank's report."""
-        refs = self._all("train", rollout_id, shards, version, values)
+        """Train on one rollout that weights of the (oldest, newest) ``versions`` made. Returns the main report."""
+        refs = self._all("train", rollout_id, shards, versions, values)
         return _main_report(get(refs, self._args.train_timeout, f"{self._name} to train on rollout {rollout_id}"))
 
     def train_values(
-        self, rollout_id: int, shards: Sequence[Box], version: str | None
+        self, rollout_id: int, shards: Sequence[Box], versions: tuple[str, str] | None
     ) -> tuple[TrainReport, list[Box]]:
         """The critic's :meth:`train`. Returns its report, and every rank's values for the actor."""
-        refs = self._all("train_values", rollout_id, shards, version)
+        refs = self._all("train_values", rollout_id, shards, versions)
         results = get(refs, self._args.train_timeout, f"{self._name} to train on rollout {rollout_id}")
         return _main_report([report for report, _ in results]), [values for _, values in results]
 

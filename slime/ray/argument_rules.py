@@ -92,6 +92,20 @@ def _files(args: Namespace) -> Iterator[str]:
         yield from check_prompt_file(_at(dataset, "path"), dataset.path)
 
 
+def _stream(args: Namespace) -> Iterator[str]:
+    """A slice from the end needs the length of the file."""
+    from slime.data.prompts import parse_path
+
+    if not args.streaming_data or args.prompt_data is None:
+        return
+    part = parse_path(args.prompt_data)[1]
+    if part is not None and min(part.start or 0, part.stop or 0) < 0:
+        yield (
+            f"--prompt-data {args.prompt_data}: --streaming-data does not know where the file ends: give a slice "
+            "without negative bounds."
+        )
+
+
 def _evaluation_fields(args: Namespace) -> Iterator[str]:
     for dataset in args.eval_datasets:
         for name in unused_fields(dataset):
@@ -132,6 +146,7 @@ def _checksums(args: Namespace) -> Iterator[str]:
 
 RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = (
     _files,
+    _stream,
     _rewards,
     _evaluation_fields,
     _checksums,

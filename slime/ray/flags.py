@@ -27,7 +27,6 @@ def _flag(default: Any, help_text: str, **metadata: Any) -> Any:
 _COLOCATION = "trainer and engines each have devices of their own so far"
 _DISK_SYNC = "weights go to the engines over the network so far, not through files"
 _DELTA_SYNC = "every sync sends all weights so far"
-_HEALTH = "engines are not watched and restarted yet"
 _CI = "there are no built-in CI assertions yet"
 _TEACHER = "there is no server of the trainer's log-probs yet"
 
@@ -157,11 +156,17 @@ class ConvenienceArgs:
 class FaultToleranceArgs:
     """Fault tolerance of engines."""
 
-    use_fault_tolerance: bool = _flag(False, "Watch the engines, and restart those that died.", later=_HEALTH)
-    rollout_health_check_interval: float = _flag(30.0, "Seconds between two checks of an engine.", later=_HEALTH)
-    rollout_health_check_timeout: float = _flag(30.0, "Seconds until a check counts as failed.", later=_HEALTH)
+    use_fault_tolerance: bool = _flag(
+        False, "Engines that die are started again, up to three times each, and the run goes on."
+    )
+    rollout_health_check_interval: float = _flag(
+        30.0, "Seconds between two health checks of an engine. One whose process ended is noticed within a second."
+    )
+    rollout_health_check_timeout: float = _flag(
+        30.0, "Seconds until a health check counts as failed; after three in a row the engine counts as dead."
+    )
     rollout_health_check_first_wait: float = _flag(
-        0, "Seconds without checks after engines start or resume.", later=_HEALTH
+        0, "Seconds without health checks after an engine starts, and after each weight sync."
     )
 
 

@@ -2,13 +2,14 @@
 
 who waits for whom
 driver      the rollout manager (engines up, one rollout, one evaluation), the trainer (one rollout's steps, a sync)
-trainer     engines, during a weight sync
+trainer     engines, during a weight sync (with --use-fault-tolerance the driver makes the dead ones good: recovery.py)
 manager     engines through the router, the Data Buffer, the user's reward
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from argparse import Namespace
 from dataclasses import dataclass, field, replace
@@ -25,8 +26,10 @@ from slime.ray.actor_group import RayTrainGroup
 from slime.ray.ahead import RolloutsAhead
 from slime.ray.critic import critic_args, needs_critic
 from slime.ray.data_buffer import DataBufferClient, create_data_buffer
+from slime.ray.engine_slots import WaitingEngines
 from slime.ray.fleet import RayEngineFleet
 from slime.ray.placement_group import create_placement_groups
+from slime.ray.recovery import Recovery
 from slime.ray.rollout import create_rollout_manager
 from slime.ray.shards import RolloutResult
 from slime.ray.train_actor import SyncReport
@@ -60,7 +63,10 @@ class Run:
     critic: RayTrainGroup | None = None
     _has_trained: bool = False
     _version: str | None = None
+    _num_trained: int = 0
     _ahead: RolloutsAhead[RolloutResult] | None = None
+    _recovery: Recovery | None = None
+    _trainer_in_use: threading.Lock = field(default_factory=threading.Lock)
     _seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -77,8 +83,37 @@ class Run:
         version = self._version
         saves_state = is_due(rollout_id, self.args.save_interval, self.num_rollout - 1)
         ref = self.manager.generate.remote(rollout_id, saves_state)
-        result = get(ref, self.args.rollout_timeout, f"rollout {rollout_id}", "--rollout-timeout")
-        return replace(result, version=version, seconds=time.monotonic() - started)
+        result = self._engines_work(ref, f"rollout {rollout_id}")
+        seconds = time.monotonic() - started
+        return replace(result, version=self._version, oldest_version=version, seconds=seconds)
+
+    def _engines_work(self, ref: Any, what: str) -> Any:
+        wait = get if self._recovery is None else self._recovery.get
+        return wait(ref, self.args.rollout_timeout, what, "--rollout-timeout")
+
+    def watch_engines(self) -> None:
+        """From now on engines that die are made good (``--use-fault-tolerance``)."""
+        self._recovery = Recovery(self.manager, self._send_current_weights, self.args.engine_start_timeout)
+
+    def _send_current_weights(self, waiting: WaitingEngines) -> bool:
+        """Weights for engines that started again in the middle of a rollout. False: they get them with the next sync.
+
+        Other engines serve weights that the trainer may not have any more: then these wait until it sends new ones to
+        all. With nobody serving, the trainer's are as good: the rest of the rollout is made by newer weights.
+        """
+        if self.trainer is None:
+            return True  # nothing is trained: they serve the checkpoint, as the others do
+        if not self._trainer_in_use.acquire(blocking=False):
+            return False
+        try:
+            version = str(self._num_trained)
+            if waiting.num_serving and version != self._version:
+                return False
+            self.trainer.update_weights(waiting.fleet, version)
+            self._version = version
+            return True
+        finally:
+            self._trainer_in_use.release()
 
     def rollouts_ahead(self) -> RolloutsAhead[RolloutResult]:
         """All rollouts of the run, generated up to ``--async-buffer-size`` ahead of the trainer."""
@@ -96,10 +131,12 @@ class Run:
         if self.trainer is None:
             return None
         started = time.monotonic()
-        if self.critic is None:
-            report = self.trainer.train(rollout_id, rollout.shards, rollout.version)
-        else:
-            report = self._train_both(rollout_id, rollout)
+        with self._trainer_in_use:
+            if self.critic is None:
+                report = self.trainer.train(rollout_id, rollout.shards, rollout.versions)
+            else:
+                report = self._train_both(rollout_id, rollout)
+            self._num_trained = rollout_id + 1
         self._seconds["train"] = time.monotonic() - started
         if not self._has_trained:
             self._has_trained = True
@@ -111,10 +148,10 @@ class Run:
         """The critic first: its values from before this update are the baseline of the policy's advantages."""
         assert self.trainer is not None
         assert self.critic is not None
-        of_critic, values = self.critic.train_values(rollout_id, rollout.shards, rollout.version)
+        of_critic, values = self.critic.train_values(rollout_id, rollout.shards, rollout.versions)
         if rollout_id < self.args.num_critic_only_steps:
             return of_critic
-        report = self.trainer.train(rollout_id, rollout.shards, rollout.version, values)
+        report = self.trainer.train(rollout_id, rollout.shards, rollout.versions, values)
         steps = [a | b for a, b in zip(report.steps, of_critic.steps, strict=True)]
         return replace(report, steps=steps, seconds=report.seconds | of_critic.seconds)
 
@@ -122,26 +159,32 @@ class Run:
         """New weights become the engines' weights; their version is the number of rollouts they were trained on."""
         if self.trainer is None or self._fleet is None:
             return
-        report: SyncReport = self.trainer.update_weights(self._fleet, str(num_trained))
-        self._version = str(num_trained)
+        trainer, version = self.trainer, str(num_trained)
+        with self._trainer_in_use:
+            if self._recovery is None:
+                report: SyncReport = trainer.update_weights(self._fleet, version)
+            else:
+                report = self._recovery.sync(lambda fleet: trainer.update_weights(fleet, version))
+            self._version = version
         self._seconds["sync"] = report.seconds
 
     def save(self, rollout_id: int) -> None:
         """The model, after the data state: the tracker file that makes a checkpoint count names a complete one."""
         if self.trainer is None:
             return
-        if self.critic is not None:
-            self.critic.save(rollout_id)  # first: the actor's checkpoint is the one that counts
-        self.trainer.save(rollout_id)
-        if self.args.save_hf is not None:
-            self.trainer.save_hf(self.args.save_hf.format(rollout_id=rollout_id))
+        with self._trainer_in_use:
+            if self.critic is not None:
+                self.critic.save(rollout_id)  # first: the actor's checkpoint is the one that counts
+            self.trainer.save(rollout_id)
+            if self.args.save_hf is not None:
+                self.trainer.save_hf(self.args.save_hf.format(rollout_id=rollout_id))
 
     def evaluate(self, rollout_id: int, num_trained: int) -> dict[str, float]:
         """Score the held-out sets with the weights that were trained on ``num_trained`` rollouts."""
         if self.args.debug_train_only:
             return {}
         what = f"the evaluation after {num_trained} rollouts"
-        metrics = get(self.manager.eval.remote(rollout_id), self.args.rollout_timeout, what, "--rollout-timeout")
+        metrics = self._engines_work(self.manager.eval.remote(rollout_id), what)
         self.tracker.log(metrics | {"eval/step": num_trained}, step_key="eval/step")
         logger.info("eval after %d rollouts: %s", num_trained, {k: round(v, 4) for k, v in metrics.items()})
         return metrics
@@ -202,13 +245,15 @@ def start_run(args: Namespace) -> Run:
         starts = trainer.start_setup(of_actor.use_kl_loss or of_actor.kl_coef != 0) if trainer is not None else []
         starts += run.critic.start_setup(with_ref=False) if run.critic is not None else []
         results = get([*ready, *starts], args.trainer_start_timeout, "engines and trainer to start")
-        run.start_rollout_id = _start_id(args, results[len(ready) :])
+        run.start_rollout_id = run._num_trained = _start_id(args, results[len(ready) :])
         run.num_rollout = num_rollout
         if run.start_rollout_id > 0:
             get(manager.load.remote(run.start_rollout_id - 1), 600.0, "the Data Buffer to load its state")
         run._fleet = get(manager.fleet.remote(), 60.0, "the rollout manager to name its engines")
         if args.check_weight_update_equal and trainer is not None:
             get(manager.reset_weights.remote(), args.weight_sync_timeout, "engines to take random weights")
+        if args.use_fault_tolerance and run._fleet is not None:
+            run.watch_engines()
     except BaseException:
         run.dispose()
         raise

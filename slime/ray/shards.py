@@ -22,11 +22,18 @@ class RolloutResult:
     Attributes:
         shards: one box per data-parallel rank; empty with ``--debug-rollout-only``.
         metrics: ``rollout/...`` and ``perf/...`` values.
-        version: weight version that the engines held from its first to its last token; None without engines.
+        version: weight version that the engines held at its end; None without engines.
+        oldest_version: the one they held at its start; another one only where all engines died in between.
         seconds: from the request to the shards.
     """
 
     shards: list[Box]
     metrics: dict[str, float]
     version: str | None = None
+    oldest_version: str | None = None
     seconds: float = 0.0
+
+    @property
+    def versions(self) -> tuple[str, str] | None:
+        """(oldest, newest) weight version that its tokens may come from."""
+        return None if self.version is None else (self.oldest_version or self.version, self.version)

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.data.chat import load_tokenizer
-from slime.data.prompts import Dataset
+from slime.data.prompts import Dataset, open_prompts
 from slime.data.sample import Sample, SampleGroup
+from slime.data.streaming import StreamingDataset
 from slime.hooks.load import load_function
 from slime.hooks.signature import parameter_names
 from slime.rollout.grouping import as_groups
@@ -58,7 +59,7 @@ class RolloutDataSource(DataSource):
 
     Attributes:
         epoch_id: current pass over the prompts.
-        sample_offset: prompts of this pass that are already drawn.
+        sample_offset: prompts of this pass that are already drawn; of a stream, rows, with those that were too long.
         sample_group_index, sample_index: numbers of the next group and sample.
         metadata: free for plugins; saved with the state.
     """
@@ -78,8 +79,12 @@ class RolloutDataSource(DataSource):
         self.sample_offset = 0
         self.metadata: dict[str, Any] = {}
         self.dataset = dataset
+        self.stream: StreamingDataset | None = None
         if dataset is None and args.rollout_global_dataset and args.prompt_data is not None:
-            self.dataset = _load_dataset(args)
+            if args.streaming_data:
+                self.stream = _open_stream(args)
+            else:
+                self.dataset = _load_dataset(args)
         if self.dataset is not None and args.rollout_shuffle:
             self.dataset.shuffle(self.epoch_id)
 
@@ -87,6 +92,10 @@ class RolloutDataSource(DataSource):
         return [self._group(prompt) for prompt in self._draw(num_samples)]
 
     def _draw(self, count: int) -> list[Sample]:
+        if self.stream is not None:
+            prompts = self.stream.draw(count)
+            self.epoch_id, self.sample_offset = self.stream.epoch_id, self.stream.offset
+            return prompts
         if self.dataset is None:
             return [Sample() for _ in range(count)]
         if len(self.dataset) == 0:
@@ -117,7 +126,7 @@ class RolloutDataSource(DataSource):
         raise RuntimeError(f"{type(self).__name__} is read-only: groups can be returned to a source with a buffer only")
 
     def __len__(self) -> int:
-        return 0 if self.dataset is None else len(self.dataset)
+        return 0 if self.dataset is None else len(self.dataset)  # a stream does not know
 
     def get_metadata(self) -> dict[str, Any]:
         return self.metadata
@@ -142,12 +151,19 @@ class RolloutDataSource(DataSource):
         logger.info("prompts continue at row %d of epoch %d (%s)", self.sample_offset, self.epoch_id, path.name)
 
     def _state(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _COUNTERS} | {"metadata": self.metadata}
+        state = {name: getattr(self, name) for name in _COUNTERS} | {"metadata": self.metadata}
+        return state if self.stream is None else state | {"is_stream": True}
 
     def _set_state(self, state: dict[str, Any]) -> None:
         for name in _COUNTERS:
             setattr(self, name, state.get(name, 0))
         self.metadata = state.get("metadata", {})
+        if bool(state.get("is_stream")) != (self.stream is not None):
+            logger.warning(
+                "--streaming-data was switched since the checkpoint: prompts come in another order from here"
+            )
+        if self.stream is not None:
+            self.stream.seek(self.epoch_id, self.sample_offset)
         if self.dataset is not None and self.args.rollout_shuffle:
             self.dataset.shuffle(self.epoch_id)
 
@@ -217,16 +233,39 @@ def pop_first(args: Any, rollout_id: Any, buffer: list[SampleGroup], num_samples
 
 
 def _load_dataset(args: Namespace) -> Dataset:
+    tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
     return Dataset(
         args.prompt_data,
-        load_tokenizer(args.hf_checkpoint, trust_remote_code=True),
+        tokenizer,
         None,
         args.rollout_max_prompt_len,
-        prompt_key=args.input_key,
-        label_key=args.label_key,
-        metadata_key=args.metadata_key,
-        tool_key=args.tool_key,
         seed=args.rollout_seed,
-        apply_chat_template=args.apply_chat_template,
-        apply_chat_template_kwargs=args.apply_chat_template_kwargs,
+        num_workers=args.num_data_workers,
+        **_row_settings(args),
     )
+
+
+def _open_stream(args: Namespace) -> StreamingDataset:
+    tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
+    measures = args.rollout_max_prompt_len is not None
+    maker, read = open_prompts(args.prompt_data, tokenizer, measures=measures, **_row_settings(args))
+    return StreamingDataset(
+        read,
+        maker,
+        name=f"--prompt-data {args.prompt_data}",
+        max_length=args.rollout_max_prompt_len,
+        seed=args.rollout_seed,
+        shuffles=args.rollout_shuffle,
+        num_workers=args.num_data_workers,
+    )
+
+
+def _row_settings(args: Namespace) -> dict[str, Any]:
+    return {
+        "prompt_key": args.input_key,
+        "label_key": args.label_key,
+        "metadata_key": args.metadata_key,
+        "tool_key": args.tool_key,
+        "apply_chat_template": args.apply_chat_template,
+        "apply_chat_template_kwargs": args.apply_chat_template_kwargs,
+    }

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from slime.data.sample import Sample
 from slime.utils.errors import DataError, SlimeError
 
-__all__ = ["fresh_copy", "generate_with_retries", "without_response"]
+__all__ = ["fresh_copy", "generate_with_retries", "request_retries", "without_response"]
 
 logger = logging.getLogger(__name__)
+
+_REQUEST_RETRIES = 8  # with the pauses of http_utils about 20 s, then the engines count as gone
+_LONGEST_PAUSE_S = 5.0  # of http_utils
 
 _GENERATED = (
     *("response", "response_length", "reward", "loss_mask", "weight_versions", "rollout_log_probs", "status"),
@@ -47,6 +51,16 @@ def without_response(sample: Sample) -> Sample:
     copied.tokens = sample.tokens[: len(sample.tokens) - sample.response_length]
     copied.metadata.pop("start_rollout_id", None)
     return copied
+
+
+def request_retries(args: Any) -> int:
+    """How often a request to the engines is sent again when none answers.
+
+    With ``--use-fault-tolerance`` it outlives the engines: another one starts, dies once more and starts again.
+    """
+    if not getattr(args, "use_fault_tolerance", False):  # not a flag of this room: plugins' namespaces lack it
+        return _REQUEST_RETRIES
+    return _REQUEST_RETRIES + math.ceil(2 * args.engine_start_timeout / _LONGEST_PAUSE_S)
 
 
 async def generate_with_retries(

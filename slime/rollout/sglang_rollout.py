@@ -35,7 +35,7 @@ from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.collect import collect, log_sample
 from slime.rollout.custom_generate import call_generate, call_group_generate, complete, takes_group
 from slime.rollout.evaluate import evaluate, load_eval_dataset
-from slime.rollout.failures import generate_with_retries
+from slime.rollout.failures import generate_with_retries, request_retries
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.rollout.sampling import check_token_ids, prepare_prompt_ids, response_room, train_sampling_params
@@ -61,7 +61,6 @@ logger = logging.getLogger(__name__)
 
 _prepare_prompt_ids = prepare_prompt_ids  # the name that plugins import
 
-_GENERATE_RETRIES = 8  # with the pauses of http_utils about 20 s, then the engines count as gone
 _FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 
 
@@ -195,7 +194,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
     output = await post(
         f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate",
         lambda: payload | {"rid": uuid4().hex},  # an attempt that got lost may still be running under its id
-        max_retries=_GENERATE_RETRIES,
+        max_retries=request_retries(args),
         headers=headers,
         timeout_s=setting(args, "rollout_request_timeout"),
     )

@@ -12,7 +12,7 @@
     continue_generation        ---------->  requests that came meanwhile start on the new weights
 
 Nobody else may wait in between: every arrow has the same deadline, and ``continue_generation`` is sent even when an
-arrow before it failed, so that a failed update never leaves engines paused.
+arrow before it failed, so that a failed update never leaves engines paused, unless the update comes again.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ class WeightUpdate:
         version: how many rollouts these weights were trained on, as decimal text; engines stamp it on every response.
         max_chunk_bytes: largest bucket sent at once.
         timeout_s: seconds any one call to the engines may take.
+        comes_again: the caller sends the update once more when an engine dies of it. Then a failed one leaves the
+            engines paused: they may hold a mixture of old and new weights until the next one.
         checksums: engine-side tensor name -> checksum for the tensors that were sent, or None to skip that check.
     """
 
@@ -51,6 +53,7 @@ class WeightUpdate:
     max_chunk_bytes: int
     timeout_s: float
     checksums: Checksums | None = None
+    comes_again: bool = False
 
 
 def push_weights(fleet: EngineFleet, sender: ChunkSender, weights: Iterable[NamedTensor], update: WeightUpdate) -> int:
@@ -62,7 +65,7 @@ def push_weights(fleet: EngineFleet, sender: ChunkSender, weights: Iterable[Name
     """
     num_bytes = 0
     sent: list[NamedTensor] = []
-    with _paused(fleet, update.timeout_s):
+    with _paused(fleet, update):
         with _writable(fleet, update.timeout_s):
             for chunk in into_chunks(weights, update.max_chunk_bytes):
                 sender.send(chunk, update.version)
@@ -77,12 +80,15 @@ def push_weights(fleet: EngineFleet, sender: ChunkSender, weights: Iterable[Name
 
 
 @contextmanager
-def _paused(fleet: EngineFleet, timeout_s: float) -> Iterator[None]:
+def _paused(fleet: EngineFleet, update: WeightUpdate) -> Iterator[None]:
     try:
-        fleet.start("pause_generation", mode="abort").wait(timeout_s)
+        fleet.start("pause_generation", mode="abort").wait(update.timeout_s)
         yield
-    finally:
-        fleet.start("continue_generation").wait(timeout_s)
+    except BaseException:
+        if not update.comes_again:
+            fleet.start("continue_generation").wait(update.timeout_s)
+        raise
+    fleet.start("continue_generation").wait(update.timeout_s)
 
 
 @contextmanager

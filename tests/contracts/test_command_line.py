@@ -76,8 +76,6 @@ COMMANDS = {
 
 NOT_YET: dict[str, tuple[str, ...]] = {
     "E5": ("--colocate",),
-    "E11": ("--use-fault-tolerance",),
-    "E13": ("--num-data-workers", "--streaming-data"),
     "E14": ("--train-backend fsdp",),
 }
 """Command -> the flags that it says are not supported yet."""

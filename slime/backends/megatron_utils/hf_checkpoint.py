@@ -44,6 +44,8 @@ class Shape(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def is_tied(self) -> bool: ...
+    @property
+    def num_mtp_layers(self) -> int: ...
 
 
 # ------------------------------------------------------------------------------------------------------------- load
@@ -71,7 +73,7 @@ def load_weights(model: Any, shape: Shape, directory: str, flag: str) -> None:
     for local in tensors.local.values():
         problems += _fill(local, tensors, reader)
     unknown = sorted(reader.names - tensors.all_hf_names(tensors.plan()))
-    problems += _unknown(unknown, tensors, reader)
+    problems += _unknown(unknown, tensors, reader, shape.num_mtp_layers)
     _agree(problems)
 
 
@@ -100,7 +102,7 @@ def _fill(local: LocalTensor, tensors: ModelTensors, reader: TensorReader) -> li
     return []
 
 
-def _unknown(names: Sequence[str], tensors: ModelTensors, reader: TensorReader) -> list[str]:
+def _unknown(names: Sequence[str], tensors: ModelTensors, reader: TensorReader, num_mtp_layers: int) -> list[str]:
     """Tensors of the checkpoint that no parameter takes: the model would not be the one that was saved."""
     patterns = [*_NEVER_READ]
     if tensors.is_tied:
@@ -110,7 +112,7 @@ def _unknown(names: Sequence[str], tensors: ModelTensors, reader: TensorReader) 
     for pattern in tensors.family.ignored:
         if num_mtp:  # of layers that are built only copies of the embedding and the head go unread
             pattern = pattern.removesuffix(".*") + r"(embed_tokens|shared_head\.head)\.weight"
-        layers = range(first_ignored, first_ignored + max(num_mtp, 64))
+        layers = range(first_ignored, first_ignored + max(num_mtp, num_mtp_layers))
         patterns.append(pattern.replace("{num_layers}", "(" + "|".join(map(str, layers)) + ")"))
     ignored = re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
     return [

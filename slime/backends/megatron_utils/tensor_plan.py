@@ -10,6 +10,7 @@ expert with the same local number on every expert-parallel rank, so that all ran
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -131,7 +132,11 @@ class ModelTensors:
         return [name.format(**values) for name in self.rule(place).hf]
 
     def plan(self) -> list[Owned]:
-        """All places of the whole model. A collective over the pipeline stages."""
+        """All places of the whole model. A collective over the pipeline stages.
+
+        In their order, except that those of another dtype than most (router biases) come last: what travels together
+        has one dtype.
+        """
         mine = [(t.place, tuple(t.value.shape), t.value.dtype) for t in self.local.values()]
         num_stages = mpu.get_pipeline_model_parallel_world_size()
         stages: list[Any] = [mine]
@@ -142,7 +147,9 @@ class ModelTensors:
         for stage, places in enumerate(stages):
             for place, shape, dtype in places:
                 owned.setdefault(place, Owned(place, stage, shape, dtype))
-        return [owned[place] for place in sorted(owned) if not self._is_copy(place)]
+        kept = [owned[place] for place in sorted(owned) if not self._is_copy(place)]
+        usual = Counter(one.dtype for one in kept).most_common(1)[0][0] if kept else None
+        return sorted(kept, key=lambda one: one.dtype != usual)
 
     def all_hf_names(self, plan: Sequence[Owned]) -> set[str]:
         names: set[str] = set()

@@ -13,12 +13,18 @@ from slime.utils import accelerator
 __all__ = ["WeightBackup"]
 
 
+def _weights(chunk: Any) -> Iterator[torch.Tensor]:
+    """Everything a checkpoint holds: parameters, and the bias with which routers choose experts."""
+    yield from chunk.parameters()
+    yield from (buffer for name, buffer in chunk.named_buffers() if name.endswith("expert_bias"))
+
+
 class WeightBackup:
     """A copy of the weights that the model ``chunks`` of this rank had when this was made."""
 
     @torch.no_grad()
     def __init__(self, chunks: Sequence[Any]) -> None:
-        self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        self._parameters = [tensor for chunk in chunks for tensor in _weights(chunk)]
         pin = not accelerator.current().is_cpu
         self._copy = [self._host(parameter, pin).copy_(parameter) for parameter in self._parameters]
         self._live = [self._host(parameter, pin) for parameter in self._parameters]

@@ -33,6 +33,8 @@ _EXPERT_MODULES = {"gate_proj": ("w13_weight", 0), "up_proj": ("w13_weight", 1),
 
 _EMBEDDING_PADDING = 64
 """SGLang pads its vocabulary to a multiple of this with zero rows."""
+_EXPERT_PADDING = 32
+"""On a CPU SGLang pads the inner size of an expert to a multiple of this with zeros."""
 
 
 def tensor_checksum(tensor: torch.Tensor) -> str:
@@ -53,7 +55,8 @@ def expected_checksums(weights: Iterable[NamedTensor]) -> dict[str, str]:
         if expert := _EXPERT.fullmatch(name):
             engine_name, position = _EXPERT_MODULES[expert["module"]]
             layer = experts.setdefault(expert["prefix"] + engine_name, {})
-            layer.setdefault(int(expert["number"]), {})[position] = tensor
+            padded = _padded(tensor, dim=int(engine_name == "w2_weight"), to=_EXPERT_PADDING)
+            layer.setdefault(int(expert["number"]), {})[position] = padded
             continue
         prefix, module, kind = _split(name)
         engine_module, position = _FUSED.get(module, (module, 0))
@@ -62,7 +65,7 @@ def expected_checksums(weights: Iterable[NamedTensor]) -> dict[str, str]:
     for name, pieces in parts.items():
         whole = torch.cat([pieces[position] for position in sorted(pieces)])
         if "embed_tokens" in name or "lm_head" in name:
-            whole = _padded(whole)
+            whole = _padded(whole, dim=0, to=_EMBEDDING_PADDING)
         checksums[name] = tensor_checksum(whole)
     for name, layer in experts.items():  # [experts, 2 * ffn, hidden] and [experts, hidden, ffn]
         each = [torch.cat([layer[number][position] for position in sorted(layer[number])]) for number in sorted(layer)]
@@ -70,11 +73,13 @@ def expected_checksums(weights: Iterable[NamedTensor]) -> dict[str, str]:
     return checksums
 
 
-def _padded(embedding: torch.Tensor) -> torch.Tensor:
+def _padded(tensor: torch.Tensor, *, dim: int, to: int) -> torch.Tensor:
+    """``tensor`` with zeros behind it, so that its size in ``dim`` is a multiple of ``to``."""
     import torch
 
-    missing = -embedding.shape[0] % _EMBEDDING_PADDING
-    return torch.cat([embedding, embedding.new_zeros(missing, embedding.shape[1])]) if missing else embedding
+    sizes = list(tensor.shape)
+    sizes[dim] = -sizes[dim] % to
+    return torch.cat([tensor, tensor.new_zeros(sizes)], dim) if sizes[dim] else tensor
 
 
 def _split(name: str) -> tuple[str, str, str]:

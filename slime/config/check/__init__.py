@@ -9,7 +9,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 
-from slime.config.check import batches, checkpoints, cluster, generation, objective
+from slime.config.check import batches, checkpoints, cluster, generation, numbers, objective
 from slime.utils.errors import SlimeError
 
 __all__ = ["RULES", "Rule", "find_problems"]
@@ -17,6 +17,7 @@ __all__ = ["RULES", "Rule", "find_problems"]
 Rule = Callable[[Namespace], Iterable[str]]
 
 RULES: tuple[Rule, ...] = (
+    *numbers.RULES,
     *cluster.RULES,
     *batches.RULES,
     *generation.RULES,

@@ -1,4 +1,4 @@
-"""Numbers that must be positive, batch sizes, the length of the run."""
+"""Batch sizes, the length of the run, parallel sizes."""
 
 from __future__ import annotations
 
@@ -7,65 +7,8 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from slime.config import notices
-from slime.config.groups import flag_of
 
 __all__ = ["RULES"]
-
-_AT_LEAST_ONE = (
-    "rollout_batch_size",
-    "n_samples_per_prompt",
-    "global_batch_size",
-    "num_steps_per_rollout",
-    "micro_batch_size",
-    "save_interval",
-    "eval_interval",
-    "update_weights_interval",
-    "ref_update_interval",
-    "actor_num_nodes",
-    "actor_num_gpus_per_node",
-    "rollout_num_gpus_per_engine",
-    "num_gpus_per_node",
-    "update_weight_buffer_size",
-    "rollout_max_response_len",
-    "rollout_max_prompt_len",
-    "rollout_max_context_len",
-    "eval_max_response_len",
-    "n_samples_per_eval_prompt",
-    "sglang_server_concurrency",
-    "num_epoch",
-    "max_turns",
-    "keep_last_checkpoints",
-    "log_probs_max_tokens_per_gpu",
-)
-
-_NOT_NEGATIVE = (
-    "num_rollout",
-    "start_rollout_id",
-    "num_data_workers",
-    "max_sample_retries",
-    "max_weight_staleness",
-)
-
-
-def _positive(args: Namespace) -> Iterator[str]:
-    for name in _AT_LEAST_ONE:
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            yield f"{flag_of(name)} {value} must be at least 1."
-    for name in _NOT_NEGATIVE:
-        value = getattr(args, name)
-        if value is not None and value < 0:
-            yield f"{flag_of(name)} {value} must not be negative."
-    for name in (
-        "placement_timeout",
-        "trainer_start_timeout",
-        "rollout_timeout",
-        "train_timeout",
-        "weight_sync_timeout",
-    ):
-        if getattr(args, name) <= 0:
-            yield f"{flag_of(name)} {getattr(args, name)} must be above 0 seconds."
-
 
 def _steps(args: Namespace) -> Iterator[str]:
     """B34, B36, and what a rollout that does not fill its steps means."""
@@ -150,4 +93,4 @@ def _parallel_sizes(args: Namespace) -> Iterator[str]:
         )
 
 
-RULES = (_positive, _steps, _micro_batches, _run_length, _streaming, _parallel_sizes)
+RULES = (_steps, _micro_batches, _run_length, _streaming, _parallel_sizes)

@@ -35,9 +35,6 @@ def _clipping(args: Namespace) -> Iterator[str]:
     """B84."""
     if args.eps_clip_c is not None and args.eps_clip_c <= 1:
         yield f"--eps-clip-c {args.eps_clip_c} must be above 1 (dual clip)."
-    for name in ("eps_clip", "eps_clip_high", "value_clip"):
-        if getattr(args, name) < 0:
-            yield f"--{name.replace('_', '-')} {getattr(args, name)} must not be negative."
 
 
 def _importance_sampling(args: Namespace) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,8 @@ def test_a_checkpoint_comes_back_bit_for_bit(kind: str, tmp_path: Path) -> None:
     make_family_checkpoint(kind, tmp_path, torch.bfloat16)
     model = _load(tmp_path)
     exported = _export(model, tmp_path)
+    dtypes = [tensor.dtype for tensor in exported.values()]
+    assert dtypes == sorted(dtypes, key=lambda dtype: dtype == torch.float32), "one dtype after the other"
     model_type = KINDS[kind][2]
     saved = {k: v for k, v in saved_tensors(tmp_path).items() if not _is_prediction_layer(k, model_type)}
     assert exported.keys() == saved.keys()
@@ -150,6 +153,15 @@ def test_many_problems_are_counted_and_not_all_listed(tmp_path: Path) -> None:
     experts = [name for name in saved_tensors(tmp_path) if ".experts." in name]
     _rewrite(tmp_path, dict.fromkeys(experts))
     with pytest.raises(ConfigError, match=rf"and {len(experts) - 8} more tensors like these"):
+        _load(tmp_path)
+
+
+def test_layers_that_the_config_does_not_count_are_not_left_out_in_silence(tmp_path: Path) -> None:
+    """Only the prediction layers may be left out: here the config takes a decoder layer for one."""
+    make_family_checkpoint("deepseek_v3", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    with pytest.raises(ConfigError, match=r"tensor model\.layers\.3\..* has no place"):
         _load(tmp_path)
 
 

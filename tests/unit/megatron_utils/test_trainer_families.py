@@ -226,3 +226,35 @@ def test_a_users_function_may_build_the_model(checkpoint: Any) -> None:
     assert trainer.train(0, make_batch()).steps == plain.train(0, make_batch()).steps
     with pytest.raises(ConfigError, match=r"--custom-model-provider-path: the function returned a Linear"):
         _trainer(path, custom_model_provider_path=f"{here}nonsense")
+
+
+def test_a_reference_has_its_own_router_bias(checkpoint: Any, tmp_path: Path) -> None:
+    """The bias is no parameter, but it decides which experts the reference model chooses."""
+    import shutil
+
+    from safetensors.torch import save_file
+
+    shutil.copytree(checkpoint("deepseek_v3"), tmp_path / "reference")
+    tensors = saved_tensors(tmp_path / "reference")
+    for name, value in tensors.items():
+        if name.endswith("e_score_correction_bias"):
+            tensors[name] = -10 * value
+    save_file(tensors, tmp_path / "reference" / "model.safetensors", metadata={"format": "pt"})
+
+    def first_kl(ref_load: Path) -> float:
+        args = make_args(
+            checkpoint("deepseek_v3"),
+            use_kl_loss=True,
+            load=str(checkpoint("deepseek_v3")),
+            ref_load=str(ref_load),
+        )
+        trainer = MegatronTrainer(args, rank=0, world_size=1, with_ref=True)
+        trainer.setup()
+        before = _weights(trainer)
+        kl = trainer.train(0, make_batch()).steps[0]["kl_loss"]
+        bias = {name for name in before if name.endswith("e_score_correction_bias")}
+        assert not bias & _changed(before, _weights(trainer)), "the policy has its own again"
+        return kl
+
+    assert first_kl(checkpoint("deepseek_v3")) == 0.0
+    assert first_kl(tmp_path / "reference") > 1e-3

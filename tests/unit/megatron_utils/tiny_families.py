@@ -97,7 +97,8 @@ KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "glm4_moe_lite": (
         "Glm4MoeLiteConfig",
         {**{k: v for k, v in _SIGMOID.items() if k != "first_k_dense_replace"}, **_MLA, "v_head_dim": 24}
-        | {"q_lora_rank": 20, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 4, "rms_norm_eps": 1e-6},
+        | {"q_lora_rank": 20, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 4, "rms_norm_eps": 1e-6}
+        | {"num_nextn_predict_layers": 1},
         "glm4_moe_lite",
     ),
     "mimo": ("Qwen2Config", {"num_nextn_predict_layers": 1}, "mimo"),

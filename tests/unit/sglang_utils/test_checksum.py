@@ -47,13 +47,14 @@ def test_the_embedding_is_padded_with_zero_rows_like_the_engines():
 
 def test_the_experts_of_a_layer_are_one_tensor_in_order_of_their_numbers():
     prefix = "model.layers.0.mlp.experts."
-    gates, ups, downs = (torch.randn(11, 6, 8), torch.randn(11, 6, 8), torch.randn(11, 8, 6))
+    gates, ups, downs = (torch.randn(11, 24, 8), torch.randn(11, 24, 8), torch.randn(11, 8, 24))
+    rows = torch.zeros(11, 8, 8)  # the engine's inner size is a multiple of 32
     weights = [
         (f"{prefix}{number}.{module}.weight", tensors[number])
         for module, tensors in (("up_proj", ups), ("down_proj", downs), ("gate_proj", gates))
         for number in reversed(range(11))
     ]
     assert expected_checksums(weights) == {
-        prefix + "w13_weight": tensor_checksum(torch.cat([gates, ups], dim=1)),
-        prefix + "w2_weight": tensor_checksum(downs),
+        prefix + "w13_weight": tensor_checksum(torch.cat([gates, rows, ups, rows], dim=1)),
+        prefix + "w2_weight": tensor_checksum(torch.cat([downs, rows.mT], dim=2)),
     }

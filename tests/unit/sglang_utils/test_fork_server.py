@@ -18,11 +18,13 @@ from slime.utils.deadline import Deadline, wait_until
 from slime.utils.errors import EngineError
 
 SERVER = """
-import sys, time
+import os, sys, time
 def launch_server(argv):
     match argv:
         case ["exit", status]:
             sys.exit(int(status))
+        case ["environment"]:
+            print({name for name in os.environ if "ALLOC_CONF" in name or name == "OURS"})
         case ["usage"]:
             print("usage: no such flag")
             sys.exit("bad flag")
@@ -81,6 +83,16 @@ def test_a_usage_error_has_no_traceback_on_top_and_an_exception_has_one(server: 
     assert "Traceback" not in (tmp_path / "usage").read_text()
     assert ended(fork(server, tmp_path / "raise", "raise")) == 1
     assert "RuntimeError: the reason" in (tmp_path / "raise").read_text()
+
+
+def test_a_server_has_its_environment_without_the_trainers_allocator(stand_in: Path):
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "x", "OURS": "1"}
+    server = ForkServer(stand_in / "log", {"PYTHONPATH": str(stand_in), **settings})
+    try:
+        assert ended(fork(server, stand_in / "out", "environment")) == 0
+    finally:
+        server.stop()
+    assert (stand_in / "out").read_text().strip() == "{'OURS'}"
 
 
 def test_clients_that_vanish_or_talk_nonsense_or_keep_silent_delay_nobody(server: ForkServer, tmp_path: Path):

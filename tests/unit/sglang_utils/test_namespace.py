@@ -8,9 +8,11 @@ import sys
 import pytest
 
 from slime.backends.sglang_utils import option_table
+from slime.backends.sglang_utils.arguments import EngineArgs
 from slime.backends.sglang_utils.namespace import read_engine
 from slime.backends.sglang_utils.option_table import Option, router_options, server_options
-from slime.config.parse import EngineNamespace
+from slime.config.arguments import CommandArgs
+from slime.config.parse import EngineNamespace, parse
 
 OWN = {"--sglang-router-ip", "--sglang-config", "--lr"}
 
@@ -133,6 +135,23 @@ def test_repeated_options_add_up_where_the_router_collects_them():
 )
 def test_a_bad_option_is_one_sentence(line: str, message: str):
     assert only_problem(line) == message
+
+
+def test_a_yaml_file_sets_the_same_options_and_flags_beat_it(tmp_path):
+    path = tmp_path / "args.yaml"
+    path.write_text(
+        "sglang_cuda_graph_bs_decode: [1, 2]\nsglang_enable_metrics: false\nsglang_page_size: 4\n"
+        "sglang_preferred_sampling_params: {top_k: 3}\nrouter_policy: random\nsglang_server_concurrency: 7\n"
+    )
+    argv = ["--custom-config-path", str(path), "--sglang-page-size", "8"]
+    args = parse(argv, [EngineArgs, CommandArgs], read_engine=read_engine)
+    assert (args.sglang_cuda_graph_bs_decode, args.sglang_enable_metrics, args.sglang_page_size) == ([1, 2], False, 8)
+    assert (args.sglang_preferred_sampling_params, args.router_policy) == ({"top_k": 3}, "random")
+    assert (args.sglang_server_concurrency, args.sglang_dp_size) == (7, 1)
+    assert args.router_argv == ["--router-policy", "random"]
+    assert args.sglang_argv == [
+        *("--cuda-graph-bs-decode", "1", "2", "--preferred-sampling-params", '{"top_k": 3}', "--page-size", "8"),
+    ]
 
 
 def test_every_bad_option_is_reported():

@@ -1,0 +1,130 @@
+"""The calls of an engine against a server that says what the test wants."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from slime.backends.sglang_utils import engine as engine_module
+from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
+from slime.utils.errors import EngineError
+
+SERVERS_KEEPALIVE_S = 5.0
+
+
+class Server:
+    """Answers ``METHOD /path`` from a table; remembers calls and the ports that they came from."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, tuple[int, Any]] = {}
+        self.calls: list[str] = []
+        self.clients: set[int] = set()
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def answer(self) -> None:
+                self.rfile.read(int(self.headers.get("content-length") or 0))
+                call = f"{self.command} {self.path}"
+                server.calls.append(call)
+                server.clients.add(self.client_address[1])
+                status, body = server.answers.get(call, (404, {"error": "no such route"}))
+                data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("content-length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            do_GET = do_POST = do_DELETE = answer
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.port: int = self._http.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()
+
+    def stop(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    running = Server()
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def engine(server: Server, tmp_path: Path) -> SGLangEngine:
+    return SGLangEngine(EngineSpec(4, "127.0.0.1", server.port, [], {}, tmp_path / "log"))
+
+
+def test_the_requests_of_every_scheduler_are_added_up(engine: SGLangEngine, server: Server):
+    loads = [{"num_running_reqs": 2, "num_waiting_reqs": 3}, {"num_running_reqs": 1, "num_waiting_reqs": 0}]
+    server.answers["GET /v1/loads?include=core"] = (200, {"loads": loads})
+    assert engine.num_requests() == 6
+
+
+def test_an_engine_takes_itself_alone_out_of_the_router(engine: SGLangEngine, server: Server):
+    workers = [{"url": "http://other:1", "id": "a"}, {"url": engine.url, "id": "b"}]
+    server.answers |= {"GET /workers": (200, {"workers": workers}), "DELETE /workers/b": (202, {})}
+    engine.deregister(server.url)
+    assert server.calls == ["GET /workers", "DELETE /workers/b"]
+
+
+def test_a_router_that_does_not_know_the_engine_is_left_alone(engine: SGLangEngine, server: Server):
+    server.answers["GET /workers"] = (200, {"workers": []})
+    engine.deregister(server.url)
+    assert server.calls == ["GET /workers"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((500, "out of memory"), r"engine 4 .* refused model_info: status 500: out of memory"),
+        ((200, {"success": False, "message": "busy"}), r"engine 4 .* refused model_info: status 200.*busy"),
+        ((200, {"other": 1}), r"engine 4 .*no 'weight_version' in .*other"),
+        ((200, "not json"), r"engine 4 .*no 'weight_version' in not json"),
+    ],
+)
+def test_an_answer_that_does_not_hold_what_it_must_is_an_engine_error(
+    engine: SGLangEngine, server: Server, answer: tuple[int, Any], message: str
+):
+    server.answers["GET /model_info"] = answer
+    with pytest.raises(EngineError, match=message):
+        engine.weight_version()
+
+
+def test_leaving_a_group_that_a_fresh_engine_never_joined_is_fine(engine: SGLangEngine, server: Server):
+    server.answers["POST /destroy_weights_update_group"] = (400, {"success": False})
+    engine.destroy_weights_update_group("g")
+    assert server.calls == ["POST /destroy_weights_update_group"]
+
+
+def test_an_idle_connection_is_given_up_before_the_server_does(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    server.answers["GET /model_info"] = (200, {"weight_version": "1"})
+    assert engine_module._KEEPALIVE_S < SERVERS_KEEPALIVE_S
+    for keepalive_s, connections in ((60.0, 1), (0.0, 3)):
+        server.clients.clear()
+        monkeypatch.setattr(engine_module, "_KEEPALIVE_S", keepalive_s)
+        engine = SGLangEngine(EngineSpec(0, "127.0.0.1", server.port, [], {}, tmp_path / "log"))
+        assert [engine.weight_version() for _ in range(3)] == ["1"] * 3
+        assert len(server.clients) == connections
+
+
+def test_a_proxy_in_the_environment_is_ignored(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    server.answers["GET /health"] = (200, {})
+    assert SGLangEngine(EngineSpec(0, "127.0.0.1", server.port, [], {}, tmp_path / "log")).health()
