@@ -10,6 +10,7 @@ from slime.config import notices
 
 __all__ = ["RULES"]
 
+
 def _steps(args: Namespace) -> Iterator[str]:
     """B34, B36, and what a rollout that does not fill its steps means."""
     samples = args.rollout_batch_size * args.n_samples_per_prompt

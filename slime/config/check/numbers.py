@@ -117,7 +117,9 @@ _RANGES = (
     ),
     _Range("must be above 0 and at most 1", lambda value: 0 < value <= 1, ("eval_top_p",)),
     _Range("must be -1 (all) or at least 1", lambda value: value == -1 or value >= 1, ("eval_top_k",)),
-    _Range("must be -1 (all at once) or at least 1", lambda value: value == -1 or value >= 1, ("log_probs_chunk_size",)),
+    _Range(
+        "must be -1 (all at once) or at least 1", lambda value: value == -1 or value >= 1, ("log_probs_chunk_size",)
+    ),
     _Range("must be between 0 and 2147483647", lambda value: 0 <= value < 2**31, ("seed",)),
 )
 

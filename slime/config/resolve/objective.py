@@ -17,6 +17,9 @@ __all__ = [
 ]
 
 
+_KL_IN_REWARDS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
+
+
 def clipping(args: Namespace) -> None:
     """B18, B19, D16."""
     if args.eps_clip_high is None:
@@ -35,6 +38,10 @@ def kl_estimator(args: Namespace) -> None:
     if args.use_kl_loss and args.kl_loss_coef != 0 and "kl_loss_type" not in args.given:
         text = "not given: k1, whose gradient is zero in expectation as a loss; use k2 or low_var_kl"
         notices.warn(args, "--kl-loss-type", text)
+    is_read = args.advantage_estimator in _KL_IN_REWARDS or args.custom_advantage_function_path is not None
+    if args.kl_coef != 0 and not is_read:
+        text = f"{args.kl_coef} has no effect with --advantage-estimator {args.advantage_estimator}; use --use-kl-loss"
+        notices.warn(args, "--kl-coef", text)
 
 
 def group_normalization(args: Namespace) -> None:

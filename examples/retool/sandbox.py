@@ -1,0 +1,159 @@
+"""Runs a piece of Python that a model wrote: one process, limits, nothing of this process's environment.
+
+    result = await run_python("print(6 * 7)", Limits())
+
+What it is: a seat belt against endless loops, memory bombs, floods of output, files in the wrong place and processes
+that stay. The code runs with ``python -I -S -B`` in an empty temporary directory, as its own session, with resource
+limits, a minimal environment, and without the modules that reach the network or start processes.
+
+What it is not: a wall against somebody who wants to get out. The check for forbidden modules can be fooled, and files
+that the user may read can be read. For code that you do not trust at all, run the sandbox in a container or a
+micro-VM without a network; ``run_python`` is the only function to replace.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Limits", "Result", "run_python"]
+
+FORBIDDEN = frozenset(
+    "asyncio ctypes ftplib http importlib multiprocessing os pathlib pty resource runpy shutil signal smtplib socket "
+    "ssl subprocess sys telnetlib threading urllib webbrowser xmlrpc _socket _posixsubprocess posix".split()  # noqa: SIM905
+)
+FORBIDDEN_NAMES = frozenset({"__import__", "breakpoint", "compile", "eval", "exec", "input", "open"})
+
+# Runs inside the new process before the code does: limits hold for it and for whatever it would start.
+_BOOT = """
+import resource, sys
+cpu_s, memory, size, files = map(int, sys.argv[1:5])
+for limit, value in ((resource.RLIMIT_CPU, cpu_s), (resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, size),
+                     (resource.RLIMIT_NOFILE, files), (resource.RLIMIT_CORE, 0)):
+    resource.setrlimit(limit, (value, value))
+code = sys.stdin.read()
+del resource, sys, cpu_s, memory, size, files, limit, value
+exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
+"""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one run may use."""
+
+    timeout_s: float = 5.0
+    memory_bytes: int = 512 << 20
+    output_bytes: int = 4096
+    file_bytes: int = 1 << 20
+    open_files: int = 16
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of it.
+
+    Attributes:
+        kind: ``ok``; ``error`` (an exception, or killed by a limit); ``timeout``; ``refused`` (never ran).
+        output: standard output, or what went wrong as the last line says it; cut to ``output_bytes``.
+    """
+
+    kind: Literal["ok", "error", "timeout", "refused"]
+    output: str
+
+
+async def run_python(code: str, limits: Limits) -> Result:
+    """Run ``code`` to its end, or to the end of ``timeout_s``. Never raises for what the code does."""
+    problem = refusal(code)
+    if problem is not None:
+        return Result("refused", problem)
+    with tempfile.TemporaryDirectory(prefix="slime_sandbox_") as folder:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", "-B", "-c", _BOOT),
+            *map(str, (int(limits.timeout_s) + 1, limits.memory_bytes, limits.file_bytes, limits.open_files)),
+            cwd=folder,
+            env={"PATH": "", "HOME": folder, "LANG": "C.UTF-8"},
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            async with asyncio.timeout(limits.timeout_s):
+                output, errors = await _talk(process, code, limits.output_bytes)
+                status = await process.wait()
+        except TimeoutError:
+            return Result("timeout", f"TimeoutError: no result within {limits.timeout_s:g} s")
+        finally:
+            await _end(process)
+    if status == 0:
+        return Result("ok", output)
+    lines = errors.strip().splitlines()
+    return Result("error", lines[-1] if lines else f"killed by signal {-status}")
+
+
+async def _talk(process: asyncio.subprocess.Process, code: str, most: int) -> tuple[str, str]:
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    try:
+        process.stdin.write(code.encode())
+        await process.stdin.drain()
+        process.stdin.close()
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # it ended before it had read everything; its status tells why
+    output, errors = await asyncio.gather(_head(process.stdout, most), _tail(process.stderr, most))
+    return output, errors
+
+
+async def _head(stream: asyncio.StreamReader, most: int) -> str:
+    """The first ``most`` bytes; the rest is read and dropped, so that the writer does not block."""
+    kept, dropped = b"", 0
+    while chunk := await stream.read(65536):
+        room = most - len(kept)
+        kept += chunk[:room]
+        dropped += max(0, len(chunk) - room)
+    text = kept.decode(errors="replace")
+    return f"{text}... ({dropped} more bytes)" if dropped else text
+
+
+async def _tail(stream: asyncio.StreamReader, most: int) -> str:
+    kept = b""
+    while chunk := await stream.read(65536):
+        kept = (kept + chunk)[-most:]
+    return kept.decode(errors="replace")
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """End the process and all it may have started: they share its session's process group."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # it is gone, and so is its group
+    await process.wait()
+
+
+def refusal(code: str) -> str | None:
+    """Why ``code`` is not run; None where nothing speaks against it."""
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return f"{type(error).__name__}: {error.args[0] if error.args else error}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules = [node.module or ""]
+        else:
+            modules = []
+        bad = next((name for name in modules if name.split(".")[0] in FORBIDDEN), None)
+        if bad is not None:
+            return f"ImportError: {bad} is not available here"
+        if isinstance(node, ast.Name) and node.id in FORBIDDEN_NAMES:
+            return f"NameError: {node.id} is not available here"
+        if isinstance(node, ast.Attribute) and node.attr.startswith("__"):
+            return f"AttributeError: {node.attr} is not available here"
+    return None
