@@ -47,7 +47,7 @@ SMALLEST, LARGEST = 10, 99
 class ModelShape:
     """Sizes of the Qwen3; the defaults make about a million parameters.
 
-    ``init_std`` is that of all matrices; with 0.1 the model learns to copy within 200 steps, with 0.02 it takes far more.
+    ``init_std`` is that of all matrices: with 0.1 the model learns to copy in 200 steps, with 0.02 it takes far more.
     """
 
     hidden_size: int = 128

@@ -48,7 +48,11 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
         code = code_block(sample.response)
         runs = sample.metadata.get("code_runs", 0)
         # Truncated and aborted samples end here too; the latter are continued from their tokens by a later rollout.
-        if sample.status is not Sample.Status.COMPLETED or code is None or runs >= (args.max_turns or DEFAULT_MAX_TURNS):
+        if (
+            sample.status is not Sample.Status.COMPLETED
+            or code is None
+            or runs >= (args.max_turns or DEFAULT_MAX_TURNS)
+        ):
             return sample
         began = time.monotonic()
         result = await _run(args, code)
@@ -99,12 +103,14 @@ def final_answer(response: str) -> str | None:
     return answers[-1].strip() if answers else None
 
 
-async def reward_func(args: Namespace, sample: Sample, **kwargs: Any) -> dict[str, float]:
+def reward_func(args: Namespace, sample: Sample, **kwargs: Any) -> dict[str, float]:
     """``score`` for ``--reward-key score``: 1 for a right answer, else -1.
 
     ReTool rewards the outcome alone (arXiv:2504.11536, eq. 2): whether code helps is for the model to find out. The
-    number of runs is for the metrics.
+    number of runs is for the metrics. Not async: symbolic comparison takes time, so it belongs into a thread.
     """
     answer = final_answer(sample.response)
-    right = answer is not None and grade_answer_verl(f"\\boxed{{{answer}}}", str(sample.label))
+    if answer is not None and "\\boxed" not in answer:
+        answer = f"\\boxed{{{answer}}}"
+    right = answer is not None and grade_answer_verl(answer, str(sample.label))
     return {"score": 1.0 if right else -1.0, "acc": float(right), "code_runs": sample.metadata.get("code_runs", 0)}

@@ -25,8 +25,11 @@ from typing import Literal
 __all__ = ["Limits", "Result", "run_python"]
 
 FORBIDDEN = frozenset(
-    "asyncio ctypes ftplib http importlib multiprocessing os pathlib pty resource runpy shutil signal smtplib socket "
-    "ssl subprocess sys telnetlib threading urllib webbrowser xmlrpc _socket _posixsubprocess posix".split()  # noqa: SIM905
+    {
+        *("asyncio", "ctypes", "ftplib", "http", "importlib", "io", "multiprocessing", "os", "pathlib", "posix", "pty"),
+        *("resource", "runpy", "shutil", "signal", "smtplib", "socket", "ssl", "subprocess", "sys", "telnetlib"),
+        *("threading", "urllib", "webbrowser", "xmlrpc", "_io", "_posixsubprocess", "_socket", "_thread"),
+    }
 )
 FORBIDDEN_NAMES = frozenset({"__import__", "breakpoint", "compile", "eval", "exec", "input", "open"})
 
@@ -98,7 +101,9 @@ async def run_python(code: str, limits: Limits) -> Result:
 
 
 async def _talk(process: asyncio.subprocess.Process, code: str, most: int) -> tuple[str, str]:
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    assert process.stdin is not None, "made with pipes"
+    assert process.stdout is not None, "made with pipes"
+    assert process.stderr is not None, "made with pipes"
     try:
         process.stdin.write(code.encode())
         await process.stdin.drain()

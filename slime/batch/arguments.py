@@ -70,15 +70,15 @@ class ReplayArgs:
         default=None,
         metadata={
             "metavar": "TEMPLATE",
-            "help": "Dump that the rollout function replays while engines stay up.",
-            "later": "--load-debug-rollout-data replays dumps, without engines",
+            "help": "Dump that --rollout-function-path slime.rollout.forge_load.generate_rollout replays while engines "
+            "stay up.",
         },
     )
     save_debug_train_data: str | None = field(
         default=None,
         metadata={
             "metavar": "TEMPLATE",
-            "help": "Write what the trainer trained on to this file; {rollout_id} and {rank} (who writes) are replaced.",
+            "help": "Write what the trainer trained on to this file; {rollout_id} and {rank} are replaced.",
         },
     )
     dump_details: str | None = field(

@@ -5,9 +5,7 @@ A file is ``torch.save({"rollout_id": int, "samples": [Sample.to_dict(), ...]})`
 
 from __future__ import annotations
 
-import logging
 import os
-import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,11 @@ from typing import Any
 import torch
 
 from slime.data.chat import load_tokenizer
+from slime.data.dump_file import dump_path, read_samples
 from slime.data.sample import Sample, iter_samples
 from slime.utils.errors import ConfigError, DataError
 
 __all__ = ["load_debug_rollout_data", "save_debug_rollout_data", "save_tokenizer"]
-
-logger = logging.getLogger(__name__)
 
 
 def save_debug_rollout_data(path_template: str | None, data: Any, *, rollout_id: int, evaluation: bool) -> Path | None:
@@ -36,7 +33,7 @@ def save_debug_rollout_data(path_template: str | None, data: Any, *, rollout_id:
     if path_template is None:
         return None
     name = f"eval_{rollout_id}" if evaluation else str(rollout_id)
-    path = _fill("--save-debug-rollout-data", path_template, name)
+    path = dump_path("--save-debug-rollout-data", path_template, name)
     samples = [sample.to_dict() for sample in _samples_of(data)]
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -67,15 +64,8 @@ def load_debug_rollout_data(
         DataError: no such file, or not a dump; names the flag and the file.
         ConfigError: a template or a fraction that cannot work.
     """
-    path = _fill("--load-debug-rollout-data", path_template, str(rollout_id))
-    payload = _read(path)
-    entries = payload.get("samples") if isinstance(payload, Mapping) else None
-    if not isinstance(entries, list):
-        raise _not_a_dump(path, "it holds no list of samples")
-    try:
-        samples = [Sample.from_dict(entry) for entry in entries]
-    except (KeyError, TypeError, ValueError) as error:
-        raise _not_a_dump(path, f"{type(error).__name__}: {error}") from error
+    flag = "--load-debug-rollout-data"
+    samples = read_samples(flag, dump_path(flag, path_template, str(rollout_id)))
     if subsample_ratio is None:
         return samples
     if not 0 < subsample_ratio <= 1:
@@ -95,33 +85,3 @@ def _samples_of(data: Any) -> Iterable[Sample]:
             raise DataError(f"evaluation of {dataset} returned no samples: --save-debug-rollout-data needs them")
         found.extend(iter_samples(samples))
     return found
-
-
-def _fill(flag: str, template: str, rollout_id: str) -> Path:
-    try:
-        return Path(template.format(rollout_id=rollout_id))
-    except (KeyError, IndexError, ValueError) as error:
-        raise ConfigError(f"{flag} {template}: the only placeholder is {{rollout_id}} ({error}).") from None
-
-
-def _read(path: Path) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise DataError(f"--load-debug-rollout-data: there is no file {path}; it must be a rollout dump") from None
-    except pickle.UnpicklingError as error:
-        logger.warning("%s holds objects of user code; loading it runs that code. Only load files you made.", path)
-        reason = error
-    except (OSError, RuntimeError, EOFError) as error:
-        raise _not_a_dump(path, str(error)) from error
-    try:
-        return torch.load(path, map_location="cpu", weights_only=False)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ImportError, AttributeError, ValueError) as error:
-        raise _not_a_dump(path, f"{error}; {reason}") from error
-
-
-def _not_a_dump(path: Path, reason: str) -> DataError:
-    first_line = reason.strip().splitlines()[0] if reason.strip() else "it is empty"
-    return DataError(
-        f"--load-debug-rollout-data: {path} is not a rollout dump of --save-debug-rollout-data ({first_line})"
-    )

@@ -11,23 +11,19 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-import yaml
-
+from slime.config.custom_config import FLAG, read_custom_config
 from slime.config.groups import add_group
 from slime.config.help_text import USAGE, HelpFormatter
 from slime.config.notices import Notice
-from slime.config.yaml_file import read_mapping
 from slime.utils.errors import ConfigError
 
 __all__ = ["EngineNamespace", "ReadEngine", "build_parser", "parse"]
 
-_ENGINE_KEYS = ("sglang_", "router_")
 _NEGATIVE_NUMBER = re.compile(r"-\d|-\.\d")
 
 AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
@@ -90,8 +86,8 @@ def parse(
     """Parse ``argv``.
 
     Returns:
-        The namespace before any derivation, with three attributes more: ``given`` (names that a flag or the YAML file
-        set), ``notices`` and ``sglang_argv``/``router_argv``.
+        The namespace before any derivation, with attributes more: ``given`` (names that a flag or the YAML file set),
+        ``custom_keys`` (what the file sets and no flag has), ``notices`` and ``sglang_argv``/``router_argv``.
 
     Raises:
         ConfigError: bad values, words that belong to no flag, an unreadable YAML file, unknown engine flags.
@@ -101,20 +97,22 @@ def parse(
         parser.print_help()
         raise SystemExit(0)
     known = parser._option_string_actions
-    path, values = _custom_config(argv)
-    engine = read_engine([*_engine_words(parser, values), *argv], known)
+    config = read_custom_config(_custom_config_path(argv), parser._actions)
+    engine = read_engine([*config.engine_words, *argv], known)  # first the file's: a later flag beats them
     by_flag = _given(parser, engine.rest)
-    from_yaml = _set_defaults(parser, path, {name: value for name, value in values.items() if name not in by_flag})
+    from_file = {name: value for name, value in (config.defaults | config.extra).items() if name not in by_flag}
+    _set_defaults(parser, from_file)
     args, unknown = parser.parse_known_args(engine.rest)
     notices, strays = _unknown(unknown, known)
     problems = engine.problems + [f"{token!r} is not the value of any flag." for token in strays]
     if problems:
         raise ConfigError(problems)
-    args.given = frozenset(by_flag | from_yaml | engine.given)
-    args.notices = [*engine.notices, *notices]
+    args.given = frozenset(by_flag | from_file.keys() | engine.given)
+    args.notices = [*config.notices, *engine.notices, *notices]
     args.sglang_argv, args.router_argv = engine.argv, engine.router_argv
     for name, value in engine.attributes.items():
         setattr(args, name, value)
+    args.custom_keys = config.extra
     return args
 
 
@@ -147,75 +145,16 @@ def _unknown(tokens: Sequence[str], known: Collection[str]) -> tuple[list[Notice
     return notices, strays
 
 
-def _custom_config(argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """The path of ``--custom-config-path`` and its mapping; empty without the flag."""
+def _custom_config_path(argv: Sequence[str]) -> str:
+    """The value of ``--custom-config-path``: read first, because its file changes the defaults of all others."""
     first = _Parser(add_help=False, allow_abbrev=False)
-    first.add_argument("--custom-config-path", default="")
-    path = first.parse_known_args(list(argv))[0].custom_config_path
-    values = read_mapping("--custom-config-path", path) if path else {}
-    return path, {str(key).replace("-", "_"): value for key, value in values.items()}
+    first.add_argument(FLAG, default="", dest="path")
+    return str(first.parse_known_args(list(argv))[0].path)
 
 
-def _engine_words(parser: argparse.ArgumentParser, values: dict[str, Any]) -> list[str]:
-    """The engine's keys written as flags (``sglang_x: 1`` -> ``--sglang-x=1``), put first: a later flag beats them."""
-    own = {action.dest for action in parser._actions}
-    engine = (item for item in values.items() if item[0].startswith(_ENGINE_KEYS) and item[0] not in own)
-    return [word for name, value in engine for word in _as_flag(name, value)]
-
-
-def _set_defaults(parser: argparse.ArgumentParser, path: str, values: dict[str, Any]) -> set[str]:
-    """Make the file's values the parser's defaults; returns their names."""
-    actions = {action.dest: action for action in parser._actions}
-    defaults = {}
-    for name, value in values.items():
-        if name in actions:
-            actions[name].required = False
-            defaults[name] = _coerce(actions[name], value, path)
-        elif not name.startswith(_ENGINE_KEYS):
-            defaults[name] = value
-    parser.set_defaults(**defaults)
-    return set(defaults)
-
-
-def _as_flag(name: str, value: Any) -> list[str]:
-    flag = "--" + name.replace("_", "-")
-    match value:
-        case None:
-            return []
-        case True:
-            return [flag]
-        case False:
-            return ["--no-" + flag.removeprefix("--")]
-        case list():
-            return [flag, *map(str, value)]
-        case dict():
-            return [flag, json.dumps(value)]
-        case _:
-            return [f"{flag}={value}"]
-
-
-def _coerce(action: argparse.Action, value: Any, path: str) -> Any:
-    """Give a YAML value the type of the flag it names: ``1e-5`` is a string in YAML 1.1 but a float here."""
-    convert = action.type
-    if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
-        return _as_bool(action, value, path)
-    if value is None or not callable(convert) or isinstance(value, dict):
-        return value
-    try:
-        result = [convert(str(item)) for item in value] if isinstance(value, list) else convert(str(value))
-    except (ValueError, argparse.ArgumentTypeError) as error:
-        raise ConfigError(f"--custom-config-path {path}: key {action.dest}: {value!r} does not fit: {error}") from None
-    if action.choices is not None and result not in action.choices:
-        choices = ", ".join(map(str, action.choices))
-        raise ConfigError(f"--custom-config-path {path}: key {action.dest}: {result!r} is not one of {choices}.")
-    return result
-
-
-def _as_bool(action: argparse.Action, value: Any, path: str) -> bool | None:
-    """A switch takes true and false words: ``bool("false")`` would be true."""
-    if value is None or isinstance(value, bool):
-        return value
-    truth = yaml.safe_load(str(value).lower())
-    if not isinstance(truth, bool):
-        raise ConfigError(f"--custom-config-path {path}: key {action.dest}: {value!r} is neither true nor false.")
-    return truth
+def _set_defaults(parser: argparse.ArgumentParser, values: dict[str, Any]) -> None:
+    """Make the file's values the parser's defaults."""
+    for action in parser._actions:
+        if action.dest in values:
+            action.required = False
+    parser.set_defaults(**values)

@@ -22,6 +22,10 @@ def read_mapping(flag: str, path: str) -> dict[Any, Any]:
         raise ConfigError(f"{flag} {path}: there is no such file.")
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except UnicodeDecodeError:
+        raise ConfigError(f"{flag} {path} is not a text file in UTF-8.") from None
+    except OSError as error:
+        raise ConfigError(f"{flag} {path} cannot be read: {error.strerror}.") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{flag} {path} is not valid YAML: {error}") from None
     if not isinstance(values, dict):

@@ -20,6 +20,9 @@ from slime.utils.errors import ConfigError, DataError
 __all__ = ["RULES", "evaluation_hooks", "reward_type"]
 
 
+_REPLAY_FUNCTION = "slime.rollout.forge_load.generate_rollout"
+
+
 def reward_type(args: Namespace) -> None:
     """D12: rows with labels and no word about rewards are graded as mathematics."""
     if not _needs_reward_type(args):
@@ -106,6 +109,19 @@ def _stream(args: Namespace) -> Iterator[str]:
         )
 
 
+def _replay(args: Namespace) -> Iterator[str]:
+    """Dumps that a rollout function replays need that function, and it needs them."""
+    function, template = args.rollout_function_path, args.load_forge_rollout_data
+    replays = function.replace(":", ".") == _REPLAY_FUNCTION
+    if replays and template is None:
+        yield f"--rollout-function-path {function} replays dumps: it needs --load-forge-rollout-data TEMPLATE."
+    if template is not None and function == DEFAULT_ROLLOUT_FUNCTION:
+        yield (
+            f"--load-forge-rollout-data {template} is read by --rollout-function-path {_REPLAY_FUNCTION}: give both, "
+            "or --load-debug-rollout-data to replay without engines."
+        )
+
+
 def _evaluation_fields(args: Namespace) -> Iterator[str]:
     for dataset in args.eval_datasets:
         for name in unused_fields(dataset):
@@ -147,6 +163,7 @@ def _checksums(args: Namespace) -> Iterator[str]:
 RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = (
     _files,
     _stream,
+    _replay,
     _rewards,
     _evaluation_fields,
     _checksums,

@@ -34,11 +34,12 @@ from slime.rollout.abort_requests import end_tasks, note_start
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.collect import collect, log_sample
 from slime.rollout.custom_generate import call_generate, call_group_generate, complete, takes_group
+from slime.rollout.engine_request import build_request
 from slime.rollout.evaluate import evaluate, load_eval_dataset
 from slime.rollout.failures import generate_with_retries, request_retries
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
-from slime.rollout.sampling import check_token_ids, prepare_prompt_ids, response_room, train_sampling_params
+from slime.rollout.sampling import prepare_prompt_ids, train_sampling_params
 from slime.rollout.settings import setting
 from slime.utils.async_utils import run
 from slime.utils.errors import DataError, EngineError
@@ -172,30 +173,16 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
         EngineError: the request was refused, or no engine answered.
         DeadlineExceeded: ``--rollout-request-timeout`` passed.
     """
-    if sample.status not in (Sample.Status.PENDING, Sample.Status.ABORTED):
-        raise ValueError(f"sample {sample.index} has status {sample.status.value}: there is nothing to generate")
     state = GenerateState(args)
     ids = _prepare_prompt_ids(sample, state.tokenizer, state.processor)
-    check_token_ids(sample, ids, args.hf_checkpoint)
-    room = response_room(args, sample, len(ids), sampling_params["max_new_tokens"])
-    if not sample.tokens:
-        sample.tokens = list(ids)
-    if room <= 0:
-        sample.status = Sample.Status.TRUNCATED
+    request = build_request(args, sample, sampling_params, ids)
+    if request is None:
         return sample
-    payload = {
-        "input_ids": ids,
-        "sampling_params": {**sampling_params, "max_new_tokens": room},
-        "return_logprob": True,
-    }
-    headers = None
-    if sample.session_id and getattr(args, "router_policy", None) == "consistent_hashing":
-        headers = {"X-SMG-Routing-Key": sample.session_id}
     output = await post(
-        f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate",
-        lambda: payload | {"rid": uuid4().hex},  # an attempt that got lost may still be running under its id
+        request.url,
+        request.new_attempt,
         max_retries=request_retries(args),
-        headers=headers,
+        headers=request.headers,
         timeout_s=setting(args, "rollout_request_timeout"),
     )
     if not isinstance(output, dict) or "meta_info" not in output:

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import logging
 import random
 import ssl
 import threading
 import weakref
 from argparse import Namespace
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import httpx
@@ -23,7 +26,9 @@ import httpx
 from slime.utils.deadline import Deadline
 from slime.utils.errors import EngineError
 
-__all__ = ["close_http_client", "get", "get_rollout_num_engines", "init_http_client", "post"]
+__all__ = ["close_http_client", "get", "get_rollout_num_engines", "init_http_client", "post", "receive_stream"]
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S = 1800.0
 _FIRST_BACKOFF_S = 0.25
@@ -127,8 +132,7 @@ async def post(
     problem = ""
     for attempt in range(max_retries + 1):
         if attempt:
-            pause = min(_FIRST_BACKOFF_S * 2 ** (attempt - 1), _LAST_BACKOFF_S) * random.uniform(0.8, 1.2)
-            await asyncio.sleep(min(pause, deadline.remaining))
+            await _pause(attempt, deadline)
         if deadline.remaining <= 0:
             raise deadline.error(problem)
         try:
@@ -146,6 +150,78 @@ async def post(
             if response.status_code < 500:
                 raise EngineError(f"POST {url} was refused with {problem}")
     raise EngineError(f"POST {url} failed {max_retries + 1} times in {deadline.elapsed:.1f} s, last with {problem}")
+
+
+async def receive_stream(
+    url: str,
+    payload: Any,
+    receive: Callable[[Any], bool],
+    *,
+    max_retries: int,
+    headers: dict[str, str] | None = None,
+    timeout_s: float | None = None,
+) -> None:
+    """POST ``payload`` and hand the JSON of every server-sent event to ``receive``, up to ``[DONE]`` or the end.
+
+    Payload, retries and deadline are those of :func:`post`; once an event has come nothing is sent again. Events that
+    are not JSON are skipped with a warning.
+
+    Args:
+        receive: returns whether to go on; the connection is closed otherwise.
+
+    Raises:
+        EngineError, DeadlineExceeded: as :func:`post`.
+        ConnectionError: the stream broke off.
+    """
+    deadline = Deadline(timeout_s or _clients.timeout_s, f"the stream of POST {url}")
+    problem, has_begun = "", False
+    for attempt in range(max_retries + 1):
+        if attempt:
+            await _pause(attempt, deadline)
+        if deadline.remaining <= 0:
+            raise deadline.error(problem)
+        body = payload() if callable(payload) else payload
+        try:
+            async with (
+                asyncio.timeout(deadline.remaining),
+                _clients.next().stream("POST", url, json=body or {}, headers=headers) as response,
+            ):
+                if not response.is_success:
+                    await response.aread()
+                    problem = f"status {response.status_code}: {response.text[:_MAX_QUOTED_CHARS]}"
+                    if response.status_code < 500:
+                        raise EngineError(f"POST {url} was refused with {problem}")
+                    continue
+                async for event in _events(response):
+                    has_begun = True
+                    if not receive(event):
+                        return
+                return
+        except httpx.TransportError as error:
+            problem = f"{type(error).__name__}: {error}"
+            if has_begun:
+                raise ConnectionError(f"the stream of POST {url} broke off: {problem}") from error
+        except TimeoutError:
+            raise deadline.error(problem) from None
+    raise EngineError(f"POST {url} failed {max_retries + 1} times in {deadline.elapsed:.1f} s, last with {problem}")
+
+
+async def _pause(attempt: int, deadline: Deadline) -> None:
+    pause = min(_FIRST_BACKOFF_S * 2 ** (attempt - 1), _LAST_BACKOFF_S) * random.uniform(0.8, 1.2)
+    await asyncio.sleep(min(pause, deadline.remaining))
+
+
+async def _events(response: httpx.Response) -> AsyncGenerator[Any]:
+    async for line in response.aiter_lines():
+        text = line.removeprefix("data:").strip()
+        if not line.startswith("data:") or not text:
+            continue
+        if text == "[DONE]":
+            return
+        try:
+            yield json.loads(text)
+        except json.JSONDecodeError:
+            logger.warning("skipped an event of %s that is not JSON: %.200s", response.url, text)
 
 
 async def get(url: str, *, timeout_s: float = 30.0) -> Any:

@@ -81,7 +81,7 @@ def _flat(rows: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _correct_entropy(columns: dict[str, Any], group: dist.ProcessGroup, device: torch.device) -> dict[str, float]:
-    """Mean over the right samples of all ranks of each one's mean over trained tokens; nothing without such a sample."""
+    """Mean over the right samples of each one's mean over trained tokens, all ranks together; nothing without one."""
     raw = [columns["raw_reward"][position] for position in columns["partition"]]
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for reward, entropy, mask in zip(raw, columns["entropy"], columns["loss_masks"], strict=True):

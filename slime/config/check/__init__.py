@@ -9,7 +9,8 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 
-from slime.config.check import batches, checkpoints, cluster, generation, numbers, objective
+from slime.config.check import batches, checkpoints, cluster, generation, numbers, objective, paths
+from slime.config.custom_config import overwritten_keys
 from slime.utils.errors import SlimeError
 
 __all__ = ["RULES", "Rule", "find_problems"]
@@ -17,12 +18,14 @@ __all__ = ["RULES", "Rule", "find_problems"]
 Rule = Callable[[Namespace], Iterable[str]]
 
 RULES: tuple[Rule, ...] = (
+    overwritten_keys,
     *numbers.RULES,
     *cluster.RULES,
     *batches.RULES,
     *generation.RULES,
     *objective.RULES,
     *checkpoints.RULES,
+    *paths.RULES,
 )
 
 

@@ -31,14 +31,4 @@ def _saving(args: Namespace) -> Iterator[str]:
         yield "--save needs --save-interval N: how often to write a checkpoint (the last rollout is always saved)."
 
 
-def _dumps(args: Namespace) -> Iterator[str]:
-    """Both dumps are written for the same rollouts."""
-    template = args.save_debug_rollout_data
-    if template is not None and template == args.save_debug_train_data:
-        yield (
-            f"--save-debug-rollout-data {template} and --save-debug-train-data name the same file: use two names, or "
-            "--dump-details DIR for both."
-        )
-
-
-RULES = (_directories, _saving, _dumps)
+RULES = (_directories, _saving)

@@ -32,8 +32,12 @@ def _prompts(args: Namespace) -> Iterator[str]:
 
 
 def _lengths(args: Namespace) -> Iterator[str]:
-    """B42."""
-    context, prompt = args.rollout_max_context_len, args.rollout_max_prompt_len
+    """B42, and what an engine would refuse."""
+    context, prompt, limit = args.rollout_max_context_len, args.rollout_max_prompt_len, args.sglang_context_length
+    if isinstance(limit, int) and limit < 2:
+        yield f"--sglang-context-length {limit} must be at least 2: a token of the prompt and one of the response."
+    elif isinstance(limit, int) and context is not None and context > limit:
+        yield f"--rollout-max-context-len {context} is more than the engines accept, --sglang-context-length {limit}."
     if context is not None and prompt is not None and prompt > context - 1:
         yield f"--rollout-max-prompt-len {prompt} must be below --rollout-max-context-len {context}."
 
@@ -53,20 +57,7 @@ def _sampling(args: Namespace) -> Iterator[str]:
 
 
 def _dumps(args: Namespace) -> Iterator[str]:
-    """B22, B90, and templates that would overwrite themselves."""
-    samples, batches = args.save_debug_rollout_data, args.save_debug_train_data
-    if batches is not None and samples == batches:
-        yield f"--save-debug-rollout-data and --save-debug-train-data are the same file {samples}: name two."
-    for flag, template in (("--save-debug-rollout-data", samples), ("--save-hf", args.save_hf)):
-        if template is None:
-            continue
-        try:
-            is_one_file = template.format(rollout_id=1) == template.format(rollout_id=2)
-        except (KeyError, IndexError, ValueError):
-            yield f"{flag} {template}: only {{rollout_id}} can be replaced; write other braces twice."
-            continue
-        if is_one_file:
-            notices.warn(args, flag, f"{template} has no {{rollout_id}}: every rollout overwrites the one before")
+    """B90."""
     subsample = args.load_debug_rollout_data_subsample
     if subsample is not None and not 0 < subsample <= 1:
         yield f"--load-debug-rollout-data-subsample {subsample} is a share: above 0, at most 1."

@@ -24,6 +24,9 @@ def lengths(args: Namespace) -> None:
         args.rollout_max_response_len = _response_len(args, context)
         text = f"not given: {args.rollout_max_response_len} tokens"
         notices.warn(args, "--rollout-max-response-len", text)
+    elif context is None and (model := _model_context(args.hf_checkpoint)) and args.rollout_max_response_len >= model:
+        text = f"the model of --hf-checkpoint takes {model} tokens, prompt and response together"
+        notices.warn(args, f"--rollout-max-response-len {args.rollout_max_response_len}", text)
     if context is not None and args.rollout_max_prompt_len is None:
         args.rollout_max_prompt_len = context - 1
     if args.eval_max_context_len is None:
@@ -63,6 +66,8 @@ def evaluation(args: Namespace) -> None:
         text = "without --eval-prompt-data or --eval-config there is nothing to evaluate: evaluation is off"
         notices.warn(args, f"--eval-interval {args.eval_interval}", text)
         args.eval_interval = None
+    if has_sets and args.eval_interval is None:
+        notices.warn(args, "--eval-interval", "not given: the evaluation sets are never used")
     if args.eval_prompt_data and len(args.eval_prompt_data) == 1:
         notices.warn(args, "--eval-prompt-data", "a file without a name: the set is called aime")
 

@@ -29,6 +29,8 @@ def clipping(args: Namespace) -> None:
         notices.warn(args, f"--eps-clip {args.eps_clip}", text)
     if args.tis_threshold is not None and "tis_clip" not in args.given:
         args.tis_clip = args.tis_threshold
+        if not args.use_tis:
+            notices.warn(args, f"--tis-threshold {args.tis_threshold}", "no effect without --use-tis")
         if args.tis_threshold < 1:
             text = "a cap below 1 makes every weight smaller than 1, also where trainer and engine agree"
             notices.info(args, f"--tis-threshold {args.tis_threshold}", text)

@@ -9,9 +9,9 @@ from typing import Any
 
 from slime.config import notices
 
-__all__ = ["absolute_paths", "debug_dumps", "experiment_name"]
+__all__ = ["PATHS", "absolute_paths", "debug_dumps", "experiment_name"]
 
-_PATHS = (
+PATHS = (
     "hf_checkpoint",
     "prompt_data",
     "output_dir",
@@ -39,7 +39,7 @@ def experiment_name(args: Namespace) -> None:
 
 def absolute_paths(args: Namespace) -> None:
     """Ray's workers have another working directory."""
-    for name in _PATHS:
+    for name in PATHS:
         value = getattr(args, name)
         if value is not None:
             setattr(args, name, _absolute(value))
@@ -66,7 +66,8 @@ def debug_dumps(args: Namespace) -> None:
 
 
 def _absolute(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path))
+    """The empty path stays what it is: the checks name it."""
+    return path and os.path.abspath(os.path.expanduser(path))
 
 
 def _hook(value: Any) -> Any:

@@ -66,7 +66,8 @@ def test_collecting_ends_with_its_block_also_after_an_error() -> None:
     with logging_utils.collecting() as outer:
         with logging_utils.collecting() as inner:
             logging_utils.log(Namespace(), {"a": 1, "s": 0}, "s")
-        pytest.raises(KeyError, fails)
+        with pytest.raises(KeyError):
+            fails()
         logging_utils.log(Namespace(), {"b": 1, "s": 0}, "s")
     logging_utils.log(Namespace(), {"c": 1, "s": 0}, "s")
     assert (inner, outer) == ({"a": 1}, {"b": 1})

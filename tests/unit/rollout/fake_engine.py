@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +39,7 @@ class FakeEngine:
         self.on_generate = on_generate or (lambda payload, number: (200, completion(payload, [5, 6])))
         self.requests: list[dict[str, Any]] = []
         self.aborted = threading.Event()
+        self.disconnected = threading.Event()
         self.running = 0
         self.most_running = 0
         self.lock = threading.Lock()
@@ -67,7 +68,26 @@ class FakeEngine:
                 finally:
                     with engine.lock:
                         engine.running -= 1
-                self._answer(*reply)
+                if isinstance(reply[1], Iterator):
+                    self._stream(reply[1])
+                else:
+                    self._answer(*reply)
+
+            def _stream(self, events: Iterator[Any]) -> None:
+                """Server-sent events: JSON values, or bytes as they are. An iterator that raises breaks the stream off."""
+                self.send_response(200)
+                self.send_header("Content-Type", "text/event-stream")
+                self.send_header("Transfer-Encoding", "chunked")
+                self.end_headers()
+                try:
+                    for event in events:
+                        line = event if isinstance(event, bytes) else b"data: " + json.dumps(event).encode() + b"\n\n"
+                        self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
+                    self.wfile.write(b"0\r\n\r\n")
+                except (BrokenPipeError, ConnectionResetError):
+                    engine.disconnected.set()
+                except ConnectionAbortedError:
+                    self.close_connection = True
 
             def _answer(self, status: int, reply: Any) -> None:
                 data = json.dumps(reply).encode()

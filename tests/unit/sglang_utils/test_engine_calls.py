@@ -128,3 +128,7 @@ def test_a_proxy_in_the_environment_is_ignored(server: Server, tmp_path: Path, m
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     server.answers["GET /health"] = (200, {})
     assert SGLangEngine(EngineSpec(0, "127.0.0.1", server.port, [], {}, tmp_path / "log")).health()
+
+
+def test_an_ipv6_address_is_bracketed_in_the_url(tmp_path: Path):
+    assert SGLangEngine(EngineSpec(0, "::1", 80, [], {}, tmp_path / "log")).url == "http://[::1]:80"

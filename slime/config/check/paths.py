@@ -1,0 +1,78 @@
+"""Paths that cannot be written, replayed or meant."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+from slime.config import notices
+from slime.config.groups import flag_of
+from slime.config.resolve.paths import PATHS
+
+__all__ = ["RULES"]
+
+_OUTPUTS = ("output_dir", "save", "save_hf", "dump_details", "update_weight_disk_dir")
+_TEMPLATES = {
+    "save_debug_rollout_data": ("rollout_id",),
+    "save_debug_train_data": ("rollout_id", "rank"),
+    "load_debug_rollout_data": ("rollout_id",),
+    "save_hf": ("rollout_id",),
+}
+"""What the trainer and the rollout manager put in for ``{...}``."""
+
+
+def _empty(args: Namespace) -> Iterator[str]:
+    """The empty path is the working directory to the operating system, and an unset variable to the user."""
+    for name in PATHS:
+        if getattr(args, name) == "":
+            yield f"{flag_of(name)} is empty: leave the flag out, or set the variable that the launch script puts there."
+
+
+def _outputs(args: Namespace) -> Iterator[str]:
+    for name in _OUTPUTS:
+        value = getattr(args, name)
+        if not value:
+            continue
+        directories = [path for path in (Path(value), *Path(value).parents) if "{" not in path.name]
+        if file := next((path for path in directories if path.is_file()), None):
+            yield f"{flag_of(name)} {value}: {file} is a file, but this is to be a directory. Give another name."
+
+
+def _templates(args: Namespace) -> Iterator[str]:
+    for name, fields in _TEMPLATES.items():
+        template = getattr(args, name)
+        if not template:
+            continue
+        try:
+            texts = {template.format(**dict.fromkeys(fields, number)) for number in (1, 2)}
+        except (KeyError, IndexError, ValueError):
+            known = " and ".join(f"{{{field}}}" for field in fields)
+            yield f"{flag_of(name)} {template}: only {known} can be replaced; write other braces twice."
+            continue
+        if len(texts) == 1 and name.startswith("save"):
+            text = f"{template} has no {{rollout_id}}: every rollout overwrites the one before"
+            notices.warn(args, flag_of(name), text)
+
+
+def _same_dump(args: Namespace) -> Iterator[str]:
+    """B22."""
+    samples, batches = args.save_debug_rollout_data, args.save_debug_train_data
+    if batches is not None and samples == batches:
+        yield f"--save-debug-rollout-data and --save-debug-train-data are the same file {samples}: name two."
+
+
+def _replayed(args: Namespace) -> Iterator[str]:
+    """The first dump that a run will ask for; a resumed run starts at a later one, which only its checkpoint knows."""
+    template = args.load_debug_rollout_data
+    if not template or (args.load is not None and args.start_rollout_id is None and "{" in template):
+        return
+    try:
+        path = Path(template.format(rollout_id=args.start_rollout_id or 0))
+    except (KeyError, IndexError, ValueError):
+        return  # told above
+    if not path.is_file():
+        yield f"--load-debug-rollout-data {template}: there is no file {path}, with which the run would begin."
+
+
+RULES = (_empty, _outputs, _templates, _same_dump, _replayed)

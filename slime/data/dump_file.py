@@ -1,0 +1,67 @@
+"""Reads a file of samples that ``--save-debug-rollout-data`` wrote. Called by whoever replays one."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slime.data.sample import Sample
+from slime.utils.errors import ConfigError, DataError
+
+__all__ = ["dump_path", "read_samples"]
+
+logger = logging.getLogger(__name__)
+
+
+def dump_path(flag: str, template: str, rollout_id: str) -> Path:
+    """The file of a rollout (``"3"``) or an evaluation (``"eval_3"``).
+
+    Raises:
+        ConfigError: the template has other placeholders than {rollout_id}.
+    """
+    try:
+        return Path(template.format(rollout_id=rollout_id))
+    except (KeyError, IndexError, ValueError) as error:
+        raise ConfigError(f"{flag} {template}: the only placeholder is {{rollout_id}} ({error}).") from None
+
+
+def read_samples(flag: str, path: Path) -> list[Sample]:
+    """The samples of a dump, in the order of the rollout.
+
+    Raises:
+        DataError: no such file, or not a dump; names ``flag`` and the file.
+    """
+    payload = _read(flag, path)
+    entries = payload.get("samples") if isinstance(payload, Mapping) else None
+    if not isinstance(entries, list):
+        raise _not_a_dump(flag, path, "it holds no list of samples")
+    try:
+        return [Sample.from_dict(entry) for entry in entries]
+    except (KeyError, TypeError, ValueError) as error:
+        raise _not_a_dump(flag, path, f"{type(error).__name__}: {error}") from error
+
+
+def _read(flag: str, path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise DataError(f"{flag}: there is no file {path}; it must be a rollout dump") from None
+    except pickle.UnpicklingError as error:
+        logger.warning("%s holds objects of user code; loading it runs that code. Only load files you made.", path)
+        reason = error
+    except (OSError, RuntimeError, EOFError) as error:
+        raise _not_a_dump(flag, path, str(error)) from error
+    try:
+        return torch.load(path, map_location="cpu", weights_only=False)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ImportError, AttributeError, ValueError) as error:
+        raise _not_a_dump(flag, path, f"{error}; {reason}") from error
+
+
+def _not_a_dump(flag: str, path: Path, reason: str) -> DataError:
+    first_line = reason.strip().splitlines()[0] if reason.strip() else "it is empty"
+    return DataError(f"{flag}: {path} is not a rollout dump of --save-debug-rollout-data ({first_line})")

@@ -1,0 +1,85 @@
+"""Rules about what stands in the data files: the keys of the first row, and rows enough for an epoch.
+
+Called by ``slime.ray.arguments`` after the flags are resolved. Later rows are the data source's business. What cannot
+be read at all is reported by :mod:`slime.ray.argument_rules`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator
+
+from slime.data.arguments import PromptDataArgs
+from slime.rollout.arguments import DEFAULT_ROLLOUT_FUNCTION
+from slime.utils.errors import DataError
+
+__all__ = ["RULES"]
+
+
+def _reads_prompts(args: Namespace) -> bool:
+    """Whether our data source reads ``--prompt-data``; what a user's one makes of a file is his business."""
+    is_ours = args.data_source_path == PromptDataArgs().data_source_path
+    replays = args.load_debug_rollout_data is not None
+    return is_ours and not replays and args.rollout_global_dataset and bool(args.prompt_data)
+
+
+def _training_rows(args: Namespace) -> Iterator[str]:
+    if _reads_prompts(args):
+        yield from _first_row("--prompt-data", args.prompt_data, args.input_key, args.label_key, args.tool_key)
+
+
+def _evaluation_rows(args: Namespace) -> Iterator[str]:
+    if args.eval_function_path != DEFAULT_ROLLOUT_FUNCTION:
+        return
+    for dataset in args.eval_datasets:
+        where = f"evaluation set {dataset.name}"
+        yield from _first_row(
+            where, dataset.path, dataset.input_key or args.input_key, dataset.label_key, dataset.tool_key
+        )
+
+
+def _first_row(where: str, path: str, input_key: str, label_key: str | None, tool_key: str | None) -> Iterator[str]:
+    """D4: what the keys name is in the first row."""
+    from slime.data.prompts import open_prompts, read_file
+
+    try:
+        next(itertools.islice(read_file(path), 1))
+    except (DataError, ImportError, OSError, StopIteration):
+        return
+    maker, rows = open_prompts(
+        path,
+        None,
+        prompt_key=input_key,
+        label_key=label_key,
+        tool_key=tool_key,
+        metadata_key="",
+        apply_chat_template=False,
+        apply_chat_template_kwargs=None,
+        measures=False,
+    )
+    try:
+        maker.make([next(rows())])
+    except DataError as error:
+        yield f"{where}: {error}."
+
+
+def _epoch(args: Namespace) -> Iterator[str]:
+    """A23."""
+    from slime.data.prompts import read_file
+
+    wanted = args.rollout_batch_size
+    if not _reads_prompts(args) or args.num_rollout is not None or args.num_epoch is None:
+        return
+    try:
+        found = sum(1 for _ in itertools.islice(read_file(args.prompt_data), max(0, wanted)))
+    except (DataError, ImportError, OSError):
+        return
+    if 0 < found < wanted:
+        yield (
+            f"--prompt-data {args.prompt_data} holds {found} rows, fewer than --rollout-batch-size {wanted}: an epoch "
+            f"(--num-epoch {args.num_epoch}) would have no rollout. Use smaller batches, or --num-rollout N."
+        )
+
+
+RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = (_training_rows, _evaluation_rows, _epoch)

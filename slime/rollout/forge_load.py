@@ -1,0 +1,71 @@
+"""Replays rollout dumps while the engines stay up: training, weight sync and evaluation of the engines go on as usual.
+
+For ``--rollout-function-path slime.rollout.forge_load.generate_rollout`` with ``--load-forge-rollout-data TEMPLATE``.
+(``--load-debug-rollout-data`` replays dumps without engines.) With a literal path every rollout is that file; with
+``{rollout_id}`` rollout n is file n, and file 0 where there is no file n.
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from slime.data.dump_file import dump_path, read_samples
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.utils.errors import ConfigError, DataError
+
+__all__ = ["generate_rollout"]
+
+logger = logging.getLogger(__name__)
+
+_FLAG = "--load-forge-rollout-data"
+_EVAL_SET = "forge_eval"
+
+
+def generate_rollout(
+    args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """The samples of a dump as they were; an evaluation is the set ``forge_eval``, or empty where none was dumped.
+
+    Raises:
+        ConfigError: the flag is not given.
+        DataError: there is no file for the rollout, or it is not a dump.
+    """
+    template = args.load_forge_rollout_data
+    if template is None:
+        raise ConfigError(f"slime.rollout.forge_load replays dumps: it needs {_FLAG} TEMPLATE.")
+    if evaluation:
+        return _evaluation(args, template, rollout_id)
+    path = _training_file(template, rollout_id)
+    samples = read_samples(_FLAG, path)
+    for sample in samples:
+        sample.weight_versions = []  # other weights than the engines' generated them, and nobody is to check
+    logger.info("rollout %d: %d samples of %s", rollout_id, len(samples), path)
+    return RolloutFnTrainOutput(samples=samples)  # type: ignore[arg-type]  # a flat list is as good as groups
+
+
+def _evaluation(args: Namespace, template: str, rollout_id: int) -> RolloutFnEvalOutput:
+    path = dump_path(_FLAG, template, f"eval_{rollout_id}")
+    if _is_literal(template) or not path.is_file():
+        return RolloutFnEvalOutput(data={})
+    samples = read_samples(_FLAG, path)
+    key = args.eval_reward_key or args.reward_key
+    rewards = [0.0 if s.reward is None else s.reward[key] if key else s.reward for s in samples]
+    truncated = [sample.status is sample.Status.TRUNCATED for sample in samples]
+    return RolloutFnEvalOutput(data={_EVAL_SET: {"rewards": rewards, "truncated": truncated, "samples": samples}})
+
+
+def _training_file(template: str, rollout_id: int) -> Path:
+    wanted, first = (dump_path(_FLAG, template, str(number)) for number in (rollout_id, 0))
+    if wanted.is_file():
+        return wanted
+    if not first.is_file():
+        raise DataError(f"{_FLAG} {template}: there is neither {wanted} nor {first}.")
+    logger.warning("%s: there is no %s: rollout %d replays %s", _FLAG, wanted, rollout_id, first)
+    return first
+
+
+def _is_literal(template: str) -> bool:
+    return dump_path(_FLAG, template, "0") == dump_path(_FLAG, template, "1")

@@ -1,0 +1,185 @@
+"""Generation as a stream equals generation in one reply, and keeps what came when the rollout ends."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from slime.data.sample import Sample
+from slime.hooks.load import check_hooks
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.sglang_rollout import GenerateState, generate, generate_rollout
+from slime.rollout.sglang_streaming_rollout import generate_streaming
+from slime.utils.async_utils import run
+from slime.utils.errors import DeadlineExceeded, EngineError
+from tests.unit.rollout.fake_engine import FakeEngine, completion, make_args
+
+PATH = "slime.rollout.sglang_streaming_rollout.generate_streaming"
+PARAMS = {"temperature": 1.0, "max_new_tokens": 8}
+
+
+@pytest.fixture
+def serve(tiny_task: Any) -> Iterator[Callable[..., Any]]:
+    """``serve(on_generate, **flags)`` -> (engine, args)."""
+    engines = []
+
+    def start(on_generate: Any, **flags: Any) -> tuple[FakeEngine, Any]:
+        engine = FakeEngine(on_generate)
+        engines.append(engine)
+        return engine, make_args(tiny_task.model, engine.port, **flags)
+
+    GenerateState.clear_instances() if hasattr(GenerateState, "clear_instances") else None
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+def events(payload: dict[str, Any], ids: list[int], *, text: str = "7") -> list[dict[str, Any]]:
+    """What the engine has so far after each token; only the last one has a finish reason."""
+    made = []
+    for count in range(1, len(ids) + 1):
+        event = completion(payload, ids[:count], text=text * count)
+        if count < len(ids):
+            event["meta_info"]["finish_reason"] = None
+        made.append(event)
+    return made
+
+
+def both(payload: dict[str, Any], number: int) -> tuple[int, Any]:
+    whole = completion(payload, [5, 6, 7], "length", "777")
+    if not payload.get("stream"):
+        return 200, whole
+    stream: list[Any] = [*events(payload, [5, 6, 7])[:2], b"data: not json\n\n", b": comment\n\n", whole]
+    return 200, iter([*stream, b"data: [DONE]\n\n", {"after": "the end"}])
+
+
+def visible(sample: Sample) -> dict[str, Any]:
+    return {name: value for name, value in vars(sample).items() if name != "session_id"}
+
+
+@pytest.mark.parametrize("is_continued", [False, True])
+def test_a_stream_and_one_reply_make_the_same_sample(serve: Any, is_continued: bool) -> None:
+    engine, args = serve(both)
+    first = Sample(index=3, prompt="1+1=")
+    if is_continued:
+        first.tokens = [4, 9]
+        first.append_response_tokens(tokens=[8], log_probs=[-0.5], text="8")
+        first.status = Sample.Status.ABORTED
+    second = copy.deepcopy(first)
+    run(generate(args, first, dict(PARAMS)))
+    params = dict(PARAMS)
+    run(generate_streaming(args, second, params))
+    assert visible(second) == visible(first)
+    assert second.response == ("8777" if is_continued else "777")
+    assert second.status is Sample.Status.TRUNCATED
+    assert params == PARAMS
+    one, other = engine.requests
+    assert other.pop("stream") is True
+    assert one.pop("rid") != other.pop("rid")
+    assert one == other
+
+
+def test_an_aborted_rollout_keeps_what_came_and_the_engine_is_left(serve: Any) -> None:
+    def endless(payload: dict[str, Any], number: int) -> tuple[int, Any]:
+        def tokens() -> Iterator[Any]:
+            yield from events(payload, [5, 6, 7, 8])[:2]
+            GenerateState(args).aborted = True
+            yield events(payload, [5, 6, 7, 8])[2]
+            deadline = time.monotonic() + 10
+            while time.monotonic() < deadline:  # until the reader is gone
+                yield b": still here\n\n" * 1000
+
+        return 200, tokens()
+
+    engine, args = serve(endless)
+    sample = Sample(index=0, prompt="1+1=")
+    try:
+        run(generate_streaming(args, sample, dict(PARAMS)))
+    finally:
+        GenerateState(args).reset()
+    assert sample.status is Sample.Status.ABORTED
+    assert sample.tokens[-3:] == [5, 6, 7]
+    assert (sample.response_length, sample.response) == (3, "777")
+    assert sample.rollout_log_probs == [-0.1, -0.2, -0.3]
+    assert sample.weight_versions == []  # of finished requests only
+    assert engine.disconnected.wait(10)
+
+
+def test_an_aborted_request_of_an_engine_ends_the_sample_too(serve: Any) -> None:
+    _, args = serve(lambda payload, number: (200, iter([completion(payload, [5], "abort")])))
+    sample = run(generate_streaming(args, Sample(prompt="1+1="), dict(PARAMS)))
+    assert sample.status is Sample.Status.ABORTED
+    assert sample.weight_versions == ["3"]
+
+
+def test_a_stream_that_breaks_off_is_generated_anew_from_the_prompt(serve: Any, tmp_path: Any, tiny_task: Any) -> None:
+    def breaks(payload: dict[str, Any]) -> Iterator[Any]:
+        yield from events(payload, [5, 6, 7])[:1]
+        raise ConnectionAbortedError
+
+    def reply(payload: dict[str, Any], number: int) -> tuple[int, Any]:
+        if number == 0:
+            return 200, breaks(payload)
+        return 200, iter(events(payload, [6, 7]))
+
+    _, args = serve(reply, prompt_data=tiny_task.train, custom_generate_function_path=PATH, max_sample_retries=1)
+    assert check_hooks(args) == []
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    samples = [sample for group in output.samples for sample in group]
+    assert [sample.tokens[-2:] for sample in samples] == [[6, 7]] * 4
+    assert [sample.response_length for sample in samples] == [2] * 4
+    assert sum(sample.metadata.get("failed_attempts", 0) for sample in samples) == 1
+
+
+def test_an_end_without_a_finish_reason_is_no_answer(serve: Any) -> None:
+    _, args = serve(lambda payload, number: (200, iter(events(payload, [5, 6])[:1])))
+    sample = Sample(prompt="1+1=")
+    with pytest.raises(ConnectionError, match="before the engine finished"):
+        run(generate_streaming(args, sample, dict(PARAMS)))
+    assert sample.response_length == 0
+
+
+def test_a_busy_server_is_asked_again_and_a_refusal_is_not(serve: Any) -> None:
+    engine, args = serve(
+        lambda payload, number: (200, iter(events(payload, [5]))) if number else (503, {"error": "no worker"})
+    )
+    assert run(generate_streaming(args, Sample(prompt="1+1="), dict(PARAMS))).response_length == 1
+    assert len(engine.requests) == 2
+    engine, args = serve(lambda payload, number: (400, {"error": "too long"}))
+    with pytest.raises(EngineError, match="too long"):
+        run(generate_streaming(args, Sample(prompt="1+1="), dict(PARAMS)))
+    assert len(engine.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [({"error": {"message": "bad"}}, "refused sample"), ([1], "not that of an SGLang server")],
+)
+def test_events_of_another_kind_are_named(serve: Any, event: Any, message: str) -> None:
+    _, args = serve(lambda payload, number: (200, iter([event])))
+    with pytest.raises(EngineError, match=message):
+        run(generate_streaming(args, Sample(prompt="1+1="), dict(PARAMS)))
+
+
+def test_events_that_hold_only_what_is_new_are_refused(serve: Any) -> None:
+    def partial(payload: dict[str, Any], number: int) -> tuple[int, Any]:
+        event = completion(payload, [6])
+        event["meta_info"]["completion_tokens"] = 2
+        return 200, iter([event])
+
+    _, args = serve(partial)
+    with pytest.raises(EngineError, match="--sglang-incremental-streaming-output"):
+        run(generate_streaming(args, Sample(prompt="1+1="), dict(PARAMS)))
+
+
+def test_a_stream_that_stalls_ends_at_the_deadline(serve: Any) -> None:
+    engine, args = serve(
+        lambda payload, number: (200, (event for event in [*events(payload, [5, 6])[:1], engine.aborted.wait(10)])),
+        rollout_request_timeout=0.3,
+    )
+    with pytest.raises(DeadlineExceeded):
+        run(generate_streaming(args, Sample(prompt="1+1="), dict(PARAMS)))
