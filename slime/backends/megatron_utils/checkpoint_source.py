@@ -132,6 +132,8 @@ def inspect_checkpoint(flag: str, path: str) -> Source | None:
 def _inspect(flag: str, path: str, step_flag: str, step: int | None) -> Source | None:
     """The checkpoint at ``path``; None when there is none yet."""
     root = Path(path)
+    if root.is_file():
+        raise ConfigError(f"{flag} {path} is a file: name the directory of a checkpoint.")
     iteration = iteration_of(root)
     if iteration is not None and (root / "metadata.json").is_file():
         if torn := what_is_torn(root):

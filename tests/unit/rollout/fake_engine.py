@@ -74,7 +74,7 @@ class FakeEngine:
                     self._answer(*reply)
 
             def _stream(self, events: Iterator[Any]) -> None:
-                """Server-sent events: JSON values, or bytes as they are. An iterator that raises breaks the stream off."""
+                """Server-sent events: JSON values, or bytes as they are. One that raises breaks off."""
                 self.send_response(200)
                 self.send_header("Content-Type", "text/event-stream")
                 self.send_header("Transfer-Encoding", "chunked")

@@ -32,8 +32,9 @@ def serve(tiny_task: Any) -> Iterator[Callable[..., Any]]:
         engines.append(engine)
         return engine, make_args(tiny_task.model, engine.port, **flags)
 
-    GenerateState.clear_instances() if hasattr(GenerateState, "clear_instances") else None
+    GenerateState.clear_instances()
     yield start
+    GenerateState.clear_instances()
     for engine in engines:
         engine.close()
 
@@ -86,8 +87,6 @@ def test_a_stream_and_one_reply_make_the_same_sample(serve: Any, is_continued: b
 def test_an_aborted_rollout_keeps_what_came_and_the_engine_is_left(serve: Any) -> None:
     def endless(payload: dict[str, Any], number: int) -> tuple[int, Any]:
         def tokens() -> Iterator[Any]:
-            yield from events(payload, [5, 6, 7, 8])[:2]
-            GenerateState(args).aborted = True
             yield events(payload, [5, 6, 7, 8])[2]
             deadline = time.monotonic() + 10
             while time.monotonic() < deadline:  # until the reader is gone
@@ -97,10 +96,8 @@ def test_an_aborted_rollout_keeps_what_came_and_the_engine_is_left(serve: Any) -
 
     engine, args = serve(endless)
     sample = Sample(index=0, prompt="1+1=")
-    try:
-        run(generate_streaming(args, sample, dict(PARAMS)))
-    finally:
-        GenerateState(args).reset()
+    GenerateState(args).aborted = True
+    run(generate_streaming(args, sample, dict(PARAMS)))
     assert sample.status is Sample.Status.ABORTED
     assert sample.tokens[-3:] == [5, 6, 7]
     assert (sample.response_length, sample.response) == (3, "777")
@@ -126,7 +123,13 @@ def test_a_stream_that_breaks_off_is_generated_anew_from_the_prompt(serve: Any, 
             return 200, breaks(payload)
         return 200, iter(events(payload, [6, 7]))
 
-    _, args = serve(reply, prompt_data=tiny_task.train, custom_generate_function_path=PATH, max_sample_retries=1)
+    _, args = serve(
+        reply,
+        prompt_data=tiny_task.train,
+        apply_chat_template=True,
+        custom_generate_function_path=PATH,
+        max_sample_retries=1,
+    )
     assert check_hooks(args) == []
     output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
     samples = [sample for group in output.samples for sample in group]
@@ -177,9 +180,10 @@ def test_events_that_hold_only_what_is_new_are_refused(serve: Any) -> None:
 
 
 def test_a_stream_that_stalls_ends_at_the_deadline(serve: Any) -> None:
-    engine, args = serve(
-        lambda payload, number: (200, (event for event in [*events(payload, [5, 6])[:1], engine.aborted.wait(10)])),
-        rollout_request_timeout=0.3,
-    )
+    def stalls(payload: dict[str, Any]) -> Iterator[Any]:
+        yield events(payload, [5, 6])[0]
+        engine.aborted.wait(10)
+
+    engine, args = serve(lambda payload, number: (200, stalls(payload)), rollout_request_timeout=0.3)
     with pytest.raises(DeadlineExceeded):
         run(generate_streaming(args, Sample(prompt="1+1="), dict(PARAMS)))

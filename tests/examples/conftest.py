@@ -1,0 +1,16 @@
+"""Examples have models of their own, so nothing of one test's tokenizer may reach the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def fresh_generate_state() -> Iterator[None]:
+    from slime.rollout.sglang_rollout import GenerateState
+
+    GenerateState.clear_instance()
+    yield
+    GenerateState.clear_instance()
