@@ -19,6 +19,7 @@ from pathlib import PurePath
 __all__ = ["TrainCommand", "main", "plan", "read_command"]
 
 DEVICE_MEMORY_GIB = 80.0
+_MOST_GIB = 1e6
 _DRIVERS = {"train.py": False, "train_async.py": True}
 _HELP = (__doc__ or "").split("\n\n", 1)[1]
 
@@ -165,6 +166,6 @@ def _take_number(words: Sequence[str], flag: str, default: float) -> tuple[list[
         number = float(value)
     except ValueError:
         number = 0.0
-    if number <= 0:
+    if not 0 < number < _MOST_GIB:
         raise UsageError(f"{flag} {value}: give the memory of one device in GiB, such as {default:g}.")
     return rest, number

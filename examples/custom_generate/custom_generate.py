@@ -59,7 +59,8 @@ def hint(answer: str | None, sample: Sample) -> str:
         text = "too low." if int(answer) < int(sample.label) else "too high."
     else:
         text = "no."
-    return f"<|im_end|>\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    end = "" if sample.status is Sample.Status.COMPLETED else "<|im_end|>"  # a turn that is over has written it
+    return f"{end}\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 
 
 async def best_of_group(args: Namespace, samples: list[Sample], evaluation: bool = False) -> list[Sample]:

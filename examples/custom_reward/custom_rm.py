@@ -1,11 +1,11 @@
 """Rewards of your own, in every form that ``--custom-rm-path`` accepts. The task: the sum of two numbers.
 
-    --custom-rm-path examples/custom_reward/custom_rm.py                       reward_func, one sample per call
-    --custom-rm-path examples/custom_reward/custom_rm.py --group-rm            batched_custom_rm, all samples of a prompt
-    --custom-rm-path examples/custom_reward/custom_rm.py:CustomRewardModel     a class, made once per process
+    --custom-rm-path examples/custom_reward/custom_rm.py                     reward_func, one sample per call
+    --custom-rm-path examples/custom_reward/custom_rm.py --group-rm          batched_custom_rm, a prompt's samples
+    --custom-rm-path examples/custom_reward/custom_rm.py:CustomRewardModel   a class, made once per process
 
-A function may be ``async`` (network) or plain (computing; it runs in a thread). Either has --rm-timeout seconds. A number
-is a reward; of a dict, ``--reward-key`` names the entry that is trained on.
+A function may be ``async`` (network) or plain (computing; it runs in a thread). Either has ``--rm-timeout`` seconds.
+A number is a reward; of a dict, ``--reward-key`` names the entry that is trained on.
 """
 
 from __future__ import annotations

@@ -19,8 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.tiny.recipe import (
     GRPO,
+    ROWS_PER_ROLLOUT,
     make_model,
-    output_directory,
+    options,
     read_metrics,
     run_train,
     series,
@@ -56,11 +57,11 @@ def demonstrations(count: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    output = output_directory(__doc__, "retool")
+    output = options(__doc__, "retool").output
     rows = ({"prompt": question(a, b), "label": str(a * b)} for a, b in problems(256, seed=3))
     data = write_rows(output / "train.jsonl", rows)
     shutil.copy(Path(__file__).parent / "retool.yaml", output)
-    model = warm_start(make_model(output, WORDS), demonstrations(6400), output, rollouts=4)
+    model = warm_start(make_model(output, WORDS), demonstrations(4 * ROWS_PER_ROLLOUT), output, rollouts=4)
     flags = [
         *("--hf-checkpoint", model, "--prompt-data", data, *GRPO, "--num-rollout", 10),
         *("--rollout-max-response-len", 48, "--max-turns", 2, "--custom-config-path", output / "retool.yaml"),

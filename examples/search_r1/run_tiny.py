@@ -22,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.search_r1.local_search_server import Bm25, make_server, read_corpus
 from examples.tiny.recipe import (
     GRPO,
+    ROWS_PER_ROLLOUT,
     make_model,
-    output_directory,
+    options,
     read_metrics,
     run_train,
     series,
@@ -78,7 +79,7 @@ def demonstrations(count: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    output = output_directory(__doc__, "search_r1")
+    output = options(__doc__, "search_r1").output
     codes = facts()
     corpus = write_rows(
         output / "corpus.jsonl", ({"contents": f"code of {name} is {code}."} for name, code in codes.items())
@@ -86,7 +87,7 @@ def main() -> None:
     data = write_rows(
         output / "train.jsonl", ({"prompt": question(name), "label": code} for name, code in codes.items())
     )
-    model = warm_start(make_model(output, WORDS), demonstrations(6400), output, rollouts=4)
+    model = warm_start(make_model(output, WORDS), demonstrations(4 * ROWS_PER_ROLLOUT), output, rollouts=4)
 
     server = make_server(Bm25(read_corpus(Path(corpus))), "127.0.0.1", 0)
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -11,8 +11,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,21 @@ ROOT = Path(__file__).resolve().parents[2]
 __all__ = [
     "GRPO",
     "ROOT",
+    "ROWS_PER_ROLLOUT",
     "make_model",
-    "output_directory",
+    "options",
     "read_metrics",
     "run_environment",
     "run_train",
     "series",
+    "serve",
     "warm_start",
     "write_rows",
 ]
 
 PHASE_TIMEOUT_S = 300
 _STEPS_PER_ROLLOUT = 50
-_WARM_START_BATCH = 32
+ROWS_PER_ROLLOUT = 32 * _STEPS_PER_ROLLOUT
 
 SMALL_BATCHES = ("--fp32", "--use-dynamic-batch-size", "--max-tokens-per-gpu", 8192, "--actor-num-gpus-per-node", 1)
 ONE_ENGINE = ("--rollout-num-gpus", 1, "--sglang-context-length", 256, "--sglang-max-total-tokens", 32768)
@@ -47,18 +49,21 @@ GRPO = (
 """Flags that the offline runs have in common; a run adds model, data, functions and lengths."""
 
 
-def output_directory(doc: str | None, name: str) -> Path:
-    """Parse ``--output``; return an empty directory."""
+def options(doc: str | None, name: str, **choices: tuple[str, ...]) -> argparse.Namespace:
+    """Parse ``--output`` and a flag per name in ``choices``, the first value being the default; empty the directory."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("outputs") / name, help="emptied first")
-    output: Path = parser.parse_args().output.resolve()
+    for flag, values in choices.items():
+        parser.add_argument(f"--{flag.replace('_', '-')}", choices=values, default=values[0])
+    parsed = parser.parse_args()
+    parsed.output = output = parsed.output.resolve()
     marker = output / ".example"
     if output.exists() and any(output.iterdir()) and not marker.exists():
         parser.error(f"--output {output} holds files that are not of this example: name another directory")
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
     marker.touch()
-    return output
+    return parsed
 
 
 def make_model(output: Path, words: Sequence[str]) -> str:
@@ -74,30 +79,60 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> str:
     return str(path)
 
 
-def warm_start(model: str, rows: Iterable[dict[str, Any]], output: Path, *, rollouts: int) -> str:
-    """Supervised training on ``rows`` by ``train.py``, so that the model knows the form of an answer.
+def warm_start(
+    model: str, rows: Iterable[dict[str, Any]], output: Path, *, rollouts: int, save_interval: int | None = None
+) -> str:
+    """Supervised training on ``rows``, in their order, by ``train.py``: the model learns the form of an answer.
 
     Args:
         rows: ``prompt`` (messages) and ``metadata.segments``: ``[text, 1 if the model writes it, else 0]``.
-        rollouts: times 50 steps of 32 rows.
+        rollouts: times ``ROWS_PER_ROLLOUT`` rows, in steps of 32.
+        save_interval: rollouts between checkpoints; None saves the last.
 
     Returns:
-        The directory of the Hugging Face checkpoint.
+        The directory of the last Hugging Face checkpoint; that of rollout ``i`` lies beside it and ends in ``_i``.
     """
-    result = output / "warm_start" / "hf"
+    folder = output / "warm_start"
     flags = [
         *("--hf-checkpoint", model, "--prompt-data", write_rows(output / "warm_start.jsonl", rows)),
-        *("--apply-chat-template", "--rollout-shuffle", "--debug-train-only", "--loss-type", "sft_loss"),
+        *("--apply-chat-template", "--debug-train-only", "--loss-type", "sft_loss"),
         *("--disable-compute-advantages-and-returns", "--num-rollout", rollouts),
         *("--rollout-function-path", "examples.tiny.demonstrations.generate_rollout"),
-        *("--rollout-batch-size", _WARM_START_BATCH * _STEPS_PER_ROLLOUT),
-        *("--num-steps-per-rollout", _STEPS_PER_ROLLOUT, *SMALL_BATCHES),
+        *("--rollout-batch-size", ROWS_PER_ROLLOUT, "--num-steps-per-rollout", _STEPS_PER_ROLLOUT, *SMALL_BATCHES),
         *("--lr", "2e-3", "--min-lr", "2e-3", "--lr-warmup-iters", 20, "--adam-beta2", 0.95, "--weight-decay", 0.01),
-        *("--save", output / "warm_start" / "checkpoints", "--save-interval", rollouts, "--save-hf", result),
-        *("--output-dir", output, "--experiment-name", "warm_start"),
+        *("--save", folder / "checkpoints", "--save-interval", save_interval or rollouts),
+        *("--save-hf", folder / "hf_{rollout_id}", "--output-dir", output, "--experiment-name", "warm_start"),
     ]
     run_train("supervised warm start", flags, output)
-    return str(result)
+    return str(folder / f"hf_{rollouts - 1}")
+
+
+@contextmanager
+def serve(model: str, output: Path) -> Iterator[str]:
+    """A second engine of slime's own making, outside of any run. Yields the address of its server."""
+    from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
+    from slime.backends.sglang_utils.server_args import build_argv, server_env
+    from slime.utils.net import free_port
+
+    port = free_port()
+    args = argparse.Namespace(
+        hf_checkpoint=model,
+        sglang_argv=["--context-length", "256", "--max-total-tokens", "32768"],
+        seed=1,
+        num_gpus_per_node=8,
+        fp32=True,
+        fp16=False,
+        offload_rollout=False,
+        use_rollout_routing_replay=False,
+    )
+    argv = build_argv(args, rank=0, host="127.0.0.1", port=port, nccl_port=free_port(), base_gpu_id=0, tp_size=1)
+    engine = SGLangEngine(EngineSpec(0, "127.0.0.1", port, argv, server_env(), output / "served.log"))
+    print(f"\n=== serving {model} ===", flush=True)
+    try:
+        engine.start()
+        yield str(engine.url)
+    finally:
+        engine.stop()
 
 
 def run_environment() -> dict[str, str]:

@@ -30,10 +30,7 @@ class BatchArgs:
     )
     log_probs_max_tokens_per_gpu: int | None = field(
         default=None,
-        metadata={
-            "help": "The same for passes without gradients. Default: --max-tokens-per-gpu.",
-            "later": "all passes use the micro-batches of --max-tokens-per-gpu",
-        },
+        metadata={"help": "The same for passes without gradients. Default: --max-tokens-per-gpu."},
     )
     data_pad_size_multiplier: int = field(
         default=128,

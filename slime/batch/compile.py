@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from slime.batch.rewards import RewardArgs, group_keys, normalize_by_group, raw_rewards
 from slime.data.columns import COLUMNS, Column, TrainData
+from slime.data.routed_experts import compact_routed_experts
 from slime.data.sample import Sample, iter_samples
 from slime.utils.errors import DataError
 
@@ -138,21 +139,38 @@ def _optional_column(column: Column, samples: list[Sample], masks: list[list[int
     is_missing = [v is None or (column.form == "plain" and len(v) == 0) for v in values]
     if all(is_missing):
         return
-    if column.axis == "response":
+    if column.axis == "inputs":
+        values = _per_input(column, samples, values, masks)
+    elif column.axis == "response":
         for i, (sample, mask) in enumerate(zip(samples, masks, strict=True)):
             values[i] = _per_token(column, sample, values[i], mask)
     yield column.name, values
+
+
+def _per_input(column: Column, samples: list[Sample], values: list[Any], masks: list[list[int]]) -> list[Any]:
+    names = [f"sample {sample.index} (group {sample.group_index})" for sample in samples]
+    for name, value, mask in zip(names, values, masks, strict=True):
+        if value is None and any(mask):
+            raise _missing(column, name)
+    try:
+        return compact_routed_experts(values, [len(sample.tokens) for sample in samples], names)
+    except ValueError as error:
+        raise DataError(str(error)) from None
+
+
+def _missing(column: Column, where: str) -> DataError:
+    return DataError(
+        f"{where} has trained tokens but no {column.name}, while other samples of the rollout have them: every "
+        "sample must carry them, or none; a custom generate function must pass them on, or mask the sample out "
+        "(remove_sample)"
+    )
 
 
 def _per_token(column: Column, sample: Sample, value: Any, mask: list[int]) -> Any:
     where = f"sample {sample.index} (group {sample.group_index})"
     if value is None:
         if any(mask):
-            raise DataError(
-                f"{where} has trained tokens but no {column.name}, while other samples of the rollout have them: every "
-                "sample must carry them, or none; a custom generate function must pass them on, or mask the sample out "
-                "(remove_sample)"
-            )
+            raise _missing(column, where)
         return [0.0] * sample.response_length
     if len(value) != sample.response_length:
         raise DataError(f"{where} has {len(value)} {column.name} for a response of {sample.response_length} tokens")

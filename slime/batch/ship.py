@@ -98,7 +98,7 @@ def tensorize(batch: RankBatch) -> RankBatch:
         spec = column(name)
         match spec.form:
             case "ragged":
-                dtype = getattr(torch, spec.dtype)
+                dtype = getattr(torch, spec.dtype) if spec.dtype else None
                 out[name] = [_tensor(value, dtype) for value in values]
             case "vector":
                 out[name] = _tensor(values, getattr(torch, spec.dtype))
@@ -109,7 +109,7 @@ def tensorize(batch: RankBatch) -> RankBatch:
     return out
 
 
-def _tensor(value: Any, dtype: torch.dtype) -> torch.Tensor:
+def _tensor(value: Any, dtype: torch.dtype | None) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         # clone: a view must not drag the storage of the whole rollout through the object store
         return value.detach().to(device="cpu", dtype=dtype, copy=True).contiguous()

@@ -123,6 +123,8 @@ def _typed(target: _Target, value: Any) -> Any:
         return [_single(action, item) for item in (value if isinstance(value, list) else [value])]
     if isinstance(value, dict) and "json" in getattr(convert, "__name__", ""):
         return value
+    if isinstance(value, list) and action.metavar == "PATTERN":  # written as a list on the command line too
+        value = str(value)
     return _single(action, value)
 
 

@@ -135,6 +135,9 @@ def _unknown(tokens: Sequence[str], known: Collection[str]) -> tuple[list[Notice
     notices: list[Notice] = []
     strays: list[str] = []
     for token in tokens:
+        if token == "--":
+            strays.append(token)
+            break
         if token.startswith("-") and not _NEGATIVE_NUMBER.match(token):
             flag = token.split("=")[0]
             near = difflib.get_close_matches(flag, known, n=1, cutoff=0.75)

@@ -43,6 +43,17 @@ _TOPOLOGY = (
     "expert_tensor_parallel_size",
     "sequence_parallel",
 )
+_OF_ALL_ROLES = (
+    "rollout_batch_size",
+    "n_samples_per_prompt",
+    "global_batch_size",
+    "num_steps_per_rollout",
+    "num_rollout",
+    "start_rollout_id",
+    "advantage_estimator",
+)
+"""What the loop and the batches follow: roles that differed here would train different batches."""
+
 _CRITIC: dict[str, Any] = {
     "kl_coef": 0.0,
     "use_opd": False,
@@ -118,6 +129,10 @@ def check_roles(args: Namespace) -> Iterator[str]:
         for name, value in config.overrides.items():
             if name in _PLACEMENT:
                 notices.info(args, _FLAG, f"{role}: {name} has no effect, all roles are placed like the actor")
+            elif wrong := _type_problem(value, getattr(args, name, None)):
+                yield f"{where}: {role}: {name}: {value!r} {wrong}."
+            elif name in _OF_ALL_ROLES and _coerce(value, getattr(args, name)) != getattr(args, name):
+                yield f"{where}: {role}: {name} {value} holds for all roles: set {flag_of(name)} instead."
             elif name in _TOPOLOGY and _coerce(value, getattr(args, name)) != getattr(args, name):
                 yield (
                     f"{where}: {role}: {name} {value} differs from {flag_of(name)} {getattr(args, name)}: all roles "
@@ -146,6 +161,22 @@ def _coerce(value: Any, current: Any) -> Any:
         except ValueError:
             continue
     return value
+
+
+def _type_problem(value: Any, current: Any) -> str | None:
+    """How ``value`` cannot replace ``current``; nothing is known about what replaces None."""
+    new = _coerce(value, current)
+    match current:
+        case bool():
+            return None if isinstance(new, bool) else "is neither true nor false"
+        case int():
+            return None if type(new) is int else "is not a whole number"
+        case float():
+            return None if type(new) in (int, float) else "is not a number"
+        case str():
+            return None if new is None or isinstance(new, str) else "is not text"
+        case _:
+            return None
 
 
 def _absolute(value: Any, name: str) -> Any:

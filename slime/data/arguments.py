@@ -57,13 +57,7 @@ class PromptDataArgs:
     )
     loss_mask_type: Literal["qwen", "qwen3", "qwen3_5", "distill_qwen", "generic"] = field(
         default="qwen",
-        metadata={
-            "help": "How supervised training finds the assistant's tokens; generic fits most other templates.",
-            "later_values": {
-                "qwen3_5": "masks exist for qwen, qwen3 and generic templates",
-                "distill_qwen": "masks exist for qwen, qwen3 and generic templates",
-            },
-        },
+        metadata={"help": "How supervised training finds the assistant's tokens; generic fits most other templates."},
     )
     rollout_global_dataset: bool = field(
         default=True,

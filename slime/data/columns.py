@@ -32,9 +32,9 @@ class Column:
         meaning: one line, with unit where there is one.
         form: on the training rank: ``ragged`` list of one tensor per sample; ``vector`` one tensor ``[n_local]``;
             ``plain`` list of Python values; ``fixed`` one value for the rank.
-        dtype: torch dtype name of a tensor form, else "".
+        dtype: torch dtype name of a tensor form; "" for other forms, and for tensors that keep their own.
         per: ``sample`` is split by the schedule; ``batch`` goes whole to every rank; ``rank`` is made by the schedule.
-        axis: length of a ragged entry: ``tokens`` (L_i) or ``response`` (R_i).
+        axis: length of a ragged entry: ``tokens`` (L_i), ``inputs`` (L_i - 1, all but the last) or ``response`` (R_i).
         on_device: the trainer moves it to its device.
         cp_sliced: only the context-parallel rank's own positions stay.
         producer: module that fills it.
@@ -48,7 +48,7 @@ class Column:
     form: Literal["ragged", "vector", "plain", "fixed"]
     dtype: str = ""
     per: Literal["sample", "batch", "rank"] = "sample"
-    axis: Literal["", "tokens", "response"] = ""
+    axis: Literal["", "tokens", "inputs", "response"] = ""
     on_device: bool = False
     cp_sliced: bool = False
     producer: str = "batch.compile"
@@ -118,6 +118,14 @@ _TABLE = (
         on_device=True,
         cp_sliced=True,
         sample_field="teacher_log_probs",
+    ),
+    _optional(
+        "rollout_routed_experts",
+        "experts that the engine chose, [L_i - 1, layers, topk], in the smallest integers that hold them",
+        "ragged",
+        "the engine returned them (--use-rollout-routing-replay)",
+        axis="inputs",
+        sample_field="rollout_routed_experts",
     ),
     _optional(
         "weight_versions",

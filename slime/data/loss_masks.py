@@ -1,22 +1,28 @@
 """Which tokens of a conversation are the assistant's: ids and loss masks for supervised training.
 
-Three ways to find them, because chat templates treat messages differently:
+Five ways to find them, because chat templates treat messages differently:
 
     generic   render growing prefixes of the conversation; what an assistant message adds is trained. Right for every
               template that renders a message the same way whatever follows it. The others are refused, not mistrained.
     qwen      render each message alone and cut the automatic system text off.
     qwen3     render each message next to a dummy user message and cut that away, because the template drops the
               reasoning of assistant messages that lie before the last user message.
+    qwen3_5   render the conversation once as text and find the assistant's turns in it; for templates that look at the
+              whole conversation. Needs a tokenizer that knows the place of each token in the text.
+    distill_qwen
+              the first message is the prompt, the content of the last one is the response. For models that were
+              distilled from DeepSeek-R1, whose template drops reasoning; qwen does the same for their tokenizers.
 
 In all of them a message with ``step_loss_mask`` other than 1 is not trained. Called by the SFT rollout.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slime.data.chat import tokenize_chat
+from slime.data.chat import render_chat, tokenize_chat
 from slime.utils.errors import DataError
 
 __all__ = ["MultiTurnLossMaskGenerator", "get_response_lengths"]
@@ -24,7 +30,14 @@ __all__ = ["MultiTurnLossMaskGenerator", "get_response_lengths"]
 Message = Mapping[str, Any]
 Masked = tuple[list[int], list[int]]
 
+logger = logging.getLogger(__name__)
+
 _DUMMY_USER: Message = {"role": "user", "content": "0"}
+_HEADER = "<|im_start|>assistant\n"
+_END = "<|im_end|>"
+_THINK = "<think>\n"
+_DISTILLED = "<\uff5cAssistant\uff5c>"
+"""Special token of the models distilled from DeepSeek-R1; its bars are full-width."""
 
 
 def get_response_lengths(loss_masks: Sequence[Sequence[int]]) -> list[int]:
@@ -41,7 +54,7 @@ class MultiTurnLossMaskGenerator:
 
     Args:
         tokenizer: a transformers tokenizer with a chat template.
-        tokenizer_type: ``generic``, ``qwen`` or ``qwen3``.
+        tokenizer_type: ``generic``, ``qwen``, ``qwen3``, ``qwen3_5`` or ``distill_qwen``.
     """
 
     def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen") -> None:
@@ -51,11 +64,16 @@ class MultiTurnLossMaskGenerator:
             "generic": self.gen_multi_turn_loss_mask_generic,
             "qwen": self.gen_multi_turn_loss_mask_qwen,
             "qwen3": self.gen_multi_turn_loss_mask_qwen3,
+            "qwen3_5": self.gen_multi_turn_loss_mask_qwen3_5,
+            "distill_qwen": self.gen_multi_turn_loss_mask_distill_qwen,
         }
         if tokenizer_type not in methods:
             raise ValueError(f"--loss-mask-type {tokenizer_type} is unknown; use one of {', '.join(methods)}")
+        if tokenizer_type == "qwen" and _DISTILLED in tokenizer.get_added_vocab():
+            tokenizer_type = "distill_qwen"
         self._method = methods[tokenizer_type]
-        if tokenizer_type != "generic":
+        self._has_warned = False
+        if tokenizer_type in ("qwen", "qwen3"):
             self.system_message_length, self.gen_token_length = self.get_system_message_length()
 
     def get_loss_mask(self, messages: Sequence[Message], tools: list[Any] | None = None) -> Masked:
@@ -140,6 +158,59 @@ class MultiTurnLossMaskGenerator:
             mask += self._message_mask(messages[i], len(part), skip=0)
             i = end
         return ids, mask
+
+    def gen_multi_turn_loss_mask_qwen3_5(self, messages: Sequence[Message], tools: list[Any] | None = None) -> Masked:
+        """The assistant's turns in the text of the whole conversation, without a ``<think>`` that the prompt holds."""
+        if not getattr(self.tokenizer, "is_fast", False):
+            raise DataError("--loss-mask-type qwen3_5 needs a fast tokenizer: it looks where tokens stand in the text")
+        text = render_chat(self.tokenizer, messages, tools=tools)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids = list(encoded["input_ids"])
+        if ids != self._ids(messages, tools):
+            raise DataError(
+                "the chat template's tokens are not those of its text: --loss-mask-type qwen3_5 cannot work"
+            )
+        is_marked = bytearray(len(text))
+        for start, end in self._turns(messages, text):
+            is_marked[start:end] = b"\1" * (end - start)
+        return ids, [int(any(is_marked[start:end])) for start, end in encoded["offset_mapping"]]
+
+    def _turns(self, messages: Sequence[Message], text: str) -> list[tuple[int, int]]:
+        """Where in ``text`` the trained turns are, end-of-turn token and line break included."""
+        assistants = [message for message in messages if message["role"] == "assistant"]
+        if text.count(_HEADER) != len(assistants):
+            raise DataError(
+                f"the conversation has {len(assistants)} assistant messages, but its text has {text.count(_HEADER)} "
+                f"times {_HEADER!r}: --loss-mask-type qwen3_5 does not fit its template or its content"
+            )
+        turns: list[tuple[int, int]] = []
+        cursor = 0
+        for message in assistants:
+            start = text.index(_HEADER, cursor) + len(_HEADER)
+            cursor = text.find(_END, start)
+            if cursor < 0:
+                raise DataError(
+                    f"an assistant message is not followed by {_END}: --loss-mask-type qwen3_5 does not fit"
+                )
+            cursor += len(_END)
+            cursor += text.startswith("\n", cursor)
+            if _is_trained(message):
+                turns.append((start + (len(_THINK) if text.startswith(_THINK, start) else 0), cursor))
+        return turns
+
+    def gen_multi_turn_loss_mask_distill_qwen(
+        self, messages: Sequence[Message], tools: list[Any] | None = None
+    ) -> Masked:
+        """First message and generation prompt, then the bare content of the last message."""
+        answer = messages[-1]
+        if len(messages) < 2 or answer["role"] != "assistant":
+            raise DataError("--loss-mask-type distill_qwen needs a prompt and, last, the assistant's message")
+        if len(messages) > 2 and not self._has_warned:
+            logger.warning("--loss-mask-type distill_qwen: messages between the first and the last one are left out")
+            self._has_warned = True
+        prompt = self._ids(messages[:1], tools, add_generation_prompt=True)
+        response = list(self.tokenizer(answer["content"], add_special_tokens=False)["input_ids"])
+        return prompt + response, [0] * len(prompt) + [int(_is_trained(answer))] * len(response)
 
     def _message_mask(self, message: Message, length: int, skip: int) -> list[int]:
         if not _is_trained(message):

@@ -29,7 +29,7 @@ from slime.config.parse import AddArguments
 from slime.data import arguments as data
 from slime.hooks.load import check_hooks
 from slime.observability import arguments as observability
-from slime.ray import argument_rules, data_rules, flags
+from slime.ray import argument_rules, data_rules, flags, role_rules
 from slime.ray.flags import ClusterArgs, SyncArgs
 from slime.rollout import arguments as rollout
 from slime.rollout.eval_config import build_eval_datasets
@@ -134,6 +134,7 @@ RULES: tuple[config_check.Rule, ...] = (
     *sglang_rules.RULES,
     *argument_rules.RULES,
     *data_rules.RULES,
+    *role_rules.RULES,
 )
 """The rules that only other rooms know."""
 

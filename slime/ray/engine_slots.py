@@ -14,6 +14,7 @@ watches, and every engine stays where it is.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -38,6 +39,8 @@ __all__ = ["EngineSlots", "WaitingEngines", "WatchSettings"]
 logger = logging.getLogger(__name__)
 
 _MAX_DEATHS = 3
+_PAUSES_S = (1.0, 2.0, 4.0)
+"""Before another try to start an engine that did not start: whatever kept it from that may pass."""
 _LOOK_TIMEOUT_S = 5.0
 _STOP_TIMEOUT_S = 15.0
 _CONTROL_TIMEOUT_S = 60.0
@@ -59,6 +62,11 @@ class _Slot:
     state: _State = _State.STARTING
     deaths: int = 0
     died_at: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Of the engine that sits here now."""
+        return f"{self.rank}.{self.deaths}"
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,7 @@ class EngineSlots:
         self._starting = [slot.handle.start_and_register.remote(router_url) for slot in self._slots]
         self._guard = threading.Lock()  # states and handles of the slots, and the failure
         self._failure: Exception | None = None
-        self._is_stopped = False
+        self._stopping = threading.Event()
         self._settings: WatchSettings | None = None
         self._monitor: HealthMonitor | None = None
 
@@ -139,27 +147,27 @@ class EngineSlots:
             self._monitor.pause()
         return self.fleet()
 
-    def end_sync(self, urls: Sequence[str]) -> None:
-        """The engines at ``urls`` have the new weights; the watch goes on."""
-        self.admit(urls)
+    def end_sync(self, names: Sequence[str]) -> None:
+        """The engines of these names have the new weights; the watch goes on."""
+        self.admit(names)
         if self._monitor is not None:
             self._monitor.resume()
 
-    def admit(self, urls: Sequence[str]) -> None:
-        """The engines at ``urls`` have the weights of the others: those of them that waited may serve now."""
+    def admit(self, names: Sequence[str]) -> None:
+        """The engines of these names have the weights of the others: those of them that waited may serve now."""
         for slot in self._slots:
             with self._guard:
-                is_admitted = slot.state is _State.WAITING and slot.info is not None and slot.info.url in urls
+                is_admitted = slot.state is _State.WAITING and slot.name in names
                 handle = slot.handle
             if is_admitted:
                 self._admit(slot, handle)
 
-    def lost(self, urls: Sequence[str]) -> list[str]:
-        """Look now, and say which of the engines at ``urls`` are dead."""
+    def lost(self, names: Sequence[str]) -> list[str]:
+        """Look now, and say which of the engines of these names are dead."""
         if self._monitor is not None:
             self._monitor.look()
-        alive = {engine.url for engine in self.fleet().engines}
-        return [url for url in urls if url not in alive]
+        alive = self.fleet().names
+        return [name for name in names if name not in alive]
 
     def raise_if_dead(self) -> None:
         """Raise the cause if an engine has died and nobody replaces it."""
@@ -172,7 +180,7 @@ class EngineSlots:
     def stop(self, *, leaves_router: bool) -> None:
         """Stop all engines. ``leaves_router``: the router lives on, so it must forget them."""
         with self._guard:
-            self._is_stopped = True
+            self._stopping.set()
         if self._monitor is not None:
             self._monitor.stop()
         handles = [slot.handle for slot in self._slots if slot.handle is not None]
@@ -188,8 +196,9 @@ class EngineSlots:
 
     def _fleet_of(self, *states: _State) -> RayEngineFleet:
         with self._guard:
-            chosen = [(slot.handle, slot.info) for slot in self._slots if slot.state in states]
-        return RayEngineFleet(tuple(handle for handle, _ in chosen), tuple(info for _, info in chosen if info))
+            chosen = [(slot.handle, slot.info, slot.name) for slot in self._slots if slot.state in states]
+        handles, infos, names = zip(*chosen, strict=True) if chosen else ((), (), ())
+        return RayEngineFleet(handles, infos, names)
 
     def _find_ended(self) -> dict[int, bool]:
         with self._guard:
@@ -214,32 +223,34 @@ class EngineSlots:
     def _on_dead(self, rank: int, reason: str) -> None:
         slot = self._slots[rank]
         with self._guard:
-            if self._is_stopped or slot.state is _State.STARTING:
+            if self._stopping.is_set() or slot.state is _State.STARTING:
                 return
             slot.state = _State.STARTING
             slot.died_at = time.monotonic()
         threading.Thread(target=self._replace, args=(slot, reason), name=f"engine {rank} again", daemon=True).start()
 
     def _replace(self, slot: _Slot, reason: str) -> None:
-        """Until an engine waits in ``slot``, or too many have died there."""
+        """Body of a thread: until an engine waits in ``slot``, too many have died there, or the run ends."""
         cause = f"engine {slot.rank}: {reason}"
-        while True:
-            slot.deaths += 1
-            cause = self._bury(slot, cause)
-            logger.warning("%s", cause)
-            if slot.deaths > _MAX_DEATHS:
-                self._failure = EngineError(
-                    f"--use-fault-tolerance: engine {slot.rank} died {slot.deaths} times in this run, which is more "
-                    f"than the {_MAX_DEATHS} that are made good. Last time: {cause}"
-                )
-                return
-            try:
-                if not self._start_again(slot):
+        try:
+            for pause_s in itertools.chain([0.0], _PAUSES_S):
+                if self._stopping.wait(pause_s):
                     return
-            except Exception as error:
-                cause = f"engine {slot.rank} could not be started again: {_text(error)}"
-            else:
-                return
+                slot.deaths += 1
+                cause = self._bury(slot, cause)
+                logger.warning("%s", cause)
+                if slot.deaths > _MAX_DEATHS:
+                    raise EngineError(
+                        f"--use-fault-tolerance: engine {slot.rank} died {slot.deaths} times in this run, which is "
+                        f"more than the {_MAX_DEATHS} that are made good. Last time: {cause}"
+                    )
+                try:
+                    self._start_again(slot)
+                    return
+                except Exception as error:
+                    cause = f"engine {slot.rank} could not be started again: {_text(error)}"
+        except Exception as error:
+            self._failure = error
 
     def _bury(self, slot: _Slot, reason: str) -> str:
         """Take the dead engine out of the router and free its devices. Returns why it died, with its last words."""
@@ -263,12 +274,11 @@ class EngineSlots:
         slot.handle = slot.info = None
         return reason
 
-    def _start_again(self, slot: _Slot) -> bool:
-        """False when the run ended meanwhile."""
+    def _start_again(self, slot: _Slot) -> None:
         assert self._settings is not None
         with self._guard:
-            if self._is_stopped:
-                return False
+            if self._stopping.is_set():
+                return
             slot.handle = handle = self._make(slot.rank, slot.deaths)
         info = get(
             handle.start_unregistered.remote(),
@@ -281,7 +291,6 @@ class EngineSlots:
             slot.info, slot.state = info, _State.WAITING
         seconds = time.monotonic() - slot.died_at
         logger.info("engine %d started again at %s, %.1f s after its death was noticed", slot.rank, info.url, seconds)
-        return True
 
     def _admit(self, slot: _Slot, handle: Any) -> None:
         try:

@@ -27,10 +27,15 @@ class RayCalls:
 
 @dataclass(frozen=True)
 class RayEngineFleet:
-    """Picklable: the manager makes it, the trainer ranks use it."""
+    """Picklable: the manager makes it, the trainer ranks use it.
+
+    Attributes:
+        names: of the engines, for the manager; a url may come back, a name does not.
+    """
 
     handles: Sequence[Any]
     engines: Sequence[EngineInfo]
+    names: Sequence[str] = ()
 
     def start(self, verb: str, each: Sequence[Mapping[str, Any]] | None = None, **kwargs: Any) -> RayCalls:
         extra = each if each is not None else [{}] * len(self.handles)

@@ -60,32 +60,32 @@ class Recovery:
         """Send weights to all engines that live; when one dies of it, again to the others."""
         while True:
             fleet = self._fleet_to_sync()
-            urls = [engine.url for engine in fleet.engines]
             try:
                 report = update(fleet)
             except Exception as error:
-                lost = self._ask("lost_engines", urls)
+                lost = self._ask("lost_engines", fleet.names)
                 if not lost:
                     raise
-                logger.warning("engines %s died during a weight sync: %s", ", ".join(lost), message_of(error) or error)
+                dead = ", ".join(name.partition(".")[0] for name in lost)
+                logger.warning("engine %s died during a weight sync: %s", dead, message_of(error) or error)
             else:
-                self._ask("end_sync", urls)
+                self._ask("end_sync", fleet.names)
                 return report
 
     def _look_after_engines(self) -> None:
         waiting: WaitingEngines = self._ask("waiting_engines")
-        urls = [engine.url for engine in waiting.fleet.engines]
-        if not urls:
+        names = waiting.fleet.names
+        if not names:
             return
         try:
             is_sent = self._send_now(waiting)
         except Exception as error:
-            if not self._ask("lost_engines", urls):
+            if not self._ask("lost_engines", names):
                 raise
             logger.warning("an engine died again before it had its weights: %s", message_of(error) or error)
             return
         if is_sent:
-            self._ask("admit_engines", urls)
+            self._ask("admit_engines", names)
 
     def _fleet_to_sync(self) -> RayEngineFleet:
         what = "an engine to take weights: all are dead, and none has started again"

@@ -85,21 +85,21 @@ class RolloutManager:
         """Engines that started again and wait for weights. Raises when an engine cannot be kept alive."""
         return self._running_server.waiting()
 
-    def admit_engines(self, urls: Sequence[str]) -> None:
-        """The waiting engines at ``urls`` have the weights of the others: they serve from now on."""
-        self._running_server.engines.admit(urls)
+    def admit_engines(self, names: Sequence[str]) -> None:
+        """The waiting engines of these names have the weights of the others: they serve from now on."""
+        self._running_server.engines.admit(names)
 
     def begin_sync(self) -> RayEngineFleet:
         """The engines that can take weights. Their health is not checked until :meth:`end_sync`."""
         return self._running_server.engines.begin_sync()
 
-    def end_sync(self, urls: Sequence[str]) -> None:
-        """The engines at ``urls`` have the new weights."""
-        self._running_server.engines.end_sync(urls)
+    def end_sync(self, names: Sequence[str]) -> None:
+        """The engines of these names have the new weights."""
+        self._running_server.engines.end_sync(names)
 
-    def lost_engines(self, urls: Sequence[str]) -> list[str]:
-        """Those of ``urls`` that are dead, looked at just now."""
-        return self._running_server.engines.lost(urls)
+    def lost_engines(self, names: Sequence[str]) -> list[str]:
+        """Those of ``names`` that are dead, looked at just now."""
+        return self._running_server.engines.lost(names)
 
     @property
     def _running_server(self) -> RolloutServer:

@@ -196,6 +196,8 @@ def _complete(args: Any, entry: Mapping[str, Any], defaults: Mapping[str, Any], 
     for name, bound in smallest.items():
         if values.get(name) is not None and not isinstance(values[name], str) and values[name] < bound:
             problems.append(f"{place}: {name} {values[name]} must be at least {bound}.")
+    if isinstance(top_p := values.get("top_p"), float) and "top_p" in (*defaults, *entry) and not 0 < top_p <= 1:
+        problems.append(f"{place}: top_p {top_p} must be above 0 and at most 1.")
     if problems:
         raise ConfigError(problems)
     return EvalDatasetConfig(**values, is_from_file=source != _FLAGS_ONLY)

@@ -60,7 +60,8 @@ def request_retries(args: Any) -> int:
     """
     if not getattr(args, "use_fault_tolerance", False):  # not a flag of this room: plugins' namespaces lack it
         return _REQUEST_RETRIES
-    return _REQUEST_RETRIES + math.ceil(2 * args.engine_start_timeout / _LONGEST_PAUSE_S)
+    start_timeout_s: float = args.engine_start_timeout
+    return _REQUEST_RETRIES + math.ceil(2 * start_timeout_s / _LONGEST_PAUSE_S)
 
 
 async def generate_with_retries(

@@ -52,7 +52,10 @@ def _evaluation(args: Namespace, template: str, rollout_id: int) -> RolloutFnEva
         return RolloutFnEvalOutput(data={})
     samples = read_samples(_FLAG, path)
     key = args.eval_reward_key or args.reward_key
-    rewards = [0.0 if s.reward is None else s.reward[key] if key else s.reward for s in samples]
+    for sample in samples:
+        if sample.reward is None:
+            sample.reward = {key: 0.0, args.reward_key: 0.0} if key else 0.0
+    rewards = [sample.reward[key] if key else sample.reward for sample in samples]
     truncated = [sample.status is sample.Status.TRUNCATED for sample in samples]
     return RolloutFnEvalOutput(data={_EVAL_SET: {"rewards": rewards, "truncated": truncated, "samples": samples}})
 

@@ -126,7 +126,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt": "1+1=", "label": "2"}) + "\n")
+    prompts.write_text((json.dumps({"prompt": "1+1=", "label": "2"}) + "\n") * 32)  # enough for an epoch
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     return Place(make_model(tmp_path / "model", QWEN3 | QWEN3_4B), str(prompts))

@@ -18,7 +18,12 @@ def both_runs(tiny_task, tmp_path_factory):
             *(tiny_task, output, "--deterministic-mode", "--sglang-enable-deterministic-inference"),
             *("--lr-decay-style", "cosine", "--lr-decay-iters", 4, "--lr", "1e-3", "--min-lr", 0),
             *("--save", output / "checkpoints", "--load", output / "checkpoints", "--save-interval", 2),
-            *("--save-hf", output / "hf_{rollout_id}", "--save-debug-rollout-data", output / "dump" / "{rollout_id}.pt"),
+            *(
+                "--save-hf",
+                output / "hf_{rollout_id}",
+                "--save-debug-rollout-data",
+                output / "dump" / "{rollout_id}.pt",
+            ),
         )
         for num_rollout in stops:
             finished = run_train([*flags, "--num-rollout", num_rollout], output)

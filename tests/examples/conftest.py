@@ -11,6 +11,6 @@ import pytest
 def fresh_generate_state() -> Iterator[None]:
     from slime.rollout.sglang_rollout import GenerateState
 
-    GenerateState.clear_instance()
+    GenerateState.clear_instances()
     yield
-    GenerateState.clear_instance()
+    GenerateState.clear_instances()

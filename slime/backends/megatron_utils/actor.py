@@ -13,7 +13,7 @@ import logging
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from slime.backends.megatron_utils.model_shape import ModelShape, read_shape
 from slime.backends.megatron_utils.patches.install import install
 from slime.backends.megatron_utils.trainer_hooks import TrainerHooks
 from slime.backends.protocols import NamedTensor, TrainReport
-from slime.batch.arguments import ReplayArgs
+from slime.batch.arguments import BatchArgs, ReplayArgs
 from slime.config.groups import from_args
 from slime.observability.train_data_utils import save_debug_train_data
 from slime.utils import accelerator
@@ -194,8 +194,7 @@ class MegatronTrainer:
         with self._dump_on_failure(rollout_id, batch):
             self._prepare_policy(train_batch, seconds)
             self._custom.run_postprocess(rollout_id, train_batch.columns)
-            is_replayed = self._replay is not None and self._replay.is_recorded
-            with timed(seconds, "actor_train"), self._replay.replaying() if is_replayed else nullcontext():
+            with timed(seconds, "actor_train"), self._expert_choices(train_batch, is_step=True):
                 steps = self._run_steps(rollout_id, train_batch)
             report = self._report(rollout_id, train_batch)
         self._dump(rollout_id, train_batch)
@@ -246,18 +245,38 @@ class MegatronTrainer:
                 columns["teacher_log_probs"] = self._log_probs(batch, "teacher_")
         generator = self._generators.get(str(columns.get("generated_by")))
         if passes.old or generator is not None:
-            recording = nullcontext() if self._replay is None else self._replay.recording()
             swapped = nullcontext() if generator is None else generator.swapped_in()
-            with timed(seconds, "log_probs"), recording, swapped:
+            with timed(seconds, "log_probs"), self._expert_choices(batch, is_step=False), swapped:
                 columns |= self._old_policy(batch)
         if passes.credit:
             add_credit(columns, self._algorithm, self._distillation, self._custom, self._data_parallel_group)
+
+    def _expert_choices(self, batch: TrainBatch, *, is_step: bool) -> AbstractContextManager[None]:
+        """What decides over experts: the routers, the engine, or in training the pass for the old policy."""
+        if self._replay is None:
+            return nullcontext()
+        if self._copies.use_rollout_routing_replay:
+            return self._replay.replaying(self._engine_choices(batch))
+        if not is_step:
+            return self._replay.recording()
+        return self._replay.replaying() if self._replay.is_recorded else nullcontext()
+
+    def _engine_choices(self, batch: TrainBatch) -> Iterator[torch.Tensor]:
+        from megatron.core import parallel_state as mpu
+
+        from slime.backends.megatron_utils.engine_routing import engine_choices
+
+        moe, sharding = self._shape.moe, self._ready.sharding
+        assert moe is not None, "setup refuses replay for a model without experts"
+        rank = mpu.get_tensor_model_parallel_rank()
+        return engine_choices(batch, moe, sharding, num_layers=self._shape.num_layers, tensor_rank=rank)
 
     def _old_policy(self, batch: TrainBatch) -> dict[str, list[torch.Tensor]]:
         if not self._algorithm.use_rollout_entropy:
             return {"log_probs": self._log_probs(batch)}
         from slime.backends.megatron_utils.entropy import compute_log_probs_and_entropy
 
+        batch = self._for_passes(batch)
         self._hooks.before_log_probs(self._ready, "")
         log_probs, entropy = compute_log_probs_and_entropy(
             self._ready.chunks,
@@ -274,10 +293,23 @@ class MegatronTrainer:
         self._hooks.before_log_probs(self._ready, store_prefix)
         return compute_log_probs(
             self._ready.chunks,
-            batch,
+            self._for_passes(batch),
             self._algorithm,
             vocab_size=self._shape.vocab_size,
             temperature=self._args.rollout_temperature,
+        )
+
+    def _for_passes(self, batch: TrainBatch) -> TrainBatch:
+        """The batch as passes without gradients run it."""
+        from megatron.core import parallel_state as mpu
+
+        from slime.backends.megatron_utils.forward_batch import forward_batch
+
+        return forward_batch(
+            batch,
+            from_args(BatchArgs, self._args),
+            context_parallel_size=mpu.get_context_parallel_world_size(),
+            multiple=self._args.microbatch_group_size_per_vp_stage or 1,
         )
 
     def _run_steps(self, rollout_id: int, batch: TrainBatch) -> list[dict[str, float]]:

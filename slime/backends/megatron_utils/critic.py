@@ -66,7 +66,7 @@ class MegatronCritic(MegatronTrainer):
         with self._dump_on_failure(rollout_id, batch):
             self._hooks.before_log_probs(self._ready, "")
             with timed(seconds, "critic_values"):
-                values = compute_values(self._ready.chunks, train_batch)
+                values = compute_values(self._ready.chunks, self._for_passes(train_batch))
             columns = train_batch.columns
             columns["values"] = values
             add_credit(columns, self._algorithm, self._distillation, self._custom, self._data_parallel_group)

@@ -65,6 +65,11 @@ class TrainBatch:
             raise ValueError(f"the schedule must name each of the {len(columns['tokens'])} samples exactly once")
         self._steps = [micro_batches[a:b] for a, b in pairwise(ends)]
 
+    def with_micro_batches(self, micro_batches: list[list[int]]) -> TrainBatch:
+        """The same samples in one step of other micro-batches, for a pass over all of them."""
+        schedule = {"micro_batch_indices": micro_batches, "num_microbatches": [len(micro_batches)]}
+        return TrainBatch(self.columns | schedule, self._device, self._sharding)
+
     @property
     def num_steps(self) -> int:
         return len(self._steps)

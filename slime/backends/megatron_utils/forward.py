@@ -62,8 +62,8 @@ def forward_only(
 ) -> list[torch.Tensor]:
     """``read``'s values of the model's outputs: fp32 ``[R_i]`` per sample, in the batch's order, on the cpu.
 
-    All ranks get them. Uses the micro-batches of the training steps, so that an unchanged model gives the same numbers
-    in both passes.
+    All ranks get them. With the micro-batches of the training steps an unchanged model gives the same numbers in both
+    passes.
 
     Args:
         read: (micro-batch, output of the model) -> ``[N]`` for its response tokens, samples in order.

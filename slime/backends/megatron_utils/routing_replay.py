@@ -7,12 +7,15 @@ of the current weights, so gradients flow to the router as always; only which ex
     record   each router keeps its choices, one tensor per micro-batch
     replay   they come back in the same order; a recomputed layer takes them a second time
 
+The choices may also be given (``engine_routing``): replaying those of the engine removes the largest difference between
+its log-probs and the trainer's (R3, arXiv 2510.11370: rollout routing replay).
+
 Called by ``actor``. Plugs into Megatron's routers where its own ``RouterReplay`` would be, which keeps one micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any
@@ -114,8 +117,15 @@ class RoutingReplay:
             yield
 
     @contextmanager
-    def replaying(self) -> Iterator[None]:
-        """Passes inside choose as the recorded ones did, in the same order. All must be used; they are gone after."""
+    def replaying(self, choices: Iterable[torch.Tensor] | None = None) -> Iterator[None]:
+        """Passes inside choose as the recorded ones did, in the same order. All must be used; they are gone after.
+
+        Args:
+            choices: take these instead: ``[tokens, layers, topk]`` for every micro-batch, with all layers of the model
+                and the tokens that this rank's routers see.
+        """
+        if choices is not None:
+            self._fill(choices)
         for router in self.routers:
             router.rewind()
         with self._mode(_Mode.REPLAY):
@@ -125,6 +135,14 @@ class RoutingReplay:
             router.clear()
         if left:
             raise RuntimeError(f"routing replay: recorded choices of layers {left} were not used")
+
+    def _fill(self, choices: Iterable[torch.Tensor]) -> None:
+        for router in self.routers:
+            router.clear()
+        for micro_batch in choices:
+            by_layer = micro_batch.transpose(0, 1).contiguous()  # a router's part in one piece
+            for router in self.routers:
+                router.recorded.append(by_layer[router.layer])
 
     @property
     def is_recorded(self) -> bool:

@@ -27,8 +27,8 @@ __all__ = ["EngineSpec", "SGLangEngine"]
 _POLL_S = 0.1
 _KEEPALIVE_S = 2.0
 """Shorter than the server's five seconds: a connection that both sides drop at once loses a request."""
-_PART = "sglang::"
-"""How the names of a server's processes begin."""
+_PART_PREFIX = "sglang::"
+"""How the names of the processes begin that a server starts."""
 _CONTROL_TIMEOUT_S = 60.0
 _UPDATE_TIMEOUT_S = 600.0
 
@@ -62,6 +62,7 @@ class SGLangEngine:
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._server: ForkedServer | GuardedProcess | None = None
+        self._parts: list[psutil.Process] = []
         # never through a proxy: engines and router are on the cluster's own network
         self._client = httpx.Client(
             base_url=self.url,
@@ -95,6 +96,16 @@ class SGLangEngine:
                 self.stop()
                 raise EngineError(f"{deadline.error()}. Last lines of {spec.log_path}:\n{log_tail(spec.log_path)}")
             time.sleep(_POLL_S)
+        self._parts = self._named_children()
+
+    def _named_children(self) -> list[psutil.Process]:
+        """Schedulers, detokenizers and the like."""
+        assert self._server is not None
+        try:
+            children = psutil.Process(self._server.pid).children(recursive=True)
+            return [child for child in children if child.name().startswith(_PART_PREFIX)]
+        except psutil.Error:  # it ended this moment
+            return []
 
     def _answers(self) -> bool:
         try:
@@ -124,14 +135,7 @@ class SGLangEngine:
 
         A server whose scheduler died stays for some seconds to write a report, and answers nothing in that time.
         """
-        if not self.is_alive():
-            return True
-        assert self._server is not None
-        try:
-            children = psutil.Process(self._server.pid).children(recursive=True)
-            return any(c.name().startswith(_PART) and c.status() == psutil.STATUS_ZOMBIE for c in children)
-        except psutil.Error:  # one of them is just ending: the next look sees it
-            return False
+        return not self.is_alive() or any(map(_has_ended, self._parts))
 
     def is_responsive(self, timeout_s: float) -> bool:
         """True when the scheduler works: it finishes a token in time, one of a running request or one made for this.
@@ -285,6 +289,13 @@ class SGLangEngine:
                 f"{response.text[:2000]}"
             )
         return body
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _json_object(response: httpx.Response) -> dict[str, Any]:

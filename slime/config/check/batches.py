@@ -59,6 +59,21 @@ def _micro_batches(args: Namespace) -> Iterator[str]:
         )
 
 
+def _forward_passes(args: Namespace) -> Iterator[str]:
+    """Micro-batches of their own for passes without gradients."""
+    limit = args.log_probs_max_tokens_per_gpu
+    if limit is None or limit == args.max_tokens_per_gpu:
+        return
+    if not args.use_dynamic_batch_size:
+        text = "no effect without --use-dynamic-batch-size: all passes have --micro-batch-size samples"
+        notices.warn(args, "--log-probs-max-tokens-per-gpu", text)
+    elif args.use_routing_replay or args.use_rollout_routing_replay:
+        yield (
+            f"--log-probs-max-tokens-per-gpu {limit} gives passes micro-batches of their own, but --use-routing-replay "
+            f"replays micro-batch by micro-batch: use {args.max_tokens_per_gpu} or leave it out."
+        )
+
+
 def _run_length(args: Namespace) -> Iterator[str]:
     """B37."""
     if args.num_rollout is not None or args.rollout_global_dataset:
@@ -94,4 +109,4 @@ def _parallel_sizes(args: Namespace) -> Iterator[str]:
         )
 
 
-RULES = (_steps, _micro_batches, _run_length, _streaming, _parallel_sizes)
+RULES = (_steps, _micro_batches, _forward_passes, _run_length, _streaming, _parallel_sizes)

@@ -17,7 +17,10 @@ def _model(args: Namespace) -> Iterator[str]:
     if args.hf_checkpoint is None:
         yield "--hf-checkpoint is required: the Hugging Face directory of the model to train."
     elif not (Path(args.hf_checkpoint) / "config.json").is_file():
-        yield f"--hf-checkpoint {args.hf_checkpoint}: there is no config.json in that directory."
+        is_there = Path(args.hf_checkpoint).is_dir()
+        what = "config.json in that directory" if is_there else "such directory"
+        hint = "" if is_there else "; a model of the Hugging Face Hub must be downloaded first"
+        yield f"--hf-checkpoint {args.hf_checkpoint}: there is no {what}{hint}."
 
 
 def _prompts(args: Namespace) -> Iterator[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 
+from slime.config import notices
+
 __all__ = ["RULES"]
 
 _CENTRED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
@@ -94,6 +96,9 @@ def _optimizer(args: Namespace) -> Iterator[str]:
         yield f"--use-stateless-adam needs --optimizer adam, not {args.optimizer}."
     if args.use_stateless_adam and not args.no_save_optim:
         yield "--use-stateless-adam has no state to save: it needs --no-save-optim."
+    if args.use_stateless_adam and args.lr_decay_style != "constant":
+        text = f"without a saved state, --lr-decay-style {args.lr_decay_style} begins anew when a run is resumed"
+        notices.warn(args, "--use-stateless-adam", text)
 
 
 RULES = (_estimator, _clipping, _importance_sampling, _distillation, _on_policy, _optimizer)

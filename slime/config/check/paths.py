@@ -26,7 +26,7 @@ def _empty(args: Namespace) -> Iterator[str]:
     """The empty path is the working directory to the operating system, and an unset variable to the user."""
     for name in PATHS:
         if getattr(args, name) == "":
-            yield f"{flag_of(name)} is empty: leave the flag out, or set the variable that the launch script puts there."
+            yield f"{flag_of(name)} is empty: leave it out, or set the variable that the launch script puts there."
 
 
 def _outputs(args: Namespace) -> Iterator[str]:

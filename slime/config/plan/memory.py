@@ -84,11 +84,12 @@ def _width(args: Namespace, flag: str) -> int:
 
 
 def tokens_per_micro_batch(args: Namespace) -> Tokens:
-    """The largest micro-batch: the token budget, or so many samples of the greatest length."""
-    budget = read(args, "max_tokens_per_gpu")
-    if read(args, "use_dynamic_batch_size") and budget:
-        return Tokens(int(budget), "--max-tokens-per-gpu")
+    """The largest micro-batch: the token budget, or so many samples of the greatest length.
+
+    A sample that is longer than the budget is a micro-batch of its own.
+    """
     size, cp = number(args, "micro_batch_size", 1), max(1, number(args, "context_parallel_size", 1))
+    budget = read(args, "max_tokens_per_gpu") if read(args, "use_dynamic_batch_size") else None
     context = read(args, "rollout_max_context_len")
     if context is None:
         prompt = read(args, "rollout_max_prompt_len")
@@ -98,7 +99,11 @@ def tokens_per_micro_batch(args: Namespace) -> Tokens:
             source = f"--rollout-max-prompt-len + {source}"
     else:
         length, source = int(context), "--rollout-max-context-len"
-    return Tokens(-(-size * length // cp), f"{size} x {source}{f' / CP {cp}' if cp > 1 else ''}")
+    shared = f" / CP {cp}" if cp > 1 else ""
+    if budget:
+        longest = -(-length // cp)
+        return Tokens(longest, f"1 x {source}{shared}") if longest > budget else Tokens(budget, "--max-tokens-per-gpu")
+    return Tokens(-(-size * length // cp), f"{size} x {source}{shared}")
 
 
 def stage_memory(args: Namespace, shape: Shape, layout: Layout) -> list[StageMemory]:

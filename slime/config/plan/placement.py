@@ -17,6 +17,8 @@ from slime.config.yaml_file import read_mapping
 
 __all__ = ["EngineGroup", "NodePlan", "Placement", "plan_placement"]
 
+_MOST_SLOTS = 100_000
+
 
 @dataclass(frozen=True)
 class EngineGroup:
@@ -63,7 +65,7 @@ def plan_placement(args: Namespace, layout: Layout) -> Placement:
     """The processes and their slots.
 
     Raises:
-        PlanError: the engines' flags do not say how many there are.
+        PlanError: the engines' flags do not say how many there are, or there are too many to list.
     """
     num_ranks = 0 if read(args, "debug_rollout_only") else layout.world
     is_colocated = bool(read(args, "colocate"))
@@ -71,6 +73,8 @@ def plan_placement(args: Namespace, layout: Layout) -> Placement:
     per_node = max(1, number(args, "num_gpus_per_node", 8))
     ends = [group.first_slot + group.num_devices for group in engines if group.first_slot is not None]
     num_slots = max([num_ranks, *ends])
+    if num_slots > _MOST_SLOTS:
+        raise PlanError(f"{num_slots} devices are more than the {_MOST_SLOTS} that a plan lists.")
     num_nodes = -(-num_slots // per_node)
     return Placement(
         num_nodes=max(1, num_nodes),

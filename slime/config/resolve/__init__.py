@@ -30,6 +30,7 @@ STEPS: tuple[Step, ...] = (
     cluster.critic,
     cluster.offloading,
     cluster.devices,
+    cluster.node_borders,
     batches.rollout_batch,
     batches.global_batch,
     batches.micro_batch_budget,

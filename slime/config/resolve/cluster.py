@@ -6,7 +6,7 @@ from argparse import Namespace
 
 from slime.config import notices
 
-__all__ = ["critic", "devices", "modes", "offloading"]
+__all__ = ["critic", "devices", "modes", "node_borders", "offloading"]
 
 
 def modes(args: Namespace) -> None:
@@ -63,3 +63,16 @@ def devices(args: Namespace) -> None:
         args.rollout_num_gpus = 0
     args.world_size = args.actor_num_nodes * args.actor_num_gpus_per_node
     args.rank = 0
+
+
+def node_borders(args: Namespace) -> None:
+    """B7: slots are taken in node order, the trainer's first, so an engine may end up on two nodes."""
+    width, per_node = args.rollout_num_gpus_per_engine, args.num_gpus_per_node
+    if not 1 < width <= per_node or not args.rollout_num_gpus or args.rollout_external:
+        return
+    first = 0 if args.colocate or args.debug_rollout_only else args.world_size
+    starts = range(first, first + min(args.rollout_num_gpus, width * per_node), width)
+    if any(start % per_node + width > per_node for start in starts):
+        text = f"{width}: behind the {first} devices of the trainer an engine would stand on two nodes of "
+        text += f"--num-gpus-per-node {per_node}, which does not work"
+        notices.warn(args, "--rollout-num-gpus-per-engine", text)

@@ -75,7 +75,7 @@ def test_the_memory_of_the_device_can_be_said(tiny_task: TinyTask, capsys: pytes
     assert json.loads(capsys.readouterr().out)["device_bytes"] == 24 * 2**30
 
 
-@pytest.mark.parametrize("value", ["lots", "0", "-1"])
+@pytest.mark.parametrize("value", ["lots", "0", "-1", "nan", "inf"])
 def test_a_device_memory_that_is_none_is_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", f"--device-memory-gb={value}", "--lr", "1"]) == 2
     assert "--device-memory-gb" in capsys.readouterr().err

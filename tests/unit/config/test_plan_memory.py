@@ -130,6 +130,8 @@ def test_a_chunked_softmax_saves_memory() -> None:
     ("flags", "tokens"),
     [
         ({"use_dynamic_batch_size": True, "max_tokens_per_gpu": 512}, 512),
+        ({"use_dynamic_batch_size": True, "max_tokens_per_gpu": 64}, 100),  # a longer sample travels alone
+        ({"use_dynamic_batch_size": True, "max_tokens_per_gpu": 64, "context_parallel_size": 2, "world_size": 2}, 64),
         ({"micro_batch_size": 3}, 300),
         ({"rollout_max_context_len": 400}, 400),
         ({"rollout_max_prompt_len": 50}, 150),

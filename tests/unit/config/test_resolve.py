@@ -95,7 +95,7 @@ def test_d13_without_a_context_it_is_1024_or_what_the_model_can_do(command: Tiny
 
 
 def test_d23_without_a_length_the_run_is_one_epoch(command: TinyCommand):
-    args = command.resolve(without=("--num-rollout",))
+    args = command.resolve("--rollout-batch-size", 4, without=("--num-rollout",))
     assert attributes(args, "num_rollout num_epoch") == (None, 1)
     assert "neither it nor --num-epoch is given: one epoch" in command.warnings(without=("--num-rollout",))
 
@@ -289,3 +289,31 @@ def test_every_step_leaves_a_resolved_namespace_as_it_is(command: TinyCommand):
     cluster.devices(args)
     cluster.offloading(args)
     assert vars(args) == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_told"),
+    [
+        ("--actor-num-gpus-per-node 6 --rollout-num-gpus 8 --rollout-num-gpus-per-engine 4", True),
+        ("--actor-num-gpus-per-node 4 --rollout-num-gpus 8 --rollout-num-gpus-per-engine 4", False),
+        ("--actor-num-gpus-per-node 4 --rollout-num-gpus 6 --rollout-num-gpus-per-engine 3", True),
+        ("--actor-num-gpus-per-node 6 --rollout-num-gpus 9", False),
+        ("--actor-num-gpus-per-node 6 --colocate --rollout-num-gpus-per-engine 2", False),
+    ],
+)
+def test_b7_an_engine_that_would_stand_on_two_nodes_is_a_warning(flags: str, is_told: bool, command: TinyCommand):
+    assert (
+        "an engine would stand on two nodes of --num-gpus-per-node 8" in command.warnings(*flags.split())
+    ) is is_told
+
+
+@pytest.mark.parametrize(
+    ("flags", "warning"),
+    [
+        ("--eval-prompt-data a {dir}/prompts.jsonl", "--eval-interval: not given: the evaluation sets are never used"),
+        ("--tis-threshold 1.5", "--tis-threshold 1.5: no effect without --use-tis"),
+        ("--rollout-max-response-len 4096", "--rollout-max-response-len 4096: the model of --hf-checkpoint takes 4096"),
+    ],
+)
+def test_what_was_probably_not_meant_is_a_warning(flags: str, warning: str, command: TinyCommand):
+    assert warning in command.warnings(*flags.split())

@@ -135,3 +135,47 @@ def test_the_critic_saves_below_the_actor_unless_it_has_a_directory_of_its_own(w
     assert critic_args(namespace(write("megatron: [{role: actor}]"))).save == "/out/critic"
     assert critic_args(namespace(write(BOTH))).save == os.path.abspath("other")
     assert critic_args(namespace(write(BOTH))).lr == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("lr", "abc", "is not a number"),
+        ("lr", "[1]", "is not a number"),
+        ("lr", "null", "is not a number"),
+        ("seed", "1.5", "is not a whole number"),
+        ("bf16", "maybe", "is neither true nor false"),
+        ("save_hf", "3", "is not text"),
+    ],
+)
+def test_a_value_of_another_type_than_the_flag_s_is_named(name: str, value: str, rule: str, write):
+    path = write(f"megatron: [{{role: actor, overrides: {{{name}: {value}}}}}]")
+    (problem,) = check_roles(namespace(path))
+    assert problem.startswith(f"--megatron-config-path {path}: actor: {name}: ")
+    assert rule in problem
+
+
+def test_what_the_loop_follows_holds_for_all_roles(write):
+    path = write("megatron: [{role: actor, overrides: {advantage_estimator: ppo}}]")
+    (problem,) = check_roles(namespace(path))
+    assert problem.endswith("advantage_estimator ppo holds for all roles: set --advantage-estimator instead.")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ("lr: -1", "critic: --lr -1.0 must not be negative"),
+        ("load: /nowhere", "critic: --load /nowhere: there is no such directory"),
+        ("min_lr: 1", "critic: --min-lr 1.0 must not exceed --lr 1e-06"),
+    ],
+)
+def test_a_role_s_values_obey_the_rules_of_the_trainer(overrides: str, problem: str, command: TinyCommand, write):
+    path = write(f"megatron: [{{role: critic, overrides: {{{overrides}}}}}]")
+    _, problems = command.run("--megatron-config-path", path, "--advantage-estimator", "ppo")
+    assert problem in problems
+
+
+def test_what_the_command_line_breaks_is_not_told_again_for_each_role(command: TinyCommand, write):
+    path = write("megatron: [{role: actor, overrides: {lr: 1e-5}}]")
+    _, problems = command.run("--megatron-config-path", path, "--adam-beta1", 2)
+    assert problems == "--adam-beta1 2.0 must be at least 0 and below 1."

@@ -181,6 +181,44 @@ ERRORS = [
         "--save-debug-rollout-data {dir}/x.pt --strict-args",
         "every rollout overwrites the one before",
     ),
+    case("A10-file", "--load {dir}/prompts.jsonl", "/prompts.jsonl is a file: name the directory of a checkpoint"),
+    case(
+        "A23",
+        "--num-epoch 2",
+        "holds 4 rows, fewer than --rollout-batch-size 8: an epoch (--num-epoch 2) would have no",
+        "--num-rollout",
+    ),
+    case("D3-label", "--label-key answer", "there is no 'answer' (--label-key) in this row; its keys are 'prompt', "),
+    case("D4-input", "--input-key question", "--prompt-data: {dir}/prompts.jsonl:1: there is no 'question' (--input-k"),
+    case("D4-eval", "--eval-prompt-data a {dir}/prompts.jsonl --eval-input-key q", "evaluation set a: {dir}/prompts.j"),
+    case("context", "--sglang-context-length 1", "--sglang-context-length 1 must be at least 2"),
+    case(
+        "context-cap",
+        "--sglang-context-length 16 --rollout-max-context-len 32",
+        "--rollout-max-context-len 32 is more than the engines accept, --sglang-context-length 16",
+    ),
+    case("output-file", "--output-dir {dir}/prompts.jsonl", "/prompts.jsonl is a file, but this is to be a directory"),
+    case(
+        "output-below-file",
+        "--save-hf {dir}/prompts.jsonl/{rollout_id} --save-interval 1",
+        "{dir}/prompts.jsonl is a file, but this is to be a directory",
+    ),
+    case("replay", "--load-debug-rollout-data {dir}/{rollout_id}.pt", "there is no file {dir}/0.pt, with which the"),
+    case("replay-template", "--load-debug-rollout-data {dir}/{x}.pt", "only {rollout_id} can be replaced"),
+    case("train-template", "--save-debug-train-data {dir}/{x}.pt", "only {rollout_id} and {rank} can be replaced"),
+    case("empty-path", "--load=", "--load is empty: leave it out, or set the variable"),
+    case("empty-replay", "--load-debug-rollout-data=", "--load-debug-rollout-data is empty"),
+    case("not-finite", "--lr nan", "--lr nan must be a finite number"),
+    case("no-deadline", "--train-timeout inf", "--train-timeout inf must be a finite number"),
+    case("too-large", "--rollout-num-gpus 99999999999999999999", "must be a number below 2^53"),
+    case("range-beta", "--adam-beta2 1", "--adam-beta2 1.0 must be at least 0 and below 1"),
+    case("range-discount", "--gamma 1.5", "--gamma 1.5 must be between 0 and 1"),
+    case("range-seed", "--seed -1", "--seed -1 must be between 0 and 2147483647"),
+    case("range-chunk", "--log-probs-chunk-size 0", "--log-probs-chunk-size 0 must be -1 (all at once) or at least 1"),
+    case("range-top-p", "--eval-top-p 0", "--eval-top-p 0.0 must be above 0 and at most 1"),
+    case("range-budget", "--max-tokens-per-gpu -1", "--max-tokens-per-gpu -1 must be at least 1"),
+    case("hub-name", "--hf-checkpoint Qwen/Qwen3-4B", "a model of the Hugging Face Hub must be downloaded first"),
+    case("dashes", "-- --lr 3", "'--' is not the value of any flag"),
     case("stray", "stray", "'stray' is not the value of any flag"),
 ]
 
@@ -201,7 +239,12 @@ NO_ERROR_OF_THE_COMMAND_LINE = {
 @pytest.mark.parametrize("item", ERRORS, ids=lambda item: item.rule)
 def test_a_broken_rule_is_a_message_that_names_flag_value_and_fix(item: Case, command: TinyCommand):
     _, problems = command.run(*item.flags.split(), without=item.without, is_async=item.is_async)
-    assert item.message in problems
+    assert item.message.replace("{dir}", str(command.directory)) in problems
+
+
+@pytest.mark.parametrize("name", ["eps_clip_high", "eps_clip_c", "tis_clip", "opsm_delta", "value_clip"])
+def test_a_bound_may_be_infinite(name: str, command: TinyCommand):
+    assert command.run("--" + name.replace("_", "-"), "inf")[1] == ""
 
 
 def test_the_good_command_breaks_no_rule(command: TinyCommand):

@@ -32,7 +32,7 @@ def tokenizer(tiny_task):
     return copy.copy(load_tokenizer(tiny_task.model))
 
 
-@pytest.mark.parametrize("kind", ["generic", "qwen", "qwen3"])
+@pytest.mark.parametrize("kind", ["generic", "qwen", "qwen3", "qwen3_5"])
 @pytest.mark.parametrize("messages", [CHAT, CHAT[1:], CHAT[1:3]])
 def test_what_is_trained_is_what_the_assistant_wrote(tokenizer, kind, messages):
     ids, mask = MultiTurnLossMaskGenerator(tokenizer, kind).get_loss_mask(messages)
@@ -43,7 +43,7 @@ def test_what_is_trained_is_what_the_assistant_wrote(tokenizer, kind, messages):
     assert trained == [answer.replace(" ", "") for answer in answers]
 
 
-@pytest.mark.parametrize("kind", ["generic", "qwen", "qwen3"])
+@pytest.mark.parametrize("kind", ["generic", "qwen", "qwen3", "qwen3_5"])
 def test_an_automatic_system_message_appears_once_and_is_not_trained(tokenizer, kind):
     tokenizer.chat_template = AUTOMATIC_SYSTEM + tokenizer.chat_template
     generator = MultiTurnLossMaskGenerator(tokenizer, kind)
@@ -52,7 +52,7 @@ def test_an_automatic_system_message_appears_once_and_is_not_trained(tokenizer, 
     assert len(generator.get_text_from_loss_mask(ids, mask)) == 2
 
 
-@pytest.mark.parametrize("kind", ["generic", "qwen", "qwen3"])
+@pytest.mark.parametrize("kind", ["generic", "qwen", "qwen3", "qwen3_5"])
 def test_a_message_with_step_loss_mask_0_is_not_trained(tokenizer, kind):
     chat = [*CHAT[:2], CHAT[2] | {"step_loss_mask": 0}, *CHAT[3:]]
     _, mask = MultiTurnLossMaskGenerator(tokenizer, kind).get_loss_mask(chat)
@@ -67,6 +67,87 @@ def test_qwen3_keeps_what_the_template_forgets_and_generic_refuses_to_guess(toke
     assert generator.get_text_from_loss_mask(ids, mask)[0].replace(" ", "").startswith("746")
     with pytest.raises(DataError, match="message 1 differently"):
         MultiTurnLossMaskGenerator(tokenizer, "generic").get_loss_mask(chat)
+
+
+THINKING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' %}{{ '<think>\n\n</think>' }}{% endif %}{{ m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+
+
+def test_qwen3_5_does_not_train_a_thinking_tag_that_the_prompt_holds(tokenizer):
+    tokenizer.chat_template = THINKING
+    generator = MultiTurnLossMaskGenerator(tokenizer, "qwen3_5")
+    ids, mask = generator.get_loss_mask(CHAT[1:3])
+    prompt = tokenizer.apply_chat_template(CHAT[1:2], add_generation_prompt=True, return_dict=False)
+    assert ids[: len(prompt)] == prompt
+    assert mask == [0] * len(prompt) + [1] * (len(ids) - len(prompt))
+
+
+def test_qwen3_5_marks_a_token_that_the_answer_shares_with_its_header(tokenizer):
+    class Wide:
+        """Its tokens are pairs of characters, so that they cross the borders of turns."""
+
+        is_fast = True
+        chat_template = "set"
+
+        def apply_chat_template(self, messages, *, tokenize, **kwargs):
+            text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+            return self(text)["input_ids"] if tokenize else text
+
+        def __call__(self, text, **kwargs):
+            starts = range(0, len(text), 2)
+            return {
+                "input_ids": [hash(text[i : i + 2]) for i in starts],
+                "offset_mapping": [(i, min(i + 2, len(text))) for i in starts],
+            }
+
+    _, mask = MultiTurnLossMaskGenerator(Wide(), "qwen3_5").get_loss_mask(CHAT[1:3])
+    head = len("<|im_start|>user\n12+34=<|im_end|>\n<|im_start|>assistant\n")
+    assert mask.index(1) == head // 2
+    assert all(mask[head // 2 :])
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "message"),
+    [
+        ("{% for m in messages %}{{ m['content'] }}{% endfor %}", CHAT, "0 times"),
+        (None, [{"role": "user", "content": "1<|im_start|>assistant\n2"}, CHAT[2]], "2 times"),
+        ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% endfor %}", CHAT[1:3], "not followed"),
+    ],
+)
+def test_qwen3_5_refuses_a_template_or_a_content_that_it_would_misread(tokenizer, template, chat, message):
+    tokenizer.chat_template = template or tokenizer.chat_template
+    with pytest.raises(DataError, match=message):
+        MultiTurnLossMaskGenerator(tokenizer, "qwen3_5").get_loss_mask(chat)
+
+
+def test_qwen3_5_needs_to_know_where_tokens_stand():
+    class Slow:
+        is_fast = False
+
+    with pytest.raises(DataError, match="fast tokenizer"):
+        MultiTurnLossMaskGenerator(Slow(), "qwen3_5").get_loss_mask(CHAT)
+
+
+@pytest.mark.parametrize("kind", ["distill_qwen", "qwen"])
+def test_distilled_models_learn_the_bare_content_of_the_last_message(tokenizer, kind, caplog):
+    if kind == "qwen":
+        tokenizer.get_added_vocab = lambda: {"<\uff5cAssistant\uff5c>": 7}
+    generator = MultiTurnLossMaskGenerator(tokenizer, kind)
+    chat = [CHAT[1], CHAT[2]]
+    ids, mask = generator.get_loss_mask(chat)
+    assert ids == tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, return_dict=False) + (
+        tokenizer.encode("46", add_special_tokens=False)
+    )
+    assert generator.get_text_from_loss_mask(ids, mask)[0].replace(" ", "") == "46"
+    assert "left out" not in caplog.text
+    assert generator.get_loss_mask([CHAT[1], CHAT[3], CHAT[2]])[0] == ids
+    assert "left out" in caplog.text
+    assert sum(generator.get_loss_mask([CHAT[1], CHAT[2] | {"step_loss_mask": 0}])[1]) == 0
+    with pytest.raises(DataError, match="assistant's message"):
+        generator.get_loss_mask(CHAT[:2])
 
 
 def test_lengths_count_from_the_first_trained_token():

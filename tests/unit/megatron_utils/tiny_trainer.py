@@ -13,7 +13,7 @@ import torch
 
 from slime.algorithms import arguments as algorithm_arguments
 from slime.backends.megatron_utils import arguments as megatron_arguments
-from slime.batch.arguments import ReplayArgs
+from slime.batch.arguments import BatchArgs, ReplayArgs
 from slime.config.groups import add_group
 from slime.observability.arguments import OutputArgs
 
@@ -92,6 +92,7 @@ def make_args(hf_checkpoint: Path | str, **overrides: Any) -> argparse.Namespace
         add_group(parser, getattr(megatron_arguments, name))
     for name in algorithm_arguments.__all__:
         add_group(parser, getattr(algorithm_arguments, name))
+    add_group(parser, BatchArgs)
     add_group(parser, ReplayArgs)
     add_group(parser, OutputArgs)
     args = parser.parse_args([])

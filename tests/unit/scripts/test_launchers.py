@@ -131,7 +131,7 @@ def test_sizes_of_a_recipe_divide_each_other(script: str) -> None:
 def test_nothing_but_features_to_come_stands_between_a_recipe_and_its_run(script: str, tmp_path: Path) -> None:
     """Models and data are there, so what remains of the checks is what is not written yet."""
     data = tmp_path / "data.jsonl"
-    data.write_text('{"prompt": "1+1=", "messages": [], "label": "2"}\n')
+    data.write_text('{"prompt": "1+1=", "messages": [], "label": "2"}\n' * 256)
     names = ("MATH_DATA", "AIME_DATA", "SFT_DATA", "GSM8K_DATA", "GSM8K_TEST_DATA")
     engines = tmp_path / "sglang.yaml"
     engines.write_text((SCRIPTS / script).read_text().partition("<<'YAML'\n")[2].partition("YAML\n")[0])

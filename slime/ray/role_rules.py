@@ -1,0 +1,49 @@
+"""The rules of the trainer, once more for what ``--megatron-config-path`` makes of the arguments of each role.
+
+Called by ``slime.ray.arguments`` after the flags are resolved. :func:`slime.config.roles.check_roles` judges the file
+itself, and comes first: what it refuses is not looked at here.
+"""
+
+from __future__ import annotations
+
+import copy
+from argparse import Namespace
+from collections.abc import Iterator
+
+from slime.backends.megatron_utils import argument_rules as megatron_rules
+from slime.backends.megatron_utils.checkpoint_source import check_checkpoints
+from slime.config.check import numbers
+from slime.config.roles import check_roles, read_roles, role_args
+from slime.utils.errors import ConfigError
+
+__all__ = ["RULES"]
+
+_RULES = (*numbers.RULES, *megatron_rules.RULES, check_checkpoints)
+
+
+def _roles(args: Namespace) -> Iterator[str]:
+    """What a role breaks and the command line does not."""
+    path = args.megatron_config_path
+    if path is None or args.debug_rollout_only:
+        return
+    same = copy.deepcopy(args)  # the rules leave their notices with the command line once already
+    try:
+        entries = read_roles(path).values()
+        if list(check_roles(same)):
+            return
+    except ConfigError:
+        return
+    known = set(_problems(same))
+    for entry in entries:
+        if entry.role == "critic" and not args.use_critic:
+            continue
+        for problem in _problems(role_args(args, entry.role)):
+            if problem not in known:
+                yield f"--megatron-config-path {path}: {entry.role}: {problem}"
+
+
+def _problems(args: Namespace) -> list[str]:
+    return [problem for rule in _RULES for problem in rule(args)]
+
+
+RULES = (_roles,)

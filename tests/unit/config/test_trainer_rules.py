@@ -1,0 +1,35 @@
+"""Flags that change how the trainer steps: what they need of each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.config.tiny_command import TinyCommand, make_command
+
+DYNAMIC = ("--use-dynamic-batch-size", "--max-tokens-per-gpu", 100)
+OWN = ("--log-probs-max-tokens-per-gpu", 400)
+
+
+@pytest.fixture
+def line(tmp_path: Path) -> TinyCommand:
+    return make_command(tmp_path)
+
+
+def test_adam_without_moments_needs_adam_and_saves_no_optimizer(line: TinyCommand) -> None:
+    args = line.resolve("--use-stateless-adam", "--no-save-optim", "--lr-decay-style", "constant")
+    assert args.use_stateless_adam
+    _, problems = line.run("--use-stateless-adam", "--optimizer", "sgd")
+    assert "--use-stateless-adam needs --optimizer adam, not sgd" in problems
+    assert "needs --no-save-optim" in problems
+    warned = line.warnings("--use-stateless-adam", "--no-save-optim", "--lr-decay-style", "cosine")
+    assert "begins anew" in warned
+
+
+def test_passes_without_gradients_may_have_their_own_limit(line: TinyCommand) -> None:
+    assert line.resolve(*DYNAMIC, *OWN).log_probs_max_tokens_per_gpu == 400
+    assert line.resolve(*DYNAMIC).log_probs_max_tokens_per_gpu == 100
+    assert "no effect without --use-dynamic-batch-size" in line.warnings(*OWN)
+    _, problems = line.run(*DYNAMIC, *OWN, "--use-routing-replay")
+    assert "replays micro-batch by micro-batch" in problems

@@ -1,0 +1,200 @@
+"""Dead engines are replaced in their places, serve only once they have weights, and are given up in the end.
+
+The actors are fakes: a call runs where it is waited for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from slime.backends.protocols import EngineInfo
+from slime.ray import engine_slots
+from slime.ray.engine_slots import EngineSlots, WatchSettings
+from slime.utils.errors import EngineError
+
+ROUTER = "http://router:1"
+URL = "http://engine:{}"
+SETTINGS = WatchSettings(interval_s=1.0, timeout_s=1.0, first_wait_s=1000.0, start_timeout_s=5.0)
+
+
+class Method:
+    def __init__(self, function):
+        self.remote = lambda *arguments: lambda: function(*arguments)
+
+
+class Actor:
+    """An engine's actor: its url comes back with the next engine, as a free port does."""
+
+    def __init__(self, world: World, rank: int, num_before: int) -> None:
+        self.world, self.rank, self.num_before = world, rank, num_before
+        self.is_dead = False
+        names = ("start_and_register", "start_unregistered", "register", "has_ended", "stop", "raise_if_dead")
+        for name in names:
+            setattr(self, name, Method(getattr(self, f"_{name}")))
+
+    def _start_unregistered(self) -> EngineInfo:
+        if self.rank in self.world.broken:
+            raise EngineError(f"engine {self.rank}: no such device")
+        return EngineInfo(URL.format(self.rank), 1)
+
+    def _start_and_register(self, router: str) -> EngineInfo:
+        info = self._start_unregistered()
+        self._register(router)
+        return info
+
+    def _register(self, router: str) -> None:
+        if self.is_dead:
+            raise EngineError("connection refused")
+        self.world.registered.add((self.rank, self.num_before))
+
+    def _has_ended(self) -> bool:
+        return self.is_dead
+
+    def _raise_if_dead(self) -> None:
+        if self.is_dead:
+            raise EngineError(f"engine {self.rank} died with status -9. Last lines of its log: out of memory")
+
+    def _stop(self) -> None:
+        self.is_dead = True
+
+
+class World:
+    """Everything outside the slots: actors, and the router's list of (rank, how many died there before)."""
+
+    def __init__(self) -> None:
+        self.actors: list[Actor] = []
+        self.registered: set[tuple[int, int]] = set()
+        self.broken: set[int] = set()
+        self.killed: list[Actor] = []
+        self.made = threading.Condition()
+
+    def make(self, rank: int, num_before: int) -> Actor:
+        with self.made:
+            self.actors.append(Actor(self, rank, num_before))
+            self.made.notify_all()
+        return self.actors[-1]
+
+    def remove_worker(self, router: str, url: str) -> None:
+        assert router == ROUTER
+        self.registered = {item for item in self.registered if URL.format(item[0]) != url}
+
+    def latest(self, rank: int) -> Actor:
+        return [actor for actor in self.actors if actor.rank == rank][-1]
+
+
+@pytest.fixture
+def world(monkeypatch) -> World:
+    world = World()
+
+    def get(calls, seconds, what, fix=""):
+        return [call() for call in calls] if isinstance(calls, list) else calls()
+
+    monkeypatch.setattr(engine_slots, "get", get)
+    monkeypatch.setattr(engine_slots, "remove_worker", world.remove_worker)
+    monkeypatch.setattr(engine_slots.ray, "wait", lambda calls, num_returns=1, timeout=None: (calls, []))
+    monkeypatch.setattr(engine_slots.ray, "get", lambda call: call())
+    monkeypatch.setattr(engine_slots.ray, "kill", world.killed.append)
+    monkeypatch.setattr(engine_slots, "_PAUSES_S", (0.0, 0.0, 0.0))
+    return world
+
+
+@pytest.fixture
+def slots(world):
+    slots = EngineSlots(world.make, 2, ROUTER)
+    slots.wait_ready(1.0)
+    slots.watch(SETTINGS)
+    slots._monitor.stop()  # the tests look themselves
+    slots._monitor._stopped.clear()
+    yield slots
+    slots.stop(leaves_router=False)
+
+
+def until(condition) -> None:
+    deadline = time.monotonic() + 10.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def kill(world: World, slots: EngineSlots, rank: int) -> list[str]:
+    """Kill the engine, let it be noticed; returns who is lost of those there were."""
+    names = slots.fleet().names
+    world.latest(rank).is_dead = True
+    return slots.lost(names)
+
+
+def test_all_engines_serve_after_the_start(world, slots):
+    assert slots.fleet().names == ("0.0", "1.0")
+    assert world.registered == {(0, 0), (1, 0)}
+    assert slots.waiting().num_serving == 2
+
+
+def test_a_dead_engine_leaves_the_router_and_another_waits_in_its_place_without_serving(world, slots):
+    assert kill(world, slots, 1) == ["1.0"]
+    until(lambda: slots.waiting().fleet.names)
+    assert slots.waiting().fleet.names == ("1.1",)
+    assert slots.waiting().num_serving == 1
+    assert slots.fleet().names == ("0.0", "1.1"), "the next sync includes it"
+    assert world.registered == {(0, 0)}, "it has the weights of the checkpoint"
+    assert [(actor.rank, actor.num_before) for actor in world.killed] == [(1, 0)]
+
+
+def test_an_engine_that_was_given_weights_serves(world, slots):
+    kill(world, slots, 1)
+    until(lambda: slots.waiting().fleet.names)
+    slots.admit(["1.1"])
+    assert world.registered == {(0, 0), (1, 1)}
+    assert slots.waiting().num_serving == 2
+    assert slots.waiting().fleet.names == ()
+
+
+def test_an_engine_that_came_after_the_sync_had_begun_is_not_admitted_by_its_end(world, slots):
+    names = slots.begin_sync().names
+    assert kill(world, slots, 0) == ["0.0"]
+    until(lambda: slots.waiting().fleet.names)
+    assert slots.waiting().fleet.engines[0].url == URL.format(0), "the address is the same, the engine is not"
+    assert slots.lost(names) == ["0.0"]
+    slots.end_sync(names)
+    assert world.registered == {(1, 0)}
+
+
+def test_an_engine_that_dies_while_it_waits_is_replaced_like_any_other(world, slots):
+    kill(world, slots, 1)
+    until(lambda: slots.waiting().fleet.names)
+    kill(world, slots, 1)
+    until(lambda: slots.waiting().fleet.names == ("1.2",))
+    world.latest(1).is_dead = True
+    slots.admit(["1.2"])  # registers too late
+    assert slots.waiting().num_serving == 1
+    assert (1, 2) not in world.registered
+
+
+def test_the_fourth_death_in_one_place_ends_the_run_with_its_last_words(world, slots):
+    for deaths in (1, 2, 3):
+        kill(world, slots, 1)
+        until(lambda name=f"1.{deaths}": slots.waiting().fleet.names == (name,))
+    kill(world, slots, 1)
+    until(lambda: slots._failure is not None)
+    with pytest.raises(EngineError, match=r"engine 1 died 4 times .* more than the 3 .* out of memory"):
+        slots.waiting()
+    with pytest.raises(EngineError, match="engine 1 died 4 times"):
+        slots.raise_if_dead()
+
+
+def test_an_engine_that_does_not_start_again_is_tried_again_and_then_given_up(world, slots):
+    world.broken.add(0)
+    kill(world, slots, 0)
+    until(lambda: slots._failure is not None)
+    assert [actor.num_before for actor in world.actors if actor.rank == 0] == [0, 1, 2, 3]
+    with pytest.raises(EngineError, match=r"(?s)engine 0 died 4 times.*could not be started again.*no such device"):
+        slots.begin_sync()
+
+
+def test_after_the_end_nobody_is_replaced(world, slots):
+    slots.stop(leaves_router=False)
+    slots._on_dead(1, "its process ended")
+    assert len(world.actors) == 2
+    assert set(world.killed) == set(world.actors)
