@@ -2,11 +2,13 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+# Tests that share nothing; the others start several processes each and come one after the other.
+FAST_TESTS := tests/architecture tests/unit tests/contracts tests/examples
 # One thread per process: several engines and trainers share the cores.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test check bench format clean
+.PHONY: setup demo test check bench chaos docs format clean
 
 setup:
 	@$(PYTHON) tools/setup_env.py --venv $(VENV)
@@ -15,16 +17,24 @@ demo: setup  ## a tiny language model learns to add, by reinforcement learning, 
 	$(BIN)/python examples/demo/run_demo.py --output outputs/demo
 
 test: setup  ## every test that needs no GPU, the real engines included
-	$(BIN)/python -m pytest -q tests --ignore=tests/gpu
+	$(BIN)/python -m pytest -q -n 2 $(FAST_TESTS)
+	$(BIN)/python -m pytest -q tests/dist tests/e2e
 
 check: setup  ## format, lint, types, architecture, unit tests: no network, no engine
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/architecture tests/unit tests/contracts
+	$(BIN)/python -m pytest -q -n 2 tests/architecture tests/unit tests/contracts
 
 bench: setup  ## tokens per second of one engine
 	$(BIN)/python benchmarks/generation.py
+
+docs: setup  ## the pages of docs/ as a site in build/site
+	$(BIN)/mkdocs build --strict --quiet
+	@echo build/site/index.html
+
+chaos: setup  ## kills every kind of process in every phase of a run; the tables of docs/reliability.md
+	$(BIN)/python benchmarks/chaos.py --record outputs/chaos.jsonl --write
 
 format: setup
 	$(BIN)/ruff check --fix-only .

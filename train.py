@@ -11,8 +11,7 @@ from slime.utils.arguments import parse_args
 def train(args):
     from slime.ray.loop import is_due, start_run
 
-    run = start_run(args)
-    try:
+    with start_run(args) as run:
         # The engines generate with the trainer's weights from the first token on.
         run.sync_weights(num_trained=run.start_rollout_id)
         if args.num_rollout == 0 and args.eval_interval is not None:
@@ -33,8 +32,6 @@ def train(args):
             run.report(rollout_id, rollout, report)
             if is_due(rollout_id, args.eval_interval):
                 run.evaluate(rollout_id, num_trained=rollout_id + 1)
-    finally:
-        run.dispose()
 
 
 def main():
@@ -46,10 +43,11 @@ def main():
     from slime.observability.logging_utils import configure_logger
     from slime.ray.cluster import running_cluster
     from slime.ray.failures import exit_status
+    from slime.ray.restart import run_to_the_end
 
     configure_logger()
     with exit_status(), running_cluster(args):
-        train(args)
+        run_to_the_end(train, args)
 
 
 if __name__ == "__main__":

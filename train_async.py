@@ -11,8 +11,7 @@ from slime.utils.arguments import parse_args
 def train(args):
     from slime.ray.loop import is_due, start_run
 
-    run = start_run(args)
-    try:
+    with start_run(args) as run:
         run.sync_weights(num_trained=run.start_rollout_id)
         ahead = run.rollouts_ahead()
         for rollout_id in run.rollout_ids:
@@ -28,10 +27,7 @@ def train(args):
                     run.sync_weights(num_trained=rollout_id + 1)
             run.report(rollout_id, rollout, report)
             if is_due(rollout_id, args.eval_interval):
-                with ahead.engines_idle():
-                    run.evaluate(rollout_id, num_trained=rollout_id + 1)
-    finally:
-        run.dispose()
+                run.evaluate(rollout_id, num_trained=rollout_id + 1)
 
 
 def main():
@@ -43,10 +39,11 @@ def main():
     from slime.observability.logging_utils import configure_logger
     from slime.ray.cluster import running_cluster
     from slime.ray.failures import exit_status
+    from slime.ray.restart import run_to_the_end
 
     configure_logger()
     with exit_status(), running_cluster(args):
-        train(args)
+        run_to_the_end(train, args)
 
 
 if __name__ == "__main__":

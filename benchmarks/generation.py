@@ -15,18 +15,13 @@ import statistics
 import sys
 import tempfile
 import time
-from argparse import Namespace
 from pathlib import Path
 
 import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
-from slime.backends.sglang_utils.fork_server import ForkServer
-from slime.backends.sglang_utils.server_args import build_argv, server_env
-from slime.utils import accelerator
-from slime.utils.net import free_port
+from benchmarks.one_engine import one_engine
 from tools.make_tiny_task import make_tiny_task
 
 
@@ -62,27 +57,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         task = make_tiny_task(root / "task")
-        port = free_port()
-        args = Namespace(
-            hf_checkpoint=task.model,
-            sglang_argv=["--context-length", "256"],
-            seed=1,
-            num_gpus_per_node=8,
-            fp32=True,
-            fp16=False,
-            offload_rollout=False,
-            use_rollout_routing_replay=False,
-        )
-        argv = build_argv(args, rank=0, host="127.0.0.1", port=port, nccl_port=free_port(), base_gpu_id=0, tp_size=1)
-        is_cpu = accelerator.current().is_cpu
-        preloaded = ForkServer(root / "fork_server.log", server_env()) if is_cpu else None
-        socket = None if preloaded is None else preloaded.socket_path
-        spec = EngineSpec(0, "127.0.0.1", port, argv, server_env(), root / "engine.log", fork_server_socket=socket)
-        engine = SGLangEngine(spec)
-        started = time.perf_counter()
-        try:
-            engine.start()
-            print(f"engine ready after {time.perf_counter() - started:.1f} s")
+        with one_engine(root, task.model) as engine:
             shape = (options.concurrency, options.new_tokens, options.prompt_tokens, 20)
             asyncio.run(measure(engine.url, *shape))  # warm-up
             rates = []
@@ -90,10 +65,6 @@ def main() -> None:
                 rates.append(asyncio.run(measure(engine.url, *shape)))
                 print(f"round {number}: {rates[-1]:8.0f} tokens/s")
             print(f"best {max(rates):.0f} tokens/s, median {statistics.median(rates):.0f} tokens/s")
-        finally:
-            engine.stop()
-            if preloaded is not None:
-                preloaded.stop()
 
 
 if __name__ == "__main__":

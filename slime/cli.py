@@ -2,6 +2,10 @@
 
     slime plan [--json] [--device-memory-gb N] <train command>
     slime doctor [--deep] [<train command>]
+    slime doctor mismatch <run or dump>  why log-probs of trainer and engine differ
+    slime replay <run> --rollout R --sample S   one recorded sample again, where breakpoint() works
+    slime board <run>                    a web page over the run's files, live while it trains
+    slime doctor ledger <folder of a run or its checkpoints>    was a prompt lost, or trained on twice?
 
 A train command is what stands in a launch script: ``python train.py --flag ...``, or its flags alone. Nothing here
 imports torch, Ray, Megatron or SGLang; the doctor does, check by check.
@@ -14,7 +18,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 __all__ = ["TrainCommand", "main", "plan", "read_command"]
 
@@ -44,8 +48,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         match command:
             case "plan":
                 return plan(words)
+            case "doctor" if words[:1] == ["mismatch"]:
+                from slime.doctor.mismatch_command import mismatch
+
+                return mismatch(words[1:])
             case "doctor":
                 return _doctor(words)
+            case "replay":
+                from slime.replay.command import replay
+
+                return replay(words)
+            case "board":
+                from slime.board.command import board
+
+                return board(words)
             case "help" | "-h" | "--help":
                 print(_HELP)
                 return 0
@@ -55,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(version("slime"))
                 return 0
             case _:
-                raise UsageError(f"{command!r} is no command of slime: use plan or doctor.")
+                raise UsageError(f"{command!r} is no command of slime: use plan, doctor, replay or board.")
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -99,6 +115,8 @@ def plan(words: Sequence[str]) -> int:
 
 def _doctor(words: Sequence[str]) -> int:
     """``slime doctor``: 1 when a check fails."""
+    if words[:1] == ["ledger"]:
+        return _doctor_ledger(words[1:])
     from slime.doctor.finding import Situation
     from slime.doctor.run import examine, exit_status, render, render_json
 
@@ -111,6 +129,18 @@ def _doctor(words: Sequence[str]) -> int:
     findings = examine(Situation(args, tuple(problems), is_deep))
     (render_json if as_json else render)(findings)
     return exit_status(findings)
+
+
+def _doctor_ledger(words: Sequence[str]) -> int:
+    from slime.doctor.ledger import examine_ledger
+    from slime.utils.errors import DataError
+
+    if len(words) != 1 or words[0].startswith("-"):
+        raise UsageError("slime doctor ledger takes one path: the folder of a run, of its checkpoints, or the ledger.")
+    try:
+        return examine_ledger(Path(words[0]))
+    except DataError as error:
+        raise UsageError(str(error)) from None
 
 
 def read_command(words: Sequence[str]) -> TrainCommand:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from tests.verification import write_page
 from tools.make_tiny_task import TinyTask, make_tiny_task
+
+
+def pytest_sessionfinish() -> None:
+    write_page()
 
 
 @pytest.fixture(scope="session")

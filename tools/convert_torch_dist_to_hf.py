@@ -38,7 +38,7 @@ def main() -> None:
     if target.exists() and not args.force:
         raise ConfigError(f"--output-dir {target} exists already: -f replaces it.")
     with OfflineModel(args) as model:
-        from slime.backends.megatron_utils.hf_checkpoint import write_hf_directory
+        from slime.backends.training.hf_files import write_hf_directory
 
         source = model.load_torch_dist("--input-dir", args.input_dir)
         if model.is_main:

@@ -1,4 +1,4 @@
-"""A team of agents on one machine without a GPU, in about a minute and a half.
+"""A team of agents on one machine without a GPU, in about a minute.
 
     python examples/multi_agent/run_tiny.py --output outputs/multi_agent
 

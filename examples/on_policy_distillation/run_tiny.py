@@ -1,4 +1,4 @@
-"""On-policy distillation on one machine without a GPU, in about a minute and a half.
+"""On-policy distillation on one machine without a GPU, in about a minute.
 
     python examples/on_policy_distillation/run_tiny.py --output outputs/opd
     python examples/on_policy_distillation/run_tiny.py --output outputs/opd_megatron --opd-type megatron

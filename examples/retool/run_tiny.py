@@ -1,4 +1,4 @@
-"""ReTool on one machine without a GPU, in about a minute and a half: a tiny model learns to calculate by program.
+"""ReTool on one machine without a GPU, in about a minute: a tiny model learns to calculate by program.
 
     python examples/retool/run_tiny.py --output outputs/retool
 

@@ -146,9 +146,7 @@ class ModelCopyArgs:
     reset_optimizer_states: bool = _flag(False, "Forget the optimizer's moments before every rollout.")
     use_stateless_adam: bool = _flag(False, "Adam without moments kept between steps. Needs --no-save-optim.")
     use_routing_replay: bool = _flag(False, "Replay the expert choices of the log-prob pass in training.")
-    use_rollout_routing_replay: bool = _flag(
-        False, "Replay the engine's expert choices in training.", later="the engine's expert choices are not recorded"
-    )
+    use_rollout_routing_replay: bool = _flag(False, "Replay the engine's expert choices in training.")
     megatron_config_path: str | None = _flag(
         None, "YAML file with values that differ for the roles actor and critic.", metavar="FILE"
     )

@@ -8,15 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["EngineFleet", "EngineInfo", "NamedTensor", "PendingCalls", "TrainReport", "Trainer"]
+__all__ = [
+    "TRAINER_PARTS",
+    "EngineFleet",
+    "EngineInfo",
+    "NamedTensor",
+    "PendingCalls",
+    "TrainReport",
+    "Trainer",
+    "TrainerPart",
+    "WeightExporter",
+]
 
 NamedTensor: TypeAlias = "tuple[str, torch.Tensor]"
 """(Hugging Face parameter name, full unsharded tensor)."""
+
+TrainerPart: TypeAlias = Literal["weights", "gradients", "optimizer"]
+TRAINER_PARTS: tuple[TrainerPart, ...] = ("weights", "gradients", "optimizer")
+"""What a trainer holds on its device between steps."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +40,13 @@ class EngineInfo:
     Attributes:
         url: base URL of its HTTP server.
         num_gpus: device slots (tensor-parallel ranks) that join a weight-update group.
+        first_slot: its first device among all of the run, the trainer's first: with ``--colocate`` slot s is that of
+            trainer rank s. None for an engine that somebody else runs.
     """
 
     url: str
     num_gpus: int
+    first_slot: int | None = None
 
 
 @dataclass(frozen=True)
@@ -48,7 +65,27 @@ class TrainReport:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-class Trainer(Protocol):
+class WeightExporter(Protocol):
+    """What weight sync needs of a trainer. Every method is called on all ranks at the same time."""
+
+    @property
+    def is_weight_source(self) -> bool:
+        """True on the rank that holds the gathered weights while they are exported."""
+
+    def export_weights(self, bucket_bytes: int = 512 * 1024**2) -> Iterator[NamedTensor]:
+        """All weights under their Hugging Face names, full and unpadded.
+
+        A collective: every rank must exhaust it. Tensors are meaningful where ``is_weight_source`` only.
+
+        Args:
+            bucket_bytes: how much is gathered at a time, where weights are divided among ranks.
+        """
+
+    def save_hf(self, path: str) -> None:
+        """Write the model as a Hugging Face checkpoint directory."""
+
+
+class Trainer(WeightExporter, Protocol):
     """One rank of a training backend. Every method is called on all ranks at the same time."""
 
     def setup(self) -> int:
@@ -70,21 +107,15 @@ class Trainer(Protocol):
     def save(self, rollout_id: int) -> None:
         """Write a checkpoint whose iteration is ``rollout_id``; it is complete when this returns on all ranks."""
 
-    def save_hf(self, path: str) -> None:
-        """Write the model as a Hugging Face checkpoint directory."""
+    def offload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
+        """Give the device memory of ``parts`` back to the driver; again is fine.
 
-    @property
-    def is_weight_source(self) -> bool:
-        """True on the rank that holds the gathered weights while they are exported."""
-
-    def export_weights(self, bucket_bytes: int = 512 * 1024**2) -> Iterator[NamedTensor]:
-        """All weights under their Hugging Face names, full and unpadded.
-
-        A collective: every rank must exhaust it. Tensors are meaningful where ``is_weight_source`` only.
-
-        Args:
-            bucket_bytes: how much is gathered at a time, where weights are divided among ranks.
+        Training needs all parts on the device, :meth:`save` weights and optimizer, everything else only the weights;
+        what is called without raises ``SlimeError``.
         """
+
+    def onload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
+        """Take ``parts`` back, bit for bit; again is fine. Gradients come back as zeros."""
 
 
 class PendingCalls(Protocol):
@@ -99,6 +130,9 @@ class EngineFleet(Protocol):
 
     @property
     def engines(self) -> Sequence[EngineInfo]: ...
+
+    def only(self, indices: Sequence[int]) -> EngineFleet:
+        """A fleet of these engines of it."""
 
     def start(self, verb: str, each: Sequence[Mapping[str, Any]] | None = None, **kwargs: Any) -> PendingCalls:
         """Start ``engine.verb(**kwargs, **each[i])`` on every engine without waiting."""

@@ -14,6 +14,7 @@ from typing import TypeAlias
 from slime.utils.errors import DataError
 
 __all__ = [
+    "count_micro_batches",
     "expand_bins_by_splitting",
     "first_fit_pack",
     "get_seqlen_balanced_partitions",
@@ -137,3 +138,8 @@ def karmarkar_karp(values: Sequence[int], k: int, equal_size: bool) -> Bins:
         heapq.heappush(heap, first.merge(heapq.heappop(heap)))
     found = [list(item.items) for item in heap[0].sets] if heap else []
     return found + [[] for _ in range(k - len(found))]
+
+
+def count_micro_batches(total_lengths: Sequence[int], max_tokens_per_gpu: int) -> int:
+    """Micro-batches that first-fit packing needs for sequences of these lengths."""
+    return len(first_fit_pack(total_lengths, max_tokens_per_gpu))

@@ -1,13 +1,15 @@
 """Samples become columns: rewards, masks, rollout ids and everything optional that the samples carry.
 
-Called once per rollout, before scheduling. The columns are those of ``slime.data.columns``; nothing here is a tensor
-unless a sample brought one.
+Called once per rollout, before scheduling. The columns are those of ``slime.data.columns``. Values are those that the
+samples hold, without copies; masks, which most samples leave out, are tensors of bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
+
+import torch
 
 from slime.batch.rewards import RewardArgs, group_keys, normalize_by_group, raw_rewards
 from slime.data.columns import COLUMNS, Column, TrainData
@@ -51,6 +53,7 @@ def compile_train_data(
     samples = list(iter_samples(groups))
     if not samples:
         raise DataError("the rollout has no samples to train on")
+    _check_rows(groups)
     data = _default_columns(samples, rewards, post_process, args) if convert is None else convert(args, samples)
     return _complete(data, len(samples) if convert is None else None)
 
@@ -66,8 +69,25 @@ def rollout_mask_sums(rollout_ids: Sequence[int], loss_masks: Sequence[Any]) -> 
     """Trained tokens of the whole rollout that each sample belongs to."""
     totals: dict[int, int] = {}
     for rollout_id, mask in zip(rollout_ids, loss_masks, strict=True):
-        totals[rollout_id] = totals.get(rollout_id, 0) + int(sum(mask))
+        total = mask.sum() if isinstance(mask, torch.Tensor) else sum(mask)
+        totals[rollout_id] = totals.get(rollout_id, 0) + int(total)
     return [totals[rollout_id] for rollout_id in rollout_ids]
+
+
+def _check_rows(node: Any, depth: int = 0) -> None:
+    """The rows of one execution, a list within a group, weigh as one only if they say that they belong together."""
+    if isinstance(node, Sample):
+        return
+    if depth < 2 or not all(isinstance(item, Sample) for item in node):
+        for item in node:
+            _check_rows(item, depth + 1)
+        return
+    ids = {sample.rollout_id for sample in node}
+    if len(node) > 1 and (None in ids or len(ids) > 1):
+        raise DataError(
+            f"the {len(node)} rows that one execution made of sample {node[0].index} (group {node[0].group_index}) "
+            f"have the rollout ids {[s.rollout_id for s in node]}: a rollout function must give them the same one"
+        )
 
 
 def _default_columns(
@@ -112,11 +132,20 @@ def _rewards(
     if not settings.is_centered:
         return raw, list(raw)
     keys = group_keys(samples, settings.n_samples_per_prompt)
-    return raw, normalize_by_group(raw, keys, divide_by_std=settings.is_scaled)
+    scored = [i for i, sample in enumerate(samples) if not (sample.remove_sample and _has_failed(sample))]
+    processed = [0.0] * len(samples)  # of failed samples nobody knows how good the response was
+    relative = normalize_by_group([raw[i] for i in scored], [keys[i] for i in scored], divide_by_std=settings.is_scaled)
+    for i, value in zip(scored, relative, strict=True):
+        processed[i] = value
+    return raw, processed
 
 
-def _loss_mask(sample: Sample) -> list[int]:
-    """The mask of a sample, checked. ``remove_sample`` masks everything: the sample only counts in its group's mean."""
+def _has_failed(sample: Sample) -> bool:
+    return sample.status is Sample.Status.FAILED
+
+
+def _loss_mask(sample: Sample) -> torch.Tensor:
+    """The mask of a sample as bytes, checked. With ``remove_sample`` it only counts in its group's mean."""
     length, total = sample.response_length, len(sample.tokens)
     where = f"sample {sample.index} (group {sample.group_index})"
     if not 0 <= length < max(total, 1):
@@ -124,16 +153,20 @@ def _loss_mask(sample: Sample) -> list[int]:
             f"{where} has {total} tokens with a response of {length}: it needs at least one prompt token, and tokens "
             "must hold the prompt and the response"
         )
-    mask = [1] * length if sample.loss_mask is None else list(sample.loss_mask)
-    if len(mask) != length:
+    mask = sample.loss_mask
+    if mask is not None and len(mask) != length:
         raise DataError(f"{where} has a loss mask of {len(mask)} for a response of {length} tokens: they must be equal")
-    for entry in mask:
+    for entry in () if mask is None else mask:
         if entry not in (0, 1):
             raise DataError(f"{where} has a loss mask with {entry!r}: entries must be 0 or 1")
-    return [0] * length if sample.remove_sample else [int(entry) for entry in mask]
+    if sample.remove_sample:
+        return torch.zeros(length, dtype=torch.int8)
+    return torch.ones(length, dtype=torch.int8) if mask is None else torch.tensor(mask, dtype=torch.int8)
 
 
-def _optional_column(column: Column, samples: list[Sample], masks: list[list[int]]) -> Iterator[tuple[str, list[Any]]]:
+def _optional_column(
+    column: Column, samples: list[Sample], masks: list[torch.Tensor]
+) -> Iterator[tuple[str, list[Any]]]:
     """The column, if any sample has it. What a sample lacks is made up only where that cannot change the training."""
     values = [getattr(s, column.sample_field) for s in samples]
     is_missing = [v is None or (column.form == "plain" and len(v) == 0) for v in values]
@@ -147,15 +180,23 @@ def _optional_column(column: Column, samples: list[Sample], masks: list[list[int
     yield column.name, values
 
 
-def _per_input(column: Column, samples: list[Sample], values: list[Any], masks: list[list[int]]) -> list[Any]:
+def _per_input(column: Column, samples: list[Sample], values: list[Any], masks: list[torch.Tensor]) -> list[Any]:
     names = [f"sample {sample.index} (group {sample.group_index})" for sample in samples]
     for name, value, mask in zip(names, values, masks, strict=True):
-        if value is None and any(mask):
+        if value is None and mask.any():
             raise _missing(column, name)
+    lengths = [len(sample.tokens) for sample in samples]
+    needed = [_last_trained(length, mask) for length, mask in zip(lengths, masks, strict=True)]
     try:
-        return compact_routed_experts(values, [len(sample.tokens) for sample in samples], names)
+        return compact_routed_experts(values, lengths, needed, names)
     except ValueError as error:
         raise DataError(str(error)) from None
+
+
+def _last_trained(num_tokens: int, mask: torch.Tensor) -> int:
+    """Position of the last trained token, which is also how many inputs come before it; 0 where nothing is trained."""
+    trained = mask.nonzero()
+    return num_tokens - len(mask) + int(trained[-1]) if len(trained) else 0
 
 
 def _missing(column: Column, where: str) -> DataError:
@@ -166,10 +207,10 @@ def _missing(column: Column, where: str) -> DataError:
     )
 
 
-def _per_token(column: Column, sample: Sample, value: Any, mask: list[int]) -> Any:
+def _per_token(column: Column, sample: Sample, value: Any, mask: torch.Tensor) -> Any:
     where = f"sample {sample.index} (group {sample.group_index})"
     if value is None:
-        if any(mask):
+        if mask.any():
             raise _missing(column, where)
         return [0.0] * sample.response_length
     if len(value) != sample.response_length:

@@ -10,6 +10,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 
 from slime.batch.flops import ModelDims
@@ -20,6 +21,8 @@ from slime.data.layout import ParallelLayout
 __all__ = ["Shipment", "slice_batch", "split_by_dp", "tensorize"]
 
 logger = logging.getLogger(__name__)
+
+_FROM_LISTS = {torch.int64: numpy.int64, torch.int32: numpy.int32, torch.float32: numpy.float32}
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,8 @@ def _tensor(value: Any, dtype: torch.dtype | None) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         # clone: a view must not drag the storage of the whole rollout through the object store
         return value.detach().to(device="cpu", dtype=dtype, copy=True).contiguous()
+    if dtype in _FROM_LISTS and isinstance(value, list):
+        return torch.from_numpy(numpy.array(value, dtype=_FROM_LISTS[dtype]))  # twice as fast as torch.tensor
     return torch.tensor(value, dtype=dtype)
 
 

@@ -34,7 +34,7 @@ Role = Literal["actor", "critic"]
 _FLAG = "--megatron-config-path"
 _KEYS = {"name", "role", "overrides", "args"}
 _PLACEMENT = {"num_nodes", "num_gpus_per_node"}
-_PATHS = {"load", "save", "save_hf", "ref_load", "opd_teacher_load"}
+_PATHS = {"load", "save", "save_hf", "ref_load", "pretrained_checkpoint", "opd_teacher_load"}
 _TOPOLOGY = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",

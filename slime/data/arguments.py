@@ -38,9 +38,12 @@ class PromptDataArgs:
     multimodal_keys: dict[str, Any] | None = field(
         default=None,
         metadata={
-            "help": "JSON object: kind of media (image, video, audio) to the row field that holds it.",
-            "later": "prompts are text only",
+            "help": "JSON object: kind of media (image, video, audio) to the row field that holds it. For generation "
+            "and evaluation: there is no vision model to train yet.",
         },
+    )
+    skip_bad_lines: bool = field(
+        default=False, metadata={"help": "Lines of a prompt file that are not JSON are left out instead of an error."}
     )
     num_data_workers: int = field(
         default=0,
@@ -58,6 +61,10 @@ class PromptDataArgs:
     loss_mask_type: Literal["qwen", "qwen3", "qwen3_5", "distill_qwen", "generic"] = field(
         default="qwen",
         metadata={"help": "How supervised training finds the assistant's tokens; generic fits most other templates."},
+    )
+    strict_resume: bool = field(
+        default=False,
+        metadata={"help": "A resumed run whose checkpoint has no data state is an error instead of a warning."},
     )
     rollout_global_dataset: bool = field(
         default=True,

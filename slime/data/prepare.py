@@ -23,10 +23,11 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from slime.data.chat import render_chat
+from slime.data.media import expand_media, has_media, process_vision_info, run_processor
 from slime.data.sample import Sample
 from slime.utils.errors import DataError
 
-__all__ = ["Prepared", "PromptMaker", "Row", "count_tokens", "field_of", "prepare"]
+__all__ = ["Prepared", "PromptMaker", "Row", "count_tokens", "field_of", "prepare", "prompt_lengths"]
 
 Row: TypeAlias = dict[str, Any]
 Placed: TypeAlias = tuple[str, Row]
@@ -53,6 +54,8 @@ class PromptMaker:
         tokenizer: needed for templates and for measuring.
         template_kwargs: of the chat template; None leaves prompts as they are.
         measures: count the tokens of prompts that are text.
+        multimodal_keys: kind of media -> row field; None for prompts that are text only.
+        processor: of the checkpoint; needed for media.
     """
 
     tokenizer: Any
@@ -62,6 +65,8 @@ class PromptMaker:
     metadata_key: str
     template_kwargs: dict[str, Any] | None
     measures: bool
+    multimodal_keys: dict[str, str] | None = None
+    processor: Any = None
 
     def make(self, rows: Sequence[Placed]) -> list[Prepared]:
         """The prompts of some rows.
@@ -70,11 +75,11 @@ class PromptMaker:
             DataError: a row without prompt or label, or one of the wrong type; says where it stands.
         """
         samples = [self._sample(where, row) for where, row in rows]
-        texts = [sample.prompt for sample in samples if self.measures and isinstance(sample.prompt, str)]
-        lengths = iter(count_tokens(self.tokenizer, texts))
+        if not self.measures:
+            return [Prepared(sample, None) for sample in samples]
         return [
-            Prepared(sample, next(lengths) if self.measures and isinstance(sample.prompt, str) else None)
-            for sample in samples
+            Prepared(sample, length)
+            for sample, length in zip(samples, prompt_lengths(samples, self.tokenizer, self.processor), strict=True)
         ]
 
     def _sample(self, where: str, row: Row) -> Sample:
@@ -90,14 +95,47 @@ class PromptMaker:
             messages = prompt
         else:
             raise DataError(f"{where}: {key!r} must be text or a list of messages, not {type(prompt).__name__}")
+        media = None
+        if self.multimodal_keys is not None:
+            messages = expand_media(where, messages, row, self.multimodal_keys)
+            media = self._media(where, messages)
+            prompt = messages
         if self.template_kwargs is not None:
             kwargs = {"add_generation_prompt": True} | self.template_kwargs
             try:
-                prompt = render_chat(self.tokenizer, messages, tools=tools, **kwargs)
+                prompt = render_chat(self._renderer, messages, tools=tools, **kwargs)
             except DataError as error:
                 raise DataError(f"{where}: {error}") from error
         label = None if self.label_key is None else field_of(where, row, self.label_key, "--label-key")
-        return Sample(prompt=prompt, label=label, metadata=metadata)
+        return Sample(prompt=prompt, label=label, metadata=metadata, multimodal_inputs=media)
+
+    @property
+    def _renderer(self) -> Any:
+        """Who has the chat template: of some models with vision only the processor."""
+        needs_processor = self.processor is not None and not getattr(self.tokenizer, "chat_template", None)
+        return self.processor if needs_processor else self.tokenizer
+
+    def _media(self, where: str, messages: list[dict[str, Any]]) -> dict[str, Any] | None:
+        try:
+            media = process_vision_info(messages, self.processor)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
+        return media if has_media(media) else None
+
+
+def prompt_lengths(samples: Sequence[Sample], tokenizer: Any, processor: Any = None) -> list[int | None]:
+    """Tokens of each prompt, those of its media included; None for message lists, which nobody has rendered yet."""
+    plain = [s for s in samples if isinstance(s.prompt, str) and not has_media(s.multimodal_inputs)]
+    of_plain = iter(count_tokens(tokenizer, [str(sample.prompt) for sample in plain]))
+    lengths: list[int | None] = []
+    for sample in samples:
+        if not isinstance(sample.prompt, str):
+            lengths.append(None)
+        elif has_media(sample.multimodal_inputs):
+            lengths.append(len(run_processor(processor, sample.prompt, sample.multimodal_inputs or {})[0]))
+        else:
+            lengths.append(next(of_plain))
+    return lengths
 
 
 def count_tokens(tokenizer: Any, texts: list[str]) -> list[int]:

@@ -15,11 +15,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from slime.data.prepare import Prepared, PromptMaker, Row, count_tokens, prepare
+from slime.data.prepare import Prepared, PromptMaker, Row, prepare, prompt_lengths
 from slime.data.sample import Sample
 from slime.utils.errors import DataError
 
-__all__ = ["Dataset", "check_prompt_file", "filter_long_prompt", "open_prompts", "parse_path", "read_file"]
+__all__ = [
+    "Dataset",
+    "check_prompt_file",
+    "filter_long_prompt",
+    "numbered_rows",
+    "open_prompts",
+    "parse_path",
+    "read_file",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +58,7 @@ def read_file(path: str) -> Iterator[Row]:
     Raises:
         DataError: no such file (also a FileNotFoundError), another format, a line that is no JSON object.
     """
-    for _, row in _numbered_rows(path):
+    for _, row in numbered_rows(path):
         yield row
 
 
@@ -61,7 +69,7 @@ def check_prompt_file(flag: str, path: str) -> Iterator[str]:
         yield f"{flag} {path}: there is no such file."
         return
     try:
-        rows = _numbered_rows(path)
+        rows = numbered_rows(path)
         is_small = file.stat().st_size < _CHECK_ALL_BELOW_BYTES
         count = sum(1 for _ in (rows if is_small else itertools.islice(rows, 1)))
     except OSError as error:
@@ -73,15 +81,19 @@ def check_prompt_file(flag: str, path: str) -> Iterator[str]:
             yield f"{flag} {path}: there is no row in it."
 
 
-def _numbered_rows(path: str) -> Iterator[tuple[str, Row]]:
-    """Rows with the place they stand at, for error messages."""
+def numbered_rows(path: str, on_problem: Callable[[DataError], None] | None = None) -> Iterator[tuple[str, Row]]:
+    """Rows with the place they stand at, for error messages.
+
+    Args:
+        on_problem: told about each line that is no row, which is then left out; without it that is raised.
+    """
     file, part = parse_path(path)
     suffix = Path(file).suffix
     if suffix not in _SUFFIXES:
         raise DataError(f"{file}: prompt files must end in {' or '.join(_SUFFIXES)}")
     if not Path(file).is_file():
         raise _MissingFile(f"there is no file {file} (--prompt-data, --eval-prompt-data)")
-    rows = _jsonl_rows(file) if suffix == ".jsonl" else _parquet_rows(file)
+    rows = _jsonl_rows(file, on_problem) if suffix == ".jsonl" else _parquet_rows(file)
     if part is None:
         return rows
     if (part.start or 0) >= 0 and (part.stop or 0) >= 0:
@@ -89,19 +101,30 @@ def _numbered_rows(path: str) -> Iterator[tuple[str, Row]]:
     return iter(list(rows)[part])  # negative bounds need the length
 
 
-def _jsonl_rows(file: str) -> Iterator[tuple[str, Row]]:
+def _jsonl_rows(file: str, on_problem: Callable[[DataError], None] | None) -> Iterator[tuple[str, Row]]:
     with open(file, encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             where = f"{file}:{number}"
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from None
-            if not isinstance(row, dict):
-                raise DataError(f"{where}: expected a JSON object, found {type(row).__name__}")
-            yield where, row
+                row = _row(where, line)
+            except DataError as error:
+                if on_problem is None:
+                    raise
+                on_problem(error)
+            else:
+                yield where, row
+
+
+def _row(where: str, line: str) -> Row:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: expected a JSON object, found {type(row).__name__}")
+    return row
 
 
 def _parquet_rows(file: str) -> Iterator[tuple[str, Row]]:
@@ -144,13 +167,16 @@ class Dataset:
         apply_chat_template: bool = False,
         apply_chat_template_kwargs: dict[str, Any] | None = None,
         num_workers: int = 0,
+        skips_bad_lines: bool = False,
     ) -> None:
         """
         Args:
             tokenizer: needed for templates and for ``max_length``.
-            processor: accepted for the sake of the signature; images are not supported yet.
+            processor: of the checkpoint; needed with ``multimodal_keys``.
+            multimodal_keys: kind of media -> row field that holds it.
             max_length: prompts with more tokens are dropped. None keeps all.
             num_workers: processes that prepare the rows; 0 does it here.
+            skips_bad_lines: lines that are not JSON are left out with a warning.
             prompt_key, label_key: row fields. At their defaults, files with ``prompt`` and ``label`` work as well.
 
         Raises:
@@ -159,6 +185,7 @@ class Dataset:
         maker, rows = open_prompts(
             path,
             tokenizer,
+            processor=processor,
             prompt_key=prompt_key,
             multimodal_keys=multimodal_keys,
             label_key=label_key,
@@ -167,6 +194,7 @@ class Dataset:
             apply_chat_template=apply_chat_template,
             apply_chat_template_kwargs=apply_chat_template_kwargs,
             measures=max_length is not None,
+            skips_bad_lines=skips_bad_lines,
         )
         prepared = list(prepare(rows(), maker, num_workers))
         self.origin_samples = _short_enough(prepared, max_length)
@@ -199,6 +227,7 @@ def open_prompts(
     path: str,
     tokenizer: Any,
     *,
+    processor: Any = None,
     prompt_key: str,
     multimodal_keys: dict[str, str] | None = None,
     label_key: str | None,
@@ -207,15 +236,17 @@ def open_prompts(
     apply_chat_template: bool,
     apply_chat_template_kwargs: dict[str, Any] | None,
     measures: bool,
+    skips_bad_lines: bool = False,
 ) -> tuple[PromptMaker, Callable[[], Iterator[tuple[str, Row]]]]:
     """How the rows of a file become prompts, and a function that reads them from the first on.
 
     Raises:
         DataError: there is no row, or the settings cannot work.
     """
-    if multimodal_keys is not None:
-        raise DataError("--multimodal-keys: prompts with images, video or audio are not supported yet")
-    first = next(iter(_numbered_rows(path)), None)
+    if multimodal_keys is not None and processor is None:
+        raise DataError("--multimodal-keys: the checkpoint has no processor for media; give one of a model with vision")
+    read = functools.partial(numbered_rows, path, _warn if skips_bad_lines else None)
+    first = next(iter(read()), None)
     if first is None:
         raise DataError(f"{path}: there is no row in it")
     if label_key is None and _DEFAULT_LABEL_KEY in first[1]:
@@ -228,8 +259,14 @@ def open_prompts(
         metadata_key=metadata_key,
         template_kwargs=dict(apply_chat_template_kwargs or {}) if apply_chat_template else None,
         measures=measures,
+        multimodal_keys=multimodal_keys,
+        processor=processor,
     )
-    return maker, functools.partial(_numbered_rows, path)
+    return maker, read
+
+
+def _warn(problem: DataError) -> None:
+    logger.warning("left out (--skip-bad-lines): %s", problem)
 
 
 def filter_long_prompt(
@@ -238,11 +275,10 @@ def filter_long_prompt(
     """The samples whose prompt has at most ``max_length`` tokens, in their order. Message lists are not measured."""
     if max_length is None or not origin_samples:
         return origin_samples
-    texts = [sample.prompt for sample in origin_samples if isinstance(sample.prompt, str)]
-    if len(texts) < len(origin_samples):
+    if not all(isinstance(sample.prompt, str) for sample in origin_samples):
         logger.warning(_NOT_MEASURED)
         return origin_samples
-    lengths = count_tokens(tokenizer, texts)
+    lengths = prompt_lengths(origin_samples, tokenizer, processor)
     prepared = [Prepared(sample, length) for sample, length in zip(origin_samples, lengths, strict=True)]
     return _short_enough(prepared, max_length)
 

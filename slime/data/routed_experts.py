@@ -18,12 +18,18 @@ import torch
 __all__ = ["check_routed_experts", "compact_routed_experts", "validate_rollout_routed_experts_for_replay"]
 
 
-def compact_routed_experts(values: Sequence[Any], total_lengths: Sequence[int], names: Sequence[str]) -> list[Any]:
-    """The smallest integer tensors that hold the choices; samples that have none and need none get any valid ones.
+def compact_routed_experts(
+    values: Sequence[Any], total_lengths: Sequence[int], needed_rows: Sequence[int], names: Sequence[str]
+) -> list[Any]:
+    """The smallest integer tensors that hold the choices, ``[L - 1, layers, topk]``.
+
+    Rows that are missing at the end, behind all that is trained, get any valid choices: a tool's output that no
+    request followed has none, and neither has a sample that nothing is trained of.
 
     Args:
-        values: per sample ``[L - 1, layers, topk]``, a tensor, array or nested list; None where nothing is trained.
+        values: per sample ``[rows, layers, topk]``, a tensor, array or nested list; None for no rows.
         total_lengths: L of every sample.
+        needed_rows: how many of its first rows trained tokens depend on.
         names: how errors call the samples.
 
     Raises:
@@ -32,10 +38,10 @@ def compact_routed_experts(values: Sequence[Any], total_lengths: Sequence[int], 
     known = [None if value is None else torch.as_tensor(value) for value in values]
     first = next(value for value in known if value is not None)
     largest = 0
-    for name, length, value in zip(names, total_lengths, known, strict=True):
+    for name, length, needed, value in zip(names, total_lengths, needed_rows, known, strict=True):
         if value is None:
             continue
-        if value.dim() != 3 or value.shape[0] != length - 1 or value.shape[1:] != first.shape[1:]:
+        if value.dim() != 3 or value.shape[1:] != first.shape[1:] or not needed <= value.shape[0] <= length - 1:
             raise ValueError(
                 f"{name} has routed experts of shape {tuple(value.shape)} for {length} tokens, expected "
                 f"{(length - 1, *first.shape[1:])}: one row per token but the last"
@@ -46,10 +52,12 @@ def compact_routed_experts(values: Sequence[Any], total_lengths: Sequence[int], 
     dtype = torch.uint8 if largest < 256 else torch.int16
     _, layers, topk = first.shape
     filler = torch.arange(topk, dtype=dtype)  # distinct, as an engine's are
-    return [
-        filler.expand(length - 1, layers, topk) if value is None else value.to(dtype)
-        for length, value in zip(total_lengths, known, strict=True)
-    ]
+
+    def whole(value: torch.Tensor | None, length: int) -> torch.Tensor:
+        rows = filler.new_empty(0, layers, topk) if value is None else value.to(dtype)
+        return torch.cat([rows, filler.expand(length - 1 - len(rows), layers, topk)])
+
+    return [whole(value, length) for value, length in zip(known, total_lengths, strict=True)]
 
 
 def check_routed_experts(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, TypeAlias, TypeVar
 
-__all__ = ["Sample", "SampleGroup", "iter_samples"]
+__all__ = ["Sample", "SampleGroup", "SampleStatus", "iter_samples"]
 
 Counters = TypeVar("Counters", bound="_Counters")
 
@@ -248,6 +248,9 @@ class Sample:
 for _name, _nested in (("Status", _Status), ("SpecInfo", _SpecInfo), ("PrefixCacheInfo", _PrefixCacheInfo)):
     _nested.__name__, _nested.__qualname__ = _name, f"Sample.{_name}"  # pickled and printed under the public name
 
+
+SampleStatus = _Status
+"""``Sample.Status`` under the name that older plugins import."""
 
 SampleGroup: TypeAlias = "list[Sample | list[Sample]]"
 """The samples of one prompt. An entry is a list where one execution produced several samples (fan-out)."""

@@ -40,6 +40,7 @@ __all__ = [
     "RolloutFunction",
     "SampleFilter",
     "SampleHook",
+    "UpdateWeightPostWrite",
 ]
 
 Reward: TypeAlias = "float | dict[str, Any]"
@@ -65,7 +66,8 @@ class CustomGenerate(Protocol):
 
 
 class GroupGenerate(Protocol):
-    """Generates all samples of a prompt in one call. Recognised by a second parameter called ``samples``."""
+    """Generates all samples of a prompt in one call. Recognised by a second parameter that is called ``samples`` or
+    annotated with a list."""
 
     def __call__(self, args: Namespace, samples: list[Sample]) -> Awaitable[SampleGroup] | SampleGroup: ...
 
@@ -94,7 +96,10 @@ class BufferFilter(Protocol):
 
 
 class DataSourceLike(Protocol):
-    """Hands out prompts, one group per prompt, and takes groups back."""
+    """Hands out prompts, one group per prompt, and takes groups back.
+
+    Made with ``(args)``, with ``(dataset, args)``, or with nothing and given an attribute ``args``.
+    """
 
     def get_samples(self, num_samples: int) -> list[SampleGroup]: ...
     def add_samples(self, samples: list[SampleGroup]) -> None: ...
@@ -245,6 +250,15 @@ class CustomPgLossReducer(Protocol):
     ) -> Any: ...
 
 
+class UpdateWeightPostWrite(Protocol):
+    """Runs on every trainer rank when a version of the weights has been written, before any engine loads it.
+
+    ``rollout_engines`` are the Ray actors of the engines that will load ``version_dir``.
+    """
+
+    def __call__(self, args: Namespace, version_dir: str, rollout_engines: list[Any]) -> None: ...
+
+
 @dataclass(frozen=True)
 class Hook:
     """One flag that names a function.
@@ -285,7 +299,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook("dynamic_sampling_filter_path", DynamicFilter, (("args", "samples"),), "filter"),
     Hook("buffer_filter_path", BufferFilter, (("args", "rollout_id", "buffer", "num_samples"),), "filter"),
-    Hook("data_source_path", DataSourceLike, (("args",),), "data_source"),
+    Hook("data_source_path", DataSourceLike, (("args",), ("dataset", "args"), ()), "data_source"),
     Hook(
         "rollout_sample_hook_path", SampleHook, (("args", "sample"), ("args", "sample", "*rollout_id", "*evaluation"))
     ),
@@ -336,5 +350,10 @@ HOOKS: tuple[Hook, ...] = (
         "custom_pg_loss_reducer_function_path",
         CustomPgLossReducer,
         (("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss"),),
+    ),
+    Hook(
+        "custom_update_weight_post_write_path",
+        UpdateWeightPostWrite,
+        (("args", "version_dir", "rollout_engines"),),
     ),
 )

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["accepted_kwargs", "accepts", "can_be_called", "parameter_names"]
+__all__ = ["accepted_kwargs", "accepts", "annotation", "can_be_called", "parameter_names"]
 
 
 @functools.cache
@@ -28,6 +28,14 @@ def parameter_names(function: Callable[..., Any]) -> list[str]:
 def accepts(function: Callable[..., Any], name: str) -> bool:
     """Whether ``function`` has a parameter of this very name; ``**kwargs`` does not count."""
     return name in parameter_names(function)
+
+
+def annotation(function: Callable[..., Any], position: int) -> str:
+    """The annotation of a parameter, in lower case and without ``typing.``; empty where there is none."""
+    signature = _signature(function)
+    parameters = [] if signature is None else list(signature.parameters.values())[position : position + 1]
+    texts = [str(p.annotation) for p in parameters if p.annotation is not inspect.Parameter.empty]
+    return "".join(texts).lower().replace("typing.", "").removeprefix("collections.abc.")
 
 
 def accepted_kwargs(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,8 +7,6 @@ from typing import Literal
 
 __all__ = ["OutputArgs", "ProfileArgs", "TensorboardArgs", "WandbArgs"]
 
-_MEMORY = "memory is not recorded yet"
-
 
 @dataclass(frozen=True)
 class OutputArgs:
@@ -19,6 +17,19 @@ class OutputArgs:
     )
     experiment_name: str | None = field(
         default=None, metadata={"help": "Name of the run's folder; without it, the time of the start."}
+    )
+    record_samples: int = field(
+        default=64,
+        metadata={
+            "help": "Samples of each rollout that are kept in <run>/samples for slime board, slime replay and slime "
+            "doctor mismatch; 0 keeps none."
+        },
+    )
+    log_metric_lines: bool = field(
+        default=False,
+        metadata={
+            "help": "Write metrics to the log as well: 'rollout 3: {...}', 'perf 3: ...', 'step 7: ...', 'eval 3: ...'."
+        },
     )
     log_passrate: bool = field(
         default=False,
@@ -51,18 +62,36 @@ class OutputArgs:
 class ProfileArgs:
     """Profiles of the trainer."""
 
+    use_pytorch_profiler: bool = field(
+        default=False, metadata={"help": "Profile the trainer's ranks with torch's profiler (--profile-target)."}
+    )
     profile_target: list[Literal["train_overall", "train_actor", "train_log_probs"]] = field(
         default_factory=lambda: ["train_overall"],
-        metadata={"help": "What a profile covers.", "later": "the trainer is not profiled yet"},
+        metadata={
+            "help": "What a profile covers: whole rollouts, the optimizer steps, or the passes for log-probs and "
+            "advantages."
+        },
+    )
+    profile_step_start: int = field(default=10, metadata={"help": "First rollout of the process that is profiled."})
+    profile_step_end: int = field(default=12, metadata={"help": "First one that is not profiled any more."})
+    tensorboard_dir: str | None = field(
+        default=None, metadata={"metavar": "DIR", "help": "Where the traces go; default <run>/profile."}
+    )
+    record_memory_history: bool = field(
+        default=False, metadata={"help": "Record the trainer's memory (--memory-recorder)."}
+    )
+    memory_snapshot_path: str = field(
+        default="snapshot.pickle", metadata={"metavar": "NAME", "help": "End of the name of a snapshot's file."}
     )
     memory_snapshot_dir: str = field(
-        default=".", metadata={"metavar": "DIR", "help": "Where snapshots of the memory go.", "later": _MEMORY}
+        default=".", metadata={"metavar": "DIR", "help": "Where snapshots of the memory go."}
     )
     memory_snapshot_num_steps: int | None = field(
-        default=None, metadata={"help": "Rollouts until a snapshot is written.", "later": _MEMORY}
+        default=None, metadata={"help": "Rollouts until a snapshot is written and the recording ends."}
     )
     memory_recorder: Literal["torch", "memray"] = field(
-        default="torch", metadata={"help": "What records memory.", "later": _MEMORY}
+        default="torch",
+        metadata={"help": "torch: history of the device's allocator; memray: all of the process (needs memray)."},
     )
 
 

@@ -1,7 +1,7 @@
 """What a rollout and an evaluation say about themselves: lengths, rewards, truncation, speed.
 
 Called by the rollout manager, which sends the metrics to the driver, where the trackers are. A function of the user may
-take the place of all of them. Knows samples only; metrics that come from a trace of the requests are not here.
+take the place of all of them. Knows samples only.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import logging
 import statistics
 from argparse import Namespace
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from slime.observability.logging_utils import collecting
@@ -20,6 +21,8 @@ from slime.observability.metric_utils import (
     dict_add_prefix,
     has_repetition,
 )
+from slime.observability.request_metrics import request_metrics
+from slime.utils.errors import ConfigError
 
 if TYPE_CHECKING:
     from slime.data.sample import Sample
@@ -35,6 +38,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _QUARTERS = (25, 50, 75, 100)
+_WASTED = ("dropped_tokens", "discarded_tokens", "stale_tokens")
 
 
 def log_rollout_data(
@@ -54,14 +58,18 @@ def log_rollout_data(
             result; when it returns something true, the result holds nothing else.
     """
     logged: dict[str, Any] = {}
+    is_done = False
     if custom_log_func is not None:
-        with collecting() as logged:
+        with collecting() as logged, _excused("--custom-rollout-log-function-path"):
             is_done = custom_log_func(rollout_id, args, samples, rollout_extra_metrics, rollout_time)
         if is_done:
             return logged
+    _check_reward_category(args, samples)
     metrics = dict(rollout_extra_metrics or {})
     metrics |= dict_add_prefix(compute_metrics_from_samples(args, samples), "rollout/")
     metrics |= dict_add_prefix(_correct_samples(args, samples), "rollout/")
+    metrics |= dict_add_prefix(_weight_version_lag(rollout_id, samples), "rollout/weight_version_lag/")
+    metrics |= dict_add_prefix(_token_counts(samples, metrics), "rollout/")
     metrics |= dict_add_prefix(_multi_turn(args, samples), "multi_turn/")
     metrics |= dict_add_prefix(_pass_rate(args, samples), "passrate/")
     metrics |= dict_add_prefix(compute_perf_metrics_from_samples(args, samples, rollout_time), "perf/")
@@ -77,8 +85,9 @@ def log_eval_rollout_data(
 ) -> dict[str, Any]:
     """The same for an evaluation, whose ``data`` are described at :func:`eval_metrics`."""
     logged: dict[str, Any] = {}
+    is_done = False
     if custom_log_func is not None:
-        with collecting() as logged:
+        with collecting() as logged, _excused("--custom-eval-rollout-log-function-path"):
             is_done = custom_log_func(rollout_id, args, data, extra_metrics)
         if is_done:
             return logged
@@ -111,6 +120,7 @@ def compute_perf_metrics_from_samples(
     waits = [sample.non_generation_time for sample in samples]
     if max(waits) > 0:
         metrics |= dict_add_prefix(compute_statistics(waits), "non_generation_time/")
+    metrics |= request_metrics(samples)
     metrics |= _speed(args, samples, rollout_time, lambda s: s.response_length, "tokens_per_gpu", "longest_sample")
     metrics |= _speed(
         args,
@@ -151,6 +161,15 @@ def eval_metrics(args: Namespace, data: Mapping[str, Mapping[str, Any]]) -> dict
     return metrics
 
 
+@contextmanager
+def _excused(flag: str) -> Iterator[None]:
+    """What a user's log function raises is shown; our metrics are logged as if it had not been there."""
+    try:
+        yield
+    except Exception:
+        logger.exception("%s failed: its metrics are missing, those of slime are logged", flag)
+
+
 def _share(flags: Any) -> float:
     return statistics.fmean(float(bool(flag)) for flag in flags)
 
@@ -188,6 +207,30 @@ def _correct_samples(args: Namespace, samples: Sequence[Sample]) -> dict[str, fl
         for end in _QUARTERS
     }
     return metrics | {"correct_response_lengths": statistics.fmean(lengths)}
+
+
+def _weight_version_lag(rollout_id: int, samples: Sequence[Sample]) -> dict[str, float]:
+    """How many rollouts the oldest weights that wrote into a sample are behind those it could have had."""
+    oldest = [
+        min(int(version) for version in sample.weight_versions)
+        for sample in samples
+        if sample.weight_versions and all(str(version).isdecimal() for version in sample.weight_versions)
+    ]
+    lags = [float(rollout_id - version) for version in oldest]
+    return {"mean": statistics.fmean(lags), "max": max(lags)} if lags else {}
+
+
+def _token_counts(samples: Sequence[Sample], metrics: Mapping[str, Any]) -> dict[str, float]:
+    """What was generated for this rollout, and how much of it is of no use to the loss."""
+    generated = sum(sample.response_length for sample in samples)
+    trained = sum(0 if sample.remove_sample else sample.effective_response_length for sample in samples)
+    if not generated:
+        return {}
+    return {
+        "response_tokens": float(generated),
+        "masked_share": 1.0 - trained / generated,
+        "wasted_tokens": float(sum(metrics.get(f"rollout/{name}", 0.0) for name in _WASTED)),
+    }
 
 
 def _multi_turn(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
@@ -251,6 +294,15 @@ def _reward_categories(args: Namespace, samples: Sequence[Sample]) -> dict[str, 
         sample.reward[key] for sample in samples if isinstance(sample.reward, dict) and key in sample.reward
     )
     return {f"error_cat/{value}": count / len(samples) for value, count in counts.items()}
+
+
+def _check_reward_category(args: Namespace, samples: Sequence[Sample]) -> None:
+    key = args.log_reward_category
+    if key is not None and samples and not _reward_categories(args, samples):
+        raise ConfigError(
+            f"--log-reward-category {key}: no reward of the rollout is a dict with that key; the first is "
+            f"{samples[0].reward!r}."
+        )
 
 
 def _compute_top_p_kept_vocab_metrics(args: Namespace, all_samples: Sequence[Sample]) -> dict[str, float]:

@@ -4,6 +4,7 @@
     jsonl         always                                        <output-dir>/<experiment>/metrics.jsonl
     tensorboard   unless --use-wandb is the only choice         the run's folder; tensorboard_log/<project>/<experiment>
                                                                 with --use-tensorboard; TENSORBOARD_DIR beats both
+    log           --log-metric-lines                            the driver's output
     wandb         --use-wandb                                   its own folder or server
 
 The driver owns the one tracker of a run. A sink knows nothing but names, numbers and steps.
@@ -12,6 +13,7 @@ The driver owns the one tracker of a run. A sink knows nothing but names, number
 from __future__ import annotations
 
 import logging
+import math
 import numbers
 import os
 import time
@@ -21,7 +23,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slime.observability.metric_utils import compute_rollout_step
+from slime.observability.run_info import write_run_info
 from slime.observability.sinks.jsonl import JsonlSink
+from slime.observability.sinks.log import LogSink
 from slime.observability.sinks.tensorboard import TensorboardSink
 from slime.observability.sinks.wandb import WandbSink
 from slime.utils.errors import ConfigError
@@ -58,6 +62,7 @@ class Tracker:
         self.directory = directory
         self._sinks = list(sinks)
         self._rollout_step = rollout_step
+        self._failing: set[str] = set()
 
     def log(self, metrics: Mapping[str, Any], step_key: str) -> None:
         """Write ``metrics``; ``metrics[step_key]`` is the step and is not a metric itself."""
@@ -66,7 +71,18 @@ class Tracker:
             step = self._rollout_step(step)
         values = {name: _plain(value) for name, value in metrics.items() if name != step_key}
         for sink in self._sinks:
-            sink.log(values, step_key, step)
+            try:
+                sink.log(values, step_key, step)
+            except Exception as error:  # a server that is away or a full disk must not end a run that is going well
+                self._complain(sink, error)
+
+    def _complain(self, sink: Sink, error: Exception) -> None:
+        kind = type(sink).__name__
+        if kind not in self._failing:
+            self._failing.add(kind)
+            logger.warning(
+                "%s could not write metrics; the run goes on, further failures are not shown: %s", kind, error
+            )
 
     def close(self) -> None:
         """Close every sink; a second call does nothing. A sink that fails to close does not keep the others open."""
@@ -87,6 +103,7 @@ def create_tracker(args: Namespace) -> Tracker:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         sinks.append(JsonlSink(directory / "metrics.jsonl"))
+        write_run_info(directory, args)
     except OSError as error:
         raise ConfigError(
             f"--output-dir {args.output_dir}: cannot write to {directory}: {error.strerror or error}. "
@@ -96,13 +113,15 @@ def create_tracker(args: Namespace) -> Tracker:
     if events is not None:
         sinks.append(TensorboardSink(events))
         logger.info("metrics: %s; curves: tensorboard --logdir %s", directory / "metrics.jsonl", events)
+    if args.log_metric_lines:
+        sinks.append(LogSink())
     if args.use_wandb:
         sinks.append(WandbSink(args))
     return Tracker(sinks, rollout_step=lambda rollout_id: compute_rollout_step(args, rollout_id), directory=directory)
 
 
-def run_directory(args: Namespace, started: str) -> Path:
-    """``<output-dir>/<experiment>``; ``started`` is the experiment of a run that has no name."""
+def run_directory(args: Namespace, started: str = "run") -> Path:
+    """``<output-dir>/<experiment>``; ``started`` is the experiment of a run that has no name yet."""
     return Path(args.output_dir) / (args.experiment_name or args.tb_experiment_name or started)
 
 
@@ -123,6 +142,7 @@ def _plain(value: Any) -> Any:
     """Numbers of numpy and torch become Python's; anything else stays."""
     if isinstance(value, bool | int | float | str) or value is None:
         return value
-    if isinstance(value, numbers.Number) or hasattr(value, "item"):
-        return value.item() if hasattr(value, "item") else float(value)
-    return value
+    if hasattr(value, "item"):
+        # an array in a user's metrics is no number, and no reason to end a run
+        return value.item() if math.prod(getattr(value, "shape", ())) == 1 else str(value)
+    return float(value) if isinstance(value, numbers.Real) else value

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import ray
 
-from slime.backends.protocols import TrainReport
+from slime.backends.protocols import TRAINER_PARTS, TrainerPart, TrainReport
 from slime.ray.cluster import worker_env
 from slime.ray.fleet import RayEngineFleet
 from slime.ray.placement_group import GpuSlots
+from slime.ray.restart import continued
 from slime.ray.shards import Box
 from slime.ray.train_actor import SyncReport, TrainActor
 from slime.ray.waiting import get
 
 __all__ = ["NOSET_VISIBLE_DEVICES", "RayTrainGroup"]
+
+logger = logging.getLogger(__name__)
+
+_SYNC_GRACE_S = 180.0
+"""After the deadline of a weight sync, for the ranks to leave the engines and say which one did not answer."""
+_END_TIMEOUT_S = 30.0
 
 NOSET_VISIBLE_DEVICES = {
     f"RAY_EXPERIMENTAL_NOSET_{vendor}_VISIBLE_DEVICES": "1"
@@ -30,25 +38,37 @@ class RayTrainGroup:
 
     def __init__(self, args: Namespace, slots: GpuSlots, role: Literal["actor", "critic"] = "actor") -> None:
         self._args = args
+        self._slots = slots
+        self._role = role
         self._name = "the trainer" if role == "actor" else "the critic"
+        self._with_ref = False
+        self._ranks = self._start()
+
+    def _start(self) -> list[Any]:
         env = worker_env() | NOSET_VISIBLE_DEVICES | {"NCCL_CUMEM_ENABLE": "0"}
-        env |= {key: str(value) for key, value in args.train_env_vars.items()}
-        actor = ray.remote(TrainActor)
-        self._ranks = [
+        env |= {key: str(value) for key, value in self._args.train_env_vars.items()}
+        actor, slots = ray.remote(TrainActor), self._slots
+        return [
             actor.options(
                 num_cpus=0.4,
                 num_gpus=0.4,
                 scheduling_strategy=slots.strategy(rank),
                 runtime_env={"env_vars": env},
-            ).remote(args, rank, len(slots), slots.device_ids[rank], role)
+            ).remote(self._args, rank, len(slots), slots.device_ids[rank], self._role)
             for rank in range(len(slots))
         ]
+
+    @property
+    def ranks(self) -> list[Any]:
+        """Handles of the actors."""
+        return list(self._ranks)
 
     def _all(self, method: str, *arguments: Any) -> list[Any]:
         return [getattr(rank, method).remote(*arguments) for rank in self._ranks]
 
     def start_setup(self, with_ref: bool) -> list[Any]:
         """Start building the model on all ranks. Returns refs to the rollout id each would start with."""
+        self._with_ref = with_ref
         address, port = get(
             self._ranks[0].rendezvous.remote(), self._args.trainer_start_timeout, f"rank 0 of {self._name} to start"
         )
@@ -76,13 +96,43 @@ class RayTrainGroup:
     def update_weights(self, fleet: RayEngineFleet, version: str) -> SyncReport:
         refs = self._all("update_weights", fleet, version)
         what = f"the trainer to send weight version {version} to {len(fleet.engines)} engines"
-        return max(get(refs, self._args.weight_sync_timeout, what), key=lambda report: report.seconds)
+        seconds = self._args.weight_sync_timeout + _SYNC_GRACE_S
+        return max(get(refs, seconds, what), key=lambda report: report.seconds)
 
     def save(self, rollout_id: int) -> None:
         get(self._all("save", rollout_id), self._args.train_timeout, f"the checkpoint of rollout {rollout_id}")
 
     def save_hf(self, path: str) -> None:
         get(self._all("save_hf", path), self._args.train_timeout, f"the Hugging Face export to {path}")
+
+    def offload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
+        """Give the device memory of ``parts`` back, on all ranks."""
+        what = f"{self._name} to offload {', '.join(parts)}"
+        get(self._all("offload", parts), self._args.train_timeout, what)
+
+    def onload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
+        """Take ``parts`` back, on all ranks."""
+        what = f"{self._name} to take {', '.join(parts)} back"
+        get(self._all("onload", parts), self._args.train_timeout, what)
+
+    def create(self) -> None:
+        """After :meth:`release`: start the ranks again, from the last checkpoint. Nothing to do while they live."""
+        if self._ranks:
+            return
+        self._args = continued(self._args)
+        self._ranks = self._start()
+        starts = self.start_setup(self._with_ref)
+        get(starts, self._args.trainer_start_timeout, f"{self._name} to start again", "--trainer-start-timeout")
+
+    def release(self) -> None:
+        """End the ranks; what they hold must be in a checkpoint. Returns when they are gone."""
+        ranks, self._ranks = self._ranks, []
+        for rank in ranks:
+            ray.kill(rank)
+        calls = [rank.__ray_ready__.remote() for rank in ranks]  # fail when the processes are gone
+        alive = ray.wait(calls, num_returns=len(calls), timeout=_END_TIMEOUT_S)[1] if calls else []
+        if alive:
+            logger.warning("%d ranks of %s have not ended within %g s", len(alive), self._name, _END_TIMEOUT_S)
 
     def kill(self) -> None:
         for rank in self._ranks:

@@ -22,6 +22,9 @@ __all__ = ["RolloutsAhead"]
 
 T = TypeVar("T")
 
+_SLICE_S = 1.0
+"""How often a wait looks whether the run was asked to end."""
+
 
 class RolloutsAhead(Generic[T]):
     """Generates ``rollout_ids`` in order on a thread of its own.
@@ -58,10 +61,12 @@ class RolloutsAhead(Generic[T]):
     def take(self, rollout_id: int) -> T:
         """The next rollout; its place becomes free for another one. An error of the generation is raised here."""
         deadline = Deadline(self._timeout_s, f"rollout {rollout_id}", self._fix)
-        try:
-            item = self._finished.get(timeout=deadline.remaining)
-        except queue.Empty:
-            raise deadline.error() from None
+        while True:
+            try:
+                item = self._finished.get(timeout=min(_SLICE_S, deadline.remaining))
+                break
+            except queue.Empty:
+                deadline.check()
         if isinstance(item, BaseException):
             raise item
         with self._change:
@@ -77,8 +82,8 @@ class RolloutsAhead(Generic[T]):
             self._num_idle_wanted += 1  # the generator sees it and starts nothing more: a plain lock could starve us
         try:
             with self._change:
-                if not self._change.wait_for(lambda: not self._is_generating, deadline.remaining):
-                    raise deadline.error()
+                while not self._change.wait_for(lambda: not self._is_generating, min(_SLICE_S, deadline.remaining)):
+                    deadline.check()
             yield
         finally:
             with self._change:

@@ -10,14 +10,16 @@ import itertools
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 
+from slime.backends.sglang_utils.topology import topology_of
 from slime.config import notices
+from slime.config.check.generation import MEDIA
 from slime.config.roles import check_roles
 from slime.rollout.arguments import DEFAULT_ROLLOUT_FUNCTION
 from slime.rollout.eval_config import EvalDatasetConfig, unused_fields
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError, DataError
 
-__all__ = ["RULES", "evaluation_hooks", "reward_type"]
+__all__ = ["RULES", "evaluation_hooks", "reward_type", "what_can_be_replaced"]
 
 
 _REPLAY_FUNCTION = "slime.rollout.forge_load.generate_rollout"
@@ -33,6 +35,14 @@ def reward_type(args: Namespace) -> None:
     if _label(args, row) is not None:
         args.rm_type = "math"
         notices.warn(args, "--rm-type", "neither it nor --custom-rm-path is given: answers are graded as mathematics")
+
+
+def what_can_be_replaced(args: Namespace) -> None:
+    """A process that holds state is replaced by a checkpoint, or not at all."""
+    trains = not args.debug_rollout_only
+    if args.use_fault_tolerance and trains and args.save is None:
+        text = "engines that die are replaced; a trainer rank that dies ends the run, because there is no --save"
+        notices.info(args, "--use-fault-tolerance", text)
 
 
 def _needs_reward_type(args: Namespace) -> bool:
@@ -122,12 +132,21 @@ def _replay(args: Namespace) -> Iterator[str]:
         )
 
 
+def _heartbeats(args: Namespace) -> Iterator[str]:
+    if args.heartbeat_timeout != 0 and args.heartbeat_timeout < 1:
+        yield (
+            f"--heartbeat-timeout {args.heartbeat_timeout:g} is less than a healthy process may need: "
+            "give at least 1 second, or 0 for no heartbeats."
+        )
+
+
 def _evaluation_fields(args: Namespace) -> Iterator[str]:
     for dataset in args.eval_datasets:
         for name in unused_fields(dataset):
             notices.info(args, _at(dataset, name), "only evaluation functions of users read it")
-        if dataset.multimodal_keys is not None and dataset.multimodal_keys != args.multimodal_keys:
-            yield f"{_at(dataset, 'multimodal_keys')} is not supported yet: prompts are text only. Leave it out."
+        for kind in dataset.multimodal_keys or {}:
+            if kind not in MEDIA:
+                yield f"{_at(dataset, 'multimodal_keys')}: {kind!r} is no kind of media; use {', '.join(MEDIA)}."
 
 
 def evaluation_hooks(args: Namespace) -> Iterator[str]:
@@ -150,14 +169,45 @@ def _at(dataset: EvalDatasetConfig, name: str) -> str:
     return f"--eval-config, set {dataset.name}, {name}" if dataset.is_from_file else "--eval-prompt-data"
 
 
+def _first_model(args: Namespace) -> Iterator[str]:
+    """Requests without a model name go to the first model."""
+    is_ours = args.rollout_function_path == DEFAULT_ROLLOUT_FUNCTION and args.custom_generate_function_path is None
+    if args.sglang_config is None or args.debug_train_only or args.debug_rollout_only or not is_ours:
+        return
+    try:
+        models = topology_of(args).models
+    except ConfigError:  # reported by the rules of the file
+        return
+    if not models[0].updates_weights and any(model.updates_weights for model in models):
+        yield (
+            f"--sglang-config {args.sglang_config}: model {models[0].name} stands first, so rollouts are made by it, "
+            "but its weights are never updated. Put the model that is trained first."
+        )
+
+
 def _checksums(args: Namespace) -> Iterator[str]:
     if not args.check_weight_update_equal or args.debug_train_only:
         return
-    if not accelerator.current().is_cpu or args.rollout_num_gpus_per_engine > 1:
-        yield (
-            "--check-weight-update-equal compares tensors of engines on a CPU with one device per engine only, "
-            "so far: drop it here. The weight version is verified after every sync in any case."
-        )
+    if not accelerator.current().is_cpu or _widest_engine(args) > 1:
+        text = "engines of several devices, or on GPUs, are compared after the first sync only, with their checkpoint"
+        if args.load is None:
+            notices.info(args, "--check-weight-update-equal", text)
+        else:
+            notices.warn(args, "--check-weight-update-equal", f"no effect with --load: {text}")
+    yield from ()
+
+
+def _widest_engine(args: Namespace) -> int:
+    """Most devices that one of the engines that receive weights has."""
+    if args.rollout_external:
+        infos = getattr(args, "rollout_external_engine_infos", None) or []
+        return max((info["num_gpus"] for info in infos), default=1)
+    try:
+        trained = [model for model in topology_of(args).models if model.updates_weights]
+    except ConfigError:  # reported by the rules of the file
+        return 1
+    widths = [group.num_gpus_per_engine for model in trained for group in model.groups if group.num_engines]
+    return max(widths, default=1)
 
 
 RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = (
@@ -165,6 +215,8 @@ RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = (
     _stream,
     _replay,
     _rewards,
+    _first_model,
+    _heartbeats,
     _evaluation_fields,
     _checksums,
     check_roles,

@@ -13,12 +13,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from slime.algorithms import arguments as algorithms
+from slime.backends.fsdp_utils import arguments as fsdp
 from slime.backends.megatron_utils import argument_rules as megatron_rules
 from slime.backends.megatron_utils import arguments as megatron
-from slime.backends.megatron_utils import checkpoint_source
 from slime.backends.sglang_utils import arguments as sglang
 from slime.backends.sglang_utils import rules as sglang_rules
 from slime.backends.sglang_utils.namespace import read_engine
+from slime.backends.training import checkpoint_source
 from slime.batch import arguments as batch
 from slime.config import arguments as command
 from slime.config import check as config_check
@@ -29,7 +30,7 @@ from slime.config.parse import AddArguments
 from slime.data import arguments as data
 from slime.hooks.load import check_hooks
 from slime.observability import arguments as observability
-from slime.ray import argument_rules, data_rules, flags, role_rules
+from slime.ray import argument_rules, data_rules, flags, role_rules, sync_rules, trainer_rules
 from slime.ray.flags import ClusterArgs, SyncArgs
 from slime.rollout import arguments as rollout
 from slime.rollout.eval_config import build_eval_datasets
@@ -52,7 +53,7 @@ GROUPS: list[type] = [
     flags.AsyncArgs,
     *_groups((data, rollout, batch, algorithms)),
     flags.ConvenienceArgs,
-    *_groups((megatron, sglang, observability)),
+    *_groups((megatron, fsdp, sglang, observability)),
     flags.FaultToleranceArgs,
     flags.NetworkArgs,
     flags.CiArgs,
@@ -78,6 +79,8 @@ def parse_args(
     """
     words = sys.argv[1:] if argv is None else argv
     args, problems = parse_only(words, add_custom_arguments=add_custom_arguments, is_async=is_async)
+    if args is not None:
+        problems += [problem for rule in MACHINE_RULES for problem in rule(args)]
     if args is None or problems:
         print(f"error: {ConfigError(problems)}", file=sys.stderr)
         raise SystemExit(2)
@@ -96,7 +99,8 @@ def parse_only(
     """:func:`parse_args` for those who want to see the problems: neither prints nor exits, except for ``--help``.
 
     Args:
-        loads_hooks: also load the user's functions and compare their signatures; they may import anything.
+        loads_hooks: look outside as well: load the user's functions, which may import anything, and compare their
+            signatures; ask external engines what they are.
 
     Returns:
         The resolved arguments, None where the words could not be read or resolved at all; and every problem, one
@@ -110,7 +114,7 @@ def parse_only(
     problems = list(unsupported_flags(args, GROUPS))  # what was asked for, not what is derived from it
     try:
         sglang_rules.engine_width(args)  # before the steps that count engines
-        config_resolve.resolve(args, STEPS)
+        config_resolve.resolve(args, (*STEPS, *(LIVE_STEPS if loads_hooks else ())))
         args.eval_datasets = build_eval_datasets(args)
     except SlimeError as error:
         return None, [*problems, *_sentences(error)]
@@ -125,18 +129,31 @@ def _sentences(error: SlimeError) -> list[str]:
     return list(getattr(error, "problems", [str(error)]))
 
 
-STEPS: tuple[config_resolve.Step, ...] = (*megatron_rules.STEPS, *sglang_rules.STEPS, argument_rules.reward_type)
+STEPS: tuple[config_resolve.Step, ...] = (
+    *megatron_rules.STEPS,
+    trainer_rules.other_model_flags,
+    *sglang_rules.STEPS,
+    argument_rules.reward_type,
+    argument_rules.what_can_be_replaced,
+)
 """The derivations that only other rooms know, in order, after those of ``slime.config.resolve``."""
 
+LIVE_STEPS: tuple[config_resolve.Step, ...] = sglang_rules.LIVE_STEPS
+"""The derivations that ask others over the network."""
+
 RULES: tuple[config_check.Rule, ...] = (
-    *megatron_rules.RULES,
+    *trainer_rules.RULES,
     checkpoint_source.check_checkpoints,
     *sglang_rules.RULES,
     *argument_rules.RULES,
     *data_rules.RULES,
     *role_rules.RULES,
+    *sync_rules.RULES,
 )
 """The rules that only other rooms know."""
+
+MACHINE_RULES: tuple[config_check.Rule, ...] = sglang_rules.MACHINE_RULES
+"""What a run needs of the machine that it starts on; a plan of it works anywhere."""
 
 HOOK_RULES: tuple[config_check.Rule, ...] = (check_hooks, argument_rules.evaluation_hooks)
 """The rules that load functions of the user."""

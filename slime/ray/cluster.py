@@ -1,7 +1,8 @@
 """The Ray cluster of a run: joins the one it is given, or starts one inside the driver that ends with it.
 
 Without a GPU, Ray's "GPU" slots are logical: the embedded cluster announces as many as the run asks for, so that
-placement is the same code on a laptop and on a cluster. Everything binds to loopback when the cluster is our own.
+placement is the same code on a laptop and on a cluster. When the cluster is our own, all of slime's services (engines,
+routers, process groups) are on loopback; Ray's have the host's address, and ask for a token.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ import ray
 from slime.utils import accelerator
 from slime.utils.reaper import start_reaper
 
-__all__ = ["node_address", "num_slots", "running_cluster", "worker_env"]
+__all__ = ["engines_take_turns", "node_address", "running_cluster", "slot_layout", "worker_env"]
 
 logger = logging.getLogger(__name__)
 
 _OBJECT_STORE_BYTES = 512 * 1024**2
 _LOOPBACK = "127.0.0.1"
-_INHERITED = ("SLIME_ACCELERATOR", "SLIME_HOST_IP", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HF_HUB_OFFLINE")
+_INHERITED = ("SLIME_ACCELERATOR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HF_HUB_OFFLINE")
+_ONE_NODE = ("SLIME_HOST_IP",)
+"""Passed on where there is one node: with several, each says it to its own processes."""
+_EMBEDDED = "slime_embedded"
+"""A resource that only the clusters have that :func:`running_cluster` starts."""
 _DRIVER_CPUS = 4  # data buffer, rollout manager and what they start
 
 
@@ -35,6 +40,7 @@ def running_cluster(args: Namespace) -> Iterator[None]:
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of peers that fail because another process died
     if os.environ.get("RAY_ADDRESS"):
         ray.init(log_to_driver=True, logging_level=logging.WARNING)
     else:
@@ -48,7 +54,7 @@ def running_cluster(args: Namespace) -> Iterator[None]:
 def _start_embedded(args: Namespace) -> None:
     """Start Ray as children of this process, and a process that ends whatever is left of them when this one is gone."""
     start_reaper()
-    slots = num_slots(args)
+    slots, _ = slot_layout(args)
     is_cpu = accelerator.current().is_cpu
     ray.init(
         address="local",
@@ -58,7 +64,7 @@ def _start_embedded(args: Namespace) -> None:
         include_dashboard=False,
         log_to_driver=True,
         logging_level=logging.WARNING,
-        _node_ip_address=_LOOPBACK,
+        resources={_EMBEDDED: 1},
     )
 
 
@@ -67,10 +73,20 @@ def node_address() -> str:
     return os.environ.get("SLIME_HOST_IP") or ray.util.get_node_ip_address()
 
 
-def num_slots(args: Namespace) -> int:
-    """Device slots of the whole run: trainer ranks and engine devices side by side."""
+def slot_layout(args: Namespace) -> tuple[int, int]:
+    """(device slots of the whole run, the first one of the engines).
+
+    Trainer ranks and engine devices are side by side, or share slots with ``--colocate``; engines that somebody else
+    runs have none.
+    """
     train = 0 if args.debug_rollout_only else args.world_size
-    return train + (0 if args.debug_train_only else args.rollout_num_gpus)
+    engines = 0 if args.debug_train_only or args.rollout_external else args.rollout_num_gpus
+    return (max(train, engines), 0) if args.colocate else (train + engines, train)
+
+
+def engines_take_turns(args: Namespace) -> bool:
+    """Engines stand on the trainer's devices and give their memory to it."""
+    return bool(args.colocate and args.offload_rollout and not args.debug_train_only)
 
 
 def worker_env() -> dict[str, str]:
@@ -82,6 +98,15 @@ def worker_env() -> dict[str, str]:
     env = {"RAY_USE_UVLOOP": "0", "TOKENIZERS_PARALLELISM": "false"}
     if accelerator.current().is_cpu:
         env["OMP_NUM_THREADS"] = "1"
-    if not os.environ.get("RAY_ADDRESS"):
+    if _is_on_loopback():
         env |= {"SLIME_HOST_IP": _LOOPBACK, "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        env |= {name: os.environ[name] for name in _ONE_NODE if name in os.environ}
     return env | {name: os.environ[name] for name in _INHERITED if name in os.environ}
+
+
+def _is_on_loopback() -> bool:
+    """Whether the cluster is of this host alone. Asked in every process that starts others, not only in the driver.
+
+    Its address does not say it: Ray takes the host's own for loopback.
+    """
+    return _EMBEDDED in ray.cluster_resources()

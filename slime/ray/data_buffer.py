@@ -7,16 +7,20 @@ actor, only :class:`DataBufferClient`, which looks like a data source.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
 
+from slime.data.ledger import Event, Ledger
 from slime.data.sample import SampleGroup, iter_samples
 from slime.hooks.load import load_function
 from slime.observability.logging_utils import configure_logger
+from slime.ray.cards import introduce
 from slime.ray.cluster import worker_env
 from slime.ray.waiting import get
+from slime.rollout.data_source import make_data_source
 from slime.rollout.source_state import load_groups, outstanding_path, save_groups
 
 __all__ = ["DataBuffer", "DataBufferClient", "create_data_buffer"]
@@ -32,32 +36,73 @@ class DataBuffer:
     the first to be drawn after a restart.
     """
 
-    def __init__(self, args: Namespace) -> None:
+    def __init__(self, args: Namespace, ledger: Path | None = None) -> None:
+        """
+        Args:
+            ledger: file that says what became of every prompt; None writes none.
+        """
         configure_logger(" data_buffer")
+        introduce("the Data Buffer", args.heartbeat_timeout)
         self._args = args
+        self._ledger_path = ledger
+        self._ledger: Ledger | None = None
         self._source: Any = None
         self._outstanding: dict[Any, SampleGroup] = {}
+        self._given_back: list[Any] = []
 
     def start(self) -> None:
-        """Read the prompts. Not in the constructor: Ray would report its error as the death of an actor."""
-        self._source = load_function(self._args.data_source_path, "data_source")(self._args)
+        """Read the prompts, open the ledger. Not in the constructor: Ray would report an error as an actor's death."""
+        if self._ledger_path is not None:
+            self._ledger = Ledger(self._ledger_path)
+        self._source = make_data_source(load_function(self._args.data_source_path, "data_source"), self._args)
 
     def get_samples(self, num_samples: int) -> list[SampleGroup]:
         groups: list[SampleGroup] = self._source.get_samples(num_samples)
-        self._outstanding |= {_number(group): group for group in groups}  # Ray sends copies: these stay as drawn
+        drawn = {_number(group): group for group in groups}
+        self._outstanding |= drawn  # Ray sends copies: these stay as drawn
+        self._record("drawn", groups=drawn)
         return groups
 
     def add_samples(self, groups: list[SampleGroup]) -> None:
         self._source.add_samples(groups)
-        for group in groups:
-            self._outstanding.pop(_number(group), None)
-
-    def settle(self, used: Sequence[Any] | None) -> None:
-        """Groups with these numbers were used by a rollout; None: every group that was not returned."""
-        if used is None:
-            self._outstanding.clear()
-        for number in used or ():
+        numbers = [_number(group) for group in groups]
+        for number in numbers:
             self._outstanding.pop(number, None)
+        self._record("returned", groups=numbers)
+
+    def settle(self, rollout_id: int, used: Sequence[Any], keeps_others: bool) -> None:
+        """A rollout ended with the groups of these numbers as its batch.
+
+        Args:
+            keeps_others: groups that it neither used nor returned are still under way; otherwise they are dropped.
+        """
+        for number in used:
+            self._outstanding.pop(number, None)
+        self._record("used", rollout_id, used)
+        if not keeps_others:
+            self._record("dropped", rollout_id, self._outstanding)
+            self._outstanding.clear()
+
+    def drop(self, rollout_id: int, groups: list[SampleGroup]) -> None:
+        """A rollout that keeps others under way does not want these groups: they are not drawn again."""
+        numbers = [_number(group) for group in groups]
+        for number in numbers:
+            self._outstanding.pop(number, None)
+        self._record("dropped", rollout_id, numbers)
+
+    def begin(self, rollout_id: int) -> None:
+        """The run starts at ``rollout_id``: continue from the state saved after the rollout before it."""
+        if rollout_id > 0:
+            self.load(rollout_id - 1)
+        self._record("begin", rollout_id, self._given_back)
+
+    def trained(self, rollout_id: int) -> None:
+        """The trainer took its steps on rollout ``rollout_id``."""
+        self._record("trained", rollout_id)
+
+    def _record(self, event: Event, rollout: int | None = None, groups: Iterable[Any] | None = None) -> None:
+        if self._ledger is not None:
+            self._ledger.write(event, rollout=rollout, groups=groups)
 
     def size(self) -> int:
         """Prompts in one epoch."""
@@ -67,6 +112,7 @@ class DataBuffer:
         self._source.save(rollout_id)
         if self._args.save is not None:
             save_groups(outstanding_path(self._args.save, rollout_id), list(self._outstanding.values()))
+        self._record("saved", rollout_id, self._outstanding)
 
     def load(self, rollout_id: int | None) -> None:
         self._source.load(rollout_id)
@@ -74,6 +120,7 @@ class DataBuffer:
             groups = load_groups(outstanding_path(self._args.load, rollout_id))
             if groups:
                 self._source.add_samples(groups)
+                self._given_back = [_number(group) for group in groups]
 
     def get_metadata(self) -> dict[str, Any]:
         return self._source.get_metadata()
@@ -86,15 +133,15 @@ class DataBufferClient:
     """The data source as rollout functions see it. Every call has a deadline."""
 
     def __init__(self, actor: Any) -> None:
-        self._actor = actor
+        self.actor = actor
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        ref = getattr(self._actor, method).remote(*arguments)
+        ref = getattr(self.actor, method).remote(*arguments)
         return get(ref, _CALL_TIMEOUT_S, f"the Data Buffer to answer {method}()")
 
     def start(self) -> Any:
         """Start reading the prompts; returns a ref to wait for."""
-        return self._actor.start.remote()
+        return self.actor.start.remote()
 
     def get_samples(self, num_samples: int) -> list[SampleGroup]:
         return self._call("get_samples", num_samples)
@@ -102,8 +149,20 @@ class DataBufferClient:
     def add_samples(self, groups: list[SampleGroup]) -> None:
         self._call("add_samples", groups)
 
-    def settle(self, used: Sequence[Any] | None) -> None:
-        self._call("settle", used)
+    def settle(self, rollout_id: int, used: Sequence[Any], keeps_others: bool) -> None:
+        self._call("settle", rollout_id, used, keeps_others)
+
+    def drop(self, rollout_id: int, groups: list[SampleGroup]) -> None:
+        self._call("drop", rollout_id, groups)
+
+    def begin(self, rollout_id: int) -> None:
+        self._call("begin", rollout_id)
+
+    def trained(self, rollout_id: int) -> None:
+        self._call("trained", rollout_id)
+
+    def kill(self) -> None:
+        ray.kill(self.actor)
 
     def save(self, rollout_id: int) -> None:
         self._call("save", rollout_id)
@@ -130,6 +189,6 @@ def _number(group: SampleGroup) -> Any:
     return first.index if first.group_index is None else first.group_index
 
 
-def create_data_buffer(args: Namespace) -> DataBufferClient:
-    actor = ray.remote(DataBuffer).options(num_cpus=1, runtime_env={"env_vars": worker_env()}).remote(args)
+def create_data_buffer(args: Namespace, ledger: Path | None = None) -> DataBufferClient:
+    actor = ray.remote(DataBuffer).options(num_cpus=1, runtime_env={"env_vars": worker_env()}).remote(args, ledger)
     return DataBufferClient(actor)

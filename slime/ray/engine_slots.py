@@ -4,18 +4,22 @@
        | found dead
     STARTING  taken out of the router, killed; another actor starts a server on the same devices
        | its server answers
-    WAITING   serves nobody: it still has the weights of the checkpoint
+    WAITING   serves nobody: it still has the weights of the checkpoint. Left out where those are right
        | the trainer has sent it weights, the owner admits it
     SERVING
 
-Owned by the rollout server, which says how an actor is made. Knows no trainer. Without ``--use-fault-tolerance`` nobody
-watches, and every engine stays where it is.
+An engine is given up after three deaths; all of them at once when every one has died, was started again, and has died
+again before anything was generated: what kills them is not chance, and another start would not help.
+
+Owned by a rollout server, which says how an actor is made. Knows no trainer. Without ``--use-fault-tolerance`` a dead
+engine stays where it is: whoever asks next who needs weights gets the cause of its death.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -41,6 +45,7 @@ logger = logging.getLogger(__name__)
 _MAX_DEATHS = 3
 _PAUSES_S = (1.0, 2.0, 4.0)
 """Before another try to start an engine that did not start: whatever kept it from that may pass."""
+_SOON_S = 30.0
 _LOOK_TIMEOUT_S = 5.0
 _STOP_TIMEOUT_S = 15.0
 _CONTROL_TIMEOUT_S = 60.0
@@ -54,7 +59,13 @@ class _State(StrEnum):
 
 @dataclass
 class _Slot:
-    """One place. ``handle`` is the actor that sits there or is on its way; None while there is none."""
+    """One place.
+
+    Attributes:
+        handle: the actor that sits there or is on its way; None while there is none.
+        ready_at: when the one that was started again last had started.
+        has_died_again: one that was started again died soon, and nothing has been generated since its start.
+    """
 
     rank: int
     handle: Any = None
@@ -62,6 +73,8 @@ class _Slot:
     state: _State = _State.STARTING
     deaths: int = 0
     died_at: float = 0.0
+    ready_at: float = -math.inf
+    has_died_again: bool = False
 
     @property
     def name(self) -> str:
@@ -71,12 +84,17 @@ class _Slot:
 
 @dataclass(frozen=True)
 class WatchSettings:
-    """Seconds of the health checks and of the start of an engine; see the flags of the same names."""
+    """Seconds of the health checks and of the start of an engine; see the flags of the same names.
+
+    Attributes:
+        replaces_dead: without, only ended processes are noticed, and the first one ends the run.
+    """
 
     interval_s: float
     timeout_s: float
     first_wait_s: float
     start_timeout_s: float
+    replaces_dead: bool = True
 
 
 @dataclass(frozen=True)
@@ -97,16 +115,22 @@ class EngineSlots:
 
     Args:
         make: starts the actor for (rank, how many died there before); returns its handle without waiting.
-        count: engines.
+        ranks: numbers of the engines in the run.
+        needs_weights: False where the weights of the checkpoint are right: such engines never wait.
     """
 
-    def __init__(self, make: Callable[[int, int], Any], count: int, router_url: str) -> None:
+    def __init__(
+        self, make: Callable[[int, int], Any], ranks: Sequence[int], router_url: str, *, needs_weights: bool = True
+    ) -> None:
         self._make = make
         self._router_url = router_url
-        self._slots = [_Slot(rank, make(rank, 0)) for rank in range(count)]
+        self._needs_weights = needs_weights
+        self._by_rank = {rank: _Slot(rank, make(rank, 0)) for rank in ranks}
+        self._slots = list(self._by_rank.values())
         self._starting = [slot.handle.start_and_register.remote(router_url) for slot in self._slots]
         self._guard = threading.Lock()  # states and handles of the slots, and the failure
         self._failure: Exception | None = None
+        self._progress_at = -math.inf
         self._stopping = threading.Event()
         self._settings: WatchSettings | None = None
         self._monitor: HealthMonitor | None = None
@@ -118,14 +142,14 @@ class EngineSlots:
             slot.info, slot.state = info, _State.SERVING
 
     def watch(self, settings: WatchSettings) -> None:
-        """From now on notice the dead and start others in their places."""
+        """From now on notice the dead, and start others in their places."""
         self._settings = settings
         self._monitor = HealthMonitor(
             self._find_ended,
             self._ask,
             self._on_dead,
             interval_s=settings.interval_s,
-            first_wait_s=settings.first_wait_s,
+            first_wait_s=settings.first_wait_s if settings.replaces_dead else math.inf,
         )
         self._monitor.start()
 
@@ -140,18 +164,34 @@ class EngineSlots:
         serving = self._fleet_of(_State.SERVING)
         return WaitingEngines(self._fleet_of(_State.WAITING), len(serving.engines))
 
-    def begin_sync(self) -> RayEngineFleet:
-        """Nobody is asked how he is until :meth:`end_sync`. Returns the engines that can take weights."""
-        self.waiting()
+    def pause_watch(self) -> None:
+        """Nobody is asked how he is until :meth:`resume_watch`."""
         if self._monitor is not None:
             self._monitor.pause()
-        return self.fleet()
 
-    def end_sync(self, names: Sequence[str]) -> None:
-        """The engines of these names have the new weights; the watch goes on."""
-        self.admit(names)
+    def resume_watch(self) -> None:
         if self._monitor is not None:
             self._monitor.resume()
+
+    def look(self) -> None:
+        """Look now who has died."""
+        if self._monitor is not None:
+            self._monitor.look()
+
+    def note_progress(self) -> None:
+        """Something was generated, so whoever has died again was not bound to."""
+        with self._guard:
+            self._progress_at = time.monotonic()
+            for slot in self._slots:
+                slot.has_died_again = False
+
+    def condemn(self, names: Sequence[str]) -> None:
+        """Replace the engines of these names, which do not answer. Nothing happens where the dead are not replaced."""
+        if self._settings is None or not self._settings.replaces_dead:
+            return
+        for slot in self._slots:
+            if slot.name in names:
+                self._on_dead(slot.rank, "it did not answer during a weight sync")
 
     def admit(self, names: Sequence[str]) -> None:
         """The engines of these names have the weights of the others: those of them that waited may serve now."""
@@ -162,20 +202,11 @@ class EngineSlots:
             if is_admitted:
                 self._admit(slot, handle)
 
-    def lost(self, names: Sequence[str]) -> list[str]:
-        """Look now, and say which of the engines of these names are dead."""
-        if self._monitor is not None:
-            self._monitor.look()
-        alive = self.fleet().names
-        return [name for name in names if name not in alive]
-
     def raise_if_dead(self) -> None:
-        """Raise the cause if an engine has died and nobody replaces it."""
+        """Look now; raise the cause if an engine has died and nobody replaces it."""
+        self.look()
         if self._failure is not None:
             raise self._failure
-        if self._monitor is None:
-            calls = [slot.handle.raise_if_dead.remote() for slot in self._slots]
-            get(calls, _STOP_TIMEOUT_S, "engines to say whether they live")
 
     def stop(self, *, leaves_router: bool) -> None:
         """Stop all engines. ``leaves_router``: the router lives on, so it must forget them."""
@@ -183,11 +214,15 @@ class EngineSlots:
             self._stopping.set()
         if self._monitor is not None:
             self._monitor.stop()
-        handles = [slot.handle for slot in self._slots if slot.handle is not None]
+        with self._guard:
+            handles = [slot.handle for slot in self._slots if slot.handle is not None]
+            urls = [slot.info.url for slot in self._slots if slot.info is not None]
         try:
-            if leaves_router:
-                forgotten = [handle.deregister.remote(self._router_url) for handle in handles]
-                get(forgotten, _STOP_TIMEOUT_S, "engines to leave the router")
+            for url in urls if leaves_router else ():
+                remove_worker(self._router_url, url)
+        except EngineError as error:
+            logger.warning("the router still knows engines of this run: %s", error)
+        try:
             get([handle.stop.remote() for handle in handles], _STOP_TIMEOUT_S, "engines to stop")
         except Exception as error:  # killing the actor kills its server as well
             logger.warning("an engine did not stop by itself: %s", error)
@@ -211,7 +246,12 @@ class EngineSlots:
         assert self._settings is not None
         timeout_s = self._settings.timeout_s
         asked_at = time.monotonic()
-        call = self._slots[rank].handle.is_responsive.remote(timeout_s)
+        with self._guard:
+            slot = self._by_rank[rank]
+            handle, is_serving = slot.handle, slot.state is _State.SERVING
+        if not is_serving:
+            return lambda: True  # paused while it takes weights, it could not answer
+        call = handle.is_responsive.remote(timeout_s)
 
         def answer() -> bool | None:
             if ray.wait([call], timeout=0)[0]:
@@ -221,12 +261,17 @@ class EngineSlots:
         return answer
 
     def _on_dead(self, rank: int, reason: str) -> None:
-        slot = self._slots[rank]
+        slot = self._by_rank[rank]
         with self._guard:
             if self._stopping.is_set() or slot.state is _State.STARTING:
                 return
             slot.state = _State.STARTING
             slot.died_at = time.monotonic()
+            slot.has_died_again = self._progress_at < slot.ready_at and slot.died_at < slot.ready_at + _SOON_S
+        assert self._settings is not None
+        if not self._settings.replaces_dead:
+            self._failure = self._last_words(slot.handle) or EngineError(f"engine {rank}: {reason}.")
+            return
         threading.Thread(target=self._replace, args=(slot, reason), name=f"engine {rank} again", daemon=True).start()
 
     def _replace(self, slot: _Slot, reason: str) -> None:
@@ -243,6 +288,11 @@ class EngineSlots:
                     raise EngineError(
                         f"--use-fault-tolerance: engine {slot.rank} died {slot.deaths} times in this run, which is "
                         f"more than the {_MAX_DEATHS} that are made good. Last time: {cause}"
+                    )
+                if all(each.has_died_again for each in self._slots):
+                    raise EngineError(
+                        f"--use-fault-tolerance: every engine died again within {_SOON_S:g} s of being started again, "
+                        f"before anything was generated, so another start would not help. The last one: {cause}"
                     )
                 try:
                     self._start_again(slot)
@@ -262,17 +312,26 @@ class EngineSlots:
                 logger.warning("the router still knows engine %d: %s", slot.rank, error)
         if handle is None:
             return reason
-        try:
-            get(handle.raise_if_dead.remote(), _LOOK_TIMEOUT_S, "the last words of a dead engine")
-        except Exception as error:
-            reason = f"{reason}. {_text(error)}" if _text(error) not in reason else reason
+        words = self._last_words(handle)
+        if words is not None and _text(words) not in reason:
+            reason = f"{reason}. {_text(words)}"
         try:
             get(handle.stop.remote(), _LOOK_TIMEOUT_S, "a dead engine to stop")
         except Exception as error:  # killing the actor kills its server as well
             logger.debug("%s", error)
         ray.kill(handle)
-        slot.handle = slot.info = None
+        with self._guard:
+            slot.handle = slot.info = None
         return reason
+
+    @staticmethod
+    def _last_words(handle: Any) -> Exception | None:
+        """Why the engine died, as its actor knows it."""
+        try:
+            get(handle.raise_if_dead.remote(), _LOOK_TIMEOUT_S, "the last words of a dead engine")
+        except Exception as error:
+            return error
+        return None
 
     def _start_again(self, slot: _Slot) -> None:
         assert self._settings is not None
@@ -280,17 +339,19 @@ class EngineSlots:
             if self._stopping.is_set():
                 return
             slot.handle = handle = self._make(slot.rank, slot.deaths)
-        info = get(
-            handle.start_unregistered.remote(),
-            self._settings.start_timeout_s + _CONTROL_TIMEOUT_S,
-            f"engine {slot.rank} to start again",
-        )
+        waits = self._needs_weights
+        started = handle.start_unregistered.remote() if waits else handle.start_and_register.remote(self._router_url)
+        limit_s = self._settings.start_timeout_s + _CONTROL_TIMEOUT_S
+        info = get(started, limit_s, f"engine {slot.rank} to start again")
         assert self._monitor is not None
         self._monitor.renew(slot.rank)
         with self._guard:
-            slot.info, slot.state = info, _State.WAITING
-        seconds = time.monotonic() - slot.died_at
+            slot.info, slot.state = info, _State.WAITING if waits else _State.SERVING
+            slot.ready_at = time.monotonic()
+        seconds = slot.ready_at - slot.died_at
         logger.info("engine %d started again at %s, %.1f s after its death was noticed", slot.rank, info.url, seconds)
+        if not waits:
+            _log_service(slot)
 
     def _admit(self, slot: _Slot, handle: Any) -> None:
         try:
@@ -301,8 +362,12 @@ class EngineSlots:
         with self._guard:
             if slot.state is _State.WAITING and slot.handle is handle:
                 slot.state = _State.SERVING
-        seconds = time.monotonic() - slot.died_at
-        logger.info("engine %d serves again, %.1f s after its death was noticed", slot.rank, seconds)
+        _log_service(slot)
+
+
+def _log_service(slot: _Slot) -> None:
+    seconds = time.monotonic() - slot.died_at
+    logger.info("engine %d serves again, %.1f s after its death was noticed", slot.rank, seconds)
 
 
 def _value(call: Any, *, if_dead: bool) -> bool:

@@ -24,9 +24,6 @@ def _flag(default: Any, help_text: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": help_text, **metadata})
 
 
-_COLOCATION = "trainer and engines each have devices of their own so far"
-_DISK_SYNC = "weights go to the engines over the network so far, not through files"
-_DELTA_SYNC = "every sync sends all weights so far"
 _CI = "there are no built-in CI assertions yet"
 _TEACHER = "there is no server of the trainer's log-probs yet"
 
@@ -36,7 +33,7 @@ class ClusterArgs:
     """Cluster."""
 
     train_backend: Literal["megatron", "fsdp"] = _flag(
-        "megatron", "Training backend.", later_values={"fsdp": "the only training backend so far is megatron"}
+        "megatron", "Training backend: megatron-core, or models of transformers sharded by torch's FSDP2."
     )
     actor_num_nodes: int = _flag(1, "Nodes of the trainer.")
     actor_num_gpus_per_node: int = _flag(
@@ -45,24 +42,16 @@ class ClusterArgs:
     rollout_num_gpus: int | None = _flag(None, "Device slots for inference engines.")
     rollout_num_gpus_per_engine: int = _flag(1, "Tensor-parallel size of one engine.")
     num_gpus_per_node: int = _flag(8, "Devices of a node that hosts engines.")
-    colocate: bool = _flag(
-        False, "Trainer and engines take turns on the same devices.", later_values={True: _COLOCATION}
-    )
-    offload: bool = _flag(
-        False, "Short for --offload-train --offload-rollout.", later_values={True: "nothing is moved off a device yet"}
-    )
+    colocate: bool = _flag(False, "Trainer and engines take turns on the same devices.")
+    offload: bool = _flag(False, "Short for --offload-train --offload-rollout.")
     offload_train: bool | None = _flag(
-        None,
-        "The trainer's state is in host memory while engines generate. Default: with --colocate.",
-        later_values={True: "the trainer stays on its devices"},
+        None, "The trainer's state is in host memory while engines generate. Default: with --colocate."
     )
     offload_rollout: bool | None = _flag(
-        None,
-        "Engines release their memory while the trainer works. Default: with --colocate.",
-        later_values={True: "engines keep their memory"},
+        None, "Engines on the trainer's devices release their memory while it works. Default: with --colocate."
     )
     release_train: bool = _flag(
-        False, "End the trainer's processes while engines generate.", later_values={True: "trainers live for the run"}
+        False, "The trainer's processes end while engines generate, and start again from the last checkpoint."
     )
     train_env_vars: dict[str, Any] = field(
         default_factory=dict, metadata={"help": "JSON object of environment variables for trainer processes."}
@@ -72,7 +61,6 @@ class ClusterArgs:
         metadata={
             "metavar": "HOST:PORT",
             "help": "Running engines to use instead of starting any.",
-            "later": "engines are always started",
         },
     )
     rollout_data_transport: Literal["object-store", "nixl"] = _flag(
@@ -93,30 +81,35 @@ class SyncArgs:
     """Weight synchronisation."""
 
     update_weight_mode: Literal["full", "delta"] = _flag(
-        "full", "Send all weights, or what changed.", later_values={"delta": _DELTA_SYNC}
+        "full", "Send all weights, or what has changed since the last time (with --update-weight-transport disk)."
     )
     update_weight_transport: Literal["nccl", "disk"] = _flag(
         "nccl",
-        "Collectives (gloo where there is no GPU), or a directory that everyone sees.",
-        later_values={"disk": _DISK_SYNC},
+        "Collectives (gloo where there is no GPU; shared memory between processes of one device), or a directory that "
+        "everyone sees.",
     )
     update_weight_buffer_size: int = _flag(512 * 1024**2, "Largest bucket of weights sent at once, in bytes.")
+    update_weight_changed_only: bool = _flag(
+        False,
+        "Do not send tensors again that have not changed since the last time (frozen ones, for instance). Costs a "
+        "checksum of all weights at every sync.",
+    )
     update_weights_interval: int = _flag(1, "Send weights to the engines every N rollouts.")
     update_weight_disk_dir: str | None = _flag(
-        None, "Directory shared by all nodes for --update-weight-transport disk.", later=_DISK_SYNC
+        None, "Directory shared by all nodes for --update-weight-transport disk. Old weights in it are deleted."
     )
-    update_weight_disk_keep_files: bool = _flag(False, "Keep weight files that engines have loaded.", later=_DISK_SYNC)
+    update_weight_disk_keep_files: bool = _flag(False, "Keep weight files that engines have loaded.")
     update_weight_delta_encoding: Literal["xor", "overwrite"] = _flag(
-        "xor", "Form of a delta: changed bits, or positions and new values.", later=_DELTA_SYNC
+        "xor", "Form of a delta: changed bits, or positions and new values."
     )
     update_weight_delta_checksum: Literal["xxh3-128", "blake3", "adler32"] = _flag(
-        "xxh3-128", "Checksum that each tensor must have after a delta.", later=_DELTA_SYNC
+        "xxh3-128", "Checksum of each tensor that is sent through files."
     )
     update_weight_local_checkpoint_dir: str | None = _flag(
-        None, "Directory on each engine host with the checkpoint that deltas are applied to.", later=_DELTA_SYNC
+        None, "Directory on each engine host for a copy of the weights, which deltas are applied to."
     )
     custom_update_weight_post_write_path: str | None = _flag(
-        None, "Function f(args, version_dir, rollout_engines) called after weight files are written.", later=_DISK_SYNC
+        None, "Function f(args, version_dir, rollout_engines) called after weight files are written."
     )
     model_name: str | None = _flag(
         None,
@@ -154,10 +147,17 @@ class ConvenienceArgs:
 
 @dataclass(frozen=True)
 class FaultToleranceArgs:
-    """Fault tolerance of engines."""
+    """Fault tolerance."""
 
     use_fault_tolerance: bool = _flag(
-        False, "Engines that die are started again, up to three times each, and the run goes on."
+        False,
+        "Engines that die are started again, up to three times each, and the run goes on; with --save, it is begun "
+        "again from its last checkpoint when another of its processes dies.",
+    )
+    heartbeat_timeout: float = _flag(
+        10.0,
+        "Seconds after which a process of the run that gives no sign of life and was stopped counts as dead, and is "
+        "killed; one that hangs in native code, six times as long. 0: never.",
     )
     rollout_health_check_interval: float = _flag(
         30.0, "Seconds between two health checks of an engine. One whose process ended is noticed within a second."

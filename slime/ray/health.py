@@ -2,6 +2,7 @@
 
     every second      has its process ended?                 yes -> dead
     every interval    does it answer a request in time?      no  -> a strike; three in a row -> dead
+                      most of them silent at once            six in a row: it may be the network, or this process
 
 A thread of the rollout manager. Knows neither Ray nor engines: it is handed functions that look at them, and one that
 is told about the dead. Paused while weights are sent: an engine that is busy taking them is not a dead one.
@@ -34,7 +35,8 @@ class HealthMonitor:
         ask: sends a request to the engine ``rank`` and returns at once.
         interval_s: seconds between an answer and the next question to an engine.
         first_wait_s: seconds without questions after :meth:`start`, after :meth:`resume`, and to a new engine.
-        strikes: questions in a row that an engine leaves unanswered before it counts as dead.
+        strikes: questions in a row that an engine leaves unanswered before it counts as dead; twice as many while more
+            than half of several engines are silent.
     """
 
     def __init__(
@@ -97,13 +99,13 @@ class HealthMonitor:
     def look(self) -> None:
         """Look at every engine once, also while paused: then only for ended processes."""
         with self._guard:
-            for rank, has_ended in self._find_ended().items():
-                if self._stopped.is_set():
-                    return
+            looks = self._find_ended()
+            for rank, has_ended in looks.items():
                 if has_ended:
                     self._bury(rank, "its process ended")
                 elif not self._is_paused:
                     self._question(rank)
+            self._bury_silent(len(looks))
 
     def _question(self, rank: int) -> None:
         now = self._clock()
@@ -121,10 +123,17 @@ class HealthMonitor:
             return
         self._strikes[rank] = self._strikes.get(rank, 0) + 1
         logger.warning("engine %d does not answer (%d of %d)", rank, self._strikes[rank], self._limit)
-        if self._strikes[rank] >= self._limit:
-            self._bury(rank, f"it left {self._limit} health checks in a row unanswered")
+
+    def _bury_silent(self, num_watched: int) -> None:
+        silent = {rank: strikes for rank, strikes in self._strikes.items() if strikes >= self._limit}
+        is_common = len(silent) > 1 and 2 * len(silent) > num_watched
+        for rank, strikes in silent.items():
+            if not is_common or strikes >= 2 * self._limit:
+                self._bury(rank, f"it left {strikes} health checks in a row unanswered")
 
     def _bury(self, rank: int, reason: str) -> None:
+        if self._stopped.is_set():
+            return
         self._open.pop(rank, None)
         self._strikes.pop(rank, None)
         self._on_dead(rank, reason)

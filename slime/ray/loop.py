@@ -12,6 +12,8 @@ import logging
 import threading
 import time
 from argparse import Namespace
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,21 +22,29 @@ import ray
 
 from slime.backends.protocols import TrainReport
 from slime.config.roles import role_args
+from slime.data.ledger import ledger_path
 from slime.observability.console import step_line
-from slime.observability.tracking import Tracker, create_tracker
+from slime.observability.step_metrics import Work, perf_metrics, warn_if_mismatched
+from slime.observability.tracking import Tracker, create_tracker, run_directory
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.ahead import RolloutsAhead
+from slime.ray.cluster import engines_take_turns
 from slime.ray.critic import critic_args, needs_critic
 from slime.ray.data_buffer import DataBufferClient, create_data_buffer
+from slime.ray.engine_memory import RemoteEngineMemory
 from slime.ray.engine_slots import WaitingEngines
+from slime.ray.failures import message_of
 from slime.ray.fleet import RayEngineFleet
-from slime.ray.placement_group import create_placement_groups
+from slime.ray.placement_group import GpuSlots, create_placement_groups, release_placement_groups
+from slime.ray.progress import Progress, phase
 from slime.ray.recovery import Recovery
 from slime.ray.rollout import create_rollout_manager
 from slime.ray.shards import RolloutResult
 from slime.ray.train_actor import SyncReport
-from slime.ray.waiting import get
-from slime.utils.errors import ConfigError
+from slime.ray.turns import DeviceTurns
+from slime.ray.waiting import get, raise_if_dead
+from slime.utils.errors import ConfigError, ProcessDied, SlimeError, StartFailed
+from slime.utils.interrupt import acknowledge
 
 __all__ = ["Run", "is_due", "start_run"]
 
@@ -60,12 +70,18 @@ class Run:
     start_rollout_id: int
     num_rollout: int
     _fleet: RayEngineFleet | None
+    slots: Mapping[str, GpuSlots]
+    progress: Progress
     critic: RayTrainGroup | None = None
+    turns: DeviceTurns = field(default_factory=DeviceTurns)
     _has_trained: bool = False
+    _train_ended: float = 0.0
+    _num_synced_bytes: int = 0
     _version: str | None = None
     _num_trained: int = 0
     _ahead: RolloutsAhead[RolloutResult] | None = None
     _recovery: Recovery | None = None
+    _evaluation: tuple[Any, int] | None = None
     _trainer_in_use: threading.Lock = field(default_factory=threading.Lock)
     _seconds: dict[str, float] = field(default_factory=dict)
 
@@ -73,12 +89,14 @@ class Run:
     def rollout_ids(self) -> range:
         return range(self.start_rollout_id, self.num_rollout)
 
+    @phase("engines", "generate")
     def generate(self, rollout_id: int) -> RolloutResult:
         """Prompts become scored samples, split for the trainer's ranks.
 
         The Data Buffer's state after this rollout is saved here, when a checkpoint will follow: later rollouts may be
         drawing prompts already by the time the trainer gets there.
         """
+        self._let_engines_work()
         started = time.monotonic()
         version = self._version
         saves_state = is_due(rollout_id, self.args.save_interval, self.num_rollout - 1)
@@ -87,12 +105,16 @@ class Run:
         seconds = time.monotonic() - started
         return replace(result, version=self._version, oldest_version=version, seconds=seconds)
 
+    def _let_engines_work(self) -> None:
+        if not self.args.is_async:  # there they work all the time
+            self.turns.to_engines()
+
     def _engines_work(self, ref: Any, what: str) -> Any:
         wait = get if self._recovery is None else self._recovery.get
         return wait(ref, self.args.rollout_timeout, what, "--rollout-timeout")
 
     def watch_engines(self) -> None:
-        """From now on engines that die are made good (``--use-fault-tolerance``)."""
+        """From now on engines that die are made good (``--use-fault-tolerance``), or end the run at once."""
         self._recovery = Recovery(self.manager, self._send_current_weights, self.args.engine_start_timeout)
 
     def _send_current_weights(self, waiting: WaitingEngines) -> bool:
@@ -107,9 +129,10 @@ class Run:
             return False
         try:
             version = str(self._num_trained)
-            if waiting.num_serving and version != self._version:
+            if waiting.num_serving and (version != self._version or self.turns.shares_devices):
                 return False
-            self.trainer.update_weights(waiting.fleet, version)
+            with self.turns.to_sync_with(waiting.fleet, self.args.weight_sync_timeout):
+                self.trainer.update_weights(waiting.fleet, version)
             self._version = version
             return True
         finally:
@@ -126,18 +149,26 @@ class Run:
         )
         return self._ahead
 
+    @phase("trainer", "train")
     def train(self, rollout_id: int, rollout: RolloutResult) -> TrainReport | None:
         """Samples become a gradient, a gradient becomes new weights in the trainer."""
         if self.trainer is None:
             return None
-        started = time.monotonic()
         with self._trainer_in_use:
+            if self.critic is None:
+                self.turns.to_trainer()
+            else:
+                self.turns.to_critic()
+            started = time.monotonic()
+            self._seconds["train_wait"] = started - self._train_ended if self._has_trained else 0.0
             if self.critic is None:
                 report = self.trainer.train(rollout_id, rollout.shards, rollout.versions)
             else:
                 report = self._train_both(rollout_id, rollout)
             self._num_trained = rollout_id + 1
-        self._seconds["train"] = time.monotonic() - started
+        self.data_buffer.trained(rollout_id)
+        self._train_ended = time.monotonic()
+        self._seconds["train"] = self._train_ended - started
         if not self._has_trained:
             self._has_trained = True
             self._seconds["first_step"] = time.time() - psutil.Process().create_time()
@@ -151,40 +182,68 @@ class Run:
         of_critic, values = self.critic.train_values(rollout_id, rollout.shards, rollout.versions)
         if rollout_id < self.args.num_critic_only_steps:
             return of_critic
+        self.turns.to_trainer()
         report = self.trainer.train(rollout_id, rollout.shards, rollout.versions, values)
         steps = [a | b for a, b in zip(report.steps, of_critic.steps, strict=True)]
         return replace(report, steps=steps, seconds=report.seconds | of_critic.seconds)
 
+    @phase("trainer", "sync")
     def sync_weights(self, num_trained: int) -> None:
         """New weights become the engines' weights; their version is the number of rollouts they were trained on."""
         if self.trainer is None or self._fleet is None:
             return
+        self.finish_evaluation()  # it is made by one set of weights
         trainer, version = self.trainer, str(num_trained)
         with self._trainer_in_use:
+            self.turns.to_sync()
             if self._recovery is None:
                 report: SyncReport = trainer.update_weights(self._fleet, version)
             else:
                 report = self._recovery.sync(lambda fleet: trainer.update_weights(fleet, version))
             self._version = version
+            self.turns.to_engines()
         self._seconds["sync"] = report.seconds
+        self._num_synced_bytes = report.num_bytes
 
+    @phase("trainer", "save")
     def save(self, rollout_id: int) -> None:
         """The model, after the data state: the tracker file that makes a checkpoint count names a complete one."""
         if self.trainer is None:
             return
+        started = time.monotonic()
         with self._trainer_in_use:
             if self.critic is not None:
+                self.turns.to_critic()
                 self.critic.save(rollout_id)  # first: the actor's checkpoint is the one that counts
+            self.turns.to_trainer()
             self.trainer.save(rollout_id)
             if self.args.save_hf is not None:
                 self.trainer.save_hf(self.args.save_hf.format(rollout_id=rollout_id))
+        self._seconds["save_model"] = time.monotonic() - started
 
+    @phase("engines", "eval")
     def evaluate(self, rollout_id: int, num_trained: int) -> dict[str, float]:
-        """Score the held-out sets with the weights that were trained on ``num_trained`` rollouts."""
+        """Score the held-out sets with the weights that were trained on ``num_trained`` rollouts.
+
+        With ``--background-eval`` this only begins it; rollouts and training go on, new weights wait for it.
+        """
         if self.args.debug_train_only:
             return {}
-        what = f"the evaluation after {num_trained} rollouts"
-        metrics = self._engines_work(self.manager.eval.remote(rollout_id), what)
+        self.finish_evaluation()
+        self._let_engines_work()
+        if self.args.background_eval:
+            self._evaluation = (self.manager.eval.remote(rollout_id), num_trained)
+            return {}
+        with nullcontext() if self._ahead is None else self._ahead.engines_idle():
+            self._evaluation = (self.manager.eval.remote(rollout_id), num_trained)
+            return self.finish_evaluation()
+
+    def finish_evaluation(self) -> dict[str, float]:
+        """Wait for the evaluation that is under way, if there is one, and log it."""
+        if self._evaluation is None:
+            return {}
+        (ref, num_trained), self._evaluation = self._evaluation, None
+        metrics: dict[str, float] = self._engines_work(ref, f"the evaluation after {num_trained} rollouts")
         self.tracker.log(metrics | {"eval/step": num_trained}, step_key="eval/step")
         logger.info("eval after %d rollouts: %s", num_trained, {k: round(v, 4) for k, v in metrics.items()})
         return metrics
@@ -195,10 +254,12 @@ class Run:
         self._seconds["rollout"] = rollout.seconds
         if rollout.version is not None:
             metrics["rollout/weight_version_lag"] = float(rollout_id - int(rollout.version))
-        metrics |= {f"perf/{name}_time": seconds for name, seconds in self._seconds.items()}
+        phases = self._seconds | self.turns.seconds | (training.seconds if training is not None else {})
+        work = Work(rollout.num_tokens, rollout.forward_flops, self.args.world_size, self._num_synced_bytes)
+        metrics |= perf_metrics(phases, work)
         if training is not None:
             metrics |= {f"rollout/{name}": value for name, value in training.rollout.items()}
-            metrics |= {f"perf/{name}_time": seconds for name, seconds in training.seconds.items()}
+            warn_if_mismatched(rollout_id, training.steps, self.tracker.directory)
             for number, step in enumerate(training.steps, start=rollout_id * len(training.steps)):
                 values = {f"train/{name}": value for name, value in step.items()}
                 self.tracker.log(values | {"train/step": number}, step_key="train/step")
@@ -206,58 +267,102 @@ class Run:
         last = training.steps[-1] if training is not None and training.steps else {}
         print(step_line(rollout_id, metrics, last, self._seconds), flush=True)
         self._seconds.clear()
+        self.turns.seconds.clear()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Stop everything. An error that is nobody's on purpose is what a death looks like to those who were left."""
+        state = "failed"
+        try:
+            if error is None:
+                self.finish_evaluation()
+                state = "finished"
+            elif isinstance(error, Exception) and not isinstance(error, SlimeError):
+                actors = [self.manager, self.data_buffer.actor, *self._ranks()]
+                raise_if_dead(actors, f"a process of the run, which failed with {type(error).__name__}")
+        finally:
+            self.progress.update(state=state)
+            self.dispose()
+
+    def _ranks(self) -> list[Any]:
+        return [rank for group in (self.trainer, self.critic) if group is not None for rank in group.ranks]
 
     def dispose(self) -> None:
-        """Stop engines and router and close the trackers. Safe to call in any state."""
+        """Stop every process and close the trackers. Safe to call in any state; nothing of the run is left in Ray."""
+        acknowledge()
         if self._ahead is not None:
             self._ahead.stop()
         try:
             get(self.manager.dispose.remote(), _DISPOSE_TIMEOUT_S, "the rollout manager to stop its engines")
         except Exception as error:  # whatever is left dies with the actors below
-            logger.warning("engines were not stopped in order: %s", error)
+            told = message_of(error) or str(error)
+            logger.warning("engines were not stopped in order: %s", told.partition("\n")[0])
         ray.kill(self.manager)
+        self.data_buffer.kill()
         for group in (self.trainer, self.critic):
             if group is not None:
                 group.kill()
+        release_placement_groups(self.slots)
         self.tracker.close()
 
 
 def start_run(args: Namespace) -> Run:
     """Start everything at once: engines and router, Data Buffer and trainer come up side by side.
 
-    Whatever fails first ends the start with its own error; what was already started is stopped.
+    Engines that share devices with the trainer come first: they take a part of the memory that is free then, and have
+    given it back by the time the trainer comes. Whatever fails first ends the start with its own error, and what was
+    already started is stopped.
     """
     tracker = create_tracker(args)
     slots = create_placement_groups(args)
-    data_buffer = create_data_buffer(args)
+    directory = run_directory(args)
+    ledger = ledger_path(args.save, directory)
+    data_buffer = create_data_buffer(args, ledger)
     manager = create_rollout_manager(args, slots["rollout"], data_buffer)
-    trainer: RayTrainGroup | None = None
-    run = Run(args, tracker, manager, data_buffer, None, 0, 0, None)
+    progress = Progress(directory, ledger=str(ledger))
+    run = Run(args, tracker, manager, data_buffer, None, 0, 0, None, slots, progress)
     try:
         ready = [manager.start.remote(), data_buffer.start()]
         num_rollout = _num_rollout(args, data_buffer, ready)
         args.num_rollout = num_rollout  # the trainer's learning-rate schedule needs it
-        if not args.debug_rollout_only:
-            of_actor = role_args(args, "actor")
-            trainer = run.trainer = RayTrainGroup(of_actor, slots["actor"])
-            if needs_critic(args):
-                run.critic = RayTrainGroup(critic_args(args), slots["actor"], "critic")
-        starts = trainer.start_setup(of_actor.use_kl_loss or of_actor.kl_coef != 0) if trainer is not None else []
-        starts += run.critic.start_setup(with_ref=False) if run.critic is not None else []
+        if engines_take_turns(args):
+            get(ready, args.trainer_start_timeout, "engines to start")
+            run.turns.engines = RemoteEngineMemory(manager, args.weight_sync_timeout)
+            run.turns.engines.offload()
+        starts = [] if args.debug_rollout_only else _start_trainer(run, slots["actor"])
         results = get([*ready, *starts], args.trainer_start_timeout, "engines and trainer to start")
         run.start_rollout_id = run._num_trained = _start_id(args, results[len(ready) :])
         run.num_rollout = num_rollout
-        if run.start_rollout_id > 0:
-            get(manager.load.remote(run.start_rollout_id - 1), 600.0, "the Data Buffer to load its state")
+        data_buffer.begin(run.start_rollout_id)
+        run.progress.update(first_rollout=run.start_rollout_id, num_rollout=num_rollout)
         run._fleet = get(manager.fleet.remote(), 60.0, "the rollout manager to name its engines")
-        if args.check_weight_update_equal and trainer is not None:
-            get(manager.reset_weights.remote(), args.weight_sync_timeout, "engines to take random weights")
-        if args.use_fault_tolerance and run._fleet is not None:
+        if not args.debug_train_only:
             run.watch_engines()
+    except ProcessDied as death:
+        run.dispose()
+        raise StartFailed(f"the run could not start: {message_of(death)}") from None
     except BaseException:
         run.dispose()
         raise
     return run
+
+
+def _start_trainer(run: Run, slots: GpuSlots) -> list[Any]:
+    """Start building actor and critic. Returns refs to the rollout id that each rank would start with."""
+    args = run.args
+    of_actor = role_args(args, "actor")
+    run.trainer = run.turns.trainer = RayTrainGroup(of_actor, slots)
+    run.turns.moves_trainer, run.turns.ends_trainer = args.offload_train, args.release_train
+    starts = run.trainer.start_setup(of_actor.use_kl_loss or of_actor.kl_coef != 0)
+    if not needs_critic(args):
+        return starts
+    if args.offload_train:  # one after the other
+        get(starts, args.trainer_start_timeout, "the trainer to start")
+        run.trainer.offload()
+    run.critic = run.turns.critic = RayTrainGroup(critic_args(args), slots, "critic")
+    return starts + run.critic.start_setup(with_ref=False)
 
 
 def _num_rollout(args: Namespace, data_buffer: DataBufferClient, ready: list[Any]) -> int:

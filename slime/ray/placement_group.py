@@ -1,25 +1,27 @@
 """Which process runs on which device: one placement group, its slots in node and device order, and who gets which.
 
-slots   0 ... A-1   trainer ranks        A ... A+R-1   inference engines
+                 slots of the trainer   slots of the engines
+                 0 ... A-1              A ... A+R-1
+--colocate       0 ... A-1              0 ... R-1
 """
 
 from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from slime.ray.cluster import num_slots, worker_env
+from slime.ray.cluster import slot_layout, worker_env
 from slime.ray.waiting import get
 from slime.utils import accelerator
 from slime.utils.deadline import Deadline
 
-__all__ = ["GpuSlots", "create_placement_groups"]
+__all__ = ["GpuSlots", "create_placement_groups", "release_placement_groups"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +59,18 @@ class GpuSlots:
 
 def create_placement_groups(args: Namespace) -> dict[str, GpuSlots]:
     """Reserve every device slot of the run. Returns the slots of ``"actor"`` and ``"rollout"``."""
-    slots = _reserve(num_slots(args), args.placement_timeout)
+    count, first = slot_layout(args)
+    slots = _reserve(count, args.placement_timeout)
     num_train = 0 if args.debug_rollout_only else args.world_size
-    return {"actor": slots[:num_train], "rollout": slots[num_train:]}
+    num_engine = 0 if args.debug_train_only or args.rollout_external else args.rollout_num_gpus
+    return {"actor": slots[:num_train], "rollout": slots[first : first + num_engine]}
+
+
+def release_placement_groups(slots: Mapping[str, GpuSlots]) -> None:
+    """Give every slot back. Actors that are still on one are killed."""
+    for group in {id(part.group): part.group for part in slots.values()}.values():
+        if group is not None:
+            remove_placement_group(group)
 
 
 def _reserve(count: int, timeout_s: float) -> GpuSlots:
@@ -82,23 +93,39 @@ def _reserve(count: int, timeout_s: float) -> GpuSlots:
     return _ordered(group, count)
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a slot is. Several nodes may have one address, where they are simulated on one host."""
+
+    address: str
+    node_id: str
+    device_id: int
+
+    @property
+    def order(self) -> tuple[tuple[int, ...], str, int]:
+        return _address_key(self.address), self.node_id, self.device_id
+
+
 @ray.remote(num_gpus=1)
 class _Probe:
-    def locate(self) -> tuple[str, int]:
+    def locate(self) -> _Place:
         device_ids = ray.get_gpu_ids()
-        return ray.util.get_node_ip_address(), int(device_ids[0]) if device_ids else 0
+        node_id = ray.get_runtime_context().get_node_id()
+        return _Place(ray.util.get_node_ip_address(), node_id, int(device_ids[0]) if device_ids else 0)
 
 
 def _ordered(group: PlacementGroup, count: int) -> GpuSlots:
-    """Sort bundles by (node address, device id), so that neighbouring ranks share a node."""
+    """Sort bundles by node and device, so that neighbouring ranks share a node."""
     unordered = GpuSlots(group, range(count), range(count))
     env = {"env_vars": worker_env()}
     probes = [_Probe.options(scheduling_strategy=unordered.strategy(i), runtime_env=env).remote() for i in range(count)]
-    places = get([probe.locate.remote() for probe in probes], 120.0, "device slots to report where they are")
+    places: list[_Place] = get([probe.locate.remote() for probe in probes], 120.0, "device slots to say where they are")
     for probe in probes:
         ray.kill(probe)
-    order = sorted(range(count), key=lambda i: (_address_key(places[i][0]), places[i][1]))
-    return GpuSlots(group, order, [places[i][1] for i in order])
+    order = sorted(range(count), key=lambda i: places[i].order)
+    for slot, place in enumerate(places[i] for i in order):
+        logger.info("slot %d: device %d of node %s (%s)", slot, place.device_id, place.address, place.node_id[:8])
+    return GpuSlots(group, order, [places[i].device_id for i in order])
 
 
 def _address_key(address: str) -> tuple[int, ...]:

@@ -5,8 +5,11 @@ driver    the rollout, in short slices; between two of them the engines that wai
 engine    weights, before the router knows it: a rollout never sees the weights of the checkpoint
 rollout   an engine, when all of them died: its requests are tried again until one serves
 
-Used by the loop with ``--use-fault-tolerance``. Knows no trainer: it is handed a function that sends weights. Of the
-rollout manager it uses ``waiting_engines``, ``admit_engines``, ``begin_sync``, ``end_sync`` and ``lost_engines``.
+Without ``--use-fault-tolerance`` no engine is started again: the question who needs weights raises the cause of the
+first death, while the rollout would still try for a while to reach the dead.
+
+Used by the loop. Knows no trainer: it is handed a function that sends weights. Of the rollout manager it uses
+``waiting_engines``, ``admit_engines``, ``begin_sync``, ``end_sync``, ``condemn_engines`` and ``lost_engines``.
 """
 
 from __future__ import annotations
@@ -16,11 +19,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import ray
-
 from slime.ray.engine_slots import WaitingEngines
 from slime.ray.failures import message_of
-from slime.ray.fleet import RayEngineFleet
+from slime.ray.fleet import RayEngineFleet, silent_engines
 from slime.ray.train_actor import SyncReport
 from slime.ray.waiting import get
 from slime.utils.deadline import Deadline
@@ -50,11 +51,7 @@ class Recovery:
 
     def get(self, ref: Any, seconds: float, what: str, fix: str) -> Any:
         """``waiting.get`` for calls in which engines work: those that die meanwhile are made good."""
-        deadline = Deadline(seconds, what, fix)
-        while not ray.wait([ref], timeout=min(_SLICE_S, deadline.remaining))[0]:
-            deadline.check()
-            self._look_after_engines()
-        return get(ref, max(1.0, deadline.remaining), what, fix)
+        return get(ref, seconds, what, fix, meanwhile=self._look_after_engines, slice_s=_SLICE_S)
 
     def sync(self, update: Callable[[RayEngineFleet], SyncReport]) -> SyncReport:
         """Send weights to all engines that live; when one dies of it, again to the others."""
@@ -63,7 +60,7 @@ class Recovery:
             try:
                 report = update(fleet)
             except Exception as error:
-                lost = self._ask("lost_engines", fleet.names)
+                lost = self._lost(fleet, error)
                 if not lost:
                     raise
                 dead = ", ".join(name.partition(".")[0] for name in lost)
@@ -80,7 +77,7 @@ class Recovery:
         try:
             is_sent = self._send_now(waiting)
         except Exception as error:
-            if not self._ask("lost_engines", names):
+            if not self._lost(waiting.fleet, error):
                 raise
             logger.warning("an engine died again before it had its weights: %s", message_of(error) or error)
             return
@@ -96,6 +93,13 @@ class Recovery:
                 return fleet
             deadline.check()
             time.sleep(_SLICE_S)
+
+    def _lost(self, fleet: RayEngineFleet, error: Exception) -> list[str]:
+        """Names of the engines of ``fleet`` that an update which ended with ``error`` has cost: dead, or silent."""
+        if silent := silent_engines(error, fleet):
+            self._ask("condemn_engines", silent)
+        lost: list[str] = self._ask("lost_engines", fleet.names)
+        return lost
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         ref = getattr(self._manager, method).remote(*arguments)

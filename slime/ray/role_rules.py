@@ -10,15 +10,15 @@ import copy
 from argparse import Namespace
 from collections.abc import Iterator
 
-from slime.backends.megatron_utils import argument_rules as megatron_rules
-from slime.backends.megatron_utils.checkpoint_source import check_checkpoints
+from slime.backends.training.checkpoint_source import check_checkpoints
 from slime.config.check import numbers
 from slime.config.roles import check_roles, read_roles, role_args
+from slime.ray import trainer_rules
 from slime.utils.errors import ConfigError
 
 __all__ = ["RULES"]
 
-_RULES = (*numbers.RULES, *megatron_rules.RULES, check_checkpoints)
+_RULES = (*numbers.RULES, *trainer_rules.RULES, check_checkpoints)
 
 
 def _roles(args: Namespace) -> Iterator[str]:

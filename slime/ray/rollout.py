@@ -10,12 +10,13 @@ import logging
 import time
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import ray
 
 from slime.backends.megatron_utils.model_shape import read_shape
 from slime.batch.compile import compile_train_data
+from slime.batch.flops import calculate_fwd_flops
 from slime.batch.replay import load_debug_rollout_data, save_debug_rollout_data, save_tokenizer
 from slime.batch.rewards import RewardArgs
 from slime.batch.schedule import MicroBatchArgs
@@ -26,23 +27,28 @@ from slime.data.sample import Sample, iter_samples
 from slime.hooks.load import load_function
 from slime.observability.logging_utils import configure_logger
 from slime.observability.rollout_metrics import log_eval_rollout_data, log_rollout_data
-from slime.ray.cluster import worker_env
+from slime.observability.sample_record import record_rollout
+from slime.observability.tracking import run_directory
+from slime.ray.cards import introduce
+from slime.ray.cluster import engines_take_turns, worker_env
 from slime.ray.data_buffer import DataBufferClient
+from slime.ray.engine_memory import EngineMemory
 from slime.ray.engine_slots import WaitingEngines
 from slime.ray.fleet import RayEngineFleet
 from slime.ray.placement_group import GpuSlots
-from slime.ray.server_group import RolloutServer
+from slime.ray.rollout_servers import RolloutServers
 from slime.ray.shards import Box, RolloutResult
 from slime.rollout.base_types import call_rollout_fn
-from slime.rollout.sample_hooks import set_current_rollout_id
+from slime.rollout.sample_hooks import set_current_rollout_id, set_evaluated_rollout_id
 from slime.rollout.sglang_rollout import GenerateState
+from slime.utils.errors import ConfigError
 
 __all__ = ["RolloutManager", "create_rollout_manager"]
 
 logger = logging.getLogger(__name__)
 
-_WATCHED_CALLS = 3
-"""With fault tolerance: one rollout or evaluation, a question about the engines meanwhile, and the end of the run."""
+_CALLS = 4
+"""A rollout, an evaluation, a question about the engines, and the end of the run, which waits for none of them."""
 
 
 class RolloutManager:
@@ -50,17 +56,18 @@ class RolloutManager:
 
     def __init__(self, args: Namespace, slots: GpuSlots, data_buffer: DataBufferClient) -> None:
         configure_logger(" rollout")
+        introduce("the rollout manager", args.heartbeat_timeout)
         logging.getLogger("httpx").setLevel(logging.WARNING)
         self._args = args
         self._slots = slots
         self._data_buffer = data_buffer
-        self._server: RolloutServer | None = None
+        self._servers: RolloutServers | None = None
 
     def start(self) -> None:
         """Start router and engines, load the user's functions meanwhile, and return when the engines answer."""
         args = self._args
         if not args.debug_train_only:
-            self._server = RolloutServer(args, self._slots)
+            self._servers = RolloutServers(args, self._slots)
             GenerateState(args)  # loads the tokenizer while the engines start
         save_tokenizer(args.dump_details, args.hf_checkpoint)
         self._rollout_function = load_function(args.rollout_function_path, "rollout")
@@ -72,44 +79,68 @@ class RolloutManager:
         self._log_eval = _load_optional(args.custom_eval_rollout_log_function_path)
         self._dims = read_shape(args.hf_checkpoint) if args.balance_data or args.balance_by_flops else None
         self._layout = _trainer_layout(args)
-        if self._server is not None:
-            router = self._server.wait_ready()
-            self._args.sglang_router_ip, self._args.sglang_router_port = router
-            self._args.sglang_model_routers = {"default": router}
+        if self._servers is not None:
+            routers = self._servers.wait_ready()
+            self._args.sglang_model_routers = routers
+            self._args.sglang_router_ip, self._args.sglang_router_port = next(iter(routers.values()))
+            if args.check_weight_update_equal and not args.debug_rollout_only:
+                self._reset_weights()
 
     def fleet(self) -> RayEngineFleet | None:
-        """The engines that receive weights, None without engines."""
-        return None if self._server is None else self._server.fleet
+        """The engines that receive weights; None where there is none of them."""
+        fleet = None if self._servers is None else self._servers.fleet
+        return fleet if fleet is not None and fleet.engines else None
 
     def waiting_engines(self) -> WaitingEngines:
         """Engines that started again and wait for weights. Raises when an engine cannot be kept alive."""
-        return self._running_server.waiting()
+        return self._running_servers.waiting()
 
     def admit_engines(self, names: Sequence[str]) -> None:
         """The waiting engines of these names have the weights of the others: they serve from now on."""
-        self._running_server.engines.admit(names)
+        self._running_servers.admit(names)
 
     def begin_sync(self) -> RayEngineFleet:
         """The engines that can take weights. Their health is not checked until :meth:`end_sync`."""
-        return self._running_server.engines.begin_sync()
+        return self._running_servers.begin_sync()
 
     def end_sync(self, names: Sequence[str]) -> None:
         """The engines of these names have the new weights."""
-        self._running_server.engines.end_sync(names)
+        # where engines are without their KV cache still, onload_kv() resumes the watch
+        self._running_servers.end_sync(names, resumes_watch=not engines_take_turns(self._args))
+
+    def condemn_engines(self, names: Sequence[str]) -> None:
+        """The engines of these names live, but do not answer: where the dead are replaced, so are they."""
+        self._running_servers.condemn(names)
 
     def lost_engines(self, names: Sequence[str]) -> list[str]:
         """Those of ``names`` that are dead, looked at just now."""
-        return self._running_server.engines.lost(names)
+        return self._running_servers.lost(names)
 
     @property
-    def _running_server(self) -> RolloutServer:
-        assert self._server is not None, "there are no engines"
-        return self._server
+    def _running_servers(self) -> RolloutServers:
+        assert self._servers is not None, "there are no engines"
+        return self._servers
 
-    def reset_weights(self) -> None:
+    def _reset_weights(self) -> None:
         """Fill every engine with random weights, so that only a complete sync can make them right again."""
-        if self._server is not None:
-            self._server.fleet.start("reset_weights").wait(self._args.weight_sync_timeout)
+        self._running_servers.fleet.start("reset_weights").wait(self._args.weight_sync_timeout)
+
+    def offload(self) -> None:
+        """Engines on devices of the trainer release their memory."""
+        self._memory.offload()
+
+    def onload_weights(self) -> None:
+        """They have room for weights again, and stay paused."""
+        self._memory.onload_weights()
+
+    def onload_kv(self) -> None:
+        """They have all of their memory and serve."""
+        self._memory.onload_kv()
+
+    @property
+    def _memory(self) -> EngineMemory:
+        args = self._args
+        return EngineMemory(self._running_servers, args.weight_sync_timeout, replaces_dead=args.use_fault_tolerance)
 
     def generate(self, rollout_id: int, saves_state: bool = False) -> RolloutResult:
         """One rollout: prompts -> groups of scored samples -> shards.
@@ -124,6 +155,7 @@ class RolloutManager:
             self._data_buffer.save(rollout_id)
         samples = list(iter_samples(groups))
         save_debug_rollout_data(self._args.save_debug_rollout_data, samples, rollout_id=rollout_id, evaluation=False)
+        self._record(samples, rollout_id, "rollout")
         seconds = time.monotonic() - started
         metrics = log_rollout_data(rollout_id, self._args, samples, metrics, seconds, self._log_rollout)
         if self._args.debug_rollout_only:
@@ -143,7 +175,17 @@ class RolloutManager:
             dims=self._dims,
         )
         metrics["rollout/dropped_samples"] = float(shipment.num_dropped_samples)
-        return RolloutResult([Box(ray.put(batch)) for batch in shipment.ranks], metrics)
+        boxes = [Box(ray.put(batch)) for batch in shipment.ranks]
+        return RolloutResult(
+            boxes, metrics, num_tokens=sum(data["total_lengths"]), forward_flops=self._flops(data["total_lengths"])
+        )
+
+    def _flops(self, lengths: list[int]) -> float:
+        """Of one forward pass; 0 for a model that only transformers knows (--train-backend fsdp)."""
+        try:
+            return float(calculate_fwd_flops(lengths, read_shape(self._args.hf_checkpoint)))
+        except ConfigError:
+            return 0.0
 
     def _groups(self, rollout_id: int) -> tuple[Any, dict[str, float]]:
         if self._args.load_debug_rollout_data is not None:
@@ -153,33 +195,43 @@ class RolloutManager:
                 subsample_ratio=self._args.load_debug_rollout_data_subsample,
             ), {}
         output = self._call(self._rollout_function, rollout_id, evaluation=False)
-        self._data_buffer.settle(_numbers(output.samples) if self._keeps_prompts else None)
+        self._data_buffer.settle(rollout_id, _numbers(output.samples), self._keeps_prompts)
         return output.samples, dict(output.metrics or {})
 
     def _call(self, function: Any, rollout_id: int, *, evaluation: bool) -> Any:
         try:
-            return call_rollout_fn(function, self._args, rollout_id, self._data_buffer, evaluation=evaluation)
+            output = call_rollout_fn(function, self._args, rollout_id, self._data_buffer, evaluation=evaluation)
         except Exception:
-            if self._server is not None:
-                self._server.raise_if_dead()  # the cause, when an engine or the router died under the rollout
+            if self._servers is not None:
+                self._servers.raise_if_dead()  # the cause, when an engine or the router died under the rollout
             raise
+        if self._servers is not None:
+            self._servers.note_progress()
+        return output
 
     def eval(self, rollout_id: int) -> dict[str, float]:
-        """Evaluate on every ``--eval-prompt-data`` set. Returns ``eval/...`` metrics."""
-        set_current_rollout_id(rollout_id)
+        """Evaluate on every ``--eval-prompt-data`` set. Returns ``eval/...`` metrics.
+
+        ``eval/weight_version`` is what the engines said they answered with: rollouts that the weights were trained on.
+        """
+        set_evaluated_rollout_id(rollout_id)
         output = self._call(self._eval_function, rollout_id, evaluation=True)
         samples: list[Sample] = [s for result in output.data.values() for s in result.get("samples", [])]
         save_debug_rollout_data(self._args.save_debug_rollout_data, samples, rollout_id=rollout_id, evaluation=True)
-        return log_eval_rollout_data(rollout_id, self._args, output.data, output.metrics, self._log_eval)
+        self._record(samples, rollout_id, "eval")
+        versions = {int(v) for s in samples for v in s.weight_versions if str(v).isdecimal()}
+        known = {"eval/weight_version": float(min(versions))} if versions else {}
+        return known | log_eval_rollout_data(rollout_id, self._args, output.data, output.metrics, self._log_eval)
 
-    def load(self, rollout_id: int) -> None:
-        self._data_buffer.load(rollout_id)
+    def _record(self, samples: list[Sample], rollout_id: int, kind: Literal["rollout", "eval"]) -> None:
+        run, limit = run_directory(self._args), self._args.record_samples
+        record_rollout(run, samples, rollout_id=rollout_id, limit=limit, args=self._args, kind=kind)
 
     def dispose(self) -> None:
         """Stop router and engines."""
-        if self._server is not None:
-            self._server.stop()
-            self._server = None
+        if self._servers is not None:
+            self._servers.stop()
+            self._servers = None
 
 
 def _trainer_layout(args: Namespace) -> ParallelLayout:
@@ -206,6 +258,5 @@ def _load_optional(path: str | None) -> Any:
 
 def create_rollout_manager(args: Namespace, slots: GpuSlots, data_buffer: DataBufferClient) -> Any:
     env = {"env_vars": worker_env()}
-    threads = _WATCHED_CALLS if args.use_fault_tolerance else 1
-    actor = ray.remote(RolloutManager).options(num_cpus=1, runtime_env=env, max_concurrency=threads)
+    actor = ray.remote(RolloutManager).options(num_cpus=1, runtime_env=env, max_concurrency=_CALLS)
     return actor.remote(args, slots, data_buffer)

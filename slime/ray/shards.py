@@ -25,6 +25,8 @@ class RolloutResult:
         version: weight version that the engines held at its end; None without engines.
         oldest_version: the one they held at its start; another one only where all engines died in between.
         seconds: from the request to the shards.
+        num_tokens: prompt and response tokens of the samples that are trained on.
+        forward_flops: floating-point operations of one forward pass over them.
     """
 
     shards: list[Box]
@@ -32,6 +34,8 @@ class RolloutResult:
     version: str | None = None
     oldest_version: str | None = None
     seconds: float = 0.0
+    num_tokens: int = 0
+    forward_flops: float = 0.0
 
     @property
     def versions(self) -> tuple[str, str] | None:

@@ -5,33 +5,33 @@ The backend (``Trainer`` protocol) knows neither Ray nor engines. Called by ``ac
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import ray
 
-from slime.backends.protocols import Trainer, TrainReport
+from slime.backends.protocols import TRAINER_PARTS, Trainer, TrainerPart, TrainReport
 from slime.backends.sglang_utils.checksum import expected_checksums
+from slime.config.groups import from_args
 from slime.observability.logging_utils import configure_logger
 from slime.ray.arguments import SyncArgs
-from slime.ray.cluster import node_address
-from slime.ray.failures import message_of
+from slime.ray.cards import introduce
+from slime.ray.cluster import engines_take_turns, node_address
 from slime.ray.fleet import RayEngineFleet
 from slime.ray.shards import Box
+from slime.ray.weight_updates import weight_updater
 from slime.rollout.arguments import DEFAULT_ROLLOUT_FUNCTION
 from slime.utils import accelerator
 from slime.utils.errors import DataError
 from slime.utils.net import free_port
-from slime.weight_sync.send_distributed import DistributedSender
-from slime.weight_sync.session import WeightUpdate, push_weights
+from slime.weight_sync.session import WeightUpdate
 
-__all__ = ["SyncReport", "TrainActor", "check_provenance"]
+__all__ = ["SyncReport", "TrainActor", "check_provenance", "trainer_class"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,23 +60,17 @@ class TrainActor:
         self, args: Namespace, rank: int, world_size: int, device_index: int, role: Literal["actor", "critic"]
     ) -> None:
         configure_logger(f" train-{rank}" if role == "actor" else f" critic-{rank}")
+        introduce(f"{'trainer' if role == 'actor' else 'critic'} rank {rank}", args.heartbeat_timeout)
         self._role = role
         for chatty in ("megatron", "megatron_fsdp"):
             logging.getLogger(chatty).setLevel(logging.WARNING)
         self._args = args
-        self._sync_args = SyncArgs(
-            args.update_weight_buffer_size,
-            args.update_weights_interval,
-            args.check_weight_update_equal,
-            args.weight_sync_timeout,
-        )
+        self._sync_args = from_args(SyncArgs, args)
         self._rank = rank
         self._world_size = world_size
         self._device_index = device_index
         self._trainer: Trainer | None = None
-        self._sender: DistributedSender | None = None
-        self._fleet: RayEngineFleet | None = None
-        self._group_numbers = itertools.count()
+        self._weight_updater = weight_updater(args, rank, world_size)
         self._kept_version: str | None = None
 
     def rendezvous(self) -> tuple[str, int]:
@@ -93,14 +87,8 @@ class TrainActor:
             LOCAL_RANK=str(self._device_index),
         )
         accelerator.current().set_device(self._device_index)
-        if self._role == "critic":
-            from slime.backends.megatron_utils.critic import MegatronCritic
-
-            self._trainer = MegatronCritic(self._args, rank=self._rank, world_size=self._world_size)
-        else:
-            from slime.backends.megatron_utils.actor import MegatronTrainer
-
-            self._trainer = MegatronTrainer(self._args, rank=self._rank, world_size=self._world_size, with_ref=with_ref)
+        trainer = trainer_class(self._args, self._role)
+        self._trainer = trainer(self._args, rank=self._rank, world_size=self._world_size, with_ref=with_ref)
         return self._trainer.setup()
 
     @property
@@ -151,60 +139,50 @@ class TrainActor:
     def save_hf(self, path: str) -> None:
         self.trainer.save_hf(path)
 
+    def offload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
+        self.trainer.offload(parts)
+
+    def onload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
+        self.trainer.onload(parts)
+
     def update_weights(self, fleet: RayEngineFleet, version: str) -> SyncReport:
         """Send the weights to every engine of ``fleet``; all ranks take part in gathering them."""
         if self._args.keep_old_actor and version != self._kept_version:
             self.trainer.keep_version(version)
             self._kept_version = version
-        weights = self.trainer.export_weights(self._sync_args.update_weight_buffer_size)
-        if not self.trainer.is_weight_source:
-            _exhaust(weights)
-            return SyncReport()
         started = time.monotonic()
+        checks = self._sync_args.check_weight_update_equal
+        has_checksums = accelerator.current().is_cpu and all(engine.num_gpus == 1 for engine in fleet.engines)
         update = WeightUpdate(
             version=version,
             max_chunk_bytes=self._sync_args.update_weight_buffer_size,
             timeout_s=self._sync_args.weight_sync_timeout,
-            checksums=expected_checksums if self._sync_args.check_weight_update_equal else None,
+            checksums=expected_checksums if checks and has_checksums else None,
+            restores=checks and not has_checksums and version == "0" and self._args.load is None,
             comes_again=self._args.use_fault_tolerance,
+            continues=not engines_take_turns(self._args),
         )
-        try:
-            num_bytes = push_weights(fleet, self._connected(fleet), weights, update)
-        except Exception:
-            if self._args.use_fault_tolerance:  # the update comes again: the other ranks must be ready for it
-                self._disconnect()
-                _exhaust(weights)
-            raise
-        return SyncReport(time.monotonic() - started, num_bytes)
-
-    def _connected(self, fleet: RayEngineFleet) -> DistributedSender:
-        if self._sender is not None and self._fleet == fleet:
-            return self._sender
-        self._disconnect()
-        # another name each time: an engine may not have left the group before
-        name = f"slime-pp_{next(self._group_numbers)}"
-        self._sender = DistributedSender(fleet, group_name=name, timeout_s=self._sync_args.weight_sync_timeout)
-        self._sender.connect(node_address(), free_port())
-        self._fleet = fleet
-        return self._sender
-
-    def _disconnect(self) -> None:
-        """Leave the engines' group. An engine of it may be dead: those that live have left it then."""
-        sender, self._sender = self._sender, None
-        if sender is None:
-            return
-        try:
-            sender.disconnect()
-        except Exception as error:
-            if not self._args.use_fault_tolerance:
-                raise
-            logger.info("left the group of the engines without all of them: %s", message_of(error) or error)
+        num_bytes = self._weight_updater.update(fleet, self.trainer, update)
+        return SyncReport(time.monotonic() - started, num_bytes) if self.trainer.is_weight_source else SyncReport()
 
 
-def _exhaust(weights: Iterable[Any]) -> None:
-    """Take part in gathering them, to the end."""
-    for _ in weights:
-        pass
+def trainer_class(args: Namespace, role: Literal["actor", "critic"]) -> Callable[..., Trainer]:
+    """What trains ``role``: called with args, rank, world_size and with_ref."""
+    match args.train_backend, role:
+        case "megatron", "critic":
+            from slime.backends.megatron_utils.critic import MegatronCritic
+
+            return MegatronCritic
+        case "megatron", "actor":
+            from slime.backends.megatron_utils.actor import MegatronTrainer
+
+            return MegatronTrainer
+        case "fsdp", "actor":
+            from slime.backends.fsdp_utils.actor import FsdpTrainer
+
+            return FsdpTrainer
+        case other:
+            raise ValueError(f"no trainer for {other}")
 
 
 def check_provenance(

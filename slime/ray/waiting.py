@@ -2,35 +2,121 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from slime.ray.blame import blame_dead, blame_late, blame_silent, stacks_of
+from slime.ray.cards import cards_of
+from slime.ray.pulse import Watch
 from slime.utils.deadline import Deadline
+from slime.utils.errors import SlimeError
 
-__all__ = ["get"]
+__all__ = ["get", "raise_if_dead"]
+
+logger = logging.getLogger(__name__)
+
+_SLICE_S = 1.0
+"""How often a wait looks up: was the run asked to end, do those it waits for still live?"""
+
+_REPORT_AFTER_S = 600.0
+"""A wait says where those are that it waits for, after this time, and each time it has become twice as long."""
+
+_PEER_DEATH_S = 2.0
+"""Longest time from the error that a death causes in another process until Ray knows of the death."""
 
 
-def get(refs: Any, seconds: float, what: str, fix: str = "") -> Any:
+def get(
+    refs: Any,
+    seconds: float,
+    what: str,
+    fix: str = "",
+    *,
+    meanwhile: Callable[[], None] | None = None,
+    slice_s: float = _SLICE_S,
+) -> Any:
     """The values of ``refs`` (one ref or a list).
 
     A failed ref raises its own error at once, even while others still run: ``ray.get`` on a list would otherwise sit in
-    the first one until it returns.
+    the first one until it returns. When a process dies, its peers often fail first, in the middle of a collective: it
+    is the death that is raised.
+
+    Args:
+        meanwhile: called about every ``slice_s`` seconds.
 
     Raises:
-        DeadlineExceeded: "gave up after N s waiting for <what>".
+        ProcessDied: who died or does not live any more, how, its last lines, and where the others are.
+        Interrupted: the run was asked to end.
+        DeadlineExceeded: who waited for whom and since when, and where those are that did not answer.
     """
     deadline = Deadline(seconds, what, fix)
     is_list = isinstance(refs, Sequence)
     pending = list(refs) if is_list else [refs]
+    count, watch, report_at_s = len(pending), Watch(), _REPORT_AFTER_S
     while pending:
-        done, pending = ray.wait(pending, num_returns=1, timeout=deadline.remaining)
+        done, pending = ray.wait(pending, num_returns=1, timeout=min(slice_s, deadline.remaining))
         if not done:
-            raise deadline.error(f"{len(pending)} of {len(refs) if is_list else 1} calls have not returned")
-        ray.get(done)
+            if not deadline.remaining:
+                raise blame_late(pending, count, deadline)
+            deadline.check()
+            if meanwhile is not None:
+                meanwhile()
+            if gone := watch.look(pending):
+                raise blame_silent(*gone, pending, deadline)
+            if deadline.elapsed > report_at_s:
+                report_at_s *= 2
+                _report_long_wait(pending, deadline)
+            continue
+        try:
+            ray.get(done)
+        except RayActorError as death:
+            raise blame_dead(death, pending, deadline) from None
+        except RayTaskError as error:
+            peer = None if isinstance(error.cause, SlimeError) else _death_among(pending)
+            if peer is not None:
+                raise blame_dead(peer, pending, deadline) from error
+            raise
     try:
         return ray.get(list(refs) if is_list else refs, timeout=max(1.0, deadline.remaining))
     except GetTimeoutError:
         raise deadline.error() from None
+
+
+def _report_long_wait(pending: Sequence[Any], deadline: Deadline) -> None:
+    lines = stacks_of(cards_of(pending))
+    logger.warning("\n".join([f"has waited {deadline.elapsed:.0f} s for {deadline.what}", *lines]))
+
+
+def raise_if_dead(actors: Sequence[Any], what: str) -> None:
+    """Raise the report on the first of ``actors`` that is dead. Those that are busy are not waited for.
+
+    Args:
+        what: what went wrong, for which a death may be the reason.
+    """
+    deadline = Deadline(_PEER_DEATH_S, what)
+    refs = [actor.__ray_ready__.remote() for actor in actors]
+    done, pending = ray.wait(refs, num_returns=len(refs), timeout=deadline.remaining)
+    for ref in done:
+        try:
+            ray.get(ref)
+        except RayActorError as death:
+            raise blame_dead(death, pending, deadline) from None
+
+
+def _death_among(pending: list[Any]) -> RayActorError | None:
+    """The first of the calls that has ended, or ends in a moment, because its process died."""
+    deadline = Deadline(_PEER_DEATH_S, "peers to fail")
+    while pending:
+        done, pending = ray.wait(pending, num_returns=1, timeout=deadline.remaining)
+        if not done:
+            return None
+        try:
+            ray.get(done)
+        except RayActorError as death:
+            return death
+        except RayError:
+            continue  # another survivor
+    return None

@@ -1,4 +1,5 @@
-"""Ending what a rollout left running: engines drop their requests, tasks return or are cancelled.
+"""Ending what a rollout left running: engines drop their requests, tasks return or are cancelled; and what is noted on
+responses that the next rollout continues.
 
 The router has no route for it, so each worker is asked. Nothing here raises: it also runs after an engine died.
 """
@@ -11,11 +12,12 @@ import time
 from collections.abc import Collection
 from typing import Any
 
-from slime.data.sample import SampleGroup, iter_samples
+from slime.data.sample import Sample, SampleGroup, iter_samples
+from slime.rollout.engine_request import EngineRequest
 from slime.utils.errors import DeadlineExceeded, EngineError
 from slime.utils.http_utils import get, post
 
-__all__ = ["end_tasks", "note_start"]
+__all__ = ["end_tasks", "mask_older_tokens", "note_start"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,16 +28,23 @@ _CANCEL_TIMEOUT_S = 10.0
 
 
 async def end_tasks(
-    tasks: Collection[asyncio.Task[SampleGroup]], workers_url: str, patience_s: float | None = None
+    tasks: Collection[asyncio.Task[SampleGroup]],
+    workers_url: str,
+    patience_s: float | None = None,
+    *,
+    requests: Collection[EngineRequest] | None = None,
 ) -> list[SampleGroup]:
     """Abort requests until the tasks are done or ``patience_s`` (two seconds) have passed, then cancel the others.
+
+    Args:
+        requests: those to abort, as they are at that time; None: all that the engines have.
 
     Returns:
         The groups of the tasks that were running and returned.
     """
     running = {task for task in tasks if not task.done()}
     if running:
-        await _abort_requests(workers_url, running, _PATIENCE_S if patience_s is None else patience_s)
+        await _abort_requests(workers_url, running, _PATIENCE_S if patience_s is None else patience_s, requests)
     returned = [task for task in running if task.done() and not task.cancelled()]
     if running:
         for task in running:
@@ -54,7 +63,19 @@ def note_start(groups: list[SampleGroup], rollout_id: int) -> None:
             sample.metadata.setdefault("start_rollout_id", rollout_id)
 
 
-async def _abort_requests(workers_url: str, running: Collection[asyncio.Task[Any]], patience_s: float) -> None:
+def mask_older_tokens(sample: Sample | list[Sample]) -> None:
+    """Tokens from earlier rollouts came from older weights: they stay in the context but are not trained on."""
+    for item in iter_samples(sample):
+        if item.response_length > 0:
+            item.loss_mask = [0] * item.response_length
+
+
+async def _abort_requests(
+    workers_url: str,
+    running: Collection[asyncio.Task[Any]],
+    patience_s: float,
+    requests: Collection[EngineRequest] | None,
+) -> None:
     """Repeated, because a request may be on its way while the others are dropped. A failure is only logged: the caller
     disconnects what still runs, and engines drop requests of clients that are gone.
     """
@@ -62,12 +83,14 @@ async def _abort_requests(workers_url: str, running: Collection[asyncio.Task[Any
     while time.monotonic() - started < patience_s and not all(task.done() for task in running):
         try:
             workers = (await get(workers_url, timeout_s=_REQUEST_TIMEOUT_S))["workers"]
-            await asyncio.gather(*(_abort_all(worker["url"]) for worker in workers))
+            rids = None if requests is None else [rid for request in requests for rid in request.rids]
+            bodies = [{"abort_all": True}] if rids is None else [{"rid": rid} for rid in rids]
+            await asyncio.gather(*(_abort(worker["url"], body) for worker in workers for body in bodies))
         except (EngineError, DeadlineExceeded, KeyError, TypeError) as error:
             logger.warning("running requests could not be aborted and are disconnected instead: %s", error)
             return
         await asyncio.wait(running, timeout=_REPEAT_S)
 
 
-async def _abort_all(url: str) -> None:
-    await post(f"{url}/abort_request", {"abort_all": True}, max_retries=0, timeout_s=_REQUEST_TIMEOUT_S)
+async def _abort(url: str, body: dict[str, Any]) -> None:
+    await post(f"{url}/abort_request", body, max_retries=0, timeout_s=_REQUEST_TIMEOUT_S)

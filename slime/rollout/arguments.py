@@ -58,7 +58,14 @@ class GenerationArgs:
         default=1800.0, metadata={"help": "Seconds one generation request may take, retries included."}
     )
     max_sample_retries: int = field(
-        default=2, metadata={"help": "How often a sample whose generation raised is tried again before the run ends."}
+        default=2, metadata={"help": "How often a sample whose generation raised is tried again before it is given up."}
+    )
+    max_failed_share: float = field(
+        default=0.1,
+        metadata={
+            "help": "Share of a rollout's or an evaluation's samples that may fail for good, in generation or reward; "
+            "they are left out of the training. More of them end the run."
+        },
     )
     max_turns: int | None = field(
         default=None, metadata={"help": "Turn limit for custom multi-turn generate functions, which read it from args."}
@@ -130,6 +137,13 @@ class EvalArgs:
             "help": "YAML or JSON file with evaluation sets and their settings; beats --eval-prompt-data.",
         },
     )
+    background_eval: bool = field(
+        default=False,
+        metadata={
+            "help": "Evaluate beside the next rollouts and training instead of before them; new weights wait until the "
+            "evaluation is through. Not with --colocate."
+        },
+    )
     skip_eval_before_train: bool = field(default=False, metadata={"help": "No evaluation before the first rollout."})
     n_samples_per_eval_prompt: int = field(default=1, metadata={"help": "Responses per evaluation prompt."})
     eval_temperature: float | None = field(
@@ -150,21 +164,23 @@ class EvalArgs:
     eval_tool_key: str | None = field(default=None, metadata={"help": "Tools field. Default: --tool-key."})
 
 
-_BUFFER = "the rollout buffer service is not connected yet"
-
-
 @dataclass(frozen=True)
 class RolloutBufferArgs:
-    """Rollout buffer service."""
+    """Rollout buffer service (slime_plugins/rollout_buffer)."""
 
     rollout_buffer_url: str | None = field(
-        default=None, metadata={"help": "Address of the service that collects trajectories.", "later": _BUFFER}
+        default=None,
+        metadata={"help": "Address of the service that collects trajectories; its rollout function reads them there."},
     )
     fetch_trajectory_retry_times: int = field(
-        default=-1, metadata={"help": "How often fetching trajectories is tried again; -1 always.", "later": _BUFFER}
+        default=-1,
+        metadata={
+            "help": "How often a request to the service is sent again when it does not answer; -1 until "
+            "--rollout-request-timeout."
+        },
     )
     rollout_task_type: str = field(
-        default="math", metadata={"help": "Name of the task that the service runs.", "later": _BUFFER}
+        default="math", metadata={"help": "Name of the task whose generator the service runs."}
     )
     min_batch_collection_ratio: float = field(
         default=1,

@@ -23,22 +23,27 @@ from typing import Any
 from tqdm import tqdm
 
 from slime.data.sample import Sample, SampleGroup, iter_samples
-from slime.rollout.failures import fresh_copy
+from slime.hooks.load import load_function
+from slime.rollout.failures import FailureBudget, fresh_copy
 from slime.rollout.filter_hub.base_types import (
+    DynamicFilterOutput,
     MetricGatherer,
     call_dynamic_filter,
     should_drop_dynamic_filter_output,
 )
 from slime.rollout.grouping import as_groups
+from slime.rollout.settings import setting
 from slime.utils.async_utils import call_in_thread
 from slime.utils.errors import DataError
 
-__all__ = ["Collected", "collect", "first_index", "log_sample"]
+__all__ = ["Collected", "Drops", "apply_filter", "call_batch_hooks", "collect", "first_index", "log_sample"]
 
 logger = logging.getLogger(__name__)
 
 _BAR_DELAY_S = 2.0
 _MAX_DROPPED_PER_TARGET = 100
+_MOST_CUT = 0.9
+_SILENCE_S = 300.0
 
 
 @dataclass
@@ -64,17 +69,87 @@ def first_index(group: Any) -> int:
     return index if isinstance(index, int) else sys.maxsize
 
 
-@dataclass
 class _Progress:
-    """The running groups of one rollout, and the prompts that they were made from."""
+    """The running groups of one rollout, and the prompts that they were made from.
 
-    prompts: dict[asyncio.Task[Any], SampleGroup] = field(default_factory=dict)
-    dropped: int = 0
-    reasons: Counter[str] = field(default_factory=Counter)
+    Tasks report themselves when they are done: waiting for the first of thousands again and again would look at all of
+    them every time.
+    """
 
-    @property
-    def tasks(self) -> set[asyncio.Task[Any]]:
-        return set(self.prompts)
+    def __init__(self) -> None:
+        self.prompts: dict[asyncio.Task[Any], SampleGroup] = {}
+        self._done: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
+
+    def add(self, tasks: Sequence[asyncio.Task[Any]], prompts: Sequence[SampleGroup]) -> None:
+        for task, prompt in zip(tasks, prompts, strict=True):
+            self.prompts[task] = prompt
+            task.add_done_callback(self._done.put_nowait)
+
+    async def next(self) -> tuple[Any, SampleGroup]:
+        """The next finished group and its prompt. Raises what the group raised.
+
+        Users' generate functions may work as long as they like (their requests have deadlines), but not unnoticed.
+        """
+        task = None
+        while task is None:
+            try:
+                async with asyncio.timeout(_SILENCE_S):
+                    task = await self._done.get()
+            except TimeoutError:
+                waiting = [first_index(prompt) for prompt in self.prompts.values()]
+                logger.warning(
+                    "no group has finished for %g s; %d are under way, those of the samples %s: does a generate "
+                    "function or a tool hang?",
+                    *(_SILENCE_S, len(waiting), f"{waiting[:8]}{' ...' if len(waiting) > 8 else ''}"),
+                )
+        group = task.result()
+        return group, self.prompts.pop(task)
+
+
+class Drops:
+    """What the dynamic filter rejected in one rollout: counted, and with an end.
+
+    Args:
+        target: groups that the batch needs.
+    """
+
+    def __init__(self, target: int) -> None:
+        self._target = target
+        self._num_groups = 0
+        self._num_tokens = 0
+        self._reasons: Counter[str] = Counter()
+        self._gatherer = MetricGatherer()
+
+    def add(self, group: SampleGroup, reason: str | None) -> None:
+        """Count a group.
+
+        Raises:
+            DataError: the filter drops nearly everything.
+        """
+        self._num_groups += 1
+        self._num_tokens += _tokens(group)
+        self._reasons[reason or "no reason given"] += 1
+        self._gatherer.on_dynamic_filter_drop(reason)
+        if self._num_groups % (10 * self._target) == 0:
+            logger.warning(
+                "--dynamic-sampling-filter-path has dropped %d groups: %s", self._num_groups, dict(self._reasons)
+            )
+        if self._num_groups > _MAX_DROPPED_PER_TARGET * self._target:
+            raise DataError(
+                f"--dynamic-sampling-filter-path dropped {self._num_groups} groups for a batch of {self._target} "
+                f"({dict(self._reasons)}): the task is too easy or too hard for it, or the filter is wrong"
+            )
+
+    def metrics(self) -> dict[str, float]:
+        counts: dict[str, float] = {"dropped_groups": self._num_groups, "dropped_tokens": self._num_tokens}
+        return {**self._gatherer.collect(), **{f"rollout/{name}": count for name, count in counts.items() if count}}
+
+
+async def apply_filter(dynamic_filter: Callable[..., Any] | None, args: Any, group: SampleGroup) -> DynamicFilterOutput:
+    """The filter's verdict. Users' filters run in a thread, one at a time: other groups go on meanwhile."""
+    if dynamic_filter is None:
+        return DynamicFilterOutput(keep=True)
+    return await call_in_thread(call_dynamic_filter, dynamic_filter, args, group)
 
 
 async def collect(
@@ -89,6 +164,7 @@ async def collect(
     dynamic_filter: Callable[..., Any] | None,
     label: str,
     keeps_responses: bool = False,
+    max_failed_share: float = 0.0,
 ) -> Collected:
     """Run groups until ``target`` of them are accepted.
 
@@ -99,51 +175,82 @@ async def collect(
         stop: aborts whatever still runs. Called once, also when a group failed.
         label: what the progress bar is called.
         keeps_responses: left-over groups keep what was generated for them (``--partial-rollout``).
+        max_failed_share: of the batch's samples that may be given up (``--max-failed-share``).
 
     Raises:
-        DataError: no prompts, wrong group sizes, a filter that drops everything; and whatever a group raised.
+        DataError: no prompts, wrong group sizes, a filter that drops everything, too many failed samples; and whatever
+            a group raised.
     """
     result = Collected()
-    gatherer = MetricGatherer()
+    drops = Drops(target)
+    failures = FailureBudget(max_failed_share, target * group_size)
     progress = _Progress()
-    surplus: list[SampleGroup] = []
     bar = tqdm(total=target, desc=label, unit="group", delay=_BAR_DELAY_S, mininterval=1.0, leave=False)
     try:
         while len(result.groups) < target:
             while len(result.groups) + len(progress.prompts) < target:
                 await _fetch_more(progress, fetch, submit, chunk, group_size)
-            done, _ = await asyncio.wait(progress.tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                group = task.result()
-                prompt = progress.prompts.pop(task)
-                _check_size(group, group_size)
-                result.all_groups.append(group)
-                verdict = call_dynamic_filter(dynamic_filter, args, group)
-                under_way = len(result.groups) + len(progress.prompts) + 1
-                if should_drop_dynamic_filter_output(verdict, remaining_batch_size=under_way, target_data_size=target):
-                    gatherer.on_dynamic_filter_drop(verdict.reason)
-                    _count_drop(progress, verdict.reason, target)
-                elif len(result.groups) < target:
-                    result.groups.append(group)
-                    bar.update()
-                else:
-                    surplus.append(group if keeps_responses else prompt)
+            group, _ = await progress.next()
+            _check_size(group, group_size)
+            failures.check(group)
+            result.all_groups.append(group)
+            verdict = await apply_filter(dynamic_filter, args, group)
+            under_way = len(result.groups) + len(progress.prompts) + 1
+            if should_drop_dynamic_filter_output(verdict, remaining_batch_size=under_way, target_data_size=target):
+                drops.add(group, verdict.reason)
+            else:
+                result.groups.append(group)
+                bar.update()
     finally:
         bar.close()
         await stop()
     unfinished = [_unfinished(task, prompt, keeps_responses) for task, prompt in progress.prompts.items()]
-    result.left_over = sorted([*surplus, *unfinished], key=first_index)
+    result.left_over = sorted(unfinished, key=first_index)
+    late = [group for group in map(_finished_too_late, progress.prompts) if group is not None]
+    result.all_groups += late
     result.groups.sort(key=first_index)
+    _warn_if_cut(result.groups, label)
     result.all_groups.sort(key=first_index)
-    result.metrics = dict(gatherer.collect())
-    if result.left_over:
-        result.metrics["rollout/left_over_groups"] = len(result.left_over)
-        kept = sum(sample.response_length for sample in iter_samples(result.left_over))
-        if keeps_responses:
-            result.metrics["rollout/left_over_tokens"] = kept
-    if progress.dropped:
-        result.metrics["rollout/dropped_groups"] = progress.dropped
+    result.metrics = drops.metrics() | _counts(result, failures.num_failed, keeps_responses)
+    if not keeps_responses and (discarded := _tokens(late)):
+        result.metrics["rollout/discarded_tokens"] = discarded
     return result
+
+
+def _tokens(groups: Any) -> int:
+    return sum(sample.response_length for sample in iter_samples(groups))
+
+
+def _warn_if_cut(groups: list[SampleGroup], label: str) -> None:
+    samples = list(iter_samples(groups))
+    cut = sum(sample.truncated for sample in samples)
+    if cut > _MOST_CUT * len(samples):
+        logger.warning(
+            "%s: %d of %d responses were cut at --rollout-max-response-len: too short, or does the model not know "
+            "how to end (--rollout-stop, --rollout-stop-token-ids)?",
+            *(label, cut, len(samples)),
+        )
+
+
+def _counts(result: Collected, num_failed: int, keeps_responses: bool) -> dict[str, float]:
+    counts = {
+        "failed_samples": num_failed,
+        "failed_generations": sum(s.metadata.get("failed_attempts", 0) for s in iter_samples(result.groups)),
+        "left_over_groups": len(result.left_over),
+    }
+    metrics: dict[str, float] = {f"rollout/{name}": count for name, count in counts.items() if count}
+    if keeps_responses and result.left_over:
+        metrics["rollout/left_over_tokens"] = sum(sample.response_length for sample in iter_samples(result.left_over))
+    return metrics
+
+
+def _finished_too_late(task: asyncio.Task[Any]) -> SampleGroup | None:
+    """The group of a task that was done by itself when the batch was full."""
+    if not task.done() or task.cancelled() or task.exception() is not None:
+        return None
+    group: SampleGroup = task.result()
+    ends = (Sample.Status.PENDING, Sample.Status.ABORTED)
+    return None if any(sample.status in ends for sample in iter_samples(group)) else group
 
 
 def _unfinished(task: asyncio.Task[Any], prompt: SampleGroup, keeps_responses: bool) -> SampleGroup:
@@ -168,7 +275,7 @@ async def _fetch_more(
     for group in groups:
         _check_size(group, group_size)
     prompts: list[SampleGroup] = [[fresh_copy(sample) for sample in iter_samples(group)] for group in groups]
-    progress.prompts.update(zip(submit(groups), prompts, strict=True))
+    progress.add(submit(groups), prompts)
 
 
 def _check_size(group: Any, group_size: int) -> None:
@@ -180,16 +287,13 @@ def _check_size(group: Any, group_size: int) -> None:
         )
 
 
-def _count_drop(progress: _Progress, reason: str | None, target: int) -> None:
-    progress.dropped += 1
-    progress.reasons[reason or "no reason given"] += 1
-    if progress.dropped % (10 * target) == 0:
-        logger.warning("--dynamic-sampling-filter-path has dropped %d groups: %s", progress.dropped, progress.reasons)
-    if progress.dropped > _MAX_DROPPED_PER_TARGET * target:
-        raise DataError(
-            f"--dynamic-sampling-filter-path dropped {progress.dropped} groups for a batch of {target} "
-            f"({dict(progress.reasons)}): the task is too easy or too hard for it, or the filter is wrong"
-        )
+async def call_batch_hooks(args: Any, groups: list[Any], all_groups: list[Any], data_source: Any) -> None:
+    """``--rollout-sample-filter-path`` and ``--rollout-all-samples-process-path``, when the batch is full. In a thread:
+    an evaluation may be running on the same loop."""
+    if (path := setting(args, "rollout_sample_filter_path")) is not None:
+        await call_in_thread(load_function(path, "filter"), args, groups)
+    if (path := setting(args, "rollout_all_samples_process_path")) is not None:
+        await call_in_thread(load_function(path), args, sorted(all_groups, key=first_index), data_source)
 
 
 def log_sample(sample: Sample, what: str) -> None:

@@ -1,7 +1,8 @@
 """Calling users' generate functions, in either convention, and completing what they leave out.
 
 f(args, sample, sampling_params[, evaluation])     per sample
-f(args, samples[, sampling_params][, evaluation])  per group, recognised by the parameter ``samples``
+f(args, samples[, sampling_params][, evaluation])  per group, recognised by the parameter ``samples``, or by a second
+                                                   parameter that is annotated with a list
 """
 
 from __future__ import annotations
@@ -12,19 +13,18 @@ from typing import Any
 
 from slime.data.chat import render_chat
 from slime.data.sample import Sample, iter_samples
-from slime.hooks.signature import accepts
-from slime.rollout.rm_hub.calling import is_async
-from slime.utils.async_utils import call_in_thread
+from slime.hooks.signature import accepts, annotation
+from slime.utils.async_utils import call_user
 from slime.utils.errors import DataError
 
-__all__ = ["call_generate", "call_group_generate", "complete", "takes_group"]
+__all__ = ["call_generate", "call_group_generate", "complete", "refuse_stray_abort", "takes_group"]
 
 logger = logging.getLogger(__name__)
 
 
 def takes_group(function: Callable[..., Any]) -> bool:
     """Whether ``function`` generates all samples of a prompt at once."""
-    return accepts(function, "samples")
+    return accepts(function, "samples") or annotation(function, 1).startswith(("list", "sequence"))
 
 
 async def call_generate(
@@ -33,7 +33,7 @@ async def call_generate(
     """One sample, or the samples that one execution was cut into."""
     _prepare(sample)
     kwargs = {"evaluation": evaluation} if accepts(function, "evaluation") else {}
-    result = await _call(function, args, sample, sampling_params, **kwargs)
+    result = await call_user(function, args, sample, sampling_params, **kwargs)
     if not isinstance(result, Sample | list) or not list(iter_samples(result)):
         raise DataError(
             f"--custom-generate-function-path {_name(function)} returned {type(result).__name__}; it must return the "
@@ -49,7 +49,7 @@ async def call_group_generate(
     for sample in group:
         _prepare(sample)
     offered = {"sampling_params": sampling_params, "evaluation": evaluation}
-    result = await _call(function, args, group, **{k: v for k, v in offered.items() if accepts(function, k)})
+    result = await call_user(function, args, group, **{k: v for k, v in offered.items() if accepts(function, k)})
     if not isinstance(result, list) or len(result) != len(group):
         got = f"{len(result)} samples" if isinstance(result, list) else type(result).__name__
         raise DataError(
@@ -57,13 +57,6 @@ async def call_group_generate(
             "return a list with one entry per sample"
         )
     return result
-
-
-async def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if is_async(function):
-        return await function(*args, **kwargs)
-    result = await call_in_thread(function, *args, **kwargs)
-    return await result if hasattr(result, "__await__") else result
 
 
 def _prepare(sample: Sample) -> None:
@@ -84,6 +77,8 @@ def complete(result: Any, source: Sample, tokenizer: Callable[[], Any]) -> None:
             sample.status = Sample.Status(sample.status)
         if sample.metadata is None:
             sample.metadata = dict(source.metadata)
+        if hasattr(source, "trace") and not hasattr(sample, "trace"):
+            sample.trace = source.trace  # type: ignore[attr-defined]
         sample.index = source.index if sample.index is None else sample.index
         sample.group_index = source.group_index if sample.group_index is None else sample.group_index
         if len(siblings) > 1 and sample.rollout_id is None:
@@ -94,6 +89,20 @@ def complete(result: Any, source: Sample, tokenizer: Callable[[], Any]) -> None:
             sample.loss_mask = None
         if sample.status is Sample.Status.PENDING:
             sample.status = Sample.Status.COMPLETED
+
+
+def refuse_stray_abort(state: Any, result: Any, evaluation: bool) -> None:
+    """An engine may abort a request that nobody wanted to end: its sample is generated again.
+
+    Args:
+        state: the ``GenerateState`` of the process.
+
+    Raises:
+        RuntimeError: a sample was aborted although the rollout goes on.
+    """
+    is_expected = state.is_ending or (state.requeues_aborted and not evaluation)
+    if not is_expected and any(sample.status is Sample.Status.ABORTED for sample in iter_samples(result)):
+        raise RuntimeError("the engine aborted the request although the rollout goes on")
 
 
 def _tokenize(sample: Sample, tokenizer: Any) -> None:

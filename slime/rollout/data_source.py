@@ -7,23 +7,25 @@ across a restart. Knows no rollout.
 from __future__ import annotations
 
 import abc
-import copy
 import logging
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
 from slime.data.chat import load_tokenizer
+from slime.data.media import load_processor
 from slime.data.prompts import Dataset, open_prompts
 from slime.data.sample import Sample, SampleGroup
 from slime.data.streaming import StreamingDataset
 from slime.hooks.load import load_function
-from slime.hooks.signature import parameter_names
+from slime.hooks.signature import can_be_called, parameter_names
+from slime.rollout.failures import fresh_copy
 from slime.rollout.grouping import as_groups
+from slime.rollout.settings import setting
 from slime.rollout.source_state import group_from_dicts, group_to_dicts, read_state, state_path, write_state
 from slime.utils.errors import DataError
 
-__all__ = ["DataSource", "RolloutDataSource", "RolloutDataSourceWithBuffer", "pop_first"]
+__all__ = ["DataSource", "RolloutDataSource", "RolloutDataSourceWithBuffer", "make_data_source", "pop_first"]
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +117,7 @@ class RolloutDataSource(DataSource):
     def _group(self, prompt: Sample) -> SampleGroup:
         group: SampleGroup = []
         for _ in range(self.args.n_samples_per_prompt):
-            sample = copy.deepcopy(prompt)
+            sample = fresh_copy(prompt)
             sample.group_index, sample.index = self.sample_group_index, self.sample_index
             self.sample_index += 1
             group.append(sample)
@@ -145,6 +147,8 @@ class RolloutDataSource(DataSource):
         path = state_path(self.args.load, rollout_id)
         state = read_state(path)
         if state is None:
+            if setting(self.args, "strict_resume"):
+                raise DataError(f"--strict-resume: the checkpoint has no data state {path}.json")
             logger.warning("no data state %s.json: prompts start from the first row", path)
             return
         self._set_state(state)
@@ -224,6 +228,19 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         self.buffer = [group_from_dicts(group) for group in state.get("buffer", [])]
 
 
+def make_data_source(maker: Callable[..., Any], args: Namespace) -> Any:
+    """An object of what ``--data-source-path`` names: made with ``(args)``; with ``(dataset, args)``, the dataset being
+    the prompts of ``--prompt-data``; or with nothing, and then it gets an attribute ``args``.
+    """
+    if parameter_names(maker)[:2] == ["dataset", "args"]:
+        return maker(None if args.prompt_data is None else _load_dataset(args), args)
+    if can_be_called(maker, ("args",)):
+        return maker(args)
+    source = maker()
+    source.args = args
+    return source
+
+
 def pop_first(args: Any, rollout_id: Any, buffer: list[SampleGroup], num_samples: int) -> list[SampleGroup]:
     """First in, first out; removes what it returns."""
     count = min(len(buffer), num_samples)
@@ -237,7 +254,7 @@ def _load_dataset(args: Namespace) -> Dataset:
     return Dataset(
         args.prompt_data,
         tokenizer,
-        None,
+        _processor(args),
         args.rollout_max_prompt_len,
         seed=args.rollout_seed,
         num_workers=args.num_data_workers,
@@ -248,7 +265,9 @@ def _load_dataset(args: Namespace) -> Dataset:
 def _open_stream(args: Namespace) -> StreamingDataset:
     tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
     measures = args.rollout_max_prompt_len is not None
-    maker, read = open_prompts(args.prompt_data, tokenizer, measures=measures, **_row_settings(args))
+    maker, read = open_prompts(
+        args.prompt_data, tokenizer, processor=_processor(args), measures=measures, **_row_settings(args)
+    )
     return StreamingDataset(
         read,
         maker,
@@ -260,8 +279,14 @@ def _open_stream(args: Namespace) -> StreamingDataset:
     )
 
 
+def _processor(args: Namespace) -> Any:
+    return None if args.multimodal_keys is None else load_processor(args.hf_checkpoint, trust_remote_code=True)
+
+
 def _row_settings(args: Namespace) -> dict[str, Any]:
     return {
+        "multimodal_keys": args.multimodal_keys,
+        "skips_bad_lines": args.skip_bad_lines,
         "prompt_key": args.input_key,
         "label_key": args.label_key,
         "metadata_key": args.metadata_key,

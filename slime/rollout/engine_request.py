@@ -4,27 +4,31 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
+from slime.data.media import encode_image_for_rollout_engine
 from slime.data.sample import Sample
 from slime.rollout.sampling import check_token_ids, response_room
+from slime.utils.http_utils import Url
 
-__all__ = ["EngineRequest", "build_request"]
+__all__ = ["EngineRequest", "build_request", "returns_experts"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EngineRequest:
-    """Ready to be sent, once or again."""
+    """Ready to be sent, once or again. ``rids`` are the ids under which it was."""
 
-    url: str
+    url: Url
     payload: dict[str, Any]
     headers: dict[str, str] | None
+    rids: list[str] = field(default_factory=list)
 
     def new_attempt(self) -> dict[str, Any]:
         """The payload with an id of its own: an attempt that got lost may still be running under its id."""
-        return self.payload | {"rid": uuid4().hex}
+        self.rids.append(uuid4().hex)
+        return self.payload | {"rid": self.rids[-1]}
 
 
 def build_request(
@@ -49,11 +53,29 @@ def build_request(
         sample.status = Sample.Status.TRUNCATED
         return None
     payload = {
-        "input_ids": ids,
+        **_prompt(sample, ids),
         "sampling_params": {**sampling_params, "max_new_tokens": room},
         "return_logprob": True,
     }
+    if returns_experts(args):
+        payload["return_routed_experts"] = True
     headers = None
     if sample.session_id and getattr(args, "router_policy", None) == "consistent_hashing":
         headers = {"X-SMG-Routing-Key": sample.session_id}
     return EngineRequest(f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate", payload, headers)
+
+
+def returns_experts(args: Namespace) -> bool:
+    """Whether engines tell which experts they chose (``--use-rollout-routing-replay``): past the router, which drops
+    the question."""
+    return bool(getattr(args, "use_rollout_routing_replay", False))  # not a flag of this room
+
+
+def _prompt(sample: Sample, ids: Sequence[int]) -> dict[str, Any]:
+    """Token ids; with images the text, whose placeholders the engine fills in itself, until there is a response."""
+    images = (sample.multimodal_inputs or {}).get("images")
+    if not images:
+        return {"input_ids": ids}
+    image_data = [encode_image_for_rollout_engine(image) for image in images]
+    begun = sample.response_length > 0
+    return {"image_data": image_data} | ({"input_ids": ids} if begun else {"text": sample.prompt})

@@ -53,7 +53,14 @@ _FLAGS_ONLY = "--eval-prompt-data"
 
 @dataclass
 class EvalDatasetConfig:
-    """One evaluation set. Fields that are None are left to the engine or to the data."""
+    """One evaluation set. Fields that are None are left to the engine or to the data.
+
+    Attributes:
+        min_eval_samples: with fewer finished samples the evaluation is an error.
+        eval_task_timeout: seconds that one prompt may take; its samples then count as failed.
+        eval_early_stop_remaining, eval_early_stop_idle_timeout: a set ends when at most so many samples are missing and
+            none has finished for so many seconds.
+    """
 
     name: str
     path: str
@@ -111,16 +118,7 @@ class EvalDatasetConfig:
         return result | dict(self.metadata_overrides)
 
 
-_UNUSED = (
-    "min_eval_samples",
-    "app_service",
-    "eval_task_timeout",
-    "eval_early_stop_remaining",
-    "eval_early_stop_idle_timeout",
-    "message_processor",
-    "reward_model",
-    "remote_environment",
-)
+_UNUSED = ("app_service", "message_processor", "reward_model", "remote_environment")
 """Fields for evaluation functions of users; ours does not read them."""
 
 
@@ -193,6 +191,9 @@ def _complete(args: Any, entry: Mapping[str, Any], defaults: Mapping[str, Any], 
         except ValueError as error:
             problems.append(f"{place}: {name} {values[name]!r} {error}.")
     smallest = {"n_samples_per_eval_prompt": 1, "max_response_len": 1, "min_eval_samples": 1, "temperature": 0}
+    smallest |= {"eval_task_timeout": 1, "eval_early_stop_remaining": 1, "eval_early_stop_idle_timeout": 0}
+    if (values.get("eval_early_stop_remaining") is None) != (values.get("eval_early_stop_idle_timeout") is None):
+        problems.append(f"{place}: eval_early_stop_remaining and eval_early_stop_idle_timeout only work together.")
     for name, bound in smallest.items():
         if values.get(name) is not None and not isinstance(values[name], str) and values[name] < bound:
             problems.append(f"{place}: {name} {values[name]} must be at least {bound}.")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -13,35 +14,64 @@ from tqdm import tqdm
 from slime.data.prompts import Dataset
 from slime.data.sample import Sample, iter_samples
 from slime.rollout.eval_config import EvalDatasetConfig
+from slime.rollout.failures import FailureBudget, failed_reward, fresh_copy, give_up
 from slime.rollout.sampling import eval_sampling_params
 from slime.rollout.settings import setting
 from slime.utils.errors import DataError
 
-__all__ = ["evaluate", "load_eval_dataset"]
+__all__ = ["EvalDatasets", "evaluate"]
+
+logger = logging.getLogger(__name__)
 
 _BAR_DELAY_S = 2.0
 
 GenerateGroup = Callable[..., Awaitable[list[Any]]]
 
 
-def load_eval_dataset(args: Namespace, config: EvalDatasetConfig, tokenizer: Any) -> Dataset:
-    """Read and render one set."""
-    return Dataset(
-        config.path,
-        tokenizer,
-        None,
-        setting(args, "eval_max_prompt_len"),
-        prompt_key=config.input_key or setting(args, "input_key"),
-        label_key=config.label_key,
-        tool_key=config.tool_key,
-        metadata_key=config.metadata_key or setting(args, "metadata_key"),
-        apply_chat_template=bool(config.apply_chat_template),
-        apply_chat_template_kwargs=config.apply_chat_template_kwargs,
-    )
+class EvalDatasets:
+    """The prompts of evaluation sets, each file read once per process and way of reading it.
+
+    Args:
+        processor: gives the checkpoint's processor; only asked for sets with media.
+        known: where they are kept.
+    """
+
+    def __init__(
+        self, args: Namespace, tokenizer: Any, processor: Callable[[], Any], known: dict[Any, Dataset]
+    ) -> None:
+        self._args = args
+        self._tokenizer = tokenizer
+        self._processor = processor
+        self._known = known
+
+    def of(self, config: EvalDatasetConfig) -> Dataset:
+        """The prompts of a set. Slow the first time: call it in a thread."""
+        how = (bool(config.apply_chat_template), config.apply_chat_template_kwargs, config.multimodal_keys)
+        key = (config.cache_key, self._args.hf_checkpoint, str(how))
+        if key not in self._known:
+            self._known[key] = self._read(config)
+        return self._known[key]
+
+    def _read(self, config: EvalDatasetConfig) -> Dataset:
+        args = self._args
+        return Dataset(
+            config.path,
+            self._tokenizer,
+            None if config.multimodal_keys is None else self._processor(),
+            setting(args, "eval_max_prompt_len"),
+            prompt_key=config.input_key or setting(args, "input_key"),
+            label_key=config.label_key,
+            tool_key=config.tool_key,
+            metadata_key=config.metadata_key or setting(args, "metadata_key"),
+            apply_chat_template=bool(config.apply_chat_template),
+            apply_chat_template_kwargs=config.apply_chat_template_kwargs,
+            multimodal_keys=config.multimodal_keys,
+            skips_bad_lines=setting(args, "skip_bad_lines"),
+        )
 
 
 async def evaluate(
-    args: Namespace, sets: Iterable[tuple[EvalDatasetConfig, Dataset]], generate_group: GenerateGroup
+    args: Namespace, sets: Sequence[tuple[EvalDatasetConfig, Dataset]], generate_group: GenerateGroup
 ) -> dict[str, dict[str, Any]]:
     """``{set: {"rewards", "truncated", "samples"}}``, all sets at the same time.
 
@@ -49,39 +79,105 @@ async def evaluate(
         generate_group: ``await f(args, group, sampling_params, evaluation=True)`` gives the scored group.
 
     Raises:
-        Whatever the first failing group raised; the others are cancelled.
+        DataError: too many failed samples, or too few finished ones. Whatever else the first failing group raised; the
+            others are cancelled.
     """
     args = _with_eval_limits(args)
-    names: list[str] = []
-    tasks: list[asyncio.Task[list[Any]]] = []
-    for config, dataset in sets:
-        params = eval_sampling_params(config)
-        for group in _groups(config, dataset):
-            names.append(config.name)
-            tasks.append(asyncio.create_task(_one(generate_group, args, group, dict(params))))
-    await _all(tasks)
-    results: dict[str, list[Sample]] = {name: [] for name in dict.fromkeys(names)}
-    for name, task in zip(names, tasks, strict=True):
-        results[name] += iter_samples(task.result())
     key = setting(args, "eval_reward_key") or setting(args, "reward_key")
-    return {name: _summary(name, samples, key) for name, samples in results.items()}
+    wanted = sum(len(dataset) * (config.n_samples_per_eval_prompt or 1) for config, dataset in sets)
+    failures = FailureBudget(setting(args, "max_failed_share"), wanted)
+    bar = tqdm(total=wanted, desc="evaluation", unit="sample", delay=_BAR_DELAY_S, mininterval=1.0, leave=False)
 
+    def on_finished(group: list[Any]) -> None:
+        failures.check(group)
+        bar.update(len(group))
 
-async def _one(generate_group: GenerateGroup, args: Namespace, group: list[Any], params: dict[str, Any]) -> list[Any]:
-    return await generate_group(args, group, params, evaluation=True)
-
-
-async def _all(tasks: list[asyncio.Task[list[Any]]]) -> None:
-    bar = tqdm(total=len(tasks), desc="evaluation", unit="prompt", delay=_BAR_DELAY_S, mininterval=1.0, leave=False)
+    tasks = [
+        asyncio.create_task(_evaluate_set(args, config, dataset, generate_group, on_finished))
+        for config, dataset in sets
+    ]
     try:
-        for finished in asyncio.as_completed(tasks):
-            await finished
-            bar.update()
+        samples = await asyncio.gather(*tasks)
     finally:
         bar.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _cancel(tasks)
+    return {config.name: _summary(config.name, found, key) for (config, _), found in zip(sets, samples, strict=True)}
+
+
+async def _evaluate_set(
+    args: Namespace,
+    config: EvalDatasetConfig,
+    dataset: Dataset,
+    generate_group: GenerateGroup,
+    on_finished: Callable[[list[Any]], None],
+) -> list[Sample]:
+    """The finished samples of a set: all of them, unless the set ends early."""
+    params = eval_sampling_params(config)
+    finished: asyncio.Queue[asyncio.Task[list[Any]]] = asyncio.Queue()
+    tasks: dict[asyncio.Task[list[Any]], int] = {}
+    for group in _groups(config, dataset):
+        task = asyncio.create_task(_generate(args, config, group, dict(params), generate_group))
+        task.add_done_callback(finished.put_nowait)
+        tasks[task] = len(group)
+    samples: list[Sample] = []
+    try:
+        while tasks:
+            patience_s = _patience_s(config, sum(tasks.values()))
+            try:
+                task = await asyncio.wait_for(finished.get(), patience_s)
+            except TimeoutError:
+                logger.warning(
+                    "evaluation set %s ends without its last %d samples: none finished for %g s "
+                    "(eval_early_stop_idle_timeout)",
+                    *(config.name, sum(tasks.values()), patience_s),
+                )
+                break
+            on_finished(task.result())
+            samples += iter_samples(task.result())
+            del tasks[task]
+    finally:
+        await _cancel(tasks)
+    if len(samples) < (config.min_eval_samples or 0):
+        raise DataError(
+            f"evaluation set {config.name} has {len(samples)} finished samples, fewer than min_eval_samples "
+            f"{config.min_eval_samples}"
+        )
+    return samples
+
+
+def _patience_s(config: EvalDatasetConfig, num_remaining: int) -> float | None:
+    """How long to wait for the next sample; None while many are still to come."""
+    if config.eval_early_stop_remaining is None or num_remaining > config.eval_early_stop_remaining:
+        return None
+    return config.eval_early_stop_idle_timeout
+
+
+async def _generate(
+    args: Namespace,
+    config: EvalDatasetConfig,
+    group: list[Any],
+    params: dict[str, Any],
+    generate_group: GenerateGroup,
+) -> list[Any]:
+    """The scored group; after ``eval_task_timeout`` seconds its samples as failed ones."""
+    limit = asyncio.timeout(config.eval_task_timeout)
+    try:
+        async with limit:
+            return await generate_group(args, group, params, evaluation=True)
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        for sample in group:
+            message = f"sample {sample.index} of evaluation set {config.name} took longer than eval_task_timeout"
+            give_up(sample, "deadline", error, f"{message} {config.eval_task_timeout} s")
+            sample.reward = failed_reward(args)
+        return group
+
+
+async def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _groups(config: EvalDatasetConfig, dataset: Dataset) -> Iterable[list[Sample]]:
@@ -89,7 +185,7 @@ def _groups(config: EvalDatasetConfig, dataset: Dataset) -> Iterable[list[Sample
     for number, prompt in enumerate(dataset.origin_samples):
         group = []
         for _ in range(config.n_samples_per_eval_prompt or 1):
-            sample = copy.deepcopy(prompt)
+            sample = fresh_copy(prompt)
             sample.index, sample.group_index = index, number
             sample.metadata = config.inject_metadata(sample.metadata)
             sample.custom_rm_path = config.custom_rm_path

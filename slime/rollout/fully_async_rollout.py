@@ -27,9 +27,8 @@ from typing import Any
 from slime.data.sample import Sample, SampleGroup, iter_samples
 from slime.hooks.load import load_function
 from slime.rollout.base_types import RolloutFnTrainOutput
-from slime.rollout.collect import first_index, log_sample
-from slime.rollout.failures import fresh_copy, without_response
-from slime.rollout.filter_hub.base_types import MetricGatherer, call_dynamic_filter
+from slime.rollout.collect import Drops, apply_filter, call_batch_hooks, first_index, log_sample
+from slime.rollout.failures import FailureBudget, fresh_copy, without_response
 from slime.rollout.settings import setting
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm_group
 from slime.utils.async_utils import call_in_thread, run
@@ -124,6 +123,11 @@ class AsyncRolloutWorker:
         """Return a group to the data source; it is drawn before new prompts."""
         self.data_buffer.add_samples([group])
 
+    def drop(self, rollout_id: int, group: SampleGroup) -> None:
+        """Nobody wants this group again: the Data Buffer keeps account of that, a plain source does not."""
+        if hasattr(self.data_buffer, "drop"):
+            self.data_buffer.drop(rollout_id, [group])
+
     def prompt_of(self, number: int) -> SampleGroup:
         """The group as it was drawn."""
         return self._prompts.pop(number)
@@ -183,18 +187,24 @@ class AsyncRolloutWorker:
         def done(task: Any) -> None:
             if task.cancelled():
                 return
-            error = task.exception()
-            if error is not None:
-                self._on_failure(gid, error)
-            elif any(sample.status is Sample.Status.ABORTED for sample in iter_samples(task.result())):
-                self._prompts.pop(gid, None)
-                self.put_back(task.result())
-            else:
-                self._failures = 0
-                self.output_queue.put((gid, task.result()))
+            try:
+                self._on_done(gid, task)
+            except Exception as error:  # of users' data sources; asyncio would only log it, and the group were lost
+                self._error = error
             self._notify()
 
         return done
+
+    def _on_done(self, gid: int, task: Any) -> None:
+        error = task.exception()
+        if error is not None:
+            self._on_failure(gid, error)
+        elif any(sample.status is Sample.Status.ABORTED for sample in iter_samples(task.result())):
+            self._prompts.pop(gid, None)
+            self.put_back(task.result())
+        else:
+            self._failures = 0
+            self.output_queue.put((gid, task.result()))
 
     def _on_failure(self, gid: int, error: BaseException) -> None:
         """Samples were tried again already: several groups that fail in a row mean that something is broken."""
@@ -233,8 +243,9 @@ async def _generate_rollout_async(args: Namespace, rollout_id: int, data_buffer:
     worker = _get_global_worker(args, data_buffer)
     filter_path = setting(args, "dynamic_sampling_filter_path")
     dynamic_filter = None if filter_path is None else load_function(filter_path, "filter")
-    gatherer = MetricGatherer()
+    drops = Drops(args.rollout_batch_size)
     metrics = {"rollout/stale_groups": 0, "rollout/stale_tokens": 0}
+    failures = FailureBudget(setting(args, "max_failed_share"), args.rollout_batch_size * args.n_samples_per_prompt)
     groups: list[SampleGroup] = []
     all_groups: list[SampleGroup] = []
     limit_s = setting(args, "rollout_request_timeout") + 2 * setting(args, "rm_timeout")
@@ -246,20 +257,25 @@ async def _generate_rollout_async(args: Namespace, rollout_id: int, data_buffer:
             if _is_stale(args, rollout_id, group):
                 metrics["rollout/stale_groups"] += 1
                 metrics["rollout/stale_tokens"] += sum(sample.response_length for sample in iter_samples(group))
-                worker.put_back([without_response(sample) for sample in iter_samples(prompt)])
+                again = [without_response(sample) for sample in iter_samples(prompt)]
+                await call_in_thread(worker.put_back, again)
                 _check_not_hopeless(args, rollout_id, metrics["rollout/stale_groups"])
                 continue
+            failures.check(group)
             all_groups.append(group)
-            verdict = call_dynamic_filter(dynamic_filter, args, group)
+            verdict = await apply_filter(dynamic_filter, args, group)
             if verdict.keep:
                 groups.append(group)
             else:
-                gatherer.on_dynamic_filter_drop(verdict.reason)
+                await call_in_thread(worker.drop, rollout_id, group)
+                drops.add(group, verdict.reason)
     groups.sort(key=first_index)
     log_sample(next(iter_samples(groups)), f"rollout {rollout_id}, first sample")
-    _call_batch_hooks(args, groups, all_groups, data_buffer)
+    await call_batch_hooks(args, groups, all_groups, data_buffer)
     metrics |= {"rollout/waiting_groups": worker.queue_size()}
-    return RolloutFnTrainOutput(samples=groups, metrics=metrics | dict(gatherer.collect()))
+    if failures.num_failed:
+        metrics["rollout/failed_samples"] = failures.num_failed
+    return RolloutFnTrainOutput(samples=groups, metrics=metrics | drops.metrics())
 
 
 def _is_stale(args: Namespace, rollout_id: int, group: SampleGroup) -> bool:
@@ -277,13 +293,6 @@ def _check_not_hopeless(args: Namespace, rollout_id: int, num_stale: int) -> Non
             f"{args.max_weight_staleness} rollouts behind: engine weights are older than that. The bound must be at "
             "least --update-weights-interval minus 1."
         )
-
-
-def _call_batch_hooks(args: Namespace, groups: list[Any], all_groups: list[Any], data_buffer: Any) -> None:
-    if (path := setting(args, "rollout_sample_filter_path")) is not None:
-        load_function(path, "filter")(args, groups)
-    if (path := setting(args, "rollout_all_samples_process_path")) is not None:
-        load_function(path)(args, sorted(all_groups, key=first_index), data_buffer)
 
 
 def generate_rollout_fully_async(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from typing import Any
 
@@ -10,36 +9,46 @@ from slime.data.sample import Sample
 from slime.hooks.load import load_function
 from slime.hooks.signature import accepted_kwargs
 from slime.rollout.settings import setting
+from slime.utils.async_utils import call_user
 
-__all__ = ["apply_rollout_sample_hooks", "current_rollout_id", "set_current_rollout_id"]
+__all__ = ["apply_rollout_sample_hooks", "current_rollout_id", "set_current_rollout_id", "set_evaluated_rollout_id"]
 
 
 class _Current:
-    """The rollout that this process works on. Read from the event loop's thread, written by the manager's."""
+    """What this process works on. Read from the event loop's thread, written by the manager's. A rollout and an
+    evaluation may run at the same time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._rollout_id: int | None = None
+        self._rollout_ids: dict[bool, int] = {}
 
-    def set(self, rollout_id: int | None) -> None:
+    def set(self, rollout_id: int | None, evaluation: bool) -> None:
         with self._lock:
-            self._rollout_id = rollout_id
+            if rollout_id is None:
+                self._rollout_ids.pop(evaluation, None)
+            else:
+                self._rollout_ids[evaluation] = rollout_id
 
-    def get(self) -> int | None:
+    def get(self, evaluation: bool) -> int | None:
         with self._lock:
-            return self._rollout_id
+            return self._rollout_ids.get(evaluation, self._rollout_ids.get(False))
 
 
 _current = _Current()
 
 
 def set_current_rollout_id(rollout_id: int | None) -> None:
-    """Called by the rollout manager before it generates or evaluates."""
-    _current.set(rollout_id)
+    """Called by the rollout manager before it generates."""
+    _current.set(rollout_id, evaluation=False)
 
 
-def current_rollout_id() -> int | None:
-    return _current.get()
+def set_evaluated_rollout_id(rollout_id: int | None) -> None:
+    """Called by the rollout manager before it evaluates, perhaps beside a rollout."""
+    _current.set(rollout_id, evaluation=True)
+
+
+def current_rollout_id(evaluation: bool = False) -> int | None:
+    return _current.get(evaluation)
 
 
 async def apply_rollout_sample_hooks(args: Any, value: Any, **kwargs: Any) -> Any:
@@ -55,7 +64,7 @@ async def apply_rollout_sample_hooks(args: Any, value: Any, **kwargs: Any) -> An
     paths = setting(args, "rollout_sample_hook_path")
     if not paths:
         return value
-    kwargs.setdefault("rollout_id", current_rollout_id())
+    kwargs.setdefault("rollout_id", current_rollout_id(bool(kwargs.get("evaluation"))))
     hooks = [load_function(path) for path in paths]
     return await _apply(args, value, hooks, kwargs)
 
@@ -66,9 +75,7 @@ async def _apply(args: Any, value: Any, hooks: list[Any], kwargs: dict[str, Any]
     if not isinstance(value, Sample):
         raise TypeError(f"sample hooks apply to a Sample or lists of them, got {type(value).__name__}")
     for hook in hooks:
-        result = hook(args, value, **accepted_kwargs(hook, kwargs))
-        if inspect.isawaitable(result):
-            result = await result
+        result = await call_user(hook, args, value, **accepted_kwargs(hook, kwargs))
         if result is None:
             continue
         if not isinstance(result, Sample):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.data.media import has_media, run_processor
 from slime.data.sample import Sample
 from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.settings import setting
@@ -53,20 +54,32 @@ def eval_sampling_params(config: EvalDatasetConfig) -> dict[str, Any]:
 def prepare_prompt_ids(sample: Sample, tokenizer: Any, processor: Any = None) -> list[int]:
     """Token ids to continue from: those the sample has, else its tokenized prompt.
 
+    Of a sample with media also ``multimodal_train_inputs`` is filled in, which takes long: call it in a thread.
+
     Raises:
-        DataError: a prompt that is not text, or that has no token.
+        DataError: a prompt that is not text, or that has no token; media without a processor.
     """
-    if sample.tokens:
+    with_media = has_media(sample.multimodal_inputs)
+    if sample.tokens and (sample.multimodal_train_inputs is not None or not with_media):
         return list(sample.tokens)
     if not isinstance(sample.prompt, str):
         raise DataError(
             f"the prompt of sample {sample.index} is a list of messages: use --apply-chat-template, or a "
             "--custom-generate-function-path that handles messages"
         )
-    ids = list(_encode(tokenizer, sample.prompt))
+    ids = _with_media(sample, processor) if with_media else list(_encode(tokenizer, sample.prompt))
     if not ids:
         raise DataError(f"the prompt of sample {sample.index} has no token: {sample.prompt!r}")
     return ids
+
+
+def _with_media(sample: Sample, processor: Any) -> list[int]:
+    if processor is None:
+        raise DataError(f"sample {sample.index} has images, but the checkpoint of --hf-checkpoint has no processor")
+    ids, train_inputs = run_processor(processor, str(sample.prompt), sample.multimodal_inputs or {})
+    if sample.multimodal_train_inputs is None:
+        sample.multimodal_train_inputs = train_inputs
+    return list(sample.tokens) or ids
 
 
 def response_room(args: Any, sample: Sample, num_tokens: int, max_new_tokens: int) -> int:

@@ -17,39 +17,49 @@ replace them. Knows no trainer and no Ray.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import random
-import weakref
 from argparse import Namespace
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
 from slime.data.chat import load_tokenizer
+from slime.data.media import has_media, load_processor
+from slime.data.prompts import Dataset
 from slime.data.sample import Sample, SampleGroup, iter_samples
 from slime.hooks.load import load_function
-from slime.rollout.abort_requests import end_tasks, note_start
+from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_function, trace_span
+from slime.rollout.abort_requests import end_tasks, mask_older_tokens, note_start
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
-from slime.rollout.collect import collect, log_sample
-from slime.rollout.custom_generate import call_generate, call_group_generate, complete, takes_group
-from slime.rollout.engine_request import build_request
-from slime.rollout.evaluate import evaluate, load_eval_dataset
-from slime.rollout.failures import generate_with_retries, request_retries
-from slime.rollout.rm_hub import async_rm, batched_async_rm
+from slime.rollout.collect import call_batch_hooks, collect, log_sample
+from slime.rollout.custom_generate import call_generate, complete, refuse_stray_abort, takes_group
+from slime.rollout.direct_engines import DirectEngines
+from slime.rollout.engine_request import EngineRequest, build_request, returns_experts
+from slime.rollout.eval_config import EvalDatasetConfig
+from slime.rollout.evaluate import EvalDatasets, evaluate
+from slime.rollout.failures import generate_with_retries, is_given_up, request_retries
+from slime.rollout.group_generate import generate_whole_group
+from slime.rollout.places import Places
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.rollout.sampling import prepare_prompt_ids, train_sampling_params
+from slime.rollout.scoring import score, score_group
 from slime.rollout.settings import setting
-from slime.utils.async_utils import run
+from slime.utils.async_utils import call_in_thread, run
 from slime.utils.errors import DataError, EngineError
 from slime.utils.http_utils import get_rollout_num_engines, init_http_client, post
 from slime.utils.misc import SingletonMeta
 
 __all__ = [
+    "EVAL_PROMPT_DATASET",
     "GenerateState",
     "abort",
     "eval_rollout",
+    "eval_rollout_single_dataset",
     "generate",
     "generate_and_rm",
     "generate_and_rm_group",
@@ -62,13 +72,13 @@ logger = logging.getLogger(__name__)
 
 _prepare_prompt_ids = prepare_prompt_ids  # the name that plugins import
 
+EVAL_PROMPT_DATASET: dict[Any, Dataset] = {}
+"""Prompts of the evaluation sets that were read; plugins' evaluation functions keep theirs here as well."""
+
+_evaluates: ContextVar[bool] = ContextVar("evaluates", default=False)
+"""Whether the running task generates for an evaluation; tasks that it starts inherit it."""
+
 _FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
-
-
-@dataclass(frozen=True)
-class _Places:
-    semaphore: asyncio.Semaphore
-    taking: asyncio.Lock
 
 
 class GenerateState(metaclass=SingletonMeta):
@@ -76,40 +86,60 @@ class GenerateState(metaclass=SingletonMeta):
 
     Attributes:
         tokenizer: of ``--hf-checkpoint``.
-        processor: None; images are not supported yet.
+        processor: of ``--hf-checkpoint``, loaded when it is first asked for; None where there is none.
         sampling_params: of training requests; copy before changing.
         pendings: tasks of the running groups.
         remaining_batch_size: groups submitted since the last reset.
         aborted: the rollout is ending; nothing new is sent.
+        engines: those behind the default router, for requests that go past it.
         requeues_aborted: samples whose request an engine aborted are returned as they are, not generated again.
+        num_evaluations: those that run; with one, the end of a rollout aborts only the requests in ``training``.
+        training: requests of the rollout that wait for their answer.
     """
 
     def __init__(self, args: Namespace) -> None:
         self.args = args
         self.tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
-        self.processor = None
-        self.num_places = max(1, args.sglang_server_concurrency * get_rollout_num_engines(args))
-        self._by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Places] = weakref.WeakKeyDictionary()
+        self.places = Places(max(1, args.sglang_server_concurrency * get_rollout_num_engines(args)))
         self.sampling_params = train_sampling_params(args)
         self.group_sampling_seeds: list[int] | None = None
         if getattr(args, "sglang_enable_deterministic_inference", False):
             self.group_sampling_seeds = [args.rollout_seed + i for i in range(args.n_samples_per_prompt)]
         self.dp_counts = [0] * (getattr(args, "sglang_dp_size", None) or 1)
         self.dp_rank = 0
-        self.eval_datasets: dict[Any, Any] = {}
+        self.eval_datasets = EvalDatasets(args, self.tokenizer, lambda: self.processor, EVAL_PROMPT_DATASET)
         self.requeues_aborted = False
+        self.num_evaluations = 0
+        self.training: set[EngineRequest] = set()
         self.reset()
+
+    @functools.cached_property
+    def processor(self) -> Any:
+        return load_processor(self.args.hf_checkpoint, trust_remote_code=True)
+
+    @functools.cached_property
+    def engines(self) -> DirectEngines:
+        return DirectEngines(get_model_url(self.args, "default", ""))
 
     @property
     def semaphore(self) -> asyncio.Semaphore:
-        """One place per running sample. Each event loop has its own: a semaphore belongs to the loop it waits on."""
-        return self._places().semaphore
+        """One place per running sample, of the running event loop."""
+        return self.places.semaphore
 
-    def _places(self) -> _Places:
-        loop = asyncio.get_running_loop()
-        if loop not in self._by_loop:
-            self._by_loop[loop] = _Places(asyncio.Semaphore(self.num_places), asyncio.Lock())
-        return self._by_loop[loop]
+    @property
+    def is_ending(self) -> bool:
+        """Whether the rollout that this task works for is over; an evaluation is not ended by a rollout."""
+        return self.aborted and not _evaluates.get()
+
+    @contextmanager
+    def waiting_for(self, request: EngineRequest) -> Iterator[None]:
+        """While the block runs the end of the rollout aborts the request, unless it belongs to an evaluation."""
+        if not _evaluates.get():
+            self.training.add(request)
+        try:
+            yield
+        finally:
+            self.training.discard(request)
 
     def reset(self) -> None:
         """Ready for the next rollout."""
@@ -128,20 +158,6 @@ class GenerateState(metaclass=SingletonMeta):
             yield rank
         finally:
             self.dp_counts[rank] -= 1
-
-    @asynccontextmanager
-    async def places_of_a_group(self, count: int) -> AsyncIterator[None]:
-        """Hold a place per sample. One group at a time takes places, or two could wait for each other's."""
-        places, taken = self._places(), 0
-        try:
-            async with places.taking:
-                while taken < min(count, self.num_places):
-                    await places.semaphore.acquire()
-                    taken += 1
-            yield
-        finally:
-            for _ in range(taken):
-                places.semaphore.release()
 
     def submit_generate_tasks(self, groups: list[SampleGroup]) -> list[asyncio.Task[Any]]:
         """Start one task per group."""
@@ -173,21 +189,22 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
         EngineError: the request was refused, or no engine answered.
         DeadlineExceeded: ``--rollout-request-timeout`` passed.
     """
-    state = GenerateState(args)
-    ids = _prepare_prompt_ids(sample, state.tokenizer, state.processor)
-    request = build_request(args, sample, sampling_params, ids)
+    request = await prepare_request(args, sample, sampling_params)
     if request is None:
         return sample
-    output = await post(
-        request.url,
-        request.new_attempt,
-        max_retries=request_retries(args),
-        headers=request.headers,
-        timeout_s=setting(args, "rollout_request_timeout"),
-    )
+    attrs = {"max_new_tokens": sampling_params["max_new_tokens"]}
+    with trace_span(sample, "sglang_generate", attrs=attrs) as span, GenerateState(args).waiting_for(request):
+        output = await post(
+            request.url,
+            request.new_attempt,
+            max_retries=request_retries(args),
+            headers=request.headers,
+            timeout_s=setting(args, "rollout_request_timeout"),
+        )
     if not isinstance(output, dict) or "meta_info" not in output:
         raise EngineError(f"the reply for sample {sample.index} is not that of an SGLang server: {str(output)[:300]}")
     meta = output["meta_info"]
+    span.update(build_sglang_meta_trace_attrs(meta))
     sampled = meta.get("output_token_logprobs") or []
     sample.append_response_tokens(
         args,
@@ -199,6 +216,24 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
     return sample
 
 
+async def prepare_request(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> EngineRequest | None:
+    """What generates the response of a sample, or the rest of it. Images are worked on in a thread."""
+    state = GenerateState(args)
+
+    def prepare(processor: Any) -> EngineRequest | None:
+        ids = _prepare_prompt_ids(sample, state.tokenizer, processor)
+        return build_request(args, sample, sampling_params, ids)
+
+    if has_media(sample.multimodal_inputs):
+        request = await call_in_thread(lambda: prepare(state.processor))
+    else:
+        request = prepare(None)
+    if request is not None and returns_experts(args):
+        return replace(request, url=state.engines.choose(sample.session_id))
+    return request
+
+
+@trace_function("generate_and_rm", target="sample")
 async def generate_and_rm(
     args: Namespace, sample: Sample | list[Sample], sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Sample | list[Sample]:
@@ -207,32 +242,28 @@ async def generate_and_rm(
     A custom generate function may return several samples for one. Rewards that it set are kept.
     """
     if setting(args, "partial_rollout") and setting(args, "mask_offpolicy_in_partial_rollout"):
-        _mask_older_tokens(sample)
+        mask_older_tokens(sample)
     if isinstance(sample, list):
         results = [await generate_and_rm(args, item, sampling_params, evaluation) for item in sample]
         return list(iter_samples(results))  # the rows of one execution, back from the data source
+    _evaluates.set(evaluation)
+    if is_given_up(sample):
+        return sample
     if sample.status in _FINISHED:
-        if sample.reward is None and not setting(args, "group_rm"):
-            raise DataError(f"sample {sample.index} came back from the data source finished, but without a reward")
+        if not setting(args, "group_rm"):
+            await score(args, sample)  # the rollout ended before its reward was there
         return sample
     state = GenerateState(args)
     async with state.semaphore:
-        if state.aborted:
+        if state.is_ending:
             sample.status = Sample.Status.ABORTED
             return sample
         with state.dp_rank_context():
             result = await _generate_one(args, state, sample, sampling_params, evaluation)
     scored: Sample | list[Sample] = await apply_rollout_sample_hooks(args, result, evaluation=evaluation)
     if not setting(args, "group_rm"):
-        await _score(args, scored)
+        await score(args, scored)
     return scored
-
-
-def _mask_older_tokens(sample: Sample | list[Sample]) -> None:
-    """Tokens from earlier rollouts came from older weights: they stay in the context but are not trained on."""
-    for item in iter_samples(sample):
-        if item.response_length > 0:
-            item.loss_mask = [0] * item.response_length
 
 
 async def _generate_one(
@@ -240,51 +271,38 @@ async def _generate_one(
 ) -> Any:
     path = sample.generate_function_path or setting(args, "custom_generate_function_path")
 
-    async def attempt(current: Sample) -> Any:
+    async def attempt() -> Any:
         if path is None:
-            result: Any = await generate(args, current, dict(sampling_params))
+            result: Any = await generate(args, sample, dict(sampling_params))
         else:
             function = load_function(path, "generate")
-            result = await call_generate(function, args, current, dict(sampling_params), evaluation)
-            complete(result, current, lambda: state.tokenizer)
-        is_end = state.aborted or (state.requeues_aborted and not evaluation)
-        if not is_end and any(s.status is Sample.Status.ABORTED for s in iter_samples(result)):
-            raise RuntimeError("the engine aborted the request although the rollout goes on")
+            result = await call_generate(function, args, sample, dict(sampling_params), evaluation)
+        complete(result, sample, lambda: state.tokenizer)
+        refuse_stray_abort(state, result, evaluation)
         return result
 
     what = "generate" if path is None else f"--custom-generate-function-path {path}"
-    return await generate_with_retries(attempt, sample, retries=setting(args, "max_sample_retries"), what=what)
+    result = await generate_with_retries(attempt, [sample], retries=setting(args, "max_sample_retries"), what=what)
+    return sample if result is None else result
 
 
-async def _score(args: Namespace, result: Any) -> None:
-    """Fill in missing rewards, of one sample or of the samples of one execution."""
-    samples = list(iter_samples(result))
-    if any(sample.status is Sample.Status.ABORTED for sample in samples):
-        return
-    missing = [sample for sample in samples if sample.reward is None]
-    if not missing:
-        return
-    if isinstance(result, list):
-        rewards = await batched_async_rm(args, missing)
-    else:
-        rewards = [await async_rm(args, result)]
-    for sample, reward in zip(missing, rewards, strict=True):
-        sample.reward = reward
-
-
+@trace_function(
+    "generate_and_rm_group", target="group", attrs_getter=lambda args, group, *_, **__: {"group_size": len(group)}
+)
 async def generate_and_rm_group(
     args: Namespace, group: list[Any], sampling_params: dict[str, Any], evaluation: bool = False
 ) -> list[Any]:
     """Generate and score the samples of one prompt; an entry becomes a list where its execution made several."""
+    _evaluates.set(evaluation)
     state = GenerateState(args)
-    if state.aborted:
+    if state.is_ending:
         return group
     for sample in iter_samples(group):
         sample.session_id = sample.session_id or str(uuid4())
     path = next(iter_samples(group)).generate_function_path or setting(args, "custom_generate_function_path")
     function = None if path is None else load_function(path, "generate")
     if function is not None and takes_group(function):
-        result = await _generate_whole_group(args, state, function, group, sampling_params, evaluation)
+        result = await generate_whole_group(args, state, function, group, sampling_params, evaluation)
     else:
         tasks = [
             asyncio.create_task(
@@ -293,31 +311,9 @@ async def generate_and_rm_group(
             for i, sample in enumerate(group)
         ]
         result = await _gather(tasks)
-    if setting(args, "group_rm") and not state.aborted:
-        samples = list(iter_samples(result))
-        for sample, reward in zip(samples, await batched_async_rm(args, samples), strict=True):
-            sample.reward = reward
+    if setting(args, "group_rm") and not state.is_ending:
+        await score_group(args, result)
     return result
-
-
-async def _generate_whole_group(
-    args: Namespace,
-    state: GenerateState,
-    function: Callable[..., Any],
-    group: list[Any],
-    sampling_params: dict[str, Any],
-    evaluation: bool,
-) -> list[Any]:
-    async with state.places_of_a_group(len(group)):
-        if state.aborted:
-            return group
-        result = await call_group_generate(function, args, group, dict(sampling_params), evaluation)
-    for entry, source in zip(result, group, strict=True):
-        complete(entry, source, lambda: state.tokenizer)
-    result = await apply_rollout_sample_hooks(args, result, evaluation=evaluation)
-    if not setting(args, "group_rm"):
-        await asyncio.gather(*(_score(args, entry) for entry in result))
-    return list(result)
 
 
 def _seeded(state: GenerateState, sampling_params: dict[str, Any], position: int) -> dict[str, Any]:
@@ -351,7 +347,12 @@ async def abort(args: Namespace, rollout_id: int) -> list[SampleGroup]:
     keeps_responses = setting(args, "partial_rollout")
     # A tool call or a reward may be under way, and more requests behind it. What is kept has time to end in order.
     patience_s = setting(args, "rm_timeout") if keeps_responses else None
-    groups = await end_tasks(state.pendings, get_model_url(args, "default", "/workers"), patience_s)
+    groups = await end_tasks(
+        state.pendings,
+        get_model_url(args, "default", "/workers"),
+        patience_s,
+        requests=state.training if state.num_evaluations else None,
+    )
     note_start(groups, rollout_id)
     return groups if keeps_responses else []
 
@@ -384,36 +385,38 @@ async def generate_rollout_async(
             dynamic_filter=None if filter_path is None else load_function(filter_path, "filter"),
             label=f"rollout {rollout_id}",
             keeps_responses=setting(args, "partial_rollout"),
+            max_failed_share=setting(args, "max_failed_share"),
         )
         note_start(collected.left_over, rollout_id)
         metrics = dict(collected.metrics)
-        failed = sum(sample.metadata.get("failed_attempts", 0) for sample in iter_samples(collected.groups))
-        if failed:
-            metrics["rollout/failed_generations"] = failed
     finally:
         state.reset()
     log_sample(next(iter_samples(collected.groups)), f"rollout {rollout_id}, first sample")
-    if (path := setting(args, "rollout_sample_filter_path")) is not None:
-        load_function(path, "filter")(args, collected.groups)
-    if (path := setting(args, "rollout_all_samples_process_path")) is not None:
-        owner = getattr(data_source_get_samples, "__self__", data_source_get_samples)
-        load_function(path)(args, collected.all_groups, owner)
+    owner = getattr(data_source_get_samples, "__self__", data_source_get_samples)
+    await call_batch_hooks(args, collected.groups, collected.all_groups, owner)
     return RolloutFnTrainOutput(samples=collected.groups, metrics=metrics), collected.left_over
 
 
 async def eval_rollout(args: Namespace, rollout_id: int) -> tuple[RolloutFnEvalOutput, list[SampleGroup]]:
     """Evaluate on every set of ``args.eval_datasets``. The second result is always empty."""
+    return RolloutFnEvalOutput(data=await _evaluate_sets(args, args.eval_datasets or [])), []
+
+
+async def eval_rollout_single_dataset(
+    args: Namespace, rollout_id: int, dataset_cfg: EvalDatasetConfig
+) -> dict[str, dict[str, Any]]:
+    """Evaluate on one set: ``{its name: {"rewards", "truncated", "samples"}}``."""
+    return await _evaluate_sets(args, [dataset_cfg])
+
+
+async def _evaluate_sets(args: Namespace, configs: Sequence[EvalDatasetConfig]) -> dict[str, dict[str, Any]]:
     state = GenerateState(args)
-    sets = []
-    for config in args.eval_datasets or []:
-        key = (config.cache_key, bool(config.apply_chat_template), str(config.apply_chat_template_kwargs))
-        if key not in state.eval_datasets:
-            state.eval_datasets[key] = load_eval_dataset(args, config, state.tokenizer)
-        sets.append((config, state.eval_datasets[key]))
+    sets = [(config, await call_in_thread(state.eval_datasets.of, config)) for config in configs]
+    state.num_evaluations += 1
     try:
-        return RolloutFnEvalOutput(data=await evaluate(args, sets, generate_and_rm_group)), []
+        return await evaluate(args, sets, generate_and_rm_group)
     finally:
-        state.reset()
+        state.num_evaluations -= 1
 
 
 def generate_rollout(

@@ -11,10 +11,9 @@ from argparse import Namespace
 from typing import Any
 
 from slime.data.sample import Sample
+from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_span
 from slime.rollout import sglang_rollout
-from slime.rollout.engine_request import build_request
 from slime.rollout.failures import request_retries
-from slime.rollout.sampling import prepare_prompt_ids
 from slime.rollout.settings import setting
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import receive_stream
@@ -34,8 +33,7 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
         DeadlineExceeded: ``--rollout-request-timeout`` passed.
     """
     state = sglang_rollout.GenerateState(args)
-    ids = prepare_prompt_ids(sample, state.tokenizer, state.processor)
-    request = build_request(args, sample, sampling_params, ids)
+    request = await sglang_rollout.prepare_request(args, sample, sampling_params)
     if request is None:
         return sample
     last: dict[str, Any] | None = None
@@ -43,18 +41,22 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
     def receive(event: Any) -> bool:
         nonlocal last
         last = _checked(event, sample)
-        return not state.aborted
+        return not state.is_ending
 
-    await receive_stream(
-        request.url,
-        lambda: request.new_attempt() | {"stream": True},
-        receive,
-        max_retries=request_retries(args),
-        headers=request.headers,
-        timeout_s=setting(args, "rollout_request_timeout"),
-    )
+    attrs = {"max_new_tokens": sampling_params["max_new_tokens"]}
+    with trace_span(sample, "sglang_generate_stream", attrs=attrs) as span, state.waiting_for(request):
+        await receive_stream(
+            request.url,
+            lambda: request.new_attempt() | {"stream": True},
+            receive,
+            max_retries=request_retries(args),
+            headers=request.headers,
+            timeout_s=setting(args, "rollout_request_timeout"),
+        )
+    if last is not None:
+        span.update(build_sglang_meta_trace_attrs(last["meta_info"]))
     is_finished = last is not None and bool(last["meta_info"].get("finish_reason"))
-    if not is_finished and not state.aborted:
+    if not is_finished and not state.is_ending:
         raise ConnectionError(f"the stream of sample {sample.index} ended before the engine finished")
     if last is not None:
         _append(args, sample, last, is_finished)

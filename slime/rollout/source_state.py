@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from slime.data.media import media_from_state, media_to_state
 from slime.data.sample import Sample, SampleGroup, iter_samples
 from slime.utils.errors import DataError
 
@@ -34,14 +35,21 @@ def outstanding_path(directory: str, rollout_id: int | None) -> Path:
 
 
 def group_to_dicts(group: SampleGroup) -> list[Any]:
-    return [item.to_dict() if isinstance(item, Sample) else group_to_dicts(list(item)) for item in group]
+    return [_to_dict(item) if isinstance(item, Sample) else group_to_dicts(list(item)) for item in group]
 
 
 def group_from_dicts(group: list[Any]) -> SampleGroup:
     return [
-        Sample.from_dict(item) if isinstance(item, dict) else list(iter_samples(group_from_dicts(item)))
-        for item in group
+        _from_dict(item) if isinstance(item, dict) else list(iter_samples(group_from_dicts(item))) for item in group
     ]
+
+
+def _to_dict(sample: Sample) -> dict[str, Any]:
+    return sample.to_dict() | {"multimodal_inputs": media_to_state(sample.multimodal_inputs)}
+
+
+def _from_dict(values: dict[str, Any]) -> Sample:
+    return Sample.from_dict(values | {"multimodal_inputs": media_from_state(values.get("multimodal_inputs"))})
 
 
 def save_groups(path: Path, groups: list[SampleGroup]) -> None:

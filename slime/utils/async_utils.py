@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextvars
+import inspect
 import sys
 import threading
 import time
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 
 from slime.utils.errors import DeadlineExceeded
 
-__all__ = ["AsyncLoopThread", "call_in_thread", "get_async_loop", "run"]
+__all__ = ["AsyncLoopThread", "call_in_thread", "call_user", "get_async_loop", "is_async", "run"]
 
 Result = TypeVar("Result")
 
@@ -90,6 +91,21 @@ def get_async_loop() -> AsyncLoopThread:
 def run(coro: Coroutine[Any, Any, Result], stall_s: float = _DEFAULT_STALL_S) -> Result:
     """Run a coroutine on the process-wide loop from ordinary code; see :meth:`AsyncLoopThread.run`."""
     return get_async_loop().run(coro, stall_s)
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling ``function`` gives a coroutine."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004 - objects with an async __call__
+    )
+
+
+async def call_user(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Await a function of users', async or plain; plain ones run in a thread, so they may be slow."""
+    if is_async(function):
+        return await function(*args, **kwargs)
+    result = await call_in_thread(function, *args, **kwargs)
+    return await result if inspect.isawaitable(result) else result
 
 
 async def call_in_thread(function: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Result:

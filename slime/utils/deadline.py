@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from slime.utils.errors import DeadlineExceeded
+from slime.utils.interrupt import raise_if_interrupted
 
 __all__ = ["Deadline", "wait_until"]
 
@@ -40,6 +41,8 @@ class Deadline:
         return DeadlineExceeded(". ".join(part.rstrip(".") for part in parts if part))
 
     def check(self, detail: str = "") -> None:
+        """What a wait does between two looks. Raises when the time is over, or the run was asked to end."""
+        raise_if_interrupted()
         if self.elapsed > self.seconds:
             raise self.error(detail)
 

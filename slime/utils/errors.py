@@ -8,7 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["ConfigError", "DataError", "DeadlineExceeded", "EngineError", "SlimeError"]
+__all__ = [
+    "ConfigError",
+    "DataError",
+    "DeadlineExceeded",
+    "EngineError",
+    "EngineSilent",
+    "ProcessDied",
+    "RequestRefused",
+    "ScoringError",
+    "SlimeError",
+    "StartFailed",
+]
 
 
 class SlimeError(Exception):
@@ -32,9 +43,37 @@ class DataError(SlimeError, ValueError):
     """A data file, a dataset row or a sample does not hold what it must."""
 
 
+class ScoringError(DataError):
+    """A reward function raised, hung, or returned what is no reward."""
+
+
 class EngineError(SlimeError, RuntimeError):
     """An inference engine or its router refused, failed or died."""
 
 
+class RequestRefused(EngineError):
+    """A request that is wrong in itself (4xx): sending it again would not help, and others are not concerned."""
+
+
 class DeadlineExceeded(SlimeError, TimeoutError):
     """A wait ran into its deadline; the message says who waited for what, and for how long."""
+
+
+class EngineSilent(EngineError, DeadlineExceeded):
+    """Engines did not answer in time.
+
+    Attributes:
+        urls: of these engines.
+    """
+
+    def __init__(self, message: str, urls: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.urls = tuple(urls)
+
+
+class ProcessDied(SlimeError, RuntimeError):
+    """A process of the run ended without being asked to; the message says which, how, and who waited for it."""
+
+
+class StartFailed(ProcessDied):
+    """A process died while the run was starting: the next start would fail, too, unless an earlier one did not."""

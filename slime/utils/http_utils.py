@@ -18,17 +18,43 @@ import ssl
 import threading
 import weakref
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, TypeAlias
 
 import httpx
 
 from slime.utils.deadline import Deadline
-from slime.utils.errors import EngineError
+from slime.utils.errors import EngineError, RequestRefused
+from slime.utils.host import (
+    SLIME_HOST_IP_ENV,
+    find_available_port,
+    get_host_info,
+    is_port_available,
+    terminate_process,
+)
+from slime.utils.host import wrap_ipv6 as _wrap_ipv6
 
-__all__ = ["close_http_client", "get", "get_rollout_num_engines", "init_http_client", "post", "receive_stream"]
+__all__ = [
+    "SLIME_HOST_IP_ENV",
+    "Url",
+    "_wrap_ipv6",
+    "close_http_client",
+    "find_available_port",
+    "get",
+    "get_host_info",
+    "get_rollout_num_engines",
+    "init_http_client",
+    "is_port_available",
+    "post",
+    "receive_stream",
+    "terminate_process",
+]
 
 logger = logging.getLogger(__name__)
+
+Url: TypeAlias = str | Callable[[], Awaitable[str]]
+"""An address, or what gives one to each attempt; may raise :class:`EngineError`, which counts as a failed attempt."""
 
 DEFAULT_TIMEOUT_S = 1800.0
 _FIRST_BACKOFF_S = 0.25
@@ -90,7 +116,7 @@ _clients = _Clients()
 
 def get_rollout_num_engines(args: Namespace) -> int:
     """Number of inference engines: given, or derived from devices and devices per engine."""
-    number: int | None = getattr(args, "rollout_num_engines", None)  # only set where engines are external
+    number: int | None = getattr(args, "rollout_num_engines", None)  # where devices do not say it
     if number is not None:
         return number
     gpus: int = args.rollout_num_gpus or 0
@@ -109,7 +135,7 @@ async def close_http_client() -> None:
 
 
 async def post(
-    url: str,
+    url: Url,
     payload: Any,
     max_retries: int = 60,
     headers: dict[str, str] | None = None,
@@ -125,7 +151,8 @@ async def post(
         timeout_s: seconds for all attempts together. None: the value of :func:`init_http_client`.
 
     Raises:
-        EngineError: 4xx at once, 5xx and connection errors after the last attempt; with url, status and reply.
+        RequestRefused: 4xx, at once; with url, status and reply.
+        EngineError: 5xx and connection errors, after the last attempt.
         DeadlineExceeded: ``timeout_s`` passed.
     """
     deadline = Deadline(timeout_s or _clients.timeout_s, f"the reply of POST {url}")
@@ -137,8 +164,9 @@ async def post(
             raise deadline.error(problem)
         try:
             async with asyncio.timeout(deadline.remaining):
+                address = await _address(url)
                 body = payload() if callable(payload) else payload
-                response = await _clients.next().post(url, json=body or {}, headers=headers)
+                response = await _clients.next().post(address, json=body or {}, headers=headers)
         except httpx.TransportError as error:
             problem = f"{type(error).__name__}: {error}"
         except TimeoutError:
@@ -148,12 +176,12 @@ async def post(
                 return _content(response)
             problem = f"status {response.status_code}: {response.text[:_MAX_QUOTED_CHARS]}"
             if response.status_code < 500:
-                raise EngineError(f"POST {url} was refused with {problem}")
+                raise RequestRefused(f"POST {url} was refused with {problem}")
     raise EngineError(f"POST {url} failed {max_retries + 1} times in {deadline.elapsed:.1f} s, last with {problem}")
 
 
 async def receive_stream(
-    url: str,
+    url: Url,
     payload: Any,
     receive: Callable[[Any], bool],
     *,
@@ -184,13 +212,13 @@ async def receive_stream(
         try:
             async with (
                 asyncio.timeout(deadline.remaining),
-                _clients.next().stream("POST", url, json=body or {}, headers=headers) as response,
+                _opened(url, body, headers) as response,
             ):
                 if not response.is_success:
                     await response.aread()
                     problem = f"status {response.status_code}: {response.text[:_MAX_QUOTED_CHARS]}"
                     if response.status_code < 500:
-                        raise EngineError(f"POST {url} was refused with {problem}")
+                        raise RequestRefused(f"POST {url} was refused with {problem}")
                     continue
                 async for event in _events(response):
                     has_begun = True
@@ -204,6 +232,22 @@ async def receive_stream(
         except TimeoutError:
             raise deadline.error(problem) from None
     raise EngineError(f"POST {url} failed {max_retries + 1} times in {deadline.elapsed:.1f} s, last with {problem}")
+
+
+async def _address(url: Url) -> str:
+    if isinstance(url, str):
+        return url
+    try:
+        return await url()
+    except EngineError as error:
+        raise httpx.ConnectError(str(error)) from error  # tried again, as any connection that could not be made
+
+
+@asynccontextmanager
+async def _opened(url: Url, body: Any, headers: dict[str, str] | None) -> AsyncIterator[httpx.Response]:
+    address = await _address(url)
+    async with _clients.next().stream("POST", address, json=body or {}, headers=headers) as response:
+        yield response
 
 
 async def _pause(attempt: int, deadline: Deadline) -> None:

@@ -1,14 +1,23 @@
-"""Small helpers with no subject of their own, and lazy aliases of two public functions that moved to their rooms."""
+"""Small helpers with no subject of their own, and lazy aliases of public names that live elsewhere."""
 
 from __future__ import annotations
 
 import importlib
 import subprocess
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar, TypeVar
 
-__all__ = ["SingletonMeta", "exec_command", "should_run_periodic_action"]
+__all__ = ["SingletonMeta", "chunk_named_params_by_size", "exec_command", "group_by", "should_run_periodic_action"]
 
-_MOVED = {"load_function": "slime.hooks.load", "decode_int32_meta_array": "slime.data.engine_meta"}
+_MOVED = {
+    "Box": "slime.ray.shards",
+    "decode_int32_meta_array": "slime.data.engine_meta",
+    "get_current_node_ip": "slime.utils.host",
+    "get_free_port": "slime.utils.host",
+    "load_function": "slime.hooks.load",
+}
+
+Item = TypeVar("Item")
 
 
 def __getattr__(name: str) -> Any:
@@ -42,6 +51,31 @@ def should_run_periodic_action(
     is_last = num_rollout is not None and done == num_rollout
     is_epoch_end = num_rollout_per_epoch is not None and done % num_rollout_per_epoch == 0
     return is_last or is_epoch_end or done % interval == 0
+
+
+def group_by(iterable: Iterable[Item], key: Callable[[Item], Any] | None = None) -> dict[Any, list[Item]]:
+    """Items by ``key(item)``, or by themselves, in the order in which they come."""
+    groups: dict[Any, list[Item]] = {}
+    for item in iterable:
+        groups.setdefault(item if key is None else key(item), []).append(item)
+    return groups
+
+
+def chunk_named_params_by_size(
+    named_params: Iterable[tuple[str, Any]], chunk_size: int
+) -> Iterator[list[tuple[str, Any]]]:
+    """Lists of (name, tensor) of at most ``chunk_size`` bytes; a larger tensor is alone."""
+    chunk: list[tuple[str, Any]] = []
+    num_bytes = 0
+    for name, tensor in named_params:
+        size = tensor.numel() * tensor.element_size()
+        if chunk and num_bytes + size > chunk_size:
+            yield chunk
+            chunk, num_bytes = [], 0
+        chunk.append((name, tensor))
+        num_bytes += size
+    if chunk:
+        yield chunk
 
 
 def exec_command(cmd: str, capture_output: bool = False) -> str | None:

@@ -16,10 +16,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["GUARD_FD_VARIABLE", "GuardedProcess", "kill_group", "log_tail", "watch_descriptor", "watch_owner"]
+__all__ = ["GUARD_FD_VARIABLE", "GuardedProcess", "kill_group", "log_tail", "tail", "watch_descriptor", "watch_owner"]
 
 GUARD_FD_VARIABLE = "SLIME_GUARD_FD"
 _KILL_TIMEOUT_S = 5.0
+_TAIL_BYTES = 64 * 1024
 
 
 class GuardedProcess:
@@ -27,6 +28,8 @@ class GuardedProcess:
 
     def __init__(self, argv: Sequence[str], *, log_path: Path, env: Mapping[str, str] | None = None) -> None:
         self.log_path = log_path
+        self._stopping = threading.Lock()
+        self._is_stopped = False
         log_path.parent.mkdir(parents=True, exist_ok=True)
         read_end, self._guard = os.pipe()
         environment = dict(os.environ) | dict(env or {}) | {GUARD_FD_VARIABLE: str(read_end)}
@@ -53,7 +56,11 @@ class GuardedProcess:
         return self._process.poll()
 
     def stop(self) -> None:
-        """Kill the child and everything it started."""
+        """Kill the child and everything it started. Again is fine."""
+        with self._stopping:
+            if self._is_stopped:
+                return  # the numbers of process and descriptor may be somebody else's by now
+            self._is_stopped = True
         kill_group(self._process.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_KILL_TIMEOUT_S)
@@ -111,10 +118,17 @@ def kill_group(leader: int) -> None:
         time.sleep(0.02)
 
 
+def tail(path: Path, num_bytes: int) -> str:
+    """The last ``num_bytes`` of a file as text; raises OSError."""
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
+        return file.read().decode("utf-8", errors="replace")
+
+
 def log_tail(path: Path, lines: int = 30) -> str:
     """The last lines of a log, indented; a note when there are none."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace").strip()
+        text = tail(path, _TAIL_BYTES).strip()
     except OSError as error:
         return f"    (no log: {error})"
     if not text:

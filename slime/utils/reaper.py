@@ -1,10 +1,11 @@
-"""Ends what a run left behind: every process that descended from the driver.
+"""Ends what a run left behind: every process that descended from the driver, and their shared memory.
 
     python -m slime.utils.reaper PID
 
 Started by the driver when it starts a Ray cluster of its own, in a session of its own, so that Ctrl-C does not reach
 it. While the driver lives it notes the driver's descendants; when the driver is gone, however that came about, it kills
-those that are left. Ray's daemons follow a killed driver by themselves, but its agents take half a minute to.
+those that are left. Ray's daemons follow a killed driver by themselves, but its agents take half a minute to. Files in
+/dev/shm that only the run's processes had mapped go as well: a killed engine cannot remove its own.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
+from pathlib import Path
 
 import psutil
 
-__all__ = ["reap", "start_reaper"]
+__all__ = ["SharedMemory", "reap", "start_reaper"]
 
 _SCAN_EVERY_S = 1.0
 _GRACE_S = 1.0
 _PATIENCE_S = 10.0
+_SHARED_MEMORY = Path("/dev/shm")
+_LOOKS = 5
 _held: list[int] = []
 """Write ends of the pipes that reapers wait on; closed by the end of this process."""
 
@@ -56,6 +61,48 @@ def reap(processes: set[psutil.Process], *, grace_s: float = _GRACE_S) -> None:
         _, left = psutil.wait_procs(left, timeout=0.2)
 
 
+class SharedMemory:
+    """The files of ``directory`` that appear from now on and are mapped by the processes of one run.
+
+    A new file is looked for in the processes' memory maps a few times; most of the time there is none, and a look costs
+    one listing of the directory.
+    """
+
+    def __init__(self, directory: Path = _SHARED_MEMORY) -> None:
+        self._directory = directory
+        self._looks_left = dict.fromkeys(self._names(), 0)
+        self.mapped: set[str] = set()
+
+    def _names(self) -> set[str]:
+        try:
+            return set(os.listdir(self._directory))
+        except OSError:
+            return set()  # not every system has one
+
+    def look(self, processes: Iterable[psutil.Process]) -> None:
+        """Find out which of the new files belong to ``processes``."""
+        new = {name for name in self._names() - self.mapped if self._looks_left.setdefault(name, _LOOKS) > 0}
+        if not new:
+            return
+        for process in processes:
+            self.mapped |= new & self._mapped_by(process.pid)
+        for name in new:
+            self._looks_left[name] -= 1
+
+    def _mapped_by(self, pid: int) -> set[str]:
+        prefix = f"{self._directory}/"
+        try:
+            lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            return set()
+        return {line.partition(prefix)[2] for line in lines if prefix in line}
+
+    def remove(self) -> None:
+        """Delete the files that were found. Whoever still has one mapped keeps what is in it."""
+        for name in self.mapped:
+            (self._directory / name).unlink(missing_ok=True)
+
+
 def _descendants(driver: psutil.Process) -> set[psutil.Process]:
     try:
         return {process for process in driver.children(recursive=True) if process.pid != os.getpid()}
@@ -73,10 +120,15 @@ def _with_their_children(processes: set[psutil.Process]) -> set[psutil.Process]:
 def main() -> None:
     driver = psutil.Process(int(sys.argv[1]))
     known: set[psutil.Process] = set()
+    memory = SharedMemory()
     # nobody writes to the pipe: it becomes readable when the driver's end is closed
     while not select.select([0], [], [], _SCAN_EVERY_S)[0]:
         known = {process for process in known if process.is_running()} | _descendants(driver)
-    reap(_with_their_children(known))
+        memory.look(known)
+    known = _with_their_children(known)
+    memory.look(known)
+    reap(known)
+    memory.remove()
 
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ class _Finder(importlib.abc.MetaPathFinder):
             sys.meta_path.remove(self)
             import torch
 
-            if torch.version.cuda is None:
-                library: Any = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
+            if torch.version.cuda is None and not hasattr(torch.ops.torchvision, "nms"):
+                library: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
                 for operator in ("nms", "qnms"):
                     library.define(operator + _SCHEMA)
                 _kept.append(library)

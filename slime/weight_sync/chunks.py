@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
 from slime.backends.protocols import NamedTensor
 
-__all__ = ["WeightChunk", "into_chunks"]
+__all__ = ["Wants", "WeightChunk", "into_chunks"]
 
 
 @dataclass(frozen=True)
@@ -17,37 +18,61 @@ class WeightChunk:
     """Tensors that are sent together, as one flat byte buffer.
 
     Attributes:
-        tensors: (Hugging Face name, full unsharded tensor) in the order in which they are sent.
+        tensors: (Hugging Face name, full unsharded tensor) in the order in which they are sent: those with the widest
+            elements first, so that each starts at a multiple of its element size in the flat buffer.
     """
 
     tensors: Sequence[NamedTensor]
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for _, tensor in self.tensors)
+        return sum(tensor.nbytes for _, tensor in self.tensors)
 
-    def flatten(self) -> torch.Tensor:
-        """All bytes behind one another: uint8 [num_bytes], the layout of SGLang's ``flattened_bucket``."""
-        return torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in self.tensors])
+    def flatten(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """All bytes behind one another: uint8 [num_bytes], the layout of SGLang's ``flattened_bucket``.
+
+        Args:
+            out: uint8 [num_bytes] to write to; default fresh memory on the tensors' device.
+        """
+        if out is None:
+            out = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.tensors[0][1].device)
+        begin = 0
+        for _, tensor in self.tensors:
+            part = out[begin : begin + tensor.nbytes]
+            part.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+            begin += tensor.nbytes
+        return out
 
 
-def into_chunks(weights: Iterable[NamedTensor], max_bytes: int) -> Iterator[WeightChunk]:
+Wants: TypeAlias = Callable[[Sequence[NamedTensor]], bool]
+"""Whether these tensors, which need one another in the same update, are to be sent."""
+
+
+def into_chunks(weights: Iterable[NamedTensor], max_bytes: int, wants: Wants | None = None) -> Iterator[WeightChunk]:
     """Group tensors into chunks of at most ``max_bytes``; a tensor larger than that travels alone.
 
-    A chunk holds one dtype, so that every tensor of the flat buffer starts at an offset aligned to its dtype. Tensors
-    that an engine fuses are never in different chunks.
+    Tensors that an engine fuses are never in different chunks.
+
+    Args:
+        wants: leaves out what it says no to; default nothing.
     """
     pending: list[NamedTensor] = []
     size = 0
     for unit in _units(weights):
-        num_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in unit)
-        if pending and (size + num_bytes > max_bytes or pending[0][1].dtype != unit[0][1].dtype):
-            yield WeightChunk(pending)
+        if wants is not None and not wants(unit):
+            continue
+        num_bytes = sum(tensor.nbytes for _, tensor in unit)
+        if pending and size + num_bytes > max_bytes:
+            yield _chunk(pending)
             pending, size = [], 0
         pending.extend(unit)
         size += num_bytes
     if pending:
-        yield WeightChunk(pending)
+        yield _chunk(pending)
+
+
+def _chunk(tensors: list[NamedTensor]) -> WeightChunk:
+    return WeightChunk(sorted(tensors, key=lambda named: -named[1].element_size()))
 
 
 def _units(weights: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]]:

@@ -13,7 +13,7 @@ __all__ = ["ROOT", "Module", "modules"]
 ROOT = Path(__file__).resolve().parents[2]
 
 # Names of slime/backends/<name> are rooms of their own.
-_ALIASES_LIVE_IN = "utils"
+_ALIASES_LIVE_IN = ("utils", "observability")
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Module:
 
     @property
     def is_alias(self) -> bool:
-        """A public alias: below ``slime/utils``, and nothing but a docstring, imports of slime and ``__all__``."""
-        if self.room != _ALIASES_LIVE_IN or ast.get_docstring(self.tree) is None:
+        """A public alias: in the rooms where they live, nothing but a docstring, imports of slime and ``__all__``."""
+        if self.room not in _ALIASES_LIVE_IN or ast.get_docstring(self.tree) is None:
             return False
         body = self.tree.body[1:]
         return any(isinstance(node, ast.ImportFrom) for node in body) and all(

@@ -39,11 +39,15 @@ MAY_IMPORT: dict[str, list[str]] = {
     "backends/protocols": [],
     "weight_sync": ["backends/protocols", "data", "utils"],
     "backends/sglang_utils": ["backends/protocols", "data", "config", "utils", "observability"],
-    "backends/megatron_utils": BELOW_TRAINER,
-    "backends/fsdp_utils": BELOW_TRAINER,
+    "backends/training": BELOW_TRAINER,
+    "backends/megatron_utils": [*BELOW_TRAINER, "backends/training"],
+    "backends/fsdp_utils": [*BELOW_TRAINER, "backends/training"],
     "ray": [EVERYTHING],
     "agent": ["rollout", "data", "utils", "observability"],
+    "testing": ["ray", "rollout", "batch", "data", "hooks", "utils"],
     "doctor": [EVERYTHING],
+    "replay": [EVERYTHING],
+    "board": ["observability", "utils"],
     "cli": [EVERYTHING],
     "__main__": ["cli"],
 }
@@ -51,14 +55,15 @@ MAY_IMPORT: dict[str, list[str]] = {
 # Third-party package -> the only rooms that may import it.
 THIRD_PARTY: dict[str, list[str]] = {
     "ray": ["ray"],
-    "sglang": ["backends/sglang_utils"],
+    "sglang": ["backends/sglang_utils", "agent"],
+    "aiohttp": ["agent"],
     "sglang_router": ["backends/sglang_utils"],
     "megatron": ["backends/megatron_utils"],
     "tensorboard": ["observability"],
     "wandb": ["observability"],
     "yaml": ["config"],
     "rich": ["config", "doctor"],
-    "transformers": ["data", "rollout", "backends/fsdp_utils"],
+    "transformers": ["data", "rollout", "backends/fsdp_utils", "doctor"],
     "httpx": ["utils", "rollout", "backends/sglang_utils"],
 }
 

@@ -1,7 +1,6 @@
 """The commands that people bring: each parses and resolves with nothing changed but paths.
 
 E19, the converter, has tests of its own; E21 and E22 are the presets and launch scripts.
-A command whose feature is not there yet says so, and nothing else: :data:`NOT_YET` lists those, and may only shrink.
 """
 
 from __future__ import annotations
@@ -74,12 +73,6 @@ COMMANDS = {
     f"train.py {RUN} --actor-num-nodes 8 --actor-num-gpus-per-node 8 --rollout-num-gpus 64",
 }
 
-NOT_YET: dict[str, tuple[str, ...]] = {
-    "E5": ("--colocate",),
-    "E14": ("--train-backend fsdp",),
-}
-"""Command -> the flags that it says are not supported yet."""
-
 WARNED: dict[str, tuple[str, ...]] = {
     "E1": ("--kl-loss-type", "--rm-type", "--rollout-max-response-len"),
     "E2": ("--kl-loss-type", "--rm-type", "--rollout-max-response-len", "--eval-interval 50", "--save"),
@@ -139,7 +132,7 @@ def command_of(name: str, place: Place) -> tuple[list[str], bool]:
     return words[driver + 1 :], words[driver] == "train_async.py"
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("E2", *NOT_YET)])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "E2"])
 def test_a_command_works_with_nothing_changed_but_paths(name: str, place: Place):
     flags, is_async = command_of(name, place)
     args, problems = parse_only(flags, is_async=is_async)
@@ -147,17 +140,6 @@ def test_a_command_works_with_nothing_changed_but_paths(name: str, place: Place)
     assert args is not None
     warned = {notice.flag for notice in args.notices if notice.level == "warning"}
     assert warned <= set(WARNED.get(name, _COMMON))
-
-
-@pytest.mark.parametrize("name", NOT_YET)
-def test_a_command_without_its_feature_says_so_and_nothing_else(name: str, place: Place):
-    flags, is_async = command_of(name, place)
-    _, problems = parse_only(flags, is_async=is_async)
-    expected = NOT_YET[name]
-    assert len(problems) == len(expected), problems
-    for problem, flag in zip(problems, expected, strict=True):
-        assert problem.startswith(f"{flag} ")
-        assert "is not supported yet" in problem
 
 
 def test_e2_without_any_checkpoint_names_the_missing_flag(place: Place):

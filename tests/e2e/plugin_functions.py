@@ -9,9 +9,62 @@ async def share_of_sevens(args, sample, **kwargs):
     return text.count("7") / max(1, len(text))
 
 
+async def reward_with_a_breakpoint(args, sample, **kwargs):
+    breakpoint()
+    return await share_of_sevens(args, sample)
+
+
 def raising_reward(args, sample, **kwargs):
     raise RuntimeError("the grader fell over")
 
 
 def hanging_reward(args, sample, **kwargs):
     time.sleep(3600)
+
+
+async def sevens_and_what_the_reference_says(args, sample, **kwargs):
+    """The share of sevens; in the metadata, the version of the weights of the model ``ref`` that was asked as well."""
+    from slime.rollout.sglang_rollout import get_model_url
+    from slime.utils.http_utils import post
+
+    body = {"input_ids": sample.tokens[:8], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+    answer = await post(get_model_url(args, "ref"), body | {"return_logprob": True})
+    sample.metadata["ref"] = {
+        "version": answer["meta_info"]["weight_version"],
+        "logprob": answer["meta_info"]["output_token_logprobs"][0][0],
+    }
+    return await share_of_sevens(args, sample)
+
+
+async def two_turns(args, sample, sampling_params):
+    """The model writes, an environment answers ``=7``, which is not trained, and the model writes again."""
+    return await _two_turns(args, sample, sampling_params, "=7")
+
+
+async def two_other_turns(args, sample, sampling_params):
+    """The same after a change of the environment."""
+    return await _two_turns(args, sample, sampling_params, "=8")
+
+
+async def _two_turns(args, sample, sampling_params, text):
+    from slime.rollout.sglang_rollout import GenerateState
+    from slime.utils.http_utils import post
+
+    tokenizer = GenerateState(args).tokenizer
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    sample.tokens = tokenizer.encode(sample.prompt, add_special_tokens=False)
+    for turn in range(2):
+        body = {"input_ids": sample.tokens, "sampling_params": {**sampling_params, "max_new_tokens": 6}}
+        meta = (answer := await post(url, body | {"return_logprob": True}))["meta_info"]
+        sampled = meta["output_token_logprobs"]
+        sample.append_response_tokens(
+            args,
+            tokens=[item[1] for item in sampled],
+            log_probs=[item[0] for item in sampled],
+            text=answer["text"],
+            meta_info=meta,
+        )
+        if turn == 0:
+            observation = tokenizer.encode(text, add_special_tokens=False)
+            sample.append_response_tokens(args, tokens=observation, trainable=False, text=text)
+    return sample

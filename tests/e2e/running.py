@@ -55,18 +55,19 @@ def run_train(flags: list[Any], cwd: Path, timeout_s: float = 240.0, script: str
 
 
 def marked_processes(mark: str) -> list[str]:
-    return [command for _, command in _marked(mark)]
+    return [command for _, command in marked(mark)]
 
 
 def kill_marked(mark: str, name: str) -> int:
     """SIGKILL the run's processes whose command line contains ``name``. Returns how many there were."""
-    chosen = [pid for pid, command in _marked(mark) if name in command]
+    chosen = [pid for pid, command in marked(mark) if name in command]
     for pid in chosen:
         os.kill(pid, signal.SIGKILL)
     return len(chosen)
 
 
-def _marked(mark: str) -> list[tuple[int, str]]:
+def marked(mark: str) -> list[tuple[int, str]]:
+    """Pids and command lines of the run's processes."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():

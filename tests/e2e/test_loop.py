@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 import time
 from pathlib import Path
@@ -129,26 +127,13 @@ def wait_for_training(process, run: Path, log: Path) -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["killed", "interrupted"])
-def test_a_driver_that_ends_early_leaves_no_process(how, tiny_task, tmp_path):
-    log = tmp_path / "log"
-    process, mark = start_train(grpo_flags(tiny_task, tmp_path, "--num-rollout", 500), tmp_path, log)
-    try:
-        wait_for_training(process, tmp_path / "run", log)
-        os.kill(process.pid, how)
-        process.wait(30)
-        assert Finished(1, "", mark, 0.0).survivors(within_s=15) == []
-    finally:
-        process.kill()
-
-
 def test_an_engine_that_dies_during_a_run_ends_it_with_the_cause(tiny_task, tmp_path):
     log = tmp_path / "log"
     process, mark = start_train(grpo_flags(tiny_task, tmp_path, "--num-rollout", 500), tmp_path, log)
     try:
         wait_for_training(process, tmp_path / "run", log)
         assert kill_marked(mark, "sglang::schedul") == 1
-        assert process.wait(120) == 1, log.read_text()[-4000:]
+        assert process.wait(15) == 1, log.read_text()[-4000:]  # 6 s where nothing else runs
         assert "error: engine 0" in log.read_text().strip()
         assert Finished(1, "", mark, 0.0).survivors() == []
     finally:

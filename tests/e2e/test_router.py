@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import socket
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import httpx
 import pytest
 
+from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
 from slime.backends.sglang_utils.router import ExistingRouter, RouterProcess
 from slime.backends.sglang_utils.router_process import router_args
-from slime.utils.errors import ConfigError, EngineError
+from slime.backends.sglang_utils.topology import WorkerType
+from slime.utils.errors import ConfigError, EngineError, ProcessDied
 from slime.utils.net import free_port
 from tests.e2e.running import PLUGINS, run_train
 
@@ -51,7 +56,7 @@ def test_a_port_in_use_is_refused_by_its_flag(tmp_path: Path):
 def test_a_router_that_cannot_start_shows_its_last_log_lines(tmp_path: Path):
     broken = router(None, tmp_path / "log", "--router-policy", "no_such_policy")
     try:
-        with pytest.raises(EngineError, match=r"(?s)ended with status 2.*no_such_policy"):
+        with pytest.raises(ProcessDied, match=r"(?s)ended with status 2.*no_such_policy"):
             broken.wait_ready()
     finally:
         broken.stop()
@@ -76,6 +81,50 @@ def test_flags_reach_the_routers_own_arguments():
     assert (args.prefill_urls, args.worker_urls) == ([("http://a", 9000)], ["http://w"])
 
 
+class Worker:
+    """Answers what a router asks a new worker."""
+
+    def __init__(self) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                data = b'{"model_path": "m", "served_model_name": "m", "tp_size": 1, "dp_size": 1}'
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.port = self.http.server_address[1]
+        Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+
+
+def test_a_router_of_prefill_and_decode_engines_learns_which_is_which(tmp_path: Path):
+    running = RouterProcess("127.0.0.1", None, request_timeout_s=5, log_path=tmp_path / "log", has_pd=True)
+    workers = [Worker(), Worker()]
+    try:
+        running.wait_ready()
+        for worker, (kind, port) in zip(workers, ((WorkerType.PREFILL, 9000), (WorkerType.DECODE, None)), strict=True):
+            spec = EngineSpec(
+                0, "127.0.0.1", worker.port, [], {}, tmp_path / "log", worker_type=kind, bootstrap_port=port
+            )
+            SGLangEngine(spec).register(running.url)
+
+        def known() -> dict[str, tuple[str, int | None]]:
+            found = httpx.get(f"{running.url}/workers", trust_env=False).json()["workers"]
+            return {item["url"]: (item["worker_type"], item.get("bootstrap_port")) for item in found}
+
+        first, second = (f"http://127.0.0.1:{worker.port}" for worker in workers)
+        assert known() == {first: ("prefill", 9000), second: ("decode", None)}
+    finally:
+        running.stop()
+        for worker in workers:
+            worker.http.shutdown()
+            worker.http.server_close()
+
+
 def test_a_run_uses_the_router_it_is_given_and_leaves_it_as_it_was(tiny_task, tmp_path: Path):
     engines = tmp_path / "engines.yaml"
     engines.write_text(
@@ -98,5 +147,5 @@ def test_a_run_uses_the_router_it_is_given_and_leaves_it_as_it_was(tiny_task, tm
         existing.raise_if_dead()
     finally:
         existing.stop()
-    assert "engines http://127.0.0.1:15" in result.output
+    assert re.search(rf"router {existing.url}, engines (http://127.0.0.1:\d+(, )?){{2}}", result.output), result.output
     assert result.survivors() == []

@@ -17,7 +17,7 @@ from slime.config import notices
 from slime.config.groups import flag_of
 from slime.utils.errors import ConfigError
 
-__all__ = ["RULES", "STEPS", "virtual_stages"]
+__all__ = ["RULES", "STEPS", "TRAINING_RULES", "virtual_stages"]
 
 _BUILT_IN_SPECS = ("slime_plugins.models.glm4",)
 _SIZES = (
@@ -383,24 +383,25 @@ STEPS: tuple[Callable[[Namespace], None], ...] = (
 )
 """Resolve steps in order; the general ones ran before."""
 
-RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = tuple(
-    _for_trainer(rule)
-    for rule in (
-        check_against_hf,
-        _sizes,
-        _tensor,
-        _expert_ranks,
-        _stages,
-        _interleaving,
-        _lengths,
-        _recompute,
-        _optimizer,
-        _schedule,
-        _weight_decay,
-        _balancing,
-        _tokenizer,
-        _spec,
-        _trained_parts,
-    )
+TRAINING_RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = tuple(
+    _for_trainer(rule) for rule in (_sizes, _lengths, _optimizer, _schedule, _weight_decay, _balancing, _tokenizer)
+)
+"""Those that hold for every backend with these flags."""
+
+RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = (
+    *(
+        _for_trainer(rule)
+        for rule in (
+            check_against_hf,
+            _tensor,
+            _expert_ranks,
+            _stages,
+            _interleaving,
+            _recompute,
+            _spec,
+            _trained_parts,
+        )
+    ),
+    *TRAINING_RULES,
 )
 """One problem is one sentence: flag, value, rule, fix."""

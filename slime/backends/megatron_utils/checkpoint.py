@@ -22,10 +22,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy, load_sharded_metadata
 from torch.distributed.checkpoint.api import CheckpointException
 
-from slime.backends.megatron_utils.checkpoint_source import Source
 from slime.backends.megatron_utils.model_shape import ModelShape
 from slime.backends.megatron_utils.step import TrainState
 from slime.backends.megatron_utils.tensor_plan import chunks_of
+from slime.backends.training.checkpoint_source import Source
 from slime.utils.errors import ConfigError
 
 __all__ = [

@@ -11,7 +11,6 @@ process that dies in between leaves the previous checkpoint as the latest one.
 from __future__ import annotations
 
 import logging
-import shutil
 import threading
 import time
 from argparse import Namespace
@@ -25,11 +24,12 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
+from torch.distributed.checkpoint.api import CheckpointException
 
-from slime.backends.megatron_utils import checkpoint_files as files
 from slime.backends.megatron_utils.checkpoint import SHARDING, CheckpointContent, describe_shape, sharded_state
 from slime.backends.megatron_utils.model_shape import ModelShape
 from slime.backends.megatron_utils.step import TrainState
+from slime.backends.training import checkpoint_files as files
 from slime.utils import accelerator
 from slime.utils.errors import SlimeError
 
@@ -85,10 +85,9 @@ class CheckpointWriter:
         """
         self.finish()
         name = name or files.iteration_directory(self._root, iteration).name
-        partial = self._partial(name)
+        partial = files.partial_directory(self._root, name)
         if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+            files.make_empty(partial)
         dist.barrier()
         state_dict = sharded_state(state, content, is_loading=False)
         state_dict |= {
@@ -163,42 +162,33 @@ class CheckpointWriter:
         mine = f"{type(pending.error[0]).__name__}: {pending.error[0]}" if pending.error else None
         dist.all_gather_object(errors, mine)
         if any(errors):
-            named = "; ".join(f"rank {rank}: {error}" for rank, error in enumerate(errors) if error)
-            raise SlimeError(f"checkpoint {self._root}/{pending.name} could not be written: {named}")
-        for function in pending.request.finalize_fns:
-            function()
+            raise self._not_written(pending, dict(enumerate(errors)))
+        try:
+            for function in pending.request.finalize_fns:
+                function()
+        except CheckpointException as error:  # no Exception to torch: nobody else would catch it
+            causes = {rank: " ".join(str(cause).split()) for rank, (cause, _) in error.failures.items()}
+            raise self._not_written(pending, causes) from None
         dist.barrier()
         if dist.get_rank() == 0:
             self._publish(pending)
         dist.barrier()
 
-    def _publish(self, pending: _Pending) -> None:
-        partial, final = self._partial(pending.name), self._root / pending.name
-        content = {"optimizer": pending.content.has_optimizer, "rng": pending.content.has_rng}
-        is_iteration = files.iteration_of(final) is not None
-        files.write_manifest(
-            partial,
-            pending.iteration,
-            root=self._root,
-            layout=_layout(),
-            content=content,
-            weight_version=None if is_iteration else "0",
+    def _not_written(self, pending: _Pending, causes: Mapping[int, str | None]) -> SlimeError:
+        named = "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items() if cause) or "another rank failed"
+        return SlimeError(
+            f"checkpoint {self._root}/{pending.name} could not be written: {named}. Is the disk full? The checkpoint "
+            "before it is still complete."
         )
-        if final.exists():  # saved again by a resumed run; the old one goes only when the new one is complete
-            old = final.with_name(f".{final.name}.removed")
-            shutil.rmtree(old, ignore_errors=True)
-            final.rename(old)
-            partial.rename(final)
-            shutil.rmtree(old)
-        else:
-            partial.rename(final)
-        files.write_tracker(self._root, str(pending.iteration) if is_iteration else pending.name)
-        removed = files.prune(self._root, self._keep)
-        seconds = time.monotonic() - pending.started
-        logger.info("saved %s in %.1f s%s", final, seconds, f", removed {removed}" if removed else "")
 
-    def _partial(self, name: str) -> Path:
-        return self._root / f".{name}.partial"
+    def _publish(self, pending: _Pending) -> None:
+        content = {"optimizer": pending.content.has_optimizer, "rng": pending.content.has_rng}
+        removed = files.publish(
+            self._root, pending.name, pending.iteration, layout=_layout(), content=content, keep=self._keep
+        )
+        seconds = time.monotonic() - pending.started
+        final = self._root / pending.name
+        logger.info("saved %s in %.1f s%s", final, seconds, f", removed {removed}" if removed else "")
 
 
 def _copied(buckets: list[Any]) -> list[Any]:

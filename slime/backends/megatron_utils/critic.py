@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slime.algorithms.arguments import DistillationArgs
-from slime.backends.megatron_utils.actor import MegatronTrainer, timed
-from slime.backends.megatron_utils.checkpoint_source import Source
-from slime.backends.megatron_utils.credit import add_credit
-from slime.backends.megatron_utils.custom import CustomFunctions
-from slime.backends.protocols import TrainReport
-from slime.utils import accelerator
+from slime.backends.megatron_utils.actor import MegatronTrainer
+from slime.backends.protocols import TRAINER_PARTS, TrainReport
+from slime.backends.training.checkpoint_source import Source
+from slime.backends.training.credit import add_credit
+from slime.backends.training.custom import CustomFunctions
+from slime.backends.training.trainer import timed
 
 if TYPE_CHECKING:
-    from slime.backends.megatron_utils.step import TrainState
+    pass
 
 __all__ = ["MegatronCritic"]
 
@@ -33,14 +33,14 @@ class MegatronCritic(MegatronTrainer):
 
     is_critic = True
 
-    def __init__(self, args: Namespace, *, rank: int, world_size: int) -> None:
+    def __init__(self, args: Namespace, *, rank: int, world_size: int, with_ref: bool = False) -> None:
         super().__init__(args, rank=rank, world_size=world_size, with_ref=False)
         # The KL in the rewards belongs to the policy; the values are a baseline for the task's reward.
         self._algorithm = dataclasses.replace(self._algorithm, kl_coef=0.0, use_kl_loss=False)
         self._distillation = DistillationArgs()
         self._custom = CustomFunctions()
 
-    def _fill(self, state: TrainState, source: Source) -> None:
+    def _fill(self, source: Source) -> None:
         """Everything but the head, which keeps its fresh weights where the source has none that fits."""
         from slime.backends.megatron_utils.checkpoint import load_model_weights
         from slime.backends.megatron_utils.hf_checkpoint import load_weights
@@ -48,9 +48,11 @@ class MegatronCritic(MegatronTrainer):
 
         if source.format == "hf":
             # "tied" says that the source's LM head, if it has one, goes unread
-            load_weights(state.model, dataclasses.replace(self._shape, is_tied=True), source.directory, source.flag)
+            load_weights(
+                self._ready.model, dataclasses.replace(self._shape, is_tied=True), source.directory, source.flag
+            )
         else:
-            load_model_weights(state.model, self._shape, source, optional=VALUE_HEAD_PARAMETERS)
+            load_model_weights(self._ready.model, self._shape, source, optional=VALUE_HEAD_PARAMETERS)
 
     def train_values(self, rollout_id: int, batch: dict[str, Any]) -> tuple[TrainReport, list[torch.Tensor]]:
         """Train on this rank's part of a rollout.
@@ -58,22 +60,22 @@ class MegatronCritic(MegatronTrainer):
         Returns:
             The report, and the values that the weights before the update gave: fp32 ``[R_i]`` per sample, on the cpu.
         """
-        from slime.backends.megatron_utils.data import TrainBatch
         from slime.backends.megatron_utils.forward import compute_values
 
+        self._device.require(TRAINER_PARTS, "training")
         seconds: dict[str, float] = {}
-        train_batch = TrainBatch(dict(batch), accelerator.current().device(), self._ready.sharding)
-        with self._dump_on_failure(rollout_id, batch):
+        train_batch = self._train_batch(batch)
+        with self._bad_steps.dumping(rollout_id, batch):
             self._hooks.before_log_probs(self._ready, "")
             with timed(seconds, "critic_values"):
                 values = compute_values(self._ready.chunks, self._for_passes(train_batch))
             columns = train_batch.columns
             columns["values"] = values
-            add_credit(columns, self._algorithm, self._distillation, self._custom, self._data_parallel_group)
+            add_credit(columns, self._algorithm, self._distillation, self._custom, self._place.dp_group)
             with timed(seconds, "critic_train"):
                 steps = self._run_steps(rollout_id, train_batch)
         steps = [{f"critic-{name}": value for name, value in step.items()} for step in steps]
-        return TrainReport(steps if self._is_main else [], {}, seconds), values
+        return TrainReport(steps if self._place.is_main else [], {}, seconds), values
 
     def train(self, rollout_id: int, batch: dict[str, Any]) -> TrainReport:
         return self.train_values(rollout_id, batch)[0]

@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from megatron.core import parallel_state as mpu
 
-from slime.backends.megatron_utils.cp_utils import Sharding, zigzag_rows
-from slime.backends.megatron_utils.data import TrainBatch
-from slime.backends.megatron_utils.model_shape import MoeShape
+from slime.backends.megatron_utils.model_shape import ModelShape
+from slime.backends.training.context_parallel import Sharding, zigzag_rows
+from slime.backends.training.data import TrainBatch
 from slime.data.routed_experts import check_routed_experts
 from slime.utils.errors import DataError
 
@@ -27,14 +28,14 @@ __all__ = ["COLUMN", "engine_choices", "lay_out"]
 COLUMN = "rollout_routed_experts"
 
 
-def engine_choices(
-    batch: TrainBatch, moe: MoeShape, sharding: Sharding, *, num_layers: int, tensor_rank: int
-) -> Iterator[torch.Tensor]:
+def engine_choices(batch: TrainBatch, shape: ModelShape) -> Iterator[torch.Tensor]:
     """``[t, num_layers, topk]`` for every micro-batch of all steps, in order.
 
     Raises:
         DataError: the batch lacks the engine's choices, or they are not those of this model.
     """
+    moe = shape.moe
+    assert moe is not None, "setup refuses replay for a model without experts"
     if batch.columns.get(COLUMN) is None:
         raise DataError(
             f"--use-rollout-routing-replay: the batch has no column {COLUMN}. Every sample must carry the experts that "
@@ -44,7 +45,7 @@ def engine_choices(
     layers = [layer for layer, has_experts in enumerate(moe.layers) if has_experts]
     try:
         check_routed_experts(
-            experts, num_layers=num_layers, topk=moe.topk, moe_layers=layers, num_experts=moe.num_experts
+            experts, num_layers=shape.num_layers, topk=moe.topk, moe_layers=layers, num_experts=moe.num_experts
         )
     except ValueError as error:
         raise DataError(f"--use-rollout-routing-replay: {error}.") from None
@@ -53,9 +54,9 @@ def engine_choices(
             yield lay_out(
                 batch.select(COLUMN, micro_batch.indices),
                 micro_batch.packed.cu_seqlens.cpu(),
-                sharding,
+                batch.sharding,
                 num_experts=moe.num_experts,
-                tensor_rank=tensor_rank,
+                tensor_rank=mpu.get_tensor_model_parallel_rank(),
             )
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from slime.algorithms.arguments import AlgorithmArgs
-from slime.backends.megatron_utils.data import MicroBatch, TrainBatch
-from slime.backends.megatron_utils.forward import forward_only, from_last_stage, split_by_sample, tensor_group
-from slime.backends.megatron_utils.loss import response_log_probs
+from slime.backends.megatron_utils.forward import forward_only, from_last_stage, tensor_group
+from slime.backends.training.data import MicroBatch, TrainBatch
+from slime.backends.training.loss import response_log_probs
+from slime.backends.training.steps import split_by_sample
 
 __all__ = ["compute_log_probs_and_entropy"]
 

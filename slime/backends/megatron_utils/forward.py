@@ -17,8 +17,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
 from slime.algorithms.arguments import AlgorithmArgs
-from slime.backends.megatron_utils.data import MicroBatch, TrainBatch
-from slime.backends.megatron_utils.loss import response_log_probs, response_values
+from slime.backends.megatron_utils.attention import PackedSegments, segments_of
+from slime.backends.training.data import MicroBatch, TrainBatch
+from slime.backends.training.loss import response_log_probs, response_values
+from slime.backends.training.steps import split_by_sample
 from slime.utils import accelerator
 
 __all__ = [
@@ -28,7 +30,6 @@ __all__ = [
     "from_last_stage",
     "run_model",
     "run_schedule",
-    "split_by_sample",
     "tensor_group",
 ]
 
@@ -75,7 +76,7 @@ def forward_only(
 
     def forward_step(micro_batches: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
         micro_batch = next(micro_batches)
-        return run_model(model, micro_batch), partial(collect, micro_batch)
+        return run_model(model, micro_batch, segments_of(micro_batch)), partial(collect, micro_batch)
 
     for chunk in chunks:
         chunk.eval()
@@ -93,11 +94,11 @@ def run_schedule(
     step: int,
     *,
     all_rows: bool = False,
-    prediction_vocab: int | None = None,
+    with_trained: bool = False,
     **settings: Any,
 ) -> None:
     """Megatron's schedule over the micro-batches of one step: plain, pipelined or interleaved, as the groups say."""
-    iterators = [batch.micro_batches(step, all_rows=all_rows, prediction_vocab=prediction_vocab) for _ in chunks]
+    iterators = [batch.micro_batches(step, all_rows=all_rows, with_trained=with_trained) for _ in chunks]
     is_interleaved = len(chunks) > 1
     get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -110,10 +111,10 @@ def run_schedule(
     )
 
 
-def run_model(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
+def run_model(model: Any, micro_batch: MicroBatch, segments: PackedSegments) -> torch.Tensor:
     """On the last stage the logits ``[n, V/tp]`` of the rows that predict response tokens, or those of all rows as
     ``[1, T, V/tp]`` where the micro-batch asks for them; hidden states on other stages."""
-    packed, segments = micro_batch.packed, micro_batch.segments
+    packed = micro_batch.packed
     # Our losses read 16-bit logits chunk by chunk, so that no fp32 copy of all of them exists; users' get fp32
     is_ours = segments.head_rows is not None
     dtype = {"fp32_output": False} if is_ours and isinstance(getattr(model, "module", None), Float16Module) else {}
@@ -127,12 +128,6 @@ def run_model(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
 def tensor_group() -> dist.ProcessGroup | None:
     """The ranks that share the vocabulary; None for one rank, which needs no collectives."""
     return mpu.get_tensor_model_parallel_group() if mpu.get_tensor_model_parallel_world_size() > 1 else None
-
-
-def split_by_sample(flat: torch.Tensor, micro_batch: MicroBatch) -> dict[int, torch.Tensor]:
-    """``[N]`` -> position in the rank's batch -> ``[R_i]`` on the cpu."""
-    parts = flat.detach().cpu().split(micro_batch.response_lengths)
-    return dict(zip(micro_batch.indices, parts, strict=True))
 
 
 def from_last_stage(results: dict[int, torch.Tensor], lengths: Sequence[int]) -> list[torch.Tensor]:

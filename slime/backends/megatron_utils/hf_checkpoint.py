@@ -18,17 +18,16 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from slime.backends.megatron_utils.families.base import Family
-from slime.backends.megatron_utils.hf_files import TensorReader, write_hf_directory
 from slime.backends.megatron_utils.tensor_layouts import from_megatron, full_shape, join, shard, to_megatron
 from slime.backends.megatron_utils.tensor_plan import LocalTensor, ModelTensors, Owned
 from slime.backends.protocols import NamedTensor
+from slime.backends.training.hf_files import TensorReader, raise_everywhere
 from slime.utils.errors import ConfigError
 
-__all__ = ["export_weights", "load_weights", "write_hf_directory"]
+__all__ = ["export_weights", "load_weights"]
 
 _BUCKET_BYTES = 512 * 1024**2
 _ALIGNMENT = 16
-_NAMED_PROBLEMS = 8
 
 _NEVER_READ = (r".*\.rotary_emb\.inv_freq",)
 
@@ -68,13 +67,13 @@ def load_weights(model: Any, shape: Shape, directory: str, flag: str) -> None:
         reader = TensorReader(directory, flag)
         tensors = ModelTensors(model, shape.family, shape.vocab_size, shape.is_tied)
     except ConfigError as error:
-        _agree(error.problems)
+        raise_everywhere(error.problems)
         raise
     for local in tensors.local.values():
         problems += _fill(local, tensors, reader)
     unknown = sorted(reader.names - tensors.all_hf_names(tensors.plan()))
     problems += _unknown(unknown, tensors, reader, shape.num_mtp_layers)
-    _agree(problems)
+    raise_everywhere(problems)
 
 
 def _fill(local: LocalTensor, tensors: ModelTensors, reader: TensorReader) -> list[str]:
@@ -120,20 +119,6 @@ def _unknown(names: Sequence[str], tensors: ModelTensors, reader: TensorReader, 
         for name in names
         if not ignored.fullmatch(name)
     ]
-
-
-def _agree(problems: list[str]) -> None:
-    """Raise on every rank if any rank has problems, so that none waits for one that has failed."""
-    everywhere = [problems]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        everywhere = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everywhere, problems[: 4 * _NAMED_PROBLEMS])
-    distinct = list(dict.fromkeys(problem for one in everywhere for problem in one))
-    if len(distinct) > _NAMED_PROBLEMS:
-        rest = len(distinct) - _NAMED_PROBLEMS
-        distinct = [*distinct[:_NAMED_PROBLEMS], f"... and {rest} more tensors like these."]
-    if distinct:
-        raise ConfigError(distinct)
 
 
 # ----------------------------------------------------------------------------------------------------------- export

@@ -1,294 +1,308 @@
-"""The loss of one micro-batch: dispatch by --loss-type, and the scaling that Megatron's schedule expects.
+"""What users' objectives call: log-probs from logits, the losses and importance weights, with ``args`` and lists.
 
-Called by ``step``. The formulae are in ``slime.algorithms``; nothing here knows an algorithm. The names that users'
-functions import from here are those of ``loss_functions``.
-
-Megatron's schedule computes ``loss / max(normaliser, 1) / num_micro_batches`` and its data-parallel wrapper averages
-gradients over the data- and context-parallel ranks, unless the config says per-token: then it sums over ranks and
-divides by the sum of all normalisers. Hence the factors in :func:`micro_batch_loss`, which leave
-
-    rollout mean    grad = 1 / rollouts of the step * sum over rollouts of grad of the rollout's token mean
-    per token       grad = sum over tokens of grad / trained tokens of the step
-
-Context parallelism: each rank has the logits of some rows, makes the log-probs whole (``MicroBatch.gather``) and
-computes the same loss as the others; the backward pass keeps its own rows' share. So the loss is the same number on all
-of them, the gradients add up, and metrics must be counted once.
+The functions behind the trainer take settings and flat tensors (``slime.algorithms``); these are the same with the
+arguments that a ``--custom-loss-function-path`` has at hand. ``batch`` is the dictionary that such a function receives.
+Importable without megatron.
 """
 
 from __future__ import annotations
 
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from slime.algorithms.arguments import AlgorithmArgs
+from slime.algorithms import off_policy
+from slime.algorithms.arguments import AlgorithmArgs, DistillationArgs
 from slime.algorithms.logprobs import log_probs_and_entropy
+from slime.algorithms.off_policy import Correction
 from slime.algorithms.policy_loss import PolicyTokens, policy_loss
 from slime.algorithms.ppo import value_loss
-from slime.algorithms.reduce import Samples, count_tokens
+from slime.algorithms.reduce import Reducer, Samples
 from slime.algorithms.sft import sft_loss
 from slime.algorithms.types import LossOutput
-from slime.backends.megatron_utils.custom import CustomFunctions
-from slime.backends.megatron_utils.loss_functions import (
-    compute_advantages_and_returns,
-    get_log_probs_and_entropy,
-    get_responses,
-    get_values,
-    icepop_function,
-    policy_loss_function,
-    sft_loss_function,
-    value_loss_function,
-    vanilla_tis_function,
-)
-
-if TYPE_CHECKING:  # users' functions import this module where megatron is not installed or not prepared
-    from slime.backends.megatron_utils.data import MicroBatch, TrainBatch
+from slime.backends.training.credit import add_credit
+from slime.backends.training.custom import CustomFunctions
+from slime.config.groups import from_args
+from slime.utils.errors import ConfigError
 
 __all__ = [
-    "LossScale",
-    "MicroBatchLoss",
     "compute_advantages_and_returns",
     "get_log_probs_and_entropy",
     "get_responses",
     "get_values",
     "icepop_function",
-    "micro_batch_loss",
-    "needs_all_rows",
     "policy_loss_function",
-    "response_log_probs",
-    "response_values",
     "sft_loss_function",
     "value_loss_function",
     "vanilla_tis_function",
 ]
 
-
-@dataclass(frozen=True)
-class LossScale:
-    """What the loss depends on besides the micro-batch.
-
-    Attributes:
-        num_micro_batches: of this rank in this step.
-        num_rollouts: of the step, all ranks together.
-        data_parallel_size: without context parallelism.
-        context_parallel_size: ranks that share every sequence.
-        tensor_group: ranks that share the vocabulary; None means that this rank has all of it.
-    """
-
-    num_micro_batches: int
-    num_rollouts: int
-    data_parallel_size: int
-    context_parallel_size: int = 1
-    tensor_group: dist.ProcessGroup | None = None
+UserLoss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
-@dataclass(frozen=True)
-class MicroBatchLoss:
-    """What Megatron's schedule takes, and what is reported.
-
-    Attributes:
-        loss: scaled scalar with a graph.
-        num_tokens: integer scalar, Megatron's normaliser.
-        names: metric names.
-        values: fp32 [1 + metrics]: trained tokens in per-token mode (else 0), then each metric in reducer space.
-        log_probs: [N] detached; None where the objective computes none.
-    """
-
-    loss: torch.Tensor
-    num_tokens: torch.Tensor
-    names: list[str]
-    values: torch.Tensor
-    log_probs: torch.Tensor | None
+# ---------------------------------------------------------------------------------------------- from logits
 
 
-def needs_all_rows(settings: AlgorithmArgs) -> bool:
-    """Whether the objective wants the logits of all rows, not only of those that predict response tokens."""
-    return settings.loss_type == "custom_loss"
-
-
-def response_log_probs(
+def get_responses(
     logits: torch.Tensor,
-    micro_batch: MicroBatch,
     *,
-    vocab_size: int,
-    temperature: float,
-    chunk_size: int,
-    tensor_group: dist.ProcessGroup | None = None,
-    with_entropy: bool = False,
-    with_entropy_grad: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probs and entropies ``[N]`` fp32 of the whole responses, samples in order.
+    args: Namespace,
+    unconcat_tokens: Sequence[torch.Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    apply_temperature: bool = True,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Per sample (logits that predict its response ``[R_i, V / tensor ranks]``, response tokens ``[R_i]``).
 
     Args:
-        logits: ``[1, T, V/tp]``, or ``[n, V/tp]`` when only the rows that predict this rank's response tokens went
-            through the LM head.
+        logits: ``[1, T, V / tensor ranks]`` of packed samples.
+        apply_temperature: divide by ``--rollout-temperature``.
     """
-    log_probs, entropy = log_probs_and_entropy(
-        _response_rows(logits, micro_batch),
-        micro_batch.packed.response_targets,
-        group=tensor_group,
-        vocab_size=vocab_size,
-        temperature=temperature,
-        chunk_size=chunk_size,
-        with_entropy=with_entropy,
-        with_entropy_grad=with_entropy_grad,
-    )
-    return micro_batch.gather(log_probs), None if entropy is None else micro_batch.gather(entropy)
+    rows = logits.squeeze(0)
+    end = 0
+    for tokens, total, response in zip(unconcat_tokens, total_lengths, response_lengths, strict=True):
+        end += total
+        part = rows[end - response - 1 : end - 1]
+        if apply_temperature and args.rollout_temperature != 1:
+            part = part / args.rollout_temperature
+        yield part, tokens[total - response :].to(logits.device)
 
 
-def response_values(output: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
-    """A value head's output ``[1, T, 1]`` or ``[n, 1]`` -> ``[N]`` fp32 of the whole responses; no temperature."""
-    return micro_batch.gather(_response_rows(output, micro_batch).squeeze(-1).float())
-
-
-def _response_rows(output: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
-    return output if output.dim() == 2 else output.squeeze(0).index_select(0, micro_batch.packed.response_rows)
-
-
-def micro_batch_loss(
+def get_log_probs_and_entropy(
     logits: torch.Tensor,
-    micro_batch: MicroBatch,
-    batch: TrainBatch,
-    settings: AlgorithmArgs,
-    scale: LossScale,
     *,
-    vocab_size: int,
-    temperature: float,
-    custom: CustomFunctions | None = None,
-    is_critic: bool = False,
-) -> MicroBatchLoss:
-    """The scaled loss of ``micro_batch`` from its logits (or, for the critic, its value head's output)."""
-    custom = custom or CustomFunctions()
-    masks = batch.masks(micro_batch.indices)
-    samples = Samples(
-        micro_batch.response_lengths,
-        masks,
-        batch.mask_sums(micro_batch.indices),
-        per_token=settings.calculate_per_token_loss,
+    args: Namespace,
+    unconcat_tokens: Sequence[torch.Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    with_entropy: bool = False,
+    non_loss_data: bool = True,
+) -> tuple[torch.Tensor, dict[str, list[torch.Tensor]]]:
+    """(an empty tensor, ``log_probs`` and on request ``entropy``: one fp32 ``[R_i]`` per sample, with graph)."""
+    del non_loss_data  # part of the signature that Megatron's schedule asks for
+    responses = get_responses(
+        logits,
+        args=args,
+        unconcat_tokens=unconcat_tokens,
+        total_lengths=total_lengths,
+        response_lengths=response_lengths,
+        apply_temperature=False,
     )
-    log_probs = None
-    if is_critic:
-        output = _critic_loss(logits, micro_batch, batch, settings, samples)
-    elif settings.loss_type == "custom_loss":
-        if scale.context_parallel_size > 1:
-            raise ValueError("--loss-type custom_loss sees one rank's rows only: use --context-parallel-size 1.")
-        view = _user_batch(micro_batch, batch, samples)
-        output = custom.run_loss(view, logits, samples.reducer())
-    else:
-        log_probs, entropy = response_log_probs(
-            logits,
-            micro_batch,
-            vocab_size=vocab_size,
-            temperature=temperature,
-            chunk_size=settings.log_probs_chunk_size,
-            tensor_group=scale.tensor_group,
-            with_entropy=settings.loss_type == "policy_loss" and _wants_entropy(settings),
-            with_entropy_grad=settings.entropy_coef != 0,
-        )
-        match settings.loss_type:
-            case "policy_loss":
-                output = _policy_loss(log_probs, entropy, micro_batch, batch, settings, samples, custom)
-            case "sft_loss":
-                output = sft_loss(log_probs, samples.reducer())
-            case other:
-                raise ValueError(f"--loss-type {other} is not supported")
-        log_probs = log_probs.detach()
-    return _scaled(output, samples, scale, log_probs)
+    parts, targets = zip(*responses, strict=True)
+    log_probs, entropy = log_probs_and_entropy(
+        torch.cat(parts),
+        torch.cat(targets),
+        group=_tensor_group(),
+        vocab_size=args.vocab_size,
+        temperature=args.rollout_temperature,
+        chunk_size=args.log_probs_chunk_size,
+        with_entropy=with_entropy,
+        with_entropy_grad=args.entropy_coef != 0,
+    )
+    lengths = list(response_lengths)
+    results = {"log_probs": list(torch.split(log_probs, lengths))}
+    if entropy is not None:
+        results["entropy"] = list(torch.split(entropy, lengths))
+    return logits.new_empty(0), results
 
 
-def _scaled(output: LossOutput, samples: Samples, scale: LossScale, log_probs: torch.Tensor | None) -> MicroBatchLoss:
-    """See the module docstring for the factors."""
-    num_tokens = count_tokens(samples.loss_masks)
-    if samples.per_token:
-        # every context-parallel rank counts all tokens, so Megatron divides by that much too much
-        loss, normaliser = output.loss * scale.context_parallel_size, num_tokens
-    else:
-        num_ranks = scale.data_parallel_size * scale.context_parallel_size
-        loss = output.loss * (scale.num_micro_batches * num_ranks / scale.num_rollouts)
-        normaliser, num_tokens = torch.ones_like(num_tokens), torch.zeros_like(num_tokens)
-    metrics = [value.float() for value in output.metrics.values()]
-    values = torch.stack([num_tokens.to(output.loss.device).float(), *metrics])
-    return MicroBatchLoss(loss, normaliser.int(), list(output.metrics), values, log_probs)
+def get_values(
+    logits: torch.Tensor,
+    *,
+    args: Namespace,
+    unconcat_tokens: Sequence[torch.Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    with_entropy: bool = False,
+    non_loss_data: bool = True,
+) -> tuple[torch.Tensor, dict[str, list[torch.Tensor]]]:
+    """(an empty tensor, ``values``: one fp32 ``[R_i]`` per sample) from a value head's ``[1, T, 1]``."""
+    del with_entropy, non_loss_data
+    responses = get_responses(
+        logits,
+        args=args,
+        unconcat_tokens=unconcat_tokens,
+        total_lengths=total_lengths,
+        response_lengths=response_lengths,
+        apply_temperature=False,
+    )
+    return logits.new_empty(0), {"values": [part.squeeze(-1).float() for part, _ in responses]}
 
 
-def _wants_entropy(settings: AlgorithmArgs) -> bool:
-    return settings.entropy_metric or settings.entropy_coef != 0
+# ---------------------------------------------------------------------------------------------- losses
 
 
-def _policy_loss(
-    log_probs: torch.Tensor,
-    entropy: torch.Tensor | None,
-    micro_batch: MicroBatch,
-    batch: TrainBatch,
-    settings: AlgorithmArgs,
-    samples: Samples,
-    custom: CustomFunctions,
-) -> LossOutput:
-    indices = micro_batch.indices
-    advantages = batch.flat("advantages", indices)
-    if advantages is None:
-        raise ValueError("--loss-type policy_loss needs advantages: drop --disable-compute-advantages-and-returns.")
-    total_lengths = batch.select("total_lengths", indices)
+@dataclass(frozen=True)
+class _GivenReducer(Samples):
+    """Samples of a user's batch: reduced by the function the user passes on, unless a correction changed the masks."""
+
+    given: Reducer | None = None
+
+    def reducer(self, loss_masks: Sequence[torch.Tensor] | None = None) -> Reducer:
+        if self.given is not None and (loss_masks is None or loss_masks is self.loss_masks):
+            return self.given
+        return super().reducer(loss_masks)
+
+
+def policy_loss_function(
+    args: Namespace, batch: Mapping[str, Any], logits: torch.Tensor, sum_of_sample_mean: Reducer
+) -> UserLoss:
+    """The loss of ``--loss-type policy_loss`` on a user's batch: (loss, metrics)."""
+    settings = from_args(AlgorithmArgs, args)
+    samples = _samples(batch, settings, sum_of_sample_mean)
+    wants_entropy = settings.entropy_metric or settings.entropy_coef != 0
+    columns = _from_logits(args, batch, logits, with_entropy=wants_entropy)
     tokens = PolicyTokens(
-        log_probs=log_probs,
-        advantages=advantages,
-        entropy=entropy,
-        old_log_probs=batch.flat("log_probs", indices),
-        rollout_log_probs=batch.flat("rollout_log_probs", indices),
-        ref_log_probs=batch.flat("ref_log_probs", indices),
-        opd_reverse_kl=batch.flat("opd_reverse_kl", indices),
+        log_probs=torch.cat(columns["log_probs"]),
+        entropy=torch.cat(columns["entropy"]) if wants_entropy else None,
+        advantages=torch.cat(batch["advantages"]),
+        old_log_probs=_flat(batch, "log_probs"),
+        rollout_log_probs=_flat(batch, "rollout_log_probs"),
+        ref_log_probs=_flat(batch, "ref_log_probs"),
     )
-    return policy_loss(
+    custom = CustomFunctions.load(args)
+    output = policy_loss(
         tokens,
         settings,
         samples,
-        correct=custom.correct(samples, total_lengths),
-        make_pg_reducer=custom.make_pg_reducer(samples, total_lengths),
+        correct=custom.correct(samples, batch["total_lengths"]),
+        make_pg_reducer=custom.make_pg_reducer(samples, batch["total_lengths"]),
+    )
+    return output.loss, output.metrics
+
+
+def sft_loss_function(
+    args: Namespace, batch: Mapping[str, Any], logits: torch.Tensor, sum_of_sample_mean: Reducer
+) -> UserLoss:
+    """The loss of ``--loss-type sft_loss`` on a user's batch: (loss, metrics)."""
+    log_probs = _from_logits(args, batch, logits, with_entropy=False)["log_probs"]
+    output = sft_loss(torch.cat(log_probs), sum_of_sample_mean)
+    return output.loss, output.metrics
+
+
+def value_loss_function(
+    args: Namespace, batch: Mapping[str, Any], logits: torch.Tensor, sum_of_sample_mean: Reducer
+) -> UserLoss:
+    """The critic's loss on a user's batch, ``logits`` being the value head's ``[1, T, 1]``: (loss, metrics)."""
+    _, columns = get_values(
+        logits,
+        args=args,
+        unconcat_tokens=batch["unconcat_tokens"],
+        total_lengths=batch["total_lengths"],
+        response_lengths=batch["response_lengths"],
+    )
+    output: LossOutput = value_loss(
+        torch.cat(columns["values"]),
+        torch.cat(batch["values"]),
+        torch.cat(batch["returns"]),
+        args.value_clip,
+        sum_of_sample_mean,
+    )
+    return output.loss, output.metrics
+
+
+def compute_advantages_and_returns(args: Namespace, rollout_data: dict[str, Any]) -> None:
+    """Fill ``kl``, ``advantages`` and ``returns`` of a rank's batch, in place; see ``credit.add_credit``."""
+    add_credit(
+        rollout_data,
+        from_args(AlgorithmArgs, args),
+        from_args(DistillationArgs, args),
+        CustomFunctions.load(args),
+        _data_group(),
     )
 
 
-def _critic_loss(
-    output: torch.Tensor, micro_batch: MicroBatch, batch: TrainBatch, settings: AlgorithmArgs, samples: Samples
-) -> LossOutput:
-    old_values, returns = (batch.flat(name, micro_batch.indices) for name in ("values", "returns"))
-    if old_values is None or returns is None:
-        raise ValueError("the critic needs values and returns; its forward pass and the advantages come first.")
-    values = response_values(output, micro_batch)
-    return value_loss(values, old_values, returns, settings.value_clip, samples.reducer())
+# ---------------------------------------------------------------------------------------------- importance weights
 
 
-_PER_TOKEN_COLUMNS = (
-    "log_probs",
-    "ref_log_probs",
-    "values",
-    "advantages",
-    "returns",
-    "rollout_log_probs",
-    "teacher_log_probs",
-)
+def vanilla_tis_function(
+    args: Namespace,
+    *,
+    pg_loss: torch.Tensor,
+    train_log_probs: Sequence[torch.Tensor],
+    rollout_log_probs: Sequence[torch.Tensor],
+    loss_masks: Sequence[torch.Tensor],
+    **kwargs: Any,
+) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
+    """What ``--use-tis`` does by itself, with the signature of ``--custom-tis-function-path``."""
+    flat = torch.cat(list(train_log_probs)), torch.cat(list(rollout_log_probs))
+    return _as_hook(off_policy.truncated_weights(pg_loss, *flat, args.tis_clip_low, args.tis_clip), loss_masks)
 
 
-def _user_batch(micro_batch: MicroBatch, batch: TrainBatch, samples: Samples) -> dict[str, Any]:
-    """The micro-batch as users' loss functions know it; a column that does not exist is None."""
-    packed, indices = micro_batch.packed, micro_batch.indices
+def icepop_function(
+    args: Namespace,
+    *,
+    pg_loss: torch.Tensor,
+    train_log_probs: Sequence[torch.Tensor],
+    rollout_log_probs: Sequence[torch.Tensor],
+    loss_masks: Sequence[torch.Tensor],
+    **kwargs: Any,
+) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
+    """IcePop for ``--custom-tis-function-path``: tokens whose weight leaves the --tis-clip bounds are dropped."""
+    flat = torch.cat(list(train_log_probs)), torch.cat(list(rollout_log_probs))
+    return _as_hook(off_policy.icepop(pg_loss, *flat, args.tis_clip_low, args.tis_clip), loss_masks)
 
-    def column(name: str) -> list[torch.Tensor] | None:
-        flat = batch.flat(name, indices)
-        return None if flat is None else samples.split(flat)
 
-    masks = torch.zeros(packed.tokens.shape[1], dtype=torch.int32, device=packed.tokens.device)
-    masks[packed.response_rows] = samples.mask.int()
-    return {
-        "tokens": packed.tokens,
-        "unconcat_tokens": batch.select("tokens", indices),
-        "packed_seq_params": micro_batch.segments,
-        "total_lengths": batch.select("total_lengths", indices),
-        "response_lengths": list(micro_batch.response_lengths),
-        "loss_masks": list(samples.loss_masks),
-        "full_loss_masks": masks.unsqueeze(0),
-        "rollout_mask_sums": samples.rollout_mask_sums,
-        "multimodal_train_inputs": None,
-        **{name: column(name) for name in _PER_TOKEN_COLUMNS},
-    }
+def _as_hook(
+    correction: Correction, loss_masks: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
+    return correction.pg_loss, list(loss_masks), correction.metrics
+
+
+# ---------------------------------------------------------------------------------------------- helpers
+
+
+def _samples(batch: Mapping[str, Any], settings: AlgorithmArgs, reduce: Reducer) -> Samples:
+    return _GivenReducer(
+        batch["response_lengths"],
+        batch["loss_masks"],
+        batch["rollout_mask_sums"],
+        per_token=settings.calculate_per_token_loss,
+        given=reduce,
+    )
+
+
+def _from_logits(
+    args: Namespace, batch: Mapping[str, Any], logits: torch.Tensor, *, with_entropy: bool
+) -> dict[str, list[torch.Tensor]]:
+    _, columns = get_log_probs_and_entropy(
+        logits,
+        args=args,
+        unconcat_tokens=batch["unconcat_tokens"],
+        total_lengths=batch["total_lengths"],
+        response_lengths=batch["response_lengths"],
+        with_entropy=with_entropy,
+    )
+    return columns
+
+
+def _flat(batch: Mapping[str, Any], name: str) -> torch.Tensor | None:
+    rows = batch.get(name)
+    return None if rows is None else torch.cat(list(rows))
+
+
+def _tensor_group() -> dist.ProcessGroup | None:
+    mpu = _megatron_groups()
+    group: dist.ProcessGroup | None = None if mpu is None else mpu.get_tensor_model_parallel_group()
+    return group
+
+
+def _data_group() -> dist.ProcessGroup | None:
+    mpu = _megatron_groups()
+    if mpu is not None:
+        group: dist.ProcessGroup = mpu.get_data_parallel_group(with_context_parallel=False)
+        return group
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise ConfigError("compute_advantages_and_returns works with --train-backend megatron only.")
+    return None
+
+
+def _megatron_groups() -> Any:
+    """Megatron's module of process groups; None in a process that has none, such as a trainer of another backend."""
+    mpu = sys.modules.get("megatron.core.parallel_state")
+    return mpu if mpu is not None and mpu.model_parallel_is_initialized() else None

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from slime.algorithms import arguments as algorithm_arguments
 from slime.backends.megatron_utils import argument_rules, arguments, model_shape
-from slime.backends.megatron_utils.checkpoint_source import Source, inspect_checkpoint
 from slime.backends.megatron_utils.patches.install import install
+from slime.backends.training.checkpoint_source import Source, inspect_checkpoint
 from slime.config.groups import add_group, from_args, unsupported_flags
 from slime.config.parse import EngineNamespace, parse
 from slime.utils.errors import ConfigError, SlimeError

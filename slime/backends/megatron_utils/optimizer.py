@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime.backends.megatron_utils.arguments import OptimizerArgs, PrecisionArgs
 from slime.backends.megatron_utils.model import params_dtype, uses_distributed_optimizer
-from slime.backends.megatron_utils.stateless_adam import StatelessAdam
+from slime.backends.training.schedule import RateSchedule
+from slime.backends.training.stateless_adam import StatelessAdam
 from slime.utils.errors import ConfigError
 
 __all__ = ["build_optimizer", "build_scheduler", "reset_moments"]
@@ -106,32 +108,10 @@ def build_scheduler(optimizer: Any, args: OptimizerArgs, *, num_steps: int, glob
     Raises:
         ConfigError: the warm-up is not shorter than the decay.
     """
-    decay_steps = args.lr_decay_iters if args.lr_decay_iters is not None else max(1, num_steps)
-    if args.lr_warmup_fraction is not None:
-        warmup, flag = args.lr_warmup_fraction * decay_steps, f"--lr-warmup-fraction {args.lr_warmup_fraction}"
-    else:
-        warmup, flag = args.lr_warmup_iters, f"--lr-warmup-iters {args.lr_warmup_iters}"
-    if warmup >= decay_steps:
-        raise ConfigError(
-            f"{flag} is {warmup:g} steps of warm-up, which must be fewer than the {decay_steps} steps of the schedule "
-            "(--lr-decay-iters, by default all steps of the run)."
-        )
-    is_constant = args.weight_decay_incr_style == "constant"
-    wsd_steps = None if args.lr_wsd_decay_iters is None else args.lr_wsd_decay_iters * global_batch_size
+    schedule = RateSchedule.of(args, num_steps=num_steps, global_batch_size=global_batch_size)
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=args.lr_warmup_init,
-        max_lr=args.lr,
-        min_lr=args.min_lr,
-        lr_warmup_steps=int(warmup * global_batch_size),
-        lr_decay_steps=decay_steps * global_batch_size,
-        lr_decay_style=args.lr_decay_style,
-        start_wd=args.weight_decay if is_constant else args.start_weight_decay,
-        end_wd=args.weight_decay if is_constant else args.end_weight_decay,
-        wd_incr_steps=decay_steps * global_batch_size,
-        wd_incr_style=args.weight_decay_incr_style,
-        wsd_decay_steps=wsd_steps,
-        lr_wsd_decay_style=args.lr_wsd_decay_style,
+        **asdict(schedule),
         use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
         # by default the command line decides, and a checkpoint only tells how far the run is
         override_opt_param_scheduler=not args.use_checkpoint_opt_param_scheduler,

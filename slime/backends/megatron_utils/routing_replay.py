@@ -139,10 +139,11 @@ class RoutingReplay:
     def _fill(self, choices: Iterable[torch.Tensor]) -> None:
         for router in self.routers:
             router.clear()
+        layers = [router.layer for router in self.routers]
         for micro_batch in choices:
-            by_layer = micro_batch.transpose(0, 1).contiguous()  # a router's part in one piece
-            for router in self.routers:
-                router.recorded.append(by_layer[router.layer])
+            by_layer = micro_batch[:, layers].transpose(0, 1).contiguous()  # a router's part in one piece
+            for router, part in zip(self.routers, by_layer, strict=True):
+                router.recorded.append(part)
 
     @property
     def is_recorded(self) -> bool:

@@ -28,7 +28,6 @@ from slime.backends.megatron_utils.arguments import (
     PredictionArgs,
     TrainerArgs,
 )
-from slime.backends.megatron_utils.cp_utils import Sharding
 from slime.backends.megatron_utils.freezing import freeze_parameters
 from slime.backends.megatron_utils.model import build_chunks, wrap_data_parallel
 from slime.backends.megatron_utils.model_shape import ModelShape, padded_vocab_size
@@ -36,6 +35,7 @@ from slime.backends.megatron_utils.optimizer import build_optimizer, build_sched
 from slime.backends.megatron_utils.step import TrainState
 from slime.backends.megatron_utils.transformer_config import build_config
 from slime.backends.megatron_utils.value_head import add_value_head
+from slime.backends.training.context_parallel import Sharding
 from slime.config.groups import from_args
 from slime.hooks.load import load_function
 from slime.utils import accelerator

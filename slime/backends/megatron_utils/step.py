@@ -15,13 +15,15 @@ from megatron.core import parallel_state as mpu
 from megatron.core.distributed import finalize_model_grads
 
 from slime.algorithms.arguments import AlgorithmArgs
-from slime.backends.megatron_utils.cp_utils import Sharding
-from slime.backends.megatron_utils.custom import CustomFunctions
-from slime.backends.megatron_utils.data import MicroBatch, TrainBatch
-from slime.backends.megatron_utils.forward import run_model, run_schedule, split_by_sample, tensor_group
-from slime.backends.megatron_utils.loss import LossScale, micro_batch_loss, needs_all_rows
+from slime.backends.megatron_utils.attention import PackedSegments, segments_of
+from slime.backends.megatron_utils.forward import run_model, run_schedule, tensor_group
+from slime.backends.training.context_parallel import Sharding
+from slime.backends.training.custom import CustomFunctions
+from slime.backends.training.data import MicroBatch, TrainBatch
+from slime.backends.training.loss import LossScale, micro_batch_loss, needs_all_rows
+from slime.backends.training.steps import NonFiniteGradients, StepRecord, StepResult
 
-__all__ = ["NonFiniteGradients", "StepResult", "TrainState", "train_step"]
+__all__ = ["TrainState", "train_step"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,27 +52,6 @@ class TrainState:
         return self.chunks[0] if len(self.chunks) == 1 else self.chunks
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """What one step tells.
-
-    Attributes:
-        metrics: equal on all ranks of the last pipeline stage; the others only know norm, rates and batch size.
-        log_probs: what the step saw before the update, by position in the rank's batch; last pipeline stage only.
-    """
-
-    metrics: dict[str, float]
-    log_probs: dict[int, torch.Tensor] = field(repr=False)
-
-
-class NonFiniteGradients(RuntimeError):
-    """Gradients hold NaN or infinity on ``ranks`` (data-parallel ranks); nothing was applied."""
-
-    def __init__(self, ranks: list[int]) -> None:
-        super().__init__(f"gradients are not finite on data-parallel ranks {ranks}")
-        self.ranks = ranks
-
-
 def train_step(
     state: TrainState,
     batch: TrainBatch,
@@ -95,12 +76,12 @@ def train_step(
         NonFiniteGradients: on all ranks, before anything was applied.
     """
     scale = _loss_scale(batch, step)
-    reported: list[tuple[list[str], torch.Tensor]] = []
-    log_probs: dict[int, torch.Tensor] = {}
+    record = StepRecord()
     predicted: list[torch.Tensor] = []
+    vocab = state.vocab_size if state.trains_prediction else None
 
     def loss_function(
-        micro_batch: MicroBatch, logits: torch.Tensor
+        micro_batch: MicroBatch, segments: PackedSegments, logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         loss = micro_batch_loss(
             logits,
@@ -112,35 +93,38 @@ def train_step(
             temperature=temperature,
             custom=custom,
             is_critic=is_critic,
+            packing=segments,
         )
-        reported.append((loss.names, loss.values))
-        predicted.extend(micro_batch.segments.prediction_losses)
-        if loss.log_probs is not None:
-            log_probs.update(split_by_sample(loss.log_probs, micro_batch))
+        record.add(micro_batch, loss)
+        predicted.extend(segments.prediction_losses)
         return loss.loss, loss.num_tokens, {}
 
     def forward_step(micro_batches: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
         micro_batch = next(micro_batches)
-        return run_model(model, micro_batch), partial(loss_function, micro_batch)
+        segments = segments_of(micro_batch, prediction_vocab=vocab)
+        return run_model(model, micro_batch, segments), partial(loss_function, micro_batch, segments)
 
     _zero_gradients(state)
     if before is not None:
         before()
     bad_ranks: list[int] = []
     state.config.finalize_model_grads_func = partial(_finalize, state.chunks, bad_ranks)
-    all_rows = needs_all_rows(settings)
-    vocab = state.vocab_size if state.trains_prediction else None
-    run_schedule(forward_step, state.chunks, batch, step, all_rows=all_rows, prediction_vocab=vocab, forward_only=False)
-    metrics = _metrics(state, reported, predicted, settings.calculate_per_token_loss, scale.num_rollouts)
+    rows = {"all_rows": needs_all_rows(settings), "with_trained": state.trains_prediction}
+    run_schedule(forward_step, state.chunks, batch, step, forward_only=False, **rows)
+    metrics = _metrics(state, record, predicted, settings.calculate_per_token_loss, scale.num_rollouts)
     rates = {f"lr-pg_{i}": float(group["lr"]) for i, group in enumerate(state.optimizer.param_groups)}
-    metrics["grad_norm"] = _update(state, bad_ranks, scale.num_rollouts, skip_bad)
+    metrics["grad_norm"], skipped = _update(
+        state, bad_ranks, scale.num_rollouts, partial(record.blame, batch, mpu.get_data_parallel_rank())
+    )
+    if skipped and not skip_bad:
+        raise NonFiniteGradients(skipped)
     metrics |= rates | {"global_batch_size": float(scale.num_rollouts)}
-    return StepResult(metrics, log_probs)
+    return StepResult(metrics, record.log_probs, skipped)
 
 
 def _metrics(
     state: TrainState,
-    reported: list[tuple[list[str], torch.Tensor]],
+    record: StepRecord,
     predicted: list[torch.Tensor],
     per_token: bool,
     num_rollouts: int,
@@ -148,7 +132,7 @@ def _metrics(
     """What the losses report; nothing on other pipeline stages than the last, which do not see them."""
     if not mpu.is_pipeline_last_stage(ignore_virtual=True):
         return {}
-    metrics = _reduce_metrics(reported, per_token, num_rollouts)
+    metrics = record.metrics(per_token=per_token, num_rollouts=num_rollouts, group=mpu.get_data_parallel_group())
     if state.trains_prediction:
         metrics["mtp_loss"] = _mean_prediction_loss(predicted)
     return metrics
@@ -172,20 +156,19 @@ def _loss_scale(batch: TrainBatch, step: int) -> LossScale:
     )
 
 
-def _update(state: TrainState, bad_ranks: list[int], num_rollouts: int, skip_bad: bool) -> float:
-    """Apply the gradients. Returns their norm before clipping, nan when the step was skipped."""
+def _update(
+    state: TrainState, bad_ranks: list[int], num_rollouts: int, who: Callable[[], str]
+) -> tuple[float, str | None]:
+    """Apply the gradients. Returns their norm before clipping, or nan and what ``StepResult.skipped`` says."""
     has_dynamic_scale = bool(state.config.fp16)  # its optimizer skips overflows by itself and lowers the scale
     if bad_ranks and not has_dynamic_scale:
-        if not skip_bad:
-            raise NonFiniteGradients(bad_ranks)
-        logger.warning("step skipped: gradients are not finite on data-parallel ranks %s", bad_ranks)
-        return math.nan
+        return math.nan, f"gradients are NaN or infinite on data-parallel ranks {bad_ranks} ({who()})"
     is_applied, grad_norm, _ = state.optimizer.step()
     if not is_applied:
         logger.warning("step skipped: fp16 gradients overflowed; the loss scale is lowered")
-        return math.nan
+        return math.nan, ""
     state.scheduler.step(increment=num_rollouts)
-    return float(grad_norm)
+    return float(grad_norm), None
 
 
 def _finalize(
@@ -210,17 +193,3 @@ def _mean_prediction_loss(predicted: list[torch.Tensor]) -> float:
     dist.all_reduce(total, group=mpu.get_data_parallel_group(with_context_parallel=True))
     loss, tokens = total.tolist()
     return loss / max(tokens, 1.0)
-
-
-def _reduce_metrics(
-    reported: list[tuple[list[str], torch.Tensor]], per_token: bool, num_rollouts: int
-) -> dict[str, float]:
-    """Sum over micro-batches and ranks, divided by the step's trained tokens or rollouts.
-
-    Tensor- and context-parallel ranks compute the same values, so only data-parallel ranks are summed.
-    """
-    values = torch.stack([values for _, values in reported]).sum(0)
-    dist.all_reduce(values, group=mpu.get_data_parallel_group())
-    tokens, *sums = values.tolist()
-    divisor = max(tokens, 1.0) if per_token else num_rollouts
-    return {name: total / divisor for name, total in zip(reported[0][0], sums, strict=True)}

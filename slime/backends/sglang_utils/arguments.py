@@ -28,10 +28,6 @@ class EngineArgs:
         default=None, metadata={"metavar": "FILE", "help": "YAML file of models and groups of engines to serve them."}
     )
     prefill_num_servers: int | None = field(
-        default=None,
-        metadata={
-            "help": "Engines that only prefill; the others only decode.",
-            "later": "every engine prefills and decodes",
-        },
+        default=None, metadata={"help": "Engines that only prefill; the others only decode."}
     )
     engine_start_timeout: float = field(default=300.0, metadata={"help": "Seconds until an engine must be healthy."})

@@ -7,6 +7,7 @@ call has a deadline, and what the server answers is checked: it reports some fai
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,19 +18,24 @@ import httpx
 import psutil
 
 from slime.backends.sglang_utils.fork_server import ForkedServer
-from slime.utils.deadline import Deadline
-from slime.utils.errors import EngineError
+from slime.backends.sglang_utils.topology import WorkerType
+from slime.utils.deadline import Deadline, wait_until
+from slime.utils.errors import EngineError, EngineSilent
 from slime.utils.net import url_host
 from slime.utils.process import GuardedProcess, log_tail
 
-__all__ = ["EngineSpec", "SGLangEngine"]
+__all__ = ["MEMORY_TAGS", "EngineSpec", "SGLangEngine"]
 
 _POLL_S = 0.1
+_WATCH_EVERY_S = 0.5
 _KEEPALIVE_S = 2.0
 """Shorter than the server's five seconds: a connection that both sides drop at once loses a request."""
 _PART_PREFIX = "sglang::"
 """How the names of the processes begin that a server starts."""
+MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
+"""The kinds of memory that a server can release."""
 _CONTROL_TIMEOUT_S = 60.0
+_REGISTER_TIMEOUT_S = 30.0
 _UPDATE_TIMEOUT_S = 600.0
 
 
@@ -43,6 +49,8 @@ class EngineSpec:
         env: environment on top of this process's.
         fork_server_socket: socket of the preloading process on this host; None starts SGLang from scratch.
         num_gpus: tensor-parallel ranks.
+        worker_type: what the router is told about it.
+        bootstrap_port: where decode engines ask it for its cache; of prefill engines only.
     """
 
     rank: int
@@ -54,6 +62,8 @@ class EngineSpec:
     start_timeout_s: float = 300.0
     fork_server_socket: str | None = None
     num_gpus: int = 1
+    worker_type: WorkerType = WorkerType.REGULAR
+    bootstrap_port: int | None = None
 
 
 class SGLangEngine:
@@ -62,7 +72,10 @@ class SGLangEngine:
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._server: ForkedServer | GuardedProcess | None = None
-        self._parts: list[psutil.Process] = []
+        self._parts: dict[str, psutil.Process] = {}
+        self._lost_part = ""
+        self._stopping = threading.Event()
+        self._released: set[str] = set()
         # never through a proxy: engines and router are on the cluster's own network
         self._client = httpx.Client(
             base_url=self.url,
@@ -97,15 +110,28 @@ class SGLangEngine:
                 raise EngineError(f"{deadline.error()}. Last lines of {spec.log_path}:\n{log_tail(spec.log_path)}")
             time.sleep(_POLL_S)
         self._parts = self._named_children()
+        threading.Thread(target=self._watch_parts, name=f"parts of engine {spec.rank}", daemon=True).start()
 
-    def _named_children(self) -> list[psutil.Process]:
-        """Schedulers, detokenizers and the like."""
+    def _watch_parts(self) -> None:
+        """End a server that lost a part at once: left alone it takes many seconds to report, and answers nothing."""
+        while self.is_alive() and not self._stopping.wait(_WATCH_EVERY_S):
+            lost = next((name for name, part in self._parts.items() if _has_ended(part)), None)
+            if lost is not None and self.is_alive() and not self._stopping.is_set():
+                self._lost_part = f", stopped because its process {lost} had ended"
+                assert self._server is not None
+                self._server.stop()
+                return
+
+    def _named_children(self) -> dict[str, psutil.Process]:
+        """Schedulers, detokenizers and the like, by what to call them."""
         assert self._server is not None
         try:
             children = psutil.Process(self._server.pid).children(recursive=True)
-            return [child for child in children if child.name().startswith(_PART_PREFIX)]
+            return {
+                f"{name} ({child.pid})": child for child in children if (name := child.name()).startswith(_PART_PREFIX)
+            }
         except psutil.Error:  # it ended this moment
-            return []
+            return {}
 
     def _answers(self) -> bool:
         try:
@@ -131,11 +157,8 @@ class SGLangEngine:
         return self._server is not None and self._server.exit_code() is None
 
     def has_ended(self) -> bool:
-        """True when the server, or one of the processes it cannot work without, has ended.
-
-        A server whose scheduler died stays for some seconds to write a report, and answers nothing in that time.
-        """
-        return not self.is_alive() or any(map(_has_ended, self._parts))
+        """True when the server, or one of the processes it cannot work without, has ended."""
+        return not self.is_alive() or any(map(_has_ended, self._parts.values()))
 
     def is_responsive(self, timeout_s: float) -> bool:
         """True when the scheduler works: it finishes a token in time, one of a running request or one made for this.
@@ -151,24 +174,29 @@ class SGLangEngine:
         """Raise the cause if the server process has ended."""
         if self._server is not None and self._server.exit_code() is not None:
             raise EngineError(
-                f"engine {self._spec.rank} ({self.url}) died with status {self._server.exit_code()}. Last lines of "
-                f"{self._spec.log_path}:\n{log_tail(self._spec.log_path)}"
+                f"engine {self._spec.rank} ({self.url}) died with status {self._server.exit_code()}{self._lost_part}. "
+                f"Last lines of {self._spec.log_path}:\n{log_tail(self._spec.log_path)}"
             )
 
     def stop(self) -> None:
         """Kill the server and everything it started."""
+        self._stopping.set()
         if self._server is not None:
             self._server.stop()
 
     def register(self, router_url: str) -> None:
-        """Make the router send requests here."""
-        self._request("POST", f"{router_url}/workers", {"url": self.url})
+        """Make the router send requests here; returns when it will: it answers first, and looks at the engine then."""
+        worker: dict[str, Any] = {"url": self.url, "worker_type": self._spec.worker_type.value}
+        if self._spec.bootstrap_port is not None:
+            worker["bootstrap_port"] = self._spec.bootstrap_port
+        self._request("POST", f"{router_url}/workers", worker)
+        what = f"the router at {router_url} to take engine {self._spec.rank}"
+        fix = f"It must reach {self.url} from where it runs; see its log"
+        wait_until(lambda: self._is_known_to(router_url), Deadline(_REGISTER_TIMEOUT_S, what, fix))
 
-    def deregister(self, router_url: str) -> None:
-        """Make the router forget this engine; fine if it never knew it."""
-        for worker in self._request("GET", f"{router_url}/workers").get("workers", []):
-            if worker["url"] == self.url:
-                self._request("DELETE", f"{router_url}/workers/{worker['id']}")
+    def _is_known_to(self, router_url: str) -> bool:
+        workers = self._request("GET", f"{router_url}/workers", needs="workers")["workers"]
+        return any(worker["url"] == self.url for worker in workers)
 
     def health(self, timeout_s: float = 5.0) -> bool:
         """True when the HTTP process answers in time."""
@@ -193,6 +221,20 @@ class SGLangEngine:
     def flush_cache(self, timeout_s: float = _CONTROL_TIMEOUT_S) -> None:
         """Forget every cached prefix."""
         self._post(f"flush_cache?timeout={timeout_s:g}", None, timeout_s)
+
+    def release_memory_occupation(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
+        """Give memory of these kinds back; nothing may be running. What was in it is lost. Again is fine."""
+        held = [tag for tag in tags if tag not in self._released]
+        if held:
+            self._post("release_memory_occupation", {"tags": held}, _UPDATE_TIMEOUT_S)
+            self._released.update(held)
+
+    def resume_memory_occupation(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
+        """Take memory of these kinds again, as far as it was released: SGLang dies of a kind that was not."""
+        released = [tag for tag in tags if tag in self._released]
+        if released:
+            self._post("resume_memory_occupation", {"tags": released}, _UPDATE_TIMEOUT_S)
+            self._released.difference_update(released)
 
     def init_weights_update_group(
         self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
@@ -233,6 +275,29 @@ class SGLangEngine:
         }
         self._post("update_weights_from_distributed", body, _UPDATE_TIMEOUT_S)
 
+    def update_weights_from_tensor(
+        self,
+        serialized_named_tensors: Sequence[str],
+        load_format: str | None = "flattened_bucket",
+        weight_version: str | None = None,
+        flush_cache: bool = False,
+    ) -> None:
+        """Load one bucket from memory of this host; one serialised handle per tensor-parallel rank."""
+        body = {
+            "serialized_named_tensors": list(serialized_named_tensors),
+            "load_format": load_format,
+            "flush_cache": flush_cache,
+            "weight_version": weight_version,
+        }
+        self._post("update_weights_from_tensor", body, _UPDATE_TIMEOUT_S)
+
+    def update_weights_from_disk(
+        self, model_path: str, weight_version: str | None = None, flush_cache: bool = False
+    ) -> None:
+        """Load a whole checkpoint; one that cannot be read leaves the weights as they were."""
+        body = {"model_path": model_path, "flush_cache": flush_cache, "weight_version": weight_version}
+        self._post("update_weights_from_disk", body, _UPDATE_TIMEOUT_S)
+
     def weight_version(self) -> str:
         return str(self._request("GET", "/model_info", needs="weight_version")["weight_version"])
 
@@ -249,6 +314,10 @@ class SGLangEngine:
         """Overwrite every tensor with random values."""
         self._post("weights_checker", {"action": "snapshot"})
         self._post("weights_checker", {"action": "reset_tensors"})
+
+    def compare_weights(self) -> None:
+        """Fail unless every tensor is what it was before :meth:`reset_weights`."""
+        self._post("weights_checker", {"action": "compare"}, _UPDATE_TIMEOUT_S)
 
     def abort_all(self) -> None:
         self._post("abort_request", {"abort_all": True})
@@ -271,9 +340,10 @@ class SGLangEngine:
             response = self._client.request(method, url, json=body, timeout=timeout_s)
         except httpx.HTTPError as error:
             self.raise_if_dead()
-            raise EngineError(
-                f"engine {self._spec.rank} ({self.url}): {method} {url}: {type(error).__name__}: {error}"
-            ) from error
+            message = f"engine {self._spec.rank} ({self.url}): {method} {url}: {type(error).__name__}: {error}"
+            if isinstance(error, httpx.TimeoutException):
+                raise EngineSilent(f"{message} within {timeout_s:.0f} s", [self.url]) from error
+            raise EngineError(message) from error
         body = self._checked(url.removeprefix("/"), response) if is_checked else {}
         if needs is not None and needs not in body:
             raise EngineError(

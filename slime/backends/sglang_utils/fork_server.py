@@ -84,16 +84,17 @@ class ForkedServer:
         self._answers = self._connection.makefile("rb")
         self._lock = threading.Lock()
         self._exit_code: int | None = None
+        self._is_stopped = False
         request = {"argv": list(argv), "env": dict(env), "log": str(log_path)}
         try:
             self._connection.connect(socket_path)
             self._connection.sendall(json.dumps(request).encode() + b"\n")
             self.pid = self._answer("pid")
         except TimeoutError as error:
-            self._connection.close()
+            self._disconnect()
             raise deadline.error(f"no answer from the preloading process at {socket_path}") from error
         except OSError as error:
-            self._connection.close()
+            self._disconnect()
             raise EngineError(f"cannot reach the process that preloads SGLang at {socket_path}: {error}") from error
 
     def exit_code(self) -> int | None:
@@ -117,8 +118,16 @@ class ForkedServer:
         return int(json.loads(line)[key])
 
     def stop(self) -> None:
-        kill_group(self.pid)
-        self.exit_code()  # keep the status while the connection is there to tell it
+        """Kill the server and everything it started. Again is fine."""
+        with self._lock:
+            is_first, self._is_stopped = not self._is_stopped, True
+        if is_first:  # later the number may be somebody else's
+            kill_group(self.pid)
+            self.exit_code()  # keep the status while the connection is there to tell it
+            self._disconnect()
+
+    def _disconnect(self) -> None:
+        """Both: a socket is open as long as the file made of it."""
         self._answers.close()
         self._connection.close()
 

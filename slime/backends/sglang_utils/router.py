@@ -10,7 +10,7 @@ from typing import Protocol
 import httpx
 
 from slime.utils.deadline import Deadline, wait_until
-from slime.utils.errors import ConfigError, EngineError
+from slime.utils.errors import ConfigError, EngineError, ProcessDied
 from slime.utils.net import claim_ports, is_port_free, url_host
 from slime.utils.process import GuardedProcess, log_tail
 
@@ -71,13 +71,21 @@ class RouterProcess:
     is_ours = True
 
     def __init__(
-        self, host: str, port: int | None, *, request_timeout_s: int, log_path: Path, flags: Sequence[str] = ()
+        self,
+        host: str,
+        port: int | None,
+        *,
+        request_timeout_s: int,
+        log_path: Path,
+        flags: Sequence[str] = (),
+        has_pd: bool = False,
     ) -> None:
         """
         Args:
             host: address to bind to.
             port: None takes any free one.
             flags: ``--router-*`` flags of the router's own parser.
+            has_pd: every request goes to a prefill and a decode engine.
 
         Raises:
             ConfigError: the port is in use.
@@ -92,6 +100,7 @@ class RouterProcess:
         argv = [sys.executable, "-m", "slime.backends.sglang_utils.router_process", "--host", host.strip("[]")]
         argv += ["--port", str(self.port), "--prometheus-port", str(self._claims[1].first)]
         argv += ["--request-timeout-secs", str(request_timeout_s), *flags]
+        argv += ["--router-pd-disaggregation"] if has_pd else []
         self._process = GuardedProcess(argv, log_path=log_path)
 
     @property
@@ -109,7 +118,7 @@ class RouterProcess:
 
     def raise_if_dead(self) -> None:
         if self._process.exit_code() is not None:
-            raise EngineError(
+            raise ProcessDied(
                 f"the router at {self.url} ended with status {self._process.exit_code()}. Last lines of "
                 f"{self._process.log_path}:\n{log_tail(self._process.log_path)}"
             )

@@ -1,26 +1,37 @@
 """What follows from the engine's flags, and what they must satisfy. B70-B74 and D6 of the table of rules.
 
 :func:`engine_width` runs before every other derivation, because the others count engines with its result; :data:`STEPS`
-run after them. Called by ``slime.ray.arguments``.
+run after them, :data:`LIVE_STEPS` when the run really starts: they ask engines of others. :data:`RULES` hold anywhere,
+so that a plan works on any machine; :data:`MACHINE_RULES` are about the one that a run starts on. Called by
+``slime.ray.arguments``.
 """
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 
+from slime.backends.sglang_utils.external import (
+    apply_external_engine_info_to_args,
+    external_engine_infos_from_args,
+    problems_of,
+)
 from slime.backends.sglang_utils.option_table import ALIASES
-from slime.backends.sglang_utils.topology import Topology, WorkerType, topology_of
+from slime.backends.sglang_utils.topology import ModelSpec, Topology, WorkerType, topology_of
 from slime.config import notices
+from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 from slime.utils.net import url_host
 
-__all__ = ["RULES", "STEPS", "engine_width"]
+__all__ = ["LIVE_STEPS", "MACHINE_RULES", "RULES", "STEPS", "engine_width"]
 
 Step = Callable[[Namespace], None]
 Rule = Callable[[Namespace], Iterator[str]]
 
 _WIDTH = "--rollout-num-gpus-per-engine"
+_EXTERNAL = "--rollout-external-engine-addrs"
+_LOOPBACK = ("127.", "localhost", "[::1]")
 
 
 def engine_width(args: Namespace) -> None:
@@ -46,7 +57,30 @@ def _router_address(args: Namespace) -> None:
         args.sglang_router_ip = url_host(args.sglang_router_ip)
 
 
-STEPS: tuple[Step, ...] = (_parallel_sizes, _router_address)
+def _num_engines(args: Namespace) -> None:
+    """How many engines answer requests, where the devices alone do not say it."""
+    if args.debug_train_only:
+        return
+    if args.rollout_external_engine_addrs is not None:
+        if args.rollout_num_gpus is not None and "rollout_num_gpus" in args.given:
+            notices.warn(args, "--rollout-num-gpus", f"no effect: {_EXTERNAL} says which engines there are")
+        args.rollout_num_engines = len(args.rollout_external_engine_addrs)
+        args.rollout_num_gpus = args.rollout_num_engines * args.rollout_num_gpus_per_engine
+    elif args.sglang_config is not None or args.prefill_num_servers is not None:
+        try:
+            args.rollout_num_engines = topology_of(args).models[0].num_answering
+        except ConfigError:  # a rule reports it, with everything else that is wrong
+            return
+
+
+def _external_engines(args: Namespace) -> None:
+    """B24: what the external engines are."""
+    if args.rollout_external_engine_addrs is not None and not args.debug_train_only:
+        apply_external_engine_info_to_args(args)
+
+
+STEPS: tuple[Step, ...] = (_parallel_sizes, _router_address, _num_engines)
+LIVE_STEPS: tuple[Step, ...] = (_external_engines,)
 
 
 def _sizes(args: Namespace) -> Iterator[str]:
@@ -122,23 +156,119 @@ def _deployment(args: Namespace) -> Iterator[str]:
             f"--sglang-config {args.sglang_config}: its groups have {topology.num_gpus} devices, --rollout-num-gpus is "
             f"{args.rollout_num_gpus}: they must be equal."
         )
-    yield from _not_yet(args, topology)
+    _note_node_borders(args, topology)
+    yield from _models(args, topology)
 
 
-def _not_yet(args: Namespace, topology: Topology) -> Iterator[str]:
+def _note_node_borders(args: Namespace, topology: Topology) -> None:
+    """B7: slots are taken in node order, the trainer's first, so an engine may end up on two nodes."""
+    per_node = args.num_gpus_per_node
+    before = 0 if args.colocate or args.debug_rollout_only else args.world_size
+    for name, places in topology.places(args.hf_checkpoint).items():
+        for place in places:
+            first = (before + place.first_slot) % per_node
+            if first + place.num_gpus > per_node >= place.num_gpus:
+                text = f"engine {place.rank} of model {name} would stand on two nodes of --num-gpus-per-node {per_node}"
+                notices.warn(args, "--sglang-config", f"{text}, which does not work: put a placeholder before it")
+                return
+
+
+def _models(args: Namespace, topology: Topology) -> Iterator[str]:
     start = f"--sglang-config {args.sglang_config}"
-    if len(topology.models) > 1:
-        yield f"{start}: {len(topology.models)} models are not supported yet: one is served."
     for model in topology.models:
-        where = f"{start}: model {model.name}"
-        if not model.updates_weights:
-            yield f"{where}: update_weights: false is not supported yet: every engine receives the trained weights."
-        for kind in sorted({group.worker_type for group in model.groups} - {WorkerType.REGULAR}):
-            yield f"{where}: worker_type {kind} is not supported yet: engines are regular ones."
-        if len(model.groups) != 1:
-            yield f"{where}: {len(model.groups)} groups are not supported yet: there must be one."
-        for width in sorted({group.num_gpus_per_engine for group in model.groups} - {args.rollout_num_gpus_per_engine}):
-            yield f"{where}: num_gpus_per_engine {width} must be {_WIDTH} {args.rollout_num_gpus_per_engine} so far."
+        for problem in _groups(args, model):
+            yield f"{start}: model {model.name}: {problem}"
+    if args.debug_rollout_only:
+        return
+    if not any(model.updates_weights for model in topology.models):  # C6
+        yield f"{start}: no model has update_weights: true, so nobody would ever see what is trained."
 
 
-RULES: tuple[Rule, ...] = (_sizes, _router, _exclusions, _prefill, _deployment)
+def _groups(args: Namespace, model: ModelSpec) -> Iterator[str]:
+    kinds = {group.worker_type for group in model.groups}
+    if WorkerType.ENCODER in kinds:
+        yield "worker_type encoder is not supported yet: engines get text only."
+    if model.has_pd and not {WorkerType.PREFILL, WorkerType.DECODE} <= kinds:  # C4
+        yield "prefill engines need decode engines, and the other way round."
+    if model.has_pd and WorkerType.REGULAR in kinds:
+        yield "regular engines cannot stand behind the router of prefill and decode engines: give them a model entry."
+    for width in sorted({group.num_gpus_per_engine for group in model.groups if group.num_engines}):
+        if width > args.num_gpus_per_node:
+            yield f"num_gpus_per_engine {width}: an engine over several nodes is not supported yet."
+        if width % args.sglang_pp_size:
+            yield f"num_gpus_per_engine {width} must be a multiple of --sglang-pp-size {args.sglang_pp_size}."
+
+
+def _routing_replay(args: Namespace) -> Iterator[str]:
+    """R3: a request for expert choices goes to one engine directly; prefill and decode engines only answer together."""
+    if args.use_rollout_routing_replay and (flag := _pd_flag(args)) is not None:
+        yield (
+            f"--use-rollout-routing-replay does not work with prefill and decode on different engines ({flag}): the "
+            "router, which brings those together, drops the expert choices. Use regular engines, or drop it."
+        )
+
+
+def _pd_flag(args: Namespace) -> str | None:
+    """What asks for prefill and decode on different engines of the models that are trained; None where nothing does."""
+    if args.debug_train_only:
+        return None
+    if args.prefill_num_servers is not None:
+        return f"--prefill-num-servers {args.prefill_num_servers}"
+    infos = getattr(args, "rollout_external_engine_infos", None)
+    if infos is not None and any(info.is_pd_worker for info in external_engine_infos_from_args(args)):
+        return _EXTERNAL
+    return next((text for model, text in _pd_models(args) if model.updates_weights), None)
+
+
+def _pd_models(args: Namespace) -> Iterator[tuple[ModelSpec, str]]:
+    """The models of the file that have such engines, and how to name them; none while the file has mistakes."""
+    if args.sglang_config is None:
+        return
+    try:
+        models = topology_of(args).models
+    except ConfigError:  # reported by the rule of the file
+        return
+    yield from (
+        (model, f"--sglang-config {args.sglang_config}: model {model.name}") for model in models if model.has_pd
+    )
+
+
+def _pd_devices(args: Namespace) -> Iterator[str]:
+    """Engines on a CPU cannot hand their cache to one another."""
+    if args.debug_train_only or not accelerator.current().is_cpu:
+        return
+    flags = [text for _, text in _pd_models(args)]
+    if args.prefill_num_servers is not None:
+        flags.append(f"--prefill-num-servers {args.prefill_num_servers}")
+    for flag in flags:
+        yield (
+            f"{flag}: prefill and decode on different engines need GPUs, and this machine has none: engines on a CPU "
+            "cannot hand their cache to one another. Use regular engines here."
+        )
+
+
+def _external(args: Namespace) -> Iterator[str]:
+    addrs = args.rollout_external_engine_addrs
+    if addrs is None or args.debug_train_only:
+        return
+    for flag, is_on in (("--colocate", args.colocate), ("--offload-rollout", args.offload_rollout)):
+        if is_on:  # C13
+            yield f"{flag} does not work with {_EXTERNAL}: engines of others give no memory away. Drop one."
+    if getattr(args, "rollout_external_engine_infos", None) is None:
+        return  # a plan: nobody was asked
+    infos = external_engine_infos_from_args(args)
+    for info in infos:
+        yield from problems_of(info, args)
+    kinds = {info.worker_type for info in infos}
+    if kinds & {WorkerType.PREFILL, WorkerType.DECODE} and kinds != {WorkerType.PREFILL, WorkerType.DECODE}:
+        yield f"{_EXTERNAL}: prefill engines need decode engines and no regular ones; these are {', '.join(kinds)}."
+    away = [info.url for info in infos if not info.host.startswith(_LOOPBACK)]
+    if away and not args.debug_rollout_only and not (os.environ.get("RAY_ADDRESS") or os.environ.get("SLIME_HOST_IP")):
+        yield (
+            f"{_EXTERNAL} {away[0]} is on another host, which cannot reach a trainer on loopback: set SLIME_HOST_IP to "
+            "this host's address and GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) to its network device."
+        )
+
+
+RULES: tuple[Rule, ...] = (_sizes, _router, _exclusions, _prefill, _deployment, _external, _routing_replay)
+MACHINE_RULES: tuple[Rule, ...] = (_pd_devices,)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slime.backends.sglang_utils.option_table import server_options
-from slime.backends.sglang_utils.topology import override_argv
+from slime.backends.sglang_utils.topology import WorkerType, override_argv
 from slime.utils import accelerator
 
 __all__ = ["build_argv", "server_env"]
@@ -22,7 +22,11 @@ _CPU_DEFAULTS = {
     "--mem-fraction-static": "0.3",
 }
 _PREFILL_GRAPH = {"--cuda-graph-backend-prefill", "--disable-prefill-cuda-graph", "--cuda-graph-config"}
+_PREFILL_ONLY = {"--enable-hierarchical-cache", "--enable-hicache"}
+"""Switches that a decode engine cannot have."""
 _CPU_SLOTS = 64
+_KEPT_BYTES = str(1 << 30)
+"""What glibc's malloc of an engine takes from its heap instead of from the system, and keeps there when it is free."""
 _CPU_MODELS = "slime.backends.sglang_utils.cpu_platform.models"
 
 
@@ -37,13 +41,20 @@ def build_argv(
     tp_size: int,
     dist_init_addr: str | None = None,
     overrides: Mapping[str, Any] | None = None,
+    worker_type: WorkerType = WorkerType.REGULAR,
+    bootstrap_port: int | None = None,
 ) -> list[str]:
     """Arguments of ``sglang.launch_server`` for engine number ``rank``.
 
     What slime computes stands first; then the user's ``--sglang-*`` flags, which cannot name what slime computes; then
     the ``overrides`` of the engine's group, which beat both.
+
+    Args:
+        bootstrap_port: where decode engines ask a prefill engine for its cache.
     """
     user = list(args.sglang_argv)
+    if worker_type is WorkerType.DECODE:
+        user = [word for word in user if word not in _PREFILL_ONLY]
     given = {token.split("=")[0] for token in user if token.startswith("--")}
     flags: dict[str, Any] = {
         "--model-path": args.hf_checkpoint,
@@ -63,6 +74,9 @@ def build_argv(
         flags["--log-level"] = "warning"
     if args.use_rollout_routing_replay:
         flags["--enable-return-routed-experts"] = None
+    if args.offload_rollout:
+        flags |= _can_release(args)
+    flags |= _pd(worker_type, bootstrap_port)
     if accelerator.current().is_cpu:
         flags |= {"--device": "cpu", "--sleep-on-idle": None}
         flags |= {name: value for name, value in _CPU_DEFAULTS.items() if name not in given}
@@ -73,13 +87,35 @@ def build_argv(
     return [word for word in own + user if word not in off] + override_argv(overrides or {})
 
 
+def _pd(worker_type: WorkerType, bootstrap_port: int | None) -> dict[str, Any]:
+    """Prefill and decode on different engines."""
+    match worker_type:
+        case WorkerType.PREFILL:
+            assert bootstrap_port is not None, "a prefill engine has a bootstrap port"
+            flags: dict[str, Any] = {"--disaggregation-mode": "prefill"}
+            # the router picks the copy of the model through the room number that it gives a request
+            flags |= {"--load-balance-method": "follow_bootstrap_room"}
+            return flags | {"--disaggregation-bootstrap-port": bootstrap_port}
+        case WorkerType.DECODE:
+            return {"--disaggregation-mode": "decode"}
+        case WorkerType.REGULAR:
+            return {}
+        case _:
+            raise AssertionError(f"{worker_type} engines are not started")
+
+
 def _on_gpu(args: Namespace, base_gpu_id: int, given: set[str]) -> dict[str, Any]:
     flags: dict[str, Any] = {"--base-gpu-id": base_gpu_id, "--enable-metrics": None}
-    if args.offload_rollout:
-        flags |= {"--enable-memory-saver": None, "--enable-draft-weights-cpu-backup": None}
-        if not given & _PREFILL_GRAPH:
-            flags["--cuda-graph-backend-prefill"] = "disabled"  # its memory cannot be released
+    if args.offload_rollout and not given & _PREFILL_GRAPH:
+        flags["--cuda-graph-backend-prefill"] = "disabled"  # its memory cannot be released
     return flags
+
+
+def _can_release(args: Namespace) -> dict[str, Any]:
+    """Engines that give their memory to the trainer. What is not sent again before they serve, they keep a copy of."""
+    flags = {"--enable-memory-saver": None, "--enable-draft-weights-cpu-backup": None}
+    is_all_sent = args.update_weights_interval == 1 and not args.update_weight_changed_only
+    return flags if is_all_sent else flags | {"--enable-weights-cpu-backup": None}
 
 
 def _turned_off(overrides: Mapping[str, Any]) -> set[str]:
@@ -108,5 +144,8 @@ def server_env() -> dict[str, str]:
             # one entry per possible device slot: SGLang indexes the list by slot and binds nothing on this device
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(_CPU_SLOTS))),
             "SGLANG_EXTERNAL_MODEL_PACKAGE": os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE", _CPU_MODELS),
+            # memory of a bucket of weights stays for the next one: fresh pages take longer than receiving and loading
+            "MALLOC_MMAP_THRESHOLD_": os.environ.get("MALLOC_MMAP_THRESHOLD_", _KEPT_BYTES),
+            "MALLOC_TRIM_THRESHOLD_": os.environ.get("MALLOC_TRIM_THRESHOLD_", _KEPT_BYTES),
         }
     return env

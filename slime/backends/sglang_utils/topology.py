@@ -29,13 +29,25 @@ from slime.backends.sglang_utils.option_table import server_options
 from slime.config.yaml_file import read_mapping
 from slime.utils.errors import ConfigError
 
-__all__ = ["ModelSpec", "ServerGroupSpec", "Topology", "WorkerType", "override_argv", "read_topology", "topology_of"]
+__all__ = [
+    "EnginePlace",
+    "ModelSpec",
+    "ServerGroupSpec",
+    "Topology",
+    "WorkerType",
+    "override_argv",
+    "read_topology",
+    "topology_of",
+]
 
 _FLAG = "--sglang-config"
 _NOT_HERE = {
     **dict.fromkeys(("host", "port", "nccl_port", "dist_init_addr"), "slime chooses the addresses"),
     **dict.fromkeys(("nnodes", "node_rank", "base_gpu_id", "gpu_id_step"), "slime places the engines"),
     "tp_size": "it follows from num_gpus_per_engine",
+    **dict.fromkeys(
+        ("disaggregation_mode", "disaggregation_bootstrap_port", "encoder_only"), "it follows from worker_type"
+    ),
     "config": "it could set any field",
 }
 """Field that even an override cannot set -> why."""
@@ -72,6 +84,24 @@ class ServerGroupSpec:
 
 
 @dataclass(frozen=True)
+class EnginePlace:
+    """One engine: what it is, and which devices it has.
+
+    Attributes:
+        rank: number of the engine in the run, through all models.
+        first_slot: its first device, counted from the first device of all engines.
+        num_gpus: devices, one after the other.
+        overrides: server fields above every flag.
+    """
+
+    rank: int
+    worker_type: WorkerType
+    first_slot: int
+    num_gpus: int
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """One served model: one router, some groups.
 
@@ -90,8 +120,9 @@ class ModelSpec:
         return any(group.worker_type in (WorkerType.PREFILL, WorkerType.DECODE) for group in self.groups)
 
     @property
-    def has_encoders(self) -> bool:
-        return any(group.worker_type is WorkerType.ENCODER for group in self.groups)
+    def num_answering(self) -> int:
+        """Engines whose answers come back to those who ask; prefill engines hand their requests on."""
+        return sum(group.num_engines for group in self.groups if group.worker_type is not WorkerType.PREFILL)
 
 
 @dataclass(frozen=True)
@@ -105,12 +136,20 @@ class Topology:
     def num_gpus(self) -> int:
         return sum(group.num_gpus for model in self.models for group in model.groups)
 
-    @property
-    def is_plain(self) -> bool:
-        """One model that receives weights, with one group of regular engines."""
-        if len(self.models) != 1 or not self.models[0].updates_weights:
-            return False
-        return [group.worker_type for group in self.models[0].groups] == [WorkerType.REGULAR]
+    def places(self, hf_checkpoint: str) -> dict[str, list[EnginePlace]]:
+        """Model name -> its engines. Devices are given out in the order of the file, to placeholders too."""
+        found: dict[str, list[EnginePlace]] = {}
+        rank = slot = 0
+        for model in self.models:
+            engines = found[model.name] = []
+            path = {} if model.model_path == hf_checkpoint else {"model_path": model.model_path}
+            for group in model.groups:
+                width = group.num_gpus_per_engine
+                for first in range(slot, slot + group.num_engines * width, width):
+                    engines.append(EnginePlace(rank, group.worker_type, first, width, path | dict(group.overrides)))
+                    rank += 1
+                slot += group.num_gpus
+        return found
 
 
 def topology_of(args: Namespace) -> Topology:

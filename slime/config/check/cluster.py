@@ -55,6 +55,10 @@ def _drivers(args: Namespace) -> Iterator[str]:
         yield f"--async-buffer-size {args.async_buffer_size} must be at least 1."
     if args.is_async and args.colocate:  # B75
         yield "--colocate does not work with train_async.py, where engines and trainer work at once: use train.py."
+    elif args.is_async and args.offload_rollout:
+        yield "--offload-rollout does not work with train_async.py, whose engines work all the time: drop it."
+    elif args.offload_rollout and not args.colocate:
+        notices.warn(args, "--offload-rollout", "no effect: without --colocate engines have devices of their own")
     if args.is_async and args.true_on_policy_mode:
         yield "--true-on-policy-mode does not work with train_async.py, which generates ahead: use train.py."
     if not args.is_async and "async_buffer_size" in args.given:

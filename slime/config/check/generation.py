@@ -8,9 +8,9 @@ from pathlib import Path
 
 from slime.config import notices
 
-__all__ = ["RULES"]
+__all__ = ["MEDIA", "RULES"]
 
-_MEDIA = {"image", "video", "audio"}
+MEDIA = ("audio", "image", "video")
 
 
 def _model(args: Namespace) -> Iterator[str]:
@@ -30,8 +30,17 @@ def _prompts(args: Namespace) -> Iterator[str]:
     if not args.input_key:
         yield "--input-key must not be empty: the field of a row that holds the prompt."
     for kind in args.multimodal_keys or {}:
-        if kind not in _MEDIA:
-            yield f"--multimodal-keys: {kind!r} is no kind of media; use {', '.join(sorted(_MEDIA))}."
+        if kind not in MEDIA:
+            yield f"--multimodal-keys: {kind!r} is no kind of media; use {', '.join(MEDIA)}."
+    if args.background_eval and args.colocate:
+        yield "--background-eval needs engines of their own: with --colocate they sleep while the trainer works."
+    if not 0 <= args.max_failed_share <= 1:
+        yield f"--max-failed-share {args.max_failed_share} must be between 0 and 1: a share of the samples."
+    if args.multimodal_keys and not args.debug_rollout_only:
+        yield (
+            "--multimodal-keys is not supported in training yet: no model family here has a vision encoder. Generate "
+            "and evaluate with --debug-rollout-only."
+        )
 
 
 def _lengths(args: Namespace) -> Iterator[str]:
@@ -64,6 +73,16 @@ def _dumps(args: Namespace) -> Iterator[str]:
     subsample = args.load_debug_rollout_data_subsample
     if subsample is not None and not 0 < subsample <= 1:
         yield f"--load-debug-rollout-data-subsample {subsample} is a share: above 0, at most 1."
+    sections = [target for target in args.profile_target if target != "train_overall"]
+    if args.use_pytorch_profiler and sections and "train_overall" in args.profile_target:
+        yield f"--profile-target train_overall {' '.join(sections)}: a process has one profiler at a time, name either."
+    if not 0 <= args.profile_step_start < args.profile_step_end:
+        yield (
+            f"--profile-step-start {args.profile_step_start} --profile-step-end {args.profile_step_end}: the rollouts "
+            "from start up to, not including, end are profiled, so 0 <= start < end."
+        )
+    if args.record_samples < 0:
+        yield f"--record-samples {args.record_samples} must be 0 or more."
     if args.memory_recorder == "memray" and args.memory_snapshot_num_steps is None:
         yield "--memory-recorder memray needs --memory-snapshot-num-steps N."
 

@@ -20,6 +20,7 @@ from slime.config.plan.layout import Layout, read_layout
 from slime.config.plan.memory import Precision, StageMemory, Tokens, precision_of, stage_memory, tokens_per_micro_batch
 from slime.config.plan.placement import Placement, plan_placement
 from slime.config.plan.shape import Shape, read_shape
+from slime.config.plan.turns import Turn, plan_turns
 from slime.config.plan.values import PlanError, read
 from slime.utils.errors import ConfigError
 
@@ -50,6 +51,7 @@ class Plan:
     stages: list[StageMemory] = field(default_factory=list)
     engine: EngineMemory | None = None
     sync: WeightSync | None = None
+    turns: list[Turn] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
     ignored: list[tuple[str, str]] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
@@ -114,6 +116,7 @@ def build(
         stages=stages or [],
         engine=engine,
         sync=sync,
+        turns=plan_turns(args),
         outputs=plan_files(args, shape),
         ignored=list(ignored),
         notices=list(read(args, "notices") or []),

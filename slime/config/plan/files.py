@@ -44,6 +44,11 @@ def _metrics(args: Namespace) -> Iterator[Output]:
     if read(args, "use_wandb"):
         yield Output("W&B run", str(read(args, "wandb_dir") or "wandb/"), "all along")
 
+    if read(args, "record_samples"):
+        yield Output("samples for the board", str(run / "samples"), "every rollout")
+    if read(args, "use_pytorch_profiler"):
+        yield Output("profiles", str(read(args, "tensorboard_dir") or run / "profile"), "from --profile-step-start")
+
 
 def _checkpoints(args: Namespace, shape: Shape | None) -> Iterator[Output]:
     interval = read(args, "save_interval")

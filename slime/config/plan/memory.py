@@ -108,8 +108,10 @@ def tokens_per_micro_batch(args: Namespace) -> Tokens:
 
 def stage_memory(args: Namespace, shape: Shape, layout: Layout) -> list[StageMemory]:
     """One entry per pipeline stage."""
-    stages = stage_layers(args, shape.num_layers, layout.pp)
     tokens = tokens_per_micro_batch(args).count
+    if read(args, "train_backend") == "fsdp":
+        return [_fully_sharded(args, shape, layout, tokens)]
+    stages = stage_layers(args, shape.num_layers, layout.pp)
     return [_stage(args, shape, layout, stages, stage, tokens) for stage in range(layout.pp)]
 
 
@@ -138,6 +140,36 @@ def _stage(
         logits=_logits(args, shape, layout, tokens, precision) if is_last else 0,
         in_flight=in_flight,
         host_copies=round((dense + expert) * precision.weights) * _num_host_copies(args),
+    )
+
+
+def _fully_sharded(args: Namespace, shape: Shape, layout: Layout, tokens: int) -> StageMemory:
+    """FSDP, ZeRO stage 3 (arXiv:1910.02054): fp32 weights, gradients and moments are divided among all ranks.
+
+    Whole, in the type that computes, are the embedding and the head during a pass, and a layer with the one that is
+    gathered ahead; whole in fp32 are gradients on their way to the ranks.
+    """
+    layers, precision = range(shape.num_layers), precision_of(args)
+    ends = sum(weight.numel * weight.count for weight in model_weights(shape) if weight.where != "layer")
+    sizes = [
+        sum(
+            weight.numel * weight.count for weight in layer_weights(shape, is_expert_layer=shape.is_expert_layer(layer))
+        )
+        for layer in layers
+    ]
+    share = (ends + sum(sizes)) / layout.world
+    moments = precision.states - (0 if precision.name == "fp32" else _width(args, "main_params_dtype"))
+    return StageMemory(
+        stage=0,
+        layers=(layers.start, layers.stop - 1),
+        parameters=round(share),
+        weights=round(share * 4 + (ends + 2 * max(sizes)) * precision.weights),
+        gradients=round(share * 4 + (ends + max(sizes)) * 4),
+        optimizer=round(share * moments),
+        activations=round(_activations(args, shape, layout, layers, tokens, 1, precision)),
+        logits=_logits(args, shape, layout, tokens, precision),
+        in_flight=1,
+        host_copies=round(share * 4) * _num_host_copies(args),
     )
 
 

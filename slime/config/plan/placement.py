@@ -22,13 +22,20 @@ _MOST_SLOTS = 100_000
 
 @dataclass(frozen=True)
 class EngineGroup:
-    """Engines of one kind; ``first_slot`` is None for engines that somebody else runs."""
+    """Engines of one kind.
+
+    Attributes:
+        kind: what they do; a ``placeholder`` is devices without engines, counted as if they were engines of one.
+        first_slot: None for engines that somebody else runs.
+        first_number: of its engines in the run, through all models.
+    """
 
     model: str
     kind: str
     num_engines: int
     devices_per_engine: int
     first_slot: int | None
+    first_number: int = 0
 
     @property
     def num_devices(self) -> int:
@@ -106,7 +113,7 @@ def _engine_groups(args: Namespace, first_slot: int) -> list[EngineGroup]:
     decode_slot = first_slot + num_prefill * width
     return [
         EngineGroup(model, "prefill", num_prefill, width, first_slot),
-        EngineGroup(model, "decode", max(0, num_engines - num_prefill), width, decode_slot),
+        EngineGroup(model, "decode", max(0, num_engines - num_prefill), width, decode_slot, num_prefill),
     ]
 
 
@@ -116,16 +123,18 @@ def _configured(args: Namespace, first_slot: int, default_model: str, default_wi
     if not isinstance(models, list):
         raise PlanError(f"--sglang-config {args.sglang_config} has no list under the key sglang.")
     groups: list[EngineGroup] = []
-    slot = first_slot
+    slot, first_number = first_slot, 0
     for model in (entry for entry in models if isinstance(entry, dict)):
         for group in model.get("server_groups") or model.get("engine_groups") or []:
             num_devices: Any = group.get("num_gpus") if isinstance(group, dict) else None
             if not isinstance(num_devices, int):
                 raise PlanError(f"--sglang-config {args.sglang_config}: a server group has no num_gpus.")
-            width = group.get("num_gpus_per_engine") or model.get("num_gpus_per_engine") or default_width
             name, kind = str(model.get("name", default_model)), str(group.get("worker_type", "regular"))
-            groups.append(EngineGroup(name, kind, num_devices // width, width, slot))
+            width = group.get("num_gpus_per_engine") or model.get("num_gpus_per_engine") or default_width
+            width = 1 if kind == "placeholder" else width
+            groups.append(EngineGroup(name, kind, num_devices // width, width, slot, first_number))
             slot += num_devices
+            first_number += 0 if kind == "placeholder" else num_devices // width
     return groups
 
 
@@ -168,6 +177,9 @@ def _engines_on(group: EngineGroup, first: int, last: int) -> str:
     end = min(last, group.first_slot + group.num_devices - 1) - group.first_slot
     if begin > end:
         return ""
-    low, high = begin // group.devices_per_engine, end // group.devices_per_engine
+    if group.kind == "placeholder":
+        return f"{end - begin + 1} left alone"
+    low = group.first_number + begin // group.devices_per_engine
+    high = group.first_number + end // group.devices_per_engine
     kind = "engine" if group.kind == "regular" else f"{group.kind} engine"
     return f"{kind} {low}" if low == high else f"{kind}s {low}-{high}"

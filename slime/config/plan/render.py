@@ -24,6 +24,7 @@ from slime.config.plan.memory import StageMemory
 from slime.config.plan.placement import EngineGroup, NodePlan, Placement
 from slime.config.plan.shape import Shape
 from slime.config.plan.text import count, size
+from slime.config.plan.turns import Turn
 
 __all__ = ["render"]
 
@@ -44,6 +45,7 @@ def render(plan: Plan, stream: IO[str] | None = None) -> None:
         ("Trainer memory, per rank", _trainer(plan)),
         ("Engine memory, per device", _engine(plan.engine, plan.device_bytes) if plan.engine else ()),
         ("Weight sync", _sync(plan.sync) if plan.sync else ()),
+        ("Turns on shared devices", _turns(plan.turns)),
         ("Written to disk", _outputs(plan)),
         ("Decided for you", _decisions(plan)),
         ("Ignored here", _ignored(plan)),
@@ -266,6 +268,15 @@ def _sync(sync: WeightSync) -> Iterable[RenderableType]:
     total = "" if sync.num_syncs is None else f"; {sync.num_syncs:,} syncs, {size(sync.bytes * sync.num_syncs)} in all"
     table.add_row("when", f"before the first rollout and {often}{total}")
     table.add_row("how", f"{sync.mode}, {sync.transport}")
+    yield table
+
+
+def _turns(turns: Sequence[Turn]) -> Iterable[RenderableType]:
+    if not turns:
+        return
+    table = _table("turn", "engines hold", "trainer holds")
+    for turn in turns:
+        table.add_row(turn.name, turn.engines, turn.trainer)
     yield table
 
 

@@ -17,9 +17,15 @@ def saving(args: Namespace) -> None:
     if args.save_interval is not None and args.save is None:
         args.save = str(Path(args.output_dir) / "checkpoints")
         notices.warn(args, "--save", f"not given, but --save-interval is: checkpoints go to {args.save}")
-    if args.release_train and args.save_interval is None:
-        args.save_interval = 1
-        notices.info(args, "--save-interval", "1, because --release-train starts every step from a checkpoint")
+    if args.release_train:
+        reason = "1, because --release-train starts every step from a checkpoint"
+        for flag, name in (
+            ("--save-interval", "save_interval"),
+            ("--update-weights-interval", "update_weights_interval"),
+        ):
+            if getattr(args, name) != 1:
+                (notices.warn if name in args.given else notices.info)(args, flag, reason)
+                setattr(args, name, 1)
 
 
 def initial_weights(args: Namespace) -> None:
@@ -52,6 +58,9 @@ def reference(args: Namespace) -> None:
         args.ref_load = args.load
         args.ref_ckpt_step = args.ckpt_step if args.ref_ckpt_step is None else args.ref_ckpt_step
         notices.info(args, "--ref-load", f"not given: the reference model is the one in --load {args.load}")
+    elif args.pretrained_checkpoint is not None:
+        args.ref_load = args.pretrained_checkpoint
+        notices.info(args, "--ref-load", f"not given: the reference model is --pretrained-checkpoint {args.ref_load}")
     elif args.hf_checkpoint is not None:
         args.ref_load = args.hf_checkpoint
         notices.info(args, "--ref-load", f"not given: the reference model is --hf-checkpoint {args.hf_checkpoint}")

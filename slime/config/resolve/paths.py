@@ -19,6 +19,7 @@ PATHS = (
     "save",
     "save_hf",
     "ref_load",
+    "pretrained_checkpoint",
     "initial_megatron_checkpoint",
     "opd_teacher_load",
     "save_debug_rollout_data",
@@ -30,6 +31,7 @@ PATHS = (
     "custom_config_path",
     "megatron_config_path",
     "update_weight_disk_dir",
+    "update_weight_local_checkpoint_dir",
 )
 
 

@@ -45,7 +45,7 @@ def weights(situation: Situation) -> Iterator[Finding]:
 def resume(situation: Situation) -> Iterator[Finding]:
     """Which checkpoint training would start from."""
     from slime.backends.megatron_utils.arguments import CheckpointArgs
-    from slime.backends.megatron_utils.checkpoint_source import find_start
+    from slime.backends.training.checkpoint_source import find_start
     from slime.config.groups import from_args
     from slime.utils.errors import ConfigError
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +21,11 @@ class JsonlSink:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        ends_torn = _ends_torn(path)
+        # a text of a user's metric may hold half of a character
+        self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
+        if ends_torn:
+            self._file.write("\n")
 
     def log(self, metrics: Mapping[str, Any], step_key: str, step: int) -> None:
         record = {"time": round(time.time(), 3), "step_key": step_key, step_key: step}
@@ -30,6 +35,15 @@ class JsonlSink:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _ends_torn(path: Path) -> bool:
+    """Whether a process was killed while it wrote the last line: the next record would be lost with it."""
+    if not path.is_file() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
 
 
 def _json(value: Any) -> Any:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from slime.utils.errors import ConfigError
 
 __all__ = ["TensorboardSink"]
 
@@ -14,6 +17,8 @@ class TensorboardSink:
     """Scalars under their metric's name. The file is created by the first record."""
 
     def __init__(self, directory: Path) -> None:
+        if find_spec("tensorboard") is None:
+            raise ConfigError("event files need the package tensorboard: pip install tensorboard.")
         self._directory = directory
         self._writer: Any = None
 

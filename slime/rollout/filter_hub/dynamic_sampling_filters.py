@@ -6,6 +6,7 @@ import statistics
 from typing import Any
 
 from slime.data.sample import SampleGroup, iter_samples
+from slime.rollout.failures import is_given_up
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 
 __all__ = ["check_reward_nonzero_std", "check_reward_nonzero_std_with_fallback"]
@@ -15,7 +16,9 @@ _MIN_STD = 1e-6
 
 def check_reward_nonzero_std(args: Any, samples: SampleGroup, **kwargs: Any) -> DynamicFilterOutput:
     """Keep groups whose rewards differ: equal rewards have no group-relative advantage. A group of one is kept."""
-    rewards = [float(sample.get_reward_value(args)) for sample in iter_samples(samples)]
+    rewards = [float(s.get_reward_value(args)) for s in iter_samples(samples) if not is_given_up(s)]
+    if not rewards:
+        return DynamicFilterOutput(keep=False, reason="failed")
     if len(rewards) < 2 or statistics.stdev(rewards) > _MIN_STD:
         return DynamicFilterOutput(keep=True)
     return DynamicFilterOutput(keep=False, reason=f"zero_std_{round(rewards[0], 1)}")

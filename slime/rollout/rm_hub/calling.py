@@ -1,21 +1,21 @@
 """Calling code that scores: in a thread when it is not async, never without a deadline, errors with an address.
 
-A user's function that raises or hangs ends the rollout with a ``DataError`` that names it and the sample. A built-in
-rule that is still busy at the deadline scores 0 (see ``dispatch``), because what the model wrote must not end a run.
+A user's function that raises or hangs is a ``ScoringError`` that names it and the sample, which then counts as failed.
+A built-in rule that is still busy at the deadline scores 0 (see ``dispatch``): the response was too hard to grade.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-from slime.utils.async_utils import call_in_thread
-from slime.utils.errors import DataError
+from slime.utils.async_utils import call_user, is_async
+from slime.utils.errors import DataError, ScoringError
 
-__all__ = ["call_scorer", "is_async", "reward_value"]
+__all__ = ["call_scorer", "reward_value"]
 
 _MAX_THREADS = 64
 
@@ -34,13 +34,6 @@ class _Slots:
 _slots = _Slots()
 
 
-def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling ``function`` gives a coroutine."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004 - objects with an async __call__
-    )
-
-
 async def call_scorer(function: Callable[..., Any], *args: Any, what: str, timeout_s: float, **kwargs: Any) -> Any:
     """Call ``function`` and await its result.
 
@@ -49,7 +42,7 @@ async def call_scorer(function: Callable[..., Any], *args: Any, what: str, timeo
         timeout_s: seconds from the moment it starts.
 
     Raises:
-        DataError: it raised, or did not return in time.
+        ScoringError: it raised, or did not return in time.
     """
     limit = asyncio.timeout(timeout_s)
     try:
@@ -57,28 +50,29 @@ async def call_scorer(function: Callable[..., Any], *args: Any, what: str, timeo
             async with limit:
                 return await function(*args, **kwargs)
         async with _slots.current(), limit:
-            result = await call_in_thread(function, *args, **kwargs)
-            return await result if inspect.isawaitable(result) else result
+            return await call_user(function, *args, **kwargs)
     except TimeoutError as error:
         if not limit.expired():  # its own
-            raise DataError(f"{what} raised {type(error).__name__}: {error}") from error
-        raise DataError(
+            raise ScoringError(f"{what} raised {type(error).__name__}: {error}") from error
+        raise ScoringError(
             f"{what} did not return within {timeout_s:g} s: fix it, or raise --rm-timeout (seconds per call)"
         ) from None
     except DataError:
         raise
     except Exception as error:  # the user's code may raise anything
-        raise DataError(f"{what} raised {type(error).__name__}: {error}") from error
+        raise ScoringError(f"{what} raised {type(error).__name__}: {error}") from error
 
 
 def reward_value(value: Any, what: str) -> Any:
     """A reward as a plain number; dicts stay dicts.
 
     Raises:
-        DataError: anything else.
+        ScoringError: anything else.
     """
     if hasattr(value, "item") and not isinstance(value, dict):
         value = value.item()  # numpy and torch scalars
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ScoringError(f"{what} returned {value}; a reward is a finite number")
     if isinstance(value, bool | int | float | dict):
         return value
-    raise DataError(f"{what} returned {type(value).__name__}; a reward is a number or a dict of numbers")
+    raise ScoringError(f"{what} returned {type(value).__name__}; a reward is a number or a dict of numbers")

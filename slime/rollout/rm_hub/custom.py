@@ -15,10 +15,10 @@ from typing import Any
 
 from slime.data.sample import Sample
 from slime.hooks.load import load_function
-from slime.hooks.signature import accepted_kwargs, parameter_names
+from slime.hooks.signature import accepted_kwargs, annotation, parameter_names
 from slime.rollout.rm_hub.calling import call_scorer, reward_value
 from slime.rollout.settings import setting
-from slime.utils.errors import DataError
+from slime.utils.errors import ScoringError
 
 __all__ = ["score_batch", "score_one"]
 
@@ -38,7 +38,8 @@ async def score_one(args: Any, path: str, sample: Sample, **kwargs: Any) -> Any:
 async def score_batch(args: Any, path: str, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
     """The rewards of samples that belong together: a group under ``--group-rm``, or the rows of one execution."""
     function = _resolve(args, path)
-    takes_list = _takes(function) != "sample" or setting(args, "group_rm") or _is_annotated_with_list(function)
+    # ``sample: Sample | list[Sample]`` says that the function handles both
+    takes_list = _takes(function) != "sample" or setting(args, "group_rm") or "list[" in annotation(function, 1)
     if not takes_list:
         return await asyncio.gather(*(score_one(args, path, sample, **kwargs) for sample in samples))
     return await _call_batch(args, path, function, list(samples), kwargs)
@@ -66,9 +67,9 @@ async def _call_batch(
     if hasattr(result, "tolist"):
         result = result.tolist()
     if not isinstance(result, list | tuple):
-        raise DataError(f"{what} returned {type(result).__name__}; it must return a list with one reward per sample")
+        raise ScoringError(f"{what} returned {type(result).__name__}; it must return a list with one reward per sample")
     if len(result) != len(samples):
-        raise DataError(f"{what} returned {len(result)} rewards for {len(samples)} samples")
+        raise ScoringError(f"{what} returned {len(result)} rewards for {len(samples)} samples")
     return [reward_value(value, what) for value in result]
 
 
@@ -96,9 +97,3 @@ def _takes(function: Callable[..., Any]) -> str:
     if "prompts" in names and "responses" in names:
         return "values"
     return "samples" if "samples" in names else "sample"
-
-
-def _is_annotated_with_list(function: Callable[..., Any]) -> bool:
-    """``sample: Sample | list[Sample]`` says that the function handles both."""
-    annotations = [str(p.annotation).lower() for p in inspect.signature(function).parameters.values()]
-    return any("list[" in text for text in annotations[1:2])

@@ -70,6 +70,14 @@ class Accelerator:
 
             torch.cuda.empty_cache()
 
+    def give_back_shared(self) -> None:
+        """Free device memory that other processes had open and have closed."""
+        if not self.is_cpu:
+            import torch
+
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # torch has no hints there
+            torch.cuda.empty_cache()
+
     def manual_seed(self, seed: int) -> None:
         import torch
 

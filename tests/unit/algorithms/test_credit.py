@@ -17,6 +17,7 @@ from slime.algorithms.arguments import AlgorithmArgs
 from slime.algorithms.credit import CreditData
 from slime.algorithms.gae import chunked_discounted_returns, chunked_gae, vanilla_gae
 from slime.algorithms.whiten import masked_whiten
+from tests.verification import verify
 
 WORKER = Path(__file__).with_name("whiten_worker.py")
 MASKS = [[1, 1, 0, 1], [1], [], [0, 1, 1, 0], [0, 0]]
@@ -78,7 +79,8 @@ def assert_rows(actual: list[torch.Tensor], wanted: list[list[float]]) -> None:
     assert [row.dtype for row in actual] == [torch.float32] * len(wanted)
     assert [len(row) for row in actual] == [len(row) for row in wanted]
     for a, b in zip(actual, wanted, strict=True):
-        torch.testing.assert_close(a.double(), torch.tensor(b, dtype=torch.float64), atol=1e-5, rtol=1e-5)
+        wanted_row = torch.tensor(b, dtype=torch.float64)
+        verify("advantages and returns, all estimators", "a loop in fp64", a, wanted_row, tolerance=1e-5, scale="mixed")
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
@@ -159,7 +161,7 @@ def test_chunked_discounted_returns_equal_the_recurrence(length, discount):
     for chunk in (1, 7, 128):
         actual = chunked_discounted_returns(rewards, discount, chunk)
         assert actual.dtype == rewards.dtype
-        torch.testing.assert_close(actual.double(), wanted, atol=1e-4, rtol=1e-5)
+        verify("discounted returns in chunks", "the recurrence in fp64", actual, wanted, tolerance=1e-4)
 
 
 @pytest.mark.parametrize(("gamma", "lambd"), [(1.0, 1.0), (0.99, 0.95), (0.0, 1.0), (1.0, 0.0)])
@@ -169,7 +171,7 @@ def test_chunked_gae_equals_the_token_by_token_form(gamma, lambd):
     for a, b in zip(
         vanilla_gae(rewards, values, gamma, lambd), chunked_gae(rewards, values, gamma, lambd), strict=True
     ):
-        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-5)
+        verify("GAE in chunks", "GAE token by token", a, b, tolerance=1e-4)
 
 
 def test_rows_without_tokens_and_batches_without_rows_have_empty_returns():

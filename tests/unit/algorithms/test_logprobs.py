@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from slime.algorithms.logprobs import log_probs_and_entropy
+from tests.verification import verify
 
 WORKER = Path(__file__).with_name("tp_worker.py")
 WIDTH = 16  # columns of the (padded) vocabulary
@@ -42,9 +43,13 @@ def expected(case: dict) -> dict:
     return {"log_probs": log_probs.detach().float(), "entropy": entropy.detach().float(), "grad": logits.grad.float()}
 
 
+_NAMES = {"log_probs": "log-probs", "entropy": "entropy", "grad": "gradient by logits"}
+
+
 def assert_equal_results(actual: dict, wanted: dict) -> None:
     for name in ("log_probs", "entropy", "grad"):
-        torch.testing.assert_close(actual[name], wanted[name], atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        what = f"vocabulary-parallel {_NAMES[name]}"
+        verify(what, "dense fp64", actual[name], wanted[name], tolerance=1e-5, scale="mixed")
 
 
 CASES = [

@@ -14,6 +14,7 @@ from slime.algorithms.mismatch import MismatchSettings, compute_mis_weights
 from slime.algorithms.off_policy import drifted_tokens
 from slime.algorithms.ppo import value_loss
 from slime.algorithms.reduce import Samples, make_reducer
+from tests.verification import verify
 
 MASKS = [[1, 1, 0, 1], [1], [0, 1, 1], [0, 0]]
 PLAIN = MismatchSettings(
@@ -111,7 +112,7 @@ def test_weights_and_masks_equal_a_loop_over_tokens(level, mode):
         assert [mask.tolist() for mask in kept] == wanted_masks
         assert [mask.dtype for mask in kept] == [torch.int32] * len(MASKS)
         for a, b in zip(weights, wanted, strict=True):
-            torch.testing.assert_close(a, torch.tensor(b), atol=1e-5, rtol=1e-5)
+            verify("mismatch weights (MIS)", "a loop over tokens", a, torch.tensor(b), tolerance=1e-5, scale="mixed")
         assert all([len(row) for row in rows_] == [len(m) for m in MASKS] for rows_ in metrics.values())
         changed += wanted_masks != MASKS
     assert changed > 0

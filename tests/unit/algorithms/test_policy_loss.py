@@ -14,6 +14,7 @@ from slime.algorithms.arguments import AlgorithmArgs
 from slime.algorithms.off_policy import Correction, icepop
 from slime.algorithms.policy_loss import PolicyTokens, policy_loss
 from slime.algorithms.reduce import Samples
+from tests.verification import verify
 
 # Response lengths with their masks: ordinary, one token, empty, partly and fully masked.
 MASKS = [[1, 1, 0], [1], [], [0, 1, 1, 1], [0, 0]]
@@ -229,6 +230,9 @@ def cases(estimator: str, per_token: bool) -> Iterator[Case]:
         yield Case(settings, correction, is_reused)
 
 
+_LOOP = "a loop over tokens in fp64"
+
+
 def check(tokens: PolicyTokens, case: Case) -> None:
     s = case.settings
     given = replace(tokens, old_log_probs=None) if case.is_reused else tokens
@@ -238,12 +242,13 @@ def check(tokens: PolicyTokens, case: Case) -> None:
     assert set(out.metrics) == set(wanted)
     for name, value in out.metrics.items():
         assert not value.requires_grad
-        torch.testing.assert_close(value.double(), torch.as_tensor(wanted[name]).detach(), atol=1e-5, rtol=1e-5)
+        figures = value, torch.as_tensor(wanted[name])
+        verify(f"losses and metrics of {s.advantage_estimator}", _LOOP, *figures, tolerance=1e-5, scale="mixed")
     leaves = (tokens.log_probs, tokens.entropy)
     actual = torch.autograd.grad(out.loss, leaves, allow_unused=True, materialize_grads=True)
     reference = torch.autograd.grad(wanted["loss"], leaves, allow_unused=True, materialize_grads=True)
     for a, b in zip(actual, reference, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+        verify(f"gradients of {s.advantage_estimator}", _LOOP, a, b, tolerance=1e-5, scale="mixed")
 
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["rollout-mean", "per-token"])

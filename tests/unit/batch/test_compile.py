@@ -126,7 +126,7 @@ def test_removed_samples_are_masked_but_count_in_their_group():
     removed = make_sample(0, reward=0.0, remove_sample=True, loss_mask=[1, 1])
     kept = make_sample(1, reward=2.0)
     data = compile_train_data([removed, kept], rewards=RewardArgs(grpo_std_normalization=False))
-    assert data["loss_masks"] == [[0, 0], [1, 1]]
+    assert [mask.tolist() for mask in data["loss_masks"]] == [[0, 0], [1, 1]]
     assert data["rewards"] == [-1.0, 1.0]
     assert removed.loss_mask == [1, 1]  # samples are not changed
 
@@ -255,3 +255,14 @@ def test_a_converter_that_leaves_something_out_is_told_what(change, message):
 
     with pytest.raises(DataError, match=message):
         compile_train_data([make_sample(0), make_sample(1)], rewards=GRPO, convert=broken)
+
+
+@pytest.mark.parametrize(("ids", "fits"), [((3, 3), True), ((None, None), False), ((3, 4), False), ((3, None), False)])
+def test_rows_of_one_execution_must_say_that_they_belong_together(ids, fits):
+    rows = [Sample(index=1, group_index=0, tokens=[1, 2], response_length=1, reward=1.0, rollout_id=i) for i in ids]
+    single = Sample(index=0, group_index=0, tokens=[1, 2], response_length=1, reward=0.0, rollout_id=0)
+    if fits:
+        assert compile_train_data([[single, rows]], rewards=RewardArgs())["rollout_mask_sums"] == [1, 2, 2]
+        return
+    with pytest.raises(DataError, match="rows that one execution made of sample 1"):
+        compile_train_data([[single, rows]], rewards=RewardArgs())

@@ -48,6 +48,20 @@ def test_colocated_engines_stand_on_the_trainers_slots() -> None:
     assert plan.num_slots == 8
 
 
+def test_the_plan_shows_whose_turn_it_is_on_shared_devices() -> None:
+    taken = build(plan_args(colocate=True, offload_train=True, offload_rollout=True), title="t", device_bytes=GIB)
+    assert [turn.name for turn in taken.turns] == ["rollout", "training, saving", "weight sync"]
+    assert [turn.engines for turn in taken.turns] == ["weights, KV cache", "nothing", "weights"]
+    assert taken.turns[0].trainer.startswith("nothing")
+    assert "Turns on shared devices" in printed(taken)
+    ended = build(plan_args(colocate=True, release_train=True, offload_rollout=True), title="t", device_bytes=GIB)
+    assert ended.turns[0].trainer == "no process"
+    assert [turn.trainer for turn in ended.turns[1:]] == ["weights, gradients, optimizer", "weights"]
+    with_critic = build(plan_args(use_critic=True, offload_train=True), title="t", device_bytes=GIB)
+    assert [turn.engines for turn in with_critic.turns] == ["weights, KV cache"] * 4
+    assert "Turns" not in printed(build(plan_args(), title="t", device_bytes=GIB))
+
+
 def test_a_node_shows_the_coordinates_of_its_ranks() -> None:
     plan = placement(world_size=16, tensor_model_parallel_size=4, pipeline_model_parallel_size=2, rollout_num_gpus=8)
     assert plan.nodes[0].coordinates["pp"] == (0, 0)
@@ -216,7 +230,7 @@ def test_the_json_is_plain_and_says_its_schema() -> None:
     assert values["stages"][0]["total"] == plan.stages[0].total
     assert set(values) == {
         *("schema", "is_startable", "title", "device_bytes", "batch", "layout", "placement", "shape", "precision"),
-        *("tokens", "stages", "engine", "sync", "outputs", "ignored", "notices", "problems", "gaps"),
+        *("tokens", "stages", "engine", "sync", "turns", "outputs", "ignored", "notices", "problems", "gaps"),
     }
 
 

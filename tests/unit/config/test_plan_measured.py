@@ -61,8 +61,9 @@ def _trainer(kind: str, num_layers: int, path: Path) -> MegatronTrainer:
 
 def _stored_bytes_per_token(chunk: Any) -> float:
     """Distinct memory that one forward pass keeps for the backward pass, without the parameters."""
-    from slime.backends.megatron_utils.data import TrainBatch  # after the trainer has prepared megatron for a CPU
+    from slime.backends.megatron_utils.attention import segments_of
     from slime.backends.megatron_utils.forward import run_model
+    from slime.backends.training.data import TrainBatch  # after the trainer has prepared megatron for a CPU
 
     batch = make_batch(8, seed=3, lengths=[(40, 40)] * 8)
     whole = schedule(batch, [list(range(8))], size=8)
@@ -77,7 +78,7 @@ def _stored_bytes_per_token(chunk: Any) -> float:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        run_model(chunk, micro_batch)
+        run_model(chunk, micro_batch, segments_of(micro_batch))
     return sum(storage.nbytes() for storage in stored.values()) / micro_batch.packed.tokens.numel()
 
 

@@ -48,6 +48,18 @@ def test_only_the_optimizer_is_sharded_over_data_parallel_ranks() -> None:
     assert four.optimizer == one.optimizer // 4
 
 
+def test_fsdp_divides_everything_among_all_ranks_but_what_is_gathered() -> None:
+    parameters = 4 * LAYER + 2 * 1000 * 64 + 64  # no padding
+    whole = 2 * 1000 * 64 + 64
+    (one,), (four,) = (memory(world_size=n, train_backend="fsdp", context_parallel_size=n) for n in (1, 4))
+    assert one.parameters == parameters
+    assert four.parameters == one.parameters // 4
+    assert (one.optimizer, four.optimizer) == (8 * parameters, 2 * parameters)
+    assert four.weights == parameters + 2 * (whole + 2 * LAYER)
+    assert one.weights - four.weights == one.gradients - four.gradients == 3 * parameters
+    assert memory(train_backend="fsdp", fp32=True)[0].optimizer == memory(train_backend="fsdp")[0].optimizer
+
+
 def test_an_optimizer_that_is_not_distributed_is_whole_on_every_rank() -> None:
     (stage,) = memory(world_size=4, use_distributed_optimizer=False)
     assert stage.optimizer == 12 * stage.parameters

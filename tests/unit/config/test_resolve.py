@@ -175,6 +175,7 @@ def test_d9_the_reference_is_the_first_of_initial_load_and_hf_checkpoint(command
     assert command.run(*kl, "--load", load, "--ckpt-step", "3")[0].ref_load == load
     assert command.run(*kl, "--load", load, "--ckpt-step", "3")[0].ref_ckpt_step == 3
     assert command.run(*kl, "--load", load, "--initial-megatron-checkpoint", initial)[0].ref_load == initial
+    assert command.run(*kl, "--pretrained-checkpoint", initial)[0].ref_load == initial
     assert command.run("--load", load)[0].ref_load is None
 
 
@@ -212,6 +213,13 @@ def test_29_trainers_that_end_are_not_offloaded(command: TinyCommand):
     assert "trainers end instead of being offloaded" in command.warnings(
         "--colocate", "--release-train", "--offload-train"
     )
+
+
+def test_45_trainers_that_end_save_and_send_their_weights_every_time(command: TinyCommand):
+    flags = ("--colocate", "--release-train", "--save-interval", "5", "--update-weights-interval", "2")
+    args, _ = command.run(*flags)
+    assert attributes(args, "save_interval update_weights_interval") == (1, 1)
+    assert command.warnings(*flags).count("starts every step from a checkpoint") == 2
 
 
 def test_26_offload_is_both_switches(command: TinyCommand):

@@ -112,6 +112,7 @@ ERRORS = [
         "unknown flag, ignored with its values; did you mean --rollout-batch-s",
     ),
     case("61-D11", "--save {dir}/out", "--save needs --save-interval N"),
+    case("75-offload", "--offload-rollout", "--offload-rollout does not work with train_async.py", is_async=True),
     case("75-D22", "--colocate", "--colocate does not work with train_async.py", is_async=True),
     case("77-A13", "", "--rollout-num-gpus is required", "--rollout-num-gpus"),
     case("79", "--prompt-data /nowhere.jsonl", "--prompt-data /nowhere.jsonl: there is no such file"),
@@ -257,18 +258,28 @@ def test_every_rule_of_the_contract_has_a_case_or_a_reason_to_have_none():
     assert numbers | set(NO_ERROR_OF_THE_COMMAND_LINE) == set(range(1, 95))
 
 
+_NIXL = ("--rollout-data-transport", "nixl")
+
+
 def test_all_problems_come_in_one_message(command: TinyCommand):
-    _, problems = command.run("--rm-type", "mth", "--rollout-temperature", 0, "--save-interval", 0, "--colocate")
+    _, problems = command.run("--rm-type", "mth", "--rollout-temperature", 0, "--save-interval", 0, *_NIXL)
     assert all(
-        flag in problems for flag in ("--rm-type mth", "--rollout-temperature 0.0", "--save-interval 0", "--coloc")
+        flag in problems
+        for flag in ("--rm-type mth", "--rollout-temperature 0.0", "--save-interval 0", " ".join(_NIXL))
     )
 
 
 def test_a_flag_without_its_feature_is_an_error_but_what_is_derived_from_it_is_not_another_one(command: TinyCommand):
-    _, problems = command.run("--colocate")
-    assert problems.startswith("--colocate is not supported yet")
-    assert "--offload" not in problems
-    assert command.run("--no-offload-train", "--no-offload-rollout")[1] == ""
+    _, problems = command.run(*_NIXL)
+    assert problems.startswith("--rollout-data-transport nixl is not supported yet")
+    assert problems.count("not supported yet") == 1
+    assert command.run("--rollout-data-transport", "object-store")[1] == ""
+
+
+def test_engines_with_devices_of_their_own_do_not_need_to_release_memory(command: TinyCommand):
+    args, problems = command.run("--offload-rollout")
+    assert not problems
+    assert "no effect: without --colocate" in next(n.text for n in args.notices if n.flag == "--offload-rollout")
 
 
 _NUMBERS = [

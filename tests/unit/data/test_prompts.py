@@ -70,6 +70,14 @@ def test_a_malformed_line_is_named_with_file_and_number(rows_file):
         list(read_file(rows_file(["[1]"])))
 
 
+def test_bad_lines_can_be_left_out_and_each_is_named(rows_file, tokenizer, caplog):
+    path = rows_file([{"prompt": "a"}, {"prompt": "b"}, "{oops"])
+    assert len(Dataset(path, tokenizer, None, None, prompt_key="prompt", skips_bad_lines=True)) == 2
+    assert f"{path}:3: not valid JSON" in caplog.text
+    with pytest.raises(DataError, match=r"rows\.jsonl:3"):
+        Dataset(path, tokenizer, None, None, prompt_key="prompt")
+
+
 def test_missing_files_and_unknown_formats_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"gone\.jsonl.*--prompt-data"):
         list(read_file(str(tmp_path / "gone.jsonl")))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,22 @@ def test_the_file_is_not_read_further_than_the_buffer(rows: str) -> None:
     data._read = lambda: count(original())
     data.draw(5)
     assert len(read) <= 40 + 64 + 1  # the buffer and one chunk
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    size, path = 40_000_000, tmp_path / "large.jsonl"
+    with path.open("w") as file:
+        for number in range(8000):
+            file.write(json.dumps({"prompt": str(number), "note": "x" * (size // 8000)}) + "\n")
+    data = stream(str(path), max_length=None, buffer_size=40)
+    tracemalloc.start()
+    try:
+        drawn = [int(str(sample.prompt)) for _ in range(80) for sample in data.draw(100)]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert sorted(drawn) == list(range(8000))
+    assert peak < size / 10
 
 
 @pytest.mark.parametrize("sizes", [[1] * 30, [7, 23], [30]])

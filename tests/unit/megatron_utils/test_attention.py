@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.patches.install import install
+from tests.verification import verify
 
 install()  # before anything here imports megatron.core
 
@@ -45,12 +46,12 @@ def test_outputs_and_gradients_equal_a_plain_loop(lengths: list[int]) -> None:
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
     out = _attention()(*ours, packed_seq_params=packed_segments(cu_seqlens, max(lengths)))
     reference = _naive(*naive, lengths)
-    torch.testing.assert_close(out, reference, atol=2e-6, rtol=0)
+    verify("packed attention", "a loop over queries", out, reference, tolerance=2e-6)
     weight = torch.randn(out.shape, generator=generator)
     (out * weight).sum().backward()
     (reference * weight).sum().backward()
     for mine, other in zip(ours, naive, strict=True):
-        torch.testing.assert_close(mine.grad, other.grad, atol=1e-5, rtol=0)
+        verify("gradients of packed attention", "a loop over queries", mine.grad, other.grad, tolerance=1e-5)
 
 
 def test_hundreds_of_short_segments_share_one_call_and_a_long_one_stands_alone() -> None:

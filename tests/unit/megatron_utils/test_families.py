@@ -17,6 +17,7 @@ from slime.backends.megatron_utils.patches.install import install
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.tiny_families import KINDS, make_family_checkpoint, packed_logits, saved_tensors
 from tests.unit.megatron_utils.tiny_trainer import VOCAB, use_single_rank_env
+from tests.verification import verify
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,8 +67,7 @@ def test_logits_of_packed_sequences_equal_transformers(kind: str, tmp_path: Path
     sequences = [torch.randint(0, VOCAB, (length,), generator=generator) for length in (9, 1, 70)]
     with torch.no_grad():
         expected = torch.cat([reference(sequence[None]).logits[0] for sequence in sequences])
-    difference = (packed_logits(model, sequences) - expected).abs().max()
-    assert difference < 1e-5
+    verify(f"logits of {kind}", "transformers", packed_logits(model, sequences), expected, tolerance=1e-5)
     assert expected.abs().max() > 1, "the comparison has something to compare"
 
 
@@ -84,7 +84,7 @@ def test_a_checkpoint_comes_back_bit_for_bit(kind: str, tmp_path: Path) -> None:
     for name, tensor in exported.items():
         is_bias = name.endswith("e_score_correction_bias")  # the router's bias is fp32 in the model
         assert tensor.dtype == (torch.float32 if is_bias else torch.bfloat16)
-        assert torch.equal(tensor.to(saved[name].dtype), saved[name]), name
+        verify(f"bf16 weights of {kind}, there and back", "the checkpoint", tensor.to(saved[name].dtype), saved[name])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -176,7 +176,7 @@ def test_a_parameter_without_a_line_in_the_table_is_an_error(tmp_path: Path) -> 
 def test_weights_in_8_bits_with_block_scales_are_read_as_bfloat16(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    from slime.backends.megatron_utils.hf_files import TensorReader
+    from slime.backends.training.hf_files import TensorReader
 
     values = torch.randn(200, 300).to(torch.float8_e4m3fn)
     scale = torch.rand(2, 3)
@@ -192,7 +192,7 @@ def test_weights_in_8_bits_with_block_scales_are_read_as_bfloat16(tmp_path: Path
 
 @pytest.mark.parametrize("kind", ["mimo", "glm4_moe"])
 def test_an_exported_directory_keeps_the_layers_that_were_not_built(kind: str, tmp_path: Path) -> None:
-    from slime.backends.megatron_utils.hf_checkpoint import write_hf_directory
+    from slime.backends.training.hf_files import write_hf_directory
 
     source, target = tmp_path / "source", tmp_path / "target"
     make_family_checkpoint(kind, source)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from slime.algorithms.arguments import AlgorithmArgs, DistillationArgs
 from slime.backends.megatron_utils.actor import MegatronTrainer
-from slime.backends.megatron_utils.credit import Passes, add_credit, passes_needed
-from slime.backends.megatron_utils.custom import CustomFunctions
+from slime.backends.training.credit import Passes, add_credit, passes_needed
+from slime.backends.training.custom import CustomFunctions
 from slime.utils.errors import ConfigError, DataError, SlimeError
 from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, schedule, use_single_rank_env
 

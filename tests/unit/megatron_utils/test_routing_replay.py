@@ -158,3 +158,59 @@ def test_passes_that_do_not_match_the_recorded_ones_are_errors(tmp_path: Path) -
         repeat(first, second, first)
     with pytest.raises(RuntimeError, match=r"choices of layers \[0, 2\] were not used"):
         repeat(first)
+
+
+def test_the_engines_choices_are_laid_out_as_the_ranks_hold_the_tokens() -> None:
+    """Two samples of 3 and 5 tokens and a segment of padding, in segments of multiples of 2 * CP.
+
+    segment    a a a .     b b b b b . . .     . . . .        a dot and every last token get experts in turn
+    chunk      0 1 2 3     0 0 1 1 2 2 3 3     0 1 2 3        rank 0 holds chunks 0 and 3, rank 1 chunks 1 and 2
+    """
+    from slime.backends.megatron_utils.engine_routing import lay_out
+    from slime.backends.training.context_parallel import Sharding
+
+    layers, topk, num_experts = 2, 2, 8
+    a, b = (
+        100 * which + torch.arange(rows * layers * topk).view(rows, layers, topk) for which, rows in ((1, 2), (2, 4))
+    )
+    cu_seqlens = torch.tensor([0, 4, 12, 16])
+
+    def filler(row: int) -> torch.Tensor:
+        return torch.tensor([[(2 * row) % num_experts, (2 * row + 1) % num_experts]] * layers)
+
+    whole = [*a, filler(2), filler(3), *b, *(filler(row) for row in range(8, 16))]
+
+    def rows(*numbers: int) -> torch.Tensor:
+        return torch.stack([whole[number] for number in numbers])
+
+    def laid_out(sharding: Sharding, tensor_rank: int = 0) -> torch.Tensor:
+        return lay_out([a, b], cu_seqlens, sharding, num_experts=num_experts, tensor_rank=tensor_rank)
+
+    assert torch.equal(laid_out(Sharding()), rows(*range(16)))
+    first, second = (0, 3, 4, 5, 10, 11, 12, 15), (1, 2, 6, 7, 8, 9, 13, 14)
+    assert torch.equal(laid_out(Sharding(cp_rank=0, cp_size=2)), rows(*first))
+    assert torch.equal(laid_out(Sharding(cp_rank=1, cp_size=2)), rows(*second))
+    for tensor_rank in range(2):
+        part = slice(4 * tensor_rank, 4 * tensor_rank + 4)
+        both = Sharding(cp_rank=1, cp_size=2, sequence_multiple=2)
+        assert torch.equal(laid_out(both, tensor_rank), rows(*second[part]))
+
+
+def test_given_choices_are_taken_whatever_the_routers_prefer(tmp_path: Path) -> None:
+    from slime.backends.megatron_utils.routing_replay import RoutingReplay
+
+    model = _load("qwen3_moe", tmp_path / "hf")
+    replay = RoutingReplay(model)
+    batches = _micro_batches()
+    generator = torch.Generator().manual_seed(4)
+    given = [torch.rand(len(tokens), 3, 8, generator=generator).topk(2).indices for tokens in batches]
+    seen: list[list[torch.Tensor]] = [[] for _ in replay.routers]
+    for router, kept in zip(replay.routers, seen, strict=True):
+        _spy(router, kept)
+    with replay.replaying(given), torch.no_grad():
+        outputs = [_forward(model, tokens) for tokens in batches]
+    for router, kept in zip(replay.routers, seen, strict=True):
+        assert all(torch.equal(ours, theirs[:, router.layer]) for ours, theirs in zip(kept, given, strict=True))
+    with torch.no_grad():
+        own = _forward(model, batches[0])
+    assert not torch.equal(own, outputs[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import threading
 from collections.abc import Iterator
@@ -285,3 +286,19 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before_as_the_latest
     with pytest.raises(SlimeError, match=r"iter_0000001 could not be written: rank 0: OSError.*No space left"):
         trainer.save(1)
     assert _trainer(hf_path, load=str(tmp_path))[1] == 1
+
+
+def test_a_disk_that_takes_only_part_of_a_checkpoint_is_told_as_one(hf_path: Path, tmp_path: Path) -> None:
+    """torch's file format reports a short write as an unexpected position, in an error that is no Exception."""
+    trainer, _ = _trainer(hf_path, save=str(tmp_path))
+    trainer.save(0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(SlimeError, match=r"iter_0000001 could not be written: rank 0: .*Is the disk full\?"):
+            trainer.save(1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert _trainer(hf_path, load=str(tmp_path))[1] == 1
+    trainer.save(1)
+    assert _trainer(hf_path, load=str(tmp_path))[1] == 2

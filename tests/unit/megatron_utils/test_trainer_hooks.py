@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
 from slime.backends.megatron_utils.critic import MegatronCritic
-from slime.backends.megatron_utils.stateless_adam import StatelessAdam
+from slime.backends.training.stateless_adam import StatelessAdam
 from tests.unit.megatron_utils import user_trainer_hooks
 from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, schedule, use_single_rank_env
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from tests.unit.megatron_utils.tiny_trainer import (
     schedule,
     use_single_rank_env,
 )
+from tests.verification import verify
 
+_LOOP = "a loop over tokens, torch AdamW"
 KINDS = ("qwen3", "qwen2", "llama", "llama3")
 
 
@@ -57,13 +60,14 @@ def _trainer(path: Path, *, with_ref: bool = False, **overrides: Any) -> Megatro
 
 def _packed_logits(trainer: MegatronTrainer, batch: dict[str, Any]) -> list[torch.Tensor]:
     """Logits of every sample, all packed in one micro-batch."""
-    from slime.backends.megatron_utils.data import TrainBatch
+    from slime.backends.megatron_utils.attention import segments_of
     from slime.backends.megatron_utils.forward import run_model
+    from slime.backends.training.data import TrainBatch
 
     whole = schedule(batch, [list(range(len(batch["tokens"])))], size=len(batch["tokens"]))
     micro_batch = next(TrainBatch(whole, torch.device("cpu")).micro_batches(0, all_rows=True))
     with torch.no_grad():
-        logits = run_model(trainer._ready.chunks[0], micro_batch)[0, :, :VOCAB].float()
+        logits = run_model(trainer._ready.chunks[0], micro_batch, segments_of(micro_batch))[0, :, :VOCAB].float()
     return list(logits.split([len(t) for t in batch["tokens"]]))
 
 
@@ -78,7 +82,7 @@ def test_packed_logits_equal_transformers_on_each_sequence_alone(kind: str, chec
         with torch.no_grad():
             reference = hf(tokens[None]).logits[0]
         assert reference.abs().max() > 1
-        torch.testing.assert_close(ours, reference, atol=1e-5, rtol=0)
+        verify("logits of packed sequences", "transformers, each alone", ours, reference, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -111,7 +115,7 @@ def test_a_saved_hf_checkpoint_loads_in_transformers_and_keeps_the_other_files(c
 def test_an_export_of_several_files_has_an_index_that_names_every_tensor(
     checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slime.backends.megatron_utils import hf_files
+    from slime.backends.training import hf_files
 
     monkeypatch.setattr(hf_files, "_MAX_FILE_BYTES", 10_000)
     path, hf = checkpoint("llama")
@@ -142,7 +146,7 @@ def _hf_log_probs(hf: Any, batch: dict[str, Any], temperature: float = 1.0) -> l
 def test_log_probs_equal_transformers_in_the_order_of_the_samples(
     temperature: float, chunk: int, checkpoint: Any
 ) -> None:
-    from slime.backends.megatron_utils.data import TrainBatch
+    from slime.backends.training.data import TrainBatch
 
     path, hf = checkpoint("qwen3")
     batch = schedule(make_batch(), [[5, 0, 3, 1], [2, 7, 4, 6]])
@@ -151,7 +155,7 @@ def test_log_probs_equal_transformers_in_the_order_of_the_samples(
     with torch.no_grad():
         reference = _hf_log_probs(hf, batch, temperature)
     for mine, other in zip(ours, reference, strict=True):
-        torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
+        verify("log-probs of responses", "transformers", mine, other, tolerance=1e-5)
 
 
 def _oracle_loss(hf: Any, batch: dict[str, Any], samples: list[int], old: Any, ref: Any, settings: Any) -> torch.Tensor:
@@ -209,12 +213,14 @@ def test_two_grpo_steps_equal_a_per_token_loop_with_torch_adamw(per_token: bool,
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(hf.parameters(), 0.5)
         optimizer.step()
-        assert report.steps[step]["loss"] == pytest.approx(loss.item(), abs=1e-5)
-        assert report.steps[step]["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+        ours = report.steps[step]
+        verify("loss of two GRPO steps with KL", _LOOP, ours["loss"], loss.item(), tolerance=1e-5)
+        norms = ours["grad_norm"], norm.item()
+        verify("gradient norm of two GRPO steps", _LOOP, *norms, tolerance=1e-4, scale="relative")
     assert report.steps[1]["pg_clipfrac"] > 0  # the second step really left the trust region
     for name, value in trainer.export_weights():
         # Adam divides small gradients by their own size, which amplifies rounding: a few entries differ by 1e-4
-        torch.testing.assert_close(value, hf.state_dict()[name], atol=5e-4, rtol=0)
+        verify("weights after two GRPO steps of 3e-2", _LOOP, value, hf.state_dict()[name], tolerance=5e-4)
 
 
 def test_sft_gradient_is_that_of_the_mean_negative_log_likelihood(checkpoint: Any) -> None:
@@ -232,7 +238,8 @@ def test_sft_gradient_is_that_of_the_mean_negative_log_likelihood(checkpoint: An
     assert report.steps[0]["loss"] == pytest.approx(loss.item(), abs=1e-5)
     for name, value in trainer.export_weights():
         gradient = dict(hf.named_parameters())[name].grad
-        torch.testing.assert_close(before[name] - value, gradient, atol=2e-6, rtol=1e-4)
+        ours = before[name] - value
+        verify("gradient of the SFT loss", "transformers and autograd", ours, gradient, tolerance=5e-6, scale="mixed")
     hf.zero_grad()
 
 
@@ -290,7 +297,7 @@ def test_bf16_logits_are_close_and_weights_are_exported_in_bf16(checkpoint: Any)
         assert torch.equal(value, reference[name].bfloat16())
     for tokens, ours in zip(batch["tokens"], _packed_logits(trainer, batch), strict=True):
         with torch.no_grad():
-            torch.testing.assert_close(ours.float(), hf(tokens[None]).logits[0], atol=0.2, rtol=0)
+            verify("logits in bf16", "transformers in fp32", ours.float(), hf(tokens[None]).logits[0], tolerance=0.2)
     assert trainer.train(0, batch).steps[0]["grad_norm"] > 0
 
 
@@ -317,7 +324,9 @@ def test_a_nan_gradient_stops_the_run_before_anything_is_applied_and_leaves_the_
     before = {name: value.clone() for name, value in trainer.export_weights()}
     batch = make_batch()
     batch["rewards"][3] = float("nan")
-    with pytest.raises(SlimeError, match=r"rank 0 failed on rollout 7.*step 0: gradients are NaN.*ranks \[0\]"):
+    batch["sample_indices"] = [100 + index for index in batch["sample_indices"]]
+    where = r"gradients are NaN .*ranks \[0\] \(loss of micro-batch 1 of rank 0, samples \[103, 104, 105\]\)"
+    with pytest.raises(SlimeError, match=rf"rank 0 failed on rollout 7.*step 0: {where}; nothing was applied"):
         trainer.train(7, batch)
     dump = torch.load(tmp_path / "failed_steps" / "rollout_7_rank_0.pt", weights_only=True)
     assert dump["rollout_id"] == 7
@@ -325,16 +334,24 @@ def test_a_nan_gradient_stops_the_run_before_anything_is_applied_and_leaves_the_
     assert all(torch.equal(value, before[name]) for name, value in trainer.export_weights())
 
 
-def test_a_nan_gradient_is_skipped_on_request(checkpoint: Any) -> None:
+def test_a_nan_gradient_is_skipped_on_request_and_counted_up_to_a_limit(checkpoint: Any, tmp_path: Path) -> None:
     path, _ = checkpoint("qwen3")
-    trainer = _trainer(path, check_for_nan_in_loss_and_grad=False)
+    trainer = _trainer(path, check_for_nan_in_loss_and_grad=False, output_dir=str(tmp_path))
     before = {name: value.clone() for name, value in trainer.export_weights()}
-    batch = make_batch()
-    batch["rewards"][3] = float("nan")
-    norm = trainer.train(0, batch).steps[0]["grad_norm"]
-    assert norm != norm
+    good, bad = make_batch(), make_batch()
+    bad["rewards"][3] = float("nan")
+    (skipped,) = trainer.train(0, bad).steps
+    assert math.isnan(skipped["grad_norm"])
+    assert skipped["skipped_steps"] == 1
+    assert (tmp_path / "failed_steps" / "rollout_0_rank_0.pt").exists()
     assert all(torch.equal(value, before[name]) for name, value in trainer.export_weights())
-    assert trainer.train(1, make_batch()).steps[0]["grad_norm"] > 0
+    (applied,) = trainer.train(1, good).steps
+    assert applied["grad_norm"] > 0
+    assert applied["skipped_steps"] == 1
+    for rollout_id in range(2, 11):
+        trainer.train(rollout_id, bad)
+    with pytest.raises(SlimeError, match=r"rollout 11, step 0: .* was skipped, as were the 9 before it"):
+        trainer.train(11, bad)
 
 
 def test_the_reference_follows_the_policy_at_its_interval(checkpoint: Any) -> None:

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from slime.algorithms import arguments as algorithm_arguments
+from slime.backends.fsdp_utils.arguments import FsdpArgs
 from slime.backends.megatron_utils import arguments as megatron_arguments
 from slime.batch.arguments import BatchArgs, ReplayArgs
 from slime.config.groups import add_group
-from slime.observability.arguments import OutputArgs
+from slime.observability.arguments import OutputArgs, ProfileArgs
 
 __all__ = ["VOCAB", "free_port", "make_args", "make_batch", "make_hf_model", "split_batch", "use_single_rank_env"]
 
@@ -92,12 +93,15 @@ def make_args(hf_checkpoint: Path | str, **overrides: Any) -> argparse.Namespace
         add_group(parser, getattr(megatron_arguments, name))
     for name in algorithm_arguments.__all__:
         add_group(parser, getattr(algorithm_arguments, name))
+    add_group(parser, FsdpArgs)
     add_group(parser, BatchArgs)
     add_group(parser, ReplayArgs)
     add_group(parser, OutputArgs)
+    add_group(parser, ProfileArgs)
     args = parser.parse_args([])
     settings = {
         "hf_checkpoint": str(hf_checkpoint),
+        "train_backend": "megatron",
         "fp32": True,
         "lr": 1e-2,
         "lr_decay_style": "constant",
@@ -107,6 +111,7 @@ def make_args(hf_checkpoint: Path | str, **overrides: Any) -> argparse.Namespace
         "global_batch_size": 8,
         "rollout_temperature": 1.0,
         "output_dir": "outputs",
+        "record_samples": 0,
         "distributed_timeout_minutes": 1.0,
     }
     for name, value in (settings | overrides).items():

@@ -14,6 +14,7 @@ from slime.hooks.load import check_hooks
 from slime.observability import logging_utils
 from slime.observability.rollout_metrics import log_eval_rollout_data, log_rollout_data
 from slime.ray.rollout import RolloutManager
+from slime.utils.errors import ConfigError
 from tests.unit.config.tiny_command import make_command
 from tests.unit.observability import user_logs
 
@@ -122,6 +123,7 @@ def manager(directory: Path, *flags: str) -> RolloutManager:
     samples = [sample(1, 1.0, tokens=[5, 6], rollout_id=0), sample(1, 0.0, tokens=[5, 7], rollout_id=1)]
     save_debug_rollout_data(dump, samples, rollout_id=0, evaluation=False)
     command = make_command(directory)
+    flags = ("--output-dir", str(directory / "outputs"), "--experiment-name", "run", *flags)
     args = command.resolve("--load-debug-rollout-data", dump, "--eval-function-path", f"{USER}.evaluate", *flags)
     args.debug_rollout_only = True  # the samples go nowhere
     assert check_hooks(args) == []
@@ -138,6 +140,8 @@ def test_the_rollout_manager_calls_the_users_functions(tmp_path: Path) -> None:
     assert (metrics["rollout/mine"], metrics["rollout/drops"]) == (2, -1)
     assert metrics["rollout/correct_response_lengths"] == 1.0
     assert made.eval(0) == {"eval/gsm8k/count": 2}
+    recorded = sorted(path.name for path in (tmp_path / "outputs" / "run" / "samples").iterdir())
+    assert recorded == ["eval_000000.parquet", "rollout_000000.parquet"]
 
 
 @pytest.mark.parametrize("flag", ["--custom-rollout-log-function-path", "--custom-eval-rollout-log-function-path"])
@@ -145,3 +149,23 @@ def test_a_log_function_of_another_shape_is_refused_at_the_start(tmp_path: Path,
     _, problems = make_command(tmp_path).run(flag, f"{USER}.log")
     assert flag in problems
     assert "signature" in problems
+
+
+def test_a_log_function_that_raises_is_shown_and_the_metrics_are_logged_all_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken(*_: Any) -> bool:
+        raise ZeroDivisionError("my plot")
+
+    metrics = log_rollout_data(0, settings(), [sample(2, 1.0)], None, 1.0, broken)
+    assert metrics["rollout/response_len/mean"] == 2
+    assert "my plot" in caplog.text
+    assert "--custom-rollout-log-function-path failed" in caplog.text
+
+
+def test_a_category_that_no_reward_has_is_named() -> None:
+    with pytest.raises(ConfigError, match="--log-reward-category kind"):
+        log_rollout_data(0, settings(log_reward_category="kind"), [sample(2, 1.0)], None, 1.0)
+    rewards = [sample(2, {"kind": "a", "score": 1.0}), sample(2, {"score": 0.0})]
+    metrics = log_rollout_data(0, settings(log_reward_category="kind", reward_key="score"), rewards, None, 1.0)
+    assert metrics["rollout/error_cat/a"] == 0.5

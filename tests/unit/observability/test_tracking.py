@@ -9,12 +9,14 @@ import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 from slime.config.groups import add_group
 from slime.observability import arguments, logging_utils, tracking
+from slime.observability.sinks.jsonl import JsonlSink
 from slime.observability.tracking import Tracker, create_tracker
 from slime.utils.errors import ConfigError
 
@@ -111,6 +113,25 @@ def test_a_second_run_under_the_same_name_continues_the_file(tmp_path: Path) -> 
     assert [record["x"] for record in records(tmp_path / "outputs/e/metrics.jsonl")] == [0, 1]
 
 
+def test_a_line_that_a_crash_cut_does_not_swallow_the_next_record(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step_key": "train/step", "train/st')
+    sink = JsonlSink(path)
+    sink.log({"train/note": "\ud800"}, "train/step", 7)
+    sink.close()
+    assert len(path.read_text().splitlines()) == 2
+    assert json.loads(path.read_text().splitlines()[1])["train/step"] == 7
+    JsonlSink(path).close()
+    assert path.read_text().endswith("}\n")
+
+
+def test_an_array_among_a_user_s_metrics_is_written_as_text_and_ends_nothing(tmp_path: Path) -> None:
+    tracker = Tracker([JsonlSink(tmp_path / "metrics.jsonl")])
+    tracker.log({"rollout/step": 1, "rollout/a": np.arange(2), "rollout/b": np.ones((1, 1))}, "rollout/step")
+    (record,) = records(tmp_path / "metrics.jsonl")
+    assert (record["rollout/a"], record["rollout/b"]) == ("[0 1]", 1.0)
+
+
 def test_rollout_and_eval_axes_count_optimizer_steps_on_request(tmp_path: Path) -> None:
     tracker = create_tracker(parsed("--experiment-name", "e", "--wandb-always-use-train-step"))
     for axis in ("rollout/step", "eval/step", "train/step"):
@@ -173,10 +194,13 @@ def test_wandb_gets_axes_and_offline_mode_and_never_the_key(monkeypatch: pytest.
         calls["init"] = kwargs
         return Run()
 
-    library = Namespace(init=init, login=lambda **_: pytest.fail("offline"), util=Namespace(generate_id=lambda: "id7"))
+    library = Namespace(init=init, login=lambda **_: pytest.fail("offline"))
     monkeypatch.setitem(sys.modules, "wandb", library)
     tracker = create_tracker(
-        parsed("--use-wandb", "--wandb-mode", "offline", "--wandb-key", "secret", "--wandb-group", "g")
+        parsed(
+            *("--use-wandb", "--wandb-mode", "offline", "--wandb-key", "secret", "--wandb-group", "g"),
+            *("--wandb-run-id", "id7"),
+        )
     )
     tracker.log({"train/loss": 1.0, "train/step": 2}, "train/step")
     tracker.close()
@@ -231,3 +255,87 @@ logging.getLogger("httpx").info("noise")
     (line,) = done.stderr.splitlines()
     assert line.endswith(" 100%] <string>:6 - hello")
     assert logging.getLogger("slime").level == logging.NOTSET
+
+
+def test_a_sink_that_fails_is_complained_about_once_and_keeps_nobody_from_writing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken:
+        def log(self, metrics: Any, step_key: str, step: int) -> None:
+            raise ConnectionError("server away")
+
+        def close(self) -> None:
+            pass
+
+    class Kept:
+        steps: ClassVar[list[int]] = []
+
+        def log(self, metrics: Any, step_key: str, step: int) -> None:
+            self.steps.append(step)
+
+        def close(self) -> None:
+            pass
+
+    tracker = Tracker([Broken(), Kept()])
+    with caplog.at_level(logging.WARNING):
+        for step in range(3):
+            tracker.log({"train/loss": 1.0, "train/step": step}, "train/step")
+    assert Kept.steps == [0, 1, 2]
+    assert caplog.text.count("server away") == 1
+
+
+def test_wandb_writes_offline_with_the_axes_of_the_metrics(tmp_path: Path) -> None:
+    """The real library, without a network: its run file holds what was logged."""
+    pytest.importorskip("wandb", reason="pip install 'slime[wandb]'")
+    script = """
+import sys
+from tests.unit.observability.test_tracking import parsed
+from slime.observability.tracking import create_tracker
+tracker = create_tracker(parsed("--use-wandb", "--wandb-mode", "offline", "--wandb-dir", ".", "--experiment-name", "x"))
+tracker.log({"train/loss": 0.125, "train/step": 3}, "train/step")
+tracker.close()
+"""
+    root = Path(__file__).parents[3]
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": str(root), "WANDB_SILENT": "true"}
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, check=True, timeout=120)
+    (run,) = (tmp_path / "wandb").glob("offline-run-*")
+    (file,) = run.glob("*.wandb")
+    content = file.read_bytes()
+    assert b"train/loss" in content
+    assert b"0.125" in content
+    assert b"rollout/step" in content  # an axis
+
+
+def test_a_wandb_server_that_is_away_makes_the_run_an_offline_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    modes = []
+
+    class Away:
+        @staticmethod
+        def init(mode: str, **_: Any) -> Any:
+            modes.append(mode)
+            if mode == "online":
+                raise ConnectionError("no route")
+            return Namespace(define_metric=lambda *_, **__: None, log=lambda _: None, finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", Away)
+    with caplog.at_level(logging.WARNING):
+        create_tracker(parsed("--use-wandb")).close()
+    assert modes == ["online", "offline"]
+    assert "no route" in caplog.text
+
+
+def test_metrics_are_lines_of_the_log_for_those_who_grep_them(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        tracker = create_tracker(parsed("--log-metric-lines"))
+        tracker.log({"rollout/raw_reward": 0.5, "perf/train_time": 2.0, "rollout/step": 3}, "rollout/step")
+        tracker.log({"train/loss": 0.25, "train/critic-loss": 1.0, "train/step": 7}, "train/step")
+        tracker.close()
+    lines = [record.getMessage() for record in caplog.records if "metrics:" not in record.getMessage()]
+    assert lines == [
+        "rollout 3: {'rollout/raw_reward': 0.5}",
+        "perf 3: {'perf/train_time': 2.0}",
+        "step 7: {'train/loss': 0.25}",
+        "critic-step 7: {'train/critic-loss': 1.0}",
+    ]

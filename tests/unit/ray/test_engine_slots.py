@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -32,6 +34,7 @@ class Actor:
         self.world, self.rank, self.num_before = world, rank, num_before
         self.is_dead = False
         names = ("start_and_register", "start_unregistered", "register", "has_ended", "stop", "raise_if_dead")
+        names += ("is_responsive",)
         for name in names:
             setattr(self, name, Method(getattr(self, f"_{name}")))
 
@@ -46,12 +49,21 @@ class Actor:
         return info
 
     def _register(self, router: str) -> None:
+        if not self.world.router_answers.is_set():
+            self.world.is_registering.set()
+        assert self.world.router_answers.wait(10.0)
         if self.is_dead:
             raise EngineError("connection refused")
+        if self.world.refusals:
+            self.world.refusals -= 1
+            raise EngineError("the router is busy")
         self.world.registered.add((self.rank, self.num_before))
 
     def _has_ended(self) -> bool:
         return self.is_dead
+
+    def _is_responsive(self, timeout_s: float) -> bool:
+        return not self.world.is_silent
 
     def _raise_if_dead(self) -> None:
         if self.is_dead:
@@ -67,6 +79,11 @@ class World:
     def __init__(self) -> None:
         self.actors: list[Actor] = []
         self.registered: set[tuple[int, int]] = set()
+        self.refusals = 0
+        self.is_silent = False
+        self.router_answers = threading.Event()
+        self.router_answers.set()
+        self.is_registering = threading.Event()
         self.broken: set[int] = set()
         self.killed: list[Actor] = []
         self.made = threading.Condition()
@@ -103,7 +120,7 @@ def world(monkeypatch) -> World:
 
 @pytest.fixture
 def slots(world):
-    slots = EngineSlots(world.make, 2, ROUTER)
+    slots = EngineSlots(world.make, range(2), ROUTER)
     slots.wait_ready(1.0)
     slots.watch(SETTINGS)
     slots._monitor.stop()  # the tests look themselves
@@ -121,9 +138,14 @@ def until(condition) -> None:
 
 def kill(world: World, slots: EngineSlots, rank: int) -> list[str]:
     """Kill the engine, let it be noticed; returns who is lost of those there were."""
-    names = slots.fleet().names
     world.latest(rank).is_dead = True
-    return slots.lost(names)
+    return look(slots, slots.fleet().names)
+
+
+def look(slots: EngineSlots, names: Sequence[str]) -> list[str]:
+    slots.look()
+    alive = slots.fleet().names
+    return [name for name in names if name not in alive]
 
 
 def test_all_engines_serve_after_the_start(world, slots):
@@ -152,12 +174,13 @@ def test_an_engine_that_was_given_weights_serves(world, slots):
 
 
 def test_an_engine_that_came_after_the_sync_had_begun_is_not_admitted_by_its_end(world, slots):
-    names = slots.begin_sync().names
+    slots.pause_watch()
+    names = slots.fleet().names
     assert kill(world, slots, 0) == ["0.0"]
     until(lambda: slots.waiting().fleet.names)
     assert slots.waiting().fleet.engines[0].url == URL.format(0), "the address is the same, the engine is not"
-    assert slots.lost(names) == ["0.0"]
-    slots.end_sync(names)
+    assert look(slots, names) == ["0.0"]
+    slots.admit(names)
     assert world.registered == {(1, 0)}
 
 
@@ -190,7 +213,7 @@ def test_an_engine_that_does_not_start_again_is_tried_again_and_then_given_up(wo
     until(lambda: slots._failure is not None)
     assert [actor.num_before for actor in world.actors if actor.rank == 0] == [0, 1, 2, 3]
     with pytest.raises(EngineError, match=r"(?s)engine 0 died 4 times.*could not be started again.*no such device"):
-        slots.begin_sync()
+        slots.waiting()
 
 
 def test_after_the_end_nobody_is_replaced(world, slots):
@@ -198,3 +221,107 @@ def test_after_the_end_nobody_is_replaced(world, slots):
     slots._on_dead(1, "its process ended")
     assert len(world.actors) == 2
     assert set(world.killed) == set(world.actors)
+
+
+def test_an_engine_whose_weights_never_change_serves_as_soon_as_it_has_started_again(world):
+    slots = EngineSlots(world.make, [4], ROUTER, needs_weights=False)
+    slots.wait_ready(1.0)
+    slots.watch(SETTINGS)
+    try:
+        assert kill(world, slots, 4) == ["4.0"]
+        until(lambda: slots.waiting().num_serving)
+        assert world.registered == {(4, 1)}
+        assert slots.waiting().fleet.names == ()
+    finally:
+        slots.stop(leaves_router=False)
+
+
+def test_an_engine_whose_weights_never_change_never_waits_for_weights_however_long_the_router_takes(world):
+    slots = EngineSlots(world.make, [4], ROUTER, needs_weights=False)
+    slots.wait_ready(1.0)
+    slots.watch(SETTINGS)
+    try:
+        world.router_answers.clear()
+        kill(world, slots, 4)
+        until(lambda: len(world.actors) == 2)
+        assert world.is_registering.wait(10.0)
+        assert slots.waiting().fleet.names == (), "it would be given the trainer's weights"
+        world.refusals = 1  # and started once more
+        world.router_answers.set()
+        until(lambda: slots.waiting().num_serving)
+        assert world.registered == {(4, 2)}
+    finally:
+        world.router_answers.set()
+        slots.stop(leaves_router=False)
+
+
+def test_an_engine_that_waits_for_weights_is_not_asked_how_it_is_it_may_be_paused_to_take_them(world):
+    slots = EngineSlots(world.make, range(1), ROUTER)
+    slots.wait_ready(1.0)
+    slots.watch(replace(SETTINGS, first_wait_s=0.0, interval_s=0.0))
+    slots._monitor.stop()
+    slots._monitor._stopped.clear()
+    try:
+        kill(world, slots, 0)
+        until(lambda: slots.waiting().fleet.names)
+        world.is_silent = True
+        for _ in range(20):
+            slots.look()
+        assert slots.waiting().fleet.names == ("0.1",)
+        slots.admit(["0.1"])
+        for _ in range(20):
+            slots.look()
+        until(lambda: slots.fleet().names != ("0.1",))
+    finally:
+        world.is_silent = False
+        slots.stop(leaves_router=False)
+
+
+def test_engines_that_all_die_again_before_anything_is_generated_end_the_run(world, slots):
+    for rank in (0, 1):
+        kill(world, slots, rank)
+        until(lambda rank=rank: f"{rank}.1" in slots.waiting().fleet.names)
+    kill(world, slots, 0)
+    until(lambda: "0.2" in slots.waiting().fleet.names)
+    kill(world, slots, 1)
+    until(lambda: slots._failure is not None)
+    with pytest.raises(EngineError, match=r"every engine died again .*engine 1: its process ended.*out of memory"):
+        slots.waiting()
+    assert len(world.actors) == 5, "nobody is started another time"
+
+
+def test_engines_between_whose_deaths_something_is_generated_are_replaced_as_ever(world, slots):
+    for deaths in (1, 2, 3):
+        for rank in (0, 1):
+            kill(world, slots, rank)
+            until(lambda name=f"{rank}.{deaths}": name in slots.waiting().fleet.names)
+        slots.note_progress()
+    assert slots._failure is None
+
+
+def test_a_router_that_lives_on_forgets_the_engines_whatever_their_actors_do(world, slots):
+    world.latest(0)._stop()
+    slots.stop(leaves_router=True)
+    assert world.registered == set()
+
+
+def test_where_nobody_is_replaced_the_first_death_is_the_answer_to_who_needs_weights(world):
+    slots = EngineSlots(world.make, range(2), ROUTER)
+    slots.wait_ready(1.0)
+    slots.watch(replace(SETTINGS, replaces_dead=False))
+    try:
+        assert slots.waiting().num_serving == 2
+        kill(world, slots, 1)
+        with pytest.raises(EngineError, match=r"engine 1 died with status -9.*out of memory"):
+            slots.waiting()
+        assert len(world.actors) == 2
+    finally:
+        slots.stop(leaves_router=False)
+
+
+def test_an_engine_that_is_condemned_is_replaced_like_a_dead_one(world, slots):
+    slots.condemn(["1.0", "0.7"])
+    assert "1.0" not in slots.fleet().names
+    until(lambda: slots.waiting().fleet.names)
+    assert slots.waiting().fleet.names == ("1.1",)
+    assert world.registered == {(0, 0)}

@@ -72,6 +72,25 @@ def test_the_third_question_in_a_row_without_an_answer_is_the_last(engines):
     assert engines.dead == [(0, "it left 3 health checks in a row unanswered")]
 
 
+def test_engines_that_fall_silent_together_get_twice_the_time_it_may_be_the_network(engines):
+    monitor = engines.monitor(interval_s=0.0)
+    engines.answers = {0: False, 1: False}
+    engines.looks(monitor, 11)  # a question is asked at one look, and judged at the next
+    assert engines.dead == []
+    engines.looks(monitor, 1)
+    assert [rank for rank, _ in engines.dead] == [0, 1]
+    assert engines.dead[0][1] == "it left 6 health checks in a row unanswered"
+
+
+def test_the_one_that_stays_silent_when_the_others_answer_again_is_dead_at_once(engines):
+    monitor = engines.monitor(interval_s=0.0)
+    engines.answers = {0: False, 1: False}
+    engines.looks(monitor, 8)
+    engines.answers[0] = True
+    engines.looks(monitor, 2)
+    assert [rank for rank, _ in engines.dead] == [1]
+
+
 def test_an_answer_in_between_makes_good_what_was_missed_before(engines):
     monitor = engines.monitor(interval_s=0.0)
     for answer in (False, False, True, False, False, True):
@@ -113,7 +132,7 @@ def test_nobody_is_asked_or_judged_while_paused(engines):
     monitor.resume()
     engines.looks(monitor, 4)
     assert engines.dead == [], "strikes from before a pause are forgotten"
-    engines.looks(monitor, 2)
+    engines.looks(monitor, 8)
     assert sorted(rank for rank, _ in engines.dead) == [0, 1]
 
 

@@ -5,7 +5,6 @@ Manager and trainer are fakes that keep a diary.
 
 from __future__ import annotations
 
-import threading
 from argparse import Namespace
 from types import SimpleNamespace
 
@@ -18,7 +17,7 @@ from slime.ray.fleet import RayEngineFleet
 from slime.ray.loop import Run
 from slime.ray.recovery import Recovery
 from slime.ray.train_actor import SyncReport
-from slime.utils.errors import DeadlineExceeded, EngineError
+from slime.utils.errors import DeadlineExceeded, EngineError, EngineSilent
 
 
 def fleet(*names: str) -> RayEngineFleet:
@@ -48,6 +47,8 @@ class Manager:
                 return self.lost
             case "admit_engines":
                 self.waiting = WaitingEngines(fleet(), 1)
+            case "condemn_engines":
+                self.lost = [*self.lost, *arguments[0]]
             case "end_sync":
                 pass
             case _:
@@ -59,17 +60,20 @@ class Manager:
 
 @pytest.fixture
 def manager(monkeypatch) -> Manager:
-    monkeypatch.setattr(recovery_module, "get", lambda ref, seconds, what, fix="": ref())
+    slices(monkeypatch, 0)
     monkeypatch.setattr(recovery_module, "_SLICE_S", 0.001)
     return Manager()
 
 
 def slices(monkeypatch, number: int) -> None:
     """The rollout takes ``number`` slices."""
-    left = iter(range(number))
-    monkeypatch.setattr(
-        recovery_module.ray, "wait", lambda refs, timeout: ([], refs) if next(left, None) is not None else (refs, [])
-    )
+
+    def get(ref, seconds, what, fix="", *, meanwhile=None, slice_s=0.0):
+        for _ in range(number if meanwhile is not None else 0):
+            meanwhile()
+        return ref()
+
+    monkeypatch.setattr(recovery_module, "get", get)
 
 
 def a_run(manager: Manager, *, trained: int, version: str | None, trainer: bool = True) -> tuple[Run, list]:
@@ -79,7 +83,7 @@ def a_run(manager: Manager, *, trained: int, version: str | None, trainer: bool 
         pushes.append((engines.names, version))
         return SyncReport()
 
-    args = Namespace(rollout_timeout=5.0, engine_start_timeout=5.0, save_interval=None)
+    args = Namespace(rollout_timeout=5.0, engine_start_timeout=5.0, weight_sync_timeout=5.0, save_interval=None)
     run = Run(
         args,
         None,
@@ -89,6 +93,8 @@ def a_run(manager: Manager, *, trained: int, version: str | None, trainer: bool 
         0,
         9,
         fleet("0.0"),
+        {},
+        SimpleNamespace(),
     )
     run._num_trained, run._version = trained, version
     run.watch_engines()
@@ -188,9 +194,16 @@ def test_a_sync_waits_for_an_engine_when_all_are_dead_but_not_forever(manager, m
         Recovery(manager, lambda waiting: True, 0.02).sync(lambda engines: SyncReport())
 
 
-def test_the_wait_for_a_rollout_has_an_end(manager, monkeypatch):
-    monkeypatch.setattr(
-        recovery_module.ray, "wait", lambda refs, timeout: (threading.Event().wait(0.005), refs) and ([], refs)
-    )
-    with pytest.raises(DeadlineExceeded, match=r"rollout 3.*--rollout-timeout"):
-        Recovery(manager, lambda waiting: True, 5.0).get(lambda: None, 0.05, "rollout 3", "--rollout-timeout")
+def test_an_engine_that_falls_silent_in_a_sync_is_condemned_and_the_others_get_the_weights(manager):
+    manager.fleets = [fleet("0.0", "1.0"), fleet("0.0")]
+    updates = []
+
+    def update(engines: RayEngineFleet) -> SyncReport:
+        updates.append(engines.names)
+        if "1.0" in engines.names:
+            raise EngineSilent("engine 1 did not answer", ["http://1.0"])
+        return SyncReport()
+
+    Recovery(manager, lambda waiting: True, 5.0).sync(update)
+    assert updates == [("0.0", "1.0"), ("0.0",)]
+    assert manager.said("condemn_engines") == [(["1.0"],)]

@@ -21,9 +21,9 @@ def completion(payload: dict[str, Any], ids: list[int], reason: str = "stop", te
         "text": text,
         "output_ids": ids,
         "meta_info": {
-            "id": payload["rid"],
+            "id": payload.get("rid", ""),
             "finish_reason": {"type": reason},
-            "prompt_tokens": len(payload["input_ids"]),
+            "prompt_tokens": len(payload.get("input_ids", ())),
             "completion_tokens": len(ids),
             "cached_tokens": 1,
             "weight_version": "3",
@@ -38,6 +38,7 @@ class FakeEngine:
     def __init__(self, on_generate: Callable[[dict[str, Any], int], Reply] | None = None) -> None:
         self.on_generate = on_generate or (lambda payload, number: (200, completion(payload, [5, 6])))
         self.requests: list[dict[str, Any]] = []
+        self.aborts: list[dict[str, Any]] = []
         self.aborted = threading.Event()
         self.disconnected = threading.Event()
         self.running = 0
@@ -50,11 +51,12 @@ class FakeEngine:
             disable_nagle_algorithm = True
 
             def do_GET(self) -> None:
-                self._answer(200, {"workers": [{"url": engine.url}]})
+                self._answer(200, {"workers": engine.workers})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 if self.path == "/abort_request":
+                    engine.aborts.append(body)
                     engine.aborted.set()
                     self._answer(200, "")
                     return
@@ -106,6 +108,7 @@ class FakeEngine:
         self.server.daemon_threads = True
         self.port = self.server.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}"
+        self.workers: list[dict[str, Any]] = [{"url": self.url}]  # as a router lists them
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
     def close(self) -> None:

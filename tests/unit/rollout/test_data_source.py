@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slime.data.sample import Sample, iter_samples
-from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, pop_first
+from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, make_data_source, pop_first
 from slime.utils.errors import DataError
 from tests.unit.rollout.fake_engine import make_args
 
@@ -96,6 +96,9 @@ def test_a_missing_state_starts_over_with_a_warning_and_a_broken_one_is_named(ar
     (directory / "global_dataset_state_dict_8.json").write_text("{")
     with pytest.raises(DataError, match=r"state_dict_8\.json"):
         source.load(8)
+    args.strict_resume = True
+    with pytest.raises(DataError, match=r"--strict-resume: .*state_dict_7\.json"):
+        source.load(7)
 
 
 def test_saving_leaves_no_temporary_file(args, tmp_path):
@@ -166,3 +169,19 @@ def test_pop_first_removes_what_it_returns():
     assert len(buffer) == 2
     assert len(pop_first(None, None, buffer, 9)) == 2
     assert buffer == []
+
+
+class OfADataset(RolloutDataSourceWithBuffer):
+    def __init__(self, dataset, args):
+        super().__init__(dataset, args)
+
+
+class OfNothing:
+    pass
+
+
+def test_a_users_source_is_made_in_the_way_it_wants(tiny_task):
+    args = make_args(tiny_task.model, 1, prompt_data=tiny_task.train, rollout_shuffle=True)
+    theirs, ours = make_data_source(OfADataset, args), make_data_source(RolloutDataSourceWithBuffer, args)
+    assert [g[0].prompt for g in theirs.get_samples(5)] == [g[0].prompt for g in ours.get_samples(5)]
+    assert make_data_source(OfNothing, args).args is args

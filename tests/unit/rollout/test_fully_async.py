@@ -12,7 +12,7 @@ from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.fully_async_rollout import AsyncRolloutWorker, generate_rollout_fully_async
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.deadline import Deadline, wait_until
-from slime.utils.errors import ConfigError, DataError
+from slime.utils.errors import ConfigError, DataError, EngineError
 from tests.unit.rollout.fake_engine import FakeEngine, completion, make_args
 
 
@@ -133,14 +133,14 @@ def test_groups_that_a_weight_sync_aborts_go_back_with_their_tokens_and_are_cont
 
 def test_failing_groups_are_drawn_again_and_a_broken_world_ends_the_rollout_with_its_cause(setup):
     args, source = setup(custom_generate_function_path=f"{__file__}:broken", max_sample_retries=0)
-    with pytest.raises(DataError, match="tool server is gone"):
+    with pytest.raises(EngineError, match="tool server is gone"):
         generate_rollout_fully_async(args, 0, source)
     again = len(source.drawn) - len(set(source.drawn)) + source.source.get_buffer_length()
     assert again >= 2
 
 
 def broken(args, sample, sampling_params):
-    raise ConnectionError("tool server is gone")
+    raise EngineError("tool server is gone")
 
 
 def test_a_source_without_prompts_is_an_error_and_not_a_wait(setup):
@@ -164,3 +164,32 @@ def test_it_refuses_to_evaluate_and_names_the_function_that_can(setup):
     args, source = setup()
     with pytest.raises(ConfigError, match="--eval-function-path"):
         generate_rollout_fully_async(args, 0, source, evaluation=True)
+
+
+def drop_all(args, samples, **kwargs):
+    return False
+
+
+def test_a_filter_that_drops_everything_ends_the_rollout_and_the_data_buffer_is_told(setup):
+    args, source = setup(
+        dynamic_sampling_filter_path=f"{__file__}:drop_all", rollout_batch_size=1, n_samples_per_prompt=1
+    )
+    dropped = []
+    source.drop = lambda rollout_id, groups: dropped.extend((rollout_id, group[0].group_index) for group in groups)
+    with pytest.raises(DataError, match="dropped 101 groups for a batch of 1"):
+        generate_rollout_fully_async(args, 5, source)
+    assert len(set(dropped)) == len(dropped) == 101
+
+
+def test_a_source_that_takes_nothing_back_ends_the_rollout_instead_of_losing_the_group(setup):
+    def aborts(payload, number):
+        return 200, completion(payload, [5], reason="abort")
+
+    args, source = setup(aborts)
+
+    def refuse(groups):
+        raise RuntimeError("this source is read-only")
+
+    source.add_samples = refuse
+    with pytest.raises(RuntimeError, match="read-only"):
+        generate_rollout_fully_async(args, 0, source)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slime.data.sample import Sample
-from slime.rollout.rm_hub import async_rm, batched_async_rm, known_rm_types
+from slime.rollout.rm_hub import async_rm, batched_async_rm, known_rm_types, math_verify_grader
 from slime.rollout.rm_hub.f1 import f1_score, normalize_answer
 from slime.rollout.rm_hub.math_utils import (
     _strip_string,
@@ -281,3 +281,14 @@ def test_f1_is_squads():
     assert f1_score("yes it is", "yes") == (0, 0, 0)
     assert f1_score("Yes", "yes") == (1.0, 1.0, 1.0)
     assert f1_score(None, "x") == f1_score("", "") == (0, 0, 0)
+
+
+@pytest.mark.parametrize("response", [r"\boxed{9^{9^{9^9}}}", r"\boxed{" * 140_000], ids=["bomb", "boxes"])
+def test_math_verify_gives_up_on_what_it_cannot_compute_and_goes_on(monkeypatch, response):
+    monkeypatch.setattr(math_verify_grader, "_LIMIT_S", 1)
+    math_verify_grader._graders.cache_clear()
+    started = time.monotonic()
+    assert grade_math_verify(response, "7") == 0.0
+    assert grade_math_verify(r"\boxed{7}", "7") == 1.0
+    assert time.monotonic() - started < 30
+    math_verify_grader._graders.cache_clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,13 @@ def test_gpqa_scores_letters_first_and_the_text_of_the_choice_second(
     response: str | None, label: Any, metadata: dict[str, Any], reward: float
 ):
     assert compute_gpqa_reward(response, label, metadata) == reward
+
+
+@pytest.mark.parametrize("filler", [" ", "(", "( *", "Answer: "])
+def test_gpqa_reads_a_megabyte_of_nothing_in_no_time(filler: str):
+    started = time.monotonic()
+    assert _extract_letter_from_response(f"answer{filler * (10**6 // len(filler))}is (B)", DEFAULT_VALID_LETTERS) == "B"
+    assert time.monotonic() - started < 5
 
 
 def test_ifbench_without_its_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch):

@@ -30,7 +30,7 @@ from slime.rollout.filter_hub.dynamic_sampling_filters import (
     check_reward_nonzero_std,
     check_reward_nonzero_std_with_fallback,
 )
-from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id
+from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id, set_evaluated_rollout_id
 from slime.rollout.settings import setting
 from slime.utils import http_utils
 from slime.utils.errors import ConfigError, DataError, EngineError
@@ -94,6 +94,7 @@ def hooked(args, value, **kwargs):
 def test_sample_hooks_apply_in_order_and_keep_the_nesting(hook_file):
     args = SimpleNamespace(rollout_sample_hook_path=[f"{hook_file}:first", f"{hook_file}:second"])
     set_current_rollout_id(5)
+    set_evaluated_rollout_id(None)  # other tests evaluate in this process
     result = hooked(args, [Sample(), [Sample()]], evaluation=True)
     assert result[0].metadata["by"] == result[1][0].metadata["by"] == [5, True]
     set_current_rollout_id(None)

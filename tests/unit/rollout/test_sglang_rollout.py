@@ -1,16 +1,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 
+from slime.batch.compile import compile_train_data
+from slime.batch.rewards import RewardArgs
 from slime.data.sample import Sample, iter_samples
+from slime.rollout import collect
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
-from slime.rollout.eval_config import build_eval_datasets
+from slime.rollout.eval_config import build_eval_dataset_configs, build_eval_datasets
 from slime.rollout.sglang_rollout import GenerateState, generate, generate_rollout, get_model_url
+from slime.utils import async_utils
 from slime.utils.async_utils import run
 from slime.utils.errors import DataError, DeadlineExceeded, EngineError
 from tests.unit.rollout.fake_engine import FakeEngine, completion, make_args
@@ -44,6 +49,22 @@ async def two_rows(args, sample, sampling_params):
         row.tokens = [1]
         row.append_response_tokens(tokens=[number], log_probs=[-1.0])
     return rows
+
+
+async def generate_fails_for_one(args, sample, sampling_params):
+    sample.append_response_tokens(tokens=[9, 9], log_probs=[-1.0, -1.0])
+    sample.tokens = [1, *sample.tokens]
+    if sample.index == 1:
+        1 / 0  # noqa: B018
+    return sample
+
+
+def reward_fails_for_one(args, sample):
+    return float("nan") if sample.index == 2 else float(int(sample.index))
+
+
+async def group_fails(args, samples):
+    raise OSError("no sandbox")
 
 
 async def text_only(args, sample, sampling_params, evaluation=False):
@@ -403,7 +424,7 @@ def test_a_failing_engine_ends_the_rollout_and_the_next_one_works(setup):
     broken.set()
     _, args = setup(lambda p, n: (400, "bad") if broken.is_set() else (200, completion(p, [5])))
     source = RolloutDataSourceWithBuffer(args)
-    with pytest.raises(EngineError, match="bad"):
+    with pytest.raises(DataError, match=r'400: "bad".* of 4 samples failed, and --max-failed-share 0.1 allows 0'):
         generate_rollout(args, 0, source)
     broken.clear()
     assert len(generate_rollout(args, 1, source).samples) == 2
@@ -484,6 +505,64 @@ def test_a_generation_that_never_works_ends_the_rollout_with_its_cause(setup):
         generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
 
 
+@pytest.mark.parametrize(
+    ("hook", "boundary", "kind", "response"),
+    [
+        ("custom_generate_function_path", "generate", "ZeroDivisionError", [0]),
+        ("custom_rm_path", "reward", "ScoringError", [5, 6]),
+    ],
+)
+def test_a_sample_that_fails_for_good_keeps_its_place_but_is_not_trained_on(setup, hook, boundary, kind, response):
+    _, args = setup(**{hook: here(f"{boundary}_fails_for_one"), "max_failed_share": 0.25})
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    (failed,) = [s for s in iter_samples(output.samples) if s.status is Sample.Status.FAILED]
+    assert (failed.metadata["failure"]["boundary"], failed.metadata["failure"]["type"]) == (boundary, kind)
+    assert failed.tokens[-len(response) :] == response
+    assert output.metrics["rollout/failed_samples"] == 1
+    data = compile_train_data(output.samples, rewards=RewardArgs(n_samples_per_prompt=2))
+    row = data["sample_indices"].index(failed.index)
+    assert sum(data["loss_masks"][row]) == 0
+    assert data["rewards"][row] == data["rewards"][row ^ 1] == 0.0  # alone in its group, the other teaches nothing
+    assert len(data["tokens"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("reason", "status"), [("eos_token", Sample.Status.COMPLETED), ("stop", Sample.Status.COMPLETED)]
+)
+def test_a_finish_reason_that_nobody_knows_ends_a_sample_as_well(setup, reason, status):
+    _, args = setup(lambda p, n: (200, completion(p, [5], reason=reason)))
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert {sample.status for sample in iter_samples(output.samples)} == {status}
+
+
+@pytest.mark.parametrize(("reason", "is_told"), [("length", True), ("stop", False)])
+def test_a_batch_of_cut_responses_is_told(setup, caplog, reason, is_told):
+    _, args = setup(lambda p, n: (200, completion(p, [5], reason=reason)))
+    generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert ("4 of 4 responses were cut at --rollout-max-response-len" in caplog.text) is is_told
+
+
+def test_a_group_whose_generation_fails_for_good_is_given_up_as_a_whole(setup):
+    _, args = setup(custom_generate_function_path=here("group_fails"), max_failed_share=1.0)
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert all(s.metadata["failure"]["type"] == "OSError" for s in iter_samples(output.samples))
+    assert output.metrics["rollout/failed_samples"] == 4
+
+
+def test_a_failed_sample_counts_as_wrong_in_an_evaluation(setup, tiny_task):
+    _, args = setup(
+        custom_generate_function_path=here("generate_fails_for_one"),
+        eval_prompt_data=["a", f"{tiny_task.eval}@[:2]"],
+        n_samples_per_eval_prompt=4,
+        max_failed_share=0.5,
+        custom_rm_path=here("sync_reward"),
+        reward_key="score",
+    )
+    args.eval_datasets = build_eval_datasets(args)
+    rewards = generate_rollout(args, 0, None, evaluation=True).data["a"]["rewards"]
+    assert sorted(rewards) == [0.0] + [0.5] * 7
+
+
 # --- evaluation
 
 
@@ -511,17 +590,43 @@ def test_evaluation_scores_every_prompt_n_times_with_its_own_settings(setup, tin
 def test_a_failure_during_evaluation_ends_it(setup, tiny_task):
     _, args = setup(lambda p, n: (400, "bad"), eval_prompt_data=["a", f"{tiny_task.eval}@[:3]"])
     args.eval_datasets = build_eval_datasets(args)
-    with pytest.raises(EngineError, match="bad"):
+    with pytest.raises(DataError, match='400: "bad"'):
         generate_rollout(args, 0, None, evaluation=True)
 
 
-def test_a_coroutine_that_blocks_the_loop_is_named_with_its_place():
+def test_a_coroutine_that_blocks_the_loop_is_named_with_its_place(monkeypatch):
+    monkeypatch.setattr(async_utils, "_HEARTBEAT_S", 0.05)
+    may_end = threading.Event()
+
     async def blocks():
-        time.sleep(3)
+        may_end.wait(10)
 
     with pytest.raises(DeadlineExceeded, match="in blocks"):
-        run(blocks(), stall_s=0.5)
-    time.sleep(2.5)  # the loop is shared; let it turn again
+        async_utils.AsyncLoopThread().run(blocks(), stall_s=0.3)  # not the process's loop, which others need
+    may_end.set()
+
+
+def test_groups_that_take_long_are_named(setup, monkeypatch, caplog):
+    may_answer = threading.Event()
+
+    class Answers(logging.Handler):
+        def emit(self, record):
+            if "no group has finished" in record.getMessage():
+                may_answer.set()
+
+    def answer(payload, number):
+        assert may_answer.wait(10)
+        return 200, completion(payload, [5])
+
+    monkeypatch.setattr(collect, "_SILENCE_S", 0.05)
+    handler = Answers()
+    logging.getLogger(collect.__name__).addHandler(handler)
+    try:
+        _, args = setup(answer)
+        generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    finally:
+        logging.getLogger(collect.__name__).removeHandler(handler)
+    assert "2 are under way, those of the samples [0, 2]" in caplog.text
 
 
 def test_running_on_the_loop_itself_is_an_error_and_not_a_deadlock():
@@ -530,3 +635,34 @@ def test_running_on_the_loop_itself_is_an_error_and_not_a_deadlock():
 
     with pytest.raises(RuntimeError, match="use await"):
         run(inner())
+
+
+async def slow_for_two(args, sample, sampling_params):
+    sample.append_response_tokens(tokens=[9], log_probs=[-1.0])
+    await asyncio.sleep(30 if sample.index < 2 else 0)
+    return sample
+
+
+def one_set(tiny_task, args, **fields):
+    entry = {"name": "a", "path": f"{tiny_task.eval}@[:6]"} | fields
+    args.eval_datasets = build_eval_dataset_configs(args, [entry], {})
+    return generate_rollout(args, 0, None, evaluation=True).data["a"]
+
+
+def test_an_evaluation_set_may_end_without_its_last_samples(setup, tiny_task):
+    _, args = setup(custom_generate_function_path=here("slow_for_two"))
+    stop = {"eval_early_stop_remaining": 2, "eval_early_stop_idle_timeout": 0.2}
+    started = time.monotonic()
+    result = one_set(tiny_task, args, **stop, min_eval_samples=4)
+    assert [sample.index for sample in result["samples"]] == [2, 3, 4, 5]
+    with pytest.raises(DataError, match="set a has 4 finished samples, fewer than min_eval_samples 5"):
+        one_set(tiny_task, args, **stop, min_eval_samples=5)
+    assert time.monotonic() - started < 10
+
+
+def test_a_prompt_of_an_evaluation_that_takes_too_long_counts_as_failed(setup, tiny_task):
+    _, args = setup(custom_generate_function_path=here("slow_for_two"), custom_rm_path=here("reward_is_length"))
+    args.max_failed_share = 0.5
+    result = one_set(tiny_task, args, eval_task_timeout=1)
+    assert result["rewards"] == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+    assert "eval_task_timeout 1 s" in result["samples"][0].metadata["failure"]["message"]

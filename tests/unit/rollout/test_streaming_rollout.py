@@ -59,7 +59,7 @@ def both(payload: dict[str, Any], number: int) -> tuple[int, Any]:
 
 
 def visible(sample: Sample) -> dict[str, Any]:
-    return {name: value for name, value in vars(sample).items() if name != "session_id"}
+    return {name: value for name, value in vars(sample).items() if name not in ("session_id", "trace")}
 
 
 @pytest.mark.parametrize("is_continued", [False, True])

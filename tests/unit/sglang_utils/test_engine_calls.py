@@ -13,7 +13,8 @@ import pytest
 
 from slime.backends.sglang_utils import engine as engine_module
 from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
-from slime.utils.errors import EngineError
+from slime.backends.sglang_utils.router import remove_worker
+from slime.utils.errors import DeadlineExceeded, EngineError
 
 SERVERS_KEEPALIVE_S = 5.0
 
@@ -75,16 +76,26 @@ def test_the_requests_of_every_scheduler_are_added_up(engine: SGLangEngine, serv
     assert engine.num_requests() == 6
 
 
-def test_an_engine_takes_itself_alone_out_of_the_router(engine: SGLangEngine, server: Server):
+def test_an_engine_is_registered_when_the_router_lists_it(engine: SGLangEngine, server: Server, monkeypatch):
+    server.answers["POST /workers"] = (202, {"location": "/workers/b"})
+    server.answers["GET /workers"] = (200, {"workers": [{"url": "http://other:1", "id": "a"}]})
+    monkeypatch.setattr(engine_module, "_REGISTER_TIMEOUT_S", 0.2)
+    with pytest.raises(DeadlineExceeded, match=rf"the router at {server.url} to take engine 4\. It must reach http"):
+        engine.register(server.url)
+    server.answers["GET /workers"] = (200, {"workers": [{"url": engine.url, "id": "b"}]})
+    engine.register(server.url)
+
+
+def test_the_router_forgets_the_engine_of_an_address_alone(engine: SGLangEngine, server: Server):
     workers = [{"url": "http://other:1", "id": "a"}, {"url": engine.url, "id": "b"}]
     server.answers |= {"GET /workers": (200, {"workers": workers}), "DELETE /workers/b": (202, {})}
-    engine.deregister(server.url)
+    remove_worker(server.url, engine.url)
     assert server.calls == ["GET /workers", "DELETE /workers/b"]
 
 
 def test_a_router_that_does_not_know_the_engine_is_left_alone(engine: SGLangEngine, server: Server):
     server.answers["GET /workers"] = (200, {"workers": []})
-    engine.deregister(server.url)
+    remove_worker(server.url, engine.url)
     assert server.calls == ["GET /workers"]
 
 

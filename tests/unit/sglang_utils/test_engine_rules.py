@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 
 from slime.backends.sglang_utils.namespace import read_engine
-from slime.backends.sglang_utils.rules import RULES, STEPS, engine_width
+from slime.backends.sglang_utils.rules import MACHINE_RULES, RULES, STEPS, engine_width
+
+SPLIT = "{name: a, server_groups: [{worker_type: prefill, num_gpus: 4}, {worker_type: decode, num_gpus: 4}]}"
+"""A model of a deployment file: prefill and decode on different engines."""
+KINDS = ("prefill", "decode")
 
 
 def resolved(line: str = "", **changes: Any) -> Namespace:
@@ -18,6 +22,14 @@ def resolved(line: str = "", **changes: Any) -> Namespace:
     values: dict[str, Any] = dict.fromkeys(("sglang_router_ip", "sglang_router_port", "sglang_config"))
     values |= {"prefill_num_servers": None, "rollout_external_engine_addrs": None, "debug_train_only": False}
     values |= {"rollout_num_gpus": 8, "rollout_num_gpus_per_engine": 1, "hf_checkpoint": "/m", "notices": []}
+    values |= {
+        "num_gpus_per_node": 8,
+        "debug_rollout_only": False,
+        "world_size": 0,
+        "colocate": False,
+        "offload_rollout": False,
+        "use_rollout_routing_replay": False,
+    }
     args = Namespace(**values | names.attributes | changes, given=names.given | changes.keys())
     engine_width(args)
     for step in STEPS:
@@ -106,19 +118,29 @@ def test_an_ipv6_router_address_gets_its_brackets():
             "its groups have 4 devices, --rollout-num-gpus is 8",
         ),
         (
-            "sglang: [{name: a, server_groups: [{worker_type: regular, num_gpus: 4}, "
-            "{worker_type: placeholder, num_gpus: 4}]}]",
-            "worker_type placeholder is not supported yet",
+            "sglang: [{name: a, server_groups: [{worker_type: regular, num_gpus: 2}, "
+            "{worker_type: regular, num_gpus: 2, num_gpus_per_engine: 2}, {worker_type: placeholder, num_gpus: 2}]}, "
+            "{name: b, update_weights: false, server_groups: [{worker_type: regular, num_gpus: 2}]}]",
+            None,
         ),
         (
-            "sglang: [{name: a, server_groups: [{worker_type: regular, num_gpus: 8}]}, "
-            "{name: b, update_weights: false}]",
-            "2 models are not supported yet",
+            "sglang: [{name: a, update_weights: false, server_groups: [{worker_type: regular, num_gpus: 8}]}]",
+            "no model has update_weights: true",
         ),
         (
-            "sglang: [{name: a, server_groups: [{worker_type: regular, num_gpus: 8, num_gpus_per_engine: 2}]}]",
-            "num_gpus_per_engine 2 must be --rollout-num-gpus-per-engine 1 so far",
+            "sglang: [{name: a, server_groups: [{worker_type: encoder, num_gpus: 8}]}]",
+            "model a: worker_type encoder is not supported yet",
         ),
+        (
+            "sglang: [{name: a, server_groups: [{worker_type: prefill, num_gpus: 8}]}]",
+            "model a: prefill engines need decode engines",
+        ),
+        (
+            "sglang: [{name: a, server_groups: [{worker_type: prefill, num_gpus: 2}, "
+            "{worker_type: decode, num_gpus: 4}, {worker_type: regular, num_gpus: 2}]}]",
+            "model a: regular engines cannot stand behind the router of prefill and decode engines",
+        ),
+        (f"sglang: [{SPLIT}]", None),
     ],
 )
 def test_a_deployment_file_is_checked_before_anything_starts(tmp_path: Path, text: str, message: str | None):
@@ -126,3 +148,73 @@ def test_a_deployment_file_is_checked_before_anything_starts(tmp_path: Path, tex
     path.write_text(text)
     found = problems("", sglang_config=str(path))
     assert any(message in problem for problem in found) if message else found == [], found
+
+
+def test_prefill_and_decode_apart_can_be_planned_anywhere_but_not_started_without_gpus(tmp_path: Path):
+    path = tmp_path / "engines.yaml"
+    path.write_text(f"sglang: [{SPLIT}]")
+    for changes, flag in (
+        ({"prefill_num_servers": 2}, "--prefill-num-servers 2"),
+        ({"sglang_config": str(path)}, f"--sglang-config {path}: model a"),
+    ):
+        args = resolved("", **changes)
+        assert problems("", **changes) == []
+        (problem,) = (problem for rule in MACHINE_RULES for problem in rule(args))
+        assert problem.startswith(f"{flag}: prefill and decode on different engines need GPUs")
+        args.debug_train_only = True
+        assert [problem for rule in MACHINE_RULES for problem in rule(args)] == []
+    assert [problem for rule in MACHINE_RULES for problem in rule(resolved(""))] == []
+
+
+def test_expert_choices_cannot_be_asked_of_prefill_and_decode_engines(tmp_path: Path):
+    path = tmp_path / "engines.yaml"
+    path.write_text(f"sglang: [{SPLIT}]")
+    engine = {"url": "http://h:1", "host": "h", "port": 1, "num_gpus": 1, "disaggregation_bootstrap_port": 2}
+    infos = [engine | {"worker_type": kind, "server_info": {"enable_return_routed_experts": True}} for kind in KINDS]
+    external = {"rollout_external_engine_addrs": ["h:1", "h:2"], "rollout_external_engine_infos": infos}
+    for changes, flag in (
+        ({"prefill_num_servers": 2}, "--prefill-num-servers 2"),
+        ({"sglang_config": str(path)}, f"--sglang-config {path}: model a"),
+        (external | {"fp32": True, "fp16": False}, "--rollout-external-engine-addrs"),
+    ):
+        (problem,) = (
+            text for text in problems("", use_rollout_routing_replay=True, **changes) if "different engines" in text
+        )
+        assert problem.startswith("--use-rollout-routing-replay does not work")
+        assert f"({flag})" in problem
+    path.write_text("sglang: [{name: a, server_groups: [{worker_type: regular, num_gpus: 8}]}]")
+    assert problems("", use_rollout_routing_replay=True, sglang_config=str(path)) == []
+
+
+def test_a_model_of_sixteen_devices_per_engine_does_not_fit_on_a_node(tmp_path: Path):
+    path = tmp_path / "engines.yaml"
+    text = "{worker_type: regular, num_gpus: 16, num_gpus_per_engine: 16}"
+    path.write_text(f"sglang: [{{name: a, server_groups: [{text}]}}]")
+    found = problems("", sglang_config=str(path), rollout_num_gpus=16)
+    assert any("num_gpus_per_engine 16: an engine over several nodes is not supported yet" in text for text in found)
+
+
+def test_engines_that_answer_are_counted_where_the_devices_do_not_say_it(tmp_path: Path):
+    path = tmp_path / "engines.yaml"
+    groups = "{worker_type: regular, num_gpus: 4}, {worker_type: regular, num_gpus: 4, num_gpus_per_engine: 4}"
+    path.write_text(f"sglang: [{{name: a, server_groups: [{groups}]}}]")
+    assert resolved("", sglang_config=str(path)).rollout_num_engines == 5
+    assert resolved("", prefill_num_servers=2).rollout_num_engines == 6
+    planned = resolved("", rollout_external_engine_addrs=["a:1", "b:1"], rollout_num_gpus=None)
+    assert (planned.rollout_num_engines, planned.rollout_num_gpus) == (2, 2)
+    assert not hasattr(resolved(""), "rollout_num_engines")
+
+
+def test_engines_of_others_do_not_take_turns_with_the_trainer():
+    found = problems("", rollout_external_engine_addrs=["a:1"], colocate=True, offload_rollout=True)
+    assert [text.split(" does")[0] for text in found] == ["--colocate", "--offload-rollout"]
+
+
+@pytest.mark.parametrize(("num_ranks", "is_warned"), [(0, False), (2, True)])
+def test_an_engine_on_two_nodes_is_warned_of(tmp_path: Path, num_ranks: int, is_warned: bool):
+    path = tmp_path / "engines.yaml"
+    group = "{worker_type: regular, num_gpus: 8, num_gpus_per_engine: 4}"
+    path.write_text(f"sglang: [{{name: a, server_groups: [{group}]}}]")
+    args = resolved("", sglang_config=str(path), world_size=num_ranks)
+    assert [problem for rule in RULES for problem in rule(args)] == []
+    assert any("engine 1 of model a would stand on two nodes" in str(note) for note in args.notices) is is_warned

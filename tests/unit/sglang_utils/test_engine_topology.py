@@ -64,7 +64,17 @@ def test_widths_paths_and_aliases_are_filled_in(read):
     assert ref.groups == (ServerGroupSpec(WorkerType.REGULAR, 4, 1),)
     assert (ref.model_path, ref.updates_weights, ref.has_pd) == ("/ref", False, False)
     assert topology.num_gpus == 16
-    assert not topology.is_plain
+    places = topology.places("/m")
+    assert [(place.rank, place.first_slot, place.num_gpus) for place in places["actor"]] == [
+        (0, 0, 2),
+        (1, 2, 2),
+        (2, 4, 4),
+        (3, 8, 4),
+    ]
+    assert [(place.rank, place.first_slot) for place in places["ref"]] == [(4, 12), (5, 13), (6, 14), (7, 15)]
+    assert places["actor"][2].overrides == {"mem_fraction_static": 0.7}
+    assert places["ref"][0].overrides == {"model_path": "/ref"}
+    assert actor.num_answering == 2, "those that decode"
     assert "mem-fraction-static is read as mem_fraction_static" in topology.warnings[0]
 
 
@@ -79,6 +89,12 @@ def test_a_model_of_another_path_keeps_its_weights_and_says_so(read):
 def test_a_placeholder_takes_devices_and_has_no_engines(read):
     (model,) = read(group(worker_type="placeholder", num_gpus=3, num_gpus_per_engine=2)).models
     assert (model.groups[0].num_gpus, model.groups[0].num_engines) == (3, 0)
+
+
+def test_the_engines_behind_a_placeholder_stand_on_the_devices_after_it(read):
+    groups = "{worker_type: placeholder, num_gpus: 3}, {worker_type: regular, num_gpus: 2}"
+    topology = read(f"sglang: [{{name: a, server_groups: [{groups}]}}]")
+    assert [(place.rank, place.first_slot) for place in topology.places("/m")["a"]] == [(0, 3), (1, 4)]
 
 
 @pytest.mark.parametrize(
@@ -103,6 +119,10 @@ def test_a_placeholder_takes_devices_and_has_no_engines(read):
         (group(overrides={"context_lenth": 1}), "has no field context_lenth. Did you mean context_length?"),
         (group(overrides={"page_size": "x"}), "overrides: page_size: 'x' is not an integer"),
         (group(overrides={"port": 1}), "overrides: port cannot be set: slime chooses the addresses"),
+        (
+            group(overrides={"disaggregation_mode": "decode"}),
+            "disaggregation_mode cannot be set: it follows from worker",
+        ),
         (group(overrides={"tp_size": 1}), "overrides: tp_size cannot be set: it follows from num_gpus_per_engine"),
         (group(overrides={"stat_loggers": 1}), "overrides: stat_loggers: it has no option"),
         (group(overrides=3), "key overrides: 3 must be a mapping"),
@@ -138,7 +158,6 @@ def args(**changes: Any) -> Namespace:
 
 def test_without_a_file_there_is_one_group_of_regular_engines():
     topology = topology_of(args())
-    assert topology.is_plain
     assert topology.models[0].groups == (ServerGroupSpec(WorkerType.REGULAR, 8, 2),)
     assert topology_of(args(rollout_num_gpus=0)).models[0].groups == ()
 

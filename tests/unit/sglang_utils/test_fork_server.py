@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from slime.backends.sglang_utils import fork_server
 from slime.backends.sglang_utils.fork_server import ForkedServer, ForkServer
 from slime.utils.deadline import Deadline, wait_until
-from slime.utils.errors import EngineError
+from slime.utils.errors import DeadlineExceeded, EngineError
 
 SERVER = """
 import os, sys, time
@@ -158,6 +159,31 @@ def test_the_sockets_directory_goes_with_the_process_or_its_owner(stand_in: Path
         owner.stdin.flush()
     owner.wait(20)
     wait_until(lambda: not path.parent.exists(), Deadline(10, "the directory to go"))
+
+
+def test_a_client_that_gives_up_lets_go_so_that_a_late_server_ends(tmp_path: Path):
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        listener.listen()
+        with pytest.raises(DeadlineExceeded, match="no answer from the preloading process") as given_up:
+            ForkedServer(str(tmp_path / "socket"), [], env={}, log_path=tmp_path / "log", deadline=Deadline(0.1, "x"))
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(5.0)
+            while connection.recv(4096):
+                pass
+        del given_up  # it kept the client: the connection has ended all the same
+
+
+def test_stopping_a_server_again_kills_nobody_who_has_its_number_now(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    serving = fork(server, tmp_path / "log", "serve")
+    serving.stop()
+    killed: list[int] = []
+    monkeypatch.setattr(fork_server, "kill_group", killed.append)
+    serving.stop()
+    assert killed == []
 
 
 def test_no_fork_server_is_a_clear_error(tmp_path: Path):

@@ -8,14 +8,21 @@ from typing import Any
 import pytest
 
 from slime.backends.sglang_utils.server_args import build_argv, server_env
+from slime.backends.sglang_utils.topology import WorkerType
 from slime.utils import accelerator
 
 ADDRESSES = {"host": "127.0.0.1", "port": 1, "nccl_port": 2, "base_gpu_id": 3, "tp_size": 1}
+UNUSED = {
+    "use_rollout_routing_replay": False,
+    "offload_rollout": False,
+    "update_weights_interval": 1,
+    "update_weight_changed_only": False,
+}
 
 
 def argv(*user: str, overrides: dict[str, Any] | None = None, **more: Any) -> list[str]:
     args = Namespace(hf_checkpoint="/m", seed=7, num_gpus_per_node=8, fp32=False, fp16=False, sglang_argv=list(user))
-    vars(args).update({"use_rollout_routing_replay": False, "offload_rollout": False} | more)
+    vars(args).update(UNUSED | more)
     return build_argv(args, rank=2, overrides=overrides, **ADDRESSES)
 
 
@@ -70,11 +77,43 @@ def test_on_a_gpu_an_engine_that_will_be_offloaded_can_release_its_memory():
     assert "--enable-memory-saver" not in argv()
 
 
+def test_weights_that_are_not_sent_again_before_they_serve_are_kept():
+    assert "--enable-weights-cpu-backup" not in argv(offload_rollout=True)
+    assert "--enable-weights-cpu-backup" in argv(offload_rollout=True, update_weights_interval=2)
+    assert "--enable-weights-cpu-backup" not in argv(update_weights_interval=2)
+    assert "--enable-weights-cpu-backup" in argv(offload_rollout=True, update_weight_changed_only=True)
+
+
 def test_without_a_gpu_an_engine_has_one_openmp_thread():
     assert server_env()["OMP_NUM_THREADS"] == "1"
+
+
+def test_without_a_gpu_an_engine_keeps_the_memory_that_a_bucket_of_weights_took(monkeypatch: pytest.MonkeyPatch):
+    bucket = 512 * 1024**2
+    assert min(int(server_env()[name]) for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")) > bucket
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "131072")
+    assert server_env()["MALLOC_MMAP_THRESHOLD_"] == "131072"
 
 
 def test_the_environment_of_the_actor_beats_slimes(monkeypatch: pytest.MonkeyPatch):
     assert server_env()["SGLANG_JIT_DEEPGEMM_FAST_WARMUP"] == "true"
     monkeypatch.setenv("SGLANG_JIT_DEEPGEMM_FAST_WARMUP", "false")
     assert server_env()["SGLANG_JIT_DEEPGEMM_FAST_WARMUP"] == "false"
+
+
+def of_kind(worker_type: WorkerType, *user: str, **more: Any) -> list[str]:
+    args = Namespace(hf_checkpoint="/m", seed=7, num_gpus_per_node=8, fp32=False, fp16=False, sglang_argv=list(user))
+    vars(args).update(UNUSED)
+    return build_argv(args, rank=0, worker_type=worker_type, **ADDRESSES, **more)
+
+
+def test_prefill_and_decode_engines_know_their_part():
+    prefill = of_kind(WorkerType.PREFILL, "--enable-hierarchical-cache", bootstrap_port=9000)
+    assert value(prefill, "--disaggregation-mode") == "prefill"
+    assert value(prefill, "--disaggregation-bootstrap-port") == "9000"
+    assert value(prefill, "--load-balance-method") == "follow_bootstrap_room"
+    assert "--enable-hierarchical-cache" in prefill
+    decode = of_kind(WorkerType.DECODE, "--enable-hierarchical-cache")
+    assert value(decode, "--disaggregation-mode") == "decode"
+    assert not {"--disaggregation-bootstrap-port", "--enable-hierarchical-cache"} & set(decode)
+    assert "--disaggregation-mode" not in of_kind(WorkerType.REGULAR)

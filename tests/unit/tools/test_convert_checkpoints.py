@@ -52,7 +52,7 @@ def test_a_checkpoint_converted_there_and_back_is_the_same_bit_for_bit(hf: Path,
     assert back.returncode == 0, back.stderr
     weight_map = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())["weight_map"]
     assert len(set(weight_map.values())) > 1
-    from slime.backends.megatron_utils.hf_files import TensorReader
+    from slime.backends.training.hf_files import TensorReader
 
     reader, saved = TensorReader(tmp_path / "back", ""), saved_tensors(hf)
     assert reader.names == saved.keys()

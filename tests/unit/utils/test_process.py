@@ -65,6 +65,19 @@ def test_stop_ends_the_whole_group(tmp_path: Path):
     assert group_is_gone(process.pid, within_s=1.0)
 
 
+def test_stopping_again_leaves_alone_what_has_its_descriptor_now(tmp_path: Path):
+    process = GuardedProcess([sys.executable, "-c", "pass"], log_path=tmp_path / "log")
+    descriptor = process._guard
+    process.stop()
+    other = os.open(os.devnull, os.O_RDONLY)
+    if other != descriptor:
+        os.dup2(other, descriptor)
+        os.close(other)
+    process.stop()
+    os.fstat(descriptor)
+    os.close(descriptor)
+
+
 def test_the_log_tail_shows_the_last_lines(tmp_path: Path):
     log = tmp_path / "log"
     log.write_text("\n".join(map(str, range(100))))

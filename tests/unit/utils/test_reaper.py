@@ -10,7 +10,16 @@ import time
 
 import psutil
 
+from slime.utils.reaper import SharedMemory
+
 SLEEP = "import time; time.sleep(100)"
+HOLD = """
+import mmap, sys, time
+files = [open(path, "r+b") for path in sys.argv[1:]]
+held = [mmap.mmap(file.fileno(), 0) for file in files]
+print("mapped", flush=True)
+time.sleep(100)
+"""
 DRIVER = f"""
 import subprocess, sys, time
 from slime.utils.reaper import start_reaper
@@ -42,3 +51,20 @@ def test_descendants_of_a_killed_driver_are_ended_and_others_are_not():
         driver.kill()
         bystander.kill()
         bystander.wait()
+
+
+def test_shared_memory_of_the_run_is_removed_and_that_of_others_is_not(tmp_path):
+    (tmp_path / "before").write_bytes(b"x" * 4096)
+    memory = SharedMemory(tmp_path)
+    for name in ("ours", "theirs"):
+        (tmp_path / name).write_bytes(b"x" * 4096)
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / "before", tmp_path / "ours"], stdout=-1)
+    try:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        memory.look([psutil.Process(holder.pid)])
+    finally:
+        holder.kill()
+        holder.wait()
+    memory.remove()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["before", "theirs"]

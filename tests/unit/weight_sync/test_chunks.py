@@ -38,6 +38,12 @@ def test_a_chunk_is_as_large_as_asked_for_at_most_and_a_larger_unit_travels_alon
         assert chunk.num_bytes <= max_bytes
 
 
-def test_a_chunk_holds_one_dtype() -> None:
-    weights = [("a", torch.zeros(1)), ("b", torch.zeros(1, dtype=torch.bfloat16)), ("c", torch.zeros(1))]
-    assert [[name for name, _ in chunk.tensors] for chunk in into_chunks(weights, 1000)] == [["a"], ["b"], ["c"]]
+def test_every_tensor_of_a_chunk_of_several_dtypes_starts_at_a_multiple_of_its_element_size() -> None:
+    dtypes = {"a": torch.float8_e4m3fn, "b": torch.float32, "c": torch.bfloat16, "d": torch.float64, "e": torch.float32}
+    (chunk,) = into_chunks([(name, torch.ones(3).to(dtype)) for name, dtype in dtypes.items()], 1000)
+    assert [name for name, _ in chunk.tensors] == ["d", "b", "e", "c", "a"]
+    flat, begin = chunk.flatten(), 0
+    for name, tensor in chunk.tensors:
+        part = flat[begin : begin + tensor.nbytes].view(dtypes[name])  # refuses an offset that is not aligned
+        assert part.float().tolist() == [1.0, 1.0, 1.0]
+        begin += tensor.nbytes

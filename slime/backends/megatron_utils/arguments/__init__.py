@@ -16,7 +16,7 @@ from slime.backends.megatron_utils.arguments.model import (
 )
 from slime.backends.megatron_utils.arguments.other import other_flags as other_flags
 from slime.backends.megatron_utils.arguments.runtime import RuntimeArgs
-from slime.backends.megatron_utils.arguments.training import (
+from slime.backends.training.arguments import (
     CheckpointArgs,
     OptimizerArgs,
     ParallelArgs,

@@ -7,18 +7,15 @@ must agree with it where it is given.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-__all__ = ["ExpertArgs", "LatentAttentionArgs", "ModelArgs", "PositionArgs", "PredictionArgs", "flag"]
+from slime.backends.training.arguments import flag
+
+__all__ = ["ExpertArgs", "LatentAttentionArgs", "ModelArgs", "PositionArgs", "PredictionArgs"]
 
 _NO_FUSION = "fused kernels are not used"
 _NO_DISPATCHER = "tokens reach the experts by all-to-all over the process group"
 _NO_DROPS = "no token is ever dropped"
-
-
-def flag(default: Any, help_text: str, **metadata: Any) -> Any:
-    """A field that is a flag; ``metadata`` as in ``slime.config.groups``."""
-    return field(default=default, metadata={"help": help_text, **metadata})
 
 
 @dataclass(frozen=True)

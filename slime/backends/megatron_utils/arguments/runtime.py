@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime.backends.megatron_utils.arguments.model import flag
+from slime.backends.training.arguments import flag
 
 __all__ = ["RuntimeArgs"]
 

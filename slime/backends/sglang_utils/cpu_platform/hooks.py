@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from slime.utils import accelerator
@@ -23,6 +24,17 @@ def register() -> None:
     HookRegistry.register(
         "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine", _nap, HookType.AFTER
     )
+    HookRegistry.register(
+        "sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.create",
+        _create_memory_saver,
+        HookType.AROUND,
+    )
+
+
+def _create_memory_saver(original: Callable[..., Any], enable: bool) -> Any:
+    from slime.backends.sglang_utils.cpu_platform.memory_saver import create  # SGLang is imported by now
+
+    return create(original, enable)
 
 
 def _nap(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,125 @@
+"""How fast the run board answers on a run of 200 rollouts with 256 samples each, and its picture for the docs.
+
+    python benchmarks/board.py [--rollouts 200] [--samples 256] [--picture docs/images/board.png]
+
+Prints the size of the page, the time of each question the page asks, and the time until the overview is drawn in a
+headless Chromium where one is installed. Bound: the first paint takes less than a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import uvicorn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.browser import find_chromium, picture_of, seconds_until_painted
+from benchmarks.made_run import make_run
+from slime.board.run_data import RunData
+from slime.board.server import make_app
+from tools.make_tiny_task import make_tiny_task
+
+BOUND_S = 1.0
+PAGE_FILES = (
+    "",
+    "static/style.css",
+    "static/icon.svg",
+    *(f"static/{n}.js" for n in ("app", "charts", "curves", "dom")),
+)
+PAGE_FILES += ("static/samples.js", "static/sample.js")
+
+
+@contextmanager
+def serving(run: Path) -> Iterator[str]:
+    """The board of a run on a free port of loopback."""
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        port = place.getsockname()[1]
+    server = uvicorn.Server(uvicorn.Config(make_app(RunData(run)), port=port, log_level="warning", lifespan="off"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 10
+    while not server.started and time.monotonic() < deadline:
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+def ask(client: httpx.Client, path: str) -> tuple[float, int]:
+    """(seconds, bytes on the wire) of a question."""
+    started = time.perf_counter()
+    reply = client.get(path)
+    reply.raise_for_status()
+    return time.perf_counter() - started, reply.num_bytes_downloaded
+
+
+def measure(url: str, num_rollouts: int) -> None:
+    last = num_rollouts - 1
+    questions = {
+        "run": "/api/run",
+        "curves, first time": "/api/metrics",
+        "curves": "/api/metrics",
+        "samples of the last rollout": f"/api/samples?rollout={last}",
+        "samples of all rollouts, first time": "/api/samples?min_reward=1&status=completed&order=response_length",
+        "samples of all rollouts, filtered": "/api/samples?min_reward=1&status=completed&order=response_length",
+        "samples of all rollouts, text": "/api/samples?text=85&descending=true&order=reward",
+        "one sample": f"/api/sample?kind=rollout&rollout={last}&position=17",
+    }
+    with httpx.Client(base_url=url, timeout=60.0) as client:
+        print(
+            f"page: {sum(ask(client, '/' + name)[1] for name in PAGE_FILES) / 1024:.0f} KiB in {len(PAGE_FILES)} files"
+        )
+        for what, path in questions.items():
+            seconds, size = ask(client, path)
+            print(f"{what:<38} {seconds * 1000:8.1f} ms {size / 1024:8.1f} KiB")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rollouts", type=int, default=200)
+    parser.add_argument("--samples", type=int, default=256)
+    parser.add_argument("--picture", type=Path, help="also take a picture of the overview and one of a sample")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        task = make_tiny_task(Path(folder) / "task")
+        started = time.perf_counter()
+        run = make_run(
+            Path(folder) / "arithmetic",
+            num_rollouts=options.rollouts,
+            num_samples=options.samples,
+            hf_checkpoint=Path(task.model),
+        )
+        size = sum(path.stat().st_size for path in run.rglob("*") if path.is_file())
+        seconds = time.perf_counter() - started
+        print(f"{options.rollouts} x {options.samples} samples, {size / 2**20:.0f} MiB, made in {seconds:.0f} s")
+        with serving(run) as url:
+            measure(url, options.rollouts)
+            if find_chromium() is None:
+                print("first paint: not measured, there is no chromium")
+                return 0
+            paint = statistics.median(seconds_until_painted(url) for _ in range(3))
+            print(f"first paint: {paint:.2f} s, bound {BOUND_S:g} s")
+            if options.picture:
+                sample = options.picture.with_stem(options.picture.stem + "_sample")
+                picture_of(url, options.picture, (1440, 1010))
+                picture_of(f"{url}/#sample/rollout/{options.rollouts - 1}/17", sample, (1440, 800))
+                print(f"pictures: {options.picture}, {sample}")
+    return int(paint >= BOUND_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""How long new weights take to reach an engine, by each way, beside a raw broadcast of the same bytes.
+
+    python benchmarks/weight_sync.py
+
+One real engine with a random model of about 100 million parameters. In every round each way is measured once, so that
+whatever else the machine does meets all of them; the table shows medians and their ratios. A sync is all of it: pause,
+send, load, flush, verify the version, continue.
+
+Two rows are measured beside them, between two processes that do nothing else. The raw broadcast is one collective per
+bucket into memory that is there. Its receiver with a copy is the least that an engine can do which receives and then
+loads, as SGLang does: the same collectives, and one copy of every tensor to where the model has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from slime.backends.protocols import EngineInfo, NamedTensor
+from slime.backends.sglang_utils.fork_server import ForkServer
+from slime.backends.sglang_utils.server_args import server_env
+from slime.backends.training.hf_files import write_hf_directory
+from slime.utils import accelerator
+from slime.utils.distributed_utils import destroy_group, join_group
+from slime.utils.net import free_port
+from slime.weight_sync.chunks import into_chunks
+from slime.weight_sync.ranks import ALONE
+from slime.weight_sync.send_delta import DeltaUpdater
+from slime.weight_sync.send_disk import DiskSettings, DiskUpdater
+from slime.weight_sync.session import WeightUpdate
+from slime.weight_sync.updater import Updater, WeightUpdater
+from tests.e2e.engines import HostFleet, make_engine
+from tools.make_tiny_task import make_tiny_task
+
+_TIMEOUT_S = 300.0
+_HOST = "127.0.0.1"
+
+
+class Weights:
+    """Stands for the trainer: the tensors of a checkpoint, of which a share of all bytes changes with each step."""
+
+    def __init__(self, model: Path) -> None:
+        from safetensors.torch import load_file
+
+        files = sorted(model.glob("*.safetensors"))
+        self._model = str(model)
+        self._tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        self._generator = torch.Generator().manual_seed(1)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    def change(self, share: float) -> None:
+        """Change ``share`` of the bytes: the lowest byte of values all over every tensor, as small steps do."""
+        for tensor in self._tensors.values():
+            data = tensor.view(-1).view(torch.uint8)
+            count = int(data.numel() * share)
+            where = torch.randint(0, tensor.numel(), (count,), generator=self._generator) * tensor.element_size()
+            data[where] += 1
+
+    def export_weights(self, bucket_bytes: int = 0) -> Iterator[NamedTensor]:
+        yield from self._tensors.items()
+
+    def save_hf(self, path: str) -> None:
+        write_hf_directory(self.export_weights(), self._model, path)
+
+
+class Broadcast:
+    """Another process that receives the same buckets over the same backend.
+
+    Args:
+        copies: it copies what it has received to another place, and does nothing else with it either way.
+    """
+
+    def __init__(self, sizes: list[int], *, copies: bool) -> None:
+        self._buckets = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+        port = free_port()
+        command = [sys.executable, __file__, "--receive", json.dumps(sizes), "--port", str(port)]
+        command += ["--copies"] if copies else []
+        self._receiver = subprocess.Popen(command, stdin=subprocess.PIPE)
+        self._group = _join(port, rank=0)
+
+    def run(self) -> None:
+        assert self._receiver.stdin is not None
+        self._receiver.stdin.write(b"\n")
+        self._receiver.stdin.flush()
+        dist.barrier(self._group)
+        started = time.perf_counter()
+        for bucket in self._buckets:
+            dist.broadcast(bucket, src=0, group=self._group)
+        dist.barrier(self._group)
+        self.seconds = time.perf_counter() - started
+
+    def close(self) -> None:
+        assert self._receiver.stdin is not None
+        self._receiver.stdin.close()
+        destroy_group(self._group)
+        self._receiver.wait(30)
+
+
+def _join(port: int, rank: int) -> Any:
+    backend = accelerator.current().communication_backend
+    name = f"raw-{port}"
+    return join_group(_HOST, port, rank=rank, world_size=2, group_name=name, backend=backend, timeout_s=_TIMEOUT_S)
+
+
+def receive(sizes: list[int], port: int, *, copies: bool) -> None:
+    """Body of the other process: one round per line on stdin."""
+    torch.set_num_threads(1)
+    group = _join(port, rank=1)
+    buckets = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    model = [bucket.clone() for bucket in buckets]
+    for _ in sys.stdin:
+        dist.barrier(group)
+        for bucket, part in zip(buckets, model, strict=True):
+            dist.broadcast(bucket, src=0, group=group)
+            if copies:
+                part.copy_(bucket)
+        dist.barrier(group)
+    destroy_group(group)
+
+
+def make_model(root: Path, layers: int) -> Path:
+    """A random Qwen3 of about 100 million parameters at 12 layers."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    task = make_tiny_task(root / "task")
+    config = Qwen3Config(
+        hidden_size=768,
+        intermediate_size=2304,
+        num_hidden_layers=layers,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        head_dim=64,
+        vocab_size=24576,
+        tie_word_embeddings=True,
+    )
+    model = root / "model"
+    Qwen3ForCausalLM(config).save_pretrained(model)
+    for file in Path(task.model).iterdir():
+        if file.suffix != ".safetensors" and not (model / file.name).exists():
+            (model / file.name).write_bytes(file.read_bytes())
+    return model
+
+
+def measure(options: argparse.Namespace, root: Path) -> dict[str, list[float]]:
+    """Way -> seconds, one per round."""
+    model = make_model(root, options.layers)
+    weights = Weights(model)
+    preloaded = ForkServer(root / "fork_server.log", server_env())
+    engine = make_engine(Namespace(model=str(model)), preloaded, root / "engine.log")
+    sizes = [chunk.num_bytes for chunk in into_chunks(weights.export_weights(), options.buffer_size)]
+    bare = {"raw broadcast": Broadcast(sizes, copies=False), "and a copy": Broadcast(sizes, copies=True)}
+    far = HostFleet([engine])
+    near = HostFleet([engine], [EngineInfo(engine.url, 1, first_slot=0)])
+    memory = {"address": _HOST, "timeout_s": _TIMEOUT_S}
+    shared = DiskSettings(root / "full")
+    local = DiskSettings(root / "delta", root / "local")
+    ways: dict[str, tuple[HostFleet, Updater]] = {
+        "distributed": (far, WeightUpdater(ALONE, shares_devices=False, **memory)),
+        "tensor": (near, WeightUpdater(ALONE, shares_devices=True, **memory)),
+        "disk, full": (far, DiskUpdater(ALONE, shared)),
+        "disk, delta": (far, DeltaUpdater(ALONE, local, encoding=options.encoding)),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in (*bare, *ways)}
+    try:
+        engine.start()
+        print(f"{weights.num_bytes / 4e6:.0f} M parameters, {weights.num_bytes / 1e6:.0f} MB, {len(sizes)} buckets")
+        for number in range(options.rounds + 1):  # the first round makes connections and the delta's base
+            weights.change(options.share)
+            for name, broadcast in bare.items():
+                broadcast.run()
+                seconds[name].append(broadcast.seconds)
+            for name, (fleet, updater) in ways.items():
+                update = WeightUpdate(str(number), max_chunk_bytes=options.buffer_size, timeout_s=_TIMEOUT_S)
+                started = time.perf_counter()
+                updater.update(fleet, weights, update)
+                seconds[name].append(time.perf_counter() - started)
+            print("  ".join(f"{name} {taken[-1]:.3f}" for name, taken in seconds.items()), flush=True)
+    finally:
+        engine.stop()
+        preloaded.stop()
+        for broadcast in bare.values():
+            broadcast.close()
+    return {name: taken[1:] for name, taken in seconds.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--share", type=float, default=0.01, help="of all bytes, changed before each round")
+    parser.add_argument("--buffer-size", type=int, default=512 * 1024**2, help="as --update-weight-buffer-size")
+    parser.add_argument("--encoding", choices=("xor", "overwrite"), default="xor")
+    parser.add_argument("--receive", help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--copies", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.receive is not None:
+        receive(json.loads(options.receive), options.port, copies=options.copies)
+        return
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        seconds = measure(options, Path(folder))
+    medians = {name: statistics.median(taken) for name, taken in seconds.items()}
+    print("| way | median s | best s | ÷ raw broadcast | ÷ that and a copy | ÷ disk, full |")
+    print("|---|---|---|---|---|---|")
+    for name, taken in medians.items():
+        ratios = [taken / medians[other] for other in ("raw broadcast", "and a copy", "disk, full")]
+        print(
+            " | ".join([f"| {name}", f"{taken:.3f}", f"{min(seconds[name]):.3f}", *(f"{r:.2f}" for r in ratios)]), "|"
+        )
+
+
+if __name__ == "__main__":
+    main()

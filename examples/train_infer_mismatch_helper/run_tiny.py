@@ -1,0 +1,44 @@
+"""Corrections of the gap between trainer and engine on one machine without a GPU, in about a minute.
+
+    python examples/train_infer_mismatch_helper/run_tiny.py --output outputs/mismatch
+
+1. "copy 47", and a model that has learnt it from a teacher who is wrong half of the time.
+2. GRPO by weights that are older than the trainer's (``train_async.py``), corrected by ``mis.py``; its metrics say how
+   large the gap was and what was done about it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from examples.tiny.copying import warm_started, write_questions
+from examples.tiny.recipe import GRPO, ROOT, options, read_metrics, run_train, series
+
+HERE = Path(__file__).parent
+
+
+def main() -> None:
+    output = options(__doc__, "mismatch").output
+    shutil.copy(HERE / "mis.yaml", output)
+    flags = [
+        *("--hf-checkpoint", warm_started(output), "--prompt-data"),
+        *(write_questions(output / "train.jsonl", 256, seed=2), *GRPO, "--num-rollout", 8),
+        *("--rollout-max-response-len", 4, "--custom-rm-path", f"{ROOT}/examples/custom_reward/custom_rm.py"),
+        *("--use-tis", "--custom-tis-function-path", f"{HERE / 'mis.py'}:compute_mis_weights_with_cp"),
+        *("--custom-config-path", output / "mis.yaml", "--async-buffer-size", 2),
+        *("--output-dir", output, "--experiment-name", "grpo"),
+    ]
+    run_train("asynchronous GRPO with importance weights and rejection", flags, output, script="train_async.py")
+    records = read_metrics(output, "grpo")
+    rewards = series(records, "rollout/raw_reward")
+    print(f"\nreward of a response: {rewards[0]:.2f} in the first rollout, {rewards[-1]:.2f} in the last")
+    for name in sorted({name for record in records for name in record if name.startswith("train/mis_")}):
+        print(f"{name}: {series(records, name)[-1]:.4g}")
+
+
+if __name__ == "__main__":
+    main()

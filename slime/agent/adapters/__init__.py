@@ -1,0 +1,6 @@
+"""Wire protocols that agents speak: OpenAI chat completions and Anthropic messages."""
+
+from slime.agent.adapters.anthropic import AnthropicAdapter
+from slime.agent.adapters.openai import OpenAIAdapter
+
+__all__ = ["AnthropicAdapter", "OpenAIAdapter"]

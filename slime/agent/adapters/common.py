@@ -1,0 +1,352 @@
+"""What every wire protocol shares: sessions, the way of a turn to the engine and back, and its record.
+
+    request -> session -> messages -> token ids -> engine -> text, tool calls -> answer sent -> turn recorded
+
+    who waits for whom: a client waits for the engine (``request_timeout_s``); ``finish_session`` waits for turns that
+    are under way (``wait_timeout``), then cancels them.
+
+A subclass translates: see the hooks of :class:`BaseAdapter`. The engine may be a server or the router. Where an
+engine aborts a request (weights change, the rollout ends) the answer is 503, and the turn is not recorded: what was cut
+off must not look like the end of a message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from aiohttp import web
+
+from slime.agent.adapters.content import flatten_content, manager_finish_reason, tool_call_dict
+from slime.agent.adapters.generation import DEFAULT_SID, EngineAborted, Session, call_sglang_generate
+from slime.agent.adapters.wire import error_reply, health, sid_from_bearer, sid_from_body
+from slime.agent.parsing import ParsedModelOutput, parse_model_output
+from slime.agent.trajectory import Message, RewardSplit, TrajectoryManager, TurnRecord
+from slime.data.sample import Sample
+from slime.utils.errors import EngineError
+from slime.utils.http_utils import close_http_client
+
+__all__ = [
+    "BaseAdapter",
+    "EngineAborted",
+    "Reply",
+    "Session",
+    "TurnRecord",
+    "call_sglang_generate",
+    "flatten_content",
+    "manager_finish_reason",
+    "sid_from_bearer",
+    "sid_from_body",
+    "tool_call_dict",
+]
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 << 20
+DEFAULT_REQUEST_TIMEOUT_S = 900.0
+MAX_IDLE_S = 6 * 3600.0
+_CANCEL_TIMEOUT_S = 5.0
+_MAX_CLOSED = 100_000
+
+DebugCallback = Callable[[str, list[Message], list[dict[str, Any]] | None, Message, TurnRecord], None]
+
+
+@dataclass
+class Reply:
+    """A turn's reply in both worlds: the message as the client will send it back, and what goes over the wire."""
+
+    manager_message: Message
+    finish_reason: str
+    wire: Any
+
+
+class _Closed(OrderedDict[str, None]):
+    """The ids of closed sessions; the oldest are forgotten beyond ``_MAX_CLOSED``."""
+
+    def add(self, sid: str) -> None:
+        self[sid] = None
+        if len(self) > _MAX_CLOSED:
+            self.popitem(last=False)
+
+    def discard(self, sid: str) -> None:
+        self.pop(sid, None)
+
+
+class BaseAdapter:
+    """An HTTP application for agents, and their sessions.
+
+    Args:
+        tokenizer: of the served model.
+        sglang_url: ``http://host:port`` of an engine or router.
+        tool_parser, reasoning_parser: names of SGLang's parsers; None: the XML form and ``</think>``.
+        max_turns_per_sid: further turns are answered with 429.
+        fork_threshold_tokens, reward_split, args: see :class:`TrajectoryManager`.
+        debug_callback: ``(sid, messages, tools, manager_message, turn)``, after every answered turn.
+        client_sampling: whether clients may set temperature, top_p and top_k. Off: what they send is ignored, because
+            samples drawn otherwise than the rollout says make training off-policy.
+        needs_session: whether sessions must be opened first. Off: a turn with an unknown id opens one.
+        request_timeout_s: seconds for the engine's reply.
+        request_options: added to the body of every ``/generate``, such as ``{"return_routed_experts": True}``.
+    """
+
+    logger: ClassVar[logging.Logger] = logger
+    log_prefix: ClassVar[str] = "adapter"
+    max_token_keys: ClassVar[tuple[str, ...]] = ()
+    stop_keys: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        *,
+        tokenizer: Any,
+        sglang_url: str,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        max_turns_per_sid: int | None = None,
+        fork_threshold_tokens: int | None = None,
+        debug_callback: DebugCallback | None = None,
+        reward_split: RewardSplit = "full",
+        args: Any = None,
+        client_sampling: bool = False,
+        needs_session: bool = False,
+        request_timeout_s: float = DEFAULT_REQUEST_TIMEOUT_S,
+        request_options: dict[str, Any] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.sglang_url = sglang_url.rstrip("/")
+        self.tool_parser = tool_parser
+        self.reasoning_parser = reasoning_parser
+        self.max_turns_per_sid = max_turns_per_sid
+        self.debug_callback = debug_callback
+        self.client_sampling = client_sampling
+        self.needs_session = needs_session
+        self.request_timeout_s = request_timeout_s
+        self.request_options = dict(request_options or {})
+        self.manager = TrajectoryManager(
+            fork_threshold_tokens=fork_threshold_tokens, reward_split=reward_split, args=args
+        )
+        self.store: dict[str, Session] = {}
+        self.inflight: dict[str, set[asyncio.Task[Any]]] = {}
+        self.closed = _Closed()
+        self._num_accepted: dict[str, int] = {}
+        self._ignored_keys: set[str] = set()
+        self.app = web.Application(client_max_size=MAX_BODY_BYTES)
+        self.app.router.add_get("/healthz", health)
+        self.app.router.add_get("/v1/models", health)
+        self.app.cleanup_ctx.append(_http_clients)
+        self._register_routes(self.app)
+
+    # --- what a protocol says about itself ---------------------------------------------------------------------------
+
+    def _register_routes(self, app: web.Application) -> None:
+        """Add the routes of the protocol; turns are answered by :meth:`_run_turn`."""
+        raise NotImplementedError
+
+    def _session_id(self, request: web.Request, body: dict[str, Any]) -> str:
+        return sid_from_bearer(request) or sid_from_body(body) or DEFAULT_SID
+
+    def _preprocess_body(self, body: dict[str, Any]) -> None:
+        """Change a request's body in place before anything reads it."""
+
+    def _translate(self, body: dict[str, Any]) -> tuple[list[Message], list[dict[str, Any]] | None]:
+        """(messages for the chat template, tools or None). ValueError: the request is wrong (400)."""
+        raise NotImplementedError
+
+    def _build_reply(
+        self,
+        parsed: ParsedModelOutput,
+        raw_finish: str,
+        translated: list[Message],
+        tools_schema: list[dict[str, Any]] | None,
+    ) -> Reply:
+        raise NotImplementedError
+
+    async def _respond(
+        self, request: web.Request, body: dict[str, Any], reply: Reply, in_tok: int, out_tok: int, stream: bool
+    ) -> web.StreamResponse:
+        """Send the answer completely, with the functions of ``wire``."""
+        raise NotImplementedError
+
+    # --- sessions ----------------------------------------------------------------------------------------------------
+
+    def open_session(
+        self, sid: str, *, sampling_defaults: dict[str, Any] | None = None, max_context_tokens: int = 0
+    ) -> None:
+        """Accept turns under ``sid``. The id is the client's only credential: make it hard to guess.
+
+        Raises:
+            ValueError: there is such a session.
+        """
+        if sid in self.store:
+            raise ValueError(f"session {sid!r} is open already")
+        self.closed.discard(sid)
+        self._enter(sid, Session(dict(sampling_defaults or {}), max_context_tokens))
+
+    def _enter(self, sid: str, session: Session) -> None:
+        for idle in self.manager.drop_idle(MAX_IDLE_S):
+            self._forget(idle)
+        self.store[sid] = session
+
+    async def shutdown_session(self, sid: str, *, wait_timeout: float = 5.0) -> None:
+        """Refuse further turns; wait for those under way, then cancel them. May be called from any event loop."""
+        self.closed.add(sid)
+        tasks = [task for task in self.inflight.get(sid, ()) if not task.done()]
+        if not tasks:
+            return
+        loop = tasks[0].get_loop()
+        if loop is asyncio.get_running_loop():
+            await _wait_then_cancel(tasks, wait_timeout)
+        else:
+            future = asyncio.run_coroutine_threadsafe(_wait_then_cancel(tasks, wait_timeout), loop)
+            await asyncio.wrap_future(future)
+
+    async def finish_session(
+        self,
+        sid: str,
+        *,
+        base_sample: Sample,
+        reward: Any = 0.0,
+        extra_metadata: dict[str, Any] | None = None,
+        wait_timeout: float = 5.0,
+    ) -> list[Sample]:
+        """End a session; its samples, with decoded responses. [] when there are none, or when called again."""
+        await self.shutdown_session(sid, wait_timeout=wait_timeout)
+        session = self.store.get(sid, Session())
+        samples = self.manager.get_trajectory(
+            sid,
+            base_sample=base_sample,
+            reward=reward,
+            extra_metadata=extra_metadata,
+            max_sample_tokens=session.max_context_tokens,
+        )
+        self._forget(sid)
+        for sample in samples:
+            ids = sample.tokens[len(sample.tokens) - sample.response_length :]
+            sample.response = self.tokenizer.decode(ids, skip_special_tokens=False)
+        return samples
+
+    async def drop_session(self, sid: str, *, wait_timeout: float = 5.0) -> None:
+        """End a session and forget what it did."""
+        await self.shutdown_session(sid, wait_timeout=wait_timeout)
+        self._forget(sid)
+
+    def _forget(self, sid: str) -> None:
+        self.manager.drop_session(sid)
+        self.store.pop(sid, None)
+        self._num_accepted.pop(sid, None)
+
+    # --- one turn ----------------------------------------------------------------------------------------------------
+
+    async def _run_turn(self, request: web.Request) -> web.StreamResponse:
+        try:
+            body = await request.json()
+            if not isinstance(body, dict):
+                raise ValueError("the body must be a JSON object")
+            self._preprocess_body(body)
+            sid = self._session_id(request, body)
+            refusal = self._refusal(sid)
+            if refusal is not None:
+                return refusal
+            messages, tools = self._translate(body)
+        except ValueError as error:  # json.JSONDecodeError is one
+            return error_reply(400, "invalid_request_error", str(error))
+        self._num_accepted[sid] = self._num_accepted.get(sid, 0) + 1
+        if sid not in self.store:
+            self._enter(sid, Session())
+        session = self.store[sid]
+        task = asyncio.current_task()
+        assert task is not None
+        self.inflight.setdefault(sid, set()).add(task)
+        try:
+            return await self._answer(request, body, sid, session, messages, tools)
+        except EngineAborted as error:
+            return error_reply(503, "overloaded_error", str(error))
+        except (EngineError, TimeoutError) as error:
+            self.logger.warning("%s %s: %s", self.log_prefix, sid, error)
+            return error_reply(502, "api_error", str(error))
+        finally:
+            running = self.inflight[sid]
+            running.discard(task)
+            if not running:
+                del self.inflight[sid]
+
+    def _refusal(self, sid: str) -> web.Response | None:
+        if sid in self.closed:
+            return error_reply(503, "overloaded_error", "session closed")
+        if self.needs_session and sid not in self.store:
+            return error_reply(401, "authentication_error", "there is no such session")
+        if self.max_turns_per_sid is not None and self._num_accepted.get(sid, 0) >= self.max_turns_per_sid:
+            return error_reply(429, "rate_limit_error", f"the session has had its {self.max_turns_per_sid} turns")
+        return None
+
+    async def _answer(
+        self,
+        request: web.Request,
+        body: dict[str, Any],
+        sid: str,
+        session: Session,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None,
+    ) -> web.StreamResponse:
+        prompt_ids = _render_token_ids(self.tokenizer, messages, tools)
+        turn = await call_sglang_generate(prompt_ids, session, body, adapter=self, session_id=sid)
+        text = self.tokenizer.decode(turn.output_ids, skip_special_tokens=False)
+        parsed = parse_model_output(
+            _without_end(text, self.tokenizer),
+            tools_schema=tools,
+            tool_parser_name=self.tool_parser,
+            reasoning_parser_name=self.reasoning_parser,
+        )
+        turn = replace(turn, ill_formed=parsed.ill_formed)
+        reply = self._build_reply(parsed, turn.finish_reason, messages, tools)
+        stream = body.get("stream") is True or "text/event-stream" in request.headers.get("Accept", "")
+        try:
+            response = await self._respond(request, body, reply, len(prompt_ids), len(turn.output_ids), stream)
+        except ConnectionError:
+            return web.Response(status=499)  # nobody has read the reply: the turn did not happen
+        if self.debug_callback is not None:
+            self.debug_callback(sid, messages, tools, reply.manager_message, turn)
+        self.manager.record_turn(
+            sid,
+            turn=turn,
+            prompt_messages=messages,
+            response_message=reply.manager_message,
+            metadata={"sid": sid},
+        )
+        return response
+
+    def note_ignored(self, key: str) -> None:
+        """Say once that a client's sampling parameter has no effect."""
+        if key not in self._ignored_keys:
+            self._ignored_keys.add(key)
+            self.logger.warning(
+                "%s: clients set %s, which is ignored: samples must be drawn as the rollout says", self.log_prefix, key
+            )
+
+
+async def _wait_then_cancel(tasks: list[asyncio.Task[Any]], wait_timeout: float) -> None:
+    _, running = await asyncio.wait(tasks, timeout=wait_timeout)
+    for task in running:
+        task.cancel()
+    if running:
+        await asyncio.wait(running, timeout=_CANCEL_TIMEOUT_S)
+
+
+async def _http_clients(app: web.Application) -> AsyncIterator[None]:
+    yield
+    await close_http_client()
+
+
+def _render_token_ids(tokenizer: Any, messages: list[Message], tools: list[dict[str, Any]] | None) -> list[int]:
+    rendered = tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, add_generation_prompt=True)
+    ids = rendered["input_ids"] if hasattr(rendered, "keys") else rendered
+    return [int(token) for token in ids]
+
+
+def _without_end(text: str, tokenizer: Any) -> str:
+    """The end token is part of the sample and not of the message."""
+    end = getattr(tokenizer, "eos_token", None)
+    return text.removesuffix(end) if end else text

@@ -1,0 +1,55 @@
+"""What travels between an adapter and its clients, whatever the protocol: replies, errors, session ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from aiohttp import web
+
+__all__ = ["dumps", "error_reply", "health", "send_events", "send_json", "sid_from_bearer", "sid_from_body"]
+
+
+async def health(request: web.Request) -> web.Response:
+    return web.json_response({"ok": True})
+
+
+def error_reply(status: int, kind: str, message: str) -> web.Response:
+    return web.json_response({"error": {"type": kind, "message": message}}, status=status)
+
+
+async def send_json(request: web.Request, payload: Any) -> web.StreamResponse:
+    """Send ``payload`` now, rather than when the handler returns."""
+    response = web.json_response(payload)
+    await response.prepare(request)
+    await response.write_eof()
+    return response
+
+
+async def send_events(request: web.Request, events: Iterable[str]) -> web.StreamResponse:
+    """Send server-sent events, each ready for the wire."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    for event in events:
+        await response.write(event.encode())
+    await response.write_eof()
+    return response
+
+
+def sid_from_bearer(request: web.Request) -> str:
+    """The token of ``Authorization: Bearer``; "" without one."""
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+def sid_from_body(body: dict[str, Any]) -> str:
+    """``metadata.session_id``, else ``user``, else ""."""
+    metadata = body.get("metadata")
+    named = metadata.get("session_id") if isinstance(metadata, dict) else None
+    return str(named or body.get("user") or "")
+
+
+def dumps(value: Any) -> str:
+    """JSON as the protocols' clients expect it."""
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,107 @@
+"""A sandbox in a container of this machine, by the ``docker`` command (or ``podman``). No service is needed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shlex
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from slime.agent.sandbox import ExecResult, FileContent
+from slime.utils.errors import DeadlineExceeded
+
+__all__ = ["DockerSandbox"]
+
+_START_TIMEOUT_S = 600  # the image may have to be fetched
+_FILE_TIMEOUT_S = 120
+
+
+class DockerSandbox:
+    """Implements :class:`slime.agent.sandbox.Sandbox`.
+
+    Args:
+        image: must have bash.
+        timeout: seconds that the container lives, whatever happens to us.
+        command: the program that runs containers.
+        run_args: further words for ``docker run``, such as ``("--network=host",)`` so that the adapter of this machine
+            is reached, or limits of memory and processes.
+    """
+
+    def __init__(
+        self, image: str, *, timeout: int = 3600, command: str = "docker", run_args: Sequence[str] = ()
+    ) -> None:
+        self.image = image
+        self.timeout = timeout
+        self.command = command
+        self.run_args = tuple(run_args)
+        self._id = ""
+
+    @property
+    def sandbox_id(self) -> str:
+        return self._id
+
+    async def __aenter__(self) -> DockerSandbox:
+        words = ["run", "--detach", "--rm", "--init", *self.run_args, self.image, "sleep", str(self.timeout)]
+        code, out, err = await self._run(words, _START_TIMEOUT_S)
+        if code != 0:
+            raise RuntimeError(f"{self.command} run {self.image} ended with {code}: {err[-500:]}")
+        self._id = out.strip().splitlines()[-1]
+        return self
+
+    async def __aexit__(self, *exc_info: Any) -> None:
+        if self._id:
+            await self._run(["rm", "--force", self._id], _FILE_TIMEOUT_S)
+            self._id = ""
+
+    async def exec(
+        self,
+        cmd: str,
+        *,
+        user: str = "root",
+        env: dict[str, str] | None = None,
+        timeout: int = 120,
+        check: bool = False,
+        idempotent: bool = True,
+    ) -> ExecResult:
+        variables = [word for name, value in (env or {}).items() for word in ("--env", f"{name}={value}")]
+        words = ["exec", "--user", user, *variables, self._id, "bash", "-c", cmd]
+        code, out, err = await self._run(words, timeout)
+        if check and code != 0:
+            raise RuntimeError(f"container {self._id[:12]}: {cmd[:200]!r} ended with {code}: {(err or out)[-500:]}")
+        return code, out, err
+
+    async def write_file(self, path: str, content: FileContent, *, user: str = "root") -> None:
+        data = content.read_bytes() if isinstance(content, Path) else content
+        folder, place = shlex.quote(str(PurePosixPath(path).parent)), shlex.quote(path)
+        words = ["exec", "--interactive", "--user", user, self._id, "bash", "-c", f"mkdir -p {folder} && cat > {place}"]
+        code, _, err = await self._run(words, _FILE_TIMEOUT_S, data.encode() if isinstance(data, str) else data)
+        if code != 0:
+            raise RuntimeError(f"container {self._id[:12]}: {path} could not be written: {err[-500:]}")
+
+    async def read_file(self, path: str, *, user: str = "root") -> str:
+        code, out, err = await self.exec(f"cat {shlex.quote(path)}", user=user, timeout=_FILE_TIMEOUT_S)
+        if code != 0:
+            raise FileNotFoundError(f"container {self._id[:12]}: {path}: {err.strip()}")
+        return out
+
+    async def _run(self, words: Sequence[str], timeout: float, data: bytes = b"") -> ExecResult:
+        process = await asyncio.create_subprocess_exec(
+            self.command,
+            *words,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            out, err = await asyncio.wait_for(process.communicate(data), timeout)
+        except TimeoutError:
+            raise DeadlineExceeded(f"{self.command} {words[0]} took more than {timeout} s: {words[-1][:200]}") from None
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+        assert process.returncode is not None
+        return process.returncode, out.decode(errors="replace"), err.decode(errors="replace")

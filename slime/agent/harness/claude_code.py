@@ -1,0 +1,62 @@
+"""Claude Code, against :class:`slime.agent.adapters.AnthropicAdapter`.
+
+Environment: ``SLIME_AGENT_NODE_TARBALL``, ``SLIME_AGENT_CC_TARBALL`` (files of this machine),
+``SLIME_AGENT_CC_EXTRA_ARGS`` (words), ``SLIME_AGENT_CC_EXTRA_ENVS`` (JSON object).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from typing import ClassVar
+
+from slime.agent.harness.common import (
+    BaseHarness,
+    HarnessContext,
+    extra_environment,
+    host_file,
+    install_npm_cli,
+    run_agent,
+)
+from slime.agent.sandbox import AGENT_HOME, Sandbox
+
+__all__ = ["ClaudeCodeHarness"]
+
+_PROGRAM = "/usr/local/bin/claude"
+_FLAGS = (
+    "--permission-mode bypassPermissions --output-format stream-json --include-partial-messages "
+    "--include-hook-events --verbose"
+)
+_CONFIG = json.dumps({"hasCompletedOnboarding": True, "bypassPermissionsModeAccepted": True})
+
+
+class ClaudeCodeHarness(BaseHarness):
+    name: ClassVar[str] = "claude-code"
+
+    async def install_cli(self, sb: Sandbox) -> None:
+        await install_npm_cli(
+            sb,
+            node_runtime=host_file("SLIME_AGENT_NODE_TARBALL"),
+            npm_package=host_file("SLIME_AGENT_CC_TARBALL"),
+            check_cmd=f"{_PROGRAM} --version",
+        )
+
+    async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
+        """Answer the questions of the first start, so that none is asked."""
+        await sb.exec(f"mkdir -p {AGENT_HOME}/.claude && chown agent:agent {AGENT_HOME}/.claude", check=True)
+        for path in (f"{AGENT_HOME}/.claude.json", f"{AGENT_HOME}/.claude/settings.json"):
+            await sb.write_file(path, _CONFIG, user="agent")
+
+    async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: int) -> int:
+        extra = os.environ.get("SLIME_AGENT_CC_EXTRA_ARGS", "")
+        command = f"{_PROGRAM} -p {shlex.quote(prompt)} {_FLAGS} {extra}".rstrip()
+        env = {
+            "ANTHROPIC_BASE_URL": ctx.adapter_url,
+            "ANTHROPIC_AUTH_TOKEN": ctx.session_id,
+            "ANTHROPIC_MODEL": ctx.model_label,
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS": "1",
+            "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+        } | extra_environment("SLIME_AGENT_CC_EXTRA_ENVS")
+        return await run_agent(sb, workdir=ctx.workdir, start_cmd=command, env=env, time_budget_sec=time_budget_sec)

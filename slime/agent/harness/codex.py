@@ -1,0 +1,66 @@
+"""Codex, against :class:`slime.agent.adapters.OpenAIAdapter`; a version that still speaks chat completions.
+
+Environment: ``SLIME_AGENT_NODE_TARBALL``, ``SLIME_AGENT_CODEX_TARBALL`` (files of this machine),
+``SLIME_AGENT_CODEX_EXTRA_ARGS`` (words), ``SLIME_AGENT_CODEX_EXTRA_ENVS`` (JSON object).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shlex
+from typing import ClassVar
+
+from slime.agent.harness.common import (
+    BaseHarness,
+    HarnessContext,
+    extra_environment,
+    host_file,
+    install_npm_cli,
+    run_agent,
+)
+from slime.agent.sandbox import AGENT_HOME, Sandbox
+
+__all__ = ["CodexHarness"]
+
+_FOLDER = f"{AGENT_HOME}/.codex"
+
+
+class CodexHarness(BaseHarness):
+    name: ClassVar[str] = "codex"
+
+    async def install_cli(self, sb: Sandbox) -> None:
+        await install_npm_cli(
+            sb,
+            node_runtime=host_file("SLIME_AGENT_NODE_TARBALL"),
+            npm_package=host_file("SLIME_AGENT_CODEX_TARBALL"),
+            check_cmd="codex --version",
+        )
+
+    async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
+        # A JSON string is a TOML string as well; base64 keeps the shell out of it.
+        provider = (
+            f'{{ name = "slime", base_url = {json.dumps(ctx.adapter_url + "/v1")}, '
+            'env_key = "OPENAI_API_KEY", wire_api = "chat" }'
+        )
+        config = (
+            f'model = {json.dumps(ctx.model_label)}\nmodel_provider = "slime"\nmodel_providers.slime = {provider}\n'
+        )
+        encoded = base64.b64encode(config.encode()).decode()
+        await sb.exec(
+            f"mkdir -p {_FOLDER} && echo {encoded} | base64 -d > {_FOLDER}/config.toml && "
+            f"chown -R agent:agent {_FOLDER}",
+            check=True,
+        )
+
+    async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: int) -> int:
+        extra = os.environ.get("SLIME_AGENT_CODEX_EXTRA_ARGS", "")
+        words = ["codex exec --skip-git-repo-check", *filter(None, [extra]), shlex.quote(prompt)]
+        env = {
+            "OPENAI_API_KEY": ctx.session_id,
+            "OPENAI_BASE_URL": f"{ctx.adapter_url}/v1",
+        } | extra_environment("SLIME_AGENT_CODEX_EXTRA_ENVS")
+        return await run_agent(
+            sb, workdir=ctx.workdir, start_cmd=" ".join(words), env=env, time_budget_sec=time_budget_sec
+        )

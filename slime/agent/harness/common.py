@@ -1,0 +1,168 @@
+"""What every harness does: prepare the sandbox, write the program's configuration, run it within a time budget."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import lzma
+import os
+import shlex
+import shutil
+import tempfile
+from abc import ABC, ABCMeta, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from slime.agent import sandbox
+from slime.agent.sandbox import Sandbox
+from slime.utils.errors import ConfigError
+from slime.utils.misc import SingletonMeta
+
+__all__ = [
+    "BaseHarness",
+    "HarnessContext",
+    "SingletonABCMeta",
+    "extra_environment",
+    "host_file",
+    "install_node22",
+    "install_npm_cli",
+    "run_agent",
+]
+
+NPM_INSTALL_RETRIES = 3
+NPM_INSTALL_BACKOFF_SEC = 2
+_NPM_TIMEOUT_S = 300
+_CLI_TARBALL = "/tmp/harness-cli.tgz"
+_NODE_TARBALL = "/tmp/harness-node.tar"
+
+
+class SingletonABCMeta(SingletonMeta, ABCMeta):
+    """One instance per class, of classes with abstract methods."""
+
+
+@dataclass(frozen=True)
+class HarnessContext:
+    """One run: where, for whom, and which server plays the model."""
+
+    workdir: str
+    session_id: str
+    adapter_url: str
+    model_label: str = "slime-actor"
+
+
+class BaseHarness(ABC, metaclass=SingletonABCMeta):
+    """An agent's program. ``install_cli`` once per sandbox, then ``run``."""
+
+    name: ClassVar[str] = ""
+
+    @abstractmethod
+    async def install_cli(self, sb: Sandbox) -> None: ...
+
+    @abstractmethod
+    async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None: ...
+
+    @abstractmethod
+    async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: int) -> int:
+        """Exit code of the program, or ``EXIT_TIME_BUDGET_EXCEEDED``."""
+
+    async def run(
+        self, sb: Sandbox, *, workdir: str, session_id: str, adapter_url: str, time_budget_sec: int, prompt: str
+    ) -> int:
+        """Let the agent work on ``prompt`` in ``workdir``; see :meth:`launch_and_wait`."""
+        ctx = HarnessContext(workdir, session_id, adapter_url.rstrip("/"))
+        await sandbox.ensure_agent_user(sb, workdir)
+        await self.write_config(sb, ctx)
+        return await self.launch_and_wait(sb, ctx, prompt, time_budget_sec)
+
+
+async def run_agent(sb: Sandbox, *, workdir: str, start_cmd: str, env: dict[str, str], time_budget_sec: int) -> int:
+    """Run ``start_cmd`` as user ``agent``; what it prints is kept in ``{workdir}/.harness/trajectory.jsonl``."""
+    folder = f"{workdir}/.harness"
+    place = shlex.quote(folder)
+    await sb.exec(f"mkdir -p {place} && chown agent:agent {place}", check=True)
+    code, _ = await sandbox.exec_and_wait(
+        sb,
+        cmd=start_cmd,
+        time_budget_sec=time_budget_sec,
+        tag="run",
+        user="agent",
+        env=env,
+        workdir=workdir,
+        out_file=f"{folder}/trajectory.jsonl",
+    )
+    return code
+
+
+async def install_npm_cli(sb: Sandbox, *, node_runtime: Path, npm_package: Path, check_cmd: str) -> None:
+    """Install Node and a packed npm program from files of this machine, then see that ``check_cmd`` works.
+
+    Raises:
+        RuntimeError: three attempts failed; with the end of npm's output.
+    """
+    await install_node22(sb, node_runtime)
+    await sb.write_file(_CLI_TARBALL, npm_package)
+    problem = ""
+    for attempt in range(1, NPM_INSTALL_RETRIES + 1):
+        code, out, err = await sb.exec(
+            f"npm install -g --no-audit --no-fund {_CLI_TARBALL} && {check_cmd}", timeout=_NPM_TIMEOUT_S
+        )
+        if code == 0:
+            return
+        problem = (err or out)[-500:]
+        if attempt < NPM_INSTALL_RETRIES:
+            await asyncio.sleep(NPM_INSTALL_BACKOFF_SEC * attempt)
+    raise RuntimeError(f"npm install of {npm_package.name} failed {NPM_INSTALL_RETRIES} times: {problem}")
+
+
+async def install_node22(sb: Sandbox, host_tarball: Path) -> None:
+    """Unpack Node into ``/usr/local`` of the sandbox. Images without xz get the archive decompressed."""
+    tarball = _decompressed(host_tarball) if host_tarball.suffix == ".xz" else host_tarball
+    await sb.write_file(_NODE_TARBALL, tarball)
+    await sb.exec(
+        f"tar -xf {_NODE_TARBALL} -C /usr/local --strip-components=1 && rm {_NODE_TARBALL} && node --version",
+        check=True,
+        timeout=_NPM_TIMEOUT_S,
+    )
+
+
+def _decompressed(tarball: Path) -> Path:
+    """The archive without xz, in the temporary directory; made once per version of the file."""
+    stat = tarball.stat()
+    key = hashlib.sha1(f"{tarball.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:12]
+    target = Path(tempfile.gettempdir()) / f"{tarball.stem}-{key}.tar"
+    if not target.exists():
+        partial = target.with_suffix(f".{os.getpid()}")
+        with lzma.open(tarball) as source, partial.open("wb") as sink:
+            shutil.copyfileobj(source, sink)
+        partial.replace(target)  # whole or not at all: several processes may do this at a time
+    return target
+
+
+def host_file(variable: str) -> Path:
+    """The file that an environment variable names.
+
+    Raises:
+        ConfigError: it is not set, or there is no such file.
+    """
+    value = os.environ.get(variable, "")
+    if not value or not Path(value).is_file():
+        raise ConfigError(f"{variable}={value!r} must name a file on this machine that is copied into the sandbox")
+    return Path(value)
+
+
+def extra_environment(variable: str) -> dict[str, str]:
+    """Further variables for the program, a JSON object in an environment variable.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    text = os.environ.get(variable, "")
+    try:
+        value = json.loads(text or "{}")
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigError(f'{variable}={text!r} must be a JSON object such as {{"NAME": "value"}}')
+    return {name: str(item) for name, item in value.items()}

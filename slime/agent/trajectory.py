@@ -1,0 +1,422 @@
+"""What an agent said, as a tree of messages, and how it becomes training samples.
+
+Adapters record every turn (:meth:`TrajectoryManager.record_turn`) and turn a finished session into samples
+(:meth:`TrajectoryManager.get_trajectory`). Messages decide where a turn belongs in the tree; token ids decide how the
+turns of a branch are joined into samples. Knows no HTTP and no tokenizer.
+
+    record_turn     the prompt's messages are followed from the root; what is new becomes nodes, the reply a leaf
+    get_trajectory  leaf by leaf, the turns on the way are joined:
+                      CLEAN    the next prompt continues the tokens held            -> append what is new, masked
+                      REALIGN  it differs only inside the last response             -> that response loses its training
+                      FORK     it differs before that, or the next output is long   -> a sample of its own
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any, Literal, TypeAlias
+
+from slime.data.sample import Sample
+
+__all__ = ["DriftKind", "Message", "MessageNode", "RewardSplit", "TrajectoryManager", "TurnRecord"]
+
+logger = logging.getLogger(__name__)
+
+Message: TypeAlias = dict[str, Any]
+RewardSplit: TypeAlias = Literal["full", "equal"]
+
+DEFAULT_FORK_THRESHOLD_TOKENS = 1024
+_TEXT_KEYS = ("content", "reasoning_content")
+
+
+@dataclass(frozen=True)
+class TurnRecord:
+    """One request to the engine and its reply.
+
+    Attributes:
+        prompt_ids: what was sent, ``[P]``.
+        output_ids: what was sampled, ``[O]``.
+        finish_reason: the engine's: ``stop``, ``length``, ``abort``.
+        output_log_probs: natural-log probabilities of ``output_ids``, ``[O]``; empty where unknown.
+        ill_formed: the output holds a tool call that could not be parsed.
+        meta_info: the engine's ``meta_info``: weight version, nuclei, routed experts, cache counters.
+    """
+
+    prompt_ids: list[int]
+    output_ids: list[int]
+    finish_reason: str
+    output_log_probs: list[float] = field(default_factory=list)
+    ill_formed: bool = False
+    meta_info: dict[str, Any] | None = None
+
+
+class MessageNode:
+    """One message of a session. Its path from the root is a conversation.
+
+    Attributes:
+        turn: of an assistant message that we generated; None for messages that only route.
+        turn_index: number of the turn in its session, from 1.
+        response_trained: a sample already trains on the turn; others show it masked.
+    """
+
+    def __init__(
+        self,
+        *,
+        role: str | None = None,
+        message: Message | None = None,
+        metadata: dict[str, Any] | None = None,
+        parent: MessageNode | None = None,
+    ) -> None:
+        self.role = role
+        self.message = message
+        self.metadata = dict(metadata or {})
+        self.parent = parent
+        self.children: list[MessageNode] = []
+        self.turn: TurnRecord | None = None
+        self.turn_index: int | None = None
+        self.response_trained = False
+
+    @property
+    def is_root(self) -> bool:
+        return self.parent is None
+
+    def add_child(self, child: MessageNode) -> MessageNode:
+        child.parent = self
+        self.children.append(child)
+        return child
+
+    def path_from_root(self) -> list[MessageNode]:
+        """The nodes from below the root down to this one."""
+        path: list[MessageNode] = []
+        node = self
+        while node.parent is not None:
+            path.append(node)
+            node = node.parent
+        return path[::-1]
+
+    def leaves(self) -> list[MessageNode]:
+        """Leaves below this node, depth first, older children first."""
+        found: list[MessageNode] = []
+        pending = [self]
+        while pending:
+            node = pending.pop()
+            pending += reversed(node.children)
+            if not node.children:
+                found.append(node)
+        return found
+
+
+class DriftKind(Enum):
+    """How the next prompt relates to the tokens held."""
+
+    CLEAN = auto()
+    REALIGN = auto()
+    FORK = auto()
+
+
+@dataclass
+class _Usage:
+    """How much a session was used, and when."""
+
+    num_turns: int = 0
+    last_used: float = field(default_factory=time.monotonic)
+
+
+class TrajectoryManager:
+    """The message trees of all sessions.
+
+    Args:
+        fork_threshold_tokens: an output shorter than this may be given up for the sake of one sample instead of two,
+            when a client replays it differently than it was sampled; 0 never gives one up. None: 1024.
+        reward_split: ``full`` gives every sample of a session its whole reward, ``equal`` divides it among them.
+        args: the run's arguments; needed where engines return routed experts, for their shape.
+    """
+
+    def __init__(
+        self, *, fork_threshold_tokens: int | None = None, reward_split: RewardSplit = "full", args: Any = None
+    ) -> None:
+        if reward_split not in ("full", "equal"):
+            raise ValueError(f"reward_split is {reward_split!r}: use 'full' or 'equal'")
+        self._threshold = DEFAULT_FORK_THRESHOLD_TOKENS if fork_threshold_tokens is None else fork_threshold_tokens
+        self._reward_split = reward_split
+        self._args = args
+        self._trees: dict[str, MessageNode] = {}
+        self._usage: dict[str, _Usage] = {}
+
+    def has_session(self, sid: str) -> bool:
+        return sid in self._trees
+
+    def turn_count(self, sid: str) -> int:
+        """Turns recorded so far."""
+        return self._usage[sid].num_turns if sid in self._usage else 0
+
+    def record_turn(
+        self,
+        sid: str,
+        *,
+        turn: TurnRecord,
+        prompt_messages: Sequence[Message],
+        response_message: Message,
+        metadata: dict[str, Any] | None = None,
+    ) -> None:
+        """Put a turn into its place in the tree.
+
+        Args:
+            prompt_messages: the conversation that was sent, oldest first.
+            response_message: the reply, in the form in which the client will send it back.
+        """
+        if not prompt_messages:
+            logger.warning("session %s: a turn without messages is not recorded", sid)
+            return
+        num_log_probs, num_ids = len(turn.output_log_probs), len(turn.output_ids)
+        assert num_log_probs in (0, num_ids), f"output_log_probs has {num_log_probs} values for {num_ids} output ids"
+        usage = self._usage.setdefault(sid, _Usage())
+        usage.last_used = time.monotonic()
+        node, num_matched = _follow(self._trees.setdefault(sid, MessageNode()), prompt_messages)
+        if num_matched < len(prompt_messages) and self._merge_rewrite(sid, node, prompt_messages[num_matched]):
+            node, num_matched = _only_reply(node), num_matched + 1
+        for message in prompt_messages[num_matched:]:
+            node = node.add_child(MessageNode(role=message.get("role"), message=message, metadata=metadata))
+        usage.num_turns += 1
+        leaf = node.add_child(MessageNode(role="assistant", message=response_message, metadata=metadata))
+        leaf.turn, leaf.turn_index = turn, usage.num_turns
+
+    def _merge_rewrite(self, sid: str, node: MessageNode, message: Message) -> bool:
+        """A client sent our last reply back in other words: let its words stand, if the reply is short enough."""
+        replies = [child for child in node.children if child.role == "assistant"]
+        if self._threshold <= 0 or message.get("role") != "assistant" or not replies:
+            return False
+        if len(replies) > 1:
+            logger.warning("session %s: a reply came back changed, and there are %d it may be", sid, len(replies))
+            return False
+        (reply,) = replies
+        if reply.children or reply.turn is None or len(reply.turn.output_ids) >= self._threshold:
+            return False
+        reply.metadata["merged_rewrite"] = {
+            "abandoned_turn_index": reply.turn_index,
+            "abandoned_response_tokens": len(reply.turn.output_ids),
+        }
+        reply.message, reply.turn, reply.turn_index = message, None, None
+        return True
+
+    def get_trajectory(
+        self,
+        sid: str,
+        *,
+        base_sample: Sample,
+        reward: Any = 0.0,
+        extra_metadata: dict[str, Any] | None = None,
+        max_sample_tokens: int = 0,
+    ) -> list[Sample]:
+        """The samples of a session, which is forgotten.
+
+        Args:
+            base_sample: gives prompt, label and ids.
+            reward: of the whole session: a number, or a dict of numbers.
+            max_sample_tokens: longer samples are cut there (status TRUNCATED); 0 cuts nothing.
+
+        Returns:
+            One sample per run of tokens that can be joined, each with something to train on; [] for an unknown session.
+        """
+        root = self._trees.get(sid)
+        if root is None:
+            return []
+        self.drop_session(sid)
+        built = (builder for leaf in root.leaves() for builder in self._join(leaf))
+        samples = [
+            sample
+            for builder in built
+            if (sample := builder.to_sample(base_sample, extra_metadata or {}, max_sample_tokens, self._args))
+        ]
+        for sample in samples:
+            sample.reward = _divided(reward, len(samples)) if self._reward_split == "equal" else reward
+        return samples
+
+    def _join(self, leaf: MessageNode) -> Iterator[_SampleBuilder]:
+        builder: _SampleBuilder | None = None
+        for node in leaf.path_from_root():
+            if node.turn is None:
+                continue
+            kind = DriftKind.FORK if builder is None else builder.drift(node.turn, self._threshold)
+            if builder is None or kind is DriftKind.FORK:
+                if builder is not None:
+                    yield builder
+                builder = _SampleBuilder(node.turn.prompt_ids)
+            else:
+                builder.continue_with(node.turn.prompt_ids, kind)
+            builder.add_response(node)
+        if builder is not None:
+            yield builder
+
+    def drop_session(self, sid: str) -> None:
+        self._trees.pop(sid, None)
+        self._usage.pop(sid, None)
+
+    def drop_idle(self, max_idle_s: float) -> list[str]:
+        """Forget sessions that nobody finished: without a turn for ``max_idle_s`` seconds. Returns their ids."""
+        limit = time.monotonic() - max_idle_s
+        idle = [sid for sid, usage in self._usage.items() if usage.last_used < limit]
+        for sid in idle:
+            self.drop_session(sid)
+        return idle
+
+
+@dataclass
+class _Part:
+    """A run of response tokens: a turn's output, or context (``node`` is None)."""
+
+    tokens: list[int]
+    node: MessageNode | None = None
+    is_trained: bool = False
+
+
+class _SampleBuilder:
+    """Joins turns into one sample. The tokens held are always prompt and output of the last turn."""
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
+        self.tokens = list(prompt_ids)
+        self.num_leading = len(prompt_ids)
+        self.parts: list[_Part] = []
+        self.nodes: list[MessageNode] = []  # of all turns, also of those whose response was replaced
+        self.last_start: int | None = None
+
+    def drift(self, turn: TurnRecord, threshold: int) -> DriftKind:
+        common = _common_prefix_len(self.tokens, turn.prompt_ids)
+        if common == len(self.tokens):
+            return DriftKind.CLEAN
+        is_in_last = self.last_start is not None and common >= self.last_start
+        return DriftKind.REALIGN if is_in_last and len(turn.output_ids) < threshold else DriftKind.FORK
+
+    def continue_with(self, prompt_ids: list[int], kind: DriftKind) -> None:
+        """Hold ``prompt_ids``, whose end is context that the model did not write here."""
+        if kind is DriftKind.REALIGN:
+            assert self.last_start is not None
+            self.parts.pop()  # the last response: what follows replaces it
+            del self.tokens[self.last_start :]
+        self._append(_Part(prompt_ids[len(self.tokens) :]))
+
+    def add_response(self, node: MessageNode) -> None:
+        assert node.turn is not None
+        self.last_start = len(self.tokens)
+        self.nodes.append(node)
+        self._append(_Part(node.turn.output_ids, node, is_trained=not node.response_trained))
+        node.response_trained = True
+
+    def _append(self, part: _Part) -> None:
+        self.parts.append(part)
+        self.tokens += part.tokens
+
+    def to_sample(
+        self, base: Sample, extra_metadata: dict[str, Any], max_sample_tokens: int, args: Any
+    ) -> Sample | None:
+        """None where nothing is left to train on."""
+        turns = [node.turn for node in self.nodes if node.turn is not None]
+        sample = Sample(
+            group_index=base.group_index,
+            index=base.index,
+            rollout_id=base.index if base.rollout_id is None else base.rollout_id,
+            prompt=base.prompt,
+            label=base.label,
+            tokens=self.tokens[: self.num_leading],
+            loss_mask=[],
+            rollout_log_probs=[],
+        )
+        for part in self.parts:
+            _append_part(sample, part, args, is_last=part is self.parts[-1])
+        was_cut = 0 < max_sample_tokens < len(sample.tokens)
+        if was_cut:
+            _cut(sample, max_sample_tokens)
+        if not any(sample.loss_mask or ()):
+            return None
+        is_truncated = was_cut or turns[-1].finish_reason == "length"
+        sample.status = Sample.Status.TRUNCATED if is_truncated else Sample.Status.COMPLETED
+        sample.metadata = extra_metadata | {
+            "truncated": is_truncated,
+            "use_tool": any(bool((node.message or {}).get("tool_calls")) for node in self.nodes),
+            "ill_formed": any(turn.ill_formed for turn in turns),
+        }
+        return sample
+
+
+def _append_part(sample: Sample, part: _Part, args: Any, is_last: bool) -> None:
+    turn = part.node.turn if part.node is not None else None
+    if turn is None:
+        sample.append_response_tokens(args, tokens=part.tokens, trainable=False)
+        return
+    meta = {"finish_reason": {"type": turn.finish_reason}} | (turn.meta_info or {})
+    if not is_last:
+        meta.pop("routed_experts", None)  # those of the last turn cover all tokens before it
+    log_probs = turn.output_log_probs or [0.0] * len(turn.output_ids)
+    sample.append_response_tokens(args, tokens=turn.output_ids, log_probs=log_probs, meta_info=meta)
+    if not part.is_trained and part.tokens:
+        assert sample.loss_mask is not None
+        sample.loss_mask[-len(part.tokens) :] = [0] * len(part.tokens)
+
+
+def _cut(sample: Sample, num_tokens: int) -> None:
+    """Keep the first ``num_tokens`` tokens; a cap inside the prompt leaves no response."""
+    assert sample.loss_mask is not None
+    assert sample.rollout_log_probs is not None
+    length = max(0, sample.response_length - (len(sample.tokens) - num_tokens))
+    sample.tokens = sample.tokens[:num_tokens]
+    sample.loss_mask = sample.loss_mask[:length]
+    sample.rollout_log_probs = sample.rollout_log_probs[:length]
+    sample.response_length = length
+    if sample.rollout_top_p_token_offsets is not None:
+        sample.rollout_top_p_token_offsets = sample.rollout_top_p_token_offsets[: length + 1]
+        sample.rollout_top_p_token_ids = sample.rollout_top_p_token_ids[: int(sample.rollout_top_p_token_offsets[-1])]
+    if sample.rollout_routed_experts is not None:
+        sample.rollout_routed_experts = sample.rollout_routed_experts[: num_tokens - 1]
+
+
+def _follow(root: MessageNode, messages: Sequence[Message]) -> tuple[MessageNode, int]:
+    """The deepest node that ``messages`` lead to, and how many of them lead there."""
+    node = root
+    for number, message in enumerate(messages):
+        same = (child for child in node.children if child.role == message.get("role") and _same(child, message))
+        child = next(same, None)
+        if child is None:
+            return node, number
+        node = child
+    return node, len(messages)
+
+
+def _only_reply(node: MessageNode) -> MessageNode:
+    return next(child for child in node.children if child.role == "assistant")
+
+
+def _same(node: MessageNode, message: Message) -> bool:
+    if node.message is None or node.message == message:
+        return node.message == message
+    known, given = _essence(node.message), _essence(message)
+    if "reasoning_content" not in known or "reasoning_content" not in given:
+        known.pop("reasoning_content", None)  # clients are free to send thoughts back or not
+        given.pop("reasoning_content", None)
+    return known == given
+
+
+def _essence(message: Message) -> Message:
+    """The message without what clients change for no reason: space around texts, keys that hold nothing."""
+    texts = {key: message[key].strip() for key in _TEXT_KEYS if isinstance(message.get(key), str)}
+    return {key: value for key, value in (message | texts).items() if value not in (None, "", [])}
+
+
+def _common_prefix_len(a: Sequence[int], b: Sequence[int], chunk: int = 4096) -> int:
+    """Number of leading elements that are equal; compared by slices, which is fast."""
+    limit = min(len(a), len(b))
+    start = 0
+    while start < limit and a[start : start + chunk] == b[start : start + chunk] and start + chunk <= limit:
+        start += chunk
+    while start < limit and a[start] == b[start]:
+        start += 1
+    return start
+
+
+def _divided(reward: Any, count: int) -> Any:
+    if isinstance(reward, dict):
+        return {name: value / count for name, value in reward.items()}
+    return reward / count

@@ -1,0 +1,226 @@
+"""One rank of the FSDP backend: the ``Trainer`` protocol on a model of transformers, sharded by torch.
+
+    setup()   groups -> model, optimizer -> checkpoint (this backend's or HF) -> reference weights in host memory
+
+What is done with a batch is in ``training.trainer``; here is how it is done with a sharded model. Called by
+``slime.ray.train_actor`` on all ranks at once.
+
+Ranks are numbered as in the other backend: rank = data-parallel rank * context-parallel size + context-parallel rank.
+Weights are sharded over all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from slime.backends.fsdp_utils import checkpoint
+from slime.backends.fsdp_utils.arguments import FsdpArgs
+from slime.backends.fsdp_utils.forward import compute_log_probs
+from slime.backends.fsdp_utils.hf_weights import export_weights, load_weights
+from slime.backends.fsdp_utils.model import build_model, local_tensor, local_tensors, read_config
+from slime.backends.fsdp_utils.optimizer import build_optimizer, reset_moments
+from slime.backends.fsdp_utils.step import TrainState, train_step
+from slime.backends.protocols import NamedTensor, TrainerPart
+from slime.backends.training.arguments import OptimizerArgs, ParallelArgs, PrecisionArgs, TrainerArgs
+from slime.backends.training.checkpoint_source import Source
+from slime.backends.training.context_parallel import Sharding
+from slime.backends.training.data import TrainBatch
+from slime.backends.training.hf_files import TensorReader, save_hf_directory
+from slime.backends.training.offload import DeviceMemory
+from slime.backends.training.place import RankPlace
+from slime.backends.training.schedule import RateSchedule, ScheduledRates
+from slime.backends.training.steps import StepResult
+from slime.backends.training.trainer import TrainerBase
+from slime.backends.training.weight_backup import WeightBackup
+from slime.config.groups import from_args
+from slime.utils import accelerator
+from slime.utils.distributed_utils import init_default_group
+from slime.utils.errors import ConfigError
+
+__all__ = ["FsdpTrainer"]
+
+logger = logging.getLogger(__name__)
+
+
+class FsdpTrainer(TrainerBase):
+    """See the module docstring. ``MASTER_ADDR`` and its companions are set by the caller."""
+
+    def __init__(self, args: Namespace, *, rank: int, world_size: int, with_ref: bool) -> None:
+        self._config = read_config(args.hf_checkpoint)
+        super().__init__(args, rank=rank, world_size=world_size, with_ref=with_ref, vocab_size=self._config.vocab_size)
+        is_fp32 = from_args(PrecisionArgs, args).fp32
+        self._dtype = torch.float32 if is_fp32 else torch.bfloat16
+        self._names = TensorReader(args.hf_checkpoint, "--hf-checkpoint").names
+        self._state: TrainState | None = None
+
+    # ------------------------------------------------------------------------------------------------ setup
+
+    def setup(self) -> int:
+        """Build the model and load the checkpoint. Returns the rollout id to start with."""
+        started = time.monotonic()
+        mesh = self._join(from_args(ParallelArgs, self._args), from_args(TrainerArgs, self._args))
+        self._profiler.begin()
+        self._state = self._build(mesh)
+        self._memory = DeviceMemory(self._held, self._drop_gradients)
+        start = self._load_weights()
+        if self._place.is_main:
+            logger.info("trainer ready in %.1f s, starting with rollout %d", time.monotonic() - started, start)
+        return start
+
+    def _join(self, parallel: ParallelArgs, trainer: TrainerArgs) -> DeviceMesh:
+        """The default group and the seeds. Waits at most --distributed-timeout-minutes."""
+        backend = parallel.distributed_backend or accelerator.current().communication_backend
+        init_default_group(backend, timeout_s=parallel.distributed_timeout_minutes * 60)
+        random.seed(trainer.seed)
+        np.random.seed(trainer.seed)
+        torch.manual_seed(trainer.seed)
+        if trainer.deterministic_mode:
+            torch.use_deterministic_algorithms(True)
+        cp_size = parallel.context_parallel_size
+        shape = (self._world_size // cp_size, cp_size)
+        return init_device_mesh(accelerator.current().device().type, shape, mesh_dim_names=("dp", "cp"))
+
+    def _build(self, mesh: DeviceMesh) -> TrainState:
+        args = self._args
+        settings = from_args(OptimizerArgs, args)
+        dp_size, cp_size = mesh.shape
+        model = build_model(
+            self._config,
+            init_device_mesh(mesh.device_type, (self._world_size,)),
+            compute_dtype=self._dtype,
+            attention=from_args(FsdpArgs, args).attn_implementation,
+            checkpoints_layers=args.recompute_granularity == "full",
+        )
+        optimizer = build_optimizer(model, settings, is_stateless=self._copies.use_stateless_adam)
+        samples = (args.num_rollout or 0) * args.rollout_batch_size * args.n_samples_per_prompt
+        schedule = RateSchedule.of(
+            settings, num_steps=samples // args.global_batch_size, global_batch_size=args.global_batch_size
+        )
+        dp_rank, cp_rank = mesh.get_local_rank("dp"), mesh.get_local_rank("cp")
+        return TrainState(
+            model=model,
+            optimizer=optimizer,
+            rates=ScheduledRates(optimizer, schedule, follows_checkpoint=settings.use_checkpoint_opt_param_scheduler),
+            sharding=Sharding(cp_rank, cp_size, mesh.get_group("cp") if cp_size > 1 else None),
+            place=RankPlace(
+                dp_rank=dp_rank,
+                dp_size=dp_size,
+                dp_group=mesh.get_group("dp"),
+                cp_size=cp_size,
+                is_main=dist.get_rank() == 0,
+                keeps_batch=cp_rank == 0,
+            ),
+            vocab_size=self._config.vocab_size,
+            clip_grad=settings.clip_grad,
+        )
+
+    @property
+    def _ready(self) -> TrainState:
+        assert self._state is not None, "setup() comes first"
+        return self._state
+
+    @property
+    def _place(self) -> RankPlace:
+        return self._ready.place
+
+    # ------------------------------------------------------------------------------------------------ training
+
+    def _train_batch(self, batch: Mapping[str, Any]) -> TrainBatch:
+        return TrainBatch(dict(batch), accelerator.current().device(), self._ready.sharding)
+
+    def _log_probs(self, batch: TrainBatch, store_prefix: str = "") -> list[torch.Tensor]:
+        return self._pass(batch)[0]
+
+    def _log_probs_and_entropy(self, batch: TrainBatch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        return self._pass(batch, with_entropy=True)
+
+    def _pass(self, batch: TrainBatch, *, with_entropy: bool = False) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        return compute_log_probs(
+            self._ready.model,
+            self._for_passes(batch),
+            self._algorithm,
+            vocab_size=self._ready.vocab_size,
+            temperature=self._args.rollout_temperature,
+            with_entropy=with_entropy,
+        )
+
+    def _step(self, rollout_id: int, batch: TrainBatch, step: int) -> StepResult:
+        return train_step(
+            self._ready,
+            batch,
+            step,
+            self._algorithm,
+            temperature=self._args.rollout_temperature,
+            skip_bad=self._skips_bad_steps,
+            custom=self._custom,
+        )
+
+    def _reset_moments(self) -> None:
+        reset_moments(self._ready.optimizer)
+
+    # ------------------------------------------------------------------------------------------------ weights
+
+    def _copied_weights(self) -> WeightBackup:
+        return WeightBackup(local_tensors(self._ready.model))
+
+    def _fill(self, source: Source) -> None:
+        if source.format == "hf":
+            load_weights(self._ready.model, source.directory, source.flag)
+        else:
+            checkpoint.load_weights(self._ready, source)
+
+    def _resume(self, source: Source, *, has_optimizer: bool, has_rng: bool) -> None:
+        checkpoint.load_training_state(self._ready, source, has_optimizer=has_optimizer, has_rng=has_rng)
+
+    def save(self, rollout_id: int) -> None:
+        """Write ``<save>/iter_<rollout_id>``; complete when this returns on all ranks."""
+        self._device.require(["weights", "optimizer"], "a checkpoint")
+        settings = self._checkpoint
+        if settings.save is None:
+            raise ConfigError("--save is required to write a checkpoint.")
+        checkpoint.save(
+            self._ready,
+            settings.save,
+            rollout_id,
+            has_optimizer=not settings.no_save_optim,
+            has_rng=not settings.no_save_rng,
+            keep=settings.keep_last_checkpoints,
+        )
+
+    def save_hf(self, path: str) -> None:
+        """Write a Hugging Face checkpoint at ``path``; an error on the writing rank is raised on all."""
+        save_hf_directory(self.export_weights(), self._args.hf_checkpoint, path, is_writer=self.is_weight_source)
+
+    def export_weights(self, bucket_bytes: int = 512 * 1024**2) -> Iterator[NamedTensor]:
+        """All weights under their Hugging Face names, full; one tensor is gathered at a time."""
+        self._device.require(["weights"], "the export of weights")
+        return export_weights(self._ready.model, self._names, self._dtype)
+
+    # ------------------------------------------------------------------------------------------------ memory
+
+    def _held(self, part: TrainerPart) -> Iterator[torch.Tensor]:
+        """What this rank has on its device of ``part``. Gradients exist in a step only."""
+        match part:
+            case "weights":
+                yield from (local_tensor(parameter) for parameter in self._ready.model.parameters())
+                yield from self._ready.model.buffers()
+            case "gradients":
+                return
+            case "optimizer":
+                for state in self._ready.optimizer.state.values():
+                    yield from (local_tensor(value) for value in state.values() if isinstance(value, torch.Tensor))
+            case _:
+                raise ValueError(f"unknown part {part!r}")
+
+    def _drop_gradients(self) -> None:
+        self._ready.optimizer.zero_grad(set_to_none=True)

@@ -1,0 +1,84 @@
+"""What the trainer's flags mean with ``--train-backend fsdp``: its rules (``RULES``), beside those of every backend.
+
+Hooked into the command line by ``slime.ray.trainer_rules``. A rule returns one sentence per problem. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator
+
+from slime.config.groups import flag_of
+
+__all__ = ["RULES"]
+
+_BACKEND = "--train-backend fsdp"
+
+_MODEL_PARALLEL = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+
+_ABSENT: dict[str, str] = {
+    "use_critic": "a critic is trained with --train-backend megatron only",
+    "fp16": "there is no loss scale: bf16 is the default, --fp32 the alternative",
+    "async_save": "training waits for its checkpoints",
+    "use_routing_replay": "the routers of transformers decide by themselves",
+    "mtp_num_layers": "models of transformers have no prediction layers",
+    "moe_router_bias_update_rate": "the biases of routers stay as they are",
+    "only_train_params_name_list": "all parameters are trained",
+    "freeze_params_name_list": "all parameters are trained",
+    "custom_model_provider_path": "the model is that of transformers",
+    "custom_megatron_init_path": "there is no Megatron",
+    "custom_megatron_before_log_prob_hook_path": "there is no Megatron",
+    "custom_megatron_before_train_step_hook_path": "there is no Megatron",
+}
+"""Flags that ask for what this backend does not have, and why."""
+
+
+def _model_parallelism(args: Namespace) -> Iterator[str]:
+    for name in _MODEL_PARALLEL:
+        size = getattr(args, name)
+        if size is not None and size > 1:
+            yield (f"{flag_of(name)} {size} does not work with {_BACKEND}, which shards over all ranks: use 1.")
+
+
+def _absent_parts(args: Namespace) -> Iterator[str]:
+    for name, why in _ABSENT.items():
+        value = getattr(args, name)
+        if value:
+            shown = "--advantage-estimator ppo" if name == "use_critic" else flag_of(name)
+            yield f"{shown} is not supported yet with {_BACKEND}: {why}."
+
+
+def _recomputation(args: Namespace) -> Iterator[str]:
+    """Every layer is recomputed, or none."""
+    granularity = args.recompute_granularity
+    if granularity is None:
+        return
+    is_every_layer = args.recompute_method in (None, "uniform") and args.recompute_num_layers in (None, 1)
+    if granularity != "full" or not is_every_layer:
+        yield (
+            f"--recompute-granularity {granularity} with method {args.recompute_method} and "
+            f"{args.recompute_num_layers} layers does not work with {_BACKEND}, which recomputes every layer or none: "
+            "use --gradient-checkpointing instead."
+        )
+
+
+def _attention(args: Namespace) -> Iterator[str]:
+    if args.attn_implementation is not None and args.context_parallel_size > 1:
+        yield (
+            f"--attn-implementation {args.attn_implementation} sees one rank's tokens only: drop it, or use "
+            "--context-parallel-size 1."
+        )
+
+
+RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = (
+    _model_parallelism,
+    _absent_parts,
+    _recomputation,
+    _attention,
+)
+"""One problem is one sentence: flag, value, rule, fix."""

@@ -1,0 +1,175 @@
+"""A training state of the FSDP backend on disk: torch's distributed checkpoint, readable on any number of ranks.
+
+    <save>/iter_0000012/*.distcp, .metadata    weights, and Adam's moments as ``<parameter>.<state>``
+    <save>/iter_0000012/rng_00003.pt           random number generators of rank 3
+    <save>/iter_0000012/metadata.json          which backend wrote it; the schedule; the number of ranks
+    <save>/iter_0000012/manifest.json          see ``training.checkpoint_files``
+
+Called by ``actor``, on all ranks at once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+
+from slime.backends.fsdp_utils.model import saved_tensors
+from slime.backends.fsdp_utils.optimizer import allocate_states
+from slime.backends.fsdp_utils.step import TrainState
+from slime.backends.training import checkpoint_files as files
+from slime.backends.training.checkpoint_source import Source
+from slime.utils import accelerator
+from slime.utils.errors import ConfigError, SlimeError
+
+__all__ = ["load_training_state", "load_weights", "save"]
+
+logger = logging.getLogger(__name__)
+
+
+def save(state: TrainState, root: str, iteration: int, *, has_optimizer: bool, has_rng: bool, keep: int | None) -> None:
+    """Write ``iteration``; it is complete, and named by the tracker, when this returns on all ranks.
+
+    Args:
+        keep: newest checkpoints that are kept; None keeps all.
+
+    Raises:
+        SlimeError: a rank could not write its part; the checkpoint before it is still complete.
+    """
+    started = time.monotonic()
+    name = files.iteration_directory(root, iteration).name
+    partial = files.partial_directory(Path(root), name)
+    if dist.get_rank() == 0:
+        files.make_empty(partial)
+    dist.barrier()
+    problem = _write(state, partial, has_optimizer=has_optimizer, has_rng=has_rng)
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    if any(problems):
+        named = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(problems) if one)
+        raise SlimeError(f"checkpoint {iteration} under {root} could not be written: {named}. Is the disk full?")
+    if dist.get_rank() == 0:
+        removed = files.publish(
+            Path(root),
+            name,
+            iteration,
+            layout={"world_size": dist.get_world_size(), "context": state.sharding.cp_size},
+            content={"optimizer": has_optimizer, "rng": has_rng},
+            keep=keep,
+        )
+        seconds = time.monotonic() - started
+        logger.info("saved %s/%s in %.1f s%s", root, name, seconds, f", removed {removed}" if removed else "")
+    dist.barrier()
+
+
+def _write(state: TrainState, directory: Path, *, has_optimizer: bool, has_rng: bool) -> str | None:
+    """What went wrong on this rank; None: nothing. torch lets all ranks fail together."""
+    try:
+        state_dict_saver.save(_tensors(state, has_optimizer=has_optimizer), checkpoint_id=directory)
+        if has_rng:
+            torch.save(_generators(), directory / f"rng_{dist.get_rank():05d}.pt")
+        if dist.get_rank() == 0:
+            content = {
+                "sharded_backend": "fsdp",
+                "model_type": state.model.config.model_type,
+                "num_ranks": dist.get_world_size(),
+                "rates": state.rates.state_dict(),
+            }
+            (directory / "metadata.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
+    except CheckpointException as error:  # a BaseException: "except Exception" lets it kill the process without a word
+        return _causes(error)
+    except (OSError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _causes(error: CheckpointException) -> str:
+    """What went wrong on which rank, without the stacks."""
+    return "; ".join(sorted({f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values()}))
+
+
+def load_weights(state: TrainState, source: Source) -> None:
+    """Weights only.
+
+    Raises:
+        ConfigError: the checkpoint is damaged, of another model, or of another backend.
+    """
+    _metadata(state, source)
+    _read(_tensors(state, has_optimizer=False), source)
+
+
+def load_training_state(state: TrainState, source: Source, *, has_optimizer: bool, has_rng: bool) -> None:
+    """Continue where the checkpoint stopped: weights, optimizer, schedule, random number generators.
+
+    Raises:
+        ConfigError: the checkpoint is damaged, of another model or backend, or lacks what is asked for.
+    """
+    content = _metadata(state, source)
+    _read(_tensors(state, has_optimizer=has_optimizer), source)
+    if has_optimizer:
+        state.rates.load_state_dict(content["rates"])
+    if has_rng:
+        _restore_generators(source, content["num_ranks"])
+
+
+def _tensors(state: TrainState, *, has_optimizer: bool) -> dict[str, Any]:
+    """The live tensors under the names that they have in the checkpoint; loading writes into them."""
+    tensors = {f"model.{name}": tensor.detach() for name, tensor in saved_tensors(state.model).items()}
+    if has_optimizer:
+        allocate_states(state.optimizer)
+        for name, parameter in state.model.named_parameters():
+            for kind, value in state.optimizer.state.get(parameter, {}).items():
+                tensors[f"optimizer.{name}.{kind}"] = value
+    return tensors
+
+
+def _read(tensors: dict[str, Any], source: Source) -> None:
+    where = f"{source.flag} {source.directory}"
+    try:
+        state_dict_loader.load(tensors, checkpoint_id=source.directory)
+    except CheckpointException as error:
+        raise ConfigError(f"{where} does not fit the model and optimizer of this run: {_causes(error)}") from error
+
+
+def _metadata(state: TrainState, source: Source) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((Path(source.directory) / "metadata.json").read_text(encoding="utf-8"))
+    mine = state.model.config.model_type
+    if content.get("model_type") != mine:
+        raise ConfigError(
+            f"{source.flag} {source.directory} is of model_type {content.get('model_type')}, --hf-checkpoint of {mine}."
+        )
+    return content
+
+
+def _generators() -> dict[str, Any]:
+    numpy_kind, numpy_keys, *numpy_rest = np.random.get_state(legacy=True)
+    return {
+        "random": random.getstate(),
+        "numpy": (numpy_kind, torch.from_numpy(np.asarray(numpy_keys).astype(np.int64)), *numpy_rest),
+        "torch": torch.get_rng_state(),
+        "device": None if accelerator.current().is_cpu else torch.cuda.get_rng_state(),
+    }
+
+
+def _restore_generators(source: Source, num_ranks: int) -> None:
+    """The generators' states belong to ranks: there is nothing to continue with on another number of them."""
+    path = Path(source.directory) / f"rng_{dist.get_rank():05d}.pt"
+    if num_ranks != dist.get_world_size() or not path.is_file():
+        logger.warning("%s has no random number generators for this rank: they start from --seed.", source.directory)
+        return
+    state = torch.load(path, weights_only=True)
+    random.setstate(state["random"])
+    numpy_kind, numpy_keys, *numpy_rest = state["numpy"]
+    np.random.set_state((numpy_kind, numpy_keys.numpy().astype(np.uint32), *numpy_rest))
+    torch.set_rng_state(state["torch"])
+    if state["device"] is not None:
+        torch.cuda.set_rng_state(state["device"])

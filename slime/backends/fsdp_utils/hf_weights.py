@@ -1,0 +1,151 @@
+"""Weights between a Hugging Face checkpoint and the sharded model, in both directions.
+
+    load     every rank reads a tensor and keeps its rows, one tensor at a time
+    export   a tensor's rows are gathered from all ranks, one tensor at a time
+
+Models of transformers hold the experts of a layer in one tensor, most checkpoints one by one; names are those of the
+checkpoint. Called by ``actor``, on all ranks at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+
+from slime.backends.fsdp_utils.model import is_tied, saved_tensors
+from slime.backends.protocols import NamedTensor
+from slime.backends.training.hf_files import TensorReader, raise_everywhere
+from slime.utils.errors import ConfigError
+
+__all__ = ["HfTensor", "export_weights", "hf_tensors", "load_weights"]
+
+_PARTS = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
+"""Tensors ``[experts, rows, columns]`` of the model, and the parts that make up one expert's rows in a checkpoint."""
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_NEVER_READ = (r"\.rotary_emb\.inv_freq$",)
+
+
+@dataclass(frozen=True)
+class HfTensor:
+    """A tensor of the model and what a checkpoint calls it.
+
+    Attributes:
+        value: parameter, sharded or not, or buffer.
+        names: ``[experts][parts]``; one name in one row where the checkpoint has the same tensor.
+    """
+
+    name: str
+    value: torch.Tensor
+    names: list[list[str]]
+
+    @property
+    def is_fused(self) -> bool:
+        return self.names != [[self.name]]
+
+    def join(self, reader: TensorReader) -> torch.Tensor:
+        if not self.is_fused:
+            return reader.get(self.name)
+        return torch.stack([torch.cat([reader.get(name) for name in parts]) for parts in self.names])
+
+    def split(self, whole: torch.Tensor) -> Iterator[NamedTensor]:
+        if not self.is_fused:
+            yield self.name, whole
+            return
+        for expert, parts in zip(whole, self.names, strict=True):
+            yield from zip(parts, expert.chunk(len(parts)), strict=True)
+
+
+def hf_tensors(model: PreTrainedModel, checkpoint_names: set[str]) -> Iterator[HfTensor]:
+    """What a checkpoint holds, parameters first; a tied head is left out."""
+    for name, value in saved_tensors(model).items():
+        yield HfTensor(name, value, _names(name, value, checkpoint_names))
+
+
+def _names(name: str, value: torch.Tensor, checkpoint_names: set[str]) -> list[list[str]]:
+    parts = next((parts for suffix, parts in _PARTS.items() if name.endswith(f".{suffix}")), None)
+    if parts is None or name in checkpoint_names:
+        return [[name]]
+    stem = name.rpartition(".")[0]
+    return [[f"{stem}.{expert}.{part}.weight" for part in parts] for expert in range(value.shape[0])]
+
+
+@torch.no_grad()
+def load_weights(model: PreTrainedModel, directory: str, flag: str) -> None:
+    """Fill every parameter of ``model`` from the safetensors files in ``directory``. A collective.
+
+    Args:
+        flag: the flag that named the directory, for messages.
+
+    Raises:
+        ConfigError: tensors are missing, unknown, or of another shape than the model's. On all ranks.
+    """
+    try:
+        reader = TensorReader(directory, flag)
+    except ConfigError as error:
+        raise_everywhere(error.problems)
+        raise
+    problems: list[str] = []
+    used: set[str] = set()
+    for tensor in hf_tensors(model, reader.names):
+        used |= {name for parts in tensor.names for name in parts}
+        problems += _fill(tensor, reader)
+    problems += [
+        f"{reader.where}: tensor {name} has no place in the model that config.json describes."
+        for name in sorted(reader.names - used)
+        if not _is_left_out(model, name)
+    ]
+    raise_everywhere(problems)
+
+
+def _is_left_out(model: PreTrainedModel, name: str) -> bool:
+    """Tensors that the model computes by itself, and layers behind the last one, which predict further tokens."""
+    layer = _LAYER.match(name)
+    if layer and int(layer.group(1)) >= model.config.num_hidden_layers:
+        return True
+    patterns = [*_NEVER_READ, *(model._keys_to_ignore_on_load_unexpected or ())]
+    return (name == "lm_head.weight" and is_tied(model)) or any(re.search(pattern, name) for pattern in patterns)
+
+
+def _fill(tensor: HfTensor, reader: TensorReader) -> list[str]:
+    missing = [name for parts in tensor.names for name in parts if name not in reader]
+    if "lm_head.weight" in missing and "model.embed_tokens.weight" in reader:  # an untied head from a tied checkpoint
+        whole = reader.get("model.embed_tokens.weight")
+    elif missing:
+        return [f"{reader.where}: tensor {name} is missing in its .safetensors files." for name in missing]
+    else:
+        whole = tensor.join(reader)
+    if whole.shape != tensor.value.shape:
+        return [
+            f"{reader.where}: {tensor.name} is {list(whole.shape)}, but the model that config.json describes needs "
+            f"{list(tensor.value.shape)}: config.json and weights do not belong together."
+        ]
+    value: Any = tensor.value
+    if isinstance(value, DTensor):
+        mine = distribute_tensor(whole, value.device_mesh, value.placements, src_data_rank=None)  # no communication
+        value.to_local().copy_(mine.to_local())
+    else:
+        value.copy_(whole)
+    return []
+
+
+@torch.no_grad()
+def export_weights(model: PreTrainedModel, checkpoint_names: set[str], dtype: torch.dtype) -> Iterator[NamedTensor]:
+    """All weights under the checkpoint's names, whole, on every rank. A collective.
+
+    Args:
+        checkpoint_names: of --hf-checkpoint, which say whether experts have names of their own.
+        dtype: of parameters; buffers keep theirs.
+    """
+    for tensor in hf_tensors(model, checkpoint_names):
+        value: Any = tensor.value
+        if isinstance(value, DTensor):
+            rows: Any = value.to(dtype)  # cast first: layers compute with what is gathered
+            value = rows.full_tensor()
+        yield from tensor.split(value.detach())

@@ -1,0 +1,61 @@
+"""AdamW or SGD on the shards, with Megatron's rules: norms and biases are not decayed. Called by ``actor``."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from slime.backends.training.arguments import OptimizerArgs
+from slime.backends.training.stateless_adam import StatelessAdam
+
+__all__ = ["allocate_states", "build_optimizer", "reset_moments"]
+
+
+def build_optimizer(
+    model: PreTrainedModel, args: OptimizerArgs, *, is_stateless: bool = False
+) -> torch.optim.Optimizer:
+    """The optimizer of a sharded model; its states are sharded like the weights.
+
+    Args:
+        is_stateless: Adam without moments (--use-stateless-adam).
+    """
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    plain = [one for name, one in trained if name.endswith(".bias") or one.dim() == 1]
+    decayed = [one for name, one in trained if not (name.endswith(".bias") or one.dim() == 1)]
+    groups = [{"params": decayed, "decay_factor": 1.0}, {"params": plain, "decay_factor": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    betas = (args.adam_beta1, args.adam_beta2)
+    if is_stateless:
+        return StatelessAdam(groups, args.lr, betas, args.adam_eps, args.weight_decay)
+    match args.optimizer:
+        case "adam":
+            return torch.optim.AdamW(groups, args.lr, betas, args.adam_eps, args.weight_decay)
+        case "sgd":
+            return torch.optim.SGD(groups, args.lr, args.sgd_momentum, weight_decay=args.weight_decay)
+        case other:
+            raise ValueError(f"--optimizer {other} is not supported")
+
+
+@torch.no_grad()
+def allocate_states(optimizer: torch.optim.Optimizer) -> None:
+    """The states of an optimizer before its first step, so that a checkpoint has something to be loaded into."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if state or isinstance(optimizer, StatelessAdam):
+                continue
+            match optimizer:
+                case torch.optim.AdamW():
+                    state["step"] = torch.zeros((), dtype=torch.float32)
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                case torch.optim.SGD() if group["momentum"] != 0:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+@torch.no_grad()
+def reset_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Forget what earlier steps left (--reset-optimizer-states): Adam's moments and step counts, momentum of sgd."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()

@@ -1,0 +1,68 @@
+"""Which of Megatron's tensors are the trainer's weights, gradients and optimizer: what can be offloaded or copied.
+
+Called by ``actor``. How they are moved is in ``slime.backends.training``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from slime.backends.protocols import TRAINER_PARTS, TrainerPart
+from slime.backends.training.offload import DeviceMemory
+from slime.backends.training.weight_backup import WeightBackup
+
+__all__ = ["copied_weights", "device_memory"]
+
+
+def device_memory(chunks: Sequence[Any], optimizer: Any) -> DeviceMemory:
+    """What this rank holds.
+
+    Args:
+        chunks: data-parallel wrapped model chunks.
+        optimizer: Megatron's; one or several chained.
+    """
+
+    def drop_gradients() -> None:
+        optimizer.zero_grad(set_to_none=True)  # fp32 copies of them, made by the last step
+
+    return DeviceMemory(partial(_tensors, chunks, optimizer), drop_gradients)
+
+
+def copied_weights(chunks: Sequence[Any]) -> WeightBackup:
+    """Everything a checkpoint holds: parameters, and the bias with which routers choose experts."""
+    weights = []
+    for chunk in chunks:
+        weights += chunk.parameters()
+        weights += [buffer for name, buffer in chunk.named_buffers() if name.endswith("expert_bias")]
+    return WeightBackup(weights)
+
+
+def _tensors(chunks: Sequence[Any], optimizer: Any, part: TrainerPart) -> Iterator[torch.Tensor]:
+    match part:
+        case "weights":
+            for chunk in chunks:
+                yield from chunk.parameters()
+                yield from (buffer for _, buffer in chunk.named_buffers())
+        case "gradients":
+            for chunk in chunks:
+                for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                    yield buffer.grad_data
+        case "optimizer":
+            for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+                yield from _of_optimizer(each.optimizer)
+        case _:
+            raise ValueError(f"unknown part {part!r}: one of {', '.join(TRAINER_PARTS)}")
+
+
+def _of_optimizer(inner: torch.optim.Optimizer | None) -> Iterator[torch.Tensor]:
+    """Main weights and states; nothing where this rank has nothing to train."""
+    if inner is None:
+        return
+    for group in inner.param_groups:
+        yield from group["params"]
+    for state in inner.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))

@@ -1,0 +1,302 @@
+"""Engines that somebody else runs: found out about, used and watched, never started and never stopped.
+
+``--rollout-external-engine-addrs`` names them. :func:`apply_external_engine_info_to_args` asks each what it is before
+anything starts; :class:`ExternalEngine` is what the wiring makes of one: the verbs of an engine, without a process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
+from slime.backends.sglang_utils.topology import WorkerType
+from slime.utils.deadline import Deadline
+from slime.utils.errors import ConfigError, EngineError
+from slime.utils.net import url_host
+
+__all__ = [
+    "ExternalEngine",
+    "ExternalEngineInfo",
+    "apply_external_engine_info_to_args",
+    "discover_external_engines",
+    "external_engine_infos_from_args",
+    "normalize_external_engine_addr",
+    "problems_of",
+]
+
+_FLAG = "--rollout-external-engine-addrs"
+_TIMEOUT_S = 30.0
+_LOOK_TIMEOUT_S = 2.0
+_POLL_S = 0.5
+_LONG_NAMES = {
+    "tp_size": "tensor_parallel_size",
+    "pp_size": "pipeline_parallel_size",
+    "dp_size": "data_parallel_size",
+    "ep_size": "expert_parallel_size",
+}
+
+
+@dataclass(frozen=True)
+class ExternalEngineInfo:
+    """What an engine says about itself.
+
+    Attributes:
+        num_gpus: ranks of one copy of the model, all of which take part in a weight update.
+        disaggregation_bootstrap_port: of prefill engines.
+        server_info: the whole answer, every field of the server by name.
+    """
+
+    url: str
+    host: str
+    port: int
+    worker_type: str
+    num_gpus: int
+    disaggregation_bootstrap_port: int | None = None
+    server_info: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_pd_worker(self) -> bool:
+        return self.worker_type in (WorkerType.PREFILL, WorkerType.DECODE)
+
+    @property
+    def parallel_config(self) -> dict[str, int]:
+        return {name: _number(self.server_info, name) for name in ("tp_size", "pp_size", "ep_size", "moe_dp_size")}
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def normalize_external_engine_addr(addr: str) -> str:
+    """``host:port`` or ``http://host:port`` -> the url without a slash at its end.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    url = (addr if "://" in addr else f"http://{addr}").rstrip("/")
+    parts = urlsplit(url)
+    try:
+        is_complete = parts.scheme == "http" and bool(parts.hostname) and parts.port is not None
+    except ValueError:
+        is_complete = False
+    if not is_complete or parts.path or parts.query:
+        raise ConfigError(
+            f"{_FLAG} {addr} must be HOST:PORT or http://HOST:PORT, an IPv6 address in brackets: http://[::1]:30000."
+        )
+    return url
+
+
+def discover_external_engines(addrs: Sequence[str], timeout: float = _TIMEOUT_S) -> list[ExternalEngineInfo]:
+    """Ask every engine at once what it is.
+
+    Raises:
+        ConfigError: with one problem per address that is malformed, given twice, or does not answer in time.
+    """
+    problems: list[str] = []
+    urls: list[str] = []
+    for addr in addrs:
+        try:
+            url = normalize_external_engine_addr(addr)
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        if url in urls:
+            problems.append(f"{_FLAG} {addr} is given twice.")
+        urls.append(url)
+
+    def ask(url: str) -> ExternalEngineInfo | str:
+        try:
+            return _info(url, get_server_info(url, timeout))
+        except EngineError as error:
+            return f"{_FLAG} {url}: {error}"
+
+    if not problems:
+        with ThreadPoolExecutor(min(32, len(urls) or 1)) as pool:
+            answers = list(pool.map(ask, urls))
+        problems = [answer for answer in answers if isinstance(answer, str)]
+    if problems:
+        raise ConfigError(problems)
+    return [answer for answer in answers if not isinstance(answer, str)]
+
+
+def get_server_info(url: str, timeout: float = _TIMEOUT_S) -> dict[str, Any]:
+    """Every field of the server at ``url``. Raises EngineError when none of its two routes answers."""
+    reasons = []
+    for route in ("/server_info", "/get_server_info"):
+        try:
+            reply = httpx.get(url + route, timeout=timeout, trust_env=False)
+            info = reply.raise_for_status().json()
+            if isinstance(info, dict):
+                return info
+            reasons.append(f"{route}: not a JSON object: {reply.text[:200]}")
+        except (httpx.HTTPError, ValueError) as error:
+            reasons.append(f"{route}: {type(error).__name__}: {error}")
+    raise EngineError(f"no SGLang server answers: {'; '.join(reasons)}. Start it first, or leave it out.")
+
+
+def _info(url: str, answer: Mapping[str, Any]) -> ExternalEngineInfo:
+    parts = urlsplit(url)
+    mode = answer.get("disaggregation_mode")
+    kind = WorkerType.REGULAR
+    if answer.get("encoder_only"):
+        kind = WorkerType.ENCODER
+    elif mode in (WorkerType.PREFILL, WorkerType.DECODE):
+        kind = WorkerType(str(mode))
+    bootstrap = answer.get("disaggregation_bootstrap_port") if kind is WorkerType.PREFILL else None
+    assert parts.hostname is not None
+    assert parts.port is not None
+    return ExternalEngineInfo(
+        url,
+        url_host(parts.hostname),
+        parts.port,
+        kind.value,
+        _number(answer, "tp_size") * _number(answer, "pp_size"),
+        bootstrap,
+        dict(answer),
+    )
+
+
+def _number(answer: Mapping[str, Any], name: str) -> int:
+    """A parallel size under its short or its long name."""
+    return int(answer.get(name) or answer.get(_LONG_NAMES.get(name, name)) or 1)
+
+
+def apply_external_engine_info_to_args(args: Namespace, logger: logging.Logger | None = None) -> None:
+    """Derivation B24: how many external engines and devices there are, and what each of them is.
+
+    Sets ``rollout_external_engine_infos``, ``rollout_num_engines`` and ``rollout_num_gpus``.
+    """
+    infos = discover_external_engines(args.rollout_external_engine_addrs)
+    args.rollout_external_engine_infos = [info.to_dict() for info in infos]
+    args.rollout_num_engines = len(infos)
+    args.rollout_num_gpus = sum(info.num_gpus for info in infos)
+    if logger is not None:
+        logger.info("external engines: %s", ", ".join(info.url for info in infos))
+
+
+def external_engine_infos_from_args(args: Namespace) -> list[ExternalEngineInfo]:
+    """What :func:`apply_external_engine_info_to_args` found out."""
+    found = getattr(args, "rollout_external_engine_infos", None)
+    if found is None:
+        raise RuntimeError("apply_external_engine_info_to_args() comes first")
+    return [ExternalEngineInfo(**info) for info in found]
+
+
+def problems_of(info: ExternalEngineInfo, args: Namespace) -> Iterator[str]:
+    """How an engine differs from what the run needs, one sentence each."""
+    start = f"{_FLAG} {info.url}:"
+    seen = info.server_info
+    if args.use_rollout_routing_replay and not seen.get("enable_return_routed_experts"):
+        yield f"{start} it does not return its expert choices: start it with --enable-return-routed-experts."
+    wanted = "float32" if args.fp32 else "float16" if args.fp16 else "bfloat16"
+    dtype = str(seen.get("dtype", "auto")).replace("half", "float16")
+    if dtype not in ("auto", wanted) and not (dtype == "float" and wanted == "float32"):
+        yield f"{start} its weights are {dtype}, the trainer's {wanted}: start it with --dtype {wanted}."
+    if info.worker_type == WorkerType.ENCODER:
+        yield f"{start} it only encodes images, which is not supported yet."
+    if _number(seen, "pp_size") > 1:
+        yield f"{start} it has {_number(seen, 'pp_size')} pipeline stages: weights reach engines of one stage only."
+    if _number(seen, "dp_size") > 1 and not seen.get("enable_dp_attention"):
+        yield f"{start} --dp-size {_number(seen, 'dp_size')}: one server per copy of the model can take weights."
+    if info.worker_type == WorkerType.PREFILL and info.disaggregation_bootstrap_port is None:
+        yield f"{start} a prefill engine needs --disaggregation-bootstrap-port."
+
+
+class ExternalEngine(SGLangEngine):
+    """The verbs of an engine whose process is not ours.
+
+    It has ended when nobody listens at its address any more, or when another server does: that one started with the
+    weights of its checkpoint.
+    """
+
+    def __init__(self, rank: int, info: ExternalEngineInfo, start_timeout_s: float) -> None:
+        super().__init__(
+            EngineSpec(
+                rank,
+                info.host,
+                info.port,
+                argv=(),
+                env={},
+                log_path=Path("-"),
+                start_timeout_s=start_timeout_s,
+                num_gpus=info.num_gpus,
+                worker_type=WorkerType(info.worker_type),
+                bootstrap_port=info.disaggregation_bootstrap_port,
+            )
+        )
+        self._identity: str | None = None
+
+    def start(self) -> None:
+        """Return when the server answers and serves: the run before may have left it in the middle of a sync."""
+        spec = self._spec
+        fix = f"Start it again, or leave it out of {_FLAG}"
+        deadline = Deadline(spec.start_timeout_s, f"the external engine {self.url} to answer", fix)
+        while not self._answers():
+            deadline.check()
+            time.sleep(_POLL_S)
+        self._identity = self._ask_identity(_TIMEOUT_S)
+        self._request("POST", "/end_weight_update", {}, is_checked=False)
+        self.continue_generation()
+
+    def _listens(self) -> bool:
+        return True  # whose port it is cannot be seen from here
+
+    def _ask_identity(self, timeout_s: float) -> str:
+        """The same text as long as it is the same process: how long its parts took to start, and its random seed."""
+        info = get_server_info(self.url, timeout_s)
+        return json.dumps([info.get("startup_time"), info.get("random_seed")], sort_keys=True)
+
+    def is_alive(self) -> bool:
+        return not self.has_ended()
+
+    def has_ended(self) -> bool:
+        """One that only takes its time has not ended: :meth:`is_responsive` sees to that."""
+        try:
+            self._client.get("/health", timeout=_LOOK_TIMEOUT_S)
+        except httpx.ConnectError:
+            return True
+        except httpx.HTTPError:
+            return False
+        return False
+
+    def is_responsive(self, timeout_s: float) -> bool:
+        return super().is_responsive(timeout_s) and not self._is_another()
+
+    def _is_another(self) -> bool:
+        try:
+            return self._identity is not None and self._ask_identity(_LOOK_TIMEOUT_S) != self._identity
+        except EngineError:  # busy, or gone: not for this question to decide
+            return False
+
+    def raise_if_dead(self) -> None:
+        if self.has_ended():
+            cause = "nobody listens there any more"
+        elif self._is_another():
+            cause = "another server runs there now, which has not the weights of this run"
+        else:
+            return
+        raise EngineError(
+            f"external engine {self._spec.rank} ({self.url}): {cause}. Its log is where it was started. With "
+            f"--use-fault-tolerance the run waits until it is back."
+        )
+
+    def stop(self) -> None:
+        """Nothing: it is not ours."""
+
+    def init_weights_update_group(
+        self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
+    ) -> None:
+        """Join a group; the run before, which ended without a word, may have left one of this name."""
+        self.destroy_weights_update_group(group_name)
+        super().init_weights_update_group(master_address, master_port, rank_offset, world_size, group_name, backend)

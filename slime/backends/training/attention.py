@@ -1,0 +1,316 @@
+"""Attention over packed sequences, without TransformerEngine and without a padding mask of the whole micro-batch.
+
+Queries, keys and values are ``[t, heads, head_dim]`` with positions already in ("thd": all sequences of a micro-batch
+behind one another). Causal within a sequence, blind across sequences. The backends' models call
+:func:`packed_attention` in every layer with a plan that is made once per micro-batch.
+
+With context parallelism a rank has the queries of two chunks per segment (``context_parallel``) and gathers the keys
+and values of all ranks; each chunk sees the keys from its segment's start to its own end. All ranks see equally many.
+
+On cuda in 16 bit: torch's variable-length flash attention. Otherwise SDPA: sequences of about the same length share one
+padded call, since hundreds of calls for short sequences cost more than the padding; a long one has a call of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from slime.backends.training.context_parallel import zigzag_rows
+from slime.utils import accelerator
+
+__all__ = ["AttentionPlan", "packed_attention", "plan_attention"]
+
+_SHORT = 32
+"""Up to this many tokens of difference in length sequences share a padded call; else up to a quarter."""
+
+
+def packed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    dropout: float = 0.0,
+    cp_group: Any = None,
+) -> torch.Tensor:
+    """query ``[t, heads, d]``, key ``[t, groups, d]`` and value ``[t, groups, v]`` -> ``[t, heads, v]``.
+
+    Args:
+        cp_group: the ranks that share the sequences; None for one. A collective over them.
+    """
+    if cp_group is not None:
+        key, value = _gather_keys(key, value, cp_group)
+    if dropout == 0.0 and _has_varlen_kernel(query.dtype):
+        return _varlen(query, key, value, plan, scale)
+    return _padded(query, key, value, plan.padding, scale, dropout)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive queries of one segment, and the keys that the last of them sees: those from the segment's start.
+
+    Attributes:
+        q_begin, q_length: rows of this rank's ``[t]``.
+        k_begin, k_length: rows of the whole ``[T]``. Query i sees the first ``k_length - q_length + i + 1`` of them.
+    """
+
+    q_begin: int
+    q_length: int
+    k_begin: int
+    k_length: int
+
+
+@dataclass(frozen=True)
+class PaddedBatch:
+    """Pieces of about the same length, attended to in one padded call.
+
+    Attributes:
+        shape: (pieces, padded queries, padded keys).
+        visible: bool ``[pieces, 1, queries, keys]``; None where queries and keys are the same rows: plainly causal.
+    """
+
+    shape: tuple[int, int, int]
+    visible: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class PaddingPlan:
+    """How ``[t, ...]`` becomes padded batches and comes back.
+
+    Attributes:
+        batches: the padded calls, in order.
+        source: int64 [P], for each padded query the packed row it copies; padding copies its piece's start.
+        target: int64 [t], for each packed row its padded position.
+        is_real: bool [P], false on padding.
+        key_source: as ``source`` for the keys, rows of the gathered ``[T]``; None where it equals ``source``.
+    """
+
+    batches: tuple[PaddedBatch, ...]
+    source: torch.Tensor
+    target: torch.Tensor
+    is_real: torch.Tensor
+    key_source: torch.Tensor | None
+
+
+class AttentionPlan:
+    """What queries see which keys in one micro-batch; the forms that the kernels need are made on demand."""
+
+    def __init__(self, pieces: list[Piece], gathered_row: torch.Tensor | None, device: torch.device) -> None:
+        self._pieces = pieces
+        self._gathered_row = gathered_row
+        self._device = device
+
+    @property
+    def is_sharded(self) -> bool:
+        """Keys come from several ranks."""
+        return self._gathered_row is not None
+
+    @functools.cached_property
+    def padding(self) -> PaddingPlan:
+        return _padding_plan(self._pieces, self._gathered_row, self._device)
+
+    @functools.cached_property
+    def key_rows(self) -> torch.Tensor:
+        """Rows of the gathered keys, piece after piece: int64."""
+        assert self._gathered_row is not None, "without context parallelism keys are in order"
+        spans = [torch.arange(piece.k_begin, piece.k_begin + piece.k_length) for piece in self._pieces]
+        return self._gathered_row[torch.cat(spans).to(self._device)]
+
+    @functools.cached_property
+    def lengths(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        """Bounds of the pieces' queries and keys, int32 ``[pieces + 1]``, and the longest of each."""
+        queries = [piece.q_length for piece in self._pieces]
+        keys = [piece.k_length for piece in self._pieces]
+        return self._bounds(queries), self._bounds(keys), max(queries), max(keys)
+
+    def _bounds(self, lengths: list[int]) -> torch.Tensor:
+        return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=self._device)
+
+
+def plan_attention(cu_seqlens: torch.Tensor, cp_rank: int = 0, cp_size: int = 1) -> AttentionPlan:
+    """The plan of one micro-batch.
+
+    Args:
+        cu_seqlens: int32 ``[S + 1]`` of the whole micro-batch: where each segment starts, and the end of the last.
+    """
+    bounds = cu_seqlens.tolist()
+    pieces = []
+    for start, end in itertools.pairwise(bounds):
+        if cp_size == 1:
+            pieces.append(Piece(start, end - start, start, end - start))
+            continue
+        chunk, local = (end - start) // (2 * cp_size), start // cp_size
+        # chunks cp_rank and 2 cp_size - 1 - cp_rank of the segment, see cp_utils
+        pieces.append(Piece(local, chunk, start, (cp_rank + 1) * chunk))
+        pieces.append(Piece(local + chunk, chunk, start, (2 * cp_size - cp_rank) * chunk))
+    gathered_row = None
+    if cp_size > 1:
+        whole = torch.cat([zigzag_rows(cu_seqlens, rank, cp_size) for rank in range(cp_size)])
+        gathered_row = torch.empty_like(whole)
+        gathered_row[whole] = torch.arange(whole.numel(), device=whole.device)
+    return AttentionPlan(pieces, gathered_row, cu_seqlens.device)
+
+
+def _group(pieces: list[Piece]) -> list[list[Piece]]:
+    groups: list[list[Piece]] = []
+    for piece in sorted(pieces, key=lambda one: (-one.k_length, -one.q_length)):
+        longest = groups[-1][0].k_length if groups else 0
+        if groups and longest - piece.k_length <= max(_SHORT, longest // 4):
+            groups[-1].append(piece)
+        else:
+            groups.append([piece])
+    return groups
+
+
+def _padding_plan(pieces: list[Piece], gathered_row: torch.Tensor | None, device: torch.device) -> PaddingPlan:
+    sources, reals, keys, batches = [], [], [], []
+    for group in _group(pieces):
+        q_begin, q_length, k_begin, k_length = torch.tensor(
+            [[one.q_begin, one.q_length, one.k_begin, one.k_length] for one in group]
+        ).T.unsqueeze(-1)
+        queries, longest = torch.arange(int(q_length.max())), torch.arange(int(k_length.max()))
+        is_real = queries < q_length
+        sources.append(torch.where(is_real, q_begin + queries, q_begin).flatten())
+        reals.append(is_real.flatten())
+        visible = None
+        if gathered_row is not None:
+            keys.append(torch.where(longest < k_length, k_begin + longest, k_begin).flatten())
+            last_seen = (k_length - q_length + queries).clamp(max=k_length - 1)
+            visible = (longest <= last_seen.unsqueeze(-1)).unsqueeze(1).to(device)
+        batches.append(PaddedBatch((len(group), len(queries), len(longest)), visible))
+    source, is_real = torch.cat(sources), torch.cat(reals)
+    target = torch.empty(int(is_real.sum()), dtype=torch.int64)
+    target[source[is_real]] = torch.arange(len(source))[is_real]
+    key_source = None if gathered_row is None else gathered_row[torch.cat(keys).to(device)]
+    return PaddingPlan(tuple(batches), source.to(device), target.to(device), is_real.to(device), key_source)
+
+
+class _Pad(torch.autograd.Function):
+    """``x[source]``. No gradient comes from padding, so backward is a gather as well and not a slow scatter-add."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, plan: PaddingPlan) -> torch.Tensor:
+        ctx.plan = plan
+        return x.index_select(0, plan.source)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad.index_select(0, ctx.plan.target), None
+
+
+class _Unpad(torch.autograd.Function):
+    """``x[target]``; the gradient of padding is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, plan: PaddingPlan) -> torch.Tensor:
+        ctx.plan = plan
+        return x.index_select(0, plan.target)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        padded = grad.index_select(0, ctx.plan.source)
+        return padded.masked_fill_(~ctx.plan.is_real[:, None, None], 0.0), None
+
+
+class _GatherKeys(torch.autograd.Function):
+    """Every context-parallel rank's ``[t, c]`` behind one another, ``[size * t, c]``; backward sums and scatters."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        whole = x.new_empty((group.size() * x.size(0), *x.shape[1:]))
+        dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        part = grad.new_empty((grad.size(0) // ctx.group.size(), *grad.shape[1:]))
+        dist.reduce_scatter_tensor(part, grad.contiguous(), group=ctx.group)
+        return part, None
+
+
+def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    if plan.is_sharded:
+        k, v = k.index_select(0, plan.key_rows), v.index_select(0, plan.key_rows)
+    q_bounds, k_bounds, longest_q, longest_k = plan.lengths
+    out = varlen_attn(
+        q,
+        k,
+        v,
+        q_bounds,
+        k_bounds,
+        longest_q,
+        longest_k,
+        scale=scale,
+        window_size=(-1, 0),  # causal: the last query of a piece sees the last key of it
+        enable_gqa=q.size(1) != k.size(1),
+    )
+    assert isinstance(out, torch.Tensor), "only asked for, it comes with the normaliser"
+    return out
+
+
+def _padded(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PaddingPlan, scale: float, dropout: float
+) -> torch.Tensor:
+    queries = _pad(q, plan)
+    if plan.key_source is None:
+        keys, values = _pad(k, plan), _pad(v, plan)
+    else:
+        keys, values = k.index_select(0, plan.key_source), v.index_select(0, plan.key_source)
+    outputs = []
+    q_end = k_end = 0
+    for batch in plan.batches:
+        pieces, num_queries, num_keys = batch.shape
+        q_begin, q_end = q_end, q_end + pieces * num_queries
+        k_begin, k_end = k_end, k_end + pieces * num_keys
+        out = F.scaled_dot_product_attention(
+            queries[q_begin:q_end].view(pieces, num_queries, *q.shape[1:]).transpose(1, 2),
+            keys[k_begin:k_end].view(pieces, num_keys, *k.shape[1:]).transpose(1, 2),
+            values[k_begin:k_end].view(pieces, num_keys, *v.shape[1:]).transpose(1, 2),
+            attn_mask=batch.visible,
+            is_causal=batch.visible is None,  # a query never sees the padding behind its segment
+            dropout_p=dropout,
+            scale=scale,
+            enable_gqa=True,
+        )
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    padded = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    unpadded: torch.Tensor = _Unpad.apply(padded, plan)  # type: ignore[no-untyped-call]
+    return unpadded
+
+
+def _pad(x: torch.Tensor, plan: PaddingPlan) -> torch.Tensor:
+    padded: torch.Tensor = _Pad.apply(x, plan)  # type: ignore[no-untyped-call]
+    return padded
+
+
+def _gather_keys(key: torch.Tensor, value: torch.Tensor, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of all context-parallel ranks in one collective, ``[T, groups, d]`` each, rank after rank."""
+    widths = [key[0].numel(), value[0].numel()]
+    both = torch.cat([key.flatten(1), value.flatten(1)], dim=1)
+    whole: torch.Tensor = _GatherKeys.apply(both, group)  # type: ignore[no-untyped-call]
+    keys, values = torch.split(whole, widths, dim=1)
+    return keys.reshape(-1, *key.shape[1:]), values.reshape(-1, *value.shape[1:])
+
+
+def _has_varlen_kernel(dtype: torch.dtype) -> bool:
+    return not accelerator.current().is_cpu and dtype in (torch.bfloat16, torch.float16) and _varlen_is_importable()
+
+
+@functools.cache
+def _varlen_is_importable() -> bool:
+    try:
+        import torch.nn.attention.varlen  # noqa: F401
+    except ImportError:
+        return False
+    return True

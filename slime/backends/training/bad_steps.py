@@ -1,0 +1,85 @@
+"""Steps that failed, and steps that were skipped: what they leave behind, and when it is enough.
+
+    a step raises                     its batch is dumped, the run ends
+    gradients are not finite          the same; --no-check-for-nan-in-loss-and-grad makes it a step that is skipped,
+                                      counted (train/skipped_steps) and dumped; ten in a row end the run
+
+Dumps are ``failed_steps/rollout_<id>_rank_<rank>.pt`` under --save, else --output-dir; every rank writes its own part.
+Used by ``actor`` and ``critic``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slime.utils.errors import SlimeError
+
+__all__ = ["BadSteps"]
+
+logger = logging.getLogger(__name__)
+
+_MOST_IN_A_ROW = 10
+
+
+class BadSteps:
+    """Those of one rank.
+
+    Args:
+        directory: parent of ``failed_steps``.
+    """
+
+    def __init__(self, directory: str, rank: int) -> None:
+        self._directory = Path(directory) / "failed_steps"
+        self._rank = rank
+        self._num_skipped = 0
+        self._num_in_a_row = 0
+
+    @contextmanager
+    def dumping(self, rollout_id: int, batch: dict[str, Any]) -> Iterator[None]:
+        """Whatever is raised inside leaves ``batch``, and becomes an error that says where it is."""
+        try:
+            yield
+        except Exception as error:
+            path = self._dump(rollout_id, batch, str(error))
+            raise SlimeError(
+                f"trainer rank {self._rank} failed on rollout {rollout_id}: {type(error).__name__}: {error} "
+                f"Its batch is in {path}."
+            ) from error
+
+    def count(self, rollout_id: int, step: int, batch: dict[str, Any], reason: str | None) -> float:
+        """Steps of the run that were skipped so far, this one included.
+
+        Args:
+            reason: why it was skipped; None: it was applied; empty: fp16 gradients overflowed, which is how a loss
+                scale is found.
+
+        Raises:
+            SlimeError: too many in a row.
+        """
+        if reason is None:
+            self._num_in_a_row = 0
+            return float(self._num_skipped)
+        self._num_skipped += 1
+        if not reason:
+            return float(self._num_skipped)
+        self._num_in_a_row += 1
+        if self._num_in_a_row >= _MOST_IN_A_ROW:
+            raise SlimeError(
+                f"rollout {rollout_id}, step {step}: {reason}; the step was skipped, as were the "
+                f"{self._num_in_a_row - 1} before it. The weights do not change any more."
+            )
+        path = self._dump(rollout_id, batch, reason)
+        logger.warning("rollout %d, step %d skipped: %s; its batch is in %s", rollout_id, step, reason, path)
+        return float(self._num_skipped)
+
+    def _dump(self, rollout_id: int, batch: dict[str, Any], error: str) -> Path:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        path = self._directory / f"rollout_{rollout_id}_rank_{self._rank}.pt"
+        torch.save({"rollout_id": rollout_id, "rank": self._rank, "error": error, "batch": batch}, path)
+        return path

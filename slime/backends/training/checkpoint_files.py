@@ -1,0 +1,248 @@
+"""The files around a checkpoint's tensors: which directory is complete, which is the latest, which are too old.
+
+    <save>/iter_0000012/                       shards, .metadata, metadata.json, common.pt
+    <save>/iter_0000012/manifest.json          what belongs to it, with sizes: the last file of the directory
+    <save>/latest_checkpointed_iteration.txt   "12": the last file of all
+    <save>/rollout/...                         state of the Data Buffer, by rollout
+    <save>/critic/iter_0000012/                the same for a critic: written first, so that the actor's counts for both
+
+A directory is written under another name and renamed when its manifest is in place, so one without a manifest was not
+written by us (Megatron's own checkpoints) and is taken as it is. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "CRITIC",
+    "MANIFEST",
+    "TRACKER",
+    "Manifest",
+    "complete_iterations",
+    "iteration_directory",
+    "iteration_of",
+    "make_empty",
+    "partial_directory",
+    "prune",
+    "publish",
+    "what_is_torn",
+    "write_manifest",
+    "write_tracker",
+]
+
+logger = logging.getLogger(__name__)
+
+TRACKER = "latest_checkpointed_iteration.txt"
+MANIFEST = "manifest.json"
+CRITIC = "critic"
+_FORMAT = 1
+_ITERATION = re.compile(r"iter_(\d{7})")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of.
+
+    Attributes:
+        iteration: number of the directory; the rollout id after which it was written.
+        weight_version: version under which engines serve these weights: the number of rollouts they were trained on.
+        layout: parallel sizes of the run that wrote it; any others can read it.
+        content: what besides the weights is inside.
+        files: sizes in bytes, by name inside the directory.
+        data_state: file of the Data Buffer's state, relative to the directory's parent, with its size; empty if none.
+        has_critic: a critic's checkpoint of the same iteration belongs to it.
+    """
+
+    iteration: int
+    weight_version: str
+    layout: Mapping[str, int]
+    content: Mapping[str, bool]
+    files: Mapping[str, int]
+    data_state: Mapping[str, int] = field(default_factory=dict)
+    has_critic: bool = False
+    format: int = _FORMAT
+
+    @property
+    def rollout_id(self) -> int:
+        return self.iteration
+
+
+def iteration_directory(root: str | Path, iteration: int) -> Path:
+    return Path(root) / f"iter_{iteration:07d}"
+
+
+def iteration_of(directory: Path) -> int | None:
+    """Number of an iteration's directory; None for any other name."""
+    named = _ITERATION.fullmatch(directory.name)
+    return int(named.group(1)) if named else None
+
+
+def write_manifest(
+    directory: Path,
+    iteration: int,
+    *,
+    root: Path,
+    layout: Mapping[str, int],
+    content: Mapping[str, bool],
+    weight_version: str | None = None,
+) -> Manifest:
+    """Describe ``directory`` as it is now. Atomic: the manifest is there and whole, or not there.
+
+    Args:
+        weight_version: by default that of a run that has trained on the rollouts up to ``iteration``.
+    """
+    files = {file.name: file.stat().st_size for file in sorted(directory.iterdir()) if file.is_file()}
+    states = sorted((root / "rollout").glob(f"*_{iteration}.*"))
+    data_state = {f"rollout/{file.name}": file.stat().st_size for file in states}
+    manifest = Manifest(
+        iteration=iteration,
+        weight_version=str(iteration + 1) if weight_version is None else weight_version,
+        layout=dict(layout),
+        content=dict(content),
+        files=files,
+        data_state=data_state,
+        has_critic=(iteration_directory(root / CRITIC, iteration) / MANIFEST).is_file(),
+    )
+    content_of_file = asdict(manifest) | {"rollout_id": manifest.rollout_id}
+    _write_whole(directory / MANIFEST, json.dumps(content_of_file, indent=2))
+    return manifest
+
+
+def write_tracker(root: Path, text: str) -> None:
+    _write_whole(root / TRACKER, text)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.partial")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def make_empty(directory: Path) -> None:
+    """Make ``directory`` anew; what an interrupted save left in it goes."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+
+
+def partial_directory(root: Path, name: str) -> Path:
+    """Where ``<root>/<name>`` is written before :func:`publish`."""
+    return root / f".{name}.partial"
+
+
+def publish(
+    root: Path,
+    name: str,
+    iteration: int,
+    *,
+    layout: Mapping[str, int],
+    content: Mapping[str, bool],
+    keep: int | None = None,
+) -> list[int]:
+    """Give a directory that is written its manifest and its name, let the tracker name it, delete old checkpoints.
+
+    Returns:
+        Iterations that were deleted.
+    """
+    partial, final = partial_directory(root, name), root / name
+    is_iteration = iteration_of(final) is not None
+    version = None if is_iteration else "0"
+    write_manifest(partial, iteration, root=root, layout=layout, content=content, weight_version=version)
+    if final.exists():  # saved again by a resumed run; the old one goes only when the new one is complete
+        old = final.with_name(f".{final.name}.removed")
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+        partial.rename(final)
+        shutil.rmtree(old)
+    else:
+        partial.rename(final)
+    write_tracker(root, str(iteration) if is_iteration else name)
+    return prune(root, keep)
+
+
+def read_manifest(directory: Path) -> Manifest | None:
+    """None where there is none.
+
+    Raises:
+        ValueError: the file is not a manifest.
+    """
+    path = directory / MANIFEST
+    if not path.is_file():
+        return None
+    raw: Any = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(raw, dict) or raw.get("format") != _FORMAT:
+        raise ValueError(f"{path} is not a manifest of format {_FORMAT}")
+    names = Manifest.__dataclass_fields__
+    return Manifest(**{name: value for name, value in raw.items() if name in names})
+
+
+def what_is_torn(directory: Path) -> str | None:
+    """Why ``directory`` is not a complete checkpoint, as the end of a sentence; None if it is one."""
+    if not (directory / "metadata.json").is_file():
+        return "metadata.json is missing"
+    try:
+        manifest = read_manifest(directory)
+    except (ValueError, TypeError) as error:
+        return f"{MANIFEST} cannot be read: {error}"
+    if manifest is None:
+        return None
+    for name, size in manifest.files.items():
+        try:
+            found = (directory / name).stat().st_size
+        except OSError:
+            return f"{name} is missing"
+        if found != size:
+            return f"{name} has {found} bytes instead of {size}"
+    critic = iteration_directory(directory.parent / CRITIC, manifest.iteration)
+    if manifest.has_critic and (torn := what_is_torn(critic)):
+        return f"of the critic's part {CRITIC}/{critic.name} {torn}"
+    for name, size in manifest.data_state.items():
+        state = directory.parent / name
+        if not state.is_file() or state.stat().st_size != size:
+            logger.warning(
+                "%s: the Data Buffer's state %s that was saved with it is missing or another.", directory, name
+            )
+    return None
+
+
+def complete_iterations(root: Path) -> list[Path]:
+    """Complete checkpoints under ``root``, oldest first."""
+    directories = sorted(entry for entry in root.glob("iter_*") if iteration_of(entry) is not None)
+    return [directory for directory in directories if what_is_torn(directory) is None]
+
+
+def prune(root: Path, keep: int | None) -> list[int]:
+    """Delete all but the newest ``keep`` checkpoints of ours, with their data states. Returns their iterations.
+
+    Directories without a manifest are somebody else's and stay, and so does what the tracker names.
+    """
+    if keep is None:
+        return []
+    tracked = (root / TRACKER).read_text(encoding="utf-8").strip() if (root / TRACKER).is_file() else ""
+    ours = [directory for directory in complete_iterations(root) if (directory / MANIFEST).is_file()]
+    removed: list[int] = []
+    for directory in ours[: max(0, len(ours) - keep)]:
+        manifest = read_manifest(directory)
+        assert manifest is not None, f"{directory} was complete a moment ago"
+        if str(manifest.iteration) == tracked:
+            continue
+        doomed = directory.with_name(f".{directory.name}.removed")
+        directory.rename(doomed)  # never half a checkpoint under its own name
+        shutil.rmtree(doomed)
+        for name in manifest.data_state:
+            (root / name).unlink(missing_ok=True)
+        if manifest.has_critic:
+            shutil.rmtree(iteration_directory(root / CRITIC, manifest.iteration), ignore_errors=True)
+        removed.append(manifest.iteration)
+    return removed

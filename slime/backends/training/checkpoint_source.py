@@ -1,0 +1,239 @@
+"""Where the weights of a run come from: which directory, in which format, at which iteration.
+
+Called by the trainer, and by whoever wants to check the flags before anything starts. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from slime.backends.training.arguments import CheckpointArgs
+from slime.backends.training.checkpoint_files import (
+    CRITIC,
+    TRACKER,
+    complete_iterations,
+    iteration_directory,
+    iteration_of,
+    what_is_torn,
+)
+from slime.utils.errors import ConfigError
+
+__all__ = [
+    "TRACKER",
+    "Source",
+    "check_checkpoints",
+    "find_reference",
+    "find_start",
+    "find_teacher",
+    "foreign",
+    "inspect_checkpoint",
+    "iteration_directory",
+]
+
+logger = logging.getLogger(__name__)
+
+_LEFT_BY_US = re.compile(r"\.?iter_\d{7}")
+
+
+Format: TypeAlias = Literal["torch_dist", "fsdp", "hf"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint to read.
+
+    Attributes:
+        format: torch_dist is Megatron's distributed layout, fsdp that of the FSDP backend, hf a Hugging Face directory.
+        directory: the directory that holds the tensors.
+        flag: the flag that named it.
+        iteration: of a torch_dist or fsdp checkpoint; 0 for a release.
+    """
+
+    format: Format
+    directory: str
+    flag: str
+    iteration: int = 0
+
+
+def find_start(args: CheckpointArgs, hf_checkpoint: str) -> Source:
+    """``--load`` if it holds a checkpoint; while it is empty, the first that is given of ``--pretrained-checkpoint``,
+    ``--ref-load`` and HF weights, of which only the weights are taken.
+
+    A run that resumes itself (``--load`` is ``--save``) may start before the directory exists.
+
+    Raises:
+        ConfigError: ``--load`` does not exist, holds files that are no checkpoint, or lacks a complete iteration or
+            the one that was asked for; the others hold no checkpoint.
+    """
+    if args.load is not None:
+        is_own = args.save is not None and Path(args.load) == Path(args.save)
+        if not Path(args.load).exists() and not is_own:
+            raise ConfigError(
+                f"--load {args.load}: there is no such directory. Name an existing checkpoint; to start afresh now and "
+                f"resume later, give --save the same directory."
+            )
+        source = _inspect("--load", args.load, "--ckpt-step", _step(args.load, args.ckpt_step))
+        if source is not None:
+            return source
+    if args.pretrained_checkpoint is not None:
+        source = _existing("--pretrained-checkpoint", args.pretrained_checkpoint, "--ckpt-step", None)
+    else:
+        source = find_reference(args, hf_checkpoint)
+    if args.load is not None:
+        logger.info("--load %s holds no checkpoint yet: starting from %s %s", args.load, source.flag, source.directory)
+    return source
+
+
+def _step(load: str, step: int | None) -> int | None:
+    """A critic's checkpoints lie below the actor's and are written before them: the actor's says which one counts."""
+    root = Path(load)
+    if step is not None or root.name != CRITIC or not (root.parent / TRACKER).is_file():
+        return step
+    actor = _inspect("--load", str(root.parent), "--ckpt-step", None)
+    if actor is None or what_is_torn(iteration_directory(root, actor.iteration)) is not None:
+        return None
+    return actor.iteration
+
+
+def find_reference(args: CheckpointArgs, hf_checkpoint: str) -> Source:
+    """``--ref-load``, else ``--hf-checkpoint``."""
+    if args.ref_load is not None:
+        return _existing("--ref-load", args.ref_load, "--ref-ckpt-step", args.ref_ckpt_step)
+    return Source("hf", hf_checkpoint, "--hf-checkpoint")
+
+
+def _existing(flag: str, directory: str, step_flag: str, step: int | None) -> Source:
+    source = _inspect(flag, directory, step_flag, step)
+    if source is None:
+        raise ConfigError(f"{flag} {directory} does not exist or holds no checkpoint.")
+    return source
+
+
+def find_teacher(load: str | None, step: int | None) -> Source | None:
+    """``--opd-teacher-load``; None when the flag is not given."""
+    if load is None:
+        return None
+    return _existing("--opd-teacher-load", load, "--opd-teacher-ckpt-step", step)
+
+
+def check_checkpoints(args: object) -> list[str]:
+    """Rule over the resolved arguments: what ``find_start`` would refuse, before anything starts."""
+    from slime.config.groups import from_args
+
+    if getattr(args, "hf_checkpoint", None) is None:
+        return []
+    try:
+        source = find_start(from_args(CheckpointArgs, args), args.hf_checkpoint)  # type: ignore[arg-type, attr-defined]
+    except ConfigError as error:
+        return error.problems
+    problem = foreign(source, args.train_backend)  # type: ignore[attr-defined]
+    return [problem] if problem else []
+
+
+def inspect_checkpoint(flag: str, path: str) -> Source | None:
+    """The latest checkpoint at ``path``, or ``path`` itself if it is one; None when there is none."""
+    return _inspect(flag, path, "", None)
+
+
+def _inspect(flag: str, path: str, step_flag: str, step: int | None) -> Source | None:
+    """The checkpoint at ``path``; None when there is none yet."""
+    root = Path(path)
+    if root.is_file():
+        raise ConfigError(f"{flag} {path} is a file: name the directory of a checkpoint.")
+    iteration = iteration_of(root)
+    if iteration is not None and (root / "metadata.json").is_file():
+        if torn := what_is_torn(root):
+            raise ConfigError(f"{flag} {path} is not a complete checkpoint: {torn}.")
+        return _source(flag, root)
+    if root.name == "release" and (root / "metadata.json").is_file():
+        return _release(flag, root)
+    if (root / TRACKER).is_file():
+        return _tracked(flag, root, step_flag, step)
+    if (root / "config.json").is_file():
+        return Source("hf", path, flag)
+    if root.is_dir() and (complete := complete_iterations(root)):
+        logger.warning(
+            "%s %s has no %s; taking the newest complete checkpoint %s.", flag, root, TRACKER, complete[-1].name
+        )
+        return _source(flag, complete[-1])
+    foreign = [entry.name for entry in root.iterdir() if not _is_ours(entry)] if root.is_dir() else []
+    if foreign:
+        raise ConfigError(
+            f"{flag} {path} holds neither {TRACKER} (Megatron) nor config.json (Hugging Face), but other files such as "
+            f"{sorted(foreign)[0]}: name a checkpoint directory, or an empty one to start afresh."
+        )
+    return None
+
+
+def _is_ours(entry: Path) -> bool:
+    """What an interrupted first save leaves: it does not count as a checkpoint."""
+    return _LEFT_BY_US.match(entry.name) is not None or entry.name in ("rollout", f".{TRACKER}.partial")
+
+
+def _tracked(flag: str, root: Path, step_flag: str, step: int | None) -> Source:
+    """The iteration that was asked for, or the tracker's; if that one is torn, the newest complete one before it."""
+    text = (root / TRACKER).read_text(encoding="utf-8").strip()
+    if step is None and text == "release":
+        return _release(flag, root / "release")
+    if step is None and not text.isdecimal():
+        raise ConfigError(f"{flag} {root}: {TRACKER} holds {text!r}; it must be an iteration or the word release.")
+    iteration = int(text) if step is None else step
+    directory = iteration_directory(root, iteration)
+    torn = what_is_torn(directory)
+    if torn is None:
+        return _source(flag, directory)
+    complete = complete_iterations(root)
+    older = [entry for entry in complete if (iteration_of(entry) or 0) < iteration]
+    if step is not None or not older:
+        asked = f"{TRACKER} names" if step is None else f"{step_flag} asks for"
+        raise ConfigError(
+            f"{flag} {root}: {asked} iteration {iteration}, but {directory.name} is not a complete checkpoint: {torn}. "
+            f"Complete are: {', '.join(entry.name for entry in complete) or 'none'}."
+        )
+    logger.warning(
+        "%s %s: %s, the latest checkpoint, is not complete: %s. Falling back to %s.",
+        flag,
+        root,
+        directory.name,
+        torn,
+        older[-1].name,
+    )
+    return _source(flag, older[-1])
+
+
+def _source(flag: str, directory: Path) -> Source:
+    iteration = iteration_of(directory)
+    assert iteration is not None, f"{directory} is no iteration's directory"
+    return Source(_format_of(directory), str(directory), flag, iteration)
+
+
+def _release(flag: str, directory: Path) -> Source:
+    if torn := what_is_torn(directory):
+        raise ConfigError(f"{flag} {directory} is not a complete checkpoint: {torn}.")
+    return Source(_format_of(directory), str(directory), flag)
+
+
+def _format_of(directory: Path) -> Format:
+    """What wrote the directory; it is complete, so metadata.json is there."""
+    try:
+        written_by = json.loads((directory / "metadata.json").read_text(encoding="utf-8")).get("sharded_backend")
+    except (ValueError, AttributeError):
+        return "torch_dist"  # damaged: reading it says so
+    return "fsdp" if written_by == "fsdp" else "torch_dist"
+
+
+def foreign(source: Source, backend: str) -> str | None:
+    """Why ``--train-backend`` cannot read ``source``; None if it can."""
+    readable = {"megatron": "torch_dist", "fsdp": "fsdp"}[backend]
+    if source.format in ("hf", readable):
+        return None
+    writer = "fsdp" if source.format == "fsdp" else "megatron"
+    return (
+        f"{source.flag} {source.directory} was written with --train-backend {writer}; --train-backend {backend} reads "
+        "its own checkpoints and Hugging Face directories: use an export (--save-hf)."
+    )

@@ -1,0 +1,156 @@
+"""The rank's batch as the model reads it: packed micro-batches on the device, one step's at a time.
+
+Called by the backends' ``forward`` and ``step``. The schedule (which samples in which micro-batch) is made in
+``slime.batch``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+
+from slime.backends.training.attention import AttentionPlan, plan_attention
+from slime.backends.training.context_parallel import ShardedSequences, Sharding, gather_responses, shard
+from slime.batch.packing import PackedSequences, pack
+
+__all__ = ["MicroBatch", "TrainBatch"]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some samples of the rank, packed.
+
+    Attributes:
+        indices: their positions in the rank's batch.
+        part: the tokens this rank holds and where its response tokens' logits are.
+        response_lengths: R_i, of whole responses.
+        sharding: how the samples are divided among ranks.
+        all_rows: every row goes through the LM head, not only those that predict response tokens.
+        trained: fp32 ``[1, t]``, 1 where a row predicts a token that is trained on; None where nobody asked.
+    """
+
+    indices: Sequence[int]
+    part: ShardedSequences
+    response_lengths: list[int]
+    sharding: Sharding
+    all_rows: bool = False
+    trained: torch.Tensor | None = None
+
+    @property
+    def packed(self) -> PackedSequences:
+        """What this rank holds; everything of the samples without context parallelism."""
+        return self.part.local
+
+    @property
+    def head_rows(self) -> torch.Tensor | None:
+        """``[n]`` rows of this rank that go through the LM head; None means all."""
+        return None if self.all_rows else self.packed.response_rows
+
+    @functools.cached_property
+    def plan(self) -> AttentionPlan:
+        """Which queries see which keys; one for all layers."""
+        return plan_attention(self.packed.cu_seqlens, self.sharding.cp_rank, self.sharding.cp_size)
+
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
+        """This rank's values, one per row in ``packed.response_rows`` -> ``[N]`` of the whole responses."""
+        return gather_responses(local, self.part, self.sharding.cp_group)
+
+
+class TrainBatch:
+    """The per-rank dictionary with the columns of ``slime.data.columns``, and views of it.
+
+    Columns hold whole samples on every rank, also under context parallelism; only what the model reads is divided.
+
+    Attributes:
+        sharding: how it is divided.
+    """
+
+    def __init__(self, columns: dict[str, Any], device: torch.device, sharding: Sharding | None = None) -> None:
+        self.columns = columns
+        self._device = device
+        self.sharding = sharding or Sharding()
+        ends = list(accumulate(columns["num_microbatches"], initial=0))
+        micro_batches = columns["micro_batch_indices"]
+        if ends[-1] != len(micro_batches):
+            raise ValueError(f"{len(micro_batches)} micro-batches, but the steps have {ends[-1]}")
+        if sorted(index for indices in micro_batches for index in indices) != list(range(len(columns["tokens"]))):
+            raise ValueError(f"the schedule must name each of the {len(columns['tokens'])} samples exactly once")
+        self._steps = [micro_batches[a:b] for a, b in pairwise(ends)]
+
+    def with_micro_batches(self, micro_batches: list[list[int]]) -> TrainBatch:
+        """The same samples in one step of other micro-batches, for a pass over all of them."""
+        schedule = {"micro_batch_indices": micro_batches, "num_microbatches": [len(micro_batches)]}
+        return TrainBatch(self.columns | schedule, self._device, self.sharding)
+
+    @property
+    def num_steps(self) -> int:
+        return len(self._steps)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.columns["tokens"])
+
+    def num_micro_batches(self, step: int) -> int:
+        return len(self._steps[step])
+
+    def indices(self, step: int) -> list[list[int]]:
+        """The positions of each micro-batch's samples."""
+        return list(self._steps[step])
+
+    def num_rollouts(self, step: int) -> int:
+        """Rollouts of the step over all ranks: what the loss is divided by."""
+        return int(self.columns["global_batch_sizes"][step])
+
+    @property
+    def num_rollouts_in_all(self) -> int:
+        return sum(self.columns["global_batch_sizes"])
+
+    def micro_batches(self, step: int, *, all_rows: bool = False, with_trained: bool = False) -> Iterator[MicroBatch]:
+        """The micro-batches of a step, in order.
+
+        Args:
+            all_rows: every row goes through the LM head, not only those that predict response tokens.
+            with_trained: say which tokens are trained on.
+        """
+        sharding = self.sharding
+        for indices in self._steps[step]:
+            response_lengths = self.select("response_lengths", indices)
+            packed = pack(
+                self.select("tokens", indices),
+                response_lengths,
+                segment_multiple=sharding.segment_multiple,
+                pad_multiple=sharding.pad_multiple,
+                device=self._device,
+            )
+            part = shard(packed, sharding)
+            trained = self._trained(indices, part) if with_trained else None
+            yield MicroBatch(indices, part, response_lengths, sharding, all_rows=all_rows, trained=trained)
+
+    def _trained(self, indices: Sequence[int], part: ShardedSequences) -> torch.Tensor:
+        """fp32 ``[1, t]``: 1 where this rank's row predicts a token that is trained on."""
+        trained = torch.zeros(part.local.tokens.shape, device=self._device)
+        mask = torch.cat(self.masks(indices)).float()
+        trained[0, part.local.response_rows] = mask[part.response_index]
+        return trained
+
+    def select(self, name: str, indices: Sequence[int]) -> list[Any]:
+        column = self.columns[name]
+        return [column[index] for index in indices]
+
+    def flat(self, name: str, indices: Sequence[int]) -> torch.Tensor | None:
+        """A per-response-token column of some samples behind one another, ``[N]`` on the device; None if absent."""
+        if self.columns.get(name) is None:
+            return None
+        return torch.cat(self.select(name, indices)).to(self._device)
+
+    def masks(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        return [mask.to(self._device) for mask in self.select("loss_masks", indices)]
+
+    def mask_sums(self, indices: Sequence[int]) -> torch.Tensor:
+        sums: torch.Tensor = self.columns["rollout_mask_sums"]
+        return sums[torch.as_tensor(indices, dtype=torch.int64)].to(self._device)

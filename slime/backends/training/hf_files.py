@@ -1,0 +1,292 @@
+"""Hugging Face checkpoints on disk: named tensors from safetensors files, and a complete directory written at once.
+
+Used by the backends' ways from and to Hugging Face names, and by the conversion tools. Knows files, not models.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from slime.backends.protocols import NamedTensor
+from slime.utils.errors import ConfigError, SlimeError
+
+__all__ = ["TensorReader", "raise_everywhere", "save_hf_directory", "write_hf_directory"]
+
+logger = logging.getLogger(__name__)
+
+_INDEX = "model.safetensors.index.json"
+_SCALES = ("_scale_inv", "_scale")
+"""What a quantised weight's scales are called: by blocks, and of the whole tensor or its rows."""
+_PACKED = "_packed"
+_PARTS_OF_PACKED = ("_scale", "_shape")
+_OF_OTHER_PACKINGS = ("_zero_point", "_g_idx")
+_MAX_FILE_BYTES = 5 * 1024**3
+_NAMED_PROBLEMS = 8
+_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth")
+
+
+class TensorReader:
+    """Named tensors of a safetensors checkpoint, one file or many.
+
+    Weights in 8 bits come out in bfloat16: those with a scale per block (``<name>_scale_inv``, DeepSeek-V3's format),
+    per row or per tensor (``<name>_scale``). So do those in 4 bits, of which ``<name>_packed``, ``<name>_scale`` and
+    ``<name>_shape`` are stored (compressed-tensors, pack-quantized, symmetric).
+
+    Args:
+        flag: the flag that named ``directory``, for messages.
+
+    Raises:
+        ConfigError: there is no safetensors file, or one is damaged or missing.
+    """
+
+    def __init__(self, directory: str | Path, flag: str) -> None:
+        self.directory = Path(directory)
+        self.where = f"{flag} {directory}"
+        self._open: dict[str, Any] = {}
+        self._files = self._find_files()
+        self._packed = {name.removesuffix(_PACKED) for name in self._files if name.endswith(".weight" + _PACKED)}
+
+    def _find_files(self) -> Mapping[str, str]:
+        """The file of every stored tensor."""
+        index = self.directory / _INDEX
+        if index.is_file():
+            found: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return found
+        files = sorted(self.directory.glob("*.safetensors"))
+        if not files:
+            raise ConfigError(f"{self.where}: there is no .safetensors file; other formats are not read.")
+        return {name: file.name for file in files for name in self._handle(file.name).keys()}  # noqa: SIM118
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files or name in self._packed
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all weights; their scales are not counted."""
+        scales = {name + suffix for name in self._files for suffix in _SCALES}
+        parts = {name + suffix for name in self._packed for suffix in (_PACKED, *_PARTS_OF_PACKED, *_OF_OTHER_PACKINGS)}
+        return {name for name in self._files if name not in scales | parts} | self._packed
+
+    def get(self, name: str) -> torch.Tensor:
+        if name in self._packed:
+            return self._unpacked(name)
+        tensor = self._stored(name)
+        if not (tensor.is_floating_point() and tensor.element_size() == 1):
+            return tensor
+        for suffix in _SCALES:
+            if name + suffix in self._files:
+                return _dequantise(tensor, self._stored(name + suffix), self._block)
+        raise ConfigError(
+            f"{self.where}: {name} has 8 bits per number, but there is no {name}{_SCALES[0]} to scale it."
+        )
+
+    def _unpacked(self, name: str) -> torch.Tensor:
+        if wrong := [name + suffix for suffix in _OF_OTHER_PACKINGS if name + suffix in self._files]:
+            raise ConfigError(f"{self.where}: {wrong[0]} is of an asymmetric or reordered packing, which is not read.")
+        scale, shape = (self._stored(name + suffix) for suffix in _PARTS_OF_PACKED)
+        rows, columns = (int(size) for size in shape)
+        words = self._stored(name + _PACKED)
+        if words.shape != (rows, -(-columns // 8)):
+            raise ConfigError(
+                f"{self.where}: {name}{_PACKED} has shape {list(words.shape)}, which is not 4 bits for each of "
+                f"{rows} x {columns} numbers; other precisions are not read."
+            )
+        return _unpack(words, scale, columns)
+
+    def _stored(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._handle(self._files[name]).get_tensor(name)
+        return tensor
+
+    @functools.cached_property
+    def _block(self) -> tuple[int, int]:
+        config = self.directory / "config.json"
+        content = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        rows, columns = (content.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
+        return int(rows), int(columns)
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(self.directory / file, framework="pt")
+            except Exception as error:  # safetensors raises a class of its own for a damaged file
+                raise ConfigError(f"{self.where}: cannot read {file}: {error}") from None
+        return self._open[file]
+
+
+def _unpack(words: torch.Tensor, scale: torch.Tensor, columns: int) -> torch.Tensor:
+    """int32 ``[M, ceil(N / 8)]``, value k of a word in bits 4k, and scales ``[M, groups]`` -> bfloat16 ``[M, N]``.
+
+    ``(nibble - 8) * scale``, the inverse of ``slime.weight_sync.quantize.quantize_int4``.
+    """
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    values = ((words[..., None] >> shifts) & 15).flatten(1)[:, :columns] - 8
+    return (values * scale.float().repeat_interleave(columns // scale.shape[1], 1)).bfloat16()
+
+
+def _dequantise(tensor: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """``[M, N]`` -> bfloat16; ``scale``: one number per block (the last ones may be smaller), per row, or for all."""
+    rows, columns = tensor.shape
+    if scale.numel() == 1:
+        factors = scale.view(1, 1)
+    elif scale.numel() == rows and scale.shape != (-(-rows // block[0]), -(-columns // block[1])):
+        factors = scale.view(rows, 1)
+    else:
+        factors = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    return (tensor.float() * factors.float()).bfloat16()
+
+
+def raise_everywhere(problems: list[str]) -> None:
+    """Raise on every rank if any rank has problems, so that none waits for one that has failed. A collective.
+
+    Raises:
+        ConfigError: the problems of all ranks.
+    """
+    everywhere = [problems]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        everywhere = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everywhere, problems[: 4 * _NAMED_PROBLEMS])
+    distinct = list(dict.fromkeys(problem for one in everywhere for problem in one))
+    if len(distinct) > _NAMED_PROBLEMS:
+        rest = len(distinct) - _NAMED_PROBLEMS
+        distinct = [*distinct[:_NAMED_PROBLEMS], f"... and {rest} more tensors like these."]
+    if distinct:
+        raise ConfigError(distinct)
+
+
+def save_hf_directory(
+    weights: Iterator[NamedTensor],
+    hf_checkpoint: str,
+    path: str,
+    *,
+    is_writer: bool,
+    quantization: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a Hugging Face checkpoint at ``path``. A collective: all ranks exhaust their ``weights``, one writes.
+
+    Args:
+        hf_checkpoint: where configuration and tokenizer are copied from.
+        quantization: see :func:`write_hf_directory`.
+
+    Raises:
+        SlimeError: the writer failed; raised on all ranks.
+    """
+    failure: list[str | None] = [None]
+    if is_writer:
+        try:
+            write_hf_directory(weights, hf_checkpoint, path, quantization=quantization)
+        except Exception as error:
+            logger.exception("writing a Hugging Face checkpoint at %s failed", path)
+            failure[0] = f"{type(error).__name__}: {error}"
+    else:
+        for _ in weights:
+            pass
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise SlimeError(f"--save-hf {path}: {failure[0]}")
+
+
+def write_hf_directory(
+    weights: Iterable[NamedTensor],
+    source: str,
+    path: str,
+    *,
+    max_file_bytes: int | None = None,
+    quantization: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a complete Hugging Face checkpoint at ``path``, with every file of ``source`` that holds no weights.
+
+    Tensors of ``source`` that ``weights`` does not hold (layers that were not built) are taken over unchanged, except
+    a head that is tied to the embedding. Written beside the target and renamed at the end: ``path`` is never half a
+    checkpoint.
+
+    Args:
+        quantization: how ``weights`` are quantised, for config.json; None: they are not, whatever the source was.
+    """
+    target = Path(path)
+    if target.resolve() == Path(source).resolve():
+        raise ConfigError(f"--save-hf {path} is the --hf-checkpoint itself; name another directory.")
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        for file in Path(source).iterdir():
+            if file.is_file() and file.suffix not in _WEIGHT_FILES and file.name != _INDEX:
+                shutil.copy2(file, partial / file.name)
+        _write_tensors(_with_remainder(weights, source), partial, max_file_bytes or _MAX_FILE_BYTES)
+        _note_quantization(partial / "config.json", quantization)
+        if target.exists():
+            old = target.with_name(f".{target.name}.old-{os.getpid()}")
+            target.rename(old)
+            partial.rename(target)
+            shutil.rmtree(old)
+        else:
+            partial.rename(target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _with_remainder(weights: Iterable[NamedTensor], source: str) -> Iterator[NamedTensor]:
+    written: set[str] = set()
+    for name, tensor in weights:
+        written.add(name.removesuffix(_PACKED))
+        yield name, tensor
+    if not any(Path(source).glob("*.safetensors")):
+        return
+    reader = TensorReader(source, "--hf-checkpoint")
+    for name in sorted(reader.names - written - {"lm_head.weight"}):
+        yield name, reader.get(name)
+
+
+def _note_quantization(config: Path, quantization: Mapping[str, Any] | None) -> None:
+    if not config.is_file():
+        return
+    content = json.loads(config.read_text(encoding="utf-8"))
+    was_quantised = content.pop("quantization_config", None) is not None
+    if quantization is not None:
+        content["quantization_config"] = dict(quantization)
+    if was_quantised or quantization is not None:
+        config.write_text(json.dumps(content, indent=2), encoding="utf-8")
+
+
+def _write_tensors(weights: Iterable[NamedTensor], directory: Path, max_file_bytes: int) -> None:
+    """``model-00001-of-0000N.safetensors`` of bounded size and their index, or one ``model.safetensors``."""
+    files: list[dict[str, int]] = []
+    pending: dict[str, torch.Tensor] = {}
+    num_bytes = 0
+
+    def flush() -> None:
+        save_file(pending, directory / f"part-{len(files)}", metadata={"format": "pt"})
+        files.append({name: tensor.nbytes for name, tensor in pending.items()})
+        pending.clear()
+
+    for name, tensor in weights:
+        if pending and num_bytes + tensor.nbytes > max_file_bytes:
+            flush()
+            num_bytes = 0
+        pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        num_bytes += tensor.nbytes
+    flush()
+    if len(files) == 1:
+        (directory / "part-0").rename(directory / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for index, names in enumerate(files):
+        final = f"model-{index + 1:05d}-of-{len(files):05d}.safetensors"
+        (directory / f"part-{index}").rename(directory / final)
+        weight_map |= dict.fromkeys(names, final)
+    total = sum(size for names in files for size in names.values())
+    content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / _INDEX).write_text(json.dumps(content, indent=2, sort_keys=True), encoding="utf-8")

@@ -1,0 +1,277 @@
+"""The loss of one micro-batch: dispatch by --loss-type, and the scaling that a backend's step expects.
+
+Called by the ``step`` of each backend. The formulae are in ``slime.algorithms``; nothing here knows an algorithm.
+
+The convention is Megatron's, whose schedule computes ``loss / max(normaliser, 1) / num_micro_batches`` and whose
+data-parallel wrapper averages gradients over the data- and context-parallel ranks, unless the config says per-token:
+then it sums over ranks and divides by the sum of all normalisers. Hence the factors in :func:`micro_batch_loss`, which
+leave
+
+    rollout mean    grad = 1 / rollouts of the step * sum over rollouts of grad of the rollout's token mean
+    per token       grad = sum over tokens of grad / trained tokens of the step
+
+Context parallelism: each rank has the logits of some rows, makes the log-probs whole (``MicroBatch.gather``) and
+computes the same loss as the others; the backward pass keeps its own rows' share. So the loss is the same number on all
+of them, the gradients add up, and metrics must be counted once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime.algorithms.arguments import AlgorithmArgs
+from slime.algorithms.logprobs import log_probs_and_entropy
+from slime.algorithms.policy_loss import PolicyTokens, policy_loss
+from slime.algorithms.ppo import value_loss
+from slime.algorithms.reduce import Samples, count_tokens
+from slime.algorithms.sft import sft_loss
+from slime.algorithms.types import LossOutput
+from slime.backends.training.custom import CustomFunctions
+from slime.backends.training.data import MicroBatch, TrainBatch
+
+__all__ = [
+    "LossScale",
+    "MicroBatchLoss",
+    "micro_batch_loss",
+    "needs_all_rows",
+    "response_log_probs",
+    "response_values",
+]
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """What the loss depends on besides the micro-batch.
+
+    Attributes:
+        num_micro_batches: of this rank in this step.
+        num_rollouts: of the step, all ranks together.
+        data_parallel_size: without context parallelism.
+        context_parallel_size: ranks that share every sequence.
+        tensor_group: ranks that share the vocabulary; None means that this rank has all of it.
+    """
+
+    num_micro_batches: int
+    num_rollouts: int
+    data_parallel_size: int
+    context_parallel_size: int = 1
+    tensor_group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class MicroBatchLoss:
+    """What a step divides and differentiates, and what is reported.
+
+    Attributes:
+        loss: scaled scalar with a graph.
+        num_tokens: integer scalar, the normaliser.
+        names: metric names.
+        values: fp32 [1 + metrics]: trained tokens in per-token mode (else 0), then each metric in reducer space.
+        log_probs: [N] detached; None where the objective computes none.
+    """
+
+    loss: torch.Tensor
+    num_tokens: torch.Tensor
+    names: list[str]
+    values: torch.Tensor
+    log_probs: torch.Tensor | None
+
+
+def needs_all_rows(settings: AlgorithmArgs) -> bool:
+    """Whether the objective wants the logits of all rows, not only of those that predict response tokens."""
+    return settings.loss_type == "custom_loss"
+
+
+def response_log_probs(
+    logits: torch.Tensor,
+    micro_batch: MicroBatch,
+    *,
+    vocab_size: int,
+    temperature: float,
+    chunk_size: int,
+    tensor_group: dist.ProcessGroup | None = None,
+    with_entropy: bool = False,
+    with_entropy_grad: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probs and entropies ``[N]`` fp32 of the whole responses, samples in order.
+
+    Args:
+        logits: ``[1, T, V/tp]``, or ``[n, V/tp]`` when only the rows that predict this rank's response tokens went
+            through the LM head.
+    """
+    log_probs, entropy = log_probs_and_entropy(
+        _response_rows(logits, micro_batch),
+        micro_batch.packed.response_targets,
+        group=tensor_group,
+        vocab_size=vocab_size,
+        temperature=temperature,
+        chunk_size=chunk_size,
+        with_entropy=with_entropy,
+        with_entropy_grad=with_entropy_grad,
+    )
+    return micro_batch.gather(log_probs), None if entropy is None else micro_batch.gather(entropy)
+
+
+def response_values(output: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
+    """A value head's output ``[1, T, 1]`` or ``[n, 1]`` -> ``[N]`` fp32 of the whole responses; no temperature."""
+    return micro_batch.gather(_response_rows(output, micro_batch).squeeze(-1).float())
+
+
+def _response_rows(output: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
+    return output if output.dim() == 2 else output.squeeze(0).index_select(0, micro_batch.packed.response_rows)
+
+
+def micro_batch_loss(
+    logits: torch.Tensor,
+    micro_batch: MicroBatch,
+    batch: TrainBatch,
+    settings: AlgorithmArgs,
+    scale: LossScale,
+    *,
+    vocab_size: int,
+    temperature: float,
+    custom: CustomFunctions | None = None,
+    is_critic: bool = False,
+    packing: Any = None,
+) -> MicroBatchLoss:
+    """The scaled loss of ``micro_batch`` from its logits (or, for the critic, its value head's output).
+
+    Args:
+        packing: how the backend's model was told where samples begin; only users' losses see it.
+    """
+    custom = custom or CustomFunctions()
+    masks = batch.masks(micro_batch.indices)
+    samples = Samples(
+        micro_batch.response_lengths,
+        masks,
+        batch.mask_sums(micro_batch.indices),
+        per_token=settings.calculate_per_token_loss,
+    )
+    log_probs = None
+    if is_critic:
+        output = _critic_loss(logits, micro_batch, batch, settings, samples)
+    elif settings.loss_type == "custom_loss":
+        if scale.context_parallel_size > 1:
+            raise ValueError("--loss-type custom_loss sees one rank's rows only: use --context-parallel-size 1.")
+        view = _user_batch(micro_batch, batch, samples, packing)
+        output = custom.run_loss(view, logits, samples.reducer())
+    else:
+        log_probs, entropy = response_log_probs(
+            logits,
+            micro_batch,
+            vocab_size=vocab_size,
+            temperature=temperature,
+            chunk_size=settings.log_probs_chunk_size,
+            tensor_group=scale.tensor_group,
+            with_entropy=settings.loss_type == "policy_loss" and _wants_entropy(settings),
+            with_entropy_grad=settings.entropy_coef != 0,
+        )
+        match settings.loss_type:
+            case "policy_loss":
+                output = _policy_loss(log_probs, entropy, micro_batch, batch, settings, samples, custom)
+            case "sft_loss":
+                output = sft_loss(log_probs, samples.reducer())
+            case other:
+                raise ValueError(f"--loss-type {other} is not supported")
+        log_probs = log_probs.detach()
+    return _scaled(output, samples, scale, log_probs)
+
+
+def _scaled(output: LossOutput, samples: Samples, scale: LossScale, log_probs: torch.Tensor | None) -> MicroBatchLoss:
+    """See the module docstring for the factors."""
+    num_tokens = count_tokens(samples.loss_masks)
+    if samples.per_token:
+        # every context-parallel rank counts all tokens, so Megatron divides by that much too much
+        loss, normaliser = output.loss * scale.context_parallel_size, num_tokens
+    else:
+        num_ranks = scale.data_parallel_size * scale.context_parallel_size
+        loss = output.loss * (scale.num_micro_batches * num_ranks / scale.num_rollouts)
+        normaliser, num_tokens = torch.ones_like(num_tokens), torch.zeros_like(num_tokens)
+    metrics = [value.float() for value in output.metrics.values()]
+    values = torch.stack([num_tokens.to(output.loss.device).float(), *metrics])
+    return MicroBatchLoss(loss, normaliser.int(), list(output.metrics), values, log_probs)
+
+
+def _wants_entropy(settings: AlgorithmArgs) -> bool:
+    return settings.entropy_metric or settings.entropy_coef != 0
+
+
+def _policy_loss(
+    log_probs: torch.Tensor,
+    entropy: torch.Tensor | None,
+    micro_batch: MicroBatch,
+    batch: TrainBatch,
+    settings: AlgorithmArgs,
+    samples: Samples,
+    custom: CustomFunctions,
+) -> LossOutput:
+    indices = micro_batch.indices
+    advantages = batch.flat("advantages", indices)
+    if advantages is None:
+        raise ValueError("--loss-type policy_loss needs advantages: drop --disable-compute-advantages-and-returns.")
+    total_lengths = batch.select("total_lengths", indices)
+    tokens = PolicyTokens(
+        log_probs=log_probs,
+        advantages=advantages,
+        entropy=entropy,
+        old_log_probs=batch.flat("log_probs", indices),
+        rollout_log_probs=batch.flat("rollout_log_probs", indices),
+        ref_log_probs=batch.flat("ref_log_probs", indices),
+        opd_reverse_kl=batch.flat("opd_reverse_kl", indices),
+    )
+    return policy_loss(
+        tokens,
+        settings,
+        samples,
+        correct=custom.correct(samples, total_lengths),
+        make_pg_reducer=custom.make_pg_reducer(samples, total_lengths),
+    )
+
+
+def _critic_loss(
+    output: torch.Tensor, micro_batch: MicroBatch, batch: TrainBatch, settings: AlgorithmArgs, samples: Samples
+) -> LossOutput:
+    old_values, returns = (batch.flat(name, micro_batch.indices) for name in ("values", "returns"))
+    if old_values is None or returns is None:
+        raise ValueError("the critic needs values and returns; its forward pass and the advantages come first.")
+    values = response_values(output, micro_batch)
+    return value_loss(values, old_values, returns, settings.value_clip, samples.reducer())
+
+
+_PER_TOKEN_COLUMNS = (
+    "log_probs",
+    "ref_log_probs",
+    "values",
+    "advantages",
+    "returns",
+    "rollout_log_probs",
+    "teacher_log_probs",
+)
+
+
+def _user_batch(micro_batch: MicroBatch, batch: TrainBatch, samples: Samples, packing: Any) -> dict[str, Any]:
+    """The micro-batch as users' loss functions know it; a column that does not exist is None."""
+    packed, indices = micro_batch.packed, micro_batch.indices
+
+    def column(name: str) -> list[torch.Tensor] | None:
+        flat = batch.flat(name, indices)
+        return None if flat is None else samples.split(flat)
+
+    masks = torch.zeros(packed.tokens.shape[1], dtype=torch.int32, device=packed.tokens.device)
+    masks[packed.response_rows] = samples.mask.int()
+    return {
+        "tokens": packed.tokens,
+        "unconcat_tokens": batch.select("tokens", indices),
+        "packed_seq_params": packing,
+        "total_lengths": batch.select("total_lengths", indices),
+        "response_lengths": list(micro_batch.response_lengths),
+        "loss_masks": list(samples.loss_masks),
+        "full_loss_masks": masks.unsqueeze(0),
+        "rollout_mask_sums": samples.rollout_mask_sums,
+        "multimodal_train_inputs": None,
+        **{name: column(name) for name in _PER_TOKEN_COLUMNS},
+    }

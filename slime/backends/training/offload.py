@@ -1,0 +1,131 @@
+"""The trainer's memory on the device: given up while engines generate there, taken back for the next step.
+
+    part        what it is                                    while it is offloaded
+    weights     parameters and buffers of the model           in host memory
+    gradients   gradient buffers                              nowhere: every step starts from zeros
+    optimizer   fp32 main weights and moments                 in host memory
+
+Only storages are emptied and filled again. Tensors, the views that a backend cuts out of its buffers, and everything
+that refers to them stay what they are, so nothing has to be rebuilt and the next step is bit for bit the same.
+
+One storage at a time is copied and freed; on the device the peak does not rise. Host memory is pinned once and kept,
+because pinning costs more than copying. On a CPU the same code runs: there the gradients' memory is what is gained.
+
+Called by ``trainer``; each backend says what its tensors are. Process groups, and the copies of other weights
+(``weight_backup``), are not touched.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from slime.backends.protocols import TRAINER_PARTS, TrainerPart
+from slime.utils import accelerator
+from slime.utils.errors import SlimeError
+
+__all__ = ["DeviceMemory"]
+
+
+class DeviceMemory:
+    """What a trainer holds on its device.
+
+    Args:
+        tensors: those of a part, on whatever device they are.
+        drop_gradients: forgets gradients that lie outside of the part's tensors.
+    """
+
+    def __init__(
+        self, tensors: Callable[[TrainerPart], Iterable[torch.Tensor]], drop_gradients: Callable[[], None]
+    ) -> None:
+        self._tensors = tensors
+        self._drop_gradients = drop_gradients
+        self._offloaded: dict[TrainerPart, list[tuple[torch.UntypedStorage, int]]] = {}
+        self._host: dict[TrainerPart, list[torch.Tensor]] = {}
+        self._has_frozen = False
+
+    def offload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
+        """Give the device memory of ``parts`` back to the driver. What is offloaded already stays so."""
+        parts = [part for part in parts if part not in self._offloaded]
+        if not parts:
+            return
+        for part in parts:
+            storages = self._storages(part)
+            self._offloaded[part] = [(storage, storage.nbytes()) for storage in storages]
+            if part == "gradients":
+                self._drop_gradients()
+                accelerator.current().synchronize()
+                for storage in storages:
+                    storage.resize_(0)
+            else:
+                self._host[part] = list(_moved_out(storages, self._host.pop(part, [])))
+        self._collect_garbage()
+        accelerator.current().empty_cache()
+
+    def onload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
+        """Take the memory back and fill it as it was; gradients are zeros. What is on the device already stays so."""
+        for part in parts:
+            if part not in self._offloaded:
+                continue
+            storages = self._offloaded.pop(part)
+            if part == "gradients":
+                for storage, size in storages:
+                    storage.resize_(size)
+                    storage.fill_(0)  # type: ignore[attr-defined] # torch's stubs lack it
+                continue
+            for (storage, size), host in zip(storages, self._host[part], strict=True):
+                storage.resize_(size)
+                storage.copy_(host.untyped_storage(), non_blocking=True)
+            accelerator.current().synchronize()
+            if accelerator.current().is_cpu:
+                del self._host[part]
+
+    def require(self, parts: Iterable[TrainerPart], who: str) -> None:
+        """Refuse to start ``who``, which needs ``parts`` on the device: kernels would read freed memory.
+
+        Raises:
+            SlimeError: one of them is offloaded.
+        """
+        missing = [part for part in parts if part in self._offloaded]
+        if missing:
+            raise SlimeError(f"{who} needs the trainer's {' and '.join(missing)} on the device: call onload() first.")
+
+    def _collect_garbage(self) -> None:
+        """Cycles of dead objects may hold tensors. What has survived once is not looked at again: the half a million
+        objects of the libraries alone would cost a quarter of a second each time.
+        """
+        gc.collect()
+        if not self._has_frozen:
+            gc.freeze()
+            self._has_frozen = True
+
+    def _storages(self, part: TrainerPart) -> list[torch.UntypedStorage]:
+        """Each once. A storage belongs to the first part that holds it: main weights may be views of parameters."""
+        device = accelerator.current().device().type
+        found: dict[int, torch.UntypedStorage] = {}
+        earlier: set[int] = set()
+        for name in TRAINER_PARTS:
+            for tensor in self._tensors(name):
+                storage = tensor.untyped_storage()
+                if storage.nbytes() == 0 or storage.device.type != device:
+                    continue  # offloaded with an earlier part, or in host memory anyway
+                if name == part and storage.data_ptr() not in earlier:
+                    found[storage.data_ptr()] = storage
+                earlier.add(storage.data_ptr())
+            if name == part:
+                break
+        return list(found.values())
+
+
+def _moved_out(storages: Sequence[torch.UntypedStorage], kept: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The bytes of each storage in host memory, the storage empty; ``kept`` is used again where it fits."""
+    pin = not accelerator.current().is_cpu
+    for index, storage in enumerate(storages):
+        fits = index < len(kept) and kept[index].numel() == storage.nbytes()
+        host = kept[index] if fits else torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin)
+        host.untyped_storage().copy_(storage, non_blocking=True)
+        accelerator.current().synchronize()
+        storage.resize_(0)
+        yield host

@@ -1,0 +1,164 @@
+"""Learning rate and weight decay over a run, counted in rollouts, as Megatron's ``OptimizerParamScheduler`` has them.
+
+:class:`RateSchedule` is the plan that the flags describe, for every backend; :class:`ScheduledRates` applies it to a
+plain torch optimizer where there is no Megatron to do so.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from slime.backends.training.arguments import OptimizerArgs
+from slime.utils.errors import ConfigError
+
+__all__ = ["RateSchedule", "ScheduledRates"]
+
+
+@dataclass(frozen=True)
+class RateSchedule:
+    """Steps are rollouts. The fields are the arguments of Megatron's class."""
+
+    init_lr: float
+    max_lr: float
+    min_lr: float
+    lr_warmup_steps: int
+    lr_decay_steps: int
+    lr_decay_style: str
+    start_wd: float
+    end_wd: float
+    wd_incr_steps: int
+    wd_incr_style: str
+    wsd_decay_steps: int | None
+    lr_wsd_decay_style: str
+
+    @classmethod
+    def of(cls, args: OptimizerArgs, *, num_steps: int, global_batch_size: int) -> RateSchedule:
+        """What the flags say.
+
+        Args:
+            num_steps: optimizer steps of the whole run; the decay ends there unless --lr-decay-iters says otherwise.
+
+        Raises:
+            ConfigError: the warm-up is not shorter than the decay.
+        """
+        decay_steps = args.lr_decay_iters if args.lr_decay_iters is not None else max(1, num_steps)
+        if args.lr_warmup_fraction is not None:
+            warmup, flag = args.lr_warmup_fraction * decay_steps, f"--lr-warmup-fraction {args.lr_warmup_fraction}"
+        else:
+            warmup, flag = args.lr_warmup_iters, f"--lr-warmup-iters {args.lr_warmup_iters}"
+        if warmup >= decay_steps:
+            raise ConfigError(
+                f"{flag} is {warmup:g} steps of warm-up, which must be fewer than the {decay_steps} steps of the "
+                "schedule (--lr-decay-iters, by default all steps of the run)."
+            )
+        start, end = args.weight_decay, args.weight_decay
+        if args.weight_decay_incr_style != "constant":
+            assert args.start_weight_decay is not None, "a rule asks for it"
+            assert args.end_weight_decay is not None, "a rule asks for it"
+            start, end = args.start_weight_decay, args.end_weight_decay
+        return cls(
+            init_lr=args.lr_warmup_init,
+            max_lr=args.lr,
+            min_lr=args.min_lr,
+            lr_warmup_steps=int(warmup * global_batch_size),
+            lr_decay_steps=decay_steps * global_batch_size,
+            lr_decay_style=args.lr_decay_style,
+            start_wd=start,
+            end_wd=end,
+            wd_incr_steps=decay_steps * global_batch_size,
+            wd_incr_style=args.weight_decay_incr_style,
+            wsd_decay_steps=None if args.lr_wsd_decay_iters is None else args.lr_wsd_decay_iters * global_batch_size,
+            lr_wsd_decay_style=args.lr_wsd_decay_style,
+        )
+
+    def learning_rate(self, step: int) -> float:
+        """After ``step`` rollouts."""
+        warmup = self.lr_warmup_steps
+        if warmup > 0 and step <= warmup:
+            return self.init_lr + (self.max_lr - self.init_lr) * step / warmup
+        if self.lr_decay_style == "constant":
+            return self.max_lr
+        if step > self.lr_decay_steps:
+            return self.min_lr
+        if self.lr_decay_style == "inverse-square-root":
+            return max(self.min_lr, self.max_lr * math.sqrt(max(warmup, 1)) / math.sqrt(max(step, 1)))
+        return self.min_lr + self._decay(step) * (self.max_lr - self.min_lr)
+
+    def _decay(self, step: int) -> float:
+        """1 at the end of the warm-up, 0 at the end of the run."""
+        ratio = (step - self.lr_warmup_steps) / (self.lr_decay_steps - self.lr_warmup_steps)
+        match self.lr_decay_style:
+            case "linear":
+                return 1 - ratio
+            case "cosine":
+                return 0.5 * (math.cos(math.pi * ratio) + 1)
+            case "WSD":
+                return self._last_decay(step)
+            case other:
+                raise ValueError(f"--lr-decay-style {other} is not supported")
+
+    def _last_decay(self, step: int) -> float:
+        """Warm-up, stable, decay: 1 until the last ``wsd_decay_steps``."""
+        assert self.wsd_decay_steps is not None, "a rule asks for --lr-wsd-decay-iters"
+        ratio = max(0, step - (self.lr_decay_steps - self.wsd_decay_steps)) / self.wsd_decay_steps
+        match self.lr_wsd_decay_style:
+            case "linear":
+                return 1 - ratio
+            case "cosine":
+                return 0.5 * (math.cos(math.pi * ratio) + 1)
+            case "exponential":
+                return 2 * math.pow(0.5, ratio) - 1
+            case "minus_sqrt":
+                return 1 - math.sqrt(ratio)
+            case other:
+                raise ValueError(f"--lr-wsd-decay-style {other} is not supported")
+
+    def weight_decay(self, step: int) -> float:
+        """After ``step`` rollouts."""
+        ratio = min(1.0, step / self.wd_incr_steps)
+        match self.wd_incr_style:
+            case "constant":
+                share = 1.0
+            case "linear":
+                share = ratio
+            case "cosine":
+                share = 0.5 * (math.cos(math.pi * (1 - ratio)) + 1)
+            case other:
+                raise ValueError(f"--weight-decay-incr-style {other} is not supported")
+        return self.start_wd + share * (self.end_wd - self.start_wd)
+
+
+class ScheduledRates:
+    """The rates of an optimizer's groups. A group decays by ``decay_factor`` times the schedule's weight decay.
+
+    Args:
+        follows_checkpoint: a checkpoint's schedule beats ``schedule``, which else only learns how far the run is.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, schedule: RateSchedule, *, follows_checkpoint: bool = False
+    ) -> None:
+        self._optimizer = optimizer
+        self._schedule = schedule
+        self._follows_checkpoint = follows_checkpoint
+        self._step = 0
+        self.advance(0)
+
+    def advance(self, num_rollouts: int) -> None:
+        self._step += num_rollouts
+        rate, decay = self._schedule.learning_rate(self._step), self._schedule.weight_decay(self._step)
+        for group in self._optimizer.param_groups:
+            group["lr"], group["weight_decay"] = rate, decay * group["decay_factor"]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._step, "schedule": asdict(self._schedule)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._follows_checkpoint:
+            self._schedule = RateSchedule(**state["schedule"])
+        self._step = state["step"]
+        self.advance(0)

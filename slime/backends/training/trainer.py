@@ -1,0 +1,313 @@
+"""What a trainer does with a rollout, whatever holds its model: the order of passes and steps, and what they report.
+
+    train()   reference log-probs -> old log-probs -> advantages -> optimizer steps -> report
+
+A backend derives from :class:`TrainerBase` and says how: how log-probs are computed, how a step is made, where this
+rank stands. Knows neither Ray nor engines, and no model.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from slime.algorithms.arguments import AlgorithmArgs, DistillationArgs, ModelCopyArgs
+from slime.backends.protocols import TRAINER_PARTS, TrainerPart, TrainReport
+from slime.backends.training.arguments import CheckpointArgs, OptimizerArgs
+from slime.backends.training.bad_steps import BadSteps
+from slime.backends.training.batch_files import keep_batch
+from slime.backends.training.checkpoint_source import Source, find_reference, find_start, find_teacher, foreign
+from slime.backends.training.credit import add_credit, passes_needed
+from slime.backends.training.custom import CustomFunctions
+from slime.backends.training.data import TrainBatch
+from slime.backends.training.forward_batch import forward_batch
+from slime.backends.training.loss import needs_all_rows
+from slime.backends.training.offload import DeviceMemory
+from slime.backends.training.place import RankPlace
+from slime.backends.training.rollout_report import rollout_report, warn_if_off_policy
+from slime.backends.training.steps import NonFiniteGradients, StepResult
+from slime.backends.training.weight_backup import WeightBackup
+from slime.batch.arguments import BatchArgs
+from slime.config.groups import from_args
+from slime.observability.profile_utils import TrainProfiler
+from slime.utils import accelerator
+from slime.utils.errors import ConfigError, SlimeError
+
+__all__ = ["TrainerBase", "timed"]
+
+
+class TrainerBase(ABC):
+    """See the module docstring.
+
+    Args:
+        args: the resolved command line.
+        with_ref: keep the reference model's weights in host memory and compute its log-probs.
+        vocab_size: token ids of the model, without padding.
+    """
+
+    is_critic = False
+
+    def __init__(self, args: Namespace, *, rank: int, world_size: int, with_ref: bool, vocab_size: int) -> None:
+        self._args = args
+        self._rank = rank
+        self._world_size = world_size
+        self._with_ref = with_ref
+        self._algorithm = from_args(AlgorithmArgs, args)
+        self._distillation = from_args(DistillationArgs, args)
+        self._checkpoint = from_args(CheckpointArgs, args)
+        self._copies = from_args(ModelCopyArgs, args)
+        self._bad_steps = BadSteps(args.save or args.output_dir, rank)
+        self._skips_bad_steps = not from_args(OptimizerArgs, args).check_for_nan_in_loss_and_grad
+        self._custom = CustomFunctions.load(args, vocab_size=vocab_size)
+        self._profiler = TrainProfiler(args, rank)
+        self._memory: DeviceMemory | None = None
+        self._reference: WeightBackup | None = None
+        self._teacher: WeightBackup | None = None
+        self._generators: dict[str, WeightBackup] = {}
+
+    # ------------------------------------------------------------------------------------------ what a backend says
+
+    @property
+    @abstractmethod
+    def _place(self) -> RankPlace:
+        """Where this rank stands; known after ``setup``."""
+
+    @abstractmethod
+    def _train_batch(self, batch: Mapping[str, Any]) -> TrainBatch:
+        """The rank's columns, to be divided as the model wants them."""
+
+    @abstractmethod
+    def _log_probs(self, batch: TrainBatch, store_prefix: str = "") -> list[torch.Tensor]:
+        """Log-probs of the responses under the weights the model holds now: fp32 ``[R_i]`` per sample, on the cpu."""
+
+    @abstractmethod
+    def _log_probs_and_entropy(self, batch: TrainBatch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The same, with the entropies of the distributions."""
+
+    @abstractmethod
+    def _step(self, rollout_id: int, batch: TrainBatch, step: int) -> StepResult:
+        """One optimizer step."""
+
+    @abstractmethod
+    def _copied_weights(self) -> WeightBackup:
+        """The live weights as they are now."""
+
+    @abstractmethod
+    def _reset_moments(self) -> None:
+        """Forget what the optimizer remembers of earlier steps."""
+
+    @abstractmethod
+    def _fill(self, source: Source) -> None:
+        """Give the model the weights of ``source``; the optimizer's copies of them, if any, are not touched."""
+
+    @abstractmethod
+    def _resume(self, source: Source, *, has_optimizer: bool, has_rng: bool) -> None:
+        """Continue where a checkpoint of this backend stopped."""
+
+    def _begin_with_filled(self) -> None:  # noqa: B027 - a backend whose optimizer has no copies needs nothing
+        """Training starts with the weights that the model was filled with."""
+
+    def _whole_batch(self, results: dict[int, torch.Tensor], lengths: Sequence[int]) -> list[torch.Tensor]:
+        """A step's values per sample, in order, on every rank; some ranks may not have seen them."""
+        return [results[index] for index in range(len(lengths))]
+
+    def _expert_choices(self, batch: TrainBatch, *, is_step: bool) -> AbstractContextManager[None]:
+        """What decides over experts while the old policy's pass or the steps run: the routers."""
+        return nullcontext()
+
+    # ------------------------------------------------------------------------------------------------ weights
+
+    def _load_weights(self) -> int:
+        """Fill the model, and the copies of other weights. Returns the rollout id to start with."""
+        settings = self._checkpoint
+        source = self._readable(find_start(settings, self._args.hf_checkpoint))
+        reference = find_reference(settings, self._args.hf_checkpoint) if self._with_ref else None
+        if reference is not None and reference != source:
+            self._fill(self._readable(reference))
+            self._reference = self._copied_weights()
+        teacher = find_teacher(self._distillation.opd_teacher_load, self._distillation.opd_teacher_ckpt_step)
+        if teacher is not None:
+            self._fill(self._readable(teacher))
+            self._teacher = self._copied_weights()
+        is_resume = source.flag == "--load" and source.format != "hf" and not settings.finetune
+        if is_resume:
+            has_optimizer = not (settings.no_load_optim or self._copies.use_stateless_adam)
+            self._resume(source, has_optimizer=has_optimizer, has_rng=not settings.no_load_rng)
+        else:
+            self._fill(source)
+            self._begin_with_filled()
+        start = source.iteration + 1 if is_resume else 0
+        if reference is not None and (self._reference is None or self._has_moved_reference(start)):
+            self._reference = self._copied_weights()
+        return start
+
+    def _readable(self, source: Source) -> Source:
+        problem = foreign(source, self._args.train_backend)
+        if problem is not None:
+            raise ConfigError(problem)
+        return source
+
+    def _has_moved_reference(self, start: int) -> bool:
+        """Whether the reference of a run that continues at ``start`` is the checkpoint's own weights."""
+        interval = self._copies.ref_update_interval
+        if interval is None or start < interval:
+            return False
+        if start % interval:
+            raise ConfigError(
+                f"--ref-update-interval {interval}: the checkpoint after {start} rollouts does not hold the reference, "
+                f"which was copied after rollout {start - start % interval}. Resume from a multiple (--ckpt-step), and "
+                "make --save-interval a multiple of it."
+            )
+        return True
+
+    # ------------------------------------------------------------------------------------------------ training
+
+    @property
+    def data_parallel(self) -> tuple[int, int]:
+        return self._place.dp_rank, self._place.dp_size
+
+    def train(self, rollout_id: int, batch: dict[str, Any]) -> TrainReport:
+        """Train on this rank's part of a rollout."""
+        self._device.require(TRAINER_PARTS, "training")
+        if self._copies.reset_optimizer_states:
+            self._reset_moments()
+        if self._generators and batch.get("generated_by") is not None:
+            self._forget_versions_before(batch["generated_by"])
+        seconds: dict[str, float] = {}
+        train_batch = self._train_batch(batch)
+        with self._bad_steps.dumping(rollout_id, batch):
+            with self._profiler.section("train_log_probs"):
+                self._prepare_policy(train_batch, seconds)
+            self._custom.run_postprocess(rollout_id, train_batch.columns)
+            profiled = self._profiler.section("train_actor")
+            with profiled, timed(seconds, "actor_train"), self._expert_choices(train_batch, is_step=True):
+                steps = self._run_steps(rollout_id, train_batch)
+            report = self._report(rollout_id, train_batch)
+        keep_batch(self._args, rollout_id, train_batch.columns, self._place)
+        self._profiler.end_rollout(rollout_id)
+        self._refresh_copies(rollout_id)
+        return TrainReport(steps if self._place.is_main else [], report, seconds)
+
+    def train_values(self, rollout_id: int, batch: dict[str, Any]) -> tuple[TrainReport, list[torch.Tensor]]:
+        raise NotImplementedError("a policy has no values: a critic is another trainer")
+
+    def keep_version(self, version: str) -> None:
+        """Remember the live weights as those that generate from now on (``--keep-old-actor``).
+
+        Old log-probs of a batch whose column ``generated_by`` names the version are then computed with them, however
+        many steps the live weights have made since.
+        """
+        self._device.require(["weights"], "a copy of them")
+        self._generators[version] = self._copied_weights()
+
+    def _forget_versions_before(self, version: str) -> None:
+        """Rollouts are trained in order: what generated an earlier one is not needed any more."""
+        self._generators = {kept: copy for kept, copy in self._generators.items() if int(kept) >= int(version)}
+
+    def _refresh_copies(self, rollout_id: int) -> None:
+        interval = self._copies.ref_update_interval
+        if self._reference is not None and interval is not None and (rollout_id + 1) % interval == 0:
+            self._reference = self._copied_weights()
+
+    def _prepare_policy(self, batch: TrainBatch, seconds: dict[str, float]) -> None:
+        """Everything the loss needs besides the current log-probs: those of other weights, and advantages."""
+        columns = batch.columns
+        passes = passes_needed(
+            self._algorithm,
+            self._distillation,
+            num_steps=batch.num_steps,
+            has_custom_advantages=self._custom.advantages is not None,
+        )
+        if passes.reference:
+            if self._reference is None:
+                raise ConfigError("--use-kl-loss or --kl-coef: the trainer was set up without a reference model.")
+            with timed(seconds, "ref_log_probs"), self._reference.swapped_in():
+                columns["ref_log_probs"] = self._log_probs(batch, "ref_")
+        if passes.teacher:
+            assert self._teacher is not None, "--opd-type megatron comes with --opd-teacher-load"
+            with timed(seconds, "teacher_log_probs"), self._teacher.swapped_in():
+                columns["teacher_log_probs"] = self._log_probs(batch, "teacher_")
+        generator = self._generators.get(str(columns.get("generated_by")))
+        if passes.old or generator is not None:
+            swapped = nullcontext() if generator is None else generator.swapped_in()
+            with timed(seconds, "log_probs"), self._expert_choices(batch, is_step=False), swapped:
+                columns |= self._old_policy(batch)
+        if passes.credit:
+            add_credit(columns, self._algorithm, self._distillation, self._custom, self._place.dp_group)
+
+    def _old_policy(self, batch: TrainBatch) -> dict[str, list[torch.Tensor]]:
+        if not self._algorithm.use_rollout_entropy:
+            return {"log_probs": self._log_probs(batch)}
+        log_probs, entropy = self._log_probs_and_entropy(batch)
+        return {"log_probs": log_probs, "entropy": entropy}
+
+    def _for_passes(self, batch: TrainBatch) -> TrainBatch:
+        """The batch as passes without gradients run it."""
+        return forward_batch(
+            batch,
+            from_args(BatchArgs, self._args),
+            context_parallel_size=self._place.cp_size,
+            multiple=self._args.microbatch_group_size_per_vp_stage or 1,
+        )
+
+    def _run_steps(self, rollout_id: int, batch: TrainBatch) -> list[dict[str, float]]:
+        metrics = []
+        for step in range(batch.num_steps):
+            try:
+                result = self._step(rollout_id, batch, step)
+            except NonFiniteGradients as error:
+                raise SlimeError(
+                    f"rollout {rollout_id}, step {step}: {error}; nothing was applied. "
+                    "--no-check-for-nan-in-loss-and-grad skips such steps."
+                ) from error
+            skipped = self._bad_steps.count(rollout_id, step, batch.columns, result.skipped)
+            metrics.append(result.metrics | {"skipped_steps": skipped})
+        has_log_probs = not self.is_critic and not needs_all_rows(self._algorithm)
+        if batch.num_steps == 1 and "log_probs" not in batch.columns and has_log_probs:
+            batch.columns["log_probs"] = self._whole_batch(result.log_probs, batch.columns["response_lengths"])
+        return metrics
+
+    def _report(self, rollout_id: int, batch: TrainBatch) -> dict[str, float]:
+        report = rollout_report(
+            batch.columns,
+            batch.num_rollouts_in_all,
+            self._place.dp_group,
+            log_correct=self._args.log_correct_samples,
+        )
+        if self._algorithm.true_on_policy_mode and self._place.is_main:
+            warn_if_off_policy(rollout_id, report)
+        return report
+
+    # ------------------------------------------------------------------------------------------------ memory
+
+    @property
+    def is_weight_source(self) -> bool:
+        return self._rank == 0
+
+    @property
+    def _device(self) -> DeviceMemory:
+        assert self._memory is not None, "setup() comes first"
+        return self._memory
+
+    def offload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
+        """Give the device memory of ``parts`` back to the driver (``offload.DeviceMemory``)."""
+        self._device.offload(parts)
+
+    def onload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
+        """Take ``parts`` back, bit for bit; gradients come back as zeros."""
+        self._device.onload(parts)
+
+
+@contextmanager
+def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Note how long the block takes, the device's work included."""
+    started = time.monotonic()
+    yield
+    accelerator.current().synchronize()
+    seconds[name] = time.monotonic() - started

@@ -1,0 +1,279 @@
+"""What the board shows of a run, from the files in its folder. Called by ``server``; tested without it.
+
+The table of samples is a query over the light columns of all sample files, which stay in memory once they are read; one
+sample is read whole only when somebody looks at it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import logging
+import operator
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from slime.board.metric_file import MetricFile
+from slime.board.token_texts import TokenTexts
+from slime.observability.run_info import RunInfo, read_run_info
+from slime.observability.sample_record import FOLDER, LIGHT, record_file, train_files
+from slime.utils.errors import DataError
+
+__all__ = ["RunData", "SampleQuery"]
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["rollout", "eval"]
+
+_NAME = re.compile(r"^(rollout|eval)_(\d+)\.parquet$")
+_LIVE_S = 120.0
+_PER_TOKEN = ("log_probs", "ref_log_probs", "advantages", "returns", "values", "entropy", "kl", "opd_reverse_kl")
+_SORTABLE = ("rollout", *LIGHT)
+
+
+@dataclass(frozen=True)
+class SampleQuery:
+    """Which rows of the table. None means: whatever it is.
+
+    Attributes:
+        rollout: its number.
+        text: part of the beginning of a response, in any case.
+        order: column; ``descending`` begins with the largest.
+    """
+
+    kind: Kind = "rollout"
+    rollout: int | None = None
+    status: str | None = None
+    min_reward: float | None = None
+    max_reward: float | None = None
+    min_length: int | None = None
+    max_length: int | None = None
+    group: int | None = None
+    text: str | None = None
+    order: str = "position"
+    descending: bool = False
+    offset: int = 0
+    limit: int = 50
+
+
+class RunData:
+    """The folder of one run.
+
+    Raises:
+        DataError: it is not one.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self.info: RunInfo = read_run_info(run)
+        self._metrics = MetricFile(run / "metrics.jsonl")
+        self._tables: dict[Path, tuple[int, pa.Table | None]] = {}
+        self._texts = TokenTexts(self.info.resolved(self.info.hf_checkpoint))
+        self._lock = threading.Lock()
+
+    def overview(self) -> dict[str, Any]:
+        """Name, command and which samples there are; cheap enough to ask every other second."""
+        rollouts = self._recorded("rollout")
+        with self._lock:
+            self._metrics.refresh()
+        age = time.time() - (self._metrics.last_time or self.info.started)
+        return {
+            "name": self.run.name,
+            "folder": str(self.run),
+            "driver": self.info.driver,
+            "argv": self.info.argv,
+            "started": self.info.started,
+            "model": self.info.hf_checkpoint,
+            "is_live": age < _LIVE_S,
+            "age_s": age,
+            "version": self._metrics.size + len(rollouts),
+            "rollouts": rollouts,
+            "evals": self._recorded("eval"),
+        }
+
+    def metrics(self) -> dict[str, Any]:
+        """All curves."""
+        with self._lock:
+            self._metrics.refresh()
+            return self._metrics.series()
+
+    def samples(self, query: SampleQuery) -> dict[str, Any]:
+        """Rows of the table, and how many there are in all."""
+        started = time.perf_counter()
+        if query.order not in _SORTABLE:
+            raise DataError(f"there is no column {query.order!r}: order by one of {', '.join(_SORTABLE)}")
+        with self._lock:
+            table = self._light(query)
+        condition = _condition(query)
+        if condition is not None:
+            table = table.filter(condition)
+        table = table.sort_by(_sort_keys(query))
+        rows = table.slice(query.offset, query.limit).to_pylist()
+        return {"total": table.num_rows, "rows": rows, "seconds": time.perf_counter() - started}
+
+    def warm(self) -> None:
+        """Read the light columns of all files, so that the first search is as fast as the next ones."""
+        for rollout_id in self._recorded("rollout"):
+            with self._lock:
+                self._light(SampleQuery(rollout=rollout_id))
+
+    def sample(self, kind: Kind, rollout_id: int, position: int) -> dict[str, Any]:
+        """One sample with everything per token.
+
+        Raises:
+            DataError: it is not recorded.
+        """
+        path = record_file(self.run, kind, rollout_id)
+        row = _row_at(path, position)
+        if row is None:
+            raise DataError(f"{self.run}: there is no sample {position} of {kind} {rollout_id}")
+        trained = _trained_row(self.run, rollout_id, row) if kind == "rollout" else {}
+        num_prompt = len(row["tokens"]) - row["response_length"]
+        texts = self._texts.of(row["tokens"])
+        mask = row["loss_mask"] if row["loss_mask"] is not None else [1] * row["response_length"]
+        per_token = {"rollout_log_probs": row["rollout_log_probs"]} | {name: trained.get(name) for name in _PER_TOKEN}
+        return {
+            "kind": kind,
+            "rollout": rollout_id,
+            **{name: row[name] for name in LIGHT if name != "snippet"},
+            "train_reward": trained.get("train_reward"),
+            "prompt": json.loads(row["prompt"]),
+            "response": row["response"],
+            "rest": json.loads(row["rest"]),
+            "ids": row["tokens"],
+            "texts": texts,
+            "num_prompt": num_prompt,
+            "loss_mask": mask,
+            "versions": _version_per_token(mask, row["weight_versions"] or []),
+            "columns": {name: values for name, values in per_token.items() if values is not None},
+            "spans": list(_spans(json.loads(row["trace"]))) if row["trace"] else [],
+            "group": self._group(kind, rollout_id, row["group_index"]),
+        }
+
+    def _group(self, kind: Kind, rollout_id: int, group: int | None) -> list[dict[str, Any]]:
+        if group is None:
+            return []
+        rows = self.samples(SampleQuery(kind, rollout_id, group=group, limit=256))["rows"]
+        return [{name: row[name] for name in ("position", "reward", "response_length", "status")} for row in rows]
+
+    def _recorded(self, kind: Kind) -> list[int]:
+        names = (_NAME.match(path.name) for path in (self.run / FOLDER).glob(f"{kind}_*.parquet"))
+        return sorted(int(name.group(2)) for name in names if name)
+
+    def _light(self, query: SampleQuery) -> pa.Table:
+        numbers = self._recorded(query.kind) if query.rollout is None else [query.rollout]
+        tables = [self._table(query.kind, number) for number in numbers]
+        present = [table for table in tables if table is not None]
+        return pa.concat_tables(present) if present else _empty()
+
+    def _table(self, kind: Kind, rollout_id: int) -> pa.Table | None:
+        path = record_file(self.run, kind, rollout_id)
+        try:
+            changed = path.stat().st_mtime_ns
+        except FileNotFoundError:
+            return None
+        known = self._tables.get(path)
+        if known is None or known[0] != changed:
+            known = (changed, _read_light(path, rollout_id))
+            self._tables[path] = known
+        return known[1]
+
+
+def _read_light(path: Path, rollout_id: int) -> pa.Table | None:
+    """None for a file that was copied while it was written, or comes from another version."""
+    try:
+        table = pq.read_table(path, columns=list(LIGHT))
+    except (OSError, pa.ArrowException) as error:
+        logger.warning("%s cannot be read, its samples are not shown: %s", path, error)
+        return None
+    return table.add_column(0, "rollout", pa.array([rollout_id] * table.num_rows, pa.int32()))
+
+
+def _empty() -> pa.Table:
+    schema = pa.schema([(name, pa.string() if name in ("status", "snippet") else pa.float64()) for name in _SORTABLE])
+    return schema.empty_table()
+
+
+def _sort_keys(query: SampleQuery) -> list[tuple[str, str]]:
+    ties = [(name, "ascending") for name in ("rollout", "position") if name != query.order]
+    return [(query.order, "descending" if query.descending else "ascending"), *ties]
+
+
+def _condition(query: SampleQuery) -> Any:
+    reward, length = pc.field("reward"), pc.field("response_length")
+    tests: list[tuple[Any, Callable[[Any], Any]]] = [
+        (query.status, lambda value: pc.field("status") == value),
+        (query.group, lambda value: pc.field("group_index") == value),
+        (query.min_reward, lambda value: reward >= value),
+        (query.max_reward, lambda value: reward <= value),
+        (query.min_length, lambda value: length >= value),
+        (query.max_length, lambda value: length <= value),
+        (query.text, lambda value: pc.match_substring(pc.field("snippet"), value, ignore_case=True)),
+    ]
+    wanted = [test(value) for value, test in tests if value is not None]
+    return functools.reduce(operator.and_, wanted) if wanted else None
+
+
+def _row_at(path: Path, position: int) -> dict[str, Any] | None:
+    try:
+        rows: list[dict[str, Any]] = pq.read_table(path, filters=[("position", "=", position)]).to_pylist()
+    except FileNotFoundError:
+        return None
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+    return rows[0] if rows else None
+
+
+def _trained_row(run: Path, rollout_id: int, row: dict[str, Any]) -> dict[str, Any]:
+    """What the trainer noted about the sample; nothing while it has not trained on it."""
+    for path in train_files(run, rollout_id):
+        found = _row_at(path, row["position"])
+        if found is not None and found["sample_index"] == row["index"]:
+            return found
+    return {}
+
+
+def _version_per_token(mask: list[int], versions: list[str]) -> list[str | None]:
+    """One request wrote one stretch of trained tokens; where that does not come out, only one version is certain."""
+    if len(set(versions)) <= 1:
+        return [versions[0] if versions and kept else None for kept in mask]
+    stretches = [(bool(kept), len(list(run))) for kept, run in itertools.groupby(mask)]
+    if sum(kept for kept, _ in stretches) != len(versions):
+        return [None] * len(mask)
+    rest = iter(versions)
+    return [version for kept, length in stretches for version in [next(rest) if kept else None] * length]
+
+
+def _spans(trace: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Name, start and end in seconds from the first event, and depth."""
+    events = trace["events"]
+    if not events:
+        return
+    first = min(event["ts"] for event in events)
+    last = max(event["ts"] for event in events)
+    ends = {event["span_id"]: event for event in events if event["type"] == "span_end"}
+    depth: dict[str, int] = {}
+    for event in events:
+        if event["type"] != "span_start":
+            continue
+        parent = event.get("parent_span_id")
+        depth[event["span_id"]] = depth.get(parent, -1) + 1
+        end = ends.get(event["span_id"])
+        yield {
+            "name": event["name"],
+            "start": event["ts"] - first,
+            "end": (end["ts"] if end else last) - first,
+            "is_open": end is None,
+            "depth": depth[event["span_id"]],
+            "attrs": event.get("attrs", {}) | (end.get("attrs", {}) if end else {}),
+        }

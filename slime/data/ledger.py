@@ -1,0 +1,256 @@
+"""The prompt ledger: an append-only file that says what became of every prompt, and the audit that reads it.
+
+    begin      {"rollout": R, "groups": ...}   the run starts, or starts again, at rollout R; groups given back to it
+    drawn      {"groups": "0-15"}              handed out to a rollout function
+    returned   {"groups": "3 9-11"}            given back, unfinished: they will be drawn again
+    used       {"rollout": R, "groups": ...}   part of rollout R's batch
+    dropped    {"rollout": R, "groups": ...}   filtered, aborted or given up during rollout R: they do not come back
+    saved      {"rollout": R, "groups": ...}   the state that belongs to R's checkpoint was written; groups under way
+    trained    {"rollout": R}                  the trainer took its steps on rollout R
+
+Groups are the numbers that the data source counts; a line is written with one call, so a killed process leaves at most
+one torn line, which the next start cuts off. A start at rollout R goes back to the state saved for R - 1: what the
+ledger says after that line was replayed. It stays in the file and does not count.
+
+Written by the Data Buffer; read by ``slime doctor ledger``. Knows neither the one nor the other.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypedDict, get_args
+
+__all__ = [
+    "LEDGER",
+    "Audit",
+    "Entry",
+    "Event",
+    "Ledger",
+    "audit",
+    "format_numbers",
+    "ledger_path",
+    "parse_numbers",
+    "read_ledger",
+]
+
+LEDGER = "ledger.jsonl"
+
+Event = Literal["begin", "drawn", "returned", "used", "dropped", "saved", "trained"]
+
+
+class Entry(TypedDict, total=False):
+    """One line. ``at`` is in seconds since 1970; ``groups`` as :func:`format_numbers` writes them."""
+
+    event: Event
+    at: float
+    rollout: int
+    groups: str
+
+
+def ledger_path(save: str | None, run: Path) -> Path:
+    """Under ``--save`` beside the states of the data source, with which it goes on; else in the run's folder."""
+    return Path(save) / "rollout" / LEDGER if save is not None else run / LEDGER
+
+
+class Ledger:
+    """The writing end. Opens ``path`` for appending; a torn last line is cut off."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        _cut_torn_line(path)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def write(self, event: Event, *, rollout: int | None = None, groups: Iterable[object] | None = None) -> None:
+        """Append one line; events without a group leave none. On return a killed process loses nothing of it.
+
+        Raises:
+            OSError: the line could not be written, as on a full disk; nothing of it is left.
+        """
+        entry: Entry = {"event": event, "at": round(time.time(), 3)}
+        if rollout is not None:
+            entry["rollout"] = rollout
+        if groups is not None:
+            entry["groups"] = format_numbers(groups)
+            if not entry["groups"] and event in ("drawn", "returned", "dropped"):
+                return
+        line = (json.dumps(entry) + "\n").encode()
+        written = os.write(self._descriptor, line)
+        if written < len(line):  # a disk that is full takes a part; the next line would be glued to it
+            os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+        if event == "saved":
+            os.fsync(self._descriptor)  # a checkpoint may count on it, also after the machine lost its power
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def _cut_torn_line(path: Path) -> None:
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        content = file.read()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            file.truncate(whole)
+
+
+def format_numbers(numbers: Iterable[object]) -> str:
+    """``"0-15 20"``; whatever is not a number is left out: sources of users need not count their groups."""
+    ordered = sorted({number for number in numbers if isinstance(number, int)})
+    ranges: list[list[int]] = []
+    for number in ordered:
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return " ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+
+
+def parse_numbers(text: str) -> list[int]:
+    """What :func:`format_numbers` wrote."""
+    numbers: list[int] = []
+    for part in text.split():
+        first, _, last = part.partition("-")
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers
+
+
+def read_ledger(path: Path) -> tuple[list[Entry], int]:
+    """Entries in order, and how many lines are no entry (one torn last line is usual after a kill)."""
+    entries: list[Entry] = []
+    unreadable = 0
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            entry = json.loads(line)
+            if entry["event"] not in get_args(Event):
+                raise ValueError(entry["event"])
+            parse_numbers(entry.get("groups", ""))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            unreadable += 1
+        else:
+            entries.append(entry)
+    return entries, unreadable
+
+
+@dataclass
+class Audit:
+    """What became of the prompts.
+
+    Attributes:
+        lost: group number -> how it was lost.
+        twice: group number -> the rollouts that trained on it.
+        counts: groups by what became of them (``trained``, ``used``, ``dropped``, ``waiting``, ``under way``).
+        num_rollouts: rollouts that were trained on.
+        num_starts: how often the run began.
+        num_replayed: lines that a later start went back behind.
+    """
+
+    lost: dict[int, str] = field(default_factory=dict)
+    twice: dict[int, list[int]] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    num_rollouts: int = 0
+    num_starts: int = 0
+    num_replayed: int = 0
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.lost and not self.twice
+
+
+def audit(entries: Sequence[Entry]) -> Audit:
+    """Follow every prompt through the entries that count."""
+    effective, num_replayed = _without_replayed(entries)
+    books = _Books()
+    for entry in effective:
+        books.enter(entry)
+    return books.close(num_starts=sum(e["event"] == "begin" for e in entries), num_replayed=num_replayed)
+
+
+def _without_replayed(entries: Sequence[Entry]) -> tuple[list[Entry], int]:
+    """The history that the weights know: a start at rollout R undoes what followed the state saved for R - 1."""
+    kept: list[Entry] = []
+    for entry in entries:
+        if entry["event"] == "begin":
+            last = entry["rollout"] - 1
+            saved = [i for i, e in enumerate(kept) if e["event"] == "saved" and e["rollout"] == last]
+            cut = saved[-1] + 1 if saved else 0  # no such state: another history, or none
+            trained = [e for e in kept[cut:] if saved and e["event"] == "trained" and e["rollout"] <= last]
+            kept = [*kept[:cut], *trained]
+        kept.append(entry)
+    return kept, len(entries) - len(kept)
+
+
+@dataclass
+class _Books:
+    """The state of every group while the entries are read in order."""
+
+    state: dict[int, str] = field(default_factory=dict)
+    users: dict[int, list[int]] = field(default_factory=dict)
+    trained: Counter[int] = field(default_factory=Counter)
+    lost: dict[int, str] = field(default_factory=dict)
+
+    def enter(self, entry: Entry) -> None:
+        groups, rollout = parse_numbers(entry.get("groups", "")), entry.get("rollout", -1)
+        match entry["event"]:
+            case "begin":
+                self._begin(rollout, set(groups))
+            case "drawn":
+                self._set(groups, "under way")
+                for number in groups:
+                    self.lost.pop(number, None)  # late, but here
+            case "returned":
+                self._set(groups, "waiting")
+            case "used":
+                self._set(groups, "used")
+                for number in groups:
+                    self.users.setdefault(number, []).append(rollout)
+            case "dropped":
+                self._set(groups, "dropped")
+            case "trained":
+                self.trained[rollout] += 1
+            case "saved":
+                pass
+
+    def _set(self, groups: Iterable[int], state: str) -> None:
+        self.state.update(dict.fromkeys(groups, state))
+
+    def _begin(self, rollout: int, given_back: set[int]) -> None:
+        """Groups under way died with the process that had them; the state holds them, or they are lost."""
+        for number, state in self.state.items():
+            if state == "under way" and number not in given_back:
+                self.lost[number] = f"under way when the run started again at rollout {rollout}, and not given back"
+        self._set(given_back, "waiting")
+
+    def close(self, *, num_starts: int, num_replayed: int) -> Audit:
+        result = Audit(lost=dict(self.lost), num_starts=num_starts, num_replayed=num_replayed)
+        result.num_rollouts = len(self.trained)
+        newest = max(self.trained, default=-1)
+        for number, rollouts in self.users.items():
+            trained = [rollout for rollout in rollouts for _ in range(self.trained[rollout])]
+            if len(trained) > 1:
+                result.twice[number] = trained
+            elif trained:
+                self.state[number] = "trained"
+            elif min(rollouts) < newest:
+                result.lost[number] = f"in the batch of rollout {rollouts[0]}, which was never trained on"
+        for number in _gaps(self.state):
+            result.lost[number] = "never handed out, although prompts after it were"
+        result.counts = Counter(self.state.values())
+        return result
+
+
+def _gaps(seen: Iterable[int]) -> Iterator[int]:
+    """Numbers between the smallest and the largest of ``seen`` that are not in it."""
+    ordered = sorted(seen)
+    for before, after in itertools.pairwise(ordered):
+        yield from range(before + 1, after)

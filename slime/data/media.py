@@ -1,0 +1,266 @@
+"""Images, videos and audio of prompts: out of data rows, into messages, to the processor and to the engine.
+
+    row {"images": [...]} + "<image>"  --expand_media-->        message items {"type": "image", "image": ...}
+    messages                           --process_vision_info--> {"images": [PIL], "videos": [...] | None}
+    rendered text + media              --run_processor-->       prompt ids, and what the model is trained with
+    PIL image                          --encode_image...-->     data URI in the engine's request
+
+Called by ``prepare`` and by the rollout's requests. PIL and transformers load on first use. Knows no flags but their
+names in messages.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import functools
+import io
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.utils.errors import DataError
+from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
+
+__all__ = [
+    "DEFAULT_PATCH_SIZE",
+    "MultimodalType",
+    "MultimodalTypes",
+    "build_processor_kwargs",
+    "encode_image_for_rollout_engine",
+    "expand_media",
+    "has_media",
+    "load_processor",
+    "media_from_state",
+    "media_to_state",
+    "process_vision_info",
+    "run_processor",
+]
+
+DEFAULT_PATCH_SIZE = 14
+"""Of vision encoders whose processor does not tell."""
+
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class MultimodalType:
+    """A kind of media, and what stands for one item of it in a prompt."""
+
+    name: str
+    placeholder: str
+
+
+class MultimodalTypes:
+    """The kinds of media there are."""
+
+    IMAGE = MultimodalType("image", "<image>")
+    VIDEO = MultimodalType("video", "<video>")
+    AUDIO = MultimodalType("audio", "<audio>")
+
+    @classmethod
+    def all(cls) -> list[MultimodalType]:
+        return [cls.IMAGE, cls.VIDEO, cls.AUDIO]
+
+    @classmethod
+    def get(cls, name: str) -> MultimodalType | None:
+        """The kind of that name, None if there is none."""
+        return next((kind for kind in cls.all() if kind.name == name), None)
+
+
+def has_media(inputs: Mapping[str, Any] | None) -> bool:
+    """Whether there is anything besides text in a sample's ``multimodal_inputs``."""
+    return any(value is not None for value in (inputs or {}).values())
+
+
+def expand_media(
+    where: str, messages: Sequence[Message], row: Mapping[str, Any], keys: Mapping[str, str]
+) -> list[Message]:
+    """Put the media of a row where its messages have placeholders; the row's own messages stay as they are.
+
+    Args:
+        where: file and line, for errors.
+        keys: kind of media -> row field with a list of them (``--multimodal-keys``).
+
+    Raises:
+        DataError: unknown kinds, or not as many placeholders as media.
+    """
+    waiting: dict[str, tuple[MultimodalType, list[Any]]] = {}
+    for name, key in keys.items():
+        kind = MultimodalTypes.get(name)
+        if kind is None:
+            known = ", ".join(kind.name for kind in MultimodalTypes.all())
+            raise DataError(f"--multimodal-keys: {name!r} is no kind of media; use {known}")
+        if row.get(key) is not None:
+            items = row[key]
+            waiting[kind.placeholder] = (kind, list(items) if isinstance(items, list | tuple) else [items])
+    if not waiting:
+        return list(messages)
+    given = {placeholder: len(items) for placeholder, (_, items) in waiting.items()}
+    pattern = re.compile("(" + "|".join(map(re.escape, waiting)) + ")")
+    expanded = [message | {"content": _expand(where, message.get("content"), pattern, waiting)} for message in messages]
+    left = {placeholder: len(items) for placeholder, (_, items) in waiting.items() if items}
+    if left:
+        text = ", ".join(f"{given[name]} {name} given, {given[name] - n} in the prompt" for name, n in left.items())
+        raise DataError(f"{where}: placeholders and media do not match (--multimodal-keys): {text}")
+    return expanded
+
+
+def _expand(
+    where: str, content: Any, pattern: re.Pattern[str], waiting: Mapping[str, tuple[MultimodalType, list[Any]]]
+) -> Any:
+    if not isinstance(content, str):
+        return content  # items already; a row is written in one style or the other
+    items: list[Any] = []
+    for part in pattern.split(content):
+        if part in waiting:
+            kind, media = waiting[part]
+            if not media:
+                raise DataError(f"{where}: there are more {part} in the prompt than media in the row")
+            item = media.pop(0)
+            is_rich = isinstance(item, dict) and "type" in item
+            items.append(item if is_rich else {"type": kind.name, kind.name: item})
+        elif part:
+            items.append({"type": "text", "text": part})
+    return items
+
+
+def process_vision_info(prompt: Sequence[Message], processor: Any) -> dict[str, Any]:
+    """The images and videos of messages, loaded: ``{"images": [PIL] | None, "videos": [...] | None}``.
+
+    With the package ``qwen_vl_utils`` images get the size that the model wants, and videos can be read; without it
+    images are taken as they are.
+
+    Raises:
+        DataError: media that cannot be read; a video without that package.
+    """
+    try:
+        from qwen_vl_utils import process_vision_info as of_qwen
+    except ImportError:
+        return {"images": _images_of(prompt) or None, "videos": None}
+    patch = getattr(getattr(processor, "image_processor", None), "patch_size", DEFAULT_PATCH_SIZE)
+    try:
+        images, videos = of_qwen(list(prompt), image_patch_size=patch)
+    except Exception as error:  # a foreign reader of foreign files
+        raise DataError(f"media cannot be read: {type(error).__name__}: {error}") from error
+    return {"images": images, "videos": videos}
+
+
+def _images_of(messages: Sequence[Message]) -> list[Any]:
+    images: list[Any] = []
+    for message in messages:
+        content = message.get("content")
+        for item in content if isinstance(content, list) else []:
+            match item.get("type") if isinstance(item, dict) else None:
+                case "image" | "image_url":
+                    images.append(_open_image(item.get("image", item.get("image_url"))))
+                case "video" | "audio" as kind:
+                    raise DataError(f"reading {kind} needs the package qwen_vl_utils (pip install qwen-vl-utils)")
+                case _:
+                    continue
+    return images
+
+
+def _open_image(source: Any) -> Any:
+    """What rows hold as a PIL image: PIL, a path, ``file://``, a data URI, base64, bytes, or ``{"bytes": ...}``."""
+    from PIL import Image, UnidentifiedImageError
+
+    if isinstance(source, Image.Image):
+        return source.convert("RGB")
+    if isinstance(source, Mapping):
+        source = next((source[key] for key in ("bytes", "path", "url", "image") if source.get(key)), None)
+    try:
+        if isinstance(source, str):
+            path = source.removeprefix("file://")
+            is_path = not source.startswith("data:") and len(source) < 4096 and Path(path).is_file()
+            source = Path(path).read_bytes() if is_path else _decoded(source)
+        with Image.open(io.BytesIO(source)) as image:
+            return image.convert("RGB")
+    except (TypeError, ValueError, OSError, UnidentifiedImageError) as error:
+        raise DataError(f"{str(source)[:80]!r} is no image, and no file with one: {error}") from None
+
+
+def _decoded(text: str) -> bytes:
+    """Base64, with or without the head of a data URI."""
+    try:
+        return base64.b64decode(text.partition(",")[2] if text.startswith("data:") else text, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"neither a file nor base64 ({error})") from None
+
+
+def encode_image_for_rollout_engine(image: Any) -> str:
+    """A PIL image as ``data:image/png;base64,...``: what the engine's ``image_data`` takes. Lossless."""
+    buffer = io.BytesIO()
+    image.convert("RGB").save(buffer, format="PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def build_processor_kwargs(multimodal_inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What a processor is called with besides the text: ids as lists, everything else as tensors."""
+    kwargs: dict[str, Any] = dict(multimodal_inputs or {})
+    kwargs["text_kwargs"] = dict(kwargs.get("text_kwargs") or {}) | {
+        "return_tensors": None,
+        "return_mm_token_type_ids": False,
+    }
+    for name in ("audio_kwargs", "images_kwargs", "videos_kwargs"):
+        kwargs[name] = dict(kwargs.get(name) or {}) | {"return_tensors": "pt"}
+    return kwargs
+
+
+def run_processor(processor: Any, text: str, inputs: Mapping[str, Any]) -> tuple[list[int], dict[str, Any] | None]:
+    """Prompt ids with the media's places filled in, and the processor's other outputs (``pixel_values`` ...).
+
+    Raises:
+        DataError: a processor that refuses them.
+    """
+    try:
+        output = processor(text=text, **build_processor_kwargs(inputs))
+    except Exception as error:  # a program of the checkpoint
+        raise DataError(f"the processor refuses the prompt: {type(error).__name__}: {error}") from error
+    ids = output["input_ids"][0]
+    rest = {name: value for name, value in output.items() if name not in ("input_ids", "attention_mask")}
+    return [int(i) for i in ids], rest or None
+
+
+@functools.lru_cache(maxsize=8)
+def load_processor(name_or_path: str, **kwargs: Any) -> Any:
+    """The checkpoint's processor for images and text, once per process; None where the checkpoint knows text only.
+
+    Raises:
+        DataError: the checkpoint has a processor that cannot be loaded.
+    """
+    folder = Path(name_or_path)
+    if folder.is_dir() and not any((folder / name).is_file() for name in _PROCESSOR_FILES):
+        return None
+    allow_torchvision_on_cpu()
+    from transformers import AutoProcessor, ProcessorMixin
+
+    try:
+        processor = AutoProcessor.from_pretrained(name_or_path, **kwargs)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise DataError(f"--hf-checkpoint {name_or_path} has no usable processor: {error}") from error
+    return processor if isinstance(processor, ProcessorMixin) else None
+
+
+def media_to_state(inputs: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """``multimodal_inputs`` for a file: images as text."""
+    if inputs is None:
+        return None
+    return {
+        name: [encode_image_for_rollout_engine(image) for image in value] if name == "images" and value else value
+        for name, value in inputs.items()
+    }
+
+
+def media_from_state(inputs: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The inverse of :func:`media_to_state`."""
+    if inputs is None:
+        return None
+    return {
+        name: [_open_image(image) for image in value] if name == "images" and value else value
+        for name, value in inputs.items()
+    }

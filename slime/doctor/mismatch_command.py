@@ -1,0 +1,85 @@
+"""The command ``slime doctor mismatch``. Called by ``slime.cli``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from slime.observability.run_info import FILE, read_run_info
+from slime.utils.errors import DataError
+
+__all__ = ["mismatch"]
+
+
+def mismatch(words: Sequence[str]) -> int:
+    """Print why trainer and engine disagree.
+
+    Returns:
+        0 when they agree or differ by rounding only, 1 when there is a cause to repair, 2 for what cannot be read.
+    """
+    options = _parse(words)
+    from slime.doctor.mismatch import diagnose
+    from slime.doctor.mismatch_input import read_rows_of
+    from slime.doctor.referee import Referee
+
+    try:
+        rows = read_rows_of(options.dump, options.rollout, options.num_samples)
+        versions = {int(version) for row in rows for version in row.versions if version.isdecimal()}
+        checkpoint, temperature = _settings(options, max(versions, default=0))
+        referee = None if checkpoint is None else Referee.load(checkpoint)
+        other = None if options.other_checkpoint is None else Referee.load(options.other_checkpoint)
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    verdict = diagnose(rows, referee, temperature=temperature, other=other)
+    if options.json:
+        print(json.dumps(asdict(verdict) | {"num_samples": len(rows)}, indent=2))
+    else:
+        print(f"{verdict.cause}: {verdict.sentence}\n")
+        print(f"  {'samples':<48} {len(rows)}\n  {'referee':<48} {checkpoint or 'none'}")
+        for name, value in verdict.evidence.items():
+            print(f"  {name:<48} {value:.3g}")
+    return 0 if verdict.cause in ("none", "precision") else 1
+
+
+def _parse(words: Sequence[str]) -> Namespace:
+    parser = argparse.ArgumentParser(
+        prog="slime doctor mismatch",
+        description="Why do the log-probs of trainer and engine differ? Weights, tokens, mask, temperature, top-p, "
+        "routing or precision: one sentence, and the figures behind it.",
+    )
+    parser.add_argument("dump", type=Path, help="folder of a run, or a file of --save-debug-train-data")
+    parser.add_argument("--rollout", type=int, help="of a run's folder; default: the last one that was trained on")
+    parser.add_argument(
+        "--hf-checkpoint",
+        metavar="DIR",
+        help="the weights that generated the rollout, for the referee: --save-hf of the rollout before, which is the "
+        "default where the run wrote it, else the model the run began with. 'none' goes without a referee",
+    )
+    parser.add_argument("--other-checkpoint", metavar="DIR", help="weights that the engine may have held instead")
+    parser.add_argument("--temperature", type=float, help="default: --rollout-temperature of the run, else 1")
+    parser.add_argument("--num-samples", type=int, default=16, help="most samples to look at, default %(default)s")
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args(list(words))
+
+
+def _settings(options: Namespace, version: int) -> tuple[str | None, float]:
+    """(checkpoint of the referee, temperature): as given, else as the run says.
+
+    Args:
+        version: weights that generated the samples: the number of rollouts they were trained on.
+    """
+    checkpoint, temperature = options.hf_checkpoint, options.temperature
+    if options.dump.is_dir() and (options.dump / FILE).is_file():
+        info = read_run_info(options.dump)
+        template = info.settings.get("save_hf")
+        saved = info.resolved(template.format(rollout_id=version - 1)) if template and version else None
+        is_saved = saved is not None and (Path(saved) / "config.json").is_file()
+        checkpoint = checkpoint or (saved if is_saved else info.resolved(info.hf_checkpoint))
+        temperature = temperature or info.settings.get("rollout_temperature")
+    return (None if checkpoint == "none" else checkpoint), temperature or 1.0

@@ -1,0 +1,124 @@
+"""Samples with the log-probs of trainer and engine, from what a run left on disk. Read by ``mismatch``."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slime.observability.run_info import read_run_info
+from slime.observability.sample_record import FOLDER, read_rows, record_file, train_files
+from slime.utils.errors import DataError
+
+__all__ = ["Row", "read_rows_of"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sample.
+
+    Attributes:
+        tokens: prompt and response ids, ``[L]``.
+        num_prompt: of the prompt.
+        mask: True where the loss is, ``[R]``.
+        all_trainer: log-probs of the response tokens by the trainer, ``[R]``, natural log.
+        all_engine: the same by the engine.
+        versions: weight versions that the engine reported.
+    """
+
+    tokens: list[int]
+    num_prompt: int
+    mask: torch.Tensor
+    all_trainer: torch.Tensor
+    all_engine: torch.Tensor
+    versions: tuple[str, ...] = ()
+
+    @property
+    def length(self) -> int:
+        return len(self.mask)
+
+    @property
+    def trainer(self) -> torch.Tensor:
+        """Of trained tokens only."""
+        return self.all_trainer[self.mask]
+
+    @property
+    def engine(self) -> torch.Tensor:
+        return self.all_engine[self.mask]
+
+    def with_prompt(self, prompt: Sequence[int]) -> Row:
+        """The same response after another prompt."""
+        tokens = [*prompt, *self.tokens[self.num_prompt :]]
+        return dataclasses.replace(self, tokens=tokens, num_prompt=len(prompt))
+
+
+def read_rows_of(path: Path, rollout: int | None, limit: int) -> list[Row]:
+    """Samples of a run's folder, or of a file of ``--save-debug-train-data``.
+
+    Args:
+        rollout: of a run's folder; None for the last that was trained on.
+        limit: most samples.
+
+    Raises:
+        DataError: nothing there that has the log-probs of both sides.
+    """
+    rows = list(_of_run(path, rollout) if path.is_dir() else _of_dump(path))
+    if not rows:
+        raise DataError(
+            f"{path}: no sample has log-probs of trainer and engine. The trainer computes its own with "
+            "--get-mismatch-metrics, --use-tis, or several steps per rollout."
+        )
+    return rows[:limit]
+
+
+def _of_run(run: Path, rollout: int | None) -> Iterable[Row]:
+    read_run_info(run)
+    number = _last_trained(run) if rollout is None else rollout
+    path = record_file(run, "rollout", number)
+    if not path.is_file():
+        raise DataError(f"{run}: rollout {number} is not recorded (--record-samples).")
+    trained = {row["position"]: row for file in train_files(run, number) for row in read_rows(file)}
+    for row in read_rows(path):
+        found = trained.get(row["position"])
+        if found is not None and found["sample_index"] == row["index"]:
+            columns = {"log_probs": found["log_probs"], "rollout_log_probs": row["rollout_log_probs"]}
+            mask = row["loss_mask"] if row["loss_mask"] is not None else [1] * row["response_length"]
+            yield from _row(row["tokens"], mask, columns, row["weight_versions"])
+
+
+def _last_trained(run: Path) -> int:
+    files = sorted((run / FOLDER).glob("train_*_dp*.parquet"))
+    if not files:
+        raise DataError(f"{run}: nothing was trained on yet, or the run records no samples (--record-samples).")
+    return int(files[-1].name.split("_")[1])
+
+
+def _of_dump(path: Path) -> Iterable[Row]:
+    try:
+        payload = torch.load(path, map_location="cpu", weights_only=False)
+        samples = payload["samples"]
+    except (OSError, EOFError, RuntimeError, KeyError, TypeError, pickle.UnpicklingError) as error:
+        raise DataError(f"{path} is no file of --save-debug-train-data: {error}") from None
+    for sample in samples:
+        yield from _row(sample["tokens"], sample["loss_masks"], sample, sample.get("weight_versions"))
+
+
+def _row(tokens: Any, mask: Any, columns: Mapping[str, Any], versions: Any) -> Iterable[Row]:
+    """One row, or none where a side is missing or nothing is trained."""
+    if columns.get("log_probs") is None or columns.get("rollout_log_probs") is None:
+        return
+    kept = torch.as_tensor(mask).bool()
+    if kept.any():
+        yield Row(
+            tokens=[int(token) for token in tokens],
+            num_prompt=len(tokens) - len(kept),
+            mask=kept,
+            all_trainer=torch.as_tensor(columns["log_probs"], dtype=torch.float64),
+            all_engine=torch.as_tensor(columns["rollout_log_probs"], dtype=torch.float64),
+            versions=tuple(map(str, versions or ())),
+        )

@@ -1,0 +1,170 @@
+"""Profiles of the trainer: where the time goes (torch profiler) and where the memory goes (allocator history, memray).
+
+    begin()             after the process groups exist
+    section(name)       around a pass that --profile-target may name
+    end_rollout(id)     once per rollout
+
+Owned by one rank of the trainer. Without its flags every method does nothing. Knows no model and no batch.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+
+from slime.config.groups import from_args
+from slime.observability.arguments import ProfileArgs
+from slime.observability.tracking import run_directory
+from slime.utils import accelerator
+from slime.utils.errors import ConfigError
+
+__all__ = ["Section", "TrainProfiler"]
+
+logger = logging.getLogger(__name__)
+
+Section = Literal["train_actor", "train_log_probs"]
+
+_HISTORY_ENTRIES = 1_000_000
+
+
+class TrainProfiler:
+    """What the flags ask for, on one rank.
+
+    ``--profile-step-start`` and ``--profile-step-end`` count rollouts since the start of this process.
+    """
+
+    def __init__(self, args: Namespace, rank: int) -> None:
+        self._settings = from_args(ProfileArgs, args)
+        self._rank = rank
+        self._directory = self._trace_directory(args)
+        self._num_rollouts = 0
+        self._overall: Any = None
+        self._memory: _MemoryRecorder | None = None
+
+    def _trace_directory(self, args: Namespace) -> Path:
+        named = self._settings.tensorboard_dir
+        if named is not None or not self._settings.use_pytorch_profiler:
+            return Path(named or ".")
+        return run_directory(args) / "profile"
+
+    def begin(self) -> None:
+        """Start what covers whole rollouts."""
+        settings = self._settings
+        if settings.use_pytorch_profiler and "train_overall" in settings.profile_target:
+            self._overall = _torch_profiler(settings, self._directory, f"train_overall_rank_{self._rank}")
+            self._overall.start()
+        if settings.record_memory_history:
+            self._memory = _memory_recorder(settings, self._rank)
+            self._memory.start()
+
+    @contextmanager
+    def section(self, name: Section) -> Iterator[None]:
+        """Profile the block by itself, in the rollouts between start and end: one trace for each of them."""
+        settings = self._settings
+        is_wanted = settings.use_pytorch_profiler and name in settings.profile_target
+        if not is_wanted or not settings.profile_step_start <= self._num_rollouts < settings.profile_step_end:
+            yield
+            return
+        worker = f"{name}_rollout_{self._num_rollouts}_rank_{self._rank}"
+        with _torch_profiler(None, self._directory, worker):
+            yield
+
+    def end_rollout(self, rollout_id: int) -> None:
+        """A rollout was trained on. Traces and snapshots whose time has come are written here."""
+        self._num_rollouts += 1
+        if self._overall is not None:
+            self._overall.step()
+            if self._num_rollouts >= self._settings.profile_step_end:
+                self._overall.stop()
+                self._overall = None
+        last = self._settings.memory_snapshot_num_steps
+        if self._memory is not None and last is not None and rollout_id >= last - 1:
+            self._memory.stop()
+            self._memory = None
+
+
+def _torch_profiler(settings: ProfileArgs | None, directory: Path, worker: str) -> Any:
+    """A profiler whose trace, for TensorBoard and Perfetto, goes to ``directory``. ``settings`` None: no schedule."""
+    schedule = None
+    if settings is not None:
+        start, end = settings.profile_step_start, settings.profile_step_end
+        schedule = torch.profiler.schedule(
+            wait=max(start - 1, 0), warmup=min(start, 1), active=max(end - start, 1), repeat=1
+        )
+    return torch.profiler.profile(
+        schedule=schedule,
+        on_trace_ready=torch.profiler.tensorboard_trace_handler(str(directory), worker_name=worker, use_gzip=True),
+        record_shapes=True,
+        with_stack=True,
+        profile_memory=True,
+        with_flops=True,
+    )
+
+
+class _MemoryRecorder(Protocol):
+    def start(self) -> None: ...
+
+    def stop(self) -> None:
+        """End the recording; its file is complete when this returns."""
+
+
+def _memory_recorder(settings: ProfileArgs, rank: int) -> _MemoryRecorder:
+    stem = f"memory_snapshot_time{int(time.time())}_rank{rank}_{settings.memory_snapshot_path}"
+    path = Path(settings.memory_snapshot_dir) / stem
+    path.parent.mkdir(parents=True, exist_ok=True)
+    match settings.memory_recorder:
+        case "torch":
+            return _AllocatorHistory(path)
+        case "memray":
+            return _Memray(path)
+        case other:
+            raise AssertionError(f"unknown recorder {other}")
+
+
+class _AllocatorHistory:
+    """The history of torch's CUDA allocator; also written when memory runs out. For pytorch.org/memory_viz."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def start(self) -> None:
+        if accelerator.current().is_cpu:
+            logger.warning("--record-memory-history records a device's allocator, and there is no device here")
+            return
+        torch.cuda.memory._record_memory_history(max_entries=_HISTORY_ENTRIES, stacks="all")
+        torch._C._cuda_attach_out_of_memory_observer(lambda *_: self._write())  # type: ignore[attr-defined]
+
+    def stop(self) -> None:
+        if not accelerator.current().is_cpu:
+            self._write()
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _write(self) -> None:
+        torch.cuda.memory._dump_snapshot(str(self._path))  # type: ignore[no-untyped-call]
+        logger.info("memory snapshot: %s", self._path)
+
+
+class _Memray:
+    """Every allocation of the process, native ones too."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import memray
+        except ImportError:
+            raise ConfigError("--memory-recorder memray needs the package memray: pip install memray.") from None
+        self._path = path
+        self._tracker = memray.Tracker(path, native_traces=True)
+
+    def start(self) -> None:
+        self._tracker.__enter__()
+
+    def stop(self) -> None:
+        self._tracker.__exit__(None, None, None)
+        logger.info("memory profile: %s (memray flamegraph shows it)", self._path)

@@ -1,0 +1,258 @@
+"""Samples of each rollout, kept in the run's folder so that a person can look at them while the run goes on.
+
+    <run>/samples/rollout_000003.parquet      the first --record-samples samples, as generated and scored
+    <run>/samples/eval_000003.parquet         the same of an evaluation
+    <run>/samples/train_000003_dp1.parquet    what the trainer made of them: log-probs, advantages, ... per token
+
+Rows of the two kinds belong together where ``position`` is equal: the place of the sample in its rollout. The first is
+written by the rollout manager, the others by one rank of each data-parallel rank. Read by the run board, the replay
+and the doctor. A file appears complete or not at all, and a record that cannot be written stops no run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from slime.data.columns import COLUMNS
+from slime.data.sample import Sample
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = [
+    "FOLDER",
+    "LIGHT",
+    "read_rows",
+    "record_file",
+    "record_rollout",
+    "record_training",
+    "sample_of_row",
+    "train_files",
+]
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "samples"
+"""Below the run's folder."""
+
+LIGHT = (
+    "position",
+    "index",
+    "group_index",
+    "status",
+    "reward",
+    "prompt_tokens",
+    "response_length",
+    "trained_tokens",
+    "weight_version",
+    "seconds",
+    "snippet",
+)
+"""Columns of a table of samples: cheap to read for all of them."""
+
+_SNIPPET_CHARS = 120
+_ARRAYS = ("tokens", "loss_mask", "rollout_log_probs", "weight_versions")
+_TEXTS = ("response", "prompt", "trace")
+_REPEATED = ("status", "weight_version", "prompt", "advantages.list.element", "returns.list.element")
+"""What is stored as a few different values; for the rest looking for them costs more than it saves."""
+_PER_TOKEN = tuple(name for name, column in COLUMNS.items() if column.producer == "trainer")
+
+
+def record_file(run: Path, kind: Literal["rollout", "eval"], rollout_id: int) -> Path:
+    return run / FOLDER / f"{kind}_{rollout_id:06d}.parquet"
+
+
+def train_files(run: Path, rollout_id: int) -> list[Path]:
+    """The files of all data-parallel ranks; none before the rollout was trained on."""
+    return sorted((run / FOLDER).glob(f"train_{rollout_id:06d}_dp*.parquet"))
+
+
+def record_rollout(
+    run: Path,
+    samples: Iterable[Sample],
+    *,
+    rollout_id: int,
+    limit: int,
+    args: Namespace,
+    kind: Literal["rollout", "eval"] = "rollout",
+) -> None:
+    """Write the first ``limit`` samples; nothing for 0."""
+    if limit > 0:
+        path = record_file(run, kind, rollout_id)
+        with _excused(path):
+            if kind == "rollout":
+                _forget_training(run, rollout_id)
+            rows = [_row(position, sample, args) for position, sample in enumerate(islice(samples, limit))]
+            _write(path, rows, _rollout_schema())
+
+
+def record_training(
+    run: Path, columns: Mapping[str, Any], *, rollout_id: int, limit: int, data_parallel_rank: int
+) -> None:
+    """Write what this data-parallel rank knows about those of its samples that are among the first ``limit``.
+
+    Args:
+        columns: the rank's columns (``slime.data.columns``) with whole responses.
+    """
+    path = run / FOLDER / f"train_{rollout_id:06d}_dp{data_parallel_rank}.parquet"
+    with _excused(path):
+        positions = [int(position) for position in columns["partition"]]
+        names = [name for name in _PER_TOKEN if columns.get(name) is not None]
+        rows = [
+            {
+                "position": position,
+                "sample_index": columns["sample_indices"][place],
+                "train_reward": float(columns["rewards"][place]),
+                **{name: columns[name][place].detach().float().cpu().numpy() for name in names},
+            }
+            for place, position in enumerate(positions)
+            if position < limit
+        ]
+        if rows:
+            _write(path, rows, _train_schema())
+
+
+def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Rows of a file; ``columns`` None for all of them."""
+    import pyarrow.parquet as pq
+
+    rows: list[dict[str, Any]] = pq.read_table(path, columns=None if columns is None else list(columns)).to_pylist()
+    return rows
+
+
+def sample_of_row(row: Mapping[str, Any]) -> Sample:
+    """The sample that a row was made of, without what JSON cannot hold."""
+    fields = json.loads(row["rest"]) | {name: row[name] for name in ("index", "group_index", "status", *_ARRAYS)}
+    fields |= {"response": row["response"], "response_length": row["response_length"]}
+    fields["prompt"] = json.loads(row["prompt"])
+    if row["trace"]:
+        fields["trace"] = json.loads(row["trace"])
+    return Sample.from_dict(fields)
+
+
+@contextlib.contextmanager
+def _excused(path: Path) -> Iterator[None]:
+    """Samples hold whatever a user's functions put there, and disks fill up: neither may end a run that goes well."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("%s was not written, the run goes on without it: %s", path, error)
+
+
+def _forget_training(run: Path, rollout_id: int) -> None:
+    """A rollout that is made again, as after a restart, may come to other data-parallel ranks than before."""
+    for path in train_files(run, rollout_id):
+        path.unlink(missing_ok=True)
+
+
+def _row(position: int, sample: Sample, args: Namespace) -> dict[str, Any]:
+    fields = sample.to_dict()
+    own = {"index", "group_index", "status", "response_length", *_ARRAYS, *_TEXTS}
+    rest = {name: value for name, value in fields.items() if name not in own and _is_kept(value)}
+    trace = fields.get("trace")
+    return {
+        "position": position,
+        "index": sample.index if isinstance(sample.index, int) else None,
+        "group_index": sample.group_index if isinstance(sample.group_index, int) else None,
+        "status": sample.status.value,
+        "reward": _number(sample, args),
+        "prompt_tokens": max(0, len(sample.tokens) - sample.response_length),
+        "response_length": sample.response_length,
+        "trained_tokens": 0 if sample.remove_sample else sample.effective_response_length,
+        "weight_version": " ".join(dict.fromkeys(map(str, sample.weight_versions))),
+        "seconds": _seconds(trace),
+        "snippet": _utf8(sample.response[:_SNIPPET_CHARS]),
+        "prompt": _json(sample.prompt),
+        "response": _utf8(sample.response),
+        "trace": _json(trace) if trace else None,
+        "rest": _json(rest),
+        **{name: fields[name] for name in _ARRAYS},
+    }
+
+
+def _is_kept(value: Any) -> bool:
+    """Tensors, arrays and media are not: they are large, and a dump has them."""
+    return value is None or isinstance(value, str | int | float | dict | list | tuple)
+
+
+def _json(value: Any) -> str:
+    # escapes keep what is no UTF-8, such as half of a surrogate pair; other keys than JSON's are left out
+    return json.dumps(value, skipkeys=True, default=lambda item: f"<{type(item).__name__}>")
+
+
+def _utf8(text: str) -> str:
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _number(sample: Sample, args: Namespace) -> float | None:
+    reward = sample.reward
+    if isinstance(reward, dict):
+        reward = reward.get(args.reward_key)
+    return float(reward) if isinstance(reward, int | float) else None
+
+
+def _seconds(trace: Any) -> float | None:
+    """From the first to the last thing that the trace knows."""
+    times = [event["ts"] for event in trace["events"]] if isinstance(trace, dict) else []
+    return max(times) - min(times) if times else None
+
+
+def _rollout_schema() -> pa.Schema:
+    import pyarrow as pa
+
+    return pa.schema(
+        [
+            ("position", pa.int32()),
+            ("index", pa.int64()),
+            ("group_index", pa.int64()),
+            ("status", pa.string()),
+            ("reward", pa.float64()),
+            ("prompt_tokens", pa.int32()),
+            ("response_length", pa.int32()),
+            ("trained_tokens", pa.int32()),
+            ("weight_version", pa.string()),
+            ("seconds", pa.float64()),
+            ("snippet", pa.string()),
+            ("prompt", pa.string()),
+            ("response", pa.string()),
+            ("tokens", pa.list_(pa.int32())),
+            ("loss_mask", pa.list_(pa.int8())),
+            ("rollout_log_probs", pa.list_(pa.float32())),
+            ("weight_versions", pa.list_(pa.string())),
+            ("trace", pa.string()),
+            ("rest", pa.string()),
+        ]
+    )
+
+
+def _train_schema() -> pa.Schema:
+    import pyarrow as pa
+
+    fixed = [("position", pa.int32()), ("sample_index", pa.int64()), ("train_reward", pa.float64())]
+    return pa.schema([*fixed, *((name, pa.list_(pa.float32())) for name in _PER_TOKEN)])
+
+
+def _write(path: Path, rows: list[dict[str, Any]], schema: pa.Schema) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        columns = [pa.array([row.get(item.name) for row in rows], item.type) for item in schema]
+        table = pa.Table.from_arrays(columns, schema=schema)
+        # statistics help to skip row groups, and there is one
+        options = {"compression": "zstd", "use_dictionary": list(_REPEATED), "write_statistics": False}
+        pq.write_table(table, partial, **options)
+        partial.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()

@@ -1,0 +1,81 @@
+"""What a reply of SGLang says about its own timing, as attributes of the span around the request.
+
+Called where a request ends; read by the performance metrics and by the viewers. Knows dictionaries only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = [
+    "SGLANG_PD_DECODE_SEGMENTS",
+    "SGLANG_PD_PREFILL_SEGMENTS",
+    "SGLANG_PD_SUMMARY_KEYS",
+    "SGLANG_TRACE_META_KEYS",
+    "TRACE_CHILDREN_KEY",
+    "build_sglang_meta_trace_attrs",
+]
+
+TRACE_CHILDREN_KEY = "_trace_children"
+"""Attribute of a span that holds synthetic child spans and events, placed by seconds from the span's start."""
+
+SGLANG_TRACE_META_KEYS = (
+    "prompt_tokens",
+    "completion_tokens",
+    "cached_tokens",
+    "queue_time",
+    "e2e_latency",
+    "decode_throughput",
+)
+SGLANG_PD_PREFILL_SEGMENTS = ("bootstrap_queue", "bootstrap", "alloc_wait", "forward", "transfer_queue")
+SGLANG_PD_DECODE_SEGMENTS = ("prealloc", "bootstrap", "alloc_wait", "transfer", "forward")
+SGLANG_PD_SUMMARY_KEYS = ("transfer_speed_gb_s", "transfer_total_mb", "retry_count")
+
+
+def build_sglang_meta_trace_attrs(meta: dict[str, Any]) -> dict[str, Any]:
+    """Attributes of a request's span, from the ``meta_info`` of its reply.
+
+    Engines that separate prefill and decode report seconds per phase (``pd_prefill_forward_duration``, ...): they
+    become child spans, in the order the phases follow each other, and are not attributes themselves.
+    """
+    attrs = {key: meta[key] for key in SGLANG_TRACE_META_KEYS if meta.get(key) is not None}
+    reason = meta.get("finish_reason")
+    if reason is not None:
+        attrs["finish_reason"] = reason.get("type") if isinstance(reason, dict) else reason
+    if meta.get("id") is not None:
+        attrs["sglang_request_id"] = meta["id"]
+    children = list(_phases(meta))
+    if children:
+        attrs[TRACE_CHILDREN_KEY] = children
+    return attrs
+
+
+def _phases(meta: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    start = 0.0
+    for phase, segments in (("prefill", SGLANG_PD_PREFILL_SEGMENTS), ("decode", SGLANG_PD_DECODE_SEGMENTS)):
+        inner, end = [], start
+        for segment in segments:
+            seconds = meta.get(f"pd_{phase}_{segment}_duration")
+            if isinstance(seconds, int | float) and seconds >= 0:
+                inner.append(_span(f"sglang_pd_{phase}_{segment}", end, end + seconds, phase, []))
+                end += seconds
+        if inner:
+            yield _span(f"sglang_pd_{phase}", start, end, phase, inner)
+            start = end
+    keys = {key: meta.get(f"pd_prefill_{key}") for key in SGLANG_PD_SUMMARY_KEYS}
+    summary = {key: value for key, value in keys.items() if value is not None}
+    if summary:
+        yield {"type": "event", "name": "sglang_pd_summary", "start_offset": start, "attrs": summary}
+
+
+def _span(name: str, start: float, end: float, phase: str, children: list[dict[str, Any]]) -> dict[str, Any]:
+    attrs = {"phase": phase, "duration_s": end - start}
+    return {
+        "type": "span",
+        "name": name,
+        "start_offset": start,
+        "end_offset": end,
+        "attrs": attrs,
+        "children": children,
+    }

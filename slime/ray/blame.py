@@ -1,0 +1,144 @@
+"""Who is to blame when a wait fails: the process that died, or the one that does not answer, and where it is.
+
+``waiting`` asks for the report; there is one format:
+
+    trainer rank 1 died (pid 812 on 127.0.0.1) while the driver (pid 700) waited 2.1 s for the trainer to train ...:
+    it ended without a trace, as after SIGKILL ...
+      its last lines (/tmp/ray/.../worker-....err):
+          ...
+      trainer rank 0 (pid 811 on 127.0.0.1) is at:
+          File "/.../slime/backends/megatron_utils/step.py", line 71 in run_step
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ray.exceptions import RayActorError
+
+from slime.ray.cards import STACK_SIGNAL, Card, card_of, cards_of, myself
+from slime.utils.deadline import Deadline
+from slime.utils.errors import DeadlineExceeded, ProcessDied
+from slime.utils.process import log_tail, tail
+
+__all__ = ["blame_dead", "blame_late", "blame_silent", "stack_of", "stacks_of"]
+
+_STACK_TIMEOUT_S = 1.0
+_STACK_FRAMES = 3
+_MOST_STACKS = 4
+_LOG_LINES = 15
+_LOG_BYTES = 256 * 1024
+"""Of a log: a run of days has written gigabytes."""
+
+
+def blame_dead(error: RayActorError, pending: Sequence[Any], deadline: Deadline) -> ProcessDied:
+    """The report on an actor that died during a call.
+
+    Args:
+        pending: refs of the calls that others still work on.
+    """
+    card = card_of(error.actor_id)
+    who = str(card) if card is not None else f"a process of the run (Ray actor {error.actor_id})"
+    waited = f"{myself()} waited {deadline.elapsed:.1f} s for {deadline.what}"
+    head = f"{who} died while {waited}: {_how_it_ended(error, card)}"
+    return ProcessDied("\n".join([head, *_last_lines(card), *stacks_of(cards_of(pending))]))
+
+
+def blame_silent(card: Card, reason: str, pending: Sequence[Any], deadline: Deadline) -> ProcessDied:
+    """The report on an actor that had not ended, but did not live any more either."""
+    waited = f"{myself()} waited {deadline.elapsed:.1f} s for {deadline.what}"
+    others = [other for other in cards_of(pending) if other.actor_id != card.actor_id]
+    head = f"{card} did not answer while {waited}: {reason}"
+    return ProcessDied("\n".join([head, *_last_lines(card), *stacks_of(others)]))
+
+
+def blame_late(pending: Sequence[Any], num_refs: int, deadline: Deadline) -> DeadlineExceeded:
+    """The report on actors that have not answered when the deadline passed."""
+    cards = list(cards_of(pending))
+    names = ", ".join(map(str, cards)) or "processes unknown"
+    detail = f"{len(pending)} of {num_refs} calls have not returned: {names}"
+    error = deadline.error(detail)
+    lines = [line for card in cards[:1] for line in _last_lines(card)]
+    return DeadlineExceeded("\n".join([f"{myself()} {error}", *stacks_of(cards), *lines]))
+
+
+def stack_of(card: Card) -> str | None:
+    """Where the threads that run our code are, innermost frame first; None when it cannot tell.
+
+    Of a library's frames the innermost three; a thread inside native code shows the Python line that called it.
+    """
+    if not card.is_here:
+        return None
+    try:
+        os.truncate(card.stack, 0)
+        os.kill(card.pid, STACK_SIGNAL)
+        text = _settled(Path(card.stack))
+    except OSError:
+        return None
+    threads = [part for part in re.split(r"\n\n+", text.strip()) if part]
+    ours = [thread for thread in threads if "/slime/" in thread] or threads[-1:]
+    return "\n".join(frame for thread in ours for frame in _told(thread.splitlines()[1:])) or None
+
+
+def _told(frames: Sequence[str]) -> list[str]:
+    return [frame.strip() for number, frame in enumerate(frames) if number < _STACK_FRAMES or "/slime/" in frame]
+
+
+def _settled(path: Path) -> str:
+    """The file's text once it has not grown for a moment."""
+    end, before = time.monotonic() + _STACK_TIMEOUT_S, ""
+    while time.monotonic() < end:
+        time.sleep(0.05)
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if text and text == before:
+            break
+        before = text
+    return before
+
+
+def _how_it_ended(error: RayActorError, card: Card | None) -> str:
+    text = str(error)
+    if error.actor_init_failed:
+        return f"it could not start: {text.strip().splitlines()[-1].strip()}"
+    if fatal := re.search(r"Fatal Python error: (.+)", _log(card)):
+        return f"{fatal[1]} (its last frames are in the log)."
+    if "ray.kill" in text:
+        return "it was stopped by ray.kill."
+    if "low on memory" in text or "OutOfMemory" in text:
+        return "Ray killed it because the node ran low on memory."
+    if "connection error code 2" in text:
+        return (
+            "it ended without a trace, as after SIGKILL: by hand, by the scheduler, or by the kernel when memory "
+            "runs out (see dmesg)."
+        )
+    return " ".join(text.split())
+
+
+def _log(card: Card | None) -> str:
+    if card is None or not card.log:
+        return ""
+    try:
+        return tail(Path(card.log), _LOG_BYTES)
+    except OSError:
+        return ""
+
+
+def _last_lines(card: Card | None) -> list[str]:
+    if card is None or not _log(card).strip():
+        return []
+    return [f"  its last lines ({card.log}):", log_tail(Path(card.log), _LOG_LINES)]
+
+
+def stacks_of(cards: Iterable[Card]) -> list[str]:
+    """Lines that say where each of the first few of them is; nothing of those that cannot tell."""
+    lines = []
+    for card in list(cards)[:_MOST_STACKS]:
+        stack = stack_of(card)
+        if stack is not None:
+            lines += [f"  {card} is at:", *("    " + line for line in stack.splitlines())]
+    return lines

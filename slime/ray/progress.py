@@ -1,0 +1,115 @@
+"""``progress.json`` in the run's folder: what the run does right now, for people and programs that look from outside.
+
+    {"pid": 700, "pid_since": 1763..., "started": 1763..., "restarts": 0, "first_rollout": 0, "num_rollout": 100,
+     "ledger": ".../ledger.jsonl", "state": "running",
+     "trainer": {"phase": "train", "rollout_id": 3, "since": 1763...},
+     "engines": {"phase": "generate", "rollout_id": 4, "since": 1763...}}
+
+Trainer and engines have a lane each, since with ``train_async.py`` they work at the same time; times are seconds since
+1970. The file is replaced as a whole. Written by the driver; knows nothing of the run but what it is told.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
+
+import psutil
+
+from slime.utils.interrupt import raise_if_interrupted
+
+__all__ = ["PROGRESS", "Lane", "Phase", "Progress", "phase"]
+
+PROGRESS = "progress.json"
+
+Lane = Literal["trainer", "engines"]
+Phase = Literal["start", "generate", "eval", "train", "save", "sync", "idle"]
+
+
+class Progress:
+    """The file's writer. A disk that is full or gone does not end the run: the file says nothing new then."""
+
+    def __init__(self, directory: Path, **facts: Any) -> None:
+        """
+        Args:
+            facts: what holds for the whole run.
+        """
+        self._path = directory / PROGRESS
+        self._lock = threading.Lock()  # with train_async.py a second thread generates
+        self._content: dict[str, Any] = {**_process(), "started": time.time(), "restarts": self._num_restarts()}
+        self._content |= {**facts, "state": "running"}
+        for lane in ("trainer", "engines"):
+            self._content[lane] = _entry("start", None)
+        self._write()
+
+    def _num_restarts(self) -> int:
+        """One more than the file says, when this process wrote it: the run is begun again in the same job."""
+        try:
+            before = json.loads(self._path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return 0
+        is_ours = before.items() >= _process().items()
+        return int(before.get("restarts", 0)) + 1 if is_ours else 0
+
+    def update(self, **facts: Any) -> None:
+        """Write facts that were not known before, or have changed."""
+        with self._lock:
+            self._content |= facts
+            self._write()
+
+    @contextmanager
+    def phase(self, lane: Lane, name: Phase, rollout_id: int | None) -> Iterator[None]:
+        """Inside the block ``lane`` does this; afterwards it is idle. An error leaves the phase that it came from."""
+        self.update(**{lane: _entry(name, rollout_id)})
+        yield
+        self.update(**{lane: _entry("idle", rollout_id)})
+
+    def _write(self) -> None:
+        temporary = self._path.with_name(f".{PROGRESS}.partial")
+        try:
+            temporary.write_text(json.dumps(self._content, indent=1) + "\n", encoding="utf-8")
+            temporary.replace(self._path)
+        except OSError:
+            return
+
+
+class _HasProgress(Protocol):
+    @property
+    def progress(self) -> Progress: ...
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T", bound=_HasProgress)
+
+
+def phase(lane: Lane, name: Phase) -> Callable[[Callable[Concatenate[T, P], R]], Callable[Concatenate[T, P], R]]:
+    """Decorator of a run's method whose first argument counts rollouts: the run is in that phase while it works."""
+
+    def decorate(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
+        @functools.wraps(method)
+        def in_phase(run: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            raise_if_interrupted()
+            rollout_id: Any = next(iter((*args, *kwargs.values())))
+            with run.progress.phase(lane, name, rollout_id):
+                return method(run, *args, **kwargs)
+
+        return in_phase
+
+    return decorate
+
+
+def _process() -> dict[str, Any]:
+    """This process, whose number alone says little: in a container it is the same every time."""
+    return {"pid": os.getpid(), "pid_since": psutil.Process().create_time()}
+
+
+def _entry(name: Phase, rollout_id: int | None) -> dict[str, Any]:
+    return {"phase": name, "rollout_id": rollout_id, "since": time.time()}

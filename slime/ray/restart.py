@@ -1,0 +1,76 @@
+"""A run that outlives the processes it is made of: begun again, in the same job, from its last checkpoint.
+
+With ``--use-fault-tolerance`` a dead engine is replaced while the run goes on (``recovery``). What cannot be replaced
+alone, because it holds a part of the run's state (a trainer rank, the rollout manager, the Data Buffer) or because all
+of it is gone, ends the attempt: everything that is left is stopped, and the run starts as the same command would start
+it, from what lies in ``--save``. The prompts go back with the weights, so none is lost and none is trained on twice.
+
+Called by ``train.py`` and ``train_async.py`` around their loop. Knows nothing of the loop.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import uuid
+from argparse import Namespace
+from collections.abc import Callable
+
+from slime.backends.training.checkpoint_source import inspect_checkpoint
+from slime.ray.failures import message_of
+from slime.utils.errors import ProcessDied, StartFailed
+
+__all__ = ["MAX_RESTARTS", "continued", "run_to_the_end"]
+
+logger = logging.getLogger(__name__)
+
+MAX_RESTARTS = 3
+
+
+def run_to_the_end(train: Callable[[Namespace], None], args: Namespace) -> None:
+    """Call ``train(args)``, again after each death that a checkpoint makes good, up to three times.
+
+    Raises:
+        ProcessDied: without ``--use-fault-tolerance`` and ``--save``, and after the third restart.
+        StartFailed: the first start failed: the second would not succeed either. A death during a later one is one
+            more that a checkpoint makes good.
+    """
+    args = _named(args)
+    for restarts in range(MAX_RESTARTS + 1):
+        try:
+            return train(copy.deepcopy(args))  # a run resolves more of it while it starts
+        except ProcessDied as death:
+            if not args.use_fault_tolerance or args.save is None:
+                raise
+            if restarts == 0 and isinstance(death, StartFailed):
+                raise
+            if restarts == MAX_RESTARTS:
+                logger.error("giving up: the run was started again %d times", MAX_RESTARTS)
+                raise
+            args = continued(args)
+            logger.warning(
+                "%s\nstarting the run again (restart %d of at most %d) from %s",
+                message_of(death),
+                restarts + 1,
+                MAX_RESTARTS,
+                args.load or args.hf_checkpoint,
+            )
+
+
+def _named(args: Namespace) -> Namespace:
+    """All attempts are one run to Weights & Biases; the run's folder has its name from the command line's checks."""
+    args = copy.copy(args)
+    if args.use_wandb and args.wandb_run_id is None:
+        args.wandb_run_id = uuid.uuid4().hex[:8]
+    return args
+
+
+def continued(args: Namespace) -> Namespace:
+    """``args`` of processes that start again: how to read ``--load`` was said of the checkpoint at the beginning."""
+    if inspect_checkpoint("--save", args.save) is None:
+        return args  # nothing saved yet: as at first
+    args = copy.copy(args)
+    args.load, args.ckpt_step, args.start_rollout_id = args.save, None, None
+    args.finetune = False
+    args.no_load_optim, args.no_load_rng = args.no_save_optim, args.no_save_rng
+    return args

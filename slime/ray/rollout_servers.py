@@ -1,0 +1,267 @@
+"""Every model that a run serves, and the engines behind each: which there are, who starts them, who receives weights.
+
+    --sglang-config, --prefill-num-servers   topology: models -> groups -> places of engines on the run's devices
+    --rollout-external-engine-addrs          one model; its engines run somewhere else already
+    model                                    a RolloutServer: one router, its engines
+
+Owned by the rollout manager. On a CPU this also owns the process that SGLang is preloaded in; engines on other nodes,
+and engines on GPUs, start SGLang themselves. Knows no trainer: it hands out a fleet of the engines that take weights.
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from slime.backends.sglang_utils.external import external_engine_infos_from_args
+from slime.backends.sglang_utils.fork_server import ForkServer
+from slime.backends.sglang_utils.router import ExistingRouter, Router, RouterProcess
+from slime.backends.sglang_utils.server_args import server_env
+from slime.backends.sglang_utils.topology import EnginePlace, topology_of
+from slime.ray.actor_group import NOSET_VISIBLE_DEVICES
+from slime.ray.cluster import node_address, slot_layout, worker_env
+from slime.ray.engine_actor import EngineActor, ExternalEngineActor, ForkAddress, engine_log_directory
+from slime.ray.engine_slots import WaitingEngines, WatchSettings
+from slime.ray.fleet import RayEngineFleet
+from slime.ray.placement_group import GpuSlots
+from slime.ray.server_group import RolloutServer
+from slime.utils import accelerator
+from slime.utils.errors import EngineError
+
+__all__ = ["RolloutServers"]
+
+logger = logging.getLogger(__name__)
+
+_ENGINE_THREADS = 4
+_DEFAULT_MODEL = "default"
+
+
+class RolloutServers:
+    """All routers and engines of a run. The constructor returns at once; :meth:`wait_ready` waits.
+
+    Args:
+        slots: devices of the engines.
+    """
+
+    def __init__(self, args: Namespace, slots: GpuSlots) -> None:
+        self._args = args
+        self._gpus = slots
+        self._fork_server: ForkServer | None = None
+        self._servers: list[RolloutServer] = []
+        try:
+            if args.rollout_external:
+                self._use_external()
+            else:
+                self._start_local()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start_local(self) -> None:
+        args = self._args
+        topology = topology_of(args)
+        places = topology.places(args.hf_checkpoint)
+        if accelerator.current().is_cpu and any(places.values()):
+            self._fork_server = ForkServer(engine_log_directory(args) / "fork_server.log", server_env())
+        for model in topology.models:
+            by_rank = {place.rank: self._for_model(place, model.updates_weights) for place in places[model.name]}
+            router = self._router(model.name, has_pd=model.has_pd)
+            make = self._make_local(by_rank)
+            server = RolloutServer(model.name, router, make, list(by_rank), updates_weights=model.updates_weights)
+            self._servers.append(server)
+
+    def _use_external(self) -> None:
+        infos = external_engine_infos_from_args(self._args)
+        actor = ray.remote(ExternalEngineActor).options(
+            num_cpus=0, max_concurrency=_ENGINE_THREADS, runtime_env={"env_vars": worker_env()}
+        )
+
+        def make(rank: int, num_before: int) -> Any:
+            return actor.remote(self._args, rank, infos[rank])
+
+        router = self._router(_DEFAULT_MODEL, has_pd=any(info.is_pd_worker for info in infos))
+        self._servers.append(RolloutServer(_DEFAULT_MODEL, router, make, range(len(infos)), updates_weights=True))
+
+    def _router(self, model: str, *, has_pd: bool) -> Router:
+        """The router that the command line names for the first model, or one of our own on this node."""
+        args = self._args
+        is_first = not self._servers
+        if is_first and args.sglang_router_ip is not None:
+            return ExistingRouter(args.sglang_router_ip, args.sglang_router_port)
+        return RouterProcess(
+            node_address(),
+            args.sglang_router_port if is_first else None,
+            request_timeout_s=args.sglang_router_request_timeout_secs,
+            flags=args.router_argv,
+            log_path=engine_log_directory(args) / ("router.log" if is_first else f"router_{model}.log"),
+            has_pd=has_pd,
+        )
+
+    def _make_local(self, places: dict[int, EnginePlace]) -> Callable[[int, int], Any]:
+        actor = ray.remote(EngineActor)
+
+        def make(rank: int, num_before: int) -> Any:
+            place = places[rank]
+            return actor.options(
+                num_cpus=0.2,
+                num_gpus=0.2,
+                max_concurrency=_ENGINE_THREADS,
+                scheduling_strategy=self._gpus.strategy(place.first_slot),
+                runtime_env={"env_vars": worker_env() | NOSET_VISIBLE_DEVICES},
+            ).remote(
+                self._args,
+                place,
+                self._slot(place),
+                self._gpus.device_ids[place.first_slot],
+                self._fork_address(),
+                num_before,
+            )
+
+        return make
+
+    def _slot(self, place: EnginePlace) -> int:
+        """First device of an engine among all of the run, the trainer's first."""
+        return place.first_slot + slot_layout(self._args)[1]
+
+    def _for_model(self, place: EnginePlace, updates_weights: bool) -> EnginePlace:
+        """Server fields in which engines differ from what the flags say; those of the user's file stay above them."""
+        fields = {}
+        if self._args.offload_rollout:
+            if self._slot(place) >= self._args.world_size:
+                fields["enable_memory_saver"] = False
+            elif not updates_weights:  # nobody sends them again
+                fields["enable_weights_cpu_backup"] = True
+        if (
+            self._args.use_rollout_routing_replay and not updates_weights
+        ):  # SGLang refuses to, of a model without experts
+            fields["enable_return_routed_experts"] = False
+        return replace(place, overrides=fields | dict(place.overrides))
+
+    def _fork_address(self) -> ForkAddress | None:
+        """None also when the preloading process has died: engines that start later can do without it."""
+        if self._fork_server is None:
+            return None
+        try:
+            self._fork_server.raise_if_dead()
+        except EngineError as error:
+            logger.warning("an engine starts SGLang from scratch: %s", error)
+            return None
+        return ForkAddress(node_address(), self._fork_server.socket_path)
+
+    def wait_ready(self) -> dict[str, tuple[str, int]]:
+        """Model name -> (host, port) of its router, once every engine is registered with its router."""
+        args = self._args
+        with self._naming_fork_server():
+            routers = {server.name: server.wait_ready(args.engine_start_timeout + 60.0) for server in self._servers}
+        settings = WatchSettings(
+            interval_s=args.rollout_health_check_interval,
+            timeout_s=args.rollout_health_check_timeout,
+            first_wait_s=args.rollout_health_check_first_wait,
+            start_timeout_s=args.engine_start_timeout,
+            replaces_dead=args.use_fault_tolerance,
+        )
+        for server in self._servers:
+            server.engines.watch(settings)
+        return routers
+
+    @contextmanager
+    def _naming_fork_server(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            if self._fork_server is not None:
+                self._fork_server.raise_if_dead()  # then that is the cause
+            raise
+
+    @property
+    def _trained(self) -> list[RolloutServer]:
+        """The models that receive weights."""
+        return [server for server in self._servers if server.updates_weights]
+
+    @property
+    def fleet(self) -> RayEngineFleet:
+        """The engines that receive weights: those that serve, and those that wait for weights."""
+        return RayEngineFleet.joined(server.engines.fleet() for server in self._trained)
+
+    def all_engines(self) -> RayEngineFleet:
+        """Every engine that lives, of models that keep their weights too."""
+        return RayEngineFleet.joined(server.engines.fleet() for server in self._servers)
+
+    def offloadable(self) -> RayEngineFleet:
+        """The engines that share devices with the trainer."""
+        fleet = self.all_engines()
+        slots = [engine.first_slot for engine in fleet.engines]
+        return fleet.only([i for i, slot in enumerate(slots) if slot is not None and slot < self._args.world_size])
+
+    def waiting(self) -> WaitingEngines:
+        """Who needs weights. Raises when a router or an engine cannot be kept alive."""
+        for server in self._servers:
+            if server.router.is_ours:
+                server.router.raise_if_dead()
+        states = {server.name: server.engines.waiting() for server in self._servers}
+        answers = [states[server.name] for server in self._trained]
+        needy = [answer for answer in answers if answer.fleet.engines] or answers
+        num_serving = min((answer.num_serving for answer in needy), default=0)
+        return WaitingEngines(RayEngineFleet.joined(answer.fleet for answer in answers), num_serving)
+
+    def note_progress(self) -> None:
+        """Something was generated, so the engines can."""
+        for server in self._servers:
+            server.engines.note_progress()
+
+    def admit(self, names: Sequence[str]) -> None:
+        """The engines of these names have the weights of the others: those of them that waited may serve now."""
+        for server in self._trained:
+            server.engines.admit(names)
+
+    def pause_watch(self) -> None:
+        """Nobody is asked how he is until :meth:`resume_watch`."""
+        for server in self._servers:
+            server.engines.pause_watch()
+
+    def resume_watch(self) -> None:
+        for server in self._servers:
+            server.engines.resume_watch()
+
+    def begin_sync(self) -> RayEngineFleet:
+        """The engines that can take weights. Nobody is asked how he is until :meth:`end_sync`."""
+        self.waiting()
+        self.pause_watch()
+        return self.fleet
+
+    def end_sync(self, names: Sequence[str], resumes_watch: bool = True) -> None:
+        """The engines of these names have the new weights."""
+        self.admit(names)
+        if resumes_watch:
+            self.resume_watch()
+
+    def condemn(self, names: Sequence[str]) -> None:
+        """Treat the engines of these names as dead, where the dead are replaced."""
+        for server in self._servers:
+            server.engines.condemn(names)
+
+    def lost(self, names: Sequence[str]) -> list[str]:
+        """Look now, and say which of the engines of these names are dead."""
+        for server in self._servers:
+            server.engines.look()
+        alive = self.all_engines().names
+        return [name for name in names if name not in alive]
+
+    def raise_if_dead(self) -> None:
+        """Raise the cause if a router has died, or an engine that nobody replaces."""
+        for server in self._servers:
+            server.raise_if_dead()
+
+    def stop(self) -> None:
+        """Stop engines, routers and the preloading process."""
+        for server in self._servers:
+            server.stop()
+        self._servers = []
+        if self._fork_server is not None:
+            self._fork_server.stop()

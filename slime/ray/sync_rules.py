@@ -1,0 +1,108 @@
+"""Rules about how weights reach the engines.
+
+Called by ``slime.ray.arguments`` after the flags are resolved. What a transport needs at all is checked by
+``slime.config.check.cluster``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from slime.config import notices
+from slime.config.groups import flag_of
+
+__all__ = ["RULES"]
+
+_ONLY_FILES = (
+    "update_weight_disk_dir",
+    "update_weight_disk_keep_files",
+    "update_weight_local_checkpoint_dir",
+    "update_weight_delta_checksum",
+    "custom_update_weight_post_write_path",
+)
+
+
+_SENDABLE = ("fp8", "compressed-tensors")
+
+
+def _unused(args: Namespace) -> Iterator[str]:
+    if args.update_weight_transport == "nccl":
+        for name in _ONLY_FILES:
+            if name in args.given:
+                notices.warn(args, flag_of(name), "no effect: only --update-weight-transport disk reads it")
+    if args.update_weight_mode == "full" and "update_weight_delta_encoding" in args.given:
+        notices.warn(args, "--update-weight-delta-encoding", "no effect: only --update-weight-mode delta reads it")
+    if args.update_weight_mode == "full" and args.update_weight_transport == "disk" and args.update_weight_changed_only:
+        notices.warn(
+            args,
+            "--update-weight-changed-only",
+            "no effect: full versions hold everything, see --update-weight-mode delta",
+        )
+    yield from ()
+
+
+def _files(args: Namespace) -> Iterator[str]:
+    shared, local = args.update_weight_disk_dir, args.update_weight_local_checkpoint_dir
+    if args.update_weight_transport != "disk" or shared is None or local is None:
+        return
+    if Path(local).is_relative_to(shared) or Path(shared).is_relative_to(local):
+        yield (
+            f"--update-weight-local-checkpoint-dir {local} and --update-weight-disk-dir {shared} lie in each other: "
+            "slime deletes old files in both. Name two directories."
+        )
+    if args.rollout_external_engine_addrs is not None:
+        yield (
+            f"--update-weight-local-checkpoint-dir {local} does not work with --rollout-external-engine-addrs: nobody "
+            "keeps the copy on the hosts of engines that slime did not start. Use --update-weight-mode full without it."
+        )
+
+
+def _checksum_library(args: Namespace) -> Iterator[str]:
+    uses = args.update_weight_transport == "disk" and args.update_weight_delta_checksum == "blake3"
+    if uses and importlib.util.find_spec("blake3") is None:
+        yield "--update-weight-delta-checksum blake3 needs the package blake3: pip install blake3, or use xxh3-128."
+
+
+def _quantisation(args: Namespace) -> Iterator[str]:
+    """What engines hold must be something that can be sent to them."""
+    if args.debug_train_only or args.debug_rollout_only:
+        return  # nothing is sent
+    config = _quantization_config(args.hf_checkpoint)
+    if config is None:
+        if args.sglang_quantization not in (None, "unquant") and args.sglang_load_format != "flash_rl":
+            yield (
+                f"--sglang-quantization {args.sglang_quantization} does not work with --hf-checkpoint "
+                f"{args.hf_checkpoint}, which is not quantised: SGLang replaces the parameters when it has quantised "
+                "them, and cannot load new weights into them. Use a checkpoint that is quantised (fp8, "
+                "compressed-tensors), or --sglang-load-format flash_rl where SGLang supports it for the model."
+            )
+        return
+    method = config.get("quant_method")
+    if method not in _SENDABLE:
+        yield (
+            f"--hf-checkpoint {args.hf_checkpoint} is quantised by quant_method {method}, in which weights cannot be "
+            f"sent to engines: use a checkpoint of {' or '.join(_SENDABLE)}, or an unquantised one."
+        )
+    if args.check_weight_update_equal:
+        yield (
+            f"--check-weight-update-equal does not work with --hf-checkpoint {args.hf_checkpoint}, which is quantised "
+            f"({method}): engines repack such weights, so there is nothing to compare with. Leave the flag out."
+        )
+
+
+def _quantization_config(hf_checkpoint: str | None) -> dict[str, Any] | None:
+    """Of config.json; None where there is none, or no such file, which the checks report."""
+    try:
+        config = json.loads((Path(hf_checkpoint or "") / "config.json").read_text(encoding="utf-8"))
+        found = config.get("quantization_config")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = (_unused, _files, _checksum_library, _quantisation)

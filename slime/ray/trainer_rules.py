@@ -1,0 +1,60 @@
+"""The rules of the trainer's flags, by backend. Called by ``arguments`` and, once per role, by ``role_rules``."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+
+from slime.backends.fsdp_utils import argument_rules as fsdp_rules
+from slime.backends.megatron_utils import argument_rules as megatron_rules
+from slime.backends.megatron_utils.model_shape import check_against_hf, read_shape
+from slime.config import notices
+from slime.config.groups import flag_of
+from slime.utils.errors import ConfigError
+
+__all__ = ["RULES", "other_model_flags"]
+
+
+def _backend(args: Namespace) -> Iterator[str]:
+    if args.train_backend == "megatron":
+        rules = megatron_rules.RULES
+    elif args.debug_rollout_only:
+        return
+    else:
+        rules = (*fsdp_rules.RULES, *megatron_rules.TRAINING_RULES)
+    for rule in rules:
+        yield from rule(args)
+
+
+def _balance(args: Namespace) -> Iterator[str]:
+    """Compute is balanced by the sizes of the model, which are known for the families of Megatron's backend only."""
+    if args.train_backend == "megatron" or args.hf_checkpoint is None:
+        return
+    for name in ("balance_data", "balance_by_flops"):
+        if getattr(args, name) and not _is_known(args.hf_checkpoint):
+            yield f"{flag_of(name)} does not know how much this model of --hf-checkpoint {args.hf_checkpoint} computes."
+
+
+def _is_known(hf_checkpoint: str) -> bool:
+    try:
+        read_shape(hf_checkpoint)
+    except ConfigError:
+        return False
+    return True
+
+
+def other_model_flags(args: Namespace) -> None:
+    """Flags of the model's shape that FSDP does not read: it builds the model of config.json, whatever they say."""
+    if args.train_backend == "megatron":
+        if args.attn_implementation is not None:
+            flag = f"--attn-implementation {args.attn_implementation}"
+            notices.warn(args, flag, "no effect: --train-backend megatron has attention of its own")
+        return
+    if args.hf_checkpoint is None or not _is_known(args.hf_checkpoint):
+        return  # another rule asks for it; a model that only transformers knows has nothing to compare with
+    for problem in check_against_hf(args):
+        flag, _, rest = problem.partition(" ")
+        notices.warn(args, flag, f"{rest} It is ignored: --train-backend fsdp builds the model of config.json.")
+
+
+RULES = (_backend, _balance)

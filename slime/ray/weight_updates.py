@@ -1,0 +1,112 @@
+"""Which way weights go from a trainer rank to the engines, as the command line says.
+
+Called by the train actor. The ways themselves are in ``slime.weight_sync``. Where --hf-checkpoint is quantised, what
+the trainer exports is quantised in between, so that engines get the format that they were started with.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.backends.protocols import EngineFleet, NamedTensor, WeightExporter
+from slime.backends.training.hf_files import save_hf_directory
+from slime.config.groups import from_args
+from slime.hooks.load import load_function
+from slime.ray.cluster import node_address
+from slime.ray.flags import SyncArgs
+from slime.weight_sync.quantize import Quantizer, find_quantizer
+from slime.weight_sync.ranks import TrainerRanks
+from slime.weight_sync.send_delta import DeltaUpdater
+from slime.weight_sync.send_disk import DiskSettings, DiskUpdater
+from slime.weight_sync.session import WeightUpdate
+from slime.weight_sync.updater import Updater, WeightUpdater
+
+__all__ = ["weight_updater"]
+
+_RANKS_GRACE_S = 60.0
+"""The other ranks wait this much longer than the source does for an engine: its reason is the one to be told."""
+
+
+def weight_updater(args: Namespace, rank: int, world_size: int) -> Updater:
+    """For one trainer rank; the same choice on all of them."""
+    updater = _updater(args, rank, world_size)
+    quantizer = None if args.debug_train_only else find_quantizer(args.hf_checkpoint)
+    return updater if quantizer is None else _QuantizedUpdater(updater, quantizer, args.hf_checkpoint)
+
+
+def _updater(args: Namespace, rank: int, world_size: int) -> Updater:
+    sync = from_args(SyncArgs, args)
+    ranks = TrainerRanks(rank, world_size, timeout_s=sync.weight_sync_timeout + _RANKS_GRACE_S)
+    if sync.update_weight_transport == "nccl":
+        return WeightUpdater(
+            ranks,
+            address=node_address(),
+            shares_devices=args.colocate,
+            timeout_s=sync.weight_sync_timeout,
+            changed_only=sync.update_weight_changed_only,
+        )
+    assert sync.update_weight_disk_dir is not None, "a rule asks for it"
+    local = sync.update_weight_local_checkpoint_dir
+    settings = DiskSettings(
+        root=Path(sync.update_weight_disk_dir),
+        local=None if local is None else Path(local),
+        keeps_files=sync.update_weight_disk_keep_files,
+        checksum=sync.update_weight_delta_checksum,
+        post_write=_post_write(args),
+    )
+    if sync.update_weight_mode == "full":
+        return DiskUpdater(ranks, settings)
+    return DeltaUpdater(ranks, settings, encoding=sync.update_weight_delta_encoding)
+
+
+def _post_write(args: Namespace) -> Callable[[str, Any], None] | None:
+    """The user's function, which gets the engines' Ray actors."""
+    path = args.custom_update_weight_post_write_path
+    if path is None:
+        return None
+    hook = load_function(path)
+    return lambda version_dir, fleet: hook(args, version_dir, list(fleet.handles))
+
+
+@dataclass(frozen=True)
+class _QuantizedUpdater:
+    """Any of the ways, for engines whose checkpoint is quantised."""
+
+    updater: Updater
+    quantizer: Quantizer
+    hf_checkpoint: str
+
+    def update(self, fleet: EngineFleet, trainer: WeightExporter, update: WeightUpdate) -> int:
+        return self.updater.update(fleet, _QuantizedWeights(trainer, self.quantizer, self.hf_checkpoint), update)
+
+    def disconnect(self) -> None:
+        self.updater.disconnect()
+
+
+@dataclass(frozen=True)
+class _QuantizedWeights:
+    """A trainer's weights in the format of ``hf_checkpoint``."""
+
+    trainer: WeightExporter
+    quantizer: Quantizer
+    hf_checkpoint: str
+
+    @property
+    def is_weight_source(self) -> bool:
+        return self.trainer.is_weight_source
+
+    def export_weights(self, bucket_bytes: int = 512 * 1024**2) -> Iterator[NamedTensor]:
+        return self.quantizer(self.trainer.export_weights(bucket_bytes))
+
+    def save_hf(self, path: str) -> None:
+        save_hf_directory(
+            self.export_weights(),
+            self.hf_checkpoint,
+            path,
+            is_writer=self.is_weight_source,
+            quantization=self.quantizer.config,
+        )

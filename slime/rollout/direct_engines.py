@@ -1,0 +1,111 @@
+"""Generation requests that must not pass through the router: it keeps only the fields that it knows.
+
+    routed experts   the router drops ``return_routed_experts`` from a request; engines answer it
+
+The router still says which engines there are. Requests of one session stay on one engine, whose cache holds its earlier
+tokens; new sessions take the engines in turn. An engine that failed a request is avoided for a while: the router needs
+longer than the next attempt to notice.
+
+Used by ``sglang_rollout`` and by custom generate functions that send their own requests (:meth:`DirectEngines.choose`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from slime.utils.errors import EngineError
+from slime.utils.http_utils import get
+
+__all__ = ["DirectEngines", "EngineChoice"]
+
+_LIST_AGE_S = 2.0
+_LIST_TIMEOUT_S = 10.0
+_AVOIDED_S = 30.0
+_MOST_SESSIONS = 100_000
+
+
+class DirectEngines:
+    """The engines behind the router at ``router_url``, and which of them has which session."""
+
+    def __init__(self, router_url: str) -> None:
+        self.router_url = router_url
+        self._urls: list[str] = []
+        self._listed = float("-inf")
+        self._turn = itertools.count()
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._failed: dict[str, float] = {}
+
+    def choose(self, session_id: str | None = None) -> EngineChoice:
+        """What ``http_utils.post`` takes for a url: each attempt asks it where to go."""
+        return EngineChoice(self, session_id)
+
+    async def next_url(self, session_id: str | None) -> str:
+        """The engine of the session, else one that did not fail lately.
+
+        Raises:
+            EngineError: the router does not answer, or has no engine.
+        """
+        urls = await self._usable()
+        url = self._sessions.get(session_id or "", "")
+        if url not in urls:
+            url = urls[next(self._turn) % len(urls)]
+        if session_id:
+            self._sessions[session_id] = url
+            self._sessions.move_to_end(session_id)
+            if len(self._sessions) > _MOST_SESSIONS:
+                self._sessions.popitem(last=False)
+        return url
+
+    def note_failure(self, url: str) -> None:
+        """An attempt at ``url`` did not succeed."""
+        self._failed[url] = time.monotonic()
+        self._listed = float("-inf")
+
+    async def _usable(self) -> Sequence[str]:
+        now = time.monotonic()
+        if now - self._listed > _LIST_AGE_S:
+            reply = await get(f"{self.router_url}/workers", timeout_s=_LIST_TIMEOUT_S)
+            self._urls = _engine_urls(reply, self.router_url)
+            self._listed = now
+        self._failed = {url: since for url, since in self._failed.items() if now - since < _AVOIDED_S}
+        usable = [url for url in self._urls if url not in self._failed]
+        return usable or [min(self._urls, key=lambda url: self._failed[url])]  # the one that failed longest ago
+
+
+class EngineChoice:
+    """Where the attempts of one request go."""
+
+    def __init__(self, engines: DirectEngines, session_id: str | None) -> None:
+        self._engines = engines
+        self._session_id = session_id
+        self._last: str | None = None
+
+    async def __call__(self) -> str:
+        """Address for the next attempt; being asked again says that the last one failed."""
+        if self._last is not None:
+            self._engines.note_failure(self._last)
+        self._last = await self._engines.next_url(self._session_id)
+        return f"{self._last}/generate"
+
+    def __str__(self) -> str:
+        return f"/generate of {self._last or 'an engine'} behind {self._engines.router_url}"
+
+
+def _engine_urls(reply: Any, router_url: str) -> list[str]:
+    workers = reply.get("workers") if isinstance(reply, dict) else None
+    if not isinstance(workers, list):
+        raise EngineError(f"GET {router_url}/workers did not list engines: {str(reply)[:300]}")
+    healthy = [worker for worker in workers if worker.get("is_healthy", True)]
+    parts = [kind for kind in ("prefill", "decode") if any(w.get("worker_type") == kind for w in healthy)]
+    if parts:
+        raise EngineError(
+            f"the router at {router_url} has {' and '.join(parts)} engines, which only work together: "
+            "--use-rollout-routing-replay needs engines that do both"
+        )
+    if not healthy:
+        raise EngineError(f"the router at {router_url} has no healthy engine ({len(workers)} in all)")
+    return [worker["url"] for worker in healthy]

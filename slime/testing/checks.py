@@ -1,0 +1,278 @@
+"""What each hook must do, one function per hook: it calls the user's function and yields what is wrong.
+
+Everything is called the way a run calls it. A function that raises is a problem, reported by the caller with its
+traceback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from slime.batch.compile import compile_train_data
+from slime.batch.rewards import RewardArgs
+from slime.data.sample import Sample, iter_samples
+from slime.hooks.signature import accepts, parameter_names
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
+from slime.rollout.custom_generate import call_generate, call_group_generate, complete, takes_group
+from slime.rollout.data_source import make_data_source
+from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.rollout.rm_hub import async_rm, batched_async_rm
+from slime.rollout.sample_hooks import apply_rollout_sample_hooks
+from slime.rollout.sglang_rollout import GenerateState
+from slime.testing.inputs import NUM_GROUPS, PromptList, finished_groups, fresh_groups
+from slime.utils.http_utils import close_http_client
+
+__all__ = ["CHECKS", "Call", "Check"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One function to be checked.
+
+    Attributes:
+        function: the user's, loaded.
+        args: the arguments of the run, with an engine behind the router's address where one is needed.
+        row: a sample as the run's data source gives it.
+    """
+
+    function: Callable[..., Any]
+    args: Namespace
+    row: Sample
+
+
+Check: TypeAlias = Callable[[Call], Iterator[str]]
+
+
+def custom_generate(call: Call) -> Iterator[str]:
+    (group, *_) = fresh_groups(call.row)
+    state = GenerateState(call.args)
+    params = dict(state.sampling_params)
+
+    async def generate() -> list[Any]:
+        try:
+            if takes_group(call.function):
+                return await call_group_generate(call.function, call.args, group, params, evaluation=False)
+            return [
+                await call_generate(call.function, call.args, sample, dict(params), evaluation=False)
+                for sample in iter_samples(group)
+            ]
+        finally:
+            await close_http_client()
+
+    results = asyncio.run(generate())
+    for source, result in zip(iter_samples(group), results, strict=True):
+        complete(result, source, lambda: state.tokenizer)
+        siblings = list(iter_samples(result))
+        for sample in siblings:
+            yield from generated_sample(sample)
+        if len(siblings) > 1 and len({sample.rollout_id for sample in siblings}) > 1:
+            yield "the samples of one execution have different rollout_id: leave it at None, or give them the same"
+
+
+def generated_sample(sample: Sample) -> Iterator[str]:
+    """What training needs of a sample."""
+    if sample.status in (Sample.Status.ABORTED, Sample.Status.FAILED):
+        yield f"a sample has the status {sample.status.value} although the engine answered"
+        return
+    if not sample.tokens or sample.response_length <= 0:
+        yield f"a sample has {len(sample.tokens)} tokens and response_length {sample.response_length}"
+    elif sample.response_length >= len(sample.tokens):
+        yield f"response_length {sample.response_length} leaves no prompt in {len(sample.tokens)} tokens"
+    for name in ("loss_mask", "rollout_log_probs"):
+        values = getattr(sample, name)
+        if values is not None and len(values) != sample.response_length:
+            yield f"{name} has {len(values)} entries for response_length {sample.response_length}"
+    if sample.rollout_log_probs is None:
+        yield "rollout_log_probs are missing: append what the engine sampled by Sample.append_response_tokens"
+    if sample.loss_mask is not None and not any(sample.loss_mask):
+        yield "the loss mask is 0 everywhere: nothing would be trained"
+
+
+def rollout_function(call: Call) -> Iterator[str]:
+    names = parameter_names(call.function)[:3]
+    wanted = ["args", "rollout_id"]
+    if names[:2] != wanted:
+        yield f"its first parameters are {', '.join(names)}; callers may pass args and rollout_id by name"
+    source = PromptList(call.row)
+    output = call_rollout_fn(call.function, call.args, 0, source, evaluation=False)
+    if not isinstance(output, RolloutFnTrainOutput):
+        yield f"it returned {type(output).__name__} for training"
+        return
+    if len(output.samples) != call.args.rollout_batch_size:
+        yield f"it returned {len(output.samples)} groups; --rollout-batch-size is {call.args.rollout_batch_size}"
+    for sample in iter_samples(output.samples):
+        if sample.reward is None:
+            yield f"sample {sample.index} has no reward"
+        yield from generated_sample(sample)
+
+
+def eval_function(call: Call) -> Iterator[str]:
+    output = call_rollout_fn(call.function, call.args, 0, PromptList(call.row), evaluation=True)
+    if not isinstance(output, RolloutFnEvalOutput):
+        yield f"it returned {type(output).__name__} for evaluation"
+        return
+    for name, found in output.data.items():
+        if "rewards" not in found:
+            yield f"the results of {name} have no 'rewards'"
+        lengths = {key: len(values) for key, values in found.items() if isinstance(values, list)}
+        if len(set(lengths.values())) > 1:
+            yield f"the lists of {name} are not equally long: {lengths}"
+
+
+def custom_reward(call: Call) -> Iterator[str]:
+    key = call.args.reward_key
+    (group, *_) = finished_groups(key, with_reward=False)
+    samples = list(iter_samples(group))
+    is_batched = call.args.group_rm or accepts(call.function, "samples")
+
+    async def score() -> list[Any]:
+        try:
+            if is_batched:
+                return await batched_async_rm(call.args, samples)
+            return [await async_rm(call.args, sample) for sample in samples]
+        finally:
+            await close_http_client()
+
+    rewards = asyncio.run(score())
+    if len(rewards) != len(samples):
+        yield f"it returned {len(rewards)} rewards for {len(samples)} samples"
+    for reward in rewards:
+        if isinstance(reward, dict) and key is None:
+            yield "it returned a dict, and --reward-key does not say which entry is the reward"
+            return
+        if isinstance(reward, dict) and key not in reward:
+            yield f"it returned a dict without {key!r}, which --reward-key names: {', '.join(map(str, reward))}"
+            return
+        value = reward[key] if isinstance(reward, dict) else reward
+        if not isinstance(value, bool | int | float) or not math.isfinite(value):
+            yield f"the reward is {value!r}; it must be a finite number"
+            return
+
+
+def dynamic_filter(call: Call) -> Iterator[str]:
+    for group in finished_groups(call.args.reward_key):
+        output = call.function(call.args, group)
+        if isinstance(output, DynamicFilterOutput):
+            output = output.keep
+        if not isinstance(output, bool) and type(output).__name__ not in ("bool_", "bool", "Tensor"):
+            yield f"it returned {type(output).__name__}; it must return a bool or a DynamicFilterOutput"
+            return
+
+
+def buffer_filter(call: Call) -> Iterator[str]:
+    buffer = fresh_groups(call.row, count=3)
+    before = list(buffer)
+    is_long = len(parameter_names(call.function)) >= 4
+    chosen = call.function(call.args, None, buffer, 2) if is_long else call.function(call.args, buffer, 2)
+    if not isinstance(chosen, list):
+        yield f"it returned {type(chosen).__name__}; it must return a list of groups"
+        return
+    if len(chosen) > 2:
+        yield f"it returned {len(chosen)} groups where 2 were asked for"
+    known = [id(group) for group in before]
+    if any(id(group) not in known for group in chosen):
+        yield "it returned groups that are not of the buffer"
+    if any(group is kept for group in chosen for kept in buffer):
+        yield "groups that it returned are still in the buffer: they would be drawn again"
+
+
+def data_source(call: Call) -> Iterator[str]:
+    source = make_data_source(call.function, call.args)
+    missing = [name for name in ("get_samples", "add_samples", "save", "load", "__len__") if not hasattr(source, name)]
+    if missing:
+        yield f"it has no {', '.join(missing)}"
+        return
+    groups = source.get_samples(NUM_GROUPS)
+    if len(groups) != NUM_GROUPS:
+        yield f"get_samples({NUM_GROUPS}) gave {len(groups)} groups"
+    sizes = {len(group) for group in groups}
+    if sizes != {call.args.n_samples_per_prompt}:
+        yield f"groups have {sorted(sizes)} samples; --n-samples-per-prompt is {call.args.n_samples_per_prompt}"
+    indices = [sample.index for sample in iter_samples(groups)]
+    if None in indices or len(set(indices)) != len(indices):
+        yield f"samples need an index of their own; they have {indices}"
+    source.add_samples([])
+
+
+def sample_hook(call: Call) -> Iterator[str]:
+    (group, *_) = finished_groups(call.args.reward_key, with_reward=False)
+    for sample in iter_samples(group):
+        result = asyncio.run(apply_rollout_sample_hooks(call.args, sample, rollout_id=0, evaluation=False))
+        yield from generated_sample(result)
+
+
+def sample_filter(call: Call) -> Iterator[str]:
+    groups = finished_groups(call.args.reward_key)
+    before = [id(sample) for sample in iter_samples(groups)]
+    call.function(call.args, groups)
+    if [id(sample) for sample in iter_samples(groups)] != before:
+        yield "it changed which samples there are; it must only set remove_sample"
+    marks = {type(sample.remove_sample) for sample in iter_samples(groups)}
+    if marks != {bool}:
+        yield f"remove_sample must be True or False, found {', '.join(sorted(kind.__name__ for kind in marks))}"
+
+
+def all_samples(call: Call) -> Iterator[str]:
+    call.function(call.args, finished_groups(call.args.reward_key), PromptList(call.row))
+    yield from ()
+
+
+def reward_post_process(call: Call) -> Iterator[str]:
+    samples = list(iter_samples(finished_groups(call.args.reward_key)))
+    result = call.function(call.args, samples)
+    if not isinstance(result, tuple) or len(result) != 2:
+        yield f"it returned {type(result).__name__}; it must return (raw rewards, rewards)"
+        return
+    for name, values in zip(("raw", "processed"), result, strict=True):
+        if len(values) != len(samples):
+            yield f"it returned {len(values)} {name} rewards for {len(samples)} samples"
+        elif not all(math.isfinite(float(value)) for value in values):
+            yield f"{name} rewards are not all finite: {list(values)}"
+
+
+def convert_samples(call: Call) -> Iterator[str]:
+    samples = list(iter_samples(finished_groups(call.args.reward_key)))
+    data = compile_train_data(samples, rewards=RewardArgs(), convert=call.function, args=call.args)
+    lengths = {name: len(values) for name, values in data.items() if isinstance(values, Sequence)}
+    if len(set(lengths.values())) > 1:
+        yield f"its columns are not equally long: {lengths}"
+
+
+def rollout_log(call: Call) -> Iterator[str]:
+    samples = list(iter_samples(finished_groups(call.args.reward_key)))
+    yield from _is_flag(call.function(0, call.args, samples, {}, 1.0))
+
+
+def eval_log(call: Call) -> Iterator[str]:
+    samples = list(iter_samples(finished_groups(call.args.reward_key)))
+    data = {"set": {"rewards": [0.0] * len(samples), "truncated": [False] * len(samples), "samples": samples}}
+    yield from _is_flag(call.function(0, call.args, data, {}))
+
+
+def _is_flag(result: Any) -> Iterator[str]:
+    if result is not None and not isinstance(result, bool):
+        yield f"it returned {type(result).__name__}; true means that nothing else is logged, so return a bool or None"
+
+
+CHECKS: dict[str, Check] = {
+    "rollout_function_path": rollout_function,
+    "eval_function_path": eval_function,
+    "custom_generate_function_path": custom_generate,
+    "custom_rm_path": custom_reward,
+    "dynamic_sampling_filter_path": dynamic_filter,
+    "buffer_filter_path": buffer_filter,
+    "data_source_path": data_source,
+    "rollout_sample_hook_path": sample_hook,
+    "rollout_sample_filter_path": sample_filter,
+    "rollout_all_samples_process_path": all_samples,
+    "custom_reward_post_process_path": reward_post_process,
+    "custom_convert_samples_to_train_data_path": convert_samples,
+    "custom_rollout_log_function_path": rollout_log,
+    "custom_eval_rollout_log_function_path": eval_log,
+}
+"""By the name of the argument. Hooks of the trainer are in :mod:`slime.testing.trainer_checks`."""

@@ -1,0 +1,150 @@
+"""Finds the functions that a command names and checks each. Used by the command line and by plugins' tests."""
+
+from __future__ import annotations
+
+import traceback
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Literal
+
+from slime.data.chat import load_tokenizer, render_chat
+from slime.data.prompts import parse_path
+from slime.data.sample import Sample
+from slime.hooks.load import check_hooks, load_function
+from slime.hooks.protocols import HOOKS, Hook
+from slime.ray.arguments import parse_only
+from slime.rollout.data_source import RolloutDataSource
+from slime.rollout.sglang_rollout import GenerateState
+from slime.testing.checks import CHECKS, Call
+from slime.testing.engine import pretend_engine
+from slime.testing.inputs import GROUP_SIZE, QUESTION
+from slime.testing.trainer_checks import SIGNATURE_ONLY, TRAINER_CHECKS
+from slime.utils.errors import ConfigError
+
+__all__ = ["Outcome", "check_command", "check_plugin"]
+
+_NEEDS_ENGINE = ("custom_generate_function_path", "rollout_function_path", "eval_function_path")
+_NEEDS_DATA = {"data_source_path": "prompt_data", "eval_function_path": "eval_datasets"}
+_MAX_RESPONSE_LEN = 16
+_TRACEBACK_LINES = 6
+
+
+@dataclass
+class Outcome:
+    """What is known about one function. ``signature``: it was not called, and ``note`` says why."""
+
+    flag: str
+    path: str
+    kind: Literal["ok", "signature", "bad"]
+    problems: list[str] = field(default_factory=list)
+    note: str = ""
+
+
+def check_command(argv: Sequence[str]) -> list[Outcome]:
+    """Check every function that the flags of a train command name.
+
+    Args:
+        argv: flags of ``train.py``; what it would miss otherwise (data, devices) may be left out.
+
+    Raises:
+        ConfigError: the flags cannot be read.
+    """
+    args, problems = parse_only(list(argv), loads_hooks=False)
+    if args is None:
+        raise ConfigError(problems)
+    outcomes = []
+    for hook in HOOKS:
+        if hook.dest not in args.given:
+            continue
+        value = vars(args)[hook.dest]
+        outcomes += [_check(hook, path, args) for path in ([value] if isinstance(value, str) else value)]
+    return outcomes
+
+
+def check_plugin(flag: str, path: str, *more_flags: str) -> list[str]:
+    """The problems of one function, for an ``assert`` in a test.
+
+    Args:
+        flag: the option that would name it, such as ``--custom-rm-path``.
+        path: dotted name, ``module:function``, ``file.py`` or ``file.py:function``.
+        more_flags: what else its command would have, such as ``"--reward-key", "score"``. Functions that generate need
+            ``"--hf-checkpoint", DIRECTORY`` for its tokenizer and are only compared with their signature without it.
+    """
+    if flag not in {hook.flag for hook in HOOKS}:
+        known = ", ".join(hook.flag for hook in HOOKS)
+        raise ConfigError(f"{flag} names no function of users; these do: {known}")
+    return [problem for outcome in check_command([flag, path, *more_flags]) for problem in outcome.problems]
+
+
+def _check(hook: Hook, path: str, args: Namespace) -> Outcome:
+    one = Namespace(**{h.dest: None for h in HOOKS})
+    setattr(one, hook.dest, path)
+    one.group_rm = args.group_rm
+    problems = check_hooks(one)
+    if problems:
+        return Outcome(hook.flag, path, "bad", problems)
+    why_not = _why_not_called(hook, args)
+    if why_not:
+        return Outcome(hook.flag, path, "signature", note=why_not)
+    try:
+        problems = [f"{hook.flag} {path}: {problem}" for problem in _run(hook, path, args)]
+    except Exception:  # the user's code may raise anything
+        lines = traceback.format_exc().strip().splitlines()
+        return Outcome(
+            hook.flag, path, "bad", ["\n    ".join([f"{hook.flag} {path} raised:", *lines[-_TRACEBACK_LINES:]])]
+        )
+    return Outcome(hook.flag, path, "bad" if problems else "ok", problems)
+
+
+def _why_not_called(hook: Hook, args: Namespace) -> str:
+    if hook.dest not in CHECKS and hook.dest not in TRAINER_CHECKS:
+        return SIGNATURE_ONLY
+    if hook.dest in _NEEDS_ENGINE and not args.hf_checkpoint:
+        return "its signature fits; give --hf-checkpoint and it is called, with a pretended engine"
+    if hook.dest in _NEEDS_DATA and not vars(args)[_NEEDS_DATA[hook.dest]]:
+        return "its signature fits; give --prompt-data (--eval-prompt-data for evaluation) and it is called"
+    return ""
+
+
+def _run(hook: Hook, path: str, args: Namespace) -> Iterator[str]:
+    call_args = Namespace(**vars(args) | {"n_samples_per_prompt": GROUP_SIZE})
+    for other in HOOKS:  # one function at a time: what the others do is their own check
+        if other.dest != hook.dest and other.dest in CHECKS:
+            setattr(call_args, other.dest, [] if other.dest == "rollout_sample_hook_path" else None)
+    function = load_function(path, hook.role, group_rm=args.group_rm)
+    check = CHECKS.get(hook.dest) or TRAINER_CHECKS[hook.dest]
+    with ExitStack() as stack:
+        row = _first_row(call_args)
+        if hook.dest in _NEEDS_ENGINE:
+            row = _play_engine(call_args, row, stack)
+        yield from check(Call(function, call_args, row))
+
+
+def _first_row(args: Namespace) -> Sample:
+    """The first row of the run's data, where there is a model to read it with."""
+    if not args.prompt_data or not args.hf_checkpoint:
+        return QUESTION
+    path, rows = parse_path(args.prompt_data)
+    first = Namespace(**vars(args) | {"prompt_data": path if rows else f"{path}@[0:1]", "streaming_data": False})
+    ((sample, *_),) = RolloutDataSource(first).get_samples(1)
+    assert isinstance(sample, Sample)
+    return sample
+
+
+def _play_engine(args: Namespace, row: Sample, stack: ExitStack) -> Sample:
+    """Put an engine behind the router's address. Returns the row, rendered by the chat template if it was made up."""
+    tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
+    args.sglang_router_ip = "127.0.0.1"
+    args.sglang_router_port = stack.enter_context(pretend_engine(tokenizer))
+    args.rollout_num_gpus = args.rollout_num_gpus or 1
+    args.rollout_max_response_len = min(args.rollout_max_response_len, _MAX_RESPONSE_LEN)
+    args.rollout_batch_size = args.over_sampling_batch_size = 2
+    args.rm_type = args.rm_type or "random"
+    GenerateState.clear_instances()
+    stack.callback(GenerateState.clear_instances)
+    if row is not QUESTION or not tokenizer.chat_template:
+        return row
+    messages = [{"role": "user", "content": QUESTION.prompt}]
+    return Sample(prompt=render_chat(tokenizer, messages, add_generation_prompt=True), label=QUESTION.label)

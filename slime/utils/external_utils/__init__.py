@@ -1,0 +1,1 @@
+"""Helpers for launchers written in Python."""

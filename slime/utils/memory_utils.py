@@ -1,0 +1,57 @@
+"""How much memory there is, on the device and on the host, and giving back what is only cached."""
+
+from __future__ import annotations
+
+import gc
+import logging
+
+import psutil
+import torch
+import torch.distributed as dist
+
+__all__ = ["available_memory", "clear_memory", "print_memory"]
+
+logger = logging.getLogger(__name__)
+
+_GIB = 2**30
+
+
+def available_memory() -> dict[str, float | str]:
+    """GiB of the current device (total, free, used, allocated, reserved) and of the host.
+
+    Without a device only the host's are there, and ``gpu`` is ``none``.
+    """
+    host = psutil.virtual_memory()
+    found: dict[str, float | str] = {"gpu": "none"}
+    if torch.cuda.device_count():
+        device = torch.cuda.current_device()
+        free, total = torch.cuda.mem_get_info(device)
+        sizes = {"total": total, "free": free, "used": total - free}
+        sizes |= {"allocated": torch.cuda.memory_allocated(device), "reserved": torch.cuda.memory_reserved(device)}
+        found = {"gpu": str(device)} | {f"{name}_GB": round(size / _GIB, 2) for name, size in sizes.items()}
+    sizes = {"total": host.total, "available": host.available, "used": host.used, "free": host.free}
+    return found | {f"host_{name}_GB": round(size / _GIB, 2) for name, size in sizes.items()}
+
+
+def clear_memory(clear_host_memory: bool = False) -> None:
+    """Collect garbage and give cached device memory back to the driver.
+
+    Args:
+        clear_host_memory: pinned host memory that torch keeps for later as well.
+    """
+    gc.collect()
+    if torch.cuda.device_count():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        if clear_host_memory:
+            torch._C._host_emptyCache()  # type: ignore[attr-defined]
+
+
+def print_memory(msg: str, clear_before_print: bool = False) -> dict[str, float | str]:
+    """Log what is available on this rank, after ``msg``. Returns it."""
+    if clear_before_print:
+        clear_memory()
+    found = available_memory()
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    logger.info("[rank %d] memory %s: %s", rank, msg, found)
+    return found

@@ -1,0 +1,146 @@
+"""The difference between two states of a tensor as few bytes, and back.
+
+    xor         the bits that differ. Applying it twice undoes it.
+    overwrite   the new values of the bytes that differ. Applying it twice is the same as once.
+
+Either is a list of the bytes that differ:
+
+    b"s" zstd( width u8 | count u56 | gaps, count x width bytes | values, count x u8 )
+
+A gap is the distance from the byte before in the list, the first one from 0; all have the smallest width of 1, 2, 4 and
+8 bytes that holds the largest. Numbers are little-endian. Where the list would be longer than the tensor, xor is
+
+    b"d" zstd( new ^ old over all bytes )
+
+Pure functions over bytes; who owns the tensors is the publisher's and the copy's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import zstandard
+
+from slime.utils.errors import EngineError
+from slime.weight_sync.tensor_files import Bytes
+
+__all__ = ["Encoding", "apply_delta", "encode_delta"]
+
+Encoding: TypeAlias = Literal["xor", "overwrite"]
+_Positions: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
+
+_LEVEL = 1
+_WORD = 8
+_BLOCK = 1 << 20
+"""Work goes block by block: memory of a tensor's size would cost more in page faults than all the work on it."""
+_HEADER = 8
+_SPARSE, _DENSE = b"s", b"d"
+_WIDTHS = (1, 2, 4, 8)
+
+
+def encode_delta(new: Bytes, old: Bytes, encoding: Encoding) -> tuple[bytes, int] | None:
+    """(Compressed difference, number of bytes that differ); None when nothing has changed.
+
+    Args:
+        new, old: uint8 [n], the same length.
+    """
+    if new.shape != old.shape:
+        raise AssertionError(f"a tensor of {old.size} bytes has become one of {new.size}")
+    found: list[_Positions] = []
+    values: list[Bytes] = []
+    for begin, difference in _differences(new, old):
+        where = _nonzero(difference)
+        if where.size:
+            found.append(where + begin)
+            values.append(difference[where] if encoding == "xor" else new[begin : begin + difference.size][where])
+    if not found:
+        return None
+    positions = np.concatenate(found)
+    gaps = np.diff(positions, prepend=0)
+    width = next(width for width in _WIDTHS if int(gaps.max()) < 1 << 8 * width)
+    if encoding == "xor" and positions.size * (width + 1) > new.size:
+        return _DENSE + _dense(new, old), positions.size
+    header = (positions.size << 8 | width).to_bytes(_HEADER, "little")
+    plain = b"".join((header, gaps.astype(f"<u{width}").tobytes(), np.concatenate(values).tobytes()))
+    return _SPARSE + zstandard.ZstdCompressor(level=_LEVEL).compress(plain), positions.size
+
+
+def _differences(new: Bytes, old: Bytes) -> Iterator[tuple[int, Bytes]]:
+    """(Offset, ``new ^ old`` from there on) block by block; each is overwritten by the next."""
+    memory = np.empty(min(_BLOCK, new.size), dtype=np.uint8)
+    for begin in range(0, new.size, _BLOCK):
+        end = min(begin + _BLOCK, new.size)
+        yield begin, np.bitwise_xor(new[begin:end], old[begin:end], out=memory[: end - begin])
+
+
+def _dense(new: Bytes, old: Bytes) -> bytes:
+    compressor = zstandard.ZstdCompressor(level=_LEVEL).compressobj(size=new.size)
+    parts = [compressor.compress(difference.data) for _, difference in _differences(new, old)]
+    return b"".join([*parts, compressor.flush()])
+
+
+def _nonzero(data: Bytes) -> _Positions:
+    """``np.flatnonzero``, several times as fast where most is zero: of truth values, eight bytes at a time first."""
+    num_words = data.size // _WORD
+    words = np.flatnonzero(data[: num_words * _WORD].view(np.uint64) != 0)
+    inside = np.flatnonzero(data[: num_words * _WORD].reshape(-1, _WORD)[words] != 0)
+    tail = num_words * _WORD + np.flatnonzero(data[num_words * _WORD :])
+    found: _Positions = np.concatenate([words[inside // _WORD] * _WORD + inside % _WORD, tail])
+    return found
+
+
+def apply_delta(target: Bytes, packed: bytes | memoryview, encoding: Encoding) -> None:
+    """Change ``target`` in place from the old to the new state.
+
+    Raises:
+        EngineError: ``packed`` is damaged, or belongs to a tensor of another size. ``target`` may be half changed.
+    """
+    form, compressed = bytes(packed[:1]), packed[1:]
+    try:
+        if form == _DENSE and encoding == "xor":
+            _flip_all(target, compressed)
+        elif form == _SPARSE:
+            positions, values = _changes(zstandard.ZstdDecompressor().decompress(compressed), target.size)
+            match encoding:
+                case "xor":
+                    target[positions] ^= values
+                case "overwrite":
+                    target[positions] = values
+                case _:
+                    raise AssertionError(f"unknown encoding {encoding}")
+        else:
+            raise EngineError(f"a weight delta is damaged: it begins with {form!r}")
+    except zstandard.ZstdError as error:
+        raise EngineError(f"a weight delta is damaged: {error}") from None
+
+
+def _changes(plain: bytes, size: int) -> tuple[_Positions, Bytes]:
+    """Where and what, for a tensor of ``size`` bytes."""
+    header = int.from_bytes(plain[:_HEADER], "little")
+    width, count = header & 0xFF, header >> 8
+    if width not in _WIDTHS or len(plain) != _HEADER + count * (width + 1):
+        raise EngineError(f"a weight delta of {len(plain)} bytes is too short or too long for {count} changes")
+    gaps = np.frombuffer(plain, dtype=f"<u{width}", count=count, offset=_HEADER)
+    positions = np.cumsum(gaps, dtype=np.int64)
+    if count and int(positions[-1]) >= size:
+        raise EngineError(f"a weight delta changes byte {int(positions[-1])} of a tensor of {size}")
+    return positions, np.frombuffer(plain, dtype=np.uint8, offset=_HEADER + count * width)
+
+
+def _flip_all(target: Bytes, packed: bytes | memoryview) -> None:
+    """A block at a time: what was unpacked is still in the cache."""
+    reader = zstandard.ZstdDecompressor().stream_reader(packed)
+    block = np.empty(_BLOCK, dtype=np.uint8)
+    begin = 0
+    while count := reader.readinto(block.data):
+        part = target[begin : begin + count]
+        if part.size < count:
+            break
+        np.bitwise_xor(part, block[:count], out=part)
+        begin += count
+    if count or begin != target.size:
+        raise EngineError(
+            f"a weight delta is damaged, or of another tensor: it does not fit one of {target.size} bytes"
+        )

@@ -1,0 +1,178 @@
+"""One host's own copy of the weights: a complete checkpoint that full versions replace and deltas change in place.
+
+    <local>/config.json, *.safetensors, ...   what engines of this host load
+    <local>/.weight_sync/state.json           which version that is, and whether a change of it was begun
+    <local>/.weight_sync/lock                 engines of one host share the copy: one of them changes it at a time
+
+A change that was interrupted, a copy of another run, a delta that is missing or damaged, a checksum that does not fit:
+all end the same way, with a fresh copy of the full version and every delta after it once more. Called in a process of
+each engine's host. Knows the shared directory and no trainer.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from slime.utils.deadline import Deadline, wait_until
+from slime.utils.errors import ConfigError, EngineError
+from slime.weight_sync.delta_codec import apply_delta
+from slime.weight_sync.tensor_files import checksum_function, checksums_of, open_bytes, spans_of, threads
+from slime.weight_sync.version_store import MANIFEST, Manifest, read_manifest, version_path, write_json
+
+__all__ = ["pull"]
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = ".weight_sync"
+_NAMED = 20
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class _State:
+    """
+    Attributes:
+        is_whole: False from before the first byte is changed until after the last.
+        boot: what was changed just before a power failure may not be on the disk after it.
+    """
+
+    lineage: str
+    version: int
+    is_whole: bool
+    boot: str
+
+
+def pull(root: Path, local: Path, version: int, *, timeout_s: float = 600.0) -> None:
+    """Bring the copy in ``local`` to ``version`` of the versions in ``root``.
+
+    Raises:
+        ConfigError: ``local`` holds something that is not slime's.
+        EngineError: the version or one that it builds on is missing or damaged, or does not have its checksums even
+            when applied to a fresh copy. The copy must not be loaded then; the next call begins afresh.
+        DeadlineExceeded: another engine of this host has been changing the copy all the time.
+    """
+    folder = local / _FOLDER
+    strangers = sorted(path.name for path in local.iterdir()) if local.is_dir() else []
+    if strangers and not folder.is_dir():  # asked in this order: another engine of this host may be beginning as well
+        raise ConfigError(
+            f"--update-weight-local-checkpoint-dir {local} holds {strangers[0]!r} and was not made by slime, which "
+            "replaces everything there: name an empty or a new directory."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder / "lock", timeout_s):
+        chain = _chain(root, version)
+        state = _read_state(folder)
+        done = _position(chain, state)
+        if done is not None:
+            try:
+                _apply(root, local, chain[done + 1 :])
+                return
+            except EngineError as error:
+                logger.warning("weight version %d is applied to a fresh copy: %s", version, error)
+        _copy(root, local, chain[0])
+        _apply(root, local, chain[1:])
+
+
+def _chain(root: Path, version: int) -> list[Manifest]:
+    """The newest full version up to ``version``, and the deltas from there, in order."""
+    chain = [read_manifest(version_path(root, version))]
+    while (base := chain[0].base) is not None:
+        before = read_manifest(version_path(root, base))
+        if before.lineage != chain[0].lineage:
+            raise EngineError(f"weight version {chain[0].version} in {root} does not build on version {base} there.")
+        chain.insert(0, before)
+    return chain
+
+
+def _position(chain: Sequence[Manifest], state: _State | None) -> int | None:
+    """Where in ``chain`` the copy is; None when it must be made afresh."""
+    if state is None or not state.is_whole or state.boot != _boot() or state.lineage != chain[0].lineage:
+        return None
+    return next((index for index, manifest in enumerate(chain) if manifest.version == state.version), None)
+
+
+def _copy(root: Path, local: Path, full: Manifest) -> None:
+    """Replace the copy by the full version, and compare every checksum."""
+    source = version_path(root, full.version)
+    _write_state(local / _FOLDER, full, is_whole=False)
+    for path in local.iterdir():
+        if path.is_file() and path.name not in full.files:
+            path.unlink()
+    for name in full.files:
+        shutil.copyfile(source / name, local / name)
+    actual = checksums_of(local, checksum_function(full.checksum))
+    _compare(full, actual, source)
+    _write_state(local / _FOLDER, full, is_whole=True)
+
+
+def _apply(root: Path, local: Path, deltas: Sequence[Manifest]) -> None:
+    """Change the copy by each delta in turn, and compare the checksum of everything that was changed."""
+    spans = spans_of(local) if deltas else {}
+    for delta in deltas:
+        source = version_path(root, delta.version)
+        checksum = checksum_function(delta.checksum)
+        unknown = [name for name in delta.tensors if name not in spans]
+        if unknown:
+            raise EngineError(f"{source} changes tensors that the copy in {local} lacks: {', '.join(unknown[:_NAMED])}")
+        packed_spans = spans_of(source)
+        _write_state(local / _FOLDER, delta, is_whole=False)
+        with (
+            open_bytes({name: packed_spans[name] for name in delta.tensors}) as packed,
+            open_bytes({name: spans[name] for name in delta.tensors}, writable=True) as targets,
+            threads() as pool,
+        ):
+
+            def change(name: str) -> str:
+                apply_delta(targets[name], packed[name].data, delta.encoding)  # noqa: B023 (used within the loop only)
+                return checksum(targets[name])  # noqa: B023
+
+            actual = dict(zip(delta.tensors, pool.map(change, delta.tensors), strict=True))
+        _compare(delta, actual, source)
+        _write_state(local / _FOLDER, delta, is_whole=True)
+
+
+def _compare(manifest: Manifest, actual: dict[str, str], source: Path) -> None:
+    wrong = [name for name, checksum in manifest.tensors.items() if actual.get(name) != checksum]
+    if wrong:
+        raise EngineError(
+            f"{len(wrong)} of {len(manifest.tensors)} tensors do not have the checksums that {source / MANIFEST} "
+            f"names: {', '.join(wrong[:_NAMED])}"
+        )
+
+
+def _read_state(folder: Path) -> _State | None:
+    try:
+        return _State(**json.loads((folder / "state.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _write_state(folder: Path, manifest: Manifest, *, is_whole: bool) -> None:
+    state = _State(manifest.lineage, manifest.version, is_whole, _boot())
+    write_json(folder / "state.json", asdict(state))
+
+
+def _boot() -> str:
+    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+
+
+@contextmanager
+def _locked(path: Path, timeout_s: float) -> Iterator[None]:
+    with path.open("w") as lock:
+        wait_until(lambda: _try_lock(lock.fileno()), Deadline(timeout_s, f"the lock {path} of another engine"))
+        yield
+
+
+def _try_lock(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,183 @@
+"""Weights in the format in which the engines hold them, where their checkpoint is quantised and training is not.
+
+    fp8    q = x / s as float8_e4m3fn (arXiv:2209.05433), s = max|x| / 448 per block, or per tensor
+    int4   q = round(x / s) in -8..7, s = max|x| / 7.5 per group of a row, eight values packed into one int32
+
+An engine copies what it is sent into the parameters of that name, so a bf16 tensor sent to an 8-bit parameter would be
+rounded without its scale: a wrong model, in silence. What is quantised is therefore read from the engines' checkpoint:
+the weights that have a scale there, and no others. Called between the exporter and the sender; the tools that write
+quantised checkpoints use the same functions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slime.backends.protocols import NamedTensor
+from slime.utils.errors import ConfigError
+
+__all__ = ["Quantizer", "find_quantizer", "quantize_fp8", "quantize_int4"]
+
+_FP8 = torch.float8_e4m3fn
+_FP8_MAX = 448.0
+_TINY = 1e-10
+"""Smallest magnitude that a scale is made for: a block of zeros has a scale too."""
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """How one checkpoint is quantised.
+
+    Attributes:
+        names: weights that are.
+        apply: a weight's name and tensor -> the tensors that stand for it.
+        config: the checkpoint's ``quantization_config``.
+    """
+
+    names: frozenset[str]
+    apply: Callable[[str, torch.Tensor], list[NamedTensor]]
+    config: Mapping[str, Any]
+
+    def __call__(self, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+        """``weights`` as the engines hold them."""
+        for name, tensor in weights:
+            if name in self.names:
+                yield from self.apply(name, tensor)
+            else:
+                yield name, tensor
+
+
+def find_quantizer(hf_checkpoint: str) -> Quantizer | None:
+    """What the engines that load ``hf_checkpoint`` need; None when its weights are not quantised.
+
+    Raises:
+        ConfigError: a format that cannot be written.
+    """
+    directory = Path(hf_checkpoint)
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("quantization_config")
+    if config is None:
+        return None
+    where = f"--hf-checkpoint {hf_checkpoint}: its quantization_config"
+    match config.get("quant_method"):
+        case "fp8":
+            return _fp8(config, _tensor_names(directory), where)
+        case "compressed-tensors":
+            return _int4(config, _tensor_names(directory), where)
+        case method:
+            raise ConfigError(
+                f"{where} has quant_method {method}, in which weights cannot be sent to engines; fp8 and "
+                "compressed-tensors can. Use a checkpoint of one of these, or an unquantised one."
+            )
+
+
+def quantize_fp8(
+    tensor: torch.Tensor, block: tuple[int, int] | None, *, has_power_of_two_scales: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[M, N]`` -> float8_e4m3fn ``[M, N]`` and fp32 scales, ``q * scale`` being about the tensor.
+
+    Args:
+        block: rows and columns that share a scale; the last ones may be smaller. None: one scale for all.
+        has_power_of_two_scales: scales are rounded up to powers of two (UE8M0).
+
+    Returns:
+        The values, and scales of shape ``[ceil(M / rows), ceil(N / columns)]``, or ``[1]`` without blocks.
+    """
+    values = tensor.float()
+    if block is None:
+        scale = _scale(values.abs().amax(), has_power_of_two_scales)
+        return _to_fp8(values / scale), scale.view(1)
+    (rows, columns), (height, width) = values.shape, block
+    grid = torch.nn.functional.pad(values, (0, -columns % width, 0, -rows % height))
+    grid = grid.view(grid.shape[0] // height, height, grid.shape[1] // width, width)
+    scale = _scale(grid.abs().amax(dim=(1, 3)), has_power_of_two_scales)
+    quantised = grid / scale[:, None, :, None]
+    whole = quantised.reshape(quantised.shape[0] * height, -1)
+    return _to_fp8(whole[:rows, :columns]), scale
+
+
+def _scale(largest: torch.Tensor, is_power_of_two: bool) -> torch.Tensor:
+    scale = largest.clamp(min=_TINY) / _FP8_MAX
+    return torch.exp2(torch.ceil(torch.log2(scale))) if is_power_of_two else scale
+
+
+def _to_fp8(values: torch.Tensor) -> torch.Tensor:
+    # a cast alone would make NaN of what division rounded to more than the largest number
+    return values.clamp(-_FP8_MAX, _FP8_MAX).to(_FP8).contiguous()
+
+
+def quantize_int4(tensor: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[M, N]`` -> int32 ``[M, ceil(N / 8)]``, value k of a word in bits 4k, and scales ``[M, N / group_size]``.
+
+    Symmetric: ``x`` is about ``(nibble - 8) * scale``. Scales have the tensor's dtype.
+
+    Raises:
+        ValueError: ``group_size`` does not divide N.
+    """
+    rows, columns = tensor.shape
+    if columns % group_size:
+        raise ValueError(f"the group size {group_size} does not divide {columns} columns")
+    groups = tensor.float().view(rows, columns // group_size, group_size)
+    # the scale that is stored is the one that is divided by
+    scale = (groups.abs().amax(dim=-1).clamp(min=_TINY) / 7.5).to(tensor.dtype)
+    values = (groups / scale.float()[..., None]).round().clamp(-8, 7).view(rows, columns).int() + 8
+    values = torch.nn.functional.pad(values, (0, -columns % 8)).view(rows, -1, 8)
+    shifts = torch.arange(0, 32, 4, device=tensor.device, dtype=torch.int32)
+    words = (values << shifts).sum(dim=-1, dtype=torch.int64)
+    return torch.where(words >= 2**31, words - 2**32, words).int(), scale
+
+
+def _fp8(config: Mapping[str, Any], names: set[str], where: str) -> Quantizer:
+    for key, expected in (("fmt", "e4m3"), ("activation_scheme", "dynamic")):
+        if config.get(key, expected) != expected:
+            raise ConfigError(f"{where} has {key} {config[key]}; weights can be sent for {expected} only.")
+    size = config.get("weight_block_size")
+    suffix = "_scale_inv" if size else "_scale"
+    block = (int(size[0]), int(size[1])) if size else None
+    is_power_of_two = config.get("scale_fmt") == "ue8m0"
+
+    def apply(name: str, tensor: torch.Tensor) -> list[NamedTensor]:
+        values, scale = quantize_fp8(tensor, block, has_power_of_two_scales=is_power_of_two)
+        return [(name, values), (name + suffix, scale)]
+
+    return Quantizer(frozenset(name for name in names if name + suffix in names), apply, config)
+
+
+def _int4(config: Mapping[str, Any], names: set[str], where: str) -> Quantizer:
+    groups = config.get("config_groups") or {}
+    weights: Mapping[str, Any] = next((group.get("weights") or {} for group in groups.values()), {})
+    expected = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+    wrong = {key: weights.get(key) for key, value in expected.items() if weights.get(key, value) != value}
+    if config.get("format") not in (None, "pack-quantized") or len(groups) != 1 or wrong:
+        raise ConfigError(
+            f"{where} is compressed-tensors of format {config.get('format')} with {len(groups)} groups {wrong or ''}: "
+            "weights can be sent for pack-quantized, symmetric, 4 bits in one config group only."
+        )
+    group_size = int(weights["group_size"])
+
+    def apply(name: str, tensor: torch.Tensor) -> list[NamedTensor]:
+        words, scale = quantize_int4(tensor, group_size)
+        shape = torch.tensor(tensor.shape, dtype=torch.int32, device=tensor.device)
+        stem = name.removesuffix("weight")
+        return [(stem + "weight_packed", words), (stem + "weight_scale", scale), (stem + "weight_shape", shape)]
+
+    packed = frozenset(name.removesuffix("_packed") for name in names if name.endswith("weight_packed"))
+    return Quantizer(packed, apply, config)
+
+
+def _tensor_names(directory: Path) -> set[str]:
+    from safetensors import safe_open
+
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    names: set[str] = set()
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            names |= set(opened.keys())
+    return names

@@ -1,0 +1,138 @@
+"""The raw bytes of tensors in safetensors files: where they lie, their checksums, and patching them in place.
+
+Used by the publishing side and by each host's copy. Knows bytes and names, no dtypes and no models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from slime.utils.errors import ConfigError, EngineError
+
+__all__ = [
+    "Bytes",
+    "Checksum",
+    "Span",
+    "checksum_function",
+    "checksums_of",
+    "content_hash",
+    "open_bytes",
+    "spans_of",
+    "threads",
+]
+
+Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
+"""uint8 [num_bytes]."""
+Checksum: TypeAlias = Callable[[Bytes], str]
+
+_MAX_THREADS = 16
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class Span:
+    """The bytes of one tensor: ``file`` from ``begin`` to ``end``."""
+
+    file: Path
+    begin: int
+    end: int
+
+
+def spans_of(directory: Path) -> dict[str, Span]:
+    """Tensor name -> where it is, over all safetensors files of ``directory``.
+
+    Raises:
+        EngineError: a file is damaged or too short.
+    """
+    found: dict[str, Span] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        try:
+            with file.open("rb") as source:
+                (length,) = _LENGTH.unpack(source.read(_LENGTH.size))
+                header = json.loads(source.read(length))
+        except (OSError, ValueError, struct.error) as error:
+            raise EngineError(f"{file} is not a complete safetensors file: {error}") from None
+        data = _LENGTH.size + length
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            found[name] = Span(file, data + begin, data + end)
+        size = file.stat().st_size
+        if header and max(data + entry["data_offsets"][1] for entry in header.values()) > size:
+            raise EngineError(f"{file} ends after {size} bytes, before the tensors that its header names.")
+    return found
+
+
+@contextmanager
+def open_bytes(spans: Mapping[str, Span], *, writable: bool = False) -> Iterator[dict[str, Bytes]]:
+    """Tensor name -> its bytes in the file; with ``writable`` what is written there is written to the file.
+
+    No array may be used after the block.
+    """
+    arrays: dict[str, Bytes] = {}
+    access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+    with ExitStack() as stack:
+        maps: dict[Path, Bytes] = {}
+        for name, span in spans.items():
+            if span.file not in maps:
+                file = stack.enter_context(span.file.open("r+b" if writable else "rb"))
+                # closed with its last array, not before: a view keeps it
+                maps[span.file] = np.frombuffer(mmap.mmap(file.fileno(), 0, access=access), dtype=np.uint8)
+            arrays[name] = maps[span.file][span.begin : span.end]
+        yield arrays
+
+
+def checksums_of(directory: Path, checksum: Checksum) -> dict[str, str]:
+    """Tensor name -> checksum of its bytes, for every tensor in ``directory``."""
+    with open_bytes(spans_of(directory)) as arrays, threads() as pool:
+        return dict(zip(arrays, pool.map(checksum, arrays.values()), strict=True))
+
+
+def checksum_function(name: str) -> Checksum:
+    """The function that ``--update-weight-delta-checksum`` names.
+
+    Raises:
+        ConfigError: its library is not installed.
+    """
+    match name:
+        case "xxh3-128":
+            import xxhash
+
+            return lambda data: str(xxhash.xxh3_128(data.data).hexdigest())
+        case "blake3":
+            try:
+                import blake3
+            except ImportError:
+                raise ConfigError(
+                    "--update-weight-delta-checksum blake3 needs the package blake3 (pip install blake3), on the "
+                    "trainer's and the engines' hosts; or use xxh3-128."
+                ) from None
+            return lambda data: str(blake3.blake3(data.data).hexdigest())
+        case "adler32":
+            return lambda data: f"{zlib.adler32(data.data):08x}"
+        case _:
+            raise AssertionError(f"unknown checksum {name}")
+
+
+def content_hash(checksums: Mapping[str, str]) -> str:
+    """One hash of all weights: the same for the same tensors, however they are divided among files. 16 hex digits."""
+    lines = "".join(f"{name} {checksum}\n" for name, checksum in sorted(checksums.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()[:16]
+
+
+def threads() -> ThreadPoolExecutor:
+    """For work on bytes, which leaves Python's lock alone."""
+    return ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="weights")

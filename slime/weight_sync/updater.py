@@ -1,0 +1,157 @@
+"""Weights through memory and network: chooses how they travel to each engine, and keeps the connections.
+
+    --update-weight-transport   engine                             travels by
+    nccl                        on the trainer's own devices       TensorSender: shared memory or CUDA IPC
+    nccl                        on devices of its own              DistributedSender: broadcasts from rank 0
+    disk                        any                                files that engines load: see send_disk, send_delta
+
+Every rank of the trainer has one and calls it at the same time. Called by ``slime.ray.train_actor``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+from slime.backends.protocols import EngineFleet, EngineInfo, WeightExporter
+from slime.utils.errors import EngineError
+from slime.utils.net import free_port
+from slime.weight_sync.chunks import WeightChunk
+from slime.weight_sync.ranks import TrainerRanks
+from slime.weight_sync.send_distributed import DistributedSender
+from slime.weight_sync.send_tensor import TensorSender
+from slime.weight_sync.session import ChunkSender, WeightUpdate, message_of, push_weights
+from slime.weight_sync.unchanged import SentBefore
+
+__all__ = ["Senders", "Updater", "WeightUpdater"]
+
+logger = logging.getLogger(__name__)
+
+
+class Updater(Protocol):
+    """One way of sending weights. All ranks of the trainer have one of the same kind, and call it at the same time."""
+
+    def update(self, fleet: EngineFleet, trainer: WeightExporter, update: WeightUpdate) -> int:
+        """Make the live weights those of every engine. Returns the bytes sent (to each engine), on the source."""
+
+    def disconnect(self) -> None:
+        """Leave the engines."""
+
+
+class WeightUpdater:
+    """Sends weights through memory and network. Connections live until the fleet changes, or an update fails.
+
+    Args:
+        address: of this rank's host, where engines find the process group.
+        shares_devices: engines may sit on the trainer's devices (``--colocate``).
+        timeout_s: longest wait for engines and for other ranks.
+        changed_only: leave out tensors that the engines hold already.
+    """
+
+    def __init__(
+        self,
+        ranks: TrainerRanks,
+        *,
+        address: str,
+        shares_devices: bool,
+        timeout_s: float,
+        changed_only: bool = False,
+    ) -> None:
+        self._ranks = ranks
+        self._address = address
+        self._shares_devices = shares_devices
+        self._timeout_s = timeout_s
+        self._senders: Senders | None = None
+        self._fleet: EngineFleet | None = None
+        self._group_numbers = itertools.count()
+        self._sent_before = SentBefore() if changed_only else None
+
+    def update(self, fleet: EngineFleet, trainer: WeightExporter, update: WeightUpdate) -> int:
+        """Send the live weights to every engine of ``fleet``. Returns the bytes sent per engine, on the source.
+
+        Raises: as :func:`slime.weight_sync.session.push_weights`.
+        """
+        try:
+            senders = self._connected(fleet)
+            weights = trainer.export_weights(update.max_chunk_bytes)
+            wants = None if self._sent_before is None else self._sent_before.begin()
+            return push_weights(fleet, senders, weights, update, self._ranks, wants)
+        except Exception:
+            self.disconnect(is_urgent=True)  # whoever died of it, the next update starts with new connections
+            raise
+
+    def _connected(self, fleet: EngineFleet) -> Senders:
+        """A meeting of all ranks when the fleet is another one than before, or an update has failed on any rank."""
+        is_usable = self._senders is not None and self._fleet == fleet
+        if not self._ranks.agree(None if is_usable else "not connected"):
+            assert self._senders is not None
+            return self._senders
+        self.disconnect(is_urgent=True)  # the fleet is another one because somebody of it died
+        if self._sent_before is not None:
+            self._sent_before.forget()
+        self._senders, self._fleet = Senders(), fleet
+        near, far = self._places(fleet.engines)
+        if near:
+            self._senders.add(TensorSender(fleet.only(near), self._ranks, timeout_s=self._timeout_s))
+        problem: Exception | None = None
+        if far and self._ranks.is_source:
+            # another name each time: an engine may not have left the group before
+            name = f"slime-pp_{next(self._group_numbers)}"
+            sender = DistributedSender(fleet.only(far), group_name=name, timeout_s=self._timeout_s)
+            self._senders.add(sender)
+            try:
+                sender.connect(self._address, free_port())
+            except Exception as error:
+                problem = error
+        problems = self._ranks.agree(None if problem is None else message_of(problem))
+        if problem is not None:
+            raise problem
+        if problems:
+            raise EngineError("; ".join(problems))
+        return self._senders
+
+    def _places(self, engines: Sequence[EngineInfo]) -> tuple[list[int], list[int]]:
+        """Numbers of the engines on the trainer's devices, and of all others."""
+        near = [index for index, engine in enumerate(engines) if self._is_near(engine)]
+        return near, [index for index in range(len(engines)) if index not in near]
+
+    def _is_near(self, engine: EngineInfo) -> bool:
+        if not self._shares_devices or engine.first_slot is None:
+            return False
+        return engine.first_slot + engine.num_gpus <= self._ranks.size
+
+    def disconnect(self, *, is_urgent: bool = False) -> None:
+        """Leave the engines. ``is_urgent``: some of them may be dead; those that live have left then."""
+        senders, self._senders = self._senders, None
+        if senders is None:
+            return
+        try:
+            senders.disconnect()
+        except Exception as error:
+            if not is_urgent:
+                raise
+            logger.info("left the engines without all of them: %s", error)
+
+
+class Senders:
+    """Several senders as one: what some engines get through memory, others get over the network."""
+
+    def __init__(self) -> None:
+        self._senders: list[ChunkSender] = []
+
+    def add(self, sender: ChunkSender) -> None:
+        self._senders.append(sender)
+
+    def send(self, chunk: WeightChunk, weight_version: str) -> None:
+        for sender in self._senders:
+            sender.send(chunk, weight_version)
+
+    def finish(self) -> None:
+        for sender in self._senders:
+            sender.finish()
+
+    def disconnect(self) -> None:
+        for sender in self._senders:
+            sender.disconnect()

@@ -1,0 +1,158 @@
+"""The directory through which weights travel: one folder per version, complete or not there.
+
+    <root>/.slime_weights              says that everything here is slime's, to keep and to delete
+    <root>/.writing/weight_v000003     a version being written
+    <root>/weight_v000003              a version: its files and their manifest
+
+A folder is renamed to its name when everything in it is on disk. A *full* version is a Hugging Face checkpoint, a
+*delta* holds the changes since the version before. The publisher writes; each host's copy and the engines only read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from slime.utils.errors import ConfigError, EngineError
+
+__all__ = ["MANIFEST", "Manifest", "VersionStore", "read_manifest", "version_path", "write_json"]
+
+MANIFEST = "slime_weights.json"
+_MARKER = ".slime_weights"
+_WRITING = ".writing"
+_READABLE = 0o644
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a version consists of.
+
+    Attributes:
+        lineage: the same for a full version and everything that builds on it; no two runs have the same.
+        base: for a delta the version before, for a full one None.
+        checksum: name of the function that ``tensors`` are checksums of.
+        tensors: name -> checksum of all its bytes in this version. A delta lists what it changes.
+        files: name -> size in bytes.
+        encoding: of a delta.
+        content: hash of all weights of this version, None in a delta.
+    """
+
+    version: int
+    lineage: str
+    checksum: str
+    tensors: Mapping[str, str]
+    base: int | None = None
+    encoding: Literal["xor", "overwrite"] = "xor"
+    content: str | None = None
+    files: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def is_delta(self) -> bool:
+        return self.base is not None
+
+
+def version_path(root: Path, version: int) -> Path:
+    return root / f"weight_v{version:06d}"
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a version, whose files all have the sizes it names.
+
+    Raises:
+        EngineError: the version is not there, or not complete.
+    """
+    try:
+        manifest = Manifest(**json.loads((directory / MANIFEST).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise EngineError(f"there is no complete weight version at {directory}: {error}") from None
+    for name, size in manifest.files.items():
+        file = directory / name
+        actual = file.stat().st_size if file.is_file() else None
+        if actual != size:
+            raise EngineError(f"{file} has {actual} bytes instead of the {size} that were written.")
+    return manifest
+
+
+class VersionStore:
+    """The publisher's view. The first call must be :meth:`open`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def open(self, *, keeps_files: bool) -> None:
+        """Take the directory over, and delete what an earlier run has left there.
+
+        Raises:
+            ConfigError: it holds something that is not slime's.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        marker = self.root / _MARKER
+        if not marker.is_file():
+            strangers = sorted(path.name for path in self.root.iterdir())
+            if strangers:
+                raise ConfigError(
+                    f"--update-weight-disk-dir {self.root} holds {strangers[0]!r} and was not made by slime, which "
+                    "deletes old weights there: name an empty or a new directory."
+                )
+            marker.write_text("slime keeps weights for its engines here, and deletes old ones.\n", encoding="utf-8")
+        shutil.rmtree(self.root / _WRITING, ignore_errors=True)
+        if not keeps_files:
+            self.prune(keep=())
+
+    def begin(self, version: int) -> Path:
+        """An empty folder's name to write ``version`` to; the folder above it exists."""
+        folder = version_path(self.root / _WRITING, version)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.parent.mkdir(exist_ok=True)
+        return folder
+
+    def commit(self, folder: Path, manifest: Manifest) -> Path:
+        """Make what :meth:`begin` named a version. It replaces an earlier attempt at the same one."""
+        files = [file for file in sorted(folder.iterdir()) if file.is_file()]
+        for file in files:
+            file.chmod(_READABLE)  # engines may run as somebody else
+        sizes = {file.name: file.stat().st_size for file in files}
+        content = asdict(manifest) | {"files": sizes}
+        (folder / MANIFEST).write_text(json.dumps(content), encoding="utf-8")
+        for path in (*files, folder / MANIFEST, folder):
+            _to_disk(path)
+        final = version_path(self.root, manifest.version)
+        if final.exists():
+            shutil.rmtree(final)
+        folder.rename(final)
+        _to_disk(self.root)
+        return final
+
+    def versions(self) -> Iterator[int]:
+        """Those that are there, oldest first."""
+        for path in sorted(self.root.glob("weight_v*")):
+            number = path.name.removeprefix("weight_v")
+            if number.isdecimal() and path.is_dir():
+                yield int(number)
+
+    def prune(self, keep: Container[int]) -> None:
+        """Delete all versions but those in ``keep``."""
+        for version in list(self.versions()):
+            if version not in keep:
+                shutil.rmtree(version_path(self.root, version), ignore_errors=True)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Replace ``path`` as a whole: a reader finds the old or the new content."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content), encoding="utf-8")
+    _to_disk(partial)
+    partial.replace(path)
+
+
+def _to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

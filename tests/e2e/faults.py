@@ -1,0 +1,141 @@
+"""Breaks a run from outside, at a moment of one's choice, and watches what becomes of it.
+
+The moment is found in ``progress.json``, as a user would; for the two phases that it does not tell apart (rewards are
+computed while responses are generated, and a batch is made in milliseconds) the run is given functions of a user that
+take their time and leave a file (``lingering_functions``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+from slime.data.ledger import Entry, read_ledger
+from tests.e2e.running import marked, start_train
+
+PROCESSES = {
+    "trainer rank": "ray::TrainActor",
+    "rollout manager": "ray::RolloutManager",
+    "Data Buffer": "ray::DataBuffer",
+    "engine": "sglang::sched",
+    "router": "router_process",
+    "driver": "train.py",
+}
+"""What to break -> part of its command line."""
+
+PHASES = ("generate", "reward", "convert", "train", "sync", "save", "eval")
+
+_POLL_S = 0.003
+
+
+@dataclass
+class Broken:
+    """A run under way.
+
+    Attributes:
+        output: folder that holds the run's folder ``run`` and, with ``--save``, its checkpoints.
+    """
+
+    process: Popen
+    mark: str
+    output: Path
+    log: Path
+    timeout_s: float = 200.0
+    started: float = field(default_factory=time.monotonic)
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def wait(self, ready: Callable[[], Any]) -> Any:
+        """What ``ready`` returns, once it is true. The run must live until then."""
+        while not (found := ready()):
+            assert self.process.poll() is None, self.text()[-6000:]
+            assert time.monotonic() < self.started + self.timeout_s, self.text()[-6000:]
+            time.sleep(_POLL_S)
+        return found
+
+    def progress(self) -> dict[str, Any]:
+        """Empty until this run has written some; what another one left in the folder does not count."""
+        try:
+            found = json.loads((self.output / "run" / "progress.json").read_text())
+        except FileNotFoundError:
+            return {}
+        return found if found["pid"] == self.process.pid else {}
+
+    def is_in(self, phase: str, rollout_id: int) -> bool:
+        """Whether the run is in ``phase`` of that rollout, or of a later one."""
+        if phase in ("reward", "convert"):
+            path = self.output / "run" / f"in_{phase}"
+            return path.exists() and int(path.read_text() or -1) >= rollout_id
+        lanes = [self.progress().get(lane, {}) for lane in ("trainer", "engines")]
+        return any(lane.get("phase") == phase and lane["rollout_id"] >= rollout_id for lane in lanes)
+
+    def break_in(self, phase: str, rollout_id: int, what: str, how: signal.Signals = signal.SIGKILL) -> float:
+        """Kill one process of kind ``what`` in that phase. Returns the time since 1970."""
+        self.wait(lambda: self.is_in(phase, rollout_id))
+        os.kill(min(self.pids(what)), how)  # the router has a child that watches its owner
+        return time.time()
+
+    def pids(self, what: str) -> list[int]:
+        if what == "driver":
+            return [self.process.pid]
+        return [pid for pid, command in marked(self.mark) if PROCESSES[what] in command]
+
+    def trained_after(self, killed_at: float) -> float:
+        """Time at which the run had trained on a rollout that was made after ``killed_at``."""
+
+        def found() -> float | None:
+            made: set[int] = set()
+            for entry in self._ledger(killed_at):
+                match entry["event"]:
+                    case "used":
+                        made.add(entry["rollout"])
+                    case "trained" if entry["rollout"] in made:
+                        return entry["at"]
+            return None
+
+        return self.wait(found)
+
+    def startup_s(self, killed_at: float) -> float:
+        """Seconds that engines and trainer took to start again after ``killed_at``; 0 when they did not have to."""
+        begun = [entry["at"] for entry in self._ledger(killed_at) if entry["event"] == "begin"]
+        return begun[-1] - self.progress()["started"] if begun else 0.0
+
+    def engine_start_s(self) -> float:
+        """Seconds from the death of an engine until its replacement served, as the log says of the latest one."""
+        found = re.findall(r"serves again, ([\d.]+) s after", self.text())
+        return float(found[-1]) if found else 0.0
+
+    def _ledger(self, since: float) -> list[Entry]:
+        entries, _ = read_ledger(Path(self.progress()["ledger"]))
+        return [entry for entry in entries if entry["at"] > since]
+
+
+@contextmanager
+def broken(flags: list[Any], output: Path, script: str = "train.py") -> Iterator[Broken]:
+    """Start a run; whatever is left of it at the end is killed."""
+    log = output / f"log-{time.time():.0f}"
+    process, mark = start_train(flags, output, log, script)
+    try:
+        yield Broken(process, mark, output, log)
+    finally:
+        process.kill()
+
+
+def shared_memory(mark: str) -> set[Path]:
+    """Files in /dev/shm that processes of the run have mapped, Ray's object store not counted: it has no name."""
+    found = set()
+    for pid, _ in marked(mark):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            if "/dev/shm/" in line and not line.endswith("(deleted)"):
+                found.add(Path("/dev/shm/" + line.partition("/dev/shm/")[2]))
+    return found

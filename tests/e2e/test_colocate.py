@@ -1,0 +1,121 @@
+"""Trainer and engines on the same devices: the real stack in turns, with the engines' memory really given back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from slime.backends.sglang_utils.engine import SGLangEngine
+from slime.backends.sglang_utils.fork_server import ForkServer
+from slime.backends.sglang_utils.server_args import server_env
+from slime.ray.engine_memory import EngineMemory
+from slime.utils.net import free_port
+from slime.weight_sync.send_distributed import DistributedSender
+from slime.weight_sync.session import WeightUpdate, push_weights
+from tests.e2e.engines import LocalFleet, make_engine
+from tests.e2e.running import metrics, run_train, values
+from tests.e2e.test_engine import generate, model_of, worst_difference
+from tests.e2e.test_loop import grpo_flags
+from tests.verification import verify
+
+ROLLOUTS = 3
+
+
+@pytest.fixture(scope="module")
+def both_runs(tiny_task, tmp_path_factory) -> dict[str, Path]:
+    """The same run with two engines on devices of their own and on those of the two trainer ranks."""
+    outputs = {}
+    for name, places in (("apart", ("--rollout-num-gpus", 2)), ("together", ("--colocate",))):
+        output = outputs[name] = tmp_path_factory.mktemp(name)
+        flags = grpo_flags(tiny_task, output, "--num-rollout", ROLLOUTS, "--check-weight-update-equal")
+        del flags[(i := flags.index("--rollout-num-gpus")) : i + 2]
+        flags += [*places, "--deterministic-mode", "--sglang-enable-deterministic-inference"]
+        flags += ["--save-debug-rollout-data", output / "dump" / "{rollout_id}.pt"]
+        finished = run_train(flags, output)
+        assert finished.status == 0, finished.output[-4000:]
+        assert finished.survivors() == []
+    return outputs
+
+
+def dump(output: Path, rollout_id: int) -> list[dict[str, Any]]:
+    return torch.load(output / "dump" / f"{rollout_id}.pt", weights_only=True)["samples"]
+
+
+def test_turns_change_no_token_and_no_number(both_runs):
+    for rollout_id in range(ROLLOUTS):
+        apart, together = (dump(both_runs[name], rollout_id) for name in ("apart", "together"))
+        assert [sample["tokens"] for sample in apart] == [sample["tokens"] for sample in together]
+        assert [sample["reward"] for sample in apart] == [sample["reward"] for sample in together]
+    apart, together = (metrics(both_runs[name] / "run") for name in ("apart", "together"))
+    for name in ("train/loss", "train/grad_norm"):
+        assert len(values(apart, name)) == ROLLOUTS
+        verify(
+            "losses and gradient norms with `--colocate`", "engines apart", values(together, name), values(apart, name)
+        )
+
+
+def test_every_change_of_turns_is_timed(both_runs):
+    apart, together = (metrics(both_runs[name] / "run") for name in ("apart", "together"))
+    for name in ("sleep", "wake_up", "engine_offload", "engine_onload"):
+        assert len(values(together, f"perf/{name}_time")) == ROLLOUTS
+        assert values(apart, f"perf/{name}_time") == []
+
+
+class OneEngine:
+    """The owner of a single engine without Ray."""
+
+    def __init__(self, engine: SGLangEngine) -> None:
+        self.fleet: Any = LocalFleet([engine])
+
+    def offloadable(self) -> Any:
+        return self.fleet
+
+    def lost(self, names: Any) -> list[str]:
+        return []
+
+    def pause_watch(self) -> None: ...
+
+    def resume_watch(self) -> None: ...
+
+
+def scheduler(engine: SGLangEngine) -> psutil.Process:
+    return next(part for part in engine._parts if "sched" in part.name())
+
+
+def test_an_engine_gives_its_memory_back_and_serves_again_after_a_sync(tiny_task, tmp_path):
+    server = ForkServer(tmp_path / "fork_server.log", server_env())
+    flags = ("--enable-memory-saver", "--max-total-tokens", "65536")
+    engine = make_engine(tiny_task, server, tmp_path / "log", *flags)
+    try:
+        engine.start()
+        memory = EngineMemory(OneEngine(engine), 60.0, replaces_dead=False)
+        model = model_of(tiny_task)
+        ids = [5, 6, 7, 8]
+        generate(engine, ids)
+        before = engine.weights_checksum()
+        memory.offload()
+        memory.offload()  # whoever is not sure may ask again
+        released = engine.weights_checksum()
+        changed = {name for name, checksum in before.items() if released[name] != checksum}
+        assert changed >= {name for name in before if "proj" in name}, "norms are smaller than a page and stay"
+
+        memory.onload_weights()
+        fleet = LocalFleet([engine])
+        sender = DistributedSender(fleet, group_name="again", timeout_s=60)
+        sender.connect("127.0.0.1", free_port())
+        update = WeightUpdate("7", max_chunk_bytes=1 << 20, timeout_s=60, continues=False)
+        weights = [(name, tensor) for name, tensor in model.state_dict().items() if name != "lm_head.weight"]
+        push_weights(fleet, sender, weights, update)
+        sender.disconnect()
+        memory.onload_kv()
+        assert engine.weights_checksum() == before
+        output, log_probs, version = generate(engine, ids)
+        assert version == "7"
+        assert worst_difference(model, ids, output, log_probs) < 1e-5
+    finally:
+        engine.stop()
+        server.stop()

@@ -1,0 +1,78 @@
+"""Engines that were started by somebody else: used, given weights, waited for, and left alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
+from slime.backends.sglang_utils.external import ExternalEngine, discover_external_engines
+from slime.backends.sglang_utils.fork_server import ForkServer
+from slime.backends.sglang_utils.server_args import server_env
+from slime.utils.errors import EngineError
+from slime.utils.net import free_port
+from tests.e2e.running import PLUGINS, metrics, values
+from tests.e2e.watching import is_generating, running
+
+ROLLOUTS = 4
+
+
+@pytest.fixture(scope="module")
+def fork_server(tmp_path_factory):
+    server = ForkServer(tmp_path_factory.mktemp("fork") / "log", server_env())
+    yield server
+    server.stop()
+
+
+def started(task: Any, fork_server: ForkServer, log: Path, port: int) -> SGLangEngine:
+    """A server as its owner starts it: ``python -m sglang.launch_server`` with these flags, without the import."""
+    flags = f"--model-path {task.model} --device cpu --dtype float32 --host 127.0.0.1 --port {port}"
+    more = "--context-length 192 --max-total-tokens 8192 --max-running-requests 64 --skip-server-warmup --sleep-on-idle"
+    argv = [*flags.split(), *more.split(), "--log-level", "warning"]
+    engine = SGLangEngine(
+        EngineSpec(0, "127.0.0.1", port, argv, server_env(), log, 120, fork_server_socket=fork_server.socket_path)
+    )
+    engine.start()
+    return engine
+
+
+def test_engines_of_others_take_weights_are_waited_for_when_they_die_and_outlive_the_run(
+    tiny_task, fork_server, tmp_path
+):
+    ports = [free_port(), free_port()]
+    first, second = (started(tiny_task, fork_server, tmp_path / f"{port}.log", port) for port in ports)
+    flags = [
+        *("--hf-checkpoint", tiny_task.model, "--prompt-data", tiny_task.train, "--label-key", "label"),
+        *("--apply-chat-template", "--rollout-batch-size", 8, "--n-samples-per-prompt", 4, "--num-rollout", ROLLOUTS),
+        *("--rollout-max-response-len", 100, "--custom-rm-path", f"{PLUGINS}:share_of_sevens", "--fp32"),
+        *("--actor-num-gpus-per-node", 1, "--use-dynamic-batch-size", "--max-tokens-per-gpu", 4096, "--lr", "1e-3"),
+        *("--rollout-external-engine-addrs", *(f"127.0.0.1:{port}" for port in ports)),
+        *("--use-fault-tolerance", "--check-weight-update-equal", "--output-dir", tmp_path, "--experiment-name", "run"),
+    ]
+    try:
+        (info, _) = discover_external_engines([first.url, second.url])
+        seen = ExternalEngine(0, info, 5.0)
+        seen.start()
+        with running(flags, tmp_path) as run:
+            _, *urls = run.urls()
+            assert urls == [first.url, second.url]
+            run.wait(lambda: run.num_trained() >= 1 and is_generating(second.url))
+            second.stop()
+            run.wait(lambda: "engine 1: its process ended" in run.text())
+            second = started(tiny_task, fork_server, tmp_path / "again.log", ports[1])
+            finished = run.end()
+        assert finished.status == 0, finished.output[-6000:]
+        assert "engine 1 serves again" in finished.output
+        assert max(values(metrics(tmp_path / "run"), "train/train_rollout_logprob_abs_diff")) < 1e-4
+        assert finished.survivors() == []
+        assert [engine.weight_version() for engine in (first, second)] == [str(ROLLOUTS)] * 2
+        assert first.weights_checksum() == second.weights_checksum()
+        seen.raise_if_dead()
+        first.stop()
+        with pytest.raises(EngineError, match=r"external engine 0 .*nobody listens there any more"):
+            seen.raise_if_dead()
+    finally:
+        first.stop()
+        second.stop()

@@ -1,0 +1,161 @@
+"""Every way weights travel, against real servers: what engines hold afterwards is what the trainer had, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slime.backends.protocols import EngineInfo, NamedTensor
+from slime.backends.sglang_utils.checksum import expected_checksums
+from slime.backends.sglang_utils.engine import SGLangEngine
+from slime.backends.sglang_utils.fork_server import ForkServer
+from slime.backends.sglang_utils.server_args import server_env
+from slime.backends.training.hf_files import write_hf_directory
+from slime.utils.errors import EngineError
+from slime.weight_sync import send_distributed
+from slime.weight_sync.ranks import ALONE
+from slime.weight_sync.send_delta import DeltaUpdater
+from slime.weight_sync.send_disk import DiskSettings, DiskUpdater
+from slime.weight_sync.session import WeightUpdate
+from slime.weight_sync.updater import WeightUpdater
+from tests.e2e.engines import HostFleet, LocalFleet, make_engine
+from tests.e2e.moe_model import make_moe_model
+from tests.e2e.test_engine import generate, model_of, worst_difference
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def preloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    server = ForkServer(tmp_path_factory.mktemp("fork") / "log", server_env())
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_task: Any, preloaded: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+    engine = make_engine(tiny_task, preloaded, tmp_path_factory.mktemp("engine") / "log")
+    try:
+        engine.start()
+        yield engine
+    finally:
+        engine.stop()
+
+
+class StubTrainer:
+    """A trainer of one rank whose weights are those of a checkpoint, moved a little."""
+
+    def __init__(self, model: str) -> None:
+        from safetensors.torch import load_file
+
+        files = sorted(Path(model).glob("*.safetensors"))
+        self.weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        if json.loads((Path(model) / "config.json").read_text())["tie_word_embeddings"]:
+            self.weights.pop("lm_head.weight", None)
+        self.model = model
+        self.generator = torch.Generator().manual_seed(5)
+
+    def step(self, only: str | None = None) -> None:
+        """Move all weights, or those whose name contains ``only``."""
+        for name, tensor in self.weights.items():
+            if only is None or only in name:
+                tensor.add_(torch.randn(tensor.shape, generator=self.generator) * 0.02)
+
+    def export_weights(self, bucket_bytes: int = 0) -> Iterator[NamedTensor]:
+        yield from self.weights.items()
+
+    def save_hf(self, path: str) -> None:
+        write_hf_directory(self.export_weights(), self.model, path)
+
+
+def test_tensors_in_shared_memory_arrive_bit_for_bit_and_leave_no_memory_behind(engine, tiny_task):
+    trainer = StubTrainer(tiny_task.model)
+    fleet = LocalFleet([engine], [EngineInfo(engine.url, 1, first_slot=0)])
+    updater = WeightUpdater(ALONE, address="127.0.0.1", shares_devices=True, timeout_s=60)
+    engine.reset_weights()
+    before = shared_files()
+    update = WeightUpdate("1", max_chunk_bytes=1 << 16, timeout_s=60, checksums=expected_checksums)
+    for version in ("1", "2"):
+        trainer.step()
+        num_bytes = updater.update(fleet, trainer, dataclasses.replace(update, version=version))
+    assert num_bytes == sum(tensor.nbytes for tensor in trainer.weights.values())
+    assert set(expected_checksums(trainer.weights.items())) == set(engine.weights_checksum())
+    assert engine.weight_version() == "2"
+    assert shared_files() == before
+
+
+@pytest.mark.parametrize("small_bytes", [0, 1 << 40], ids=["tensor by tensor", "as one row of bytes"])
+def test_broadcasts_arrive_bit_for_bit(engine, tiny_task, monkeypatch, small_bytes):
+    monkeypatch.setattr(send_distributed, "_SMALL_BYTES", small_bytes)
+    trainer = StubTrainer(tiny_task.model)
+    updater = WeightUpdater(ALONE, address="127.0.0.1", shares_devices=False, timeout_s=60)
+    engine.reset_weights()
+    update = WeightUpdate("1", max_chunk_bytes=1 << 16, timeout_s=60, checksums=expected_checksums)
+    try:
+        for version in ("1", "2"):
+            trainer.step()
+            updater.update(LocalFleet([engine]), trainer, dataclasses.replace(update, version=version))
+    finally:
+        updater.disconnect(is_urgent=True)
+    assert set(expected_checksums(trainer.weights.items())) == set(engine.weights_checksum())
+    assert engine.weight_version() == "2"
+
+
+def shared_files() -> list[str]:
+    return sorted(path.name for path in Path("/dev/shm").glob("torch_*"))
+
+
+@pytest.mark.parametrize("encoding", [None, "xor", "overwrite"])
+def test_files_arrive_bit_for_bit_in_full_or_as_differences(engine, tiny_task, tmp_path, encoding):
+    trainer = StubTrainer(tiny_task.model)
+    settings = DiskSettings(tmp_path / "shared", None if encoding is None else tmp_path / "local")
+    updater = DiskUpdater(ALONE, settings) if encoding is None else DeltaUpdater(ALONE, settings, encoding=encoding)
+    engine.reset_weights()
+    update = WeightUpdate("1", max_chunk_bytes=1 << 16, timeout_s=60, checksums=expected_checksums)
+    sizes = []
+    for version in ("1", "2", "3"):
+        trainer.step(only=None if version == "1" else "layers.1.mlp.down_proj")
+        sizes.append(updater.update(HostFleet([engine]), trainer, dataclasses.replace(update, version=version)))
+    assert set(expected_checksums(trainer.weights.items())) == set(engine.weights_checksum())
+    assert engine.weight_version() == "3"
+    if encoding is not None:
+        assert max(sizes[1:]) < sizes[0] / 4
+
+
+def test_engines_of_different_width_get_the_same_mixture_of_experts(tiny_task, preloaded, tmp_path):
+    model_path = str(make_moe_model(tiny_task, tmp_path / "model"))
+    task = SimpleNamespace(model=model_path)
+    wide = make_engine(task, preloaded, tmp_path / "wide.log", "--tp-size", "2", "--ep-size", "2")
+    narrow = make_engine(task, preloaded, tmp_path / "narrow.log")
+    trainer = StubTrainer(model_path)
+    updater = WeightUpdater(ALONE, address="127.0.0.1", shares_devices=False, timeout_s=60, changed_only=True)
+    fleet = LocalFleet([wide, narrow], [EngineInfo(wide.url, 2), EngineInfo(narrow.url, 1)])
+    sizes = []
+    try:
+        for start in [fleet.pool.submit(each.start) for each in (wide, narrow)]:
+            start.result(120)
+        fleet.start("reset_weights").wait(60)
+        for version, only in (("0", "nothing"), ("1", None), ("2", "experts.3.")):
+            trainer.step(only=only)
+            update = WeightUpdate(version, max_chunk_bytes=1 << 14, timeout_s=60, restores=version == "0")
+            sizes.append(updater.update(fleet, trainer, update))
+        with pytest.raises(EngineError, match="refused weights_checker"):
+            fleet.start("compare_weights").wait(60)
+        answers = [generate(each, [5, 6, 7, 8]) for each in (wide, narrow)]
+    finally:
+        updater.disconnect(is_urgent=True)
+        wide.stop()
+        narrow.stop()
+    assert sizes[2] < sizes[0] / 4, "what has not changed is not sent again"
+    write_hf_directory(trainer.export_weights(), model_path, str(tmp_path / "new"))
+    reference = model_of(SimpleNamespace(model=str(tmp_path / "new")))
+    for output, log_probs, version in answers:
+        assert version == "2"
+        assert worst_difference(reference, [5, 6, 7, 8], output, log_probs) < 1e-5

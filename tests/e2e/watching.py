@@ -1,0 +1,95 @@
+"""A run that is under way, as its user sees it, and the processes behind its engines."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+
+from tests.e2e.running import Finished, metrics, start_train, values
+
+
+@dataclass
+class Running:
+    """A run that is under way, as its user sees it: a log, metrics, and ports."""
+
+    process: Any
+    mark: str
+    output: Path
+    log: Path
+    timeout_s: float = 150.0
+    started: float = field(default_factory=time.monotonic)
+    versions: list[set[str]] = field(default_factory=list)
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def wait(self, ready: Callable[[], Any]) -> Any:
+        while not (found := ready()):
+            assert self.process.poll() is None, self.text()[-6000:]
+            assert time.monotonic() < self.started + self.timeout_s, self.text()[-6000:]
+            time.sleep(0.05)
+        return found
+
+    def urls(self) -> list[str]:
+        line = self.wait(lambda: re.search(r"router (http\S+), engines (.+)", self.text()))
+        return [line[1], *re.findall(r"http://[\d.]+:\d+", line[2])]
+
+    def urls_of(self, model: str) -> list[str]:
+        """Engines of a model whose weights stay."""
+        line = self.wait(lambda: re.search(rf"engines of {model}, whose weights stay (.+)", self.text()))
+        return re.findall(r"http://[\d.]+:\d+", line[1])
+
+    def last_url(self, rank: int) -> str:
+        return re.findall(rf"engine {rank} started again at (http://[\d.]+:\d+)", self.text())[-1]
+
+    def num_trained(self) -> int:
+        path = self.output / "run" / "metrics.jsonl"
+        return len(values(metrics(self.output / "run"), "train/loss")) if path.exists() else 0
+
+    def end(self) -> Finished:
+        status = self.process.wait(self.timeout_s)
+        return Finished(status, self.text(), self.mark, time.monotonic() - self.started)
+
+
+@contextmanager
+def running(flags: list[Any], output: Path, script: str = "train.py") -> Iterator[Running]:
+    log = output / "log"
+    process, mark = start_train(flags, output, log, script)
+    try:
+        yield Running(process, mark, output, log)
+    finally:
+        process.kill()
+
+
+def read(url: str) -> Any:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as reply:
+            return json.load(reply)
+    except OSError:
+        return None
+
+
+def is_generating(engine: str) -> bool:
+    loads = read(f"{engine}/v1/loads?include=core")
+    return loads is not None and sum(load["num_running_reqs"] for load in loads["loads"]) > 0
+
+
+def server_of(engine: str) -> psutil.Process:
+    """The process that listens on the engine's port."""
+    port = urlsplit(engine).port
+    owners = {c.pid for c in psutil.net_connections("tcp") if c.laddr.port == port and c.status == psutil.CONN_LISTEN}
+    return psutil.Process(min(owners))
+
+
+def scheduler_of(engine: str) -> psutil.Process:
+    return next(child for child in server_of(engine).children() if child.name().startswith("sglang::sched"))

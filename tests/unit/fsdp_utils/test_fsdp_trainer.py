@@ -1,0 +1,139 @@
+"""The FSDP trainer on one rank: objectives, optimizers and copies of other weights as with the Megatron backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slime.utils.errors import ConfigError, SlimeError
+from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, schedule, use_single_rank_env
+
+USER = "tests.unit.megatron_utils.user_objectives"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _single_rank() -> Iterator[None]:
+    use_single_rank_env()
+    yield
+    if dist.is_initialized():
+        from megatron.core import parallel_state as mpu
+
+        mpu.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("fsdp_trainer")
+    make_hf_model("qwen3", path, tie_word_embeddings=True)
+    return path
+
+
+def _two_steps(seed: int = 4) -> dict[str, Any]:
+    return schedule(make_batch(seed=seed) | {"global_batch_sizes": [4, 4]}, [[0, 1, 2, 3], [4, 5, 6, 7]])
+
+
+def _trainer(path: Path, backend: str = "fsdp", **settings: Any) -> Any:
+    from slime.backends.fsdp_utils.actor import FsdpTrainer
+    from slime.backends.megatron_utils.actor import MegatronTrainer
+
+    args = make_args(path, train_backend=backend, **settings)
+    made = {"fsdp": FsdpTrainer, "megatron": MegatronTrainer}[backend]
+    trainer = made(args, rank=0, world_size=1, with_ref=args.use_kl_loss or args.kl_coef != 0)
+    trainer.setup()
+    return trainer
+
+
+def _trained(path: Path, backend: str, num_rollouts: int = 2, **settings: Any) -> tuple[list[Any], dict[str, Any]]:
+    trainer = _trainer(path, backend, **settings)
+    reports = [trainer.train(rollout_id, _two_steps(rollout_id)) for rollout_id in range(num_rollouts)]
+    return reports, {name: value.clone() for name, value in trainer.export_weights()}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optimizer": "sgd", "lr": 0.1, "weight_decay": 0.01, "clip_grad": 0.3},
+        {"use_stateless_adam": True, "lr": 1e-3, "weight_decay": 0.1},
+        {"reset_optimizer_states": True, "lr": 1e-3},
+        {"use_rollout_entropy": True, "lr": 1e-3},
+        {"kl_coef": 0.1, "ref_update_interval": 1, "lr": 1e-3},
+        {"loss_type": "custom_loss", "custom_loss_function_path": f"{USER}.same_loss", "lr": 1e-3},
+        {"use_rollout_logprobs": True, "use_tis": True, "lr": 1e-3, "log_probs_chunk_size": 5},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_every_option_does_what_it_does_with_the_megatron_backend(checkpoint: Path, settings: dict[str, Any]) -> None:
+    (ours, our_weights), (theirs, their_weights) = (
+        _trained(checkpoint, backend, **settings) for backend in ("fsdp", "megatron")
+    )
+    for mine, other in zip(ours, theirs, strict=True):
+        for a, b in zip([*mine.steps, mine.rollout], [*other.steps, other.rollout], strict=True):
+            assert a == pytest.approx(b, rel=1e-4, abs=2e-6)
+    for name, value in their_weights.items():
+        torch.testing.assert_close(our_weights[name], value, atol=2e-5, rtol=0)
+
+
+def test_a_batch_is_judged_by_the_kept_weights_that_generated_it(checkpoint: Path) -> None:
+    trainer = _trainer(checkpoint, lr=1e-2)
+    trainer.keep_version("0")
+    first = trainer.train(0, _two_steps()).rollout["log_probs"]
+    assert trainer.train(1, _two_steps() | {"generated_by": "0"}).rollout["log_probs"] == first
+    assert trainer.train(2, _two_steps()).rollout["log_probs"] != first
+
+
+def test_gradients_that_are_not_finite_stop_the_run_with_the_samples_at_fault_or_are_skipped(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    bad = _two_steps()
+    bad["rewards"][5] = float("nan")
+    trainer = _trainer(checkpoint, save=str(tmp_path))
+    with pytest.raises(
+        SlimeError, match=r"rollout 0, step 1: gradients are NaN .*micro-batch 0 of rank 0, samples \[4"
+    ):
+        trainer.train(0, bad)
+    trainer = _trainer(checkpoint, save=str(tmp_path), check_for_nan_in_loss_and_grad=False)
+    before = {name: value.clone() for name, value in trainer.export_weights()}
+    report = trainer.train(0, schedule(bad | {"global_batch_sizes": [8]}, [list(range(8))]))
+    assert report.steps[0]["skipped_steps"] == 1
+    assert all(torch.equal(before[name], value) for name, value in trainer.export_weights())
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_with_its_name(checkpoint: Path, tmp_path: Path) -> None:
+    _trainer(checkpoint, save=str(tmp_path / "whole")).save(0)
+    _trainer(checkpoint, save=str(tmp_path / "weights"), no_save_optim=True).save(0)
+    other = tmp_path / "other"
+    make_hf_model("qwen3", other, num_hidden_layers=3)
+    for model, load in ((other, "whole"), (checkpoint, "weights")):
+        with pytest.raises(ConfigError, match=f"--load .*{load}/iter_0000000 does not fit the model and optimizer"):
+            _trainer(model, load=str(tmp_path / load))
+    assert _trainer(checkpoint, load=str(tmp_path / "weights"), no_load_optim=True).train(1, _two_steps()).steps
+    damaged = next((tmp_path / "whole" / "iter_0000000").glob("*.distcp"))
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    with pytest.raises(ConfigError, match=r"is not a complete checkpoint: .*distcp has 100 bytes"):
+        _trainer(checkpoint, load=str(tmp_path / "whole"))
+
+
+def test_a_save_that_fails_leaves_the_checkpoint_before_it(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slime.backends.fsdp_utils import checkpoint as module
+
+    trainer = _trainer(checkpoint, save=str(tmp_path))
+    trainer.save(0)
+    monkeypatch.setattr(module.torch, "save", _no_space)
+    with pytest.raises(SlimeError, match=r"could not be written: rank 0: OSError.*No space left"):
+        trainer.save(1)
+    monkeypatch.undo()
+    assert _trainer(checkpoint, load=str(tmp_path)).train(1, _two_steps()).steps
+    trainer.save(1)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1"
+
+
+def _no_space(*args: Any, **kwargs: Any) -> None:
+    raise OSError(28, "No space left on device")

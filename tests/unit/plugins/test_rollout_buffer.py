@@ -1,0 +1,108 @@
+"""The rollout buffer: a service that collects conversations, and the rollout that trains on them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import uvicorn
+
+from slime.batch.compile import compile_train_data
+from slime.batch.rewards import RewardArgs
+from slime.rollout.arguments import RolloutBufferArgs
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.utils.errors import ConfigError, EngineError
+from slime.utils.net import free_port
+from slime_plugins.rollout_buffer import rollout_buffer_example
+from slime_plugins.rollout_buffer.buffer import RolloutBuffer, discover_generators, make_app
+from slime_plugins.rollout_buffer.generator import base_generator
+from tests.unit.rollout.fake_engine import FakeEngine, make_args
+
+
+@pytest.fixture
+def service() -> Iterator[str]:
+    """The real service over HTTP, with the generator that asks the engine and with one that breaks."""
+    broken = SimpleNamespace(TASK_TYPE="broken", run_rollout=lambda data: 1 / 0)
+    app = make_app({"math": base_generator, "broken": broken})  # type: ignore[dict-item]
+    port = free_port()
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{port}"
+    server.should_exit = True
+    thread.join(10)
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeEngine]:
+    """Answers every conversation with the label of its prompt, every other time a wrong one."""
+
+    def answer(payload: dict[str, Any], number: int) -> tuple[int, Any]:
+        right = payload["messages"][-1]["content"].rpartition(" ")[2]
+        text = f"\\boxed{{{right if number % 2 else '0'}}}"
+        return 200, {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}]}
+
+    engine = FakeEngine(answer)
+    yield engine
+    engine.close()
+
+
+def args_for(tiny_task: Any, tmp_path: Path, engine: FakeEngine, url: str | None, **more: Any) -> Any:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"say {i + 1}", "label": str(i + 1)}) + "\n" for i in range(6)))
+    args = make_args(tiny_task.model, engine.port, prompt_data=str(rows), input_key="prompt", num_epoch=None)
+    vars(args).update(vars(RolloutBufferArgs()) | {"rollout_buffer_url": url, "loss_mask_type": "qwen"} | more)
+    return args
+
+
+def test_batches_are_complete_groups_each_conversation_once_and_the_rest_waits(
+    tiny_task: Any, tmp_path: Path, engine: FakeEngine, service: str
+) -> None:
+    args = args_for(tiny_task, tmp_path, engine, service, rollout_batch_size=2, n_samples_per_prompt=2)
+    source = RolloutDataSourceWithBuffer(args)
+    batches = [rollout_buffer_example.generate_rollout(args, i, source) for i in range(3)]
+    groups = [group for batch in batches for group in batch]
+    assert [len(group) for group in groups] == [2] * 6
+    names = [{sample.metadata["instance_id"] for sample in group} for group in groups]
+    assert sorted(name for one in names for name in one) == [f"0-{i}" for i in range(6)]
+    assert len({sample.index for group in groups for sample in group}) == 12
+    for sample in (sample for group in groups for sample in group):
+        assert sample.reward == float(sample.response == f"\\boxed{{{sample.label}}}")
+        assert sum(sample.loss_mask) >= len(sample.response) - 2
+    data = compile_train_data(batches[0], rewards=RewardArgs(n_samples_per_prompt=2))
+    assert len(data["tokens"]) == 4
+    assert len(source.get_metadata()["finished_instance_ids"]) == 6
+    assert len(engine.requests) == 12
+
+
+def test_what_goes_wrong_names_its_flag(tiny_task: Any, tmp_path: Path, engine: FakeEngine, service: str) -> None:
+    def generate(url: str | None, **more: Any) -> None:
+        args = args_for(tiny_task, tmp_path, engine, url, **more)
+        rollout_buffer_example.generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+
+    with pytest.raises(ConfigError, match="--rollout-buffer-url"):
+        generate(None)
+    with pytest.raises(ConfigError, match=r"--rollout-task-type chess: .*unknown; known are \['broken', 'math'\]"):
+        generate(service, rollout_task_type="chess")
+    with pytest.raises(EngineError, match="the generator ended with ZeroDivisionError"):
+        generate(service, rollout_task_type="broken")
+
+
+def test_a_group_is_handed_out_once_and_only_when_it_is_complete() -> None:
+    buffer = RolloutBuffer()
+    buffer.configure(base_generator, "math", min_size=2)
+    for uid, instance in enumerate("aab"):
+        buffer.write({"uid": uid, "instance_id": instance, "messages": [], "reward": uid})
+    items, meta, error = buffer.take(wait_s=0.0)
+    assert [item["uid"] for item in items] == [0, 1]
+    assert (meta["num_groups"], meta["num_waiting_groups"], meta["avg_reward"], error) == (1, 1, 0.5, "")
+    assert buffer.take(wait_s=0.0)[0] == []
+
+
+def test_generators_are_found_by_their_task_type() -> None:
+    assert discover_generators() == {"math": base_generator}

@@ -1,0 +1,57 @@
+"""What the user reads when a run ends badly."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayTaskError
+
+from slime.ray.failures import exit_status, message_of
+from slime.utils.errors import DataError, ProcessDied
+
+
+def task_error(cause: Exception) -> RayTaskError:
+    return RayTaskError("train", "a traceback", cause)
+
+
+@pytest.mark.parametrize("wrap", [lambda error: error, task_error, lambda error: task_error(task_error(error))])
+def test_an_error_that_slime_raised_is_told_without_rays_traceback_however_deep_it_was(wrap):
+    assert message_of(wrap(DataError("row 3 is empty"))) == "row 3 is empty"
+    assert message_of(wrap(ProcessDied("rank 1 died"))) == "rank 1 died"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_is_called_that_and_old_checkpoints_are_said_to_be_whole(number):
+    message = message_of(task_error(OSError(number, "no room", "/save/iter_0000003")))
+    assert message is not None
+    assert "the disk is full" in message
+    assert "/save/iter_0000003" in message
+    assert "Checkpoints that were complete still are" in message
+
+
+@pytest.mark.parametrize("error", [ObjectStoreFullError("2 GB"), OutOfDiskError("95 %")])
+def test_a_full_object_store_names_what_fills_it(error):
+    message = message_of(task_error(error))
+    assert message is not None
+    assert "object store is full" in message
+    assert "--rollout-batch-size" in message
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), task_error(KeyError("x")), OSError(errno.ENOENT, "gone")])
+def test_a_bug_keeps_its_traceback(error):
+    assert message_of(error) is None
+
+
+def test_expected_errors_become_a_message_and_status_1(capsys):
+    with pytest.raises(SystemExit) as caught, exit_status():
+        raise DataError("row 3 is empty")
+    assert caught.value.code == 1
+    assert capsys.readouterr().err == "error: row 3 is empty\n"
+
+
+def test_an_interruption_is_status_130(capsys):
+    with pytest.raises(SystemExit) as caught, exit_status():
+        raise KeyboardInterrupt
+    assert caught.value.code == 130
+    assert "every process of the run was stopped" in capsys.readouterr().err

@@ -1,0 +1,119 @@
+"""The verdict on a process that gives no sign of life, with the kernel's answers given."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import psutil
+import pytest
+from ray.exceptions import RpcError
+
+from slime.ray import pulse
+from slime.ray.cards import Card
+from slime.ray.pulse import Vitals, Watch, _kill, _vitals
+from slime.utils.deadline import Deadline, wait_until
+
+
+class World:
+    """One process that somebody waits for: when it beats, what the kernel says, and whether it was killed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, silence_s: float = 10.0) -> None:
+        self.now, self.beat, self.vitals, self.is_killed = 100.0, b"0", Vitals("sleeping", 5.0), False
+        card = Card("trainer rank 1", 7, "here", 1.0, "", "", "actor", "node", silence_s)
+        monkeypatch.setattr(pulse.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(pulse, "cards_of", lambda refs: [card])
+        monkeypatch.setattr(pulse, "last_beat", lambda card: self.read())
+        monkeypatch.setattr(pulse, "_on_node_of", self.ask)
+        self.watch = Watch()
+
+    def read(self) -> bytes:
+        return self.beat
+
+    def ask(self, card: Card, function: Any) -> Vitals | None:
+        if function is _kill:
+            self.is_killed = True
+            return None
+        return self.vitals
+
+    def reason_after(self, seconds: float, *, cpu: float = 0.0, beats: bool = False) -> tuple[float, str] | None:
+        """(seconds, reason) of the verdict, looking once a second while the process uses ``cpu`` of a processor."""
+        start = self.now
+        while self.now < start + seconds:
+            self.now += 1.0
+            if beats:
+                self.beat = str(self.now).encode()
+            self.vitals = Vitals(self.vitals.state, self.vitals.cpu_s + cpu)
+            if gone := self.watch.look(["ref"]):
+                return self.now - start, gone[1]
+        return None
+
+
+def test_a_stopped_process_is_killed_once_it_has_been_silent_for_long_enough(monkeypatch):
+    world = World(monkeypatch)
+    world.vitals = Vitals(psutil.STATUS_STOPPED, 5.0)
+    found = world.reason_after(60)
+    assert found is not None
+    assert 10 <= found[0] <= 14
+    assert "it was stopped, as by SIGSTOP: no sign of life for 10 s" in found[1]
+    assert world.is_killed
+
+
+def test_a_process_that_beats_is_left_alone_whatever_the_kernel_says(monkeypatch):
+    world = World(monkeypatch)
+    world.vitals = Vitals(psutil.STATUS_STOPPED, 5.0)
+    assert world.reason_after(300, beats=True) is None
+
+
+def test_native_code_that_works_is_left_alone_and_one_that_hangs_is_not(monkeypatch):
+    world = World(monkeypatch)
+    assert world.reason_after(300, cpu=0.9) is None
+    assert not world.is_killed
+    world = World(monkeypatch)
+    found = world.reason_after(300, cpu=0.01)  # Ray's own threads
+    assert found is not None
+    assert 60 <= found[0] <= 66
+    assert "hangs in native code" in found[1]
+
+
+@pytest.mark.parametrize("state", [psutil.STATUS_TRACING_STOP, psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP])
+def test_a_process_that_is_debugged_or_gets_no_processor_or_disk_is_left_alone(state, monkeypatch):
+    world = World(monkeypatch)
+    world.vitals = Vitals(state, 5.0)
+    assert world.reason_after(300) is None
+
+
+def test_time_in_which_nobody_looked_is_no_silence(monkeypatch):
+    world = World(monkeypatch)
+    world.vitals = Vitals(psutil.STATUS_STOPPED, 5.0)
+    assert world.reason_after(4) is None
+    world.now += 3600  # the driver was stopped itself, or the machine slept
+    assert world.reason_after(2) is None
+    assert world.reason_after(60, beats=True) is None
+
+
+def test_heartbeats_that_cannot_be_read_say_nothing(monkeypatch):
+    world = World(monkeypatch)
+    world.vitals = Vitals(psutil.STATUS_STOPPED, 5.0)
+
+    def fail() -> bytes:
+        raise RpcError("the store is away")
+
+    monkeypatch.setattr(world, "read", fail)
+    assert world.reason_after(300) is None
+
+
+def test_the_kernel_is_asked_about_this_very_process():
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        created = psutil.Process(process.pid).create_time()
+        os.kill(process.pid, signal.SIGSTOP)
+        wait_until(lambda: _vitals(process.pid, created).state == psutil.STATUS_STOPPED, Deadline(10.0, "the stop"))
+        assert _vitals(process.pid, created - 1.0) is None
+        _kill(process.pid, created - 1.0)
+        assert process.poll() is None, "another process with its number"
+        _kill(process.pid, created)
+        assert process.wait(10) == -signal.SIGKILL
+    assert _vitals(process.pid, created) is None

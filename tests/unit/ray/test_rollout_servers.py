@@ -1,0 +1,152 @@
+"""Several models: who receives weights, who shares devices, who is asked. Engines and routers are fakes."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from types import SimpleNamespace
+
+import pytest
+
+from slime.backends.protocols import EngineInfo
+from slime.backends.sglang_utils.topology import EnginePlace, WorkerType
+from slime.ray.engine_actor import ForkAddress
+from slime.ray.engine_slots import WaitingEngines
+from slime.ray.fleet import RayEngineFleet
+from slime.ray.rollout_servers import RolloutServers
+from slime.utils.errors import EngineError
+
+
+def fleet(*names: str, slots: tuple[int | None, ...] = ()) -> RayEngineFleet:
+    infos = [EngineInfo(f"http://{n}", 1, s) for n, s in zip(names, slots or (None,) * len(names), strict=True)]
+    return RayEngineFleet(names, infos, names)
+
+
+class Slots:
+    """EngineSlots of one model."""
+
+    def __init__(self, living: RayEngineFleet, waiting: WaitingEngines) -> None:
+        self.living, self.is_waiting = living, waiting
+        self.diary: list[str] = []
+
+    def fleet(self) -> RayEngineFleet:
+        return self.living
+
+    def waiting(self) -> WaitingEngines:
+        return self.is_waiting
+
+    def __getattr__(self, name: str):
+        return lambda *arguments: self.diary.append(name)
+
+
+def servers(*models: tuple[bool, RayEngineFleet, WaitingEngines], **changes) -> RolloutServers:
+    made = object.__new__(RolloutServers)
+    values = {"world_size": 2, "colocate": True, "debug_rollout_only": False, "debug_train_only": False}
+    values |= {"rollout_num_gpus": 4, "rollout_external": False, "offload_rollout": True}
+    values |= {"use_rollout_routing_replay": False}
+    made._args = Namespace(**values | changes)
+    made._servers = [
+        SimpleNamespace(
+            name=str(number),
+            updates_weights=updates,
+            engines=Slots(living, waiting),
+            router=SimpleNamespace(is_ours=True, raise_if_dead=lambda: None),
+        )
+        for number, (updates, living, waiting) in enumerate(models)
+    ]
+    return made
+
+
+NOBODY = WaitingEngines(fleet(), 1)
+
+
+def test_weights_go_to_every_model_that_takes_them_and_to_no_other():
+    several = servers((True, fleet("0.0", "1.0"), NOBODY), (False, fleet("2.0"), NOBODY), (True, fleet("3.0"), NOBODY))
+    assert several.fleet.names == ("0.0", "1.0", "3.0")
+    assert several.all_engines().names == ("0.0", "1.0", "2.0", "3.0")
+    assert several.begin_sync().names == ("0.0", "1.0", "3.0")
+    several.end_sync(["0.0"])
+    assert [server.engines.diary for server in several._servers] == [
+        ["pause_watch", "admit", "resume_watch"],
+        ["pause_watch", "resume_watch"],
+        ["pause_watch", "admit", "resume_watch"],
+    ]
+
+
+def test_engines_on_the_trainers_devices_release_their_memory_frozen_ones_too():
+    several = servers((True, fleet("0.0", "1.0", slots=(0, 2)), NOBODY), (False, fleet("2.0", slots=(1,)), NOBODY))
+    assert list(several.offloadable().names) == ["0.0", "2.0"]
+
+
+def test_of_the_models_that_wait_for_weights_the_one_that_serves_least_decides():
+    alone, helped = WaitingEngines(fleet("0.1"), 0), WaitingEngines(fleet("3.1"), 2)
+    several = servers((True, fleet(), alone), (True, fleet("2.0"), NOBODY), (True, fleet("3.1"), helped))
+    assert several.waiting().fleet.names == ("0.1", "3.1")
+    assert several.waiting().num_serving == 0
+
+
+def test_a_model_that_keeps_its_weights_is_never_among_those_that_wait_for_them():
+    several = servers((True, fleet("0.0"), NOBODY), (False, fleet(), WaitingEngines(fleet("2.1"), 0)))
+    assert several.waiting().fleet.names == ()
+    assert several.waiting().num_serving == 1
+
+
+def test_a_model_that_keeps_its_weights_ends_the_run_when_it_cannot_be_kept_alive():
+    several = servers((True, fleet("0.0"), NOBODY), (False, fleet(), NOBODY))
+
+    def fail() -> None:
+        raise EngineError("engine 2 died 4 times")
+
+    several._servers[1].engines.waiting = fail
+    with pytest.raises(EngineError, match="engine 2 died 4 times"):
+        several.waiting()
+
+
+def test_the_dead_are_those_that_no_model_knows_any_more():
+    several = servers((True, fleet("0.0"), NOBODY), (False, fleet("2.0"), NOBODY))
+    assert several.lost(["0.0", "1.0", "2.0"]) == ["1.0"]
+    assert [server.engines.diary for server in several._servers] == [["look"], ["look"]]
+
+
+def test_a_dead_router_is_the_answer_to_who_needs_weights():
+    several = servers((True, fleet("0.0"), NOBODY))
+
+    def fail() -> None:
+        raise EngineError("the router ended")
+
+    several._servers[0].router.raise_if_dead = fail
+    with pytest.raises(EngineError, match="the router ended"):
+        several.waiting()
+
+
+@pytest.mark.parametrize(
+    ("slot", "updates", "fields"),
+    [
+        (0, True, {}),
+        (1, False, {"enable_weights_cpu_backup": True}),
+        (2, True, {"enable_memory_saver": False}),
+        (3, False, {"enable_memory_saver": False}),
+    ],
+)
+def test_what_an_engine_keeps_in_memory_follows_from_its_devices_and_the_file_decides(slot, updates, fields):
+    several = servers()
+    place = EnginePlace(0, WorkerType.REGULAR, slot, 1, {"context_length": 9})
+    assert several._for_model(place, updates).overrides == {"context_length": 9, **fields}
+    own = EnginePlace(0, WorkerType.REGULAR, slot, 1, dict.fromkeys(fields, "the user's"))
+    assert several._for_model(own, updates).overrides == dict.fromkeys(fields, "the user's")
+    several._args.offload_rollout = False
+    assert several._for_model(place, updates) == place
+
+
+def test_a_model_that_keeps_its_weights_is_not_asked_for_expert_choices_it_may_have_no_experts():
+    several = servers(use_rollout_routing_replay=True, offload_rollout=False)
+    place = EnginePlace(0, WorkerType.REGULAR, 0, 1, {"context_length": 9})
+    assert several._for_model(place, updates_weights=True) == place
+    fields = several._for_model(place, updates_weights=False).overrides
+    assert fields == {"context_length": 9, "enable_return_routed_experts": False}
+
+
+def test_engines_are_forked_from_a_process_of_their_own_node_only(tmp_path):
+    address = ForkAddress("10.0.0.1", str(tmp_path / "socket"))
+    assert address.is_on("10.0.0.1")
+    assert not address.is_on("10.0.0.2"), "another node, on the same file system"
+    assert not ForkAddress("10.0.0.1", str(tmp_path / "gone" / "socket")).is_on("10.0.0.1")

@@ -1,0 +1,237 @@
+"""Whose turn it is on shared devices: the loop's order of verbs, told by fakes that record them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import train as driver
+from slime.backends.protocols import TRAINER_PARTS, TrainReport
+from slime.ray import loop
+from slime.ray.progress import Progress
+from slime.ray.shards import RolloutResult
+from slime.ray.train_actor import SyncReport
+from slime.ray.turns import DeviceTurns
+from slime.utils.errors import EngineError
+
+ALL = "+".join(TRAINER_PARTS)
+
+
+class Recorder:
+    """Every verb that is called on it goes into the story as ``who.verb(what)``."""
+
+    def __init__(self, name: str, story: list[str], fails_at: str = "") -> None:
+        self.name, self.story, self.fails_at = name, story, fails_at
+
+    def tell(self, verb: str, what: str = "") -> None:
+        self.story.append(f"{self.name}.{verb}" + (f"({what})" if what else ""))
+        if verb == self.fails_at:
+            raise EngineError(f"{self.name} failed at {verb}")
+
+
+class FakeTrainer(Recorder):
+    def offload(self, parts=TRAINER_PARTS):
+        self.tell("offload", "+".join(parts))
+
+    def onload(self, parts=TRAINER_PARTS):
+        self.tell("onload", "+".join(parts))
+
+    def create(self):
+        self.tell("create")
+
+    def release(self):
+        self.tell("release")
+
+    def train(self, rollout_id, shards, versions, values=None):
+        self.tell("train")
+        return TrainReport()
+
+    def train_values(self, rollout_id, shards, versions):
+        self.tell("train")
+        return TrainReport(), []
+
+    def update_weights(self, fleet, version):
+        self.tell("update_weights")
+        return SyncReport()
+
+    def save(self, rollout_id):
+        self.tell("save")
+
+    def kill(self):
+        self.tell("kill")
+
+
+class FakeEngines(Recorder):
+    def offload(self):
+        self.tell("offload")
+
+    def onload_weights(self):
+        self.tell("onload_weights")
+
+    def onload_kv(self):
+        self.tell("onload_kv")
+
+
+class FakeManager(Recorder):
+    """``manager.verb.remote(...)`` records the verb and returns its result."""
+
+    def __getattr__(self, verb: str) -> Any:
+        results = {"generate": RolloutResult([], {}), "eval": {}}
+
+        def remote(*arguments: Any) -> Any:
+            self.tell(verb)
+            return results.get(verb)
+
+        return SimpleNamespace(remote=remote)
+
+
+def story_of(
+    monkeypatch, tmp_path, fails_at: str = "", *, num_rollout: int = 1, critic: bool = False, **more: Any
+) -> list[str]:
+    """What ``train.py`` does with a colocated run of these settings, from the first sync to the end."""
+    story: list[str] = []
+    settings: dict[str, Any] = {
+        **{"num_rollout": num_rollout, "eval_interval": None, "save_interval": None, "skip_eval_before_train": True},
+        **{
+            "update_weights_interval": 1,
+            "is_async": False,
+            "background_eval": False,
+            "debug_train_only": False,
+            "rollout_timeout": 1.0,
+        },
+        **{"save_hf": None, "num_critic_only_steps": 0, "release_train": False, "offload_train": True},
+        **{"offload_rollout": True, "background_eval": False, **more},
+    }
+    args = SimpleNamespace(**settings)
+    who, _, verb = fails_at.partition(".")
+    make = lambda kind, name: kind(name, story, verb if name == who else "")  # noqa: E731
+    trainer, of_critic = make(FakeTrainer, "trainer"), make(FakeTrainer, "critic") if critic else None
+    turns = DeviceTurns(
+        trainer,
+        of_critic,
+        make(FakeEngines, "engines") if args.offload_rollout else None,
+        args.offload_train,
+        args.release_train,
+    )
+    tracker = SimpleNamespace(log=lambda *a, **k: None, close=lambda: None)
+    manager = make(FakeManager, "manager")
+    silent = SimpleNamespace(kill=lambda: None, trained=lambda rollout_id: None)
+    run = loop.Run(
+        **{"args": args, "tracker": tracker, "manager": manager, "data_buffer": silent, "trainer": trainer},
+        **{"start_rollout_id": 0, "num_rollout": num_rollout, "_fleet": object(), "slots": {}, "critic": of_critic},
+        **{"progress": Progress(tmp_path), "turns": turns},
+    )
+    monkeypatch.setattr(loop, "get", lambda ref, *arguments: ref)
+    monkeypatch.setattr(loop.Run, "report", lambda run, *told: None)
+    monkeypatch.setattr(loop.ray, "kill", lambda actor: None)
+    monkeypatch.setattr(loop, "release_placement_groups", lambda slots: None)
+    monkeypatch.setattr(loop, "start_run", lambda args: run)
+    try:
+        driver.train(args)
+    except EngineError as error:
+        story.append(f"! {error}")
+    return story
+
+
+SYNC = [
+    *("trainer.onload(weights)", "trainer.offload(gradients+optimizer)", "engines.onload_weights"),
+    *("trainer.update_weights", f"trainer.offload({ALL})", "engines.onload_kv"),
+]
+END = ["manager.dispose", "trainer.kill"]
+
+
+def test_memory_changes_hands_in_the_order_that_never_has_two_owners(monkeypatch, tmp_path):
+    assert story_of(monkeypatch, tmp_path, save_interval=1) == [
+        *SYNC,
+        *(f"trainer.offload({ALL})", "engines.onload_kv", "manager.generate"),
+        *("engines.offload", f"trainer.onload({ALL})", "trainer.train"),
+        *("engines.offload", f"trainer.onload({ALL})", "trainer.save"),
+        *SYNC,
+        *END,
+    ]
+
+
+def test_an_evaluation_after_training_without_a_sync_has_the_engines_awake(monkeypatch, tmp_path):
+    story = story_of(monkeypatch, tmp_path, num_rollout=2, update_weights_interval=2, eval_interval=1)
+    first = story.index("trainer.train")
+    assert story[first + 1 : first + 4] == [f"trainer.offload({ALL})", "engines.onload_kv", "manager.eval"]
+
+
+def test_actor_and_critic_take_turns(monkeypatch, tmp_path):
+    story = story_of(monkeypatch, tmp_path, critic=True, offload_rollout=False, save_interval=1)
+    begin = story.index("manager.generate")
+    assert story[begin + 1 : story.index("trainer.save") + 1] == [
+        *(f"trainer.offload({ALL})", f"critic.onload({ALL})", "critic.train"),
+        *(f"critic.offload({ALL})", f"trainer.onload({ALL})", "trainer.train"),
+        *(f"trainer.offload({ALL})", f"critic.onload({ALL})", "critic.save"),
+        *(f"critic.offload({ALL})", f"trainer.onload({ALL})", "trainer.save"),
+    ]
+
+
+def test_with_release_train_the_processes_end_and_start_around_every_step(monkeypatch, tmp_path):
+    story = story_of(monkeypatch, tmp_path, offload_train=False, release_train=True, save_interval=1)
+    sync = ["trainer.create", "trainer.offload(gradients+optimizer)", "engines.onload_weights"]
+    sync += ["trainer.update_weights", "trainer.release"]
+    assert story == [
+        *(*sync, "engines.onload_kv", "trainer.release", "engines.onload_kv", "manager.generate"),
+        *("engines.offload", "trainer.create", "trainer.train", "engines.offload", "trainer.create", "trainer.save"),
+        *(*sync, "engines.onload_kv", *END),
+    ]
+
+
+def test_nothing_moves_when_everybody_has_devices_of_his_own(monkeypatch, tmp_path):
+    story = story_of(monkeypatch, tmp_path, offload_train=False, offload_rollout=False)
+    assert story == [
+        *("trainer.update_weights", "manager.generate", "trainer.train"),
+        *("trainer.update_weights", *END),
+    ]
+
+
+@pytest.mark.parametrize(
+    "verb", ["trainer.train", "trainer.onload", "trainer.update_weights", "engines.onload_kv", "engines.offload"]
+)
+def test_engines_that_an_error_leaves_asleep_are_stopped(verb, monkeypatch, tmp_path):
+    story = story_of(monkeypatch, tmp_path, verb)
+    assert story[-3:] == [*END, f"! {verb.partition('.')[0]} failed at {verb.partition('.')[2]}"]
+
+
+def test_the_seconds_of_every_move_are_measured():
+    turns = DeviceTurns(FakeTrainer("t", []), None, FakeEngines("e", []), moves_trainer=True)
+    turns.to_trainer()
+    turns.to_sync()
+    turns.to_engines()
+    assert set(turns.seconds) == {"sleep", "wake_up", "engine_offload", "engine_onload"}
+    assert min(turns.seconds.values()) >= 0
+
+
+def test_who_does_not_move_takes_no_time():
+    turns = DeviceTurns(FakeTrainer("t", []), FakeTrainer("c", []))
+    turns.to_critic()
+    turns.to_trainer()
+    turns.to_sync()
+    turns.to_engines()
+    assert turns.seconds == {}
+
+
+class Newcomers(Recorder):
+    def start(self, verb, **kwargs):
+        self.tell(verb, ",".join(kwargs.get("tags", ())))
+        return SimpleNamespace(wait=lambda timeout_s: None)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_engines_that_all_died_get_weights_in_the_middle_of_a_rollout_and_nobody_keeps_memory_he_does_not_need(fails):
+    story: list[str] = []
+    turns = DeviceTurns(FakeTrainer("trainer", story), None, FakeEngines("engines", story), moves_trainer=True)
+    try:
+        with turns.to_sync_with(Newcomers("new", story), 1.0):
+            story.append("update")
+            assert not fails
+    except AssertionError:
+        assert fails
+    assert story == [
+        *("new.release_memory_occupation(kv_cache)", "trainer.onload(weights)", "update"),
+        *(f"trainer.offload({ALL})", "new.resume_memory_occupation(kv_cache)", "new.continue_generation"),
+    ]

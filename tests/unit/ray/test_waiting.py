@@ -1,0 +1,79 @@
+"""The one wait on Ray: what it looks at between two looks for the answer. Ray's own part is a fake."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import pytest
+
+from slime.ray import waiting
+from slime.ray.waiting import get
+from slime.utils.deadline import Deadline
+from slime.utils.errors import DeadlineExceeded, ProcessDied
+from slime.utils.interrupt import Interrupted, interruptible
+from tests.unit.utils.test_interrupt import lose_an_interruption, lost
+
+
+class Watch:
+    gone: Any = None
+
+    def look(self, pending: list[Any]) -> Any:
+        return self.gone
+
+
+@pytest.fixture(autouse=True)
+def slices(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What Ray was asked to wait for, in seconds; it never has an answer."""
+    asked: list[float] = []
+
+    def wait(refs: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        asked.append(timeout)
+        threading.Event().wait(min(timeout, 0.01))
+        return [], refs
+
+    def late(pending: list[Any], count: int, deadline: Deadline) -> DeadlineExceeded:
+        return deadline.error(f"{len(pending)} of {count}")
+
+    monkeypatch.setattr(waiting.ray, "wait", wait)
+    monkeypatch.setattr(waiting, "blame_late", late)
+    monkeypatch.setattr(waiting, "Watch", Watch)
+    return asked
+
+
+@lost
+def test_a_wait_looks_up_every_second_at_least_and_ends_with_the_report(slices):
+    with pytest.raises(DeadlineExceeded, match=r"rollout 3. 1 of 1. --rollout-timeout"):
+        get(["ref"], 0.2, "rollout 3", "--rollout-timeout")
+    assert len(slices) > 1
+    with pytest.raises(Interrupted), interruptible():
+        get(["ref"], 3600.0, "rollout 3", meanwhile=lose_an_interruption)
+    assert max(slices) <= 1.0
+
+
+def test_what_is_done_meanwhile_may_end_the_wait(slices):
+    def fail() -> None:
+        raise ProcessDied("engine 0 died")
+
+    with pytest.raises(ProcessDied, match="engine 0"):
+        get(["ref"], 3600.0, "rollout 3", meanwhile=fail, slice_s=0.5)
+    assert slices == [0.5]
+
+
+def test_whoever_does_not_live_any_more_ends_the_wait(monkeypatch):
+    monkeypatch.setattr(Watch, "gone", ("rank 1", "it was stopped"))
+    monkeypatch.setattr(waiting, "blame_silent", lambda card, reason, *_: ProcessDied(f"{card}: {reason}"))
+    with pytest.raises(ProcessDied, match="rank 1: it was stopped"):
+        get(["a", "b"], 3600.0, "both to train")
+
+
+def test_a_long_wait_tells_each_time_it_has_doubled_where_the_others_are(monkeypatch, caplog):
+    monkeypatch.setattr(waiting, "_REPORT_AFTER_S", 0.05)
+    monkeypatch.setattr(waiting, "cards_of", lambda refs: refs)
+    monkeypatch.setattr(waiting, "stacks_of", lambda cards: [f"  {card} is at:" for card in cards])
+    with caplog.at_level(logging.WARNING), pytest.raises(DeadlineExceeded):
+        get(["rank 0"], 0.5, "the trainer")
+    told = [record.getMessage() for record in caplog.records]
+    assert 2 <= len(told) <= 4
+    assert told[0] == "has waited 0 s for the trainer\n  rank 0 is at:"

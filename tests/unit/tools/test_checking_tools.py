@@ -1,0 +1,215 @@
+"""Tools that look at files: data sets, checkpoints, rollout dumps. Run as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as parquet
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from slime.backends.training.hf_files import TensorReader
+from slime.batch.replay import save_debug_rollout_data
+from slime.data.sample import Sample
+from slime.utils.errors import ConfigError
+
+_ROOT = Path(__file__).parents[3]
+
+
+def run(tool: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, f"tools/{tool}", *map(str, arguments)],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("tool", sorted(path.name for path in (_ROOT / "tools").glob("*.py")))
+def test_every_tool_explains_itself_without_loading_anything_heavy(tool: str):
+    done = run(tool, "--help")
+    if tool == "torchvision_fix.py":  # a module of setup_env, no command
+        return
+    assert done.returncode == 0, done.stderr
+    assert "usage:" in done.stdout
+
+
+def test_a_data_set_is_looked_through_to_the_end(tmp_path: Path):
+    file = tmp_path / "data.jsonl"
+    lines = [
+        {"prompt": "a b", "label": "1"},
+        {"prompt": "a b", "label": "2"},
+        {"label": "3"},
+        {"prompt": 7, "label": 1},
+    ]
+    file.write_text("\n".join(json.dumps(line) for line in lines) + "\n{broken\n")
+    done = run("check_dataset.py", file, "--input-key", "prompt", "--label-key", "label")
+    assert done.returncode == 1
+    assert done.stdout.count("problem: ") == 3
+    assert f"{file}:3" in done.stdout  # no prompt
+    assert "'prompt' must be text or a list of messages, not int" in done.stdout
+    assert f"{file}:5: not valid JSON" in done.stdout
+    assert "4 rows, 3 problems" in done.stdout
+    assert "1 prompts are there more than once" in done.stdout
+
+
+def test_prompts_are_measured_in_the_model_s_tokens(tiny_task, tmp_path: Path):
+    flags = ("--hf-checkpoint", tiny_task.model, "--apply-chat-template", "--input-key", "prompt")
+    done = run("check_dataset.py", tiny_task.train, *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "prompt tokens: p0 " in done.stdout
+    short = run("check_dataset.py", tiny_task.train, *flags, "--max-prompt-len", 1)
+    assert short.returncode == 1
+    assert "tokens are more than 1" in short.stdout
+
+
+def save_checkpoint(directory: Path, **changes: torch.Tensor) -> Path:
+    directory.mkdir()
+    tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
+    save_file(tensors | changes, directory / "model.safetensors")
+    return directory
+
+
+def test_a_checkpoint_s_tensors_are_listed_with_their_sizes(tmp_path: Path):
+    done = run("inspect_checkpoint.py", save_checkpoint(tmp_path / "one"))
+    assert done.returncode == 0, done.stderr
+    assert "a  [2, 3]  F32" in done.stdout
+    assert "2 tensors, 10 numbers" in done.stdout
+
+
+def test_numbers_that_are_not_finite_are_found(tmp_path: Path):
+    directory = save_checkpoint(tmp_path / "one", b=torch.tensor([1.0, float("nan")]))
+    assert run("inspect_checkpoint.py", directory).returncode == 0
+    done = run("inspect_checkpoint.py", directory, "--values")
+    assert done.returncode == 1
+    assert "1 NOT FINITE" in done.stdout
+    assert run("inspect_checkpoint.py", directory, "--values", "--match", "a").returncode == 0
+
+
+def test_two_checkpoints_differ_where_their_tensors_do(tmp_path: Path):
+    one = save_checkpoint(tmp_path / "one")
+    other = save_checkpoint(tmp_path / "two", a=torch.arange(6.0).view(2, 3) + 0.5, c=torch.zeros(1))
+    done = run("inspect_checkpoint.py", one, "--compare", other)
+    assert done.returncode == 1
+    assert "a  max difference 5.000e-01 (largest value 5.500e+00), 100.00% of its numbers" in done.stdout
+    assert "c  only in the second" in done.stdout
+    assert "1 tensors are equal, 2 differ" in done.stdout
+    assert run("inspect_checkpoint.py", one, "--compare", one).returncode == 0
+
+
+def test_a_directory_without_a_checkpoint_is_named(tmp_path: Path):
+    done = run("inspect_checkpoint.py", tmp_path)
+    assert done.returncode == 2
+    assert str(tmp_path) in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def make_dump(tmp_path: Path) -> Path:
+    samples = []
+    for index, reward in enumerate((1.0, {"score": 0.25, "format": True})):
+        sample = Sample(group_index=0, index=index, prompt="1+1=", label="2")
+        sample.tokens, sample.response, sample.response_length = [5, 6, 7], "2", 1
+        sample.reward, sample.rollout_log_probs, sample.weight_versions = reward, [-0.5], ["3"]
+        sample.status = Sample.Status.COMPLETED
+        samples.append(sample)
+    path = save_debug_rollout_data(str(tmp_path / "{rollout_id}.pt"), [samples], rollout_id=3, evaluation=False)
+    assert path is not None
+    return path
+
+
+def test_a_dump_becomes_a_table_with_a_row_per_sample(tmp_path: Path):
+    target = tmp_path / "samples.parquet"
+    done = run("rollouts_to_parquet.py", make_dump(tmp_path), "--output", target, "--tokens")
+    assert done.returncode == 0, done.stderr
+    first, second = parquet.read_table(target).to_pylist()
+    assert first["reward"] == 1.0
+    assert (second["reward"], second["reward_format"]) == (0.25, 1.0)
+    assert (first["tokens"], first["rollout_log_probs"], first["trained_tokens"]) == ([5, 6, 7], [-0.5], 1)
+    assert (first["dump"], first["weight_versions"], first["status"]) == ("3.pt", ["3"], "completed")
+
+
+def test_a_file_that_is_no_dump_leaves_no_table(tmp_path: Path):
+    (tmp_path / "0.pt").write_text("nothing")
+    done = run("rollouts_to_parquet.py", tmp_path / "0.pt", "--output", tmp_path / "samples.parquet")
+    assert done.returncode == 2
+    assert "is not a rollout dump" in done.stderr
+    assert list(tmp_path.glob("*parquet*")) == []
+
+
+@pytest.mark.parametrize("strategy", ["block", "tensor"])
+def test_a_checkpoint_in_8_bits_reads_back_as_bf16_within_its_precision(strategy: str, tiny_task, tmp_path: Path):
+    fp8, bf16 = tmp_path / "fp8", tmp_path / "bf16"
+    done = run("convert_hf_to_fp8.py", "--model-dir", tiny_task.model, "--save-dir", fp8, "--strategy", strategy)
+    assert done.returncode == 0, done.stderr
+    config = json.loads((fp8 / "config.json").read_text())["quantization_config"]
+    assert (config["quant_method"], "weight_block_size" in config) == ("fp8", strategy == "block")
+    assert "lm_head" in " ".join(config["modules_to_not_convert"]) or "embed_tokens" in str(config)
+    again = run("fp8_cast_bf16.py", "--input-fp8-hf-path", fp8, "--output-bf16-hf-path", bf16)
+    assert again.returncode == 0, again.stderr
+    assert "quantization_config" not in json.loads((bf16 / "config.json").read_text())
+    original, back = (TensorReader(path, "--hf-checkpoint") for path in (tiny_task.model, bf16))
+    assert original.names == back.names
+    changed = [name for name in original.names if not torch.equal(original.get(name), back.get(name))]
+    assert changed
+    assert all(name.endswith("_proj.weight") for name in changed)
+    for name in changed:
+        before, after = original.get(name).float(), back.get(name).float()
+        assert ((before - after).abs() <= before.abs() / 16 + before.abs().max() / 448 / 512).all()
+
+
+def test_a_checkpoint_in_4_bits_reads_back_as_bf16_within_its_precision(tiny_task, tmp_path: Path):
+    int4 = tmp_path / "int4"
+    flags = ("--model-dir", tiny_task.model, "--save-dir", int4, "--group-size", 16)
+    refused = run("convert_hf_to_int4_direct.py", *flags)
+    assert refused.returncode == 2  # a dense model has no experts
+    assert "leave no matrix" in refused.stderr
+    rules = ("--ignore-rules", "lm_head", "embed", "norm", "q_proj$")
+    done = run("convert_hf_to_int4_direct.py", *flags, *rules)
+    assert done.returncode == 0, done.stderr
+    config = json.loads((int4 / "config.json").read_text())["quantization_config"]
+    assert config["ignore"] == ["re:.*lm_head.*", "re:.*embed.*", "re:.*norm.*", "re:.*q_proj$"]
+    again = run("convert_k2_thinking_int4_to_bf16.py", "--model-dir", int4)
+    assert again.returncode == 0, again.stderr
+    bf16 = tmp_path / "int4_bf16"
+    assert "quantization_config" not in json.loads((bf16 / "config.json").read_text())
+    original, back = (TensorReader(path, "--hf-checkpoint") for path in (tiny_task.model, bf16))
+    assert original.names == back.names == TensorReader(int4, "--hf-checkpoint").names
+    changed = [name for name in original.names if not torch.equal(original.get(name), back.get(name))]
+    assert {name.split(".")[-2] for name in changed} >= {"k_proj", "down_proj"}
+    assert not any("q_proj" in name or not name.endswith("_proj.weight") for name in changed)
+    for name in changed:
+        before, after = (reader.get(name).float().unflatten(1, (-1, 16)) for reader in (original, back))
+        largest = before.abs().amax(-1, keepdim=True)
+        assert ((before - after).abs() <= largest / 7.5 * 0.51 + largest / 128).all()
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"a.weight_zero_point": torch.zeros(1, dtype=torch.int32)}, "asymmetric"),
+        ({"a.weight_packed": torch.zeros(2, 4, dtype=torch.int32)}, "not 4 bits"),
+    ],
+)
+def test_other_packings_are_refused_by_name(extra: dict[str, torch.Tensor], message: str, tmp_path: Path):
+    tensors = {
+        "a.weight_packed": torch.zeros(2, 2, dtype=torch.int32),
+        "a.weight_scale": torch.ones(2, 1),
+        "a.weight_shape": torch.tensor([2, 16]),
+    }
+    save_file(tensors | extra, tmp_path / "model.safetensors")
+    reader = TensorReader(tmp_path, "--hf-checkpoint")
+    assert reader.names == {"a.weight"}
+    with pytest.raises(ConfigError, match=message):
+        reader.get("a.weight")
+
+
+def test_a_directory_that_exists_is_not_written_over(tiny_task, tmp_path: Path):
+    done = run("convert_hf_to_fp8.py", "--model-dir", tiny_task.model, "--save-dir", tmp_path)
+    assert done.returncode == 2
+    assert f"--save-dir {tmp_path} exists already" in done.stderr

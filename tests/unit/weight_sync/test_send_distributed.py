@@ -1,0 +1,145 @@
+"""Two buckets under way: one is laid out while engines receive another, and never in memory that is being sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from slime.backends.protocols import EngineInfo
+from slime.utils.errors import EngineError
+from slime.weight_sync import send_distributed
+from slime.weight_sync.chunks import WeightChunk
+from slime.weight_sync.send_distributed import DistributedSender
+from tests.unit.weight_sync.fakes import Done, RecordingFleet
+
+
+class Engines(RecordingFleet):
+    """Receive what was broadcast when their answer is waited for, not before."""
+
+    def __init__(self, *engines: EngineInfo) -> None:
+        super().__init__(engines or None)
+        self.log: list[str] = []
+        self.on_the_wire: list[torch.Tensor] = []
+        self.sent: list[torch.Tensor] = []
+        self.received: list[bytes] = []
+        self.refuses: str | None = None
+
+    def start(self, verb: str, each: Any = None, **kwargs: Any) -> Any:
+        super().start(verb, each, **kwargs)
+        if each is not None:
+            self.calls[-1] = (verb, kwargs | {"each": list(each)})
+        return Reply(self, kwargs["names"]) if verb == "update_weights_from_distributed" else Done([None])
+
+
+class Reply:
+    def __init__(self, engines: Engines, names: list[str]) -> None:
+        self.engines, self.name = engines, names[0]
+        engines.log.append(f"start {self.name}")
+
+    def wait(self, timeout_s: float) -> list[None]:
+        if self.engines.refuses == self.name:
+            raise EngineError(f"wrong shape of {self.name}")
+        self.engines.log.append(f"arrived {self.name}")
+        self.engines.received.append(bytes(self.engines.on_the_wire.pop(0).view(-1).view(torch.uint8).numpy()))
+        return [None]
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
+    engines = Engines(EngineInfo("a", 1), EngineInfo("b", 2), EngineInfo("c", 1))
+
+    def broadcast(flat: torch.Tensor, **kwargs: Any) -> Done:
+        engines.sent.append(flat)
+        engines.on_the_wire.append(flat)  # read when it arrives: overwritten memory would show
+        return Done([])
+
+    monkeypatch.setattr(send_distributed.dist, "broadcast", broadcast)
+    monkeypatch.setattr(send_distributed, "join_group", lambda *more, **kwargs: kwargs)
+    monkeypatch.setattr(send_distributed, "destroy_group", lambda group: engines.log.append("destroyed"))
+    return engines
+
+
+def _sender(engines: Engines) -> DistributedSender:
+    sender = DistributedSender(engines, group_name="g", timeout_s=5.0)
+    sender.connect("127.0.0.1", 1)
+    return sender
+
+
+def _chunks(*sizes: int) -> list[WeightChunk]:
+    values = [torch.full((size,), index + 1, dtype=torch.uint8) for index, size in enumerate(sizes)]
+    return [WeightChunk([(f"w{index}", value)]) for index, value in enumerate(values)]
+
+
+def test_engines_of_different_width_get_ranks_one_after_the_other(engines: Engines) -> None:
+    sender = _sender(engines)
+    verb, call = engines.calls[0]
+    assert verb == "init_weights_update_group"
+    assert [each["rank_offset"] for each in call["each"]] == [1, 2, 4]
+    assert call["world_size"] == 5
+    assert sender._group["world_size"] == 5
+
+
+def test_a_bucket_is_announced_when_the_one_before_has_arrived(engines: Engines) -> None:
+    sender = _sender(engines)
+    for chunk in _chunks(4, 4, 4):
+        sender.send(chunk, "1")
+    assert engines.log == ["start w0", "arrived w0", "start w1", "arrived w1", "start w2"]
+    sender.finish()
+    assert engines.log[-1] == "arrived w2"
+
+
+@pytest.mark.parametrize("sizes", [(4, 4, 4, 4), (2, 4, 2, 4), (4, 1, 3, 2, 4)])
+def test_every_bucket_arrives_as_it_was(engines: Engines, sizes: tuple[int, ...]) -> None:
+    sender = _sender(engines)
+    for chunk in _chunks(*sizes):
+        sender.send(chunk, "1")
+    sender.finish()
+    assert engines.received == [bytes([index + 1] * size) for index, size in enumerate(sizes)]
+
+
+def test_a_refused_bucket_is_an_error_and_leaving_is_possible_afterwards(engines: Engines) -> None:
+    sender, (first, second) = _sender(engines), _chunks(4, 4)
+    engines.refuses = "w0"
+    sender.send(first, "1")
+    with pytest.raises(EngineError, match="wrong shape of w0"):
+        sender.send(second, "1")
+    sender.disconnect()
+    assert engines.log == ["start w0", "destroyed"]
+    assert engines.verbs[-1] == "destroy_weights_update_group"
+    sender.disconnect()
+    assert engines.verbs.count("destroy_weights_update_group") == 1
+
+
+def test_large_tensors_are_sent_from_where_they_lie(engines: Engines) -> None:
+    sender = _sender(engines)
+    large = [torch.ones(1 << 19), torch.ones(1 << 20), torch.ones(4)]
+    chunk = WeightChunk([(f"w{index}", tensor) for index, tensor in enumerate(large)])
+    sender.send(chunk, "1")
+    sender.finish()
+    assert [part.data_ptr() for part in engines.sent] == [tensor.data_ptr() for tensor in large]
+    assert engines.calls[-1][1]["load_format"] is None
+
+
+def test_a_large_tensor_that_does_not_lie_in_order_arrives_in_order(engines: Engines) -> None:
+    sender = _sender(engines)
+    turned = torch.arange(1 << 20, dtype=torch.float32).view(2, 1 << 19).t()
+    sender.send(WeightChunk([("w0", turned)]), "1")
+    sender.finish()
+    assert engines.sent[0].is_contiguous()
+    assert torch.equal(engines.sent[0], turned)
+
+
+@pytest.mark.parametrize(
+    "tensors", [[torch.ones(1 << 19)] + [torch.ones(4)] * 20, [torch.ones(1 << 20, dtype=torch.float8_e4m3fn)]]
+)
+def test_small_tensors_and_eight_bit_ones_are_sent_as_one_row_of_bytes(
+    engines: Engines, tensors: list[torch.Tensor]
+) -> None:
+    sender = _sender(engines)
+    chunk = WeightChunk([(f"w{index}", tensor) for index, tensor in enumerate(tensors)])
+    sender.send(chunk, "1")
+    sender.finish()
+    assert [(part.dtype, part.numel()) for part in engines.sent] == [(torch.uint8, chunk.num_bytes)]
+    assert engines.calls[-1][1]["load_format"] == "flattened_bucket"

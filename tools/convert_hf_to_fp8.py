@@ -1,0 +1,87 @@
+#!/usr/bin/env python3
+"""Quantise the linear layers of a Hugging Face checkpoint to 8 bits, for engines that serve in FP8.
+
+    python tools/convert_hf_to_fp8.py --model-dir /models/Qwen3-4B --save-dir /models/Qwen3-4B-FP8
+
+Train with --hf-checkpoint on the result: the trainer reads it as bf16, and every weight sync quantises what it sends in
+the same way. Strategies: `block` has one scale per 128 x 128 values (DeepSeek-V3's format), `tensor` one per tensor.
+Embeddings, head, norms, routers and everything else that is no large matrix stays as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from slime.backends.megatron_utils.offline import run_tool
+from slime.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from slime.backends.protocols import NamedTensor
+    from slime.backends.training.hf_files import TensorReader
+
+_KEPT = (
+    *("layernorm", "norm", "embed", "router", "mlp.gate.", "lm_head", "eh_proj", "weights_proj"),
+    *("conv1d", "A_log", "dt_bias", "in_proj_a", "in_proj_b"),
+)
+"""Parts of names of matrices that are too small or too delicate for 8 bits."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-dir", required=True, help="The checkpoint to read (safetensors).")
+    parser.add_argument("--save-dir", required=True, help="The directory to write; must not exist.")
+    parser.add_argument("--strategy", choices=("block", "tensor"), default="block", help="What shares a scale.")
+    parser.add_argument("--block-size", type=int, nargs=2, default=(128, 128), metavar=("ROWS", "COLUMNS"))
+    parser.add_argument("--scale-fmt", choices=("ue8m0",), help="Scales that are powers of two.")
+    options = parser.parse_args()
+    if min(options.block_size) < 1:
+        raise ConfigError(f"--block-size {options.block_size[0]} {options.block_size[1]}: both must be at least 1.")
+    if Path(options.save_dir).exists():
+        raise ConfigError(f"--save-dir {options.save_dir} exists already.")
+    convert(options)
+
+
+def convert(options: argparse.Namespace) -> None:
+    """Write --save-dir, whole or not at all."""
+    from slime.backends.training.hf_files import TensorReader, write_hf_directory
+
+    reader = TensorReader(options.model_dir, "--model-dir")
+    block = tuple(options.block_size) if options.strategy == "block" else None
+    kept = sorted(name for name in reader.names if not _is_quantised(name, reader))
+    config: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    if block is not None:
+        config["weight_block_size"] = list(block)
+    if options.scale_fmt is not None:
+        config["scale_fmt"] = options.scale_fmt
+    config["modules_to_not_convert"] = [name.removesuffix(".weight") for name in kept if name.endswith(".weight")]
+    weights = _quantised(reader, set(kept), block, options.scale_fmt is not None)
+    write_hf_directory(weights, options.model_dir, options.save_dir, quantization=config)
+    print(f"{len(reader.names) - len(kept)} of {len(reader.names)} tensors in 8 bits -> {options.save_dir}")
+
+
+def _is_quantised(name: str, reader: TensorReader) -> bool:
+    return name.endswith(".weight") and not any(part in name for part in _KEPT) and reader.get(name).dim() == 2
+
+
+def _quantised(
+    reader: TensorReader, kept: set[str], block: tuple[int, int] | None, has_power_of_two_scales: bool
+) -> Iterator[NamedTensor]:
+    from slime.weight_sync.quantize import quantize_fp8
+
+    for name in sorted(reader.names):
+        if name in kept:
+            yield name, reader.get(name)
+            continue
+        values, scale = quantize_fp8(reader.get(name), block, has_power_of_two_scales=has_power_of_two_scales)
+        yield name, values
+        yield name + ("_scale" if block is None else "_scale_inv"), scale
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_tool(main))

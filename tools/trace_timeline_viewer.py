@@ -1,0 +1,126 @@
+"""Show the traces of a rollout as a timeline in the browser, or write them for Perfetto.
+
+    python tools/trace_timeline_viewer.py outputs/run/samples/rollout_000003.parquet
+    python tools/trace_timeline_viewer.py dump/3.pt --perfetto trace.json --no-serve
+
+Reads a rollout that ``--save-debug-rollout-data`` dumped (``.pt``) or that the run recorded (``.parquet``). Writes
+``<stem>.trace_timeline_cache.json`` and ``<stem>.trace_timeline_viewer.html`` beside it and serves that folder on
+loopback until interrupted. The page of one rollout's slowest samples; for curves and texts use ``slime board``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import html
+import http.server
+import json
+import pickle
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from slime.observability.trace_rows import perfetto_events, timeline_rows  # noqa: E402 - the repository's root first
+
+CACHE_VERSION = 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("dump", type=Path, help="rollout dump (.pt) or recorded samples (.parquet)")
+    parser.add_argument("--rebuild", action="store_true", help="read the dump again although the cache is newer")
+    parser.add_argument("--serve", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--port", type=int, default=9999)
+    parser.add_argument("--host", default="127.0.0.1", help="every file of the folder can be read through it")
+    parser.add_argument("--perfetto", type=Path, metavar="FILE", help="also write a trace for ui.perfetto.dev")
+    options = parser.parse_args()
+    dump: Path = options.dump
+    if not dump.is_file():
+        raise SystemExit(f"there is no file {dump}")
+    if options.perfetto is not None:
+        options.perfetto.write_text(json.dumps({"traceEvents": perfetto_events(read_samples(dump))}), encoding="utf-8")
+        print(f"perfetto: {options.perfetto}")
+    cache = dump.with_name(f"{dump.stem}.trace_timeline_cache.json")
+    page = dump.with_name(f"{dump.stem}.trace_timeline_viewer.html")
+    data = _cached(cache, dump, options.rebuild)
+    page.write_text(_page(dump.name, cache.name), encoding="utf-8")
+    print(f"pt: {dump}\ncache: {cache}\nhtml: {page}\nsamples: {data['sample_count']}", flush=True)
+    if options.serve:
+        _serve(dump.parent, page.name, options.host, options.port)
+    return 0
+
+
+def read_samples(path: Path) -> list[dict[str, Any]]:
+    """Samples as dicts. A dump of foreign classes is read too: what cannot be loaded becomes a placeholder."""
+    if path.suffix == ".parquet":
+        import pyarrow.parquet as pq
+
+        rows = pq.read_table(path, columns=["index", "group_index", "status", "reward", "response_length", "trace"])
+        return [row | {"trace": json.loads(row["trace"]) if row["trace"] else None} for row in rows.to_pylist()]
+    import torch
+
+    payload = torch.load(path, map_location="cpu", weights_only=False, pickle_module=_Lenient)
+    samples = payload["samples"] if isinstance(payload, dict) else payload
+    return [sample if isinstance(sample, dict) else vars(sample) for sample in samples]
+
+
+class _Lenient:
+    """A pickle module for torch.load that does not need the classes of the run."""
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            try:
+                return super().find_class(module, name)
+            except (ImportError, AttributeError):
+                print(f"note: {module}.{name} is not known here and is left empty", file=sys.stderr)
+                return type(name, (), {"__init__": lambda self, *_, **__: None, "__setstate__": lambda self, _: None})
+
+    load = staticmethod(pickle.load)
+
+
+def _cached(cache: Path, dump: Path, rebuild: bool) -> dict[str, Any]:
+    if not rebuild and cache.is_file() and cache.stat().st_mtime >= dump.stat().st_mtime:
+        known: dict[str, Any] = json.loads(cache.read_text(encoding="utf-8"))
+        if known.get("cache_version") == CACHE_VERSION:
+            return known
+    data = _build_cache_data(dump)
+    cache.write_text(json.dumps(data, default=str), encoding="utf-8")
+    return data
+
+
+def _build_cache_data(pt_path: Path | str) -> dict[str, Any]:
+    """What the page draws: ``rows`` of ``trace_rows.timeline_rows`` and the time that they cover."""
+    rows = timeline_rows(read_samples(Path(pt_path)))
+    return {
+        "cache_version": CACHE_VERSION,
+        "pt_path": str(pt_path),
+        "generated_at": time.time(),
+        "sample_count": len(rows),
+        "global_start": min((row["start"] for row in rows), default=0.0),
+        "global_end": max((row["end"] for row in rows), default=0.0),
+        "rows": rows,
+    }
+
+
+def _serve(folder: Path, page: str, host: str, port: int) -> None:
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    with http.server.ThreadingHTTPServer((host, port), handler) as server:
+        print(f"http://{host}:{server.server_address[1]}/{page}  (end with Ctrl-C)", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
+
+
+def _page(title: str, cache: str) -> str:
+    template = Path(__file__).with_name("trace_timeline_viewer.html").read_text(encoding="utf-8")
+    name = json.dumps(cache).replace("<", "\\u003c")  # it stands inside of a script
+    return template.replace("{{title}}", html.escape(title)).replace("{{cache}}", name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
