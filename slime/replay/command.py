@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,8 @@ def replay(words: Sequence[str]) -> int:
     parser.add_argument("--no-train", action="store_true", help="generate and score only: needs no model")
     parser.add_argument("--hf-checkpoint", metavar="DIR", help="weights for the loss; default: the run's own")
     options = parser.parse_args(list(words))
+    if os.environ.get("PYTHONBREAKPOINT", "").startswith("ray."):
+        del os.environ["PYTHONBREAKPOINT"]  # left by a process of Ray, whose debugger waits for a remote client
     try:
         return _replay(options)
     except SlimeError as error:

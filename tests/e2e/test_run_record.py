@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -53,9 +54,10 @@ def run(tiny_task, tmp_path_factory) -> Path:
     return output / "run"
 
 
-def slime(*words: Any, typed: str | None = None) -> subprocess.CompletedProcess[str]:
+def slime(*words: Any, typed: str | None = None, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "slime", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT, input=typed)
+    kwargs = {"capture_output": True, "text": True, "timeout": 200, "cwd": ROOT, "input": typed}
+    return subprocess.run(command, env=os.environ | env, **kwargs)
 
 
 def with_other_functions(run: Path, name: str, old: str, new: str) -> Path:
@@ -123,7 +125,8 @@ def test_a_code_change_is_seen_by_the_replay(run: Path) -> None:
 def test_a_breakpoint_in_the_reward_stops_there(run: Path) -> None:
     stopping = with_other_functions(run, "stopping", "share_of_sevens", "reward_with_a_breakpoint")
     words = ("replay", stopping, "--rollout", 1, "--sample", 6, "--no-train")
-    done = slime(*words, typed='p ("stopped at", sample.index)\nc\n')
+    left_by_ray = {"PYTHONBREAKPOINT": "ray.util.rpdb._driver_set_trace"}  # ray.init sets it for all children
+    done = slime(*words, typed='p ("stopped at", sample.index)\nc\n', **left_by_ray)
     assert f"('stopped at', {read_rows(record_file(run, 'rollout', 1))[6]['index']})" in done.stdout
     assert done.returncode == 0, done.stderr
 
