@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
@@ -76,7 +77,7 @@ class _Closed(OrderedDict[str, None]):
         self.pop(sid, None)
 
 
-class BaseAdapter:
+class BaseAdapter(ABC):
     """An HTTP application for agents, and their sessions.
 
     Args:
@@ -141,20 +142,21 @@ class BaseAdapter:
 
     # --- what a protocol says about itself ---------------------------------------------------------------------------
 
+    @abstractmethod
     def _register_routes(self, app: web.Application) -> None:
         """Add the routes of the protocol; turns are answered by :meth:`_run_turn`."""
-        raise NotImplementedError
 
     def _session_id(self, request: web.Request, body: dict[str, Any]) -> str:
         return sid_from_bearer(request) or sid_from_body(body) or DEFAULT_SID
 
-    def _preprocess_body(self, body: dict[str, Any]) -> None:
+    def _preprocess_body(self, body: dict[str, Any]) -> None:  # noqa: B027  # most protocols need nothing
         """Change a request's body in place before anything reads it."""
 
+    @abstractmethod
     def _translate(self, body: dict[str, Any]) -> tuple[list[Message], list[dict[str, Any]] | None]:
         """(messages for the chat template, tools or None). ValueError: the request is wrong (400)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _build_reply(
         self,
         parsed: ParsedModelOutput,
@@ -162,13 +164,13 @@ class BaseAdapter:
         translated: list[Message],
         tools_schema: list[dict[str, Any]] | None,
     ) -> Reply:
-        raise NotImplementedError
+        """What the conversation remembers of the turn, and what the client is sent."""
 
+    @abstractmethod
     async def _respond(
         self, request: web.Request, body: dict[str, Any], reply: Reply, in_tok: int, out_tok: int, stream: bool
     ) -> web.StreamResponse:
         """Send the answer completely, with the functions of ``wire``."""
-        raise NotImplementedError
 
     # --- sessions ----------------------------------------------------------------------------------------------------
 

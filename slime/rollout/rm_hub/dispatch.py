@@ -63,8 +63,8 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
     Order: ``sample.custom_rm_path``, ``--custom-rm-path``, ``metadata["rm_type"]``, ``--rm-type``.
 
     Raises:
-        DataError: no reward is configured, or scoring failed.
-        NotImplementedError: unknown reward type.
+        DataError: scoring failed.
+        NotImplementedError: no reward is configured, or its type is unknown.
     """
     path = sample.custom_rm_path or setting(args, "custom_rm_path")
     if path:
