@@ -27,7 +27,8 @@ __all__ = [
 SLIME_HOST_IP_ENV = "SLIME_HOST_IP"
 _PREFER_IPV6_ENV = "SLIME_PREFER_IPV6"
 _ANY = "0.0.0.0"
-_LAST_PORT = 60000
+_LAST_PORT = 60000  # of the search that wanders down again
+_MAX_PORT = 65535
 # UDP sockets are connected without sending anything: the kernel says which address it would send from.
 _PROBES = {socket.AF_INET: "8.8.8.8", socket.AF_INET6: "2001:4860:4860::8888"}
 
@@ -84,7 +85,7 @@ def find_available_port(base_port: int) -> int:
 
 def get_free_port(start_port: int = 10000, consecutive: int = 1) -> int:
     """The first of ``consecutive`` ports in a row, from ``start_port`` on, that are free."""
-    for port in range(start_port, _LAST_PORT):
+    for port in range(start_port, _MAX_PORT + 2 - consecutive):
         if all(is_port_available(port + offset) for offset in range(consecutive)):
             return port
     raise SlimeError(f"no {consecutive} free ports in a row from {start_port} on. See ss -ltnp.")

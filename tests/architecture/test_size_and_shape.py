@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -132,6 +133,14 @@ def test_nothing_names_the_place_where_it_was_made() -> None:
         if path.suffix in {".py", ".md", ".toml", ".sh", ".txt", ""} and path.is_file() and has_any(path, mine)
     ]
     assert not found, found
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
+def test_git_ignores_no_source() -> None:
+    """A pattern such as ``dist/`` without its leading slash keeps ``tests/dist`` out of every clone."""
+    command = ["git", "ls-files", "--others", "--ignored", "--exclude-standard", "--", "slime", "slime_plugins", "tests"]
+    ignored = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert [line for line in ignored.splitlines() if "__pycache__" not in line] == []
 
 
 def has_any(path: Path, needles: tuple[str, ...]) -> bool:

@@ -226,6 +226,7 @@ def test_this_hosts_address_can_be_given_and_ports_are_free(monkeypatch):
         assert not is_port_available(port)
         assert get_free_port(port) > port
     assert is_port_available(find_available_port(20000))
+    assert 64000 <= get_free_port(64000, consecutive=3) <= 65533
 
 
 def test_fan_out_rewards_are_relative_to_their_group():

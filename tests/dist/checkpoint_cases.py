@@ -1,0 +1,62 @@
+"""What a rank does in the tests of checkpoints across layouts: train, save, load, train on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from slime.backends.megatron_utils.actor import MegatronTrainer
+from slime.utils.errors import ConfigError, SlimeError
+from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, split_batch
+
+__all__ = ["run"]
+
+
+def run(
+    rank: int,
+    world_size: int,
+    hf: str,
+    args: dict[str, Any],
+    rollouts: list[int],
+    save_after: list[int],
+    full_disk_on: int | None = None,
+) -> dict[str, Any]:
+    """Train on ``rollouts`` and save after some of them.
+
+    Returns:
+        start: the first rollout id; weights_at_start, weights: whole, under Hugging Face names; error: of the set-up or
+        of a save, with ``full_disk_on`` this rank's disk is full.
+    """
+    torch.use_deterministic_algorithms(True)
+    trainer = MegatronTrainer(make_args(hf, **args), rank=rank, world_size=world_size, with_ref=False)
+    try:
+        start = trainer.setup()
+    except ConfigError as error:
+        return {"error": str(error)}
+    if rank == full_disk_on:
+        _fill_disk()
+    at_start = _weights(trainer)
+    error = ""
+    for rollout_id in rollouts:
+        dp_rank, dp_size = trainer.data_parallel
+        trainer.train(rollout_id, split_batch(make_batch(8, seed=rollout_id), dp_rank, dp_size, size=2))
+        if rollout_id in save_after:
+            try:
+                trainer.save(rollout_id)
+            except SlimeError as caught:
+                error = str(caught)
+    return {"start": start, "weights_at_start": at_start, "weights": _weights(trainer), "error": error}
+
+
+def _weights(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in trainer.export_weights()}
+
+
+def _fill_disk() -> None:
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(full)

@@ -1,0 +1,170 @@
+"""What a rank does in the tests of parallel layouts: train on its part of a rollout and tell everything it saw."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from slime.backends.megatron_utils.actor import MegatronTrainer
+from slime.backends.training.credit import needs_reference
+from slime.utils.errors import SlimeError
+from tests.unit.megatron_utils.tiny_trainer import make_args, split_batch
+
+__all__ = ["head_rows", "poisoned", "train", "train_critic"]
+
+
+def train(
+    rank: int, world_size: int, hf: str, batch: dict[str, Any], num_steps: int, args: dict[str, Any], size: int = 3
+) -> dict[str, Any]:
+    """Train on one rollout of ``num_steps`` steps.
+
+    Returns:
+        log_probs: before training, by position in the whole batch; columns: the rank's after training; report;
+        gradients: of the first step; weights: after the last. Both under Hugging Face names, whole.
+    """
+    torch.use_deterministic_algorithms(True)
+    settings = make_args(hf, **args)
+    trainer = MegatronTrainer(settings, rank=rank, world_size=world_size, with_ref=needs_reference(settings))
+    assert trainer.setup() == 0
+    dp_rank, dp_size = trainer.data_parallel
+    part = split_batch(batch, dp_rank, dp_size, num_steps, size=size)
+    gradients = _keep_gradients(trainer)
+    log_probs = _log_probs(trainer, part)
+    batches = _keep_batches()
+    report = trainer.train(0, part)
+    names = ("log_probs", "ref_log_probs", "advantages")
+    columns = batches[-1].columns
+    return {
+        "dp_rank": dp_rank,
+        "positions": part["partition"],
+        "log_probs": dict(zip(part["partition"], log_probs, strict=True)),
+        "columns": {name: columns[name] for name in names if name in columns},
+        "report": report,
+        "gradients": gradients[0] if gradients else {},
+        "weights": {name: value.clone() for name, value in trainer.export_weights()},
+    }
+
+
+def _log_probs(trainer: MegatronTrainer, part: dict[str, Any]) -> list[torch.Tensor]:
+    from slime.backends.training.data import TrainBatch
+
+    batch = TrainBatch(dict(part), torch.device("cpu"), trainer._ready.sharding)
+    is_forced = trainer._copies.use_rollout_routing_replay
+    with trainer._expert_choices(batch, is_step=False) if is_forced else nullcontext():
+        return trainer._log_probs(batch)
+
+
+def _keep_batches() -> list[Any]:
+    """Every batch that is made from now on; the trainer adds columns to its own."""
+    from slime.backends.megatron_utils import actor
+
+    kept: list[Any] = []
+
+    class KeptBatch(actor.TrainBatch):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            kept.append(self)
+
+    actor.TrainBatch = KeptBatch  # type: ignore[misc]
+    return kept
+
+
+def _keep_gradients(trainer: MegatronTrainer) -> list[dict[str, torch.Tensor]]:
+    """Gradients as the optimizer gets them, gathered in the same way as the weights. Not when they are sharded."""
+    state = trainer._ready
+    kept: list[dict[str, torch.Tensor]] = []
+    if any(type(part).__name__ == "DistributedOptimizer" for part in _parts(state.optimizer)):
+        return kept
+    original = state.optimizer.step
+
+    def step() -> Any:
+        parameters = [parameter for chunk in state.chunks for parameter in chunk.parameters()]
+        weights = [parameter.data for parameter in parameters]
+        for parameter in parameters:
+            parameter.data = parameter.main_grad.to(parameter.dtype)
+        kept.append({name: value.clone() for name, value in trainer.export_weights()})
+        for parameter, weight in zip(parameters, weights, strict=True):
+            parameter.data = weight
+        return original()
+
+    state.optimizer.step = step
+    return kept
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def head_rows(rank: int, world_size: int, hf: str, batch: dict[str, Any], args: dict[str, Any]) -> tuple[int, int]:
+    """Rows that went through this rank's LM head in a pass for log-probs, and rows that went through its layers."""
+    trainer = MegatronTrainer(make_args(hf, **args), rank=rank, world_size=world_size, with_ref=False)
+    trainer.setup()
+    dp_rank, dp_size = trainer.data_parallel
+    model = trainer._ready.chunks[0]
+    while hasattr(model, "module"):
+        model = model.module
+    counts = [0, 0]
+
+    def count(slot: int) -> Any:
+        def hook(_: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
+            rows = inputs[0] if inputs else output[0]
+            counts[slot] += rows.size(0)
+
+        return hook
+
+    if model.post_process:
+        model.output_layer.register_forward_hook(count(0))
+    model.decoder.layers[0].register_forward_hook(count(1))
+    _log_probs(trainer, split_batch(batch, dp_rank, dp_size))
+    return counts[0], counts[1]
+
+
+def poisoned(
+    rank: int, world_size: int, hf: str, batch: dict[str, Any], args: dict[str, Any], poison: dict[str, int]
+) -> dict[str, Any]:
+    """Train with a NaN in a reward of one data-parallel rank, or in a weight of one rank.
+
+    Returns the error of this rank and whether its weights are what they were.
+    """
+    settings = make_args(hf, **args)
+    trainer = MegatronTrainer(settings, rank=rank, world_size=world_size, with_ref=False)
+    trainer.setup()
+    dp_rank, dp_size = trainer.data_parallel
+    part = split_batch(batch, dp_rank, dp_size)
+    if poison.get("dp_rank") == dp_rank:
+        part["rewards"][0] = float("nan")
+    if poison.get("rank") == rank:
+        last = list(trainer._ready.chunks[-1].parameters())[-1]
+        last.register_hook(lambda gradient: torch.full_like(gradient, float("inf")))
+    before = [parameter.clone() for chunk in trainer._ready.chunks for parameter in chunk.parameters()]
+    error = None
+    grad_norm = None
+    try:
+        report = trainer.train(3, part)
+        grad_norm = report.steps[0]["grad_norm"] if report.steps else None
+    except SlimeError as raised:
+        error = str(raised)
+    after = [parameter for chunk in trainer._ready.chunks for parameter in chunk.parameters()]
+    is_same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    return {"error": error, "grad_norm": grad_norm, "is_same": is_same}
+
+
+def train_critic(
+    rank: int, world_size: int, hf: str, batch: dict[str, Any], num_steps: int, args: dict[str, Any], size: int = 3
+) -> dict[str, Any]:
+    """Train a critic on the same rollout twice; the second values show what the first update did."""
+    from slime.backends.megatron_utils.critic import MegatronCritic
+
+    torch.use_deterministic_algorithms(True)
+    critic = MegatronCritic(make_args(hf, **args), rank=rank, world_size=world_size)
+    critic.setup()
+    dp_rank, dp_size = critic.data_parallel
+    part = split_batch(batch, dp_rank, dp_size, num_steps, size=size)
+    reports, values = zip(*(critic.train_values(rollout_id, part) for rollout_id in range(2)), strict=True)
+    return {
+        "dp_rank": dp_rank,
+        "steps": [step for report in reports for step in report.steps],
+        "values": [dict(zip(part["partition"], one, strict=True)) for one in values],
+    }

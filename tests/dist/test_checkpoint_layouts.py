@@ -1,0 +1,136 @@
+"""A checkpoint continues on any layout as if the run had not stopped, and either counts on all ranks or on none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist.ranks import ForkServer
+from tests.unit.megatron_utils.tiny_families import make_family_checkpoint
+from tests.unit.megatron_utils.tiny_trainer import make_hf_model
+
+_CASE = "tests.dist.checkpoint_cases:run"
+_COMMON = {"lr": 1e-3, "lr_decay_style": "cosine", "lr_warmup_iters": 1, "weight_decay": 0.1, "num_rollout": 10}
+_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "dp2": (2, {}),
+    "tp2-sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "cp2": (2, {"context_parallel_size": 2}),
+    "pp2-vpp2": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoints") / "hf"
+    make_hf_model("qwen3", path, num_hidden_layers=4)
+    return path
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(ranks: ForkServer, hf: Path) -> dict[str, torch.Tensor]:
+    (result,) = ranks.run(_CASE, 1, hf=str(hf), args=_COMMON, rollouts=[0, 1, 2], save_after=[])
+    return result["weights"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [("one", "tp2-sp"), ("tp2-sp", "pp2"), ("pp2", "dp2"), ("dp2", "cp2"), ("cp2", "one"), ("pp2-vpp2", "one")],
+)
+def test_a_run_that_is_saved_on_one_layout_continues_on_another(
+    saved: str, loaded: str, ranks: ForkServer, hf: Path, uninterrupted: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    size, layout = _LAYOUTS[saved]
+    args = _COMMON | layout | {"save": str(tmp_path)}
+    first = ranks.run(_CASE, size, hf=str(hf), args=args, rollouts=[0, 1], save_after=[1])
+    size, layout = _LAYOUTS[loaded]
+    args = _COMMON | layout | {"load": str(tmp_path)}
+    second = ranks.run(_CASE, size, hf=str(hf), args=args, rollouts=[2], save_after=[])
+    for result in second:
+        assert result["error"] == ""
+        assert result["start"] == 2
+        for name, value in first[0]["weights"].items():
+            assert torch.equal(result["weights_at_start"][name], value), name
+        for name, value in uninterrupted.items():
+            assert torch.allclose(result["weights"][name], value, rtol=0, atol=2e-6), name
+
+
+def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_changes_no_checkpoint(
+    ranks: ForkServer, hf: Path, tmp_path: Path
+) -> None:
+    args = _COMMON | {"tensor_model_parallel_size": 2, "sequence_parallel": True, "save": str(tmp_path)}
+    ranks.run(_CASE, 2, hf=str(hf), args=args, rollouts=[0], save_after=[0])
+    results = ranks.run(_CASE, 2, hf=str(hf), args=args, rollouts=[1], save_after=[1], full_disk_on=1)
+    assert all("rank 1: OSError: [Errno 28] No space left" in result["error"] for result in results)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "0"
+    assert [entry.name for entry in tmp_path.glob("iter_*")] == ["iter_0000000"]
+
+
+def test_a_background_save_on_several_ranks_is_complete_after_the_next_one(
+    ranks: ForkServer, hf: Path, tmp_path: Path
+) -> None:
+    args = _COMMON | {"tensor_model_parallel_size": 2, "sequence_parallel": True, "async_save": True}
+    first = ranks.run(
+        _CASE, 2, hf=str(hf), args=args | {"save": str(tmp_path)}, rollouts=[0, 1, 2, 9], save_after=[0, 2, 9]
+    )
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "9"
+    (result,) = ranks.run(_CASE, 1, hf=str(hf), args=_COMMON | {"load": str(tmp_path)}, rollouts=[], save_after=[])
+    assert all(torch.equal(result["weights"][name], value) for name, value in first[0]["weights"].items())
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoints") / "experts"
+    make_family_checkpoint("deepseek_v3", path)
+    return path
+
+
+_EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ep2": (2, {"expert_model_parallel_size": 2}),
+    "tp2-ep2": (
+        2,
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+        },
+    ),
+    "tp2": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+}
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "with_optimizer"),
+    [("ep2", "tp2-ep2", True), ("tp2-ep2", "ep2", True), ("ep2", "tp2", False)],
+)
+def test_a_model_with_experts_continues_on_another_layout(
+    saved: str, loaded: str, with_optimizer: bool, ranks: ForkServer, experts: Path, tmp_path: Path
+) -> None:
+    common = _COMMON | {"no_load_optim": not with_optimizer}
+    size, layout = _EXPERTS[saved]
+    first = ranks.run(
+        _CASE, size, hf=str(experts), args=common | layout | {"save": str(tmp_path)}, rollouts=[0, 1], save_after=[0]
+    )
+    size, layout = _EXPERTS[loaded]
+    second = ranks.run(
+        _CASE, size, hf=str(experts), args=common | layout | {"load": str(tmp_path)}, rollouts=[1], save_after=[]
+    )
+    for result in second:
+        assert result["error"] == ""
+        assert result["start"] == 1
+        for name, value in first[0]["weights"].items() if with_optimizer else ():
+            assert torch.allclose(result["weights"][name], value, rtol=0, atol=2e-5), name
+
+
+def test_an_optimizer_that_was_saved_with_expert_parallelism_names_the_way_out_without_it(
+    ranks: ForkServer, experts: Path, tmp_path: Path
+) -> None:
+    args = _COMMON | _EXPERTS["ep2"][1] | {"save": str(tmp_path)}
+    ranks.run(_CASE, 2, hf=str(experts), args=args, rollouts=[0], save_after=[0])
+    (result,) = ranks.run(_CASE, 1, hf=str(experts), args=_COMMON | {"load": str(tmp_path)}, rollouts=[], save_after=[])
+    assert "--no-load-optim" in result["error"]

@@ -1,0 +1,63 @@
+"""Context parallelism's two pieces of maths on real ranks: attention over zigzag chunks, and making responses whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.dist.ranks import ForkServer
+from tests.verification import verify
+
+
+def _naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    repeats = q.size(1) // k.size(1)
+    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    rows, begin = [], 0
+    for length in lengths:
+        for t in range(begin, begin + length):
+            scores = torch.einsum("hd,shd->hs", q[t], k[begin : t + 1]) / q.size(2) ** 0.5
+            rows.append(torch.einsum("hs,shd->hd", scores.softmax(-1), v[begin : t + 1]).flatten())
+        begin += length
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(("size", "chunks"), [(2, [1]), (2, [1, 7, 20, 2]), (3, [2, 1, 9]), (4, [1, 12, 1])], ids=str)
+def test_attention_and_its_gradients_equal_a_plain_loop_in_fp64(
+    size: int, chunks: list[int], ranks: ForkServer
+) -> None:
+    lengths = [2 * size * chunk for chunk in chunks]
+    total = sum(lengths)
+    generator = torch.Generator().manual_seed(3)
+    # values narrower than queries and keys, as in latent attention
+    shapes = [(total, 4, 8), (total, 2, 8), (total, 2, 6)]
+    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    cotangent = torch.randn((total, 4 * 6), generator=generator, dtype=torch.float64)
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+    expected = _naive(*leaves, lengths)
+    (expected * cotangent).sum().backward()
+
+    case = "tests.dist.attention_cases:attend"
+    results = ranks.run(case, size, inputs=inputs, cotangent=cotangent, lengths=lengths)
+    for rows, out, gradients in results:
+        verify("context-parallel attention, fp64", "a loop over queries", out, expected[rows], tolerance=1e-13)
+        for gradient, leaf in zip(gradients, leaves, strict=True):
+            wanted = leaf.grad[rows]
+            verify(
+                "gradients of context-parallel attention, fp64",
+                "a loop over queries",
+                gradient,
+                wanted,
+                tolerance=1e-12,
+            )
+
+
+@pytest.mark.parametrize("owner", [[0, 1, 1, 0, 2], [1, 1], [2]], ids=str)
+def test_every_rank_gets_the_whole_and_keeps_its_share_of_the_gradient(owner: list[int], ranks: ForkServer) -> None:
+    values = torch.arange(1.0, len(owner) + 1)
+    total = values.sum()
+    for rank, (whole, gradient) in enumerate(
+        ranks.run("tests.dist.attention_cases:gather", 3, owner=owner, values=values)
+    ):
+        assert torch.equal(whole, values)
+        # d(sum^2) = 2 sum, on the ranks that hold tokens; nothing is counted three times
+        assert gradient.tolist() == [2 * total] * owner.count(rank)

@@ -1,0 +1,57 @@
+"""The process group that trainer and engines share, between two real processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slime.utils.distributed_utils import destroy_group, join_group
+from slime.utils.errors import DeadlineExceeded
+from tests.unit.megatron_utils.tiny_trainer import free_port
+
+_PEER = """
+import sys, torch, torch.distributed as dist
+from slime.utils.distributed_utils import destroy_group, join_group
+for name in ("weights", "weights again"):
+    place = {"master_address": "127.0.0.1", "master_port": int(sys.argv[1]), "backend": "gloo"}
+    group = join_group(**place, rank=1, world_size=2, group_name=name, timeout_s=30)
+    received = torch.zeros(4)
+    dist.broadcast(received, 0, group=group)
+    assert received.tolist() == [0.0, 1.0, 2.0, 3.0]
+    dist.all_reduce(received, group=group)
+    destroy_group(group)
+    del group
+assert "sglang" not in sys.modules
+"""
+
+
+def test_a_group_is_joined_used_left_and_joined_again_without_a_default_group() -> None:
+    assert not dist.is_initialized()
+    port = free_port()
+    root = Path(__file__).parents[2]
+    peer = subprocess.Popen([sys.executable, "-c", _PEER, str(port)], cwd=root)
+    try:
+        for name in ("weights", "weights again"):
+            group = join_group("127.0.0.1", port, rank=0, world_size=2, group_name=name, backend="gloo", timeout_s=30)
+            sent = torch.arange(4.0)
+            dist.broadcast(sent, 0, group=group)
+            dist.all_reduce(sent, group=group)
+            assert sent.tolist() == [0.0, 2.0, 4.0, 6.0]
+            destroy_group(group)
+        assert peer.wait(timeout=30) == 0
+    finally:
+        peer.kill()
+        peer.wait()
+
+
+def test_waiting_for_members_that_do_not_come_ends_with_an_error_that_names_the_group() -> None:
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match=r"2 members of process group 'nobody' at 127\.0\.0\.1"):
+        join_group("127.0.0.1", free_port(), rank=0, world_size=2, group_name="nobody", backend="gloo", timeout_s=1.0)
+    assert time.monotonic() - started < 10

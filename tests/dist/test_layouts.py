@@ -1,0 +1,232 @@
+"""A layout changes no number: every combination of parallel sizes trains like one rank with one micro-batch per step.
+
+The numbers of ``docs/parallelism.md`` refer to the items of the invariance contract there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist.comparison import (
+    NASTY,
+    PLAIN,
+    ComparisonTable,
+    Result,
+    assert_equal,
+    assert_replicas_agree,
+    layout_args,
+    main_rank,
+)
+from tests.dist.ranks import ForkServer
+from tests.unit.megatron_utils.tiny_trainer import make_batch, make_hf_model
+
+Train = Callable[..., list[Result]]
+
+_STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("layouts")
+    make_hf_model("qwen3", path / "tied", num_hidden_layers=4, tie_word_embeddings=True)
+    make_hf_model("llama3", path / "untied", num_hidden_layers=4, tie_word_embeddings=False)
+    return path
+
+
+@pytest.fixture(scope="module")
+def train(ranks: ForkServer, directory: Path) -> Train:
+    """``train(world_size, layout, **arguments)``: what each rank saw. The reference is remembered."""
+    batch = make_batch(16, seed=1, lengths=NASTY)
+    known: dict[str, list[Result]] = {}
+
+    def run(world_size: int, layout: str = "", *, model: str = "tied", **arguments: Any) -> list[Result]:
+        settings = PLAIN | layout_args(layout) | {"output_dir": str(directory)} | arguments
+        size = settings.pop("size", 3)
+        key = f"{world_size}{model}{size}{settings}"
+        if key not in known:
+            known[key] = ranks.run(
+                "tests.dist.layout_cases:train",
+                world_size,
+                hf=str(directory / model),
+                batch=batch,
+                num_steps=_STEPS,
+                args=settings,
+                size=size,
+            )
+        return known[key]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        (1, ""),
+        (1, "size1"),
+        (2, ""),
+        (2, "distopt"),
+        (2, "tp2"),
+        (2, "tp2 sp"),
+        (4, "tp4 sp"),  # more ranks than groups of key/value heads
+        (2, "cp2"),
+        (2, "cp2 distopt"),
+        (4, "cp4 size1"),
+        (2, "pp2"),
+        (2, "pp2 vpp2 size2"),
+    ],
+)
+def test_one_kind_of_parallelism_trains_like_one_rank(
+    world_size: int, layout: str, train: Train, table: ComparisonTable
+) -> None:
+    results = train(world_size, layout)
+    table.add(world_size, layout, assert_equal(main_rank(train(1, "size16")), results))
+    assert_replicas_agree(results)
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [(2, "tp2 sp"), (2, "pp2"), (2, "pp2 vpp2 size2")])
+def test_so_does_a_model_with_a_head_of_its_own_and_scaled_rope(
+    world_size: int, layout: str, train: Train, table: ComparisonTable
+) -> None:
+    results = train(world_size, layout, model="untied")
+    largest = assert_equal(main_rank(train(1, "size16", model="untied")), results)
+    table.add(world_size, f"{layout} untied", largest)
+    assert_replicas_agree(results)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        (2, "tp2 sp"),
+        (4, "cp4 size1"),
+        (8, "pp2 cp2 distopt"),
+    ],
+)
+def test_the_mean_over_tokens_is_as_independent_of_the_layout(
+    world_size: int, layout: str, train: Train, table: ComparisonTable
+) -> None:
+    largest = assert_equal(main_rank(train(1, "size16 token")), train(world_size, f"{layout} token"))
+    table.add(world_size, f"{layout} token", largest)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        (4, "tp2 pp2"),
+        (4, "tp2 cp2 size1"),
+        (4, "tp2 sp cp2"),
+        (4, "pp2 cp2 size1"),
+        (4, "tp2 sp distopt"),
+        (4, "pp4"),
+        (4, "pp2 mapped"),
+        (8, "tp2 sp pp2 cp2"),
+        (8, "pp2 cp2 distopt"),
+        (8, "tp2 sp pp2 vpp2 distopt size1"),
+    ],
+)
+def test_combinations_train_like_one_rank(world_size: int, layout: str, train: Train, table: ComparisonTable) -> None:
+    results = train(world_size, layout)
+    table.add(world_size, layout, assert_equal(main_rank(train(1, "size16")), results))
+    assert_replicas_agree(results)
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"advantage_estimator": "gspo", "eps_clip": 1e-3},
+        {
+            "advantage_estimator": "reinforce_plus_plus",
+            "normalize_advantages": True,
+            "use_kl_loss": False,
+            "kl_loss_coef": 0.0,
+            "kl_coef": 0.1,
+        },
+        {"use_tis": True, "use_opsm": True, "opsm_delta": 1e-3, "entropy_coef": 0.01},
+    ],
+    ids=["gspo", "reinforce_plus_plus", "tis_opsm_entropy"],
+)
+def test_objectives_over_whole_sequences_do_not_see_context_parallelism(
+    objective: dict[str, Any], train: Train, table: ComparisonTable, request: pytest.FixtureRequest
+) -> None:
+    results = train(4, "cp2", **objective)
+    largest = assert_equal(main_rank(train(1, "size16", **objective)), results)
+    table.add(4, f"cp2 {request.node.callspec.id}", largest)
+    assert_replicas_agree(results)
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [(2, "tp2"), (2, "tp2 sp"), (2, "pp2")])
+def test_a_users_loss_gets_the_logits_of_all_rows_on_any_layout(
+    world_size: int, layout: str, train: Train, table: ComparisonTable
+) -> None:
+    function = "tests/unit/megatron_utils/user_objectives.py:same_loss"
+    custom = {"loss_type": "custom_loss", "custom_loss_function_path": function}
+    results = train(world_size, layout, **custom)
+    largest = assert_equal(main_rank(train(1, "size16", **custom)), results)
+    table.add(world_size, f"{layout} custom_loss", largest)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout", "recompute"),
+    [
+        (4, "tp2 sp pp2", {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
+        (4, "cp2 pp2 vpp2 size2", {"recompute_granularity": "selective"}),
+    ],
+)
+def test_recomputing_activations_changes_nothing_on_any_layout(
+    world_size: int, layout: str, recompute: dict[str, Any], train: Train, table: ComparisonTable
+) -> None:
+    largest = assert_equal(main_rank(train(1, "size16")), train(world_size, layout, **recompute))
+    table.add(world_size, f"{layout} recompute-{recompute['recompute_granularity']}", largest)
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [(2, "distopt"), (2, "pp2"), (4, "tp2 sp cp2")])
+def test_in_bf16_the_first_step_differs_by_rounding_only(world_size: int, layout: str, train: Train) -> None:
+    bf16 = {"fp32": False, "bf16": True}
+    reference, results = main_rank(train(1, "size16", **bf16)), train(world_size, layout, **bf16)
+    main = main_rank(results)
+    for result in results:
+        for position, values in result["log_probs"].items():
+            torch.testing.assert_close(values, reference["log_probs"][position], atol=0.06, rtol=0)
+    ours, theirs = main["report"].steps[0], reference["report"].steps[0]
+    assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.01)
+    for name, gradient in main["gradients"].items():
+        error = (gradient - reference["gradients"][name]).norm() / reference["gradients"][name].norm()
+        assert error < 0.05, (name, error)
+    assert_replicas_agree(results)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"), [(2, "tp2"), (2, "tp2 sp"), (4, "cp2"), (2, "pp2"), (8, "tp2 sp cp2 pp2 distopt")]
+)
+def test_a_critic_says_and_learns_the_same_values(
+    world_size: int, layout: str, ranks: ForkServer, directory: Path
+) -> None:
+    def run(world_size: int, layout: str) -> list[dict[str, Any]]:
+        settings = {"advantage_estimator": "ppo", "global_batch_size": 8, "lr": 1e-3, "gamma": 0.9} | layout_args(
+            layout
+        )
+        return ranks.run(
+            "tests.dist.layout_cases:train_critic",
+            world_size,
+            hf=str(directory / "tied"),
+            batch=make_batch(16, seed=1, lengths=NASTY),
+            num_steps=_STEPS,
+            args=settings | {"output_dir": str(directory)},
+            size=settings.pop("size", 3),
+        )
+
+    (reference,) = run(1, "size16")
+    results = run(world_size, layout)
+    (steps,) = [result["steps"] for result in results if result["steps"]]
+    for ours, theirs in zip(steps, reference["steps"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    for result in results:
+        for ours, theirs in zip(result["values"], reference["values"], strict=True):
+            for position, value in ours.items():
+                torch.testing.assert_close(value, theirs[position], atol=1e-5, rtol=1e-4)
+    moved = [(a - b).abs().max() for a, b in zip(*(v.values() for v in reference["values"]), strict=True)]
+    assert max(moved) > 1e-2

@@ -1,0 +1,102 @@
+"""Experts and latent attention: expert parallelism, alone and with the other kinds, trains like one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.dist.comparison import (
+    NASTY,
+    PLAIN,
+    ComparisonTable,
+    Result,
+    assert_equal,
+    assert_replicas_agree,
+    layout_args,
+    main_rank,
+)
+from tests.dist.ranks import ForkServer
+from tests.unit.megatron_utils.tiny_families import make_family_checkpoint
+from tests.unit.megatron_utils.tiny_trainer import make_batch
+
+Train = Callable[..., list[Result]]
+
+
+@pytest.fixture(scope="module")
+def train(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    directory = tmp_path_factory.mktemp("layouts_moe")
+    batch = make_batch(16, seed=1, lengths=NASTY)
+    references: dict[str, list[Result]] = {}
+
+    def run(family: str, world_size: int, layout: str, **arguments: Any) -> list[Result]:
+        key = f"{family}{world_size}{layout}{arguments}"
+        if key in references:
+            return references[key]
+        if not (directory / family).exists():
+            make_family_checkpoint(family, directory / family)
+        settings = PLAIN | layout_args(layout) | {"output_dir": str(directory)} | arguments
+        size = settings.pop("size", 3)
+        case = {"hf": str(directory / family), "batch": batch, "num_steps": 2, "args": settings, "size": size}
+        results = ranks.run("tests.dist.layout_cases:train", world_size, **case)
+        if world_size == 1:
+            references[key] = results
+        return results
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("family", "world_size", "layout"),
+    [
+        ("qwen3_moe", 2, ""),
+        ("qwen3_moe", 2, "ep2"),
+        ("qwen3_moe", 2, "ep2 distopt"),
+        ("qwen3_moe", 4, "ep4 cp2 size1"),
+        ("qwen3_moe", 2, "tp2 sp ep2 etp1"),
+        ("qwen3_moe", 4, "tp2 sp ep2"),  # each expert is cut in two
+        ("qwen3_moe", 4, "pp2 first1 ep2"),  # and stages of one and two layers
+        ("deepseek_v3", 2, "tp2 sp ep2 etp1"),
+        ("deepseek_v3", 4, "pp2 first1 ep2 distopt"),
+        ("deepseek_v3", 8, "tp2 sp ep2 cp2 pp2 first1"),
+        ("glm4_moe_qk_norm", 2, "tp2 sp ep2 etp1"),
+    ],
+)
+def test_a_model_with_experts_trains_like_on_one_rank(
+    family: str, world_size: int, layout: str, train: Train, table: ComparisonTable
+) -> None:
+    results = train(family, world_size, layout)
+    table.add(world_size, f"{layout} {family}", assert_equal(main_rank(train(family, 1, "size16")), results))
+    assert_replicas_agree(results)
+
+
+def test_recomputing_experts_changes_nothing(train: Train) -> None:
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    results = train("qwen3_moe", 2, "ep2", **recompute)
+    assert_equal(main_rank(train("qwen3_moe", 1, "size16")), results)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout", "recompute"),
+    [
+        (2, "tp2 sp ep2 etp1", {}),
+        (2, "cp2 ep2", {}),
+        (
+            4,
+            "pp2 first1 ep2",
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        ),
+    ],
+    ids=["tp2-sp-ep2", "cp2-ep2", "pp2-ep2-recompute"],
+)
+def test_replayed_routes_belong_to_the_same_tokens_on_any_layout(
+    world_size: int, layout: str, recompute: dict[str, Any], train: Train, table: ComparisonTable
+) -> None:
+    """The first step is large enough that the second would choose other experts, were the choices not replayed."""
+    replayed = {"use_routing_replay": True, "lr": 3e-3}
+    reference = main_rank(train("qwen3_moe", 1, "size16", **replayed))
+    free = main_rank(train("qwen3_moe", 1, "size16", lr=3e-3))
+    assert reference["report"].steps[1]["loss"] != free["report"].steps[1]["loss"]
+    results = train("qwen3_moe", world_size, layout, **replayed, **recompute)
+    table.add(world_size, f"{layout} replay", assert_equal(reference, results, weight_tolerance=3e-4))

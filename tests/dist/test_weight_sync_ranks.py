@@ -1,0 +1,57 @@
+"""Several trainer ranks hand weights to the engines on their own devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.dist.ranks import ForkServer
+
+_CASE = "tests.dist.weight_sync_cases:send_to_colocated"
+_EXPECTED = {f"w{index}": [float(value + index) for value in range(8)] for index in range(3)}
+
+
+def _run(ranks: ForkServer, **arguments: Any) -> list[dict[str, Any]]:
+    return ranks.run(_CASE, 4, timeout_s=60.0, **arguments)
+
+
+def _held(seen: dict[str, Any], version: str, slot: int) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for sent_version, sent_slot, tensors in seen["opened"]:
+        if (sent_version, sent_slot) == (version, slot):
+            assert not found.keys() & tensors.keys(), "sent twice"
+            found |= tensors
+    return found
+
+
+@pytest.mark.parametrize("engines", [[(0, 2), (2, 2)], [(0, 1), (1, 3)], [(2, 1)]], ids=["even", "uneven", "one"])
+def test_every_device_of_every_engine_opens_every_tensor_once(
+    ranks: ForkServer, engines: list[tuple[int, int]]
+) -> None:
+    seen = _run(ranks, engines=engines)
+    for first, count in engines:
+        for slot in range(count):
+            for version in ("1", "2"):
+                assert _held(seen[first], version, slot) == _EXPECTED
+    speakers = {first for first, _ in engines}
+    assert [bool(one["opened"]) for one in seen] == [rank in speakers for rank in range(4)]
+    assert all(one["errors"] == [] for one in seen)
+    only_source = ("pause_generation", "begin_weight_update", "end_weight_update", "continue_generation")
+    for rank, one in enumerate(seen):
+        assert [verb for verb in one["verbs"] if verb in only_source] == list(only_source) * 2 * (rank == 0)
+
+
+@pytest.mark.parametrize(
+    ("fails", "message"), [("memory", "trainer rank 1: no shared memory"), ("engine", "wrong shape")]
+)
+def test_a_failure_anywhere_ends_the_session_everywhere_and_the_next_update_works(
+    ranks: ForkServer, fails: str, message: str
+) -> None:
+    seen = _run(ranks, engines=[(0, 2), (2, 2)], fails=fails)
+    assert message in seen[0]["errors"][0]
+    assert seen[0]["verbs"].index("end_weight_update") < seen[0]["verbs"].index("continue_generation")
+    assert seen[0]["verbs"].count("continue_generation") == 2
+    assert [one["gathered"] for one in seen] == [6] * 4
+    for first in (0, 2):
+        assert _held(seen[first], "2", 1) == _EXPECTED
