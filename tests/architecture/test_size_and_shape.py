@@ -138,7 +138,17 @@ def test_nothing_names_the_place_where_it_was_made() -> None:
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
 def test_git_ignores_no_source() -> None:
     """A pattern such as ``dist/`` without its leading slash keeps ``tests/dist`` out of every clone."""
-    command = ["git", "ls-files", "--others", "--ignored", "--exclude-standard", "--", "slime", "slime_plugins", "tests"]
+    command = [
+        "git",
+        "ls-files",
+        "--others",
+        "--ignored",
+        "--exclude-standard",
+        "--",
+        "slime",
+        "slime_plugins",
+        "tests",
+    ]
     ignored = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
     assert [line for line in ignored.splitlines() if "__pycache__" not in line] == []
 
