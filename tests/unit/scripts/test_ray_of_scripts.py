@@ -58,11 +58,13 @@ class World:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            # A shell that put this test into its background has SIGINT ignored, which children inherit.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def run(self, script: Path = SCRIPT, *flags: str, **env: str) -> tuple[int, str]:
         with self.start(script, *flags, **env) as process:
-            output, _ = process.communicate(timeout=DEADLINE_S)
+            output = end_of(process)
         return process.returncode, output
 
     def calls(self, verb: str) -> list[str]:
@@ -74,6 +76,15 @@ class World:
         return [
             int(word) for line in self.log.read_text().splitlines() if line[:4] == "pids" for word in line.split()[1:]
         ]
+
+
+def end_of(process: subprocess.Popen[str]) -> str:
+    """The output of a script that ends in time; one that does not is killed, or leaving its ``with`` would wait too."""
+    try:
+        return process.communicate(timeout=DEADLINE_S)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
 
 
 @pytest.fixture
@@ -167,7 +178,7 @@ def test_a_signal_stops_the_job_that_the_script_submitted(world: World, number: 
     with world.start(FAKE_JOB="exec sleep 300") as process:
         wait_until(lambda: world.calls("job submit"), "no job was submitted")
         process.send_signal(number)
-        process.communicate(timeout=DEADLINE_S)
+        end_of(process)
     assert process.returncode == status
     (submit,), (stop,) = world.calls("job submit"), world.calls("job stop")
     (name,) = [word.partition("=")[2] for word in submit.split() if word.startswith("--submission-id=")]
@@ -178,7 +189,7 @@ def test_a_signal_ends_the_ray_of_the_script_too(world: World) -> None:
     with world.start(FAKE_JOB="exec sleep 300") as process:
         wait_until(lambda: world.calls("job submit"), "no job was submitted")
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=DEADLINE_S)
+        end_of(process)
     wait_until(lambda: not any(map(is_running, world.pids())), "the fake Ray or its child is still there")
 
 
