@@ -29,8 +29,7 @@ def one_engine(root: Path, model: str, *flags: str) -> Iterator[SGLangEngine]:
         sglang_argv=["--context-length", "256", *flags],
         seed=1,
         num_gpus_per_node=8,
-        fp32=True,
-        fp16=False,
+        sglang_dtype="float32",
         offload_rollout=False,
         use_rollout_routing_replay=False,
     )

@@ -4,15 +4,17 @@
     python tools/convert_hf_to_fp8.py --model-dir /models/Qwen3-4B --save-dir /models/Qwen3-4B-FP8
 
 Train with --hf-checkpoint on the result: the trainer reads it as bf16, and every weight sync quantises what it sends in
-the same way. Strategies: `block` has one scale per 128 x 128 values (DeepSeek-V3's format), `tensor` one per tensor.
-Embeddings, head, norms, routers and everything else that is no large matrix stays as it is.
+the same way. Strategies: `block` has one scale per 128 x 128 values (DeepSeek-V3's format), `channel` one per row
+(compressed-tensors, float-quantized), `tensor` one per tensor. Only `block` can be trained: engines rearrange the
+others when they load them, and take no new weights. Embeddings, head, norms, routers and everything else that is no
+large matrix stays as it is.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +38,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-dir", required=True, help="The checkpoint to read (safetensors).")
     parser.add_argument("--save-dir", required=True, help="The directory to write; must not exist.")
-    parser.add_argument("--strategy", choices=("block", "tensor"), default="block", help="What shares a scale.")
+    parser.add_argument(
+        "--strategy", choices=("block", "channel", "tensor"), default="block", help="What shares a scale."
+    )
     parser.add_argument("--block-size", type=int, nargs=2, default=(128, 128), metavar=("ROWS", "COLUMNS"))
     parser.add_argument("--scale-fmt", choices=("ue8m0",), help="Scales that are powers of two.")
+    parser.add_argument("--max-workers", type=int, default=1, help="Files that are written at a time.")
     options = parser.parse_args()
+    if options.max_workers < 1:
+        raise ConfigError(f"--max-workers {options.max_workers} must be at least 1.")
     if min(options.block_size) < 1:
         raise ConfigError(f"--block-size {options.block_size[0]} {options.block_size[1]}: both must be at least 1.")
     if Path(options.save_dir).exists():
@@ -52,35 +59,59 @@ def convert(options: argparse.Namespace) -> None:
     from slime.backends.training.hf_files import TensorReader, write_hf_directory
 
     reader = TensorReader(options.model_dir, "--model-dir")
-    block = tuple(options.block_size) if options.strategy == "block" else None
-    kept = sorted(name for name in reader.names if not _is_quantised(name, reader))
+    kept = {name for name in reader.names if not _is_quantised(name, reader)}
+    weights = _quantised(reader, kept, options)
+    config = _config(options, sorted(name.removesuffix(".weight") for name in kept if name.endswith(".weight")))
+    write_hf_directory(
+        weights, options.model_dir, options.save_dir, quantization=config, num_writers=options.max_workers
+    )
+    print(f"{len(reader.names) - len(kept)} of {len(reader.names)} tensors in 8 bits -> {options.save_dir}")
+
+
+def _config(options: argparse.Namespace, kept: Sequence[str]) -> dict[str, Any]:
+    if options.strategy == "channel":
+        number = {"num_bits": 8, "type": "float", "symmetric": True}
+        weights = number | {"strategy": "channel", "dynamic": False}
+        activations = number | {"strategy": "token", "dynamic": True}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {
+                "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations},
+            },
+            "ignore": sorted({*kept, "lm_head"}),  # one that is tied to the embedding has no tensor of its own
+        }
     config: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-    if block is not None:
-        config["weight_block_size"] = list(block)
+    if options.strategy == "block":
+        config["weight_block_size"] = list(options.block_size)
     if options.scale_fmt is not None:
         config["scale_fmt"] = options.scale_fmt
-    config["modules_to_not_convert"] = [name.removesuffix(".weight") for name in kept if name.endswith(".weight")]
-    weights = _quantised(reader, set(kept), block, options.scale_fmt is not None)
-    write_hf_directory(weights, options.model_dir, options.save_dir, quantization=config)
-    print(f"{len(reader.names) - len(kept)} of {len(reader.names)} tensors in 8 bits -> {options.save_dir}")
+    return config | {"modules_to_not_convert": list(kept)}
 
 
 def _is_quantised(name: str, reader: TensorReader) -> bool:
     return name.endswith(".weight") and not any(part in name for part in _KEPT) and reader.get(name).dim() == 2
 
 
-def _quantised(
-    reader: TensorReader, kept: set[str], block: tuple[int, int] | None, has_power_of_two_scales: bool
-) -> Iterator[NamedTensor]:
+def _quantised(reader: TensorReader, kept: set[str], options: argparse.Namespace) -> Iterator[NamedTensor]:
     from slime.weight_sync.quantize import quantize_fp8
 
     for name in sorted(reader.names):
+        tensor = reader.get(name)
         if name in kept:
-            yield name, reader.get(name)
+            yield name, tensor
             continue
-        values, scale = quantize_fp8(reader.get(name), block, has_power_of_two_scales=has_power_of_two_scales)
+        match options.strategy:
+            case "block":
+                block = tuple(options.block_size)
+            case "channel":
+                block = (1, tensor.shape[1])
+            case _:
+                block = None
+        values, scale = quantize_fp8(tensor, block, has_power_of_two_scales=options.scale_fmt is not None)
         yield name, values
-        yield name + ("_scale" if block is None else "_scale_inv"), scale
+        yield name + ("_scale_inv" if options.strategy == "block" else "_scale"), scale
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@
 Writes compressed-tensors, pack-quantized, symmetric, one scale per --group-size values of a row. Train with
 --hf-checkpoint on the result: the trainer reads it as bf16, and every weight sync quantises what it sends in the same
 way. --ignore-rules are regular expressions of modules that keep their precision; the default leaves the experts only,
-so a dense model needs rules of its own, such as `lm_head embed norm`. No GPU is used.
+so a dense model needs rules of its own, such as `lm_head embed norm`, and cannot be trained: engines rearrange such
+weights of other layers than experts when they load them, and take no new ones. No GPU is used.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ def main() -> None:
         "--is-symmetric", action="store_true", default=True, help="Without zero points; nothing else is written."
     )
     parser.add_argument("--ignore-rules", nargs="*", default=_IGNORED, metavar="PATTERN", help="What stays as it is.")
+    parser.add_argument("--max-workers", type=int, default=1, help="Files that are written at a time.")
     options = parser.parse_args()
+    if options.max_workers < 1:
+        raise ConfigError(f"--max-workers {options.max_workers} must be at least 1.")
     if options.group_size < 1:
         raise ConfigError(f"--group-size {options.group_size} must be at least 1.")
     if Path(options.save_dir).exists():
@@ -60,7 +64,11 @@ def convert(options: argparse.Namespace) -> None:
     if not quantised:
         raise ConfigError(f"--ignore-rules {' '.join(options.ignore_rules)} leave no matrix of {options.model_dir}.")
     weights = _quantised(reader, quantised, options.group_size)
-    write_hf_directory(weights, options.model_dir, options.save_dir, quantization=_config(options))
+    ignored = [f"re:.*{rule}" if rule.endswith("$") else f"re:.*{rule}.*" for rule in options.ignore_rules]
+    config = quantization_config(options.group_size, ignored)
+    write_hf_directory(
+        weights, options.model_dir, options.save_dir, quantization=config, num_writers=options.max_workers
+    )
     print(f"{len(quantised)} of {len(reader.names)} tensors in 4 bits -> {options.save_dir}")
 
 
@@ -96,14 +104,15 @@ def _quantised(reader: TensorReader, quantised: set[str], group_size: int) -> It
         yield f"{name}_shape", torch.tensor(tensor.shape, dtype=torch.int32)
 
 
-def _config(options: argparse.Namespace) -> dict[str, Any]:
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": options.group_size}
+def quantization_config(group_size: int, ignored: Sequence[str]) -> dict[str, Any]:
+    """Of config.json. ``ignored``: names of modules, or patterns that begin with ``re:``."""
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group_size}
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights | {"dynamic": False}}},
-        "ignore": [f"re:.*{rule}" if rule.endswith("$") else f"re:.*{rule}.*" for rule in options.ignore_rules],
+        "ignore": list(ignored),
     }
 
 

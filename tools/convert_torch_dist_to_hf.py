@@ -11,7 +11,6 @@ does not build (multi-token-prediction layers). One process and no GPU are enoug
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from pathlib import Path
 
@@ -21,7 +20,8 @@ from slime.backends.megatron_utils.offline import OfflineModel, read_options, ru
 from slime.utils.errors import ConfigError
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What both tools of this name take besides Megatron's flags."""
     parser.add_argument("--input-dir", required=True, help="An iter_... directory, or one with a tracker file.")
     parser.add_argument("--output-dir", required=True, help="Directory to write.")
     parser.add_argument("--origin-hf-dir", dest="hf_checkpoint", required=True, help="Directory it was trained from.")
@@ -33,7 +33,16 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> None:
-    args = read_options(_add_options, __doc__)
+    args = read_options(add_options, __doc__)
+    convert(args)
+
+
+def convert(args: argparse.Namespace, num_writers: int = 1) -> None:
+    """Write --output-dir, whole or not at all.
+
+    Args:
+        num_writers: files that are written at a time.
+    """
     target = Path(args.output_dir)
     if target.exists() and not args.force:
         raise ConfigError(f"--output-dir {target} exists already: -f replaces it.")
@@ -42,9 +51,13 @@ def main() -> None:
 
         source = model.load_torch_dist("--input-dir", args.input_dir)
         if model.is_main:
-            if target.exists():
-                shutil.rmtree(target)
-            write_hf_directory(model.export(), args.hf_checkpoint, str(target), max_file_bytes=args.chunk_size)
+            write_hf_directory(
+                model.export(),
+                args.hf_checkpoint,
+                str(target),
+                max_file_bytes=args.chunk_size,
+                num_writers=num_writers,
+            )
             print(f"{source.directory} -> {target}")
         else:
             for _ in model.export():

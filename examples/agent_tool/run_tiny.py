@@ -20,13 +20,11 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.tiny.recipe import (
-    GRPO,
     ROWS_PER_ROLLOUT,
+    learn,
     make_model,
     options,
-    read_metrics,
-    run_train,
-    series,
+    print_first_and_last,
     warm_start,
     write_rows,
 )
@@ -99,18 +97,13 @@ def main() -> None:
     output = options(__doc__, "agent_tool").output
     data = write_settings(output)
     model = warm_start(model_with_tools(output), demonstrations(4 * ROWS_PER_ROLLOUT), output, rollouts=4)
-    grpo = [flag for flag in GRPO if flag != "--apply-chat-template"]  # the program makes the prompts
     flags = [
-        *("--hf-checkpoint", model, "--prompt-data", data, *grpo, "--num-rollout", 8),
         *("--rollout-batch-size", 8, "--rollout-max-response-len", 24),
         *("--custom-generate-function-path", "examples.agent_tool.generate_with_agent.generate"),
         *("--custom-config-path", output / "agent_tool.yaml"),
-        *("--save-debug-rollout-data", output / "samples" / "{rollout_id}.pt"),
-        *("--output-dir", output, "--experiment-name", "grpo"),
     ]
-    run_train("GRPO through an external agent", flags, output)
-    rewards = series(read_metrics(output, "grpo"), "rollout/raw_reward")
-    print(f"\nreward of an answer: {rewards[0]:.2f} in the first rollout, {rewards[-1]:.2f} in the last")
+    records = learn("GRPO through an external agent", model, data, flags, output, rollouts=8)
+    print_first_and_last("reward of an answer", records)
 
 
 if __name__ == "__main__":

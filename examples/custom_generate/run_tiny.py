@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.custom_generate.custom_generate import hint
 from examples.tiny.copying import END, question, warm_started, write_questions
-from examples.tiny.recipe import GRPO, ROOT, ROWS_PER_ROLLOUT, options, read_metrics, run_train, series
+from examples.tiny.recipe import ROOT, ROWS_PER_ROLLOUT, learn, options, print_first_and_last
 from slime.data.sample import Sample
 
 
@@ -36,17 +36,13 @@ def demonstrations(count: int) -> list[dict[str, Any]]:
 def main() -> None:
     output = options(__doc__, "custom_generate").output
     model = warm_started(output, words=("no",), rows=demonstrations(4 * ROWS_PER_ROLLOUT))
+    data = write_questions(output / "train.jsonl", 256, seed=2)
     flags = [
-        *("--hf-checkpoint", model, "--prompt-data"),
-        *(write_questions(output / "train.jsonl", 256, seed=2), *GRPO, "--num-rollout", 8),
-        *("--rollout-max-response-len", 24, "--max-turns", 2),
+        *("--apply-chat-template", "--rollout-max-response-len", 24, "--max-turns", 2),
         *("--custom-generate-function-path", f"{ROOT}/examples/custom_generate/custom_generate.py"),
-        *("--save-debug-rollout-data", output / "samples" / "{rollout_id}.pt"),
-        *("--output-dir", output, "--experiment-name", "grpo"),
     ]
-    run_train("GRPO with a game of two turns", flags, output)
-    rewards = series(read_metrics(output, "grpo"), "rollout/raw_reward")
-    print(f"\nreward of a game: {rewards[0]:.2f} in the first rollout, {rewards[-1]:.2f} in the last")
+    records = learn("GRPO with a game of two turns", model, data, flags, output, rollouts=8)
+    print_first_and_last("reward of a game", records)
 
 
 if __name__ == "__main__":

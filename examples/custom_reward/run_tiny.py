@@ -16,7 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.tiny.copying import warm_started, write_questions
-from examples.tiny.recipe import GRPO, ROOT, options, read_metrics, run_train, series
+from examples.tiny.recipe import ROOT, learn, options, print_first_and_last
 
 RM = f"{ROOT}/examples/custom_reward/custom_rm.py"
 FORMS: dict[str, list[Any]] = {
@@ -29,16 +29,13 @@ FORMS: dict[str, list[Any]] = {
 def main() -> None:
     chosen = options(__doc__, "custom_reward", form=tuple(FORMS))
     output: Path = chosen.output
+    model, data = warm_started(output), write_questions(output / "train.jsonl", 256, seed=2)
     flags = [
-        *("--hf-checkpoint", warm_started(output), "--prompt-data"),
-        *(write_questions(output / "train.jsonl", 256, seed=2), *GRPO, "--num-rollout", 8),
-        *("--rollout-max-response-len", 4, *FORMS[chosen.form]),
+        *("--apply-chat-template", "--rollout-max-response-len", 4, *FORMS[chosen.form]),
         *("--dynamic-sampling-filter-path", f"{RM}:keep_mixed_groups", "--over-sampling-batch-size", 24),
-        *("--output-dir", output, "--experiment-name", "grpo"),
     ]
-    run_train(f"GRPO with a custom reward: {chosen.form}", flags, output)
-    rewards = series(read_metrics(output, "grpo"), "rollout/raw_reward")
-    print(f"\nreward of the groups kept: {rewards[0]:.2f} in the first rollout, {rewards[-1]:.2f} in the last")
+    records = learn(f"GRPO with a custom reward: {chosen.form}", model, data, flags, output, rollouts=8)
+    print_first_and_last("reward of the groups kept", records)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.tiny.copying import warm_started, write_questions
-from examples.tiny.recipe import GRPO, ROOT, options, read_metrics, run_train, series
+from examples.tiny.recipe import ROOT, learn, options, series
 
 SETS = ("short", "short_sampled", "overlap")
 
@@ -31,15 +31,13 @@ def write_eval_config(output: Path) -> Path:
 
 def main() -> None:
     output = options(__doc__, "eval_multi_task").output
+    model, data = warm_started(output), write_questions(output / "train.jsonl", 256, seed=2)
     flags = [
-        *("--hf-checkpoint", warm_started(output), "--prompt-data"),
-        *(write_questions(output / "train.jsonl", 256, seed=2), *GRPO, "--num-rollout", 8),
-        *("--rollout-max-response-len", 4, "--custom-rm-path", f"{ROOT}/examples/custom_reward/custom_rm.py"),
+        *("--apply-chat-template", "--rollout-max-response-len", 4),
+        *("--custom-rm-path", f"{ROOT}/examples/custom_reward/custom_rm.py"),
         *("--eval-config", write_eval_config(output), "--eval-interval", 4, "--log-passrate"),
-        *("--output-dir", output, "--experiment-name", "grpo"),
     ]
-    run_train("GRPO with three evaluation sets", flags, output)
-    records = read_metrics(output, "grpo")
+    records = learn("GRPO with three evaluation sets", model, data, flags, output, rollouts=8)
     for name in SETS:
         values = series(records, f"eval/{name}")
         print(f"{name}: {' -> '.join(f'{value:.2f}' for value in values)}")

@@ -15,24 +15,22 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.tiny.copying import warm_started, write_questions
-from examples.tiny.recipe import GRPO, ROOT, options, read_metrics, run_train, series
+from examples.tiny.recipe import ROOT, learn, options, print_first_and_last, series
 
 
 def main() -> None:
     output = options(__doc__, "fully_async").output
+    model, data = warm_started(output), write_questions(output / "train.jsonl", 256, seed=2)
     flags = [
-        *("--hf-checkpoint", warm_started(output), "--prompt-data"),
-        *(write_questions(output / "train.jsonl", 256, seed=2), *GRPO, "--num-rollout", 10),
-        *("--rollout-max-response-len", 4, "--custom-rm-path", f"{ROOT}/examples/custom_reward/custom_rm.py"),
+        *("--apply-chat-template", "--rollout-max-response-len", 4),
+        *("--custom-rm-path", f"{ROOT}/examples/custom_reward/custom_rm.py"),
         *("--rollout-function-path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async"),
         *("--max-weight-staleness", 2, "--use-tis"),
-        *("--output-dir", output, "--experiment-name", "async"),
     ]
-    run_train("fully asynchronous GRPO", flags, output, script="train_async.py")
-    records = read_metrics(output, "async")
-    rewards, lags = series(records, "rollout/raw_reward"), series(records, "rollout/weight_version_lag")
-    print(f"\nreward of a response: {rewards[0]:.2f} in the first rollout, {rewards[-1]:.2f} in the last")
-    print(f"rollouts by which the weights lagged: at most {max(lags):.0f}")
+    records = learn("fully asynchronous GRPO", model, data, flags, output, rollouts=10, script="train_async.py")
+    print_first_and_last("reward of a response", records)
+    lag = max(series(records, "rollout/weight_version_lag"))
+    print(f"rollouts by which the weights lagged: at most {lag:.0f}")
 
 
 if __name__ == "__main__":

@@ -19,13 +19,11 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.tiny.recipe import (
-    GRPO,
     ROWS_PER_ROLLOUT,
+    learn,
     make_model,
     options,
-    read_metrics,
-    run_train,
-    series,
+    print_first_and_last,
     warm_start,
     write_rows,
 )
@@ -73,18 +71,13 @@ def main() -> None:
     data = write_rows(output / "train.jsonl", rows)
     (output / "multi_agent.yaml").write_text(yaml.safe_dump(SETTINGS), encoding="utf-8")
     model = warm_start(make_model(output, WORDS), demonstrations(4 * ROWS_PER_ROLLOUT), output, rollouts=4)
-    grpo = [flag for flag in GRPO if flag != "--apply-chat-template"]  # the agents make their own prompts
     flags = [
-        *("--hf-checkpoint", model, "--prompt-data", data, *grpo, "--num-rollout", 10),
         *("--rollout-max-response-len", 6, "--rollout-skip-special-tokens", "--rm-type", "f1"),
         *("--custom-config-path", output / "multi_agent.yaml", "--custom-generate-function-path"),
         "examples.multi_agent.rollout_with_multi_agents.generate_with_multi_agents",
-        *("--save-debug-rollout-data", output / "samples" / "{rollout_id}.pt"),
-        *("--output-dir", output, "--experiment-name", "grpo"),
     ]
-    run_train("GRPO of a team", flags, output)
-    rewards = series(read_metrics(output, "grpo"), "rollout/raw_reward")
-    print(f"\nreward of an agent: {rewards[0]:.2f} in the first rollout, {rewards[-1]:.2f} in the last")
+    records = learn("GRPO of a team", model, data, flags, output, rollouts=10)
+    print_first_and_last("reward of an agent", records)
 
 
 if __name__ == "__main__":

@@ -23,12 +23,10 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.tiny.recipe import (
-    GRPO,
     ROWS_PER_ROLLOUT,
+    learn,
     make_model,
     options,
-    read_metrics,
-    run_train,
     series,
     serve,
     warm_start,
@@ -84,15 +82,14 @@ def main() -> None:
     (output / "eval.yaml").write_text(yaml.safe_dump({"eval": {"datasets": [held_out]}}), encoding="utf-8")
     with ExitStack() as stack:
         flags = [
-            *("--hf-checkpoint", student, "--prompt-data", data, *GRPO, "--num-rollout", 8),
-            *("--rollout-max-response-len", 4, *teacher_flags(chosen.opd_type, teacher, output, stack)),
+            *("--apply-chat-template", "--rollout-max-response-len", 4),
+            *teacher_flags(chosen.opd_type, teacher, output, stack),
             *("--eval-config", output / "eval.yaml", "--eval-interval", 8, "--n-samples-per-eval-prompt", 1),
-            *("--output-dir", output, "--experiment-name", "opd"),
         ]
-        run_train(f"on-policy distillation, teacher: {chosen.opd_type}", flags, output)
-    records = read_metrics(output, "opd")
+        title = f"on-policy distillation, teacher: {chosen.opd_type}"
+        records = learn(title, str(student), data, flags, output, rollouts=8)
     distance, accuracy = series(records, "train/opd_reverse_kl"), series(records, "eval/repeat")
-    print(f"\nreverse KL from student to teacher per token: {distance[0]:.3f} first, {distance[-1]:.3f} last")
+    print(f"reverse KL from student to teacher per token: {distance[0]:.3f} first, {distance[-1]:.3f} last")
     print(f"accuracy of the student: {accuracy[0]:.2f} before, {accuracy[-1]:.2f} after")
 
 

@@ -18,13 +18,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.tiny.recipe import (
-    GRPO,
     ROWS_PER_ROLLOUT,
+    learn,
     make_model,
     options,
-    read_metrics,
-    run_train,
-    series,
+    print_first_and_last,
     warm_start,
     write_rows,
 )
@@ -63,16 +61,13 @@ def main() -> None:
     shutil.copy(Path(__file__).parent / "retool.yaml", output)
     model = warm_start(make_model(output, WORDS), demonstrations(4 * ROWS_PER_ROLLOUT), output, rollouts=4)
     flags = [
-        *("--hf-checkpoint", model, "--prompt-data", data, *GRPO, "--num-rollout", 10),
-        *("--rollout-max-response-len", 48, "--max-turns", 2, "--custom-config-path", output / "retool.yaml"),
+        *("--apply-chat-template", "--rollout-max-response-len", 48),
+        *("--max-turns", 2, "--custom-config-path", output / "retool.yaml"),
         *("--custom-generate-function-path", "examples.retool.generate_with_retool.generate"),
         *("--custom-rm-path", "examples.retool.generate_with_retool.reward_func", "--reward-key", "score"),
-        *("--save-debug-rollout-data", output / "samples" / "{rollout_id}.pt"),
-        *("--output-dir", output, "--experiment-name", "grpo"),
     ]
-    run_train("GRPO with a Python sandbox", flags, output)
-    rewards = series(read_metrics(output, "grpo"), "rollout/raw_reward")
-    print(f"\nreward of a response: {rewards[0]:.2f} in the first rollout, {rewards[-1]:.2f} in the last")
+    records = learn("GRPO with a Python sandbox", model, data, flags, output, rollouts=10)
+    print_first_and_last("reward of a response", records)
 
 
 if __name__ == "__main__":

@@ -21,13 +21,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.search_r1.local_search_server import Bm25, make_server, read_corpus
 from examples.tiny.recipe import (
-    GRPO,
     ROWS_PER_ROLLOUT,
+    learn,
     make_model,
     options,
-    read_metrics,
-    run_train,
-    series,
+    print_first_and_last,
     warm_start,
     write_rows,
 )
@@ -95,19 +93,16 @@ def main() -> None:
     settings |= {"search_url": f"http://127.0.0.1:{server.server_address[1]}/retrieve", "search_topk": 1}
     (output / "search.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
     flags = [
-        *("--hf-checkpoint", model, "--prompt-data", data, *GRPO, "--num-rollout", 10),
-        *("--rollout-max-response-len", 48, "--max-turns", 2, "--custom-config-path", output / "search.yaml"),
+        *("--apply-chat-template", "--rollout-max-response-len", 48),
+        *("--max-turns", 2, "--custom-config-path", output / "search.yaml"),
         *("--custom-generate-function-path", "examples.search_r1.generate_with_search.generate"),
         *("--custom-rm-path", "examples.search_r1.generate_with_search.reward_func", "--reward-key", "score"),
-        *("--save-debug-rollout-data", output / "samples" / "{rollout_id}.pt"),
-        *("--output-dir", output, "--experiment-name", "grpo"),
     ]
     try:
-        run_train("GRPO with a search server", flags, output)
+        records = learn("GRPO with a search server", model, data, flags, output, rollouts=10)
     finally:
         server.shutdown()
-    rewards = series(read_metrics(output, "grpo"), "rollout/raw_reward")
-    print(f"\nreward of a response: {rewards[0]:.2f} in the first rollout, {rewards[-1]:.2f} in the last")
+    print_first_and_last("reward of a response", records)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 __all__ = [
-    "GRPO",
     "ROOT",
     "ROWS_PER_ROLLOUT",
+    "learn",
     "make_model",
     "options",
+    "print_first_and_last",
     "read_metrics",
     "run_environment",
     "run_train",
@@ -40,13 +41,13 @@ ROWS_PER_ROLLOUT = 32 * _STEPS_PER_ROLLOUT
 SMALL_BATCHES = ("--fp32", "--use-dynamic-batch-size", "--max-tokens-per-gpu", 8192, "--actor-num-gpus-per-node", 1)
 ONE_ENGINE = ("--rollout-num-gpus", 1, "--sglang-context-length", 256, "--sglang-max-total-tokens", 32768)
 GRPO = (
-    *("--label-key", "label", "--apply-chat-template", "--rollout-shuffle", "--advantage-estimator", "grpo"),
+    *("--label-key", "label", "--rollout-shuffle", "--advantage-estimator", "grpo"),
     *("--rollout-batch-size", 16, "--n-samples-per-prompt", 8, "--rollout-temperature", 1.0),
     *("--lr", "5e-4", "--min-lr", "5e-4", "--adam-beta2", 0.95, "--weight-decay", 0.0, "--clip-grad", 1.0),
     *SMALL_BATCHES,
     *ONE_ENGINE,
 )
-"""Flags that the offline runs have in common; a run adds model, data, functions and lengths."""
+"""What the learning runs have in common; :func:`learn` adds model, data and places, the example its functions."""
 
 
 def options(doc: str | None, name: str, **choices: tuple[str, ...]) -> argparse.Namespace:
@@ -107,6 +108,26 @@ def warm_start(
     return str(folder / f"hf_{rollouts - 1}")
 
 
+def learn(
+    title: str, model: str, data: str, flags: Sequence[Any], output: Path, *, rollouts: int, script: str = "train.py"
+) -> list[dict[str, Any]]:
+    """GRPO from ``model`` on the rows of ``data``: the run that the example is about.
+
+    Args:
+        flags: the example's functions and lengths; of two equal flags the later one counts.
+
+    Returns:
+        The records of the run's metrics; its samples lie below ``output/samples``, everything else in ``output/grpo``.
+    """
+    common = [
+        *("--hf-checkpoint", model, "--prompt-data", data, *GRPO, "--num-rollout", rollouts),
+        *("--save-debug-rollout-data", output / "samples" / "{rollout_id}.pt"),
+        *("--output-dir", output, "--experiment-name", "grpo"),
+    ]
+    run_train(title, [*common, *flags], output, script)
+    return read_metrics(output, "grpo")
+
+
 @contextmanager
 def serve(model: str, output: Path) -> Iterator[str]:
     """A second engine of slime's own making, outside of any run. Yields the address of its server."""
@@ -120,8 +141,7 @@ def serve(model: str, output: Path) -> Iterator[str]:
         sglang_argv=["--context-length", "256", "--max-total-tokens", "32768"],
         seed=1,
         num_gpus_per_node=8,
-        fp32=True,
-        fp16=False,
+        sglang_dtype="float32",
         offload_rollout=False,
         use_rollout_routing_replay=False,
     )
@@ -163,3 +183,8 @@ def read_metrics(output: Path, name: str) -> list[dict[str, Any]]:
 def series(records: list[dict[str, Any]], name: str) -> list[float]:
     """Values of a metric, in order."""
     return [record[name] for record in records if name in record]
+
+
+def print_first_and_last(what: str, records: list[dict[str, Any]], name: str = "rollout/raw_reward") -> None:
+    values = series(records, name)
+    print(f"{what}: {values[0]:.2f} in the first rollout, {values[-1]:.2f} in the last")

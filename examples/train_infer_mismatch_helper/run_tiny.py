@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.tiny.copying import warm_started, write_questions
-from examples.tiny.recipe import GRPO, ROOT, options, read_metrics, run_train, series
+from examples.tiny.recipe import ROOT, learn, options, print_first_and_last, series
 
 HERE = Path(__file__).parent
 
@@ -24,18 +24,16 @@ HERE = Path(__file__).parent
 def main() -> None:
     output = options(__doc__, "mismatch").output
     shutil.copy(HERE / "mis.yaml", output)
+    model, data = warm_started(output), write_questions(output / "train.jsonl", 256, seed=2)
     flags = [
-        *("--hf-checkpoint", warm_started(output), "--prompt-data"),
-        *(write_questions(output / "train.jsonl", 256, seed=2), *GRPO, "--num-rollout", 8),
-        *("--rollout-max-response-len", 4, "--custom-rm-path", f"{ROOT}/examples/custom_reward/custom_rm.py"),
+        *("--apply-chat-template", "--rollout-max-response-len", 4),
+        *("--custom-rm-path", f"{ROOT}/examples/custom_reward/custom_rm.py"),
         *("--use-tis", "--custom-tis-function-path", f"{HERE / 'mis.py'}:compute_mis_weights_with_cp"),
         *("--custom-config-path", output / "mis.yaml", "--async-buffer-size", 2),
-        *("--output-dir", output, "--experiment-name", "grpo"),
     ]
-    run_train("asynchronous GRPO with importance weights and rejection", flags, output, script="train_async.py")
-    records = read_metrics(output, "grpo")
-    rewards = series(records, "rollout/raw_reward")
-    print(f"\nreward of a response: {rewards[0]:.2f} in the first rollout, {rewards[-1]:.2f} in the last")
+    title = "asynchronous GRPO with importance weights and rejection"
+    records = learn(title, model, data, flags, output, rollouts=8, script="train_async.py")
+    print_first_and_last("reward of a response", records)
     for name in sorted({name for record in records for name in record if name.startswith("train/mis_")}):
         print(f"{name}: {series(records, name)[-1]:.4g}")
 

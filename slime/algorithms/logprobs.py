@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
+from .sampling_mask import SamplingMask
+
 __all__ = ["log_probs_and_entropy"]
+
+Keep: TypeAlias = torch.Tensor | SamplingMask
 
 
 def log_probs_and_entropy(
@@ -27,7 +31,7 @@ def log_probs_and_entropy(
     chunk_size: int = -1,
     with_entropy: bool = False,
     with_entropy_grad: bool = True,
-    keep: torch.Tensor | None = None,
+    keep: Keep | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``log softmax(logits / temperature)[target]`` per row and, on request, the entropy of that distribution.
 
@@ -48,8 +52,9 @@ def log_probs_and_entropy(
         chunk_size: rows handled at a time; -1 means all. Values do not depend on it.
         with_entropy: compute the entropy as well.
         with_entropy_grad: give the entropy a graph.
-        keep: ``[N, V/tp]`` bool, the ids that sampling could choose from (top-p). The log-prob is that of the
-            renormalised set; a row's target belongs to it in any case. The entropy stays that of the whole vocabulary.
+        keep: the ids that sampling could choose from (top-p, top-k), as sets or as ``[N, V/tp]`` bool. The log-prob is
+            that of the renormalised set; a row's target belongs to it in any case. The entropy stays that of the whole
+            vocabulary.
 
     Returns:
         (log_probs ``[N]`` fp32, entropy ``[N]`` fp32 or None).
@@ -61,8 +66,10 @@ def log_probs_and_entropy(
         raise ValueError(f"expected logits [N, V] and targets [N], got {tuple(logits.shape)}, {tuple(targets.shape)}")
     if temperature <= 0:
         raise ValueError(f"--rollout-temperature {temperature} must be above 0.")
-    if keep is not None and keep.shape != logits.shape:
+    if isinstance(keep, torch.Tensor) and keep.shape != logits.shape:
         raise ValueError(f"keep must have the shape of the logits {tuple(logits.shape)}, got {tuple(keep.shape)}")
+    if isinstance(keep, SamplingMask) and len(keep) != len(logits):
+        raise ValueError(f"keep has sets for {len(keep)} rows, the logits have {len(logits)}")
     shard = _shard(logits, group, vocab_size)
     plan = _Plan(shard, group, 1.0 / temperature, chunk_size, with_entropy, with_entropy and with_entropy_grad)
     run = _LogProbs.apply
@@ -120,7 +127,7 @@ def _shard(logits: torch.Tensor, group: dist.ProcessGroup | None, vocab_size: in
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, plan: _Plan, keep: torch.Tensor | None
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, plan: _Plan, keep: Keep | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num_rows = logits.shape[0]
         top = _row_max(logits, targets, plan, keep)
@@ -132,7 +139,7 @@ class _LogProbs(torch.autograd.Function):
             z = _shifted(local[rows], plan.scale, top[rows], out=_head(buffers[0], rows))
             index, is_mine = _local_index(targets[rows], plan.shard)
             if keep is not None:
-                z.masked_fill_(_dropped(keep[rows], index, is_mine, plan.shard), -torch.inf)
+                z.masked_fill_(_dropped(keep, rows, index, is_mine, plan.shard), -torch.inf)
             sums[1, rows] = torch.where(is_mine, z.gather(1, index).squeeze(1), 0.0)
             if plan.with_entropy:
                 exp = torch.exp(z, out=_head(buffers[1], rows))
@@ -169,7 +176,7 @@ class _LogProbs(torch.autograd.Function):
             log_p = _shifted(local, plan.scale, log_norm[rows], out=work)
             index, is_mine = _local_index(targets[rows], plan.shard)
             if ctx.keep is not None:
-                log_p.masked_fill_(_dropped(ctx.keep[rows], index, is_mine, plan.shard), -torch.inf)
+                log_p.masked_fill_(_dropped(ctx.keep, rows, index, is_mine, plan.shard), -torch.inf)
             if plan.with_entropy_grad:
                 factor = torch.add(log_p, entropy[rows].unsqueeze(1), out=_head(buffers[-1], rows))
                 factor.mul_(grad_entropy[rows].unsqueeze(1)).add_(target_grad).neg_()
@@ -183,7 +190,7 @@ class _LogProbs(torch.autograd.Function):
         return out, None, None, None
 
 
-def _row_max(logits: torch.Tensor, targets: torch.Tensor, plan: _Plan, keep: torch.Tensor | None) -> torch.Tensor:
+def _row_max(logits: torch.Tensor, targets: torch.Tensor, plan: _Plan, keep: Keep | None) -> torch.Tensor:
     """Largest scaled logit of every row over all ranks (among the kept ids), ``[N]`` fp32."""
     num_ids = plan.shard.num_ids
     top = torch.full(logits.shape[:1], -torch.inf, dtype=torch.float32, device=logits.device)
@@ -192,16 +199,19 @@ def _row_max(logits: torch.Tensor, targets: torch.Tensor, plan: _Plan, keep: tor
     elif keep is not None:
         for rows in plan.chunks(logits.shape[0]):
             index, is_mine = _local_index(targets[rows], plan.shard)
-            dropped = _dropped(keep[rows], index, is_mine, plan.shard)
+            dropped = _dropped(keep, rows, index, is_mine, plan.shard)
             top[rows] = logits[rows, :num_ids].masked_fill(dropped, -torch.inf).amax(1).float() * plan.scale
     if plan.group is not None and logits.shape[0]:
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=plan.group)
     return top
 
 
-def _dropped(keep: torch.Tensor, index: torch.Tensor, is_mine: torch.Tensor, shard: _Shard) -> torch.Tensor:
+def _dropped(keep: Keep, rows: slice, index: torch.Tensor, is_mine: torch.Tensor, shard: _Shard) -> torch.Tensor:
     """``[n, num_ids]`` True at ids outside the kept set; a target is inside in any case."""
-    dropped = ~keep[:, : shard.num_ids]
+    if isinstance(keep, SamplingMask):
+        dropped = keep.dropped(rows, shard.first_id, shard.num_ids)
+    else:
+        dropped = ~keep[rows, : shard.num_ids]
     return dropped.scatter_(1, index, dropped.gather(1, index) & ~is_mine.unsqueeze(1))
 
 

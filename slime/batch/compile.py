@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from slime.batch.rewards import RewardArgs, group_keys, normalize_by_group, raw_rewards
+from slime.batch.sampling_sets import missing_column, sampling_sets
 from slime.data.columns import COLUMNS, Column, TrainData
 from slime.data.routed_experts import compact_routed_experts
 from slime.data.sample import Sample, iter_samples
@@ -110,6 +111,7 @@ def _default_columns(
     for column in COLUMNS.values():
         if column.sample_field:
             data.update(_optional_column(column, samples, masks))
+    data.update(sampling_sets(samples, masks))
     if any("round_number" in s.metadata for s in samples):
         data["round_number"] = [s.metadata.get("round_number") for s in samples]
     if any(_source(s) is not None for s in samples):
@@ -184,7 +186,7 @@ def _per_input(column: Column, samples: list[Sample], values: list[Any], masks: 
     names = [f"sample {sample.index} (group {sample.group_index})" for sample in samples]
     for name, value, mask in zip(names, values, masks, strict=True):
         if value is None and mask.any():
-            raise _missing(column, name)
+            raise missing_column(column, name)
     lengths = [len(sample.tokens) for sample in samples]
     needed = [_last_trained(length, mask) for length, mask in zip(lengths, masks, strict=True)]
     try:
@@ -199,19 +201,11 @@ def _last_trained(num_tokens: int, mask: torch.Tensor) -> int:
     return num_tokens - len(mask) + int(trained[-1]) if len(trained) else 0
 
 
-def _missing(column: Column, where: str) -> DataError:
-    return DataError(
-        f"{where} has trained tokens but no {column.name}, while other samples of the rollout have them: every "
-        "sample must carry them, or none; a custom generate function must pass them on, or mask the sample out "
-        "(remove_sample)"
-    )
-
-
 def _per_token(column: Column, sample: Sample, value: Any, mask: torch.Tensor) -> Any:
     where = f"sample {sample.index} (group {sample.group_index})"
     if value is None:
         if mask.any():
-            raise _missing(column, where)
+            raise missing_column(column, where)
         return [0.0] * sample.response_length
     if len(value) != sample.response_length:
         raise DataError(f"{where} has {len(value)} {column.name} for a response of {sample.response_length} tokens")

@@ -34,7 +34,8 @@ class Column:
             ``plain`` list of Python values; ``fixed`` one value for the rank.
         dtype: torch dtype name of a tensor form; "" for other forms, and for tensors that keep their own.
         per: ``sample`` is split by the schedule; ``batch`` goes whole to every rank; ``rank`` is made by the schedule.
-        axis: length of a ragged entry: ``tokens`` (L_i), ``inputs`` (L_i - 1, all but the last) or ``response`` (R_i).
+        axis: length of a ragged entry: ``tokens`` (L_i), ``inputs`` (L_i - 1, all but the last), ``response`` (R_i),
+            ``borders`` (R_i + 1) or ``sets`` (what the last border says).
         on_device: the trainer moves it to its device.
         cp_sliced: only the context-parallel rank's own positions stay.
         producer: module that fills it.
@@ -48,7 +49,7 @@ class Column:
     form: Literal["ragged", "vector", "plain", "fixed"]
     dtype: str = ""
     per: Literal["sample", "batch", "rank"] = "sample"
-    axis: Literal["", "tokens", "inputs", "response"] = ""
+    axis: Literal["", "tokens", "inputs", "response", "sets", "borders"] = ""
     on_device: bool = False
     cp_sliced: bool = False
     producer: str = "batch.compile"
@@ -126,6 +127,22 @@ _TABLE = (
         "the engine returned them (--use-rollout-routing-replay)",
         axis="inputs",
         sample_field="rollout_routed_experts",
+    ),
+    _optional(
+        "rollout_top_p_token_ids",
+        "ids that the response tokens were sampled from, one token's behind the other's",
+        "ragged",
+        "top-p or top-k cut the vocabulary",
+        dtype="int32",
+        axis="sets",
+    ),
+    _optional(
+        "rollout_top_p_token_offsets",
+        "where each response token's ids begin, [R_i + 1]; a token that was not sampled has none",
+        "ragged",
+        "top-p or top-k cut the vocabulary",
+        dtype="int32",
+        axis="borders",
     ),
     _optional(
         "weight_versions",

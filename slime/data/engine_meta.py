@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
 import torch
 
 from slime.data.sample import Sample
+from slime.data.sampling_mask import SAMPLING_MASK
 
 __all__ = ["append_response_tokens", "decode_int32_meta_array"]
 
@@ -121,8 +123,13 @@ def _apply_meta(
 
 def _apply_top_p(sample: Sample, meta: dict[str, Any], num_new: int, pad_missing: bool) -> None:
     """Merge the nuclei of ``num_new`` tokens into the sample's CSR arrays (ids, offsets)."""
-    ids = decode_int32_meta_array(meta, _TOP_P_IDS)
-    offsets = decode_int32_meta_array(meta, _TOP_P_OFFSETS)
+    ids: torch.Tensor | None
+    offsets: torch.Tensor | None
+    if meta.get(SAMPLING_MASK) is not None:
+        ids, offsets = _sets_of_masks(meta[SAMPLING_MASK])
+    else:
+        ids = decode_int32_meta_array(meta, _TOP_P_IDS)
+        offsets = decode_int32_meta_array(meta, _TOP_P_OFFSETS)
     if ids is None and offsets is None:
         if pad_missing and sample.rollout_top_p_token_offsets is not None:
             old = torch.as_tensor(sample.rollout_top_p_token_offsets, dtype=torch.int32)
@@ -146,6 +153,12 @@ def _apply_top_p(sample: Sample, meta: dict[str, Any], num_new: int, pad_missing
     old_offsets = torch.as_tensor(sample.rollout_top_p_token_offsets, dtype=torch.int32)
     sample.rollout_top_p_token_ids = torch.cat([old_ids, ids])
     sample.rollout_top_p_token_offsets = torch.cat([old_offsets, offsets[1:] + old_offsets[-1]])
+
+
+def _sets_of_masks(masks: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids, offsets) int32 of one list of ids per token."""
+    ids = torch.tensor(list(chain.from_iterable(masks)), dtype=torch.int32)
+    return ids, torch.tensor([0, *accumulate(map(len, masks))], dtype=torch.int32)
 
 
 def _apply_routed_experts(sample: Sample, args: Any, meta: dict[str, Any]) -> None:

@@ -233,7 +233,8 @@ def _predictions(
     for share in _TOP_PS:
         sentence = (
             f"The engine's log-probs are those of a nucleus of top-p {share:g}, scaled up to 1; the trainer's are of "
-            "the whole vocabulary: use --rollout-top-p 1 or let the trainer replay the nucleus."
+            "the whole vocabulary. It follows --rollout-top-p by itself: look for a custom generate function that sets "
+            "top_p, or that gives Sample.append_response_tokens no meta_info."
         )
         yield f"top-p {share:g}", partial(_nucleus, temperature, share), Verdict("top-p", sentence)
     for what, edit in (("without its first token", _without_first), ("with a doubled first token", _with_double)):

@@ -70,8 +70,9 @@ def read_rows_of(path: Path, rollout: int | None, limit: int) -> list[Row]:
     rows = list(_of_run(path, rollout) if path.is_dir() else _of_dump(path))
     if not rows:
         raise DataError(
-            f"{path}: no sample has log-probs of trainer and engine. The trainer computes its own with "
-            "--get-mismatch-metrics, --use-tis, or several steps per rollout."
+            f"{path}: no sample has log-probs of trainer and engine. Those of the trainer are there when the run is "
+            "started with --use-rollout-entropy; those of the engine when a custom generate function hands them to "
+            "Sample.append_response_tokens."
         )
     return rows[:limit]
 

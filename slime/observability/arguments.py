@@ -16,7 +16,10 @@ class OutputArgs:
         default="outputs", metadata={"help": "Parent of the run's folder, which holds metrics.jsonl and event files."}
     )
     experiment_name: str | None = field(
-        default=None, metadata={"help": "Name of the run's folder; without it, the time of the start."}
+        default=None,
+        metadata={
+            "help": "Name of the run's folder, which one live run can have; default: time of the start and process."
+        },
     )
     record_samples: int = field(
         default=64,

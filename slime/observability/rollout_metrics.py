@@ -65,14 +65,15 @@ def log_rollout_data(
         if is_done:
             return logged
     _check_reward_category(args, samples)
+    trained = [sample.effective_response_length for sample in samples]  # sums over all tokens: once
     metrics = dict(rollout_extra_metrics or {})
-    metrics |= dict_add_prefix(compute_metrics_from_samples(args, samples), "rollout/")
+    metrics |= dict_add_prefix(compute_metrics_from_samples(args, samples, trained), "rollout/")
     metrics |= dict_add_prefix(_correct_samples(args, samples), "rollout/")
     metrics |= dict_add_prefix(_weight_version_lag(rollout_id, samples), "rollout/weight_version_lag/")
-    metrics |= dict_add_prefix(_token_counts(samples, metrics), "rollout/")
-    metrics |= dict_add_prefix(_multi_turn(args, samples), "multi_turn/")
+    metrics |= dict_add_prefix(_token_counts(samples, trained, metrics), "rollout/")
+    metrics |= dict_add_prefix(_multi_turn(args, samples, trained), "multi_turn/")
     metrics |= dict_add_prefix(_pass_rate(args, samples), "passrate/")
-    metrics |= dict_add_prefix(compute_perf_metrics_from_samples(args, samples, rollout_time), "perf/")
+    metrics |= dict_add_prefix(compute_perf_metrics_from_samples(args, samples, rollout_time, trained), "perf/")
     return metrics | logged
 
 
@@ -94,11 +95,17 @@ def log_eval_rollout_data(
     return eval_metrics(args, data) | dict(extra_metrics or {}) | logged
 
 
-def compute_metrics_from_samples(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
-    """Metrics of the samples of one rollout or one evaluation set, without prefix. Empty for no samples."""
+def compute_metrics_from_samples(
+    args: Namespace, samples: Sequence[Sample], trained: Sequence[int] | None = None
+) -> dict[str, float]:
+    """Metrics of the samples of one rollout or one evaluation set, without prefix. Empty for no samples.
+
+    Args:
+        trained: their ``effective_response_length``, for callers that have them.
+    """
     if not samples:
         return {}
-    lengths = [sample.effective_response_length for sample in samples]
+    lengths = trained or [sample.effective_response_length for sample in samples]
     metrics = dict_add_prefix(compute_statistics(lengths), "response_len/")
     metrics |= _zero_std(args, samples)
     metrics |= _speculation(samples)
@@ -111,9 +118,13 @@ def compute_metrics_from_samples(args: Namespace, samples: Sequence[Sample]) -> 
 
 
 def compute_perf_metrics_from_samples(
-    args: Namespace, samples: Sequence[Sample], rollout_time: float
+    args: Namespace, samples: Sequence[Sample], rollout_time: float, trained: Sequence[int] | None = None
 ) -> dict[str, float]:
-    """Speed of one rollout that took ``rollout_time`` seconds, without prefix."""
+    """Speed of one rollout that took ``rollout_time`` seconds, without prefix.
+
+    Args:
+        trained: the samples' ``effective_response_length``, for callers that have them.
+    """
     metrics = {"rollout_time": float(rollout_time)}
     if not samples or rollout_time <= 0:
         return metrics
@@ -121,16 +132,11 @@ def compute_perf_metrics_from_samples(
     if max(waits) > 0:
         metrics |= dict_add_prefix(compute_statistics(waits), "non_generation_time/")
     metrics |= request_metrics(samples)
-    metrics |= _speed(args, samples, rollout_time, lambda s: s.response_length, "tokens_per_gpu", "longest_sample")
-    metrics |= _speed(
-        args,
-        samples,
-        rollout_time,
-        lambda s: s.effective_response_length,
-        "effective_tokens_per_gpu",
-        "longest_effective_sample",
-    )
-    return metrics
+    lengths = [sample.response_length for sample in samples]
+    metrics |= _speed(args, samples, rollout_time, lengths, "tokens_per_gpu", "longest_sample")
+    trained = trained or [sample.effective_response_length for sample in samples]
+    name = "longest_effective_sample"
+    return metrics | _speed(args, samples, rollout_time, trained, "effective_tokens_per_gpu", name)
 
 
 def eval_metrics(args: Namespace, data: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
@@ -220,20 +226,20 @@ def _weight_version_lag(rollout_id: int, samples: Sequence[Sample]) -> dict[str,
     return {"mean": statistics.fmean(lags), "max": max(lags)} if lags else {}
 
 
-def _token_counts(samples: Sequence[Sample], metrics: Mapping[str, Any]) -> dict[str, float]:
+def _token_counts(samples: Sequence[Sample], trained: Sequence[int], metrics: Mapping[str, Any]) -> dict[str, float]:
     """What was generated for this rollout, and how much of it is of no use to the loss."""
     generated = sum(sample.response_length for sample in samples)
-    trained = sum(0 if sample.remove_sample else sample.effective_response_length for sample in samples)
     if not generated:
         return {}
+    kept = sum(length for sample, length in zip(samples, trained, strict=True) if not sample.remove_sample)
     return {
         "response_tokens": float(generated),
-        "masked_share": 1.0 - trained / generated,
+        "masked_share": 1.0 - kept / generated,
         "wasted_tokens": float(sum(metrics.get(f"rollout/{name}", 0.0) for name in _WASTED)),
     }
 
 
-def _multi_turn(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
+def _multi_turn(args: Namespace, samples: Sequence[Sample], trained: Sequence[int]) -> dict[str, float]:
     """Lengths with and without what an environment wrote into the response, and numbers of turns."""
     if not args.log_multi_turn or not samples:
         return {}
@@ -241,8 +247,7 @@ def _multi_turn(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
     metrics = _extremes("raw_response_length/response_length", raw)
     clipped = [length >= args.rollout_max_response_len for length in raw]
     metrics["raw_response_length/response_length_clip_ratio"] = _share(clipped)
-    own = [sample.effective_response_length for sample in samples]
-    metrics |= _extremes("wo_obs_response_length/response_length", own)
+    metrics |= _extremes("wo_obs_response_length/response_length", trained)
     rounds = [sample.metadata["round_number"] for sample in samples if "round_number" in (sample.metadata or {})]
     return metrics | (_extremes("multi_turn_metric/round_number", rounds) if rounds else {})
 
@@ -323,12 +328,11 @@ def _speed(
     args: Namespace,
     samples: Sequence[Sample],
     rollout_time: float,
-    length_of: Callable[[Sample], int],
+    lengths: Sequence[int],
     total: str,
     longest: str,
 ) -> dict[str, float]:
     """Tokens per second of all engines, and of the longest sample, which every rollout waits for."""
-    lengths = [length_of(sample) for sample in samples]
     peak = max(lengths)
     metrics: dict[str, float] = {}
     if args.rollout_num_gpus:

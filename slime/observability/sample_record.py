@@ -12,6 +12,8 @@ and the doctor. A file appears complete or not at all, and a record that cannot 
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import json
 import logging
 import os
@@ -23,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from slime.data.columns import COLUMNS
 from slime.data.sample import Sample
+from slime.observability.background_writer import BackgroundWriter
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -63,6 +66,7 @@ _ARRAYS = ("tokens", "loss_mask", "rollout_log_probs", "weight_versions")
 _TEXTS = ("response", "prompt", "trace")
 _REPEATED = ("status", "weight_version", "prompt", "advantages.list.element", "returns.list.element")
 """What is stored as a few different values; for the rest looking for them costs more than it saves."""
+_JSON = json.JSONEncoder(skipkeys=True, default=lambda item: f"<{type(item).__name__}>")
 _PER_TOKEN = tuple(name for name, column in COLUMNS.items() if column.producer == "trainer")
 
 
@@ -83,15 +87,23 @@ def record_rollout(
     limit: int,
     args: Namespace,
     kind: Literal["rollout", "eval"] = "rollout",
+    writer: BackgroundWriter | None = None,
 ) -> None:
-    """Write the first ``limit`` samples; nothing for 0."""
+    """Write the first ``limit`` samples, as they are now; nothing for 0.
+
+    Args:
+        writer: who encodes and writes the file; None: it is written when this returns.
+    """
     if limit > 0:
         path = record_file(run, kind, rollout_id)
         with _excused(path):
             if kind == "rollout":
                 _forget_training(run, rollout_id)
             rows = [_row(position, sample, args) for position, sample in enumerate(islice(samples, limit))]
-            _write(path, rows, _rollout_schema())
+            if writer is None:
+                _write(path, rows, _rollout_schema())
+            else:
+                writer.submit(functools.partial(_write_excused, path, rows))
 
 
 def record_training(
@@ -147,6 +159,11 @@ def _excused(path: Path) -> Iterator[None]:
         logger.warning("%s was not written, the run goes on without it: %s", path, error)
 
 
+def _write_excused(path: Path, rows: list[dict[str, Any]]) -> None:
+    with _excused(path):
+        _write(path, rows, _rollout_schema())
+
+
 def _forget_training(run: Path, rollout_id: int) -> None:
     """A rollout that is made again, as after a restart, may come to other data-parallel ranks than before."""
     for path in train_files(run, rollout_id):
@@ -174,7 +191,7 @@ def _row(position: int, sample: Sample, args: Namespace) -> dict[str, Any]:
         "response": _utf8(sample.response),
         "trace": _json(trace) if trace else None,
         "rest": _json(rest),
-        **{name: fields[name] for name in _ARRAYS},
+        **{name: copy.copy(fields[name]) for name in _ARRAYS},  # what a user's function does to them comes later
     }
 
 
@@ -185,7 +202,7 @@ def _is_kept(value: Any) -> bool:
 
 def _json(value: Any) -> str:
     # escapes keep what is no UTF-8, such as half of a surrogate pair; other keys than JSON's are left out
-    return json.dumps(value, skipkeys=True, default=lambda item: f"<{type(item).__name__}>")
+    return _JSON.encode(value)
 
 
 def _utf8(text: str) -> str:

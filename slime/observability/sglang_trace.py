@@ -31,6 +31,13 @@ SGLANG_TRACE_META_KEYS = (
 SGLANG_PD_PREFILL_SEGMENTS = ("bootstrap_queue", "bootstrap", "alloc_wait", "forward", "transfer_queue")
 SGLANG_PD_DECODE_SEGMENTS = ("prealloc", "bootstrap", "alloc_wait", "transfer", "forward")
 SGLANG_PD_SUMMARY_KEYS = ("transfer_speed_gb_s", "transfer_total_mb", "retry_count")
+_PHASES = {
+    phase: [(f"pd_{phase}_{segment}_duration", f"sglang_pd_{phase}_{segment}") for segment in segments]
+    for phase, segments in (("prefill", SGLANG_PD_PREFILL_SEGMENTS), ("decode", SGLANG_PD_DECODE_SEGMENTS))
+}
+"""Phase -> (key of the reply, name of the span) of its segments, in their order."""
+_SUMMARY = {key: f"pd_prefill_{key}" for key in SGLANG_PD_SUMMARY_KEYS}
+_OF_PHASES = frozenset([*_SUMMARY.values(), *(key for segments in _PHASES.values() for key, _ in segments)])
 
 
 def build_sglang_meta_trace_attrs(meta: dict[str, Any]) -> dict[str, Any]:
@@ -45,26 +52,26 @@ def build_sglang_meta_trace_attrs(meta: dict[str, Any]) -> dict[str, Any]:
         attrs["finish_reason"] = reason.get("type") if isinstance(reason, dict) else reason
     if meta.get("id") is not None:
         attrs["sglang_request_id"] = meta["id"]
-    children = list(_phases(meta))
-    if children:
-        attrs[TRACE_CHILDREN_KEY] = children
+    if not _OF_PHASES.isdisjoint(meta):
+        children = list(_phases(meta))
+        if children:
+            attrs[TRACE_CHILDREN_KEY] = children
     return attrs
 
 
 def _phases(meta: dict[str, Any]) -> Iterator[dict[str, Any]]:
     start = 0.0
-    for phase, segments in (("prefill", SGLANG_PD_PREFILL_SEGMENTS), ("decode", SGLANG_PD_DECODE_SEGMENTS)):
+    for phase, segments in _PHASES.items():
         inner, end = [], start
-        for segment in segments:
-            seconds = meta.get(f"pd_{phase}_{segment}_duration")
+        for key, name in segments:
+            seconds = meta.get(key)
             if isinstance(seconds, int | float) and seconds >= 0:
-                inner.append(_span(f"sglang_pd_{phase}_{segment}", end, end + seconds, phase, []))
+                inner.append(_span(name, end, end + seconds, phase, []))
                 end += seconds
         if inner:
             yield _span(f"sglang_pd_{phase}", start, end, phase, inner)
             start = end
-    keys = {key: meta.get(f"pd_prefill_{key}") for key in SGLANG_PD_SUMMARY_KEYS}
-    summary = {key: value for key, value in keys.items() if value is not None}
+    summary = {key: meta[name] for key, name in _SUMMARY.items() if meta.get(name) is not None}
     if summary:
         yield {"type": "event", "name": "sglang_pd_summary", "start_offset": start, "attrs": summary}
 

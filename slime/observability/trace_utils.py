@@ -16,10 +16,11 @@ import functools
 import inspect
 import itertools
 import logging
+import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,7 +67,7 @@ _PROCESS = uuid.uuid4().hex[:8]
 _SPAN_NUMBERS = itertools.count()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TraceHandle:
     """Where events of one sample go.
 
@@ -83,7 +84,7 @@ class TraceHandle:
         return str(self.carrier["trace_id"])
 
 
-@dataclass
+@dataclass(slots=True)
 class TraceSpanContext:
     """What ``with trace_span(...) as span`` yields: attributes set on it are stored with the span's end."""
 
@@ -122,7 +123,7 @@ def bind_trace(sample: Sample) -> TraceHandle:
     """The handle of a sample; gives it a trace where it has none."""
     carrier = getattr(sample, "trace", None)
     if not isinstance(carrier, dict) or "events" not in carrier:
-        carrier = _new_carrier(uuid.uuid4().hex, sample.index, sample.group_index, 0)
+        carrier = _new_carrier(os.urandom(16).hex(), sample.index, sample.group_index, 0)
         sample.trace = carrier  # type: ignore[attr-defined]  # plugins may attach attributes, and so do we
     return TraceHandle(carrier)
 
@@ -174,10 +175,9 @@ def trace_next_attempt(target: Any, *, attrs: Mapping[str, Any] | None = None) -
     trace_event(target, "attempt_start", attrs=attrs)
 
 
-@contextmanager
 def trace_span(
     target: Any, name: str, *, attrs: Mapping[str, Any] | None = None, record_error: bool = True
-) -> Iterator[Any]:
+) -> AbstractContextManager[Any]:
     """A span around the block, on every sample of ``target``.
 
     Args:
@@ -185,23 +185,41 @@ def trace_span(
             is what the block gets.
         record_error: an exception that leaves the block is noted with its type and message. It propagates either way.
     """
-    handles = _handles(target)
-    if not handles:
-        yield target
-        return
-    span = _quietly(_open_span, handles, name, dict(attrs or {})) or TraceSpanContext(name, time.time())
-    token = _OPEN.set((*_OPEN.get(), *((handle.trace_id, span_id) for handle, span_id in span._members)))
-    target_token = _TARGETS.set((*_TARGETS.get(), target))
-    try:
-        yield span
-    except BaseException as error:
-        if record_error:
-            span.update({"error_type": type(error).__name__, "error_message": str(error)[:500]})
-        raise
-    finally:
-        _quietly(_OPEN.reset, token)
-        _quietly(_TARGETS.reset, target_token)
-        _quietly(span._close)
+    return _SpanBlock(target, name, attrs, record_error)
+
+
+class _SpanBlock(AbstractContextManager[Any]):
+    """The block of one ``with trace_span``. No generator: four of these per sample are most of what tracing costs."""
+
+    __slots__ = ("_attrs", "_name", "_record_error", "_span", "_target", "_tokens")
+
+    def __init__(self, target: Any, name: str, attrs: Mapping[str, Any] | None, record_error: bool) -> None:
+        self._target, self._name, self._attrs, self._record_error = target, name, attrs, record_error
+        self._span: TraceSpanContext | None = None
+
+    def __enter__(self) -> Any:
+        handles = _handles(self._target)
+        if not handles:
+            return self._target
+        span = _quietly(_open_span, handles, self._name, dict(self._attrs or {}))
+        self._span = span = span or TraceSpanContext(self._name, time.time())
+        opened = _OPEN.set((*_OPEN.get(), *[(handle.trace_id, span_id) for handle, span_id in span._members]))
+        self._tokens = (opened, _TARGETS.set((*_TARGETS.get(), self._target)))
+        return span
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._span is None:
+            return
+        if error is not None and self._record_error:
+            self._span.update({"error_type": type(error).__name__, "error_message": str(error)[:500]})
+        _quietly(self._leave, self._span)
+
+    def _leave(self, span: TraceSpanContext) -> None:
+        try:
+            span._close()
+        finally:
+            _OPEN.reset(self._tokens[0])
+            _TARGETS.reset(self._tokens[1])
 
 
 def trace_function(
@@ -358,7 +376,11 @@ def _append_child(handle: TraceHandle, child: Mapping[str, Any], started: float,
 
 def _handles(target: Any) -> list[TraceHandle]:
     """The handles of a target; none for what cannot carry a trace."""
-    return _quietly(lambda: list(_find_handles(target))) or []
+    return _quietly(_list_handles, target) or []
+
+
+def _list_handles(target: Any) -> list[TraceHandle]:
+    return [bind_trace(target)] if isinstance(target, Sample) else list(_find_handles(target))
 
 
 def _find_handles(target: Any) -> Iterator[TraceHandle]:

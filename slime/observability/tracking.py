@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from slime.observability.metric_utils import compute_rollout_step
 from slime.observability.run_info import write_run_info
+from slime.observability.run_lock import RunLock
 from slime.observability.sinks.jsonl import JsonlSink
 from slime.observability.sinks.log import LogSink
 from slime.observability.sinks.tensorboard import TensorboardSink
@@ -54,12 +55,19 @@ class Tracker:
         sinks: where records go.
         rollout_step: maps a rollout's number to its place on the rollout and eval axes.
         directory: the run's folder, for messages.
+        lock: of that folder; let go at the end.
     """
 
     def __init__(
-        self, sinks: Sequence[Sink], *, rollout_step: Callable[[int], int] | None = None, directory: Path | None = None
+        self,
+        sinks: Sequence[Sink],
+        *,
+        rollout_step: Callable[[int], int] | None = None,
+        directory: Path | None = None,
+        lock: RunLock | None = None,
     ) -> None:
         self.directory = directory
+        self._lock = lock
         self._sinks = list(sinks)
         self._rollout_step = rollout_step
         self._failing: set[str] = set()
@@ -92,16 +100,23 @@ class Tracker:
                 sink.close()
             except Exception:
                 logger.exception("closing %s failed", type(sink).__name__)
+        if self._lock is not None:
+            self._lock.close()
 
 
 def create_tracker(args: Namespace) -> Tracker:
-    """The tracker that ``args`` asks for. Its folders exist when this returns."""
+    """The tracker that ``args`` asks for. Its folders exist when this returns.
+
+    Raises:
+        ConfigError: the run's folder cannot be written, or another live run has it.
+    """
     # Decided once: two clocks would put one run into two folders.
     started = time.strftime("%Y%m%d_%H%M%S")
     directory = run_directory(args, started)
     sinks: list[Sink] = []
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        lock = RunLock(directory)
         sinks.append(JsonlSink(directory / "metrics.jsonl"))
         write_run_info(directory, args)
     except OSError as error:
@@ -117,7 +132,12 @@ def create_tracker(args: Namespace) -> Tracker:
         sinks.append(LogSink())
     if args.use_wandb:
         sinks.append(WandbSink(args))
-    return Tracker(sinks, rollout_step=lambda rollout_id: compute_rollout_step(args, rollout_id), directory=directory)
+    return Tracker(
+        sinks,
+        rollout_step=lambda rollout_id: compute_rollout_step(args, rollout_id),
+        directory=directory,
+        lock=lock,
+    )
 
 
 def run_directory(args: Namespace, started: str = "run") -> Path:

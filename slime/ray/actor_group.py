@@ -28,7 +28,7 @@ _END_TIMEOUT_S = 30.0
 
 NOSET_VISIBLE_DEVICES = {
     f"RAY_EXPERIMENTAL_NOSET_{vendor}_VISIBLE_DEVICES": "1"
-    for vendor in ("CUDA", "ROCR", "ASCEND_RT", "HABANA", "NEURON_RT", "TPU", "ONEAPI", "MUSA")
+    for vendor in ("CUDA", "HIP", "ROCR", "ASCEND_RT", "HABANA", "NEURON_RT", "TPU", "ONEAPI", "MUSA")
 }
 """Ray then leaves the devices visible; slime picks each process's own device from its slot."""
 
@@ -36,18 +36,25 @@ NOSET_VISIBLE_DEVICES = {
 class RayTrainGroup:
     """``world_size`` ranks on the given slots, rank r on slot r. An actor, a critic and an engine fit on one slot."""
 
-    def __init__(self, args: Namespace, slots: GpuSlots, role: Literal["actor", "critic"] = "actor") -> None:
+    def __init__(
+        self,
+        args: Namespace,
+        slots: GpuSlots,
+        role: Literal["actor", "critic", "scorer"] = "actor",
+        actor_cls: type[TrainActor] = TrainActor,
+    ) -> None:
         self._args = args
         self._slots = slots
         self._role = role
-        self._name = "the trainer" if role == "actor" else "the critic"
+        self._actor_cls = actor_cls
+        self._name = "the trainer" if role == "actor" else f"the {role}"
         self._with_ref = False
         self._ranks = self._start()
 
     def _start(self) -> list[Any]:
         env = worker_env() | NOSET_VISIBLE_DEVICES | {"NCCL_CUMEM_ENABLE": "0"}
         env |= {key: str(value) for key, value in self._args.train_env_vars.items()}
-        actor, slots = ray.remote(TrainActor), self._slots
+        actor, slots = ray.remote(self._actor_cls), self._slots
         return [
             actor.options(
                 num_cpus=0.4,

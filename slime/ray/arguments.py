@@ -16,6 +16,7 @@ from slime.algorithms import arguments as algorithms
 from slime.backends.fsdp_utils import arguments as fsdp
 from slime.backends.megatron_utils import argument_rules as megatron_rules
 from slime.backends.megatron_utils import arguments as megatron
+from slime.backends.megatron_utils.server import arguments as server
 from slime.backends.sglang_utils import arguments as sglang
 from slime.backends.sglang_utils import rules as sglang_rules
 from slime.backends.sglang_utils.namespace import read_engine
@@ -30,7 +31,7 @@ from slime.config.parse import AddArguments
 from slime.data import arguments as data
 from slime.hooks.load import check_hooks
 from slime.observability import arguments as observability
-from slime.ray import argument_rules, data_rules, flags, role_rules, sync_rules, trainer_rules
+from slime.ray import argument_rules, data_rules, expectations, flags, role_rules, sync_rules, trainer_rules
 from slime.ray.flags import ClusterArgs, SyncArgs
 from slime.rollout import arguments as rollout
 from slime.rollout.eval_config import build_eval_datasets
@@ -57,7 +58,7 @@ GROUPS: list[type] = [
     flags.FaultToleranceArgs,
     flags.NetworkArgs,
     flags.CiArgs,
-    flags.TeacherServerArgs,
+    server.TeacherServerArgs,
 ]
 GROUPS.append(megatron.other_flags(GROUPS))  # last: it leaves out what the rooms declare
 
@@ -149,6 +150,8 @@ RULES: tuple[config_check.Rule, ...] = (
     *data_rules.RULES,
     *role_rules.RULES,
     *sync_rules.RULES,
+    *expectations.RULES,
+    server.unused,
 )
 """The rules that only other rooms know."""
 

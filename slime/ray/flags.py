@@ -1,4 +1,4 @@
-"""Flags about who runs where and how the parts talk: cluster, weight synchronisation, health, network, CI, teacher.
+"""Flags about who runs where and how the parts talk: cluster, weight synchronisation, health, network, CI.
 
 Read by the wiring in this room. Standard library only.
 """
@@ -16,16 +16,11 @@ __all__ = [
     "FaultToleranceArgs",
     "NetworkArgs",
     "SyncArgs",
-    "TeacherServerArgs",
 ]
 
 
 def _flag(default: Any, help_text: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": help_text, **metadata})
-
-
-_CI = "there are no built-in CI assertions yet"
-_TEACHER = "there is no server of the trainer's log-probs yet"
 
 
 @dataclass(frozen=True)
@@ -112,9 +107,7 @@ class SyncArgs:
         None, "Function f(args, version_dir, rollout_engines) called after weight files are written."
     )
     model_name: str | None = _flag(
-        None,
-        "Name of the weight converter instead of the model type in --hf-checkpoint.",
-        later="the converter follows from model_type in config.json",
+        None, "Name of the weight converter. It follows from --hf-checkpoint; another one is an error."
     )
     check_weight_update_equal: bool = _flag(
         False, "After every sync compare a checksum of each engine tensor with the trainer's tensor."
@@ -175,7 +168,9 @@ class NetworkArgs:
     """Network."""
 
     use_distributed_post: bool = _flag(
-        False, "Send requests to engines from every node.", later="requests are sent by the rollout manager"
+        False,
+        "Processes on every node send the requests that the rollout manager makes; as many as the node has device "
+        "slots. For clusters where one process cannot send them all.",
     )
     http_proxy: str | None = _flag(
         None, "Proxy for HTTP requests.", no_effect="engines, router and trainer talk to each other without a proxy"
@@ -186,35 +181,22 @@ class NetworkArgs:
 class CiArgs:
     """Continuous integration."""
 
-    ci_test: bool = _flag(False, "Check numerical expectations while training.", later=_CI)
-    ci_disable_kl_checker: bool = _flag(False, "Do not expect a KL divergence of zero on the first step.", later=_CI)
+    ci_test: bool = _flag(
+        False,
+        "End the run when its numbers are not what a run of a trained model has. With --use-fault-tolerance, the first "
+        "engine is also stopped once.",
+    )
+    ci_disable_kl_checker: bool = _flag(
+        False, "Do not expect a KL divergence of zero where nothing was trained in between."
+    )
     ci_train_rollout_logprob_abs_diff_threshold: float = _flag(
-        0.1, "Largest difference allowed between log-probs of trainer and engine.", later=_CI
+        0.1, "Largest difference allowed between log-probs of trainer and engine, on average over a step."
     )
     ci_save_grad_norm: str | None = _flag(
         None,
-        "Write gradient norms to this file; {role}, {rollout_id} and {step_id} are replaced.",
-        later=_CI,
+        "Write each gradient norm to a file; {role}, {rollout_id} and {step_id} are replaced.",
         metavar="TEMPLATE",
     )
     ci_load_grad_norm: str | None = _flag(
-        None, "Compare gradient norms with those of an earlier run.", later=_CI, metavar="TEMPLATE"
+        None, "Compare gradient norms with those that an earlier run wrote.", metavar="TEMPLATE"
     )
-
-
-@dataclass(frozen=True)
-class TeacherServerArgs:
-    """Log-prob (teacher) server, an entry point of its own."""
-
-    teacher_port: int = _flag(7999, "Port of the server.", later=_TEACHER)
-    teacher_warmup_port: int = _flag(7999, "Port of the server while it warms up.", later=_TEACHER)
-    teacher_warmup_timeout_s: int = _flag(3000, "Seconds the warm-up request may take.", later=_TEACHER)
-    teacher_sample_reduction_chunk_size: int = _flag(4096, "Rows of logits sampled from at a time.", later=_TEACHER)
-    teacher_label_reduction_chunk_size: int = _flag(
-        4096, "Rows of logits whose labels' log-probs are gathered at a time.", later=_TEACHER
-    )
-    megatron_server_max_length: int = _flag(0, "Refuse requests with more tokens; 0 means no limit.", later=_TEACHER)
-    megatron_server_update_timeout_s: float = _flag(
-        3600, "Seconds a weight update from files may take.", later=_TEACHER
-    )
-    megatron_server_warmup: bool | None = _flag(True, "Send a request to itself before serving.", later=_TEACHER)

@@ -33,6 +33,7 @@ from slime.ray.critic import critic_args, needs_critic
 from slime.ray.data_buffer import DataBufferClient, create_data_buffer
 from slime.ray.engine_memory import RemoteEngineMemory
 from slime.ray.engine_slots import WaitingEngines
+from slime.ray.expectations import check_expectations
 from slime.ray.failures import message_of
 from slime.ray.fleet import RayEngineFleet
 from slime.ray.placement_group import GpuSlots, create_placement_groups, release_placement_groups
@@ -268,6 +269,8 @@ class Run:
         print(step_line(rollout_id, metrics, last, self._seconds), flush=True)
         self._seconds.clear()
         self.turns.seconds.clear()
+        if training is not None:
+            check_expectations(self.args, rollout_id, training)
 
     def __enter__(self) -> Run:
         return self

@@ -25,6 +25,7 @@ from slime.config.groups import from_args
 from slime.data.layout import ParallelLayout
 from slime.data.sample import Sample, iter_samples
 from slime.hooks.load import load_function
+from slime.observability.background_writer import BackgroundWriter
 from slime.observability.logging_utils import configure_logger
 from slime.observability.rollout_metrics import log_eval_rollout_data, log_rollout_data
 from slime.observability.sample_record import record_rollout
@@ -36,16 +37,23 @@ from slime.ray.engine_memory import EngineMemory
 from slime.ray.engine_slots import WaitingEngines
 from slime.ray.fleet import RayEngineFleet
 from slime.ray.placement_group import GpuSlots
+from slime.ray.posters import Posters, start_posters
 from slime.ray.rollout_servers import RolloutServers
 from slime.ray.shards import Box, RolloutResult
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.sample_hooks import set_current_rollout_id, set_evaluated_rollout_id
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.errors import ConfigError
+from slime.utils.http_utils import set_sender
 
 __all__ = ["RolloutManager", "create_rollout_manager"]
 
 logger = logging.getLogger(__name__)
+
+_FAULTY_ROLLOUT = 2
+"""The first one before which --ci-test stops an engine."""
+_STOP_TIMEOUT_S = 30.0
+_RECORDS_TIMEOUT_S = 5.0
 
 _CALLS = 4
 """A rollout, an evaluation, a question about the engines, and the end of the run, which waits for none of them."""
@@ -62,12 +70,17 @@ class RolloutManager:
         self._slots = slots
         self._data_buffer = data_buffer
         self._servers: RolloutServers | None = None
+        self._posters: Posters | None = None
+        self._records = BackgroundWriter()
+        self._stops_an_engine = args.ci_test and args.use_fault_tolerance
 
     def start(self) -> None:
         """Start router and engines, load the user's functions meanwhile, and return when the engines answer."""
         args = self._args
         if not args.debug_train_only:
             self._servers = RolloutServers(args, self._slots)
+            if args.use_distributed_post:
+                self._posters = start_posters(args)
             GenerateState(args)  # loads the tokenizer while the engines start
         save_tokenizer(args.dump_details, args.hf_checkpoint)
         self._rollout_function = load_function(args.rollout_function_path, "rollout")
@@ -85,6 +98,9 @@ class RolloutManager:
             self._args.sglang_router_ip, self._args.sglang_router_port = next(iter(routers.values()))
             if args.check_weight_update_equal and not args.debug_rollout_only:
                 self._reset_weights()
+        if self._posters is not None:
+            self._posters.wait_ready(args.engine_start_timeout)
+            set_sender(self._posters.send)
 
     def fleet(self) -> RayEngineFleet | None:
         """The engines that receive weights; None where there is none of them."""
@@ -149,6 +165,8 @@ class RolloutManager:
             saves_state: write the Data Buffer's state as it is after this rollout, for the checkpoint that follows.
         """
         set_current_rollout_id(rollout_id)
+        if self._stops_an_engine and self._servers is not None and rollout_id >= _FAULTY_ROLLOUT:
+            self._stop_an_engine(self._servers)
         started = time.monotonic()
         groups, metrics = self._groups(rollout_id)
         if saves_state:
@@ -179,6 +197,12 @@ class RolloutManager:
         return RolloutResult(
             boxes, metrics, num_tokens=sum(data["total_lengths"]), forward_flops=self._flops(data["total_lengths"])
         )
+
+    def _stop_an_engine(self, servers: RolloutServers) -> None:
+        """Once in a run with --ci-test and --use-fault-tolerance: the rest of it shows that the engine is replaced."""
+        self._stops_an_engine = False
+        logger.warning("--ci-test: the first engine is stopped now, --use-fault-tolerance must replace it")
+        servers.all_engines().only([0]).start("stop").wait(_STOP_TIMEOUT_S)
 
     def _flops(self, lengths: list[int]) -> float:
         """Of one forward pass; 0 for a model that only transformers knows (--train-backend fsdp)."""
@@ -225,13 +249,21 @@ class RolloutManager:
 
     def _record(self, samples: list[Sample], rollout_id: int, kind: Literal["rollout", "eval"]) -> None:
         run, limit = run_directory(self._args), self._args.record_samples
-        record_rollout(run, samples, rollout_id=rollout_id, limit=limit, args=self._args, kind=kind)
+        record_rollout(
+            run, samples, rollout_id=rollout_id, limit=limit, args=self._args, kind=kind, writer=self._records
+        )
 
     def dispose(self) -> None:
-        """Stop router and engines."""
+        """Stop router and engines, and whoever posts to them. The last records are on the disk first."""
+        if not self._records.flush(_RECORDS_TIMEOUT_S):
+            logger.warning("the last files in <run>/samples were not written in %g s", _RECORDS_TIMEOUT_S)
         if self._servers is not None:
             self._servers.stop()
             self._servers = None
+        if self._posters is not None:
+            set_sender(None)
+            self._posters.kill()
+            self._posters = None
 
 
 def _trainer_layout(args: Namespace) -> ParallelLayout:

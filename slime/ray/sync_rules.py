@@ -7,7 +7,6 @@ Called by ``slime.ray.arguments`` after the flags are resolved. What a transport
 from __future__ import annotations
 
 import importlib.util
-import json
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from slime.config import notices
 from slime.config.groups import flag_of
+from slime.config.model_config import read_model_config
 
 __all__ = ["RULES"]
 
@@ -97,11 +97,7 @@ def _quantisation(args: Namespace) -> Iterator[str]:
 
 def _quantization_config(hf_checkpoint: str | None) -> dict[str, Any] | None:
     """Of config.json; None where there is none, or no such file, which the checks report."""
-    try:
-        config = json.loads((Path(hf_checkpoint or "") / "config.json").read_text(encoding="utf-8"))
-        found = config.get("quantization_config")
-    except (OSError, ValueError, AttributeError):
-        return None
+    found = read_model_config(hf_checkpoint).get("quantization_config")
     return found if isinstance(found, dict) else None
 
 

@@ -57,10 +57,10 @@ class TrainActor:
     """
 
     def __init__(
-        self, args: Namespace, rank: int, world_size: int, device_index: int, role: Literal["actor", "critic"]
+        self, args: Namespace, rank: int, world_size: int, device_index: int, role: Literal["actor", "critic", "scorer"]
     ) -> None:
-        configure_logger(f" train-{rank}" if role == "actor" else f" critic-{rank}")
-        introduce(f"{'trainer' if role == 'actor' else 'critic'} rank {rank}", args.heartbeat_timeout)
+        configure_logger(f" train-{rank}" if role == "actor" else f" {role}-{rank}")
+        introduce(f"{'trainer' if role == 'actor' else role} rank {rank}", args.heartbeat_timeout)
         self._role = role
         for chatty in ("megatron", "megatron_fsdp"):
             logging.getLogger(chatty).setLevel(logging.WARNING)
@@ -166,13 +166,17 @@ class TrainActor:
         return SyncReport(time.monotonic() - started, num_bytes) if self.trainer.is_weight_source else SyncReport()
 
 
-def trainer_class(args: Namespace, role: Literal["actor", "critic"]) -> Callable[..., Trainer]:
+def trainer_class(args: Namespace, role: Literal["actor", "critic", "scorer"]) -> Callable[..., Trainer]:
     """What trains ``role``: called with args, rank, world_size and with_ref."""
     match args.train_backend, role:
         case "megatron", "critic":
             from slime.backends.megatron_utils.critic import MegatronCritic
 
             return MegatronCritic
+        case "megatron", "scorer":
+            from slime.backends.megatron_utils.server.scorer import MegatronScorer
+
+            return MegatronScorer
         case "megatron", "actor":
             from slime.backends.megatron_utils.actor import MegatronTrainer
 

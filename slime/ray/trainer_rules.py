@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from slime.backends.fsdp_utils import argument_rules as fsdp_rules
 from slime.backends.megatron_utils import argument_rules as megatron_rules
+from slime.backends.megatron_utils.families.registry import FAMILIES
 from slime.backends.megatron_utils.model_shape import check_against_hf, read_shape
 from slime.config import notices
 from slime.config.groups import flag_of
@@ -43,6 +44,32 @@ def _is_known(hf_checkpoint: str) -> bool:
     return True
 
 
+def _converter(args: Namespace) -> Iterator[str]:
+    """Weights are converted by the table of the model's family; a name for it may be given, but it decides nothing."""
+    if args.model_name is None or args.hf_checkpoint is None or not _is_known(args.hf_checkpoint):
+        return
+    family = read_shape(args.hf_checkpoint).family.model_type
+    named = _family_named(args.model_name)
+    if named != family:
+        what = f"names the converter of {named}" if named else f"names none of {', '.join(sorted(FAMILIES))}"
+        yield (
+            f"--model-name {args.model_name} {what}, but --hf-checkpoint {args.hf_checkpoint} holds a model of type "
+            f"{family}: leave it out."
+        )
+
+
+def _family_named(name: str) -> str | None:
+    """``qwen3moeconfig``, ``Qwen3-MoE`` and ``qwen3_moe`` are the same; the longest type inside the name counts."""
+    wanted = _plain(name)
+    inside = [family for family in FAMILIES if _plain(family) in wanted]
+    around = [family for family in FAMILIES if wanted and wanted in _plain(family)]
+    return max(inside, key=len, default=None) or min(around, key=len, default=None)
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "")
+
+
 def other_model_flags(args: Namespace) -> None:
     """Flags of the model's shape that FSDP does not read: it builds the model of config.json, whatever they say."""
     if args.train_backend == "megatron":
@@ -57,4 +84,4 @@ def other_model_flags(args: Namespace) -> None:
         notices.warn(args, flag, f"{rest} It is ignored: --train-backend fsdp builds the model of config.json.")
 
 
-RULES = (_backend, _balance)
+RULES = (_backend, _balance, _converter)

@@ -19,6 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from slime.data.sample import Sample
+from slime.data.sampling_mask import SAMPLING_MASK
 
 __all__ = ["Recording", "serving"]
 
@@ -94,6 +95,10 @@ class Recording:
             "cached_tokens": 0,
             "output_token_logprobs": [[p, token, None] for p, token in zip(log_probs, ids, strict=True)],
         }
+        if sample.rollout_top_p_token_offsets is not None:
+            sets, offsets = list(sample.rollout_top_p_token_ids), list(sample.rollout_top_p_token_offsets)
+            borders = itertools.pairwise(offsets[turn.start - begin : turn.end - begin + 1])
+            meta[SAMPLING_MASK] = [[int(token) for token in sets[a:b]] for a, b in borders]
         if versions:
             meta["weight_version"] = versions[min(self.num_answered, len(versions)) - 1]
         return {"text": self._tokenizer.decode(ids, skip_special_tokens=False), "output_ids": ids, "meta_info": meta}
@@ -116,7 +121,8 @@ def serving(recording: Recording) -> Iterator[tuple[str, int]]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self._send(200, {"workers": [], "urls": []})
+            url = f"http://127.0.0.1:{self.connection.getsockname()[1]}"
+            self._send(200, {"workers": [{"url": url}], "urls": [url]})
 
         def do_POST(self) -> None:
             payload = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")

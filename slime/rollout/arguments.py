@@ -27,8 +27,12 @@ class GenerationArgs:
     rollout_temperature: float = field(
         default=1.0, metadata={"help": "Sampling temperature; the trainer divides its logits by it too."}
     )
-    rollout_top_p: float = field(default=1.0, metadata={"help": "Nucleus of sampling. Only 1.0 so far."})
-    rollout_top_k: int = field(default=-1, metadata={"help": "Top-k of sampling. Only -1 (off) so far."})
+    rollout_top_p: float = field(
+        default=1.0, metadata={"help": "Nucleus of sampling; the trainer takes the engine's cut."}
+    )
+    rollout_top_k: int = field(
+        default=-1, metadata={"help": "Top-k of sampling, -1 is off; the trainer takes the engine's cut."}
+    )
     rollout_max_response_len: int | None = field(default=None, metadata={"help": "Most new tokens of a response."})
     rollout_max_prompt_len: int | None = field(
         default=None, metadata={"help": "Drop prompts with more tokens. Default: --rollout-max-context-len minus 1."}
@@ -56,6 +60,13 @@ class GenerationArgs:
     )
     rollout_request_timeout: float = field(
         default=1800.0, metadata={"help": "Seconds one generation request may take, retries included."}
+    )
+    custom_generate_timeout: float = field(
+        default=7200.0,
+        metadata={
+            "help": "Seconds one call of a custom generate function may take, with all its turns and tools; then it "
+            "counts as raised (--max-sample-retries)."
+        },
     )
     max_sample_retries: int = field(
         default=2, metadata={"help": "How often a sample whose generation raised is tried again before it is given up."}

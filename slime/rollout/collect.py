@@ -88,7 +88,7 @@ class _Progress:
     async def next(self) -> tuple[Any, SampleGroup]:
         """The next finished group and its prompt. Raises what the group raised.
 
-        Users' generate functions may work as long as they like (their requests have deadlines), but not unnoticed.
+        Users' generate functions may work long (--custom-generate-timeout), but not unnoticed.
         """
         task = None
         while task is None:

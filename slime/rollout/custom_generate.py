@@ -3,10 +3,13 @@
 f(args, sample, sampling_params[, evaluation])     per sample
 f(args, samples[, sampling_params][, evaluation])  per group, recognised by the parameter ``samples``, or by a second
                                                    parameter that is annotated with a list
+
+A call may take --custom-generate-timeout seconds; then it counts as raised, and the rollout tries the sample again.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +17,12 @@ from typing import Any
 from slime.data.chat import render_chat
 from slime.data.sample import Sample, iter_samples
 from slime.hooks.signature import accepts, annotation
-from slime.utils.async_utils import call_user
+from slime.rollout.failures import fresh_copy
+from slime.rollout.settings import setting
+from slime.utils.async_utils import call_user, is_async
 from slime.utils.errors import DataError
 
-__all__ = ["call_generate", "call_group_generate", "complete", "refuse_stray_abort", "takes_group"]
+__all__ = ["call_generate", "call_group_generate", "complete", "name_of", "refuse_stray_abort", "takes_group"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +35,17 @@ def takes_group(function: Callable[..., Any]) -> bool:
 async def call_generate(
     function: Callable[..., Any], args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
 ) -> Sample | list[Sample]:
-    """One sample, or the samples that one execution was cut into."""
-    _prepare(sample)
+    """One sample, or the samples that one execution was cut into.
+
+    Raises:
+        TimeoutError: ``--custom-generate-timeout`` passed.
+        DataError: it returned something else.
+    """
     kwargs = {"evaluation": evaluation} if accepts(function, "evaluation") else {}
-    result = await call_user(function, args, sample, sampling_params, **kwargs)
+    result = await _call(function, args, _prepared(function, sample), sampling_params, **kwargs)
     if not isinstance(result, Sample | list) or not list(iter_samples(result)):
         raise DataError(
-            f"--custom-generate-function-path {_name(function)} returned {type(result).__name__}; it must return the "
+            f"--custom-generate-function-path {name_of(function)} returned {type(result).__name__}; it must return the "
             "sample, or a list of samples"
         )
     return result
@@ -45,23 +54,44 @@ async def call_generate(
 async def call_group_generate(
     function: Callable[..., Any], args: Any, group: list[Any], sampling_params: dict[str, Any], evaluation: bool
 ) -> list[Any]:
-    """The samples of one prompt; as many entries as went in."""
-    for sample in group:
-        _prepare(sample)
+    """The samples of one prompt; as many entries as went in. Raises as :func:`call_generate` does."""
+    samples = [_prepared(function, sample) for sample in group]
     offered = {"sampling_params": sampling_params, "evaluation": evaluation}
-    result = await call_user(function, args, group, **{k: v for k, v in offered.items() if accepts(function, k)})
+    result = await _call(function, args, samples, **{k: v for k, v in offered.items() if accepts(function, k)})
     if not isinstance(result, list) or len(result) != len(group):
         got = f"{len(result)} samples" if isinstance(result, list) else type(result).__name__
         raise DataError(
-            f"--custom-generate-function-path {_name(function)} returned {got} for a group of {len(group)}; it must "
+            f"--custom-generate-function-path {name_of(function)} returned {got} for a group of {len(group)}; it must "
             "return a list with one entry per sample"
         )
     return result
 
 
-def _prepare(sample: Sample) -> None:
+async def _call(function: Callable[..., Any], args: Any, *arguments: Any, **kwargs: Any) -> Any:
+    seconds = setting(args, "custom_generate_timeout")
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            return await call_user(function, args, *arguments, **kwargs)
+    except TimeoutError:
+        if not limit.expired():  # its own
+            raise
+        raise TimeoutError(
+            f"it did not return within {seconds:g} s: fix it, or raise --custom-generate-timeout (seconds per call)"
+        ) from None
+
+
+def _prepared(function: Callable[..., Any], sample: Sample) -> Sample:
+    """What ``function`` may change: the sample; a copy for one that runs in a thread, because threads cannot be ended,
+    and one that is late must not write into the sample of the next attempt."""
+    if not is_async(function):
+        copied = fresh_copy(sample)
+        if hasattr(sample, "trace"):
+            copied.trace = sample.trace  # type: ignore[attr-defined]  # open spans go on in it
+        sample = copied
     if sample.loss_mask is None and sample.response_length == 0:
         sample.loss_mask = []  # users write ``sample.loss_mask += [1] * n``
+    return sample
 
 
 def complete(result: Any, source: Sample, tokenizer: Callable[[], Any]) -> None:
@@ -119,5 +149,6 @@ def _tokenize(sample: Sample, tokenizer: Any) -> None:
     )
 
 
-def _name(function: Callable[..., Any]) -> str:
+def name_of(function: Callable[..., Any]) -> str:
+    """Its dotted name, for messages."""
     return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)}"

@@ -1,6 +1,7 @@
 """Generation requests that must not pass through the router: it keeps only the fields that it knows.
 
-    routed experts   the router drops ``return_routed_experts`` from a request; engines answer it
+    return_routed_experts   which experts were chosen (--use-rollout-routing-replay)
+    return_sampling_mask    which ids a token was sampled from (--rollout-top-p, --rollout-top-k)
 
 The router still says which engines there are. Requests of one session stay on one engine, whose cache holds its earlier
 tokens; new sessions take the engines in turn. An engine that failed a request is avoided for a while: the router needs
@@ -104,7 +105,7 @@ def _engine_urls(reply: Any, router_url: str) -> list[str]:
     if parts:
         raise EngineError(
             f"the router at {router_url} has {' and '.join(parts)} engines, which only work together: "
-            "--use-rollout-routing-replay needs engines that do both"
+            "--use-rollout-routing-replay, --rollout-top-p and --rollout-top-k need engines that do both"
         )
     if not healthy:
         raise EngineError(f"the router at {router_url} has no healthy engine ({len(workers)} in all)")

@@ -10,10 +10,14 @@ from uuid import uuid4
 
 from slime.data.media import encode_image_for_rollout_engine
 from slime.data.sample import Sample
+from slime.data.sampling_mask import SAMPLING_MASK, cuts_vocabulary
 from slime.rollout.sampling import check_token_ids, response_room
+from slime.utils.errors import EngineError
 from slime.utils.http_utils import Url
 
-__all__ = ["EngineRequest", "build_request", "returns_experts"]
+__all__ = ["EngineRequest", "build_request", "check_reply"]
+
+_PAST_THE_ROUTER = {"return_routed_experts", "return_sampling_mask"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +29,11 @@ class EngineRequest:
     headers: dict[str, str] | None
     rids: list[str] = field(default_factory=list)
 
+    @property
+    def goes_past_the_router(self) -> bool:
+        """Whether it asks for something that the router drops from requests."""
+        return not _PAST_THE_ROUTER.isdisjoint(self.payload)
+
     def new_attempt(self) -> dict[str, Any]:
         """The payload with an id of its own: an attempt that got lost may still be running under its id."""
         self.rids.append(uuid4().hex)
@@ -32,12 +41,13 @@ class EngineRequest:
 
 
 def build_request(
-    args: Namespace, sample: Sample, sampling_params: dict[str, Any], ids: Sequence[int]
+    args: Namespace, sample: Sample, sampling_params: dict[str, Any], ids: Sequence[int], *, is_trained: bool = True
 ) -> EngineRequest | None:
     """What generates the response of a sample, or the rest of it; None where no room is left: it is truncated then.
 
     Args:
         ids: prompt, and response so far; become the sample's tokens if it has none.
+        is_trained: not of an evaluation, for which what only the trainer needs is left out.
 
     Raises:
         ValueError: the sample is finished.
@@ -57,18 +67,31 @@ def build_request(
         "sampling_params": {**sampling_params, "max_new_tokens": room},
         "return_logprob": True,
     }
-    if returns_experts(args):
+    if getattr(args, "use_rollout_routing_replay", False):  # not a flag of this room
         payload["return_routed_experts"] = True
+    if is_trained and cuts_vocabulary(args):
+        payload["return_sampling_mask"] = True
     headers = None
     if sample.session_id and getattr(args, "router_policy", None) == "consistent_hashing":
         headers = {"X-SMG-Routing-Key": sample.session_id}
     return EngineRequest(f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate", payload, headers)
 
 
-def returns_experts(args: Namespace) -> bool:
-    """Whether engines tell which experts they chose (``--use-rollout-routing-replay``): past the router, which drops
-    the question."""
-    return bool(getattr(args, "use_rollout_routing_replay", False))  # not a flag of this room
+def check_reply(request: EngineRequest, sample: Sample, reply: Any) -> dict[str, Any]:
+    """The reply, if it is one of an SGLang server that told what it was asked for.
+
+    Raises:
+        EngineError: it is not.
+    """
+    if not isinstance(reply, dict) or "meta_info" not in reply:
+        raise EngineError(f"the reply for sample {sample.index} is not that of an SGLang server: {str(reply)[:300]}")
+    meta = reply["meta_info"]
+    if "return_sampling_mask" in request.payload and meta.get("output_token_logprobs") and SAMPLING_MASK not in meta:
+        raise EngineError(
+            f"the engine did not say which ids it sampled sample {sample.index} from ({SAMPLING_MASK}), which "
+            "--rollout-top-p below 1 and --rollout-top-k need: update SGLang to 0.5.23 or newer"
+        )
+    return reply
 
 
 def _prompt(sample: Sample, ids: Sequence[int]) -> dict[str, Any]:

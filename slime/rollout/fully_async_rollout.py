@@ -68,6 +68,7 @@ class AsyncRolloutWorker:
         self.running = False
         self.worker_thread: threading.Thread | None = None
         self._prompts: dict[int, SampleGroup] = {}
+        self._active: set[asyncio.Task[Any]] = set()
         self._next = 0
         self._failures = 0
         self._error: BaseException | None = None
@@ -146,18 +147,18 @@ class AsyncRolloutWorker:
 
     async def _main(self) -> None:
         self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
-        active: set[asyncio.Task[Any]] = set()
         try:
             while self.running and self._error is None:
                 self._wake.clear()
-                while self.running and len(active) < min(self.concurrency, self._limit() - self.queue_size()):
-                    if not await self._begin_one(active):
+                while self.running and len(self._active) < min(self.concurrency, self._limit() - self.queue_size()):
+                    if not await self._begin_one():
                         break
                 await self._wake.wait()
         except Exception as error:
             self._error = error
         finally:
             self.running = False
+            active = list(self._active)
             for task in active:
                 task.cancel()
             if active:
@@ -165,10 +166,10 @@ class AsyncRolloutWorker:
             with self._change:
                 self._change.notify_all()
 
-    async def _begin_one(self, active: set[asyncio.Task[Any]]) -> bool:
+    async def _begin_one(self) -> bool:
         groups = await call_in_thread(self.data_buffer.get_samples, 1)
         if not groups:
-            if not active and self.output_queue.empty():
+            if not self._active and self.output_queue.empty():
                 raise DataError(
                     "the data source returned no prompts (--data-source-path): there is nothing to generate"
                 )
@@ -178,19 +179,15 @@ class AsyncRolloutWorker:
         task = asyncio.create_task(
             generate_and_rm_group(self.args, groups[0], sampling_params=self.state.sampling_params.copy())
         )
-        active.add(task)
-        task.add_done_callback(active.discard)
+        self._active.add(task)
         task.add_done_callback(self._make_done_cb(number))
         return True
 
     def _make_done_cb(self, gid: int) -> Callable[[Any], None]:
         def done(task: Any) -> None:
-            if task.cancelled():
-                return
-            try:
+            if not task.cancelled():
                 self._on_done(gid, task)
-            except Exception as error:  # of users' data sources; asyncio would only log it, and the group were lost
-                self._error = error
+            self._active.discard(task)
             self._notify()
 
         return done
@@ -201,7 +198,7 @@ class AsyncRolloutWorker:
             self._on_failure(gid, error)
         elif any(sample.status is Sample.Status.ABORTED for sample in iter_samples(task.result())):
             self._prompts.pop(gid, None)
-            self.put_back(task.result())
+            self._give_back(task.result())
         else:
             self._failures = 0
             self.output_queue.put((gid, task.result()))
@@ -213,7 +210,23 @@ class AsyncRolloutWorker:
         if self._failures >= _MAX_FAILURES_IN_A_ROW:
             self._error = error
         else:
-            self.put_back(self._prompts.pop(gid))
+            self._give_back(self._prompts.pop(gid))
+
+    def _give_back(self, group: SampleGroup) -> None:
+        """:meth:`put_back` beside the loop, which all other groups need. The place is kept for so long, so that the
+        group is there when somebody is drawn for it."""
+        if self._loop is None:  # nothing runs that could be held up
+            self.put_back(group)
+            return
+        task = asyncio.create_task(call_in_thread(self.put_back, group))
+        self._active.add(task)
+        task.add_done_callback(self._on_given_back)
+
+    def _on_given_back(self, task: Any) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self._error = task.exception()  # of the user's data source; the group would be lost
+        self._active.discard(task)
+        self._notify()
 
 
 def _get_global_worker(args: Namespace, data_buffer: Any) -> AsyncRolloutWorker:
@@ -248,9 +261,9 @@ async def _generate_rollout_async(args: Namespace, rollout_id: int, data_buffer:
     failures = FailureBudget(setting(args, "max_failed_share"), args.rollout_batch_size * args.n_samples_per_prompt)
     groups: list[SampleGroup] = []
     all_groups: list[SampleGroup] = []
-    limit_s = setting(args, "rollout_request_timeout") + 2 * setting(args, "rm_timeout")
+    limit_s, flag = _patience(args)
     while len(groups) < args.rollout_batch_size:
-        deadline = Deadline(limit_s, "the next group of the fully-async worker", "--rollout-request-timeout")
+        deadline = Deadline(limit_s, "the next group of the fully-async worker", flag)
         await call_in_thread(worker.wait_completed, deadline)
         for number, group in sorted(worker.get_completed_groups(args.rollout_batch_size - len(groups))):
             prompt = worker.prompt_of(number)
@@ -276,6 +289,15 @@ async def _generate_rollout_async(args: Namespace, rollout_id: int, data_buffer:
     if failures.num_failed:
         metrics["rollout/failed_samples"] = failures.num_failed
     return RolloutFnTrainOutput(samples=groups, metrics=metrics | drops.metrics())
+
+
+def _patience(args: Namespace) -> tuple[float, str]:
+    """Seconds until a group must be through, and the flag that they follow from."""
+    rewards_s: float = 2 * setting(args, "rm_timeout")
+    if setting(args, "custom_generate_function_path") is None:
+        return setting(args, "rollout_request_timeout") + rewards_s, "--rollout-request-timeout"
+    attempts = 1 + setting(args, "max_sample_retries")
+    return attempts * setting(args, "custom_generate_timeout") + rewards_s, "--custom-generate-timeout"
 
 
 def _is_stale(args: Namespace, rollout_id: int, group: SampleGroup) -> bool:

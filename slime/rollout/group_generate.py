@@ -13,7 +13,7 @@ from typing import Any
 
 from slime.data.sample import Sample, iter_samples
 from slime.rollout.abort_requests import mask_older_tokens
-from slime.rollout.custom_generate import call_group_generate, complete, refuse_stray_abort
+from slime.rollout.custom_generate import call_group_generate, complete, name_of, refuse_stray_abort
 from slime.rollout.failures import generate_with_retries, is_given_up
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.rollout.scoring import score
@@ -57,7 +57,7 @@ async def generate_whole_group(
                 attempt,
                 unfinished,
                 retries=setting(args, "max_sample_retries"),
-                what="--custom-generate-function-path",
+                what=f"--custom-generate-function-path {name_of(function)}",
             )
     if made is not None:
         made = await apply_rollout_sample_hooks(args, made, evaluation=evaluation)

@@ -10,6 +10,7 @@ from typing import Any
 
 from slime.data.media import has_media, run_processor
 from slime.data.sample import Sample
+from slime.data.sampling_mask import REPLAY_TOP_K
 from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.settings import setting
 from slime.utils.errors import DataError
@@ -22,7 +23,7 @@ def train_sampling_params(args: Any) -> dict[str, Any]:
     return {
         "temperature": args.rollout_temperature,
         "top_p": args.rollout_top_p,
-        "top_k": args.rollout_top_k,
+        "top_k": REPLAY_TOP_K if args.rollout_top_p != 1.0 and args.rollout_top_k == -1 else args.rollout_top_k,
         "max_new_tokens": args.rollout_max_response_len,
         "stop": args.rollout_stop,
         "stop_token_ids": args.rollout_stop_token_ids,

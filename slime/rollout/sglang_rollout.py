@@ -8,7 +8,8 @@
             generate            one request                                       ┘
 
     who waits for whom: a sample waits for a place (--sglang-server-concurrency per engine), then for its engine
-    (--rollout-request-timeout), then for its reward (--rm-timeout).
+    (--rollout-request-timeout) or for the user's function (--custom-generate-timeout), then for its reward
+    (--rm-timeout).
 
 Run by the rollout manager. Functions are looked up in this module when they are called, so plugins and tests may
 replace them. Knows no trainer and no Ray.
@@ -32,6 +33,7 @@ from slime.data.chat import load_tokenizer
 from slime.data.media import has_media, load_processor
 from slime.data.prompts import Dataset
 from slime.data.sample import Sample, SampleGroup, iter_samples
+from slime.data.sampling_mask import sampled_tokens
 from slime.hooks.load import load_function
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_function, trace_span
 from slime.rollout.abort_requests import end_tasks, mask_older_tokens, note_start
@@ -39,7 +41,7 @@ from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.collect import call_batch_hooks, collect, log_sample
 from slime.rollout.custom_generate import call_generate, complete, refuse_stray_abort, takes_group
 from slime.rollout.direct_engines import DirectEngines
-from slime.rollout.engine_request import EngineRequest, build_request, returns_experts
+from slime.rollout.engine_request import EngineRequest, build_request, check_reply
 from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.evaluate import EvalDatasets, evaluate
 from slime.rollout.failures import generate_with_retries, is_given_up, request_retries
@@ -50,7 +52,7 @@ from slime.rollout.sampling import prepare_prompt_ids, train_sampling_params
 from slime.rollout.scoring import score, score_group
 from slime.rollout.settings import setting
 from slime.utils.async_utils import call_in_thread, run
-from slime.utils.errors import DataError, EngineError
+from slime.utils.errors import DataError
 from slime.utils.http_utils import get_rollout_num_engines, init_http_client, post
 from slime.utils.misc import SingletonMeta
 
@@ -201,34 +203,27 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
             headers=request.headers,
             timeout_s=setting(args, "rollout_request_timeout"),
         )
-    if not isinstance(output, dict) or "meta_info" not in output:
-        raise EngineError(f"the reply for sample {sample.index} is not that of an SGLang server: {str(output)[:300]}")
-    meta = output["meta_info"]
+    meta = check_reply(request, sample, output)["meta_info"]
     span.update(build_sglang_meta_trace_attrs(meta))
-    sampled = meta.get("output_token_logprobs") or []
-    sample.append_response_tokens(
-        args,
-        tokens=[item[1] for item in sampled],
-        log_probs=[item[0] for item in sampled],
-        text=output["text"],
-        meta_info=meta,
-    )
+    tokens, log_probs = sampled_tokens(meta)
+    sample.append_response_tokens(args, tokens=tokens, log_probs=log_probs, text=output["text"], meta_info=meta)
     return sample
 
 
 async def prepare_request(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> EngineRequest | None:
     """What generates the response of a sample, or the rest of it. Images are worked on in a thread."""
     state = GenerateState(args)
+    is_trained = not _evaluates.get()
 
     def prepare(processor: Any) -> EngineRequest | None:
         ids = _prepare_prompt_ids(sample, state.tokenizer, processor)
-        return build_request(args, sample, sampling_params, ids)
+        return build_request(args, sample, sampling_params, ids, is_trained=is_trained)
 
     if has_media(sample.multimodal_inputs):
         request = await call_in_thread(lambda: prepare(state.processor))
     else:
         request = prepare(None)
-    if request is not None and returns_experts(args):
+    if request is not None and request.goes_past_the_router:
         return replace(request, url=state.engines.choose(sample.session_id))
     return request
 

@@ -11,8 +11,10 @@ from argparse import Namespace
 from typing import Any
 
 from slime.data.sample import Sample
+from slime.data.sampling_mask import sampled_tokens
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_span
 from slime.rollout import sglang_rollout
+from slime.rollout.engine_request import EngineRequest, check_reply
 from slime.rollout.failures import request_retries
 from slime.rollout.settings import setting
 from slime.utils.errors import EngineError
@@ -40,7 +42,7 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
 
     def receive(event: Any) -> bool:
         nonlocal last
-        last = _checked(event, sample)
+        last = _checked(request, event, sample)
         return not state.is_ending
 
     attrs = {"max_new_tokens": sampling_params["max_new_tokens"]}
@@ -65,27 +67,25 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
     return sample
 
 
-def _checked(event: Any, sample: Sample) -> dict[str, Any]:
+def _checked(request: EngineRequest, event: Any, sample: Sample) -> dict[str, Any]:
     if isinstance(event, dict) and "error" in event:
         raise EngineError(f"the engine refused sample {sample.index} in its stream: {str(event['error'])[:300]}")
-    if not isinstance(event, dict) or "meta_info" not in event:
-        raise EngineError(f"the reply for sample {sample.index} is not that of an SGLang server: {str(event)[:300]}")
-    return event
+    return check_reply(request, sample, event)
 
 
 def _append(args: Namespace, sample: Sample, event: dict[str, Any], is_finished: bool) -> None:
     meta = event["meta_info"]
-    sampled = meta.get("output_token_logprobs") or []
+    tokens, log_probs = sampled_tokens(meta)
     count = meta.get("completion_tokens")
-    if count is not None and len(sampled) < count:
+    if count is not None and len(tokens) < count:
         raise EngineError(
-            f"an event for sample {sample.index} holds {len(sampled)} of {count} tokens: streaming needs events with "
+            f"an event for sample {sample.index} holds {len(tokens)} of {count} tokens: streaming needs events with "
             "the whole response, drop --sglang-incremental-streaming-output"
         )
     sample.append_response_tokens(
         args,
-        tokens=[item[1] for item in sampled],
-        log_probs=[item[0] for item in sampled],
+        tokens=tokens,
+        log_probs=log_probs,
         text=event["text"],
         meta_info=meta,
         update_terminal_info=is_finished,

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from slime.data.sampling_mask import SAMPLING_MASK
+
 __all__ = ["pretend_engine"]
 
 _MAX_OUTPUT_TOKENS = 8
@@ -26,7 +28,7 @@ def pretend_engine(tokenizer: Any) -> Iterator[int]:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            self._answer({"workers": []})
+            self._answer({"workers": [{"url": f"http://127.0.0.1:{self.connection.getsockname()[1]}"}]})
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
@@ -78,6 +80,8 @@ def _reply(body: dict[str, Any], ids: list[int], draw: random.Random, tokenizer:
         "weight_version": "1",
         "output_token_logprobs": [[-draw.random(), token, None] for token in output],
     }
+    if body.get("return_sampling_mask"):
+        meta[SAMPLING_MASK] = [[token] for token in output]
     return {
         "text": tokenizer.decode(output, skip_special_tokens=skip),
         "output_ids": output,

@@ -4,7 +4,8 @@
     4xx                      raised at once: the request itself is wrong
     deadline                 covers all attempts of a call; afterwards the error names the url
 
-``_http_client`` may be set by users' code; it is used instead of ours then.
+Attempts of ``post`` are made by this process, or by whoever :func:`set_sender` names (``--use-distributed-post``);
+retries and deadline stay here either way. ``_http_client`` may be set by users' code; it is used instead of ours then.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import weakref
 from argparse import Namespace
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import httpx
 
@@ -37,6 +38,8 @@ from slime.utils.host import wrap_ipv6 as _wrap_ipv6
 
 __all__ = [
     "SLIME_HOST_IP_ENV",
+    "Reply",
+    "Sender",
     "Url",
     "_wrap_ipv6",
     "close_http_client",
@@ -48,6 +51,8 @@ __all__ = [
     "is_port_available",
     "post",
     "receive_stream",
+    "send",
+    "set_sender",
     "terminate_process",
 ]
 
@@ -55,6 +60,22 @@ logger = logging.getLogger(__name__)
 
 Url: TypeAlias = str | Callable[[], Awaitable[str]]
 """An address, or what gives one to each attempt; may raise :class:`EngineError`, which counts as a failed attempt."""
+
+
+class Reply(NamedTuple):
+    """What became of one attempt.
+
+    Attributes:
+        status: HTTP status; None: no answer came.
+        content: decoded JSON of a success, or its text; of anything else a text that says what is wrong.
+    """
+
+    status: int | None
+    content: Any
+
+
+Sender: TypeAlias = Callable[[str, Any, dict[str, str] | None, float], Awaitable[Reply]]
+"""Makes one attempt: (url, JSON value, headers, seconds) -> reply. Raises ``TimeoutError`` when the seconds passed."""
 
 DEFAULT_TIMEOUT_S = 1800.0
 _FIRST_BACKOFF_S = 0.25
@@ -64,6 +85,7 @@ _CONNECTIONS_PER_CLIENT = 16
 _MAX_CLIENTS = 64
 
 _http_client: httpx.AsyncClient | None = None
+_sender: Sender | None = None
 
 
 class _Clients:
@@ -134,6 +156,22 @@ async def close_http_client() -> None:
     await _clients.close()
 
 
+def set_sender(sender: Sender | None) -> None:
+    """From now on ``sender`` makes the attempts of :func:`post` in this process; None: the process itself."""
+    global _sender
+    _sender = sender
+
+
+async def send(url: str, body: Any, headers: dict[str, str] | None, timeout_s: float) -> Reply:
+    """One attempt, by this process. Raises ``TimeoutError``."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            response = await _clients.next().post(url, json=body, headers=headers)
+    except httpx.TransportError as error:
+        return Reply(None, f"{type(error).__name__}: {error}")
+    return Reply(response.status_code, _content(response) if response.is_success else _problem(response))
+
+
 async def post(
     url: Url,
     payload: Any,
@@ -166,17 +204,17 @@ async def post(
             async with asyncio.timeout(deadline.remaining):
                 address = await _address(url)
                 body = payload() if callable(payload) else payload
-                response = await _clients.next().post(address, json=body or {}, headers=headers)
-        except httpx.TransportError as error:
+                reply = await (_sender or send)(address, body or {}, headers, deadline.remaining)
+        except httpx.TransportError as error:  # of the address
             problem = f"{type(error).__name__}: {error}"
+            continue
         except TimeoutError:
             raise deadline.error(problem) from None
-        else:
-            if response.is_success:
-                return _content(response)
-            problem = f"status {response.status_code}: {response.text[:_MAX_QUOTED_CHARS]}"
-            if response.status_code < 500:
-                raise RequestRefused(f"POST {url} was refused with {problem}")
+        if reply.status is not None and 200 <= reply.status < 300:
+            return reply.content
+        problem = str(reply.content)
+        if reply.status is not None and reply.status < 500:
+            raise RequestRefused(f"POST {url} was refused with {problem}")
     raise EngineError(f"POST {url} failed {max_retries + 1} times in {deadline.elapsed:.1f} s, last with {problem}")
 
 
@@ -216,7 +254,7 @@ async def receive_stream(
             ):
                 if not response.is_success:
                     await response.aread()
-                    problem = f"status {response.status_code}: {response.text[:_MAX_QUOTED_CHARS]}"
+                    problem = _problem(response)
                     if response.status_code < 500:
                         raise RequestRefused(f"POST {url} was refused with {problem}")
                     continue
@@ -276,6 +314,10 @@ async def get(url: str, *, timeout_s: float = 30.0) -> Any:
     except httpx.HTTPError as error:
         raise EngineError(f"GET {url} failed: {type(error).__name__}: {error}") from error
     return _content(response)
+
+
+def _problem(response: httpx.Response) -> str:
+    return f"status {response.status_code}: {response.text[:_MAX_QUOTED_CHARS]}"
 
 
 def _content(response: httpx.Response) -> Any:

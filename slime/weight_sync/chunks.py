@@ -28,6 +28,14 @@ class WeightChunk:
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for _, tensor in self.tensors)
 
+    def divided(self, belongs_first: Callable[[NamedTensor], bool]) -> tuple[WeightChunk, WeightChunk]:
+        """Tensors that ``belongs_first`` says yes to, and the others; what an engine fuses stays together."""
+        first: list[NamedTensor] = []
+        second: list[NamedTensor] = []
+        for unit in _units(self.tensors):
+            (first if all(map(belongs_first, unit)) else second).extend(unit)
+        return WeightChunk(first), WeightChunk(second)
+
     def flatten(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """All bytes behind one another: uint8 [num_bytes], the layout of SGLang's ``flattened_bucket``.
 

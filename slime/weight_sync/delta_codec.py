@@ -32,9 +32,10 @@ Encoding: TypeAlias = Literal["xor", "overwrite"]
 _Positions: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 _LEVEL = 1
-_WORD = 8
-_BLOCK = 1 << 20
-"""Work goes block by block: memory of a tensor's size would cost more in page faults than all the work on it."""
+_LINE = 64
+_BLOCK = 1 << 21
+"""Work goes block by block: memory of a tensor's size would cost more in page faults than all the work on it. In smaller
+blocks threads wait for each other: each call of numpy takes Python's lock once."""
 _HEADER = 8
 _SPARSE, _DENSE = b"s", b"d"
 _WIDTHS = (1, 2, 4, 8)
@@ -48,23 +49,25 @@ def encode_delta(new: Bytes, old: Bytes, encoding: Encoding) -> tuple[bytes, int
     """
     if new.shape != old.shape:
         raise AssertionError(f"a tensor of {old.size} bytes has become one of {new.size}")
-    found: list[_Positions] = []
+    gaps: list[np.ndarray[Any, Any]] = []
     values: list[Bytes] = []
+    last = 0
     for begin, difference in _differences(new, old):
         where = _nonzero(difference)
         if where.size:
-            found.append(where + begin)
+            gap = np.diff(where, prepend=last - begin)
+            gaps.append(gap.astype(np.min_scalar_type(int(gap.max()))))  # narrow while it is in the cache
             values.append(difference[where] if encoding == "xor" else new[begin : begin + difference.size][where])
-    if not found:
+            last = begin + int(where[-1])
+    if not gaps:
         return None
-    positions = np.concatenate(found)
-    gaps = np.diff(positions, prepend=0)
-    width = next(width for width in _WIDTHS if int(gaps.max()) < 1 << 8 * width)
-    if encoding == "xor" and positions.size * (width + 1) > new.size:
-        return _DENSE + _dense(new, old), positions.size
-    header = (positions.size << 8 | width).to_bytes(_HEADER, "little")
-    plain = b"".join((header, gaps.astype(f"<u{width}").tobytes(), np.concatenate(values).tobytes()))
-    return _SPARSE + zstandard.ZstdCompressor(level=_LEVEL).compress(plain), positions.size
+    count = sum(gap.size for gap in gaps)
+    width = max(gap.itemsize for gap in gaps)
+    if encoding == "xor" and count * (width + 1) > new.size:
+        return _DENSE + _dense(new, old), count
+    header = (count << 8 | width).to_bytes(_HEADER, "little")
+    plain = b"".join((header, np.concatenate(gaps, dtype=f"<u{width}").tobytes(), *(part.data for part in values)))
+    return _SPARSE + zstandard.ZstdCompressor(level=_LEVEL).compress(plain), count
 
 
 def _differences(new: Bytes, old: Bytes) -> Iterator[tuple[int, Bytes]]:
@@ -82,12 +85,23 @@ def _dense(new: Bytes, old: Bytes) -> bytes:
 
 
 def _nonzero(data: Bytes) -> _Positions:
-    """``np.flatnonzero``, several times as fast where most is zero: of truth values, eight bytes at a time first."""
-    num_words = data.size // _WORD
-    words = np.flatnonzero(data[: num_words * _WORD].view(np.uint64) != 0)
-    inside = np.flatnonzero(data[: num_words * _WORD].reshape(-1, _WORD)[words] != 0)
-    tail = num_words * _WORD + np.flatnonzero(data[num_words * _WORD :])
-    found: _Positions = np.concatenate([words[inside // _WORD] * _WORD + inside % _WORD, tail])
+    """``np.flatnonzero``, several times as fast where most is zero: words first, and lines of eight words before them.
+
+    Numpy's loop for at most a tenth of true values mispredicts a branch at each of them, the one for more has none; of
+    the eight parts of something that is not zero more than a tenth are not.
+    """
+    end = data.size // _LINE * _LINE
+    words = data[:end].view(np.uint64)
+    lines = (words != 0).view(np.uint64)
+    found = _within(lines, np.flatnonzero(lines != 0))
+    tail = end + np.flatnonzero(data[end:])
+    return np.concatenate([_within(words, found), tail])
+
+
+def _within(groups: np.ndarray[Any, np.dtype[np.uint64]], which: _Positions) -> _Positions:
+    """Positions of the bytes that are not zero in those groups of eight."""
+    inside = np.flatnonzero(groups[which].view(np.uint8) != 0)
+    found: _Positions = (which[inside >> 3] << 3) + (inside & 7)
     return found
 
 

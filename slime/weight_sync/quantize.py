@@ -1,12 +1,23 @@
 """Weights in the format in which the engines hold them, where their checkpoint is quantised and training is not.
 
-    fp8    q = x / s as float8_e4m3fn (arXiv:2209.05433), s = max|x| / 448 per block, or per tensor
+    fp8    q = x / s as float8_e4m3fn (arXiv:2209.05433), s = max|x| / 448 per block, row or tensor
     int4   q = round(x / s) in -8..7, s = max|x| / 7.5 per group of a row, eight values packed into one int32
 
 An engine copies what it is sent into the parameters of that name, so a bf16 tensor sent to an 8-bit parameter would be
 rounded without its scale: a wrong model, in silence. What is quantised is therefore read from the engines' checkpoint:
 the weights that have a scale there, and no others. Called between the exporter and the sender; the tools that write
 quantised checkpoints use the same functions.
+
+Not every format that SGLang 0.5.23 serves can be loaded twice, because it rearranges some for its kernels and does not
+undo it (``process_weights_after_loading`` and ``restore_weights_before_loading`` of its schemes):
+
+    format              experts                     every other linear layer
+    fp8 by blocks       kept as loaded              kept as loaded
+    fp8 by rows         kept as loaded              replaced by its transpose
+    fp8 by tensors      scales of w1, w3 merged     replaced by its transpose
+    int4 by groups      repacked, undone            repacked
+
+A transpose of a square matrix would even take what is sent. What cannot be loaded twice is refused here.
 """
 
 from __future__ import annotations
@@ -22,10 +33,19 @@ import torch
 from slime.backends.protocols import NamedTensor
 from slime.utils.errors import ConfigError
 
-__all__ = ["Quantizer", "find_quantizer", "quantize_fp8", "quantize_int4"]
+__all__ = [
+    "Quantizer",
+    "find_quantizer",
+    "int4_scale",
+    "pack_int4",
+    "quantize_fp8",
+    "quantize_int4",
+    "round_int4",
+]
 
 _FP8 = torch.float8_e4m3fn
 _FP8_MAX = 448.0
+_LOADED_ONCE = "SGLang rearranges such weights when it has loaded them, and new ones cannot be loaded into them"
 _TINY = 1e-10
 """Smallest magnitude that a scale is made for: a block of zeros has a scale too."""
 
@@ -67,6 +87,8 @@ def find_quantizer(hf_checkpoint: str) -> Quantizer | None:
     match config.get("quant_method"):
         case "fp8":
             return _fp8(config, _tensor_names(directory), where)
+        case "compressed-tensors" if config.get("format") == "float-quantized":
+            return _fp8_by_rows(config, _tensor_names(directory), where)
         case "compressed-tensors":
             return _int4(config, _tensor_names(directory), where)
         case method:
@@ -123,13 +145,26 @@ def quantize_int4(tensor: torch.Tensor, group_size: int) -> tuple[torch.Tensor, 
     if columns % group_size:
         raise ValueError(f"the group size {group_size} does not divide {columns} columns")
     groups = tensor.float().view(rows, columns // group_size, group_size)
-    # the scale that is stored is the one that is divided by
-    scale = (groups.abs().amax(dim=-1).clamp(min=_TINY) / 7.5).to(tensor.dtype)
-    values = (groups / scale.float()[..., None]).round().clamp(-8, 7).view(rows, columns).int() + 8
-    values = torch.nn.functional.pad(values, (0, -columns % 8)).view(rows, -1, 8)
-    shifts = torch.arange(0, 32, 4, device=tensor.device, dtype=torch.int32)
-    words = (values << shifts).sum(dim=-1, dtype=torch.int64)
-    return torch.where(words >= 2**31, words - 2**32, words).int(), scale
+    scale = int4_scale(groups).to(tensor.dtype)  # the scale that is stored is the one that is divided by
+    return pack_int4(round_int4(groups, scale[..., None]).view(rows, columns)), scale
+
+
+def int4_scale(groups: torch.Tensor) -> torch.Tensor:
+    """``[..., group]`` -> ``[...]``: what makes the largest of a group 7.5."""
+    return groups.abs().amax(dim=-1).clamp(min=_TINY) / 7.5
+
+
+def round_int4(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The nearest whole numbers of -8..7 times ``scale``, as floats."""
+    return (values / scale.float()).round().clamp(-8, 7)
+
+
+def pack_int4(values: torch.Tensor) -> torch.Tensor:
+    """Whole numbers of -8..7 ``[M, N]`` -> int32 ``[M, ceil(N / 8)]``; columns that are missing are filled with 0."""
+    words = torch.nn.functional.pad(values.int() + 8, (0, -values.shape[1] % 8)).view(values.shape[0], -1, 8)
+    shifts = torch.arange(0, 32, 4, device=values.device, dtype=torch.int32)
+    packed = (words << shifts).sum(dim=-1, dtype=torch.int64)
+    return torch.where(packed >= 2**31, packed - 2**32, packed).int()
 
 
 def _fp8(config: Mapping[str, Any], names: set[str], where: str) -> Quantizer:
@@ -137,37 +172,73 @@ def _fp8(config: Mapping[str, Any], names: set[str], where: str) -> Quantizer:
         if config.get(key, expected) != expected:
             raise ConfigError(f"{where} has {key} {config[key]}; weights can be sent for {expected} only.")
     size = config.get("weight_block_size")
-    suffix = "_scale_inv" if size else "_scale"
-    block = (int(size[0]), int(size[1])) if size else None
+    if size is None:
+        raise ConfigError(
+            f"{where} has one scale per tensor: {_LOADED_ONCE}. Convert it again: convert_hf_to_fp8.py "
+            "--strategy block."
+        )
+    block = (int(size[0]), int(size[1]))
     is_power_of_two = config.get("scale_fmt") == "ue8m0"
 
     def apply(name: str, tensor: torch.Tensor) -> list[NamedTensor]:
         values, scale = quantize_fp8(tensor, block, has_power_of_two_scales=is_power_of_two)
-        return [(name, values), (name + suffix, scale)]
+        return [(name, values), (name + "_scale_inv", scale)]
 
-    return Quantizer(frozenset(name for name in names if name + suffix in names), apply, config)
+    return Quantizer(frozenset(name for name in names if name + "_scale_inv" in names), apply, config)
+
+
+def _fp8_by_rows(config: Mapping[str, Any], names: set[str], where: str) -> Quantizer:
+    expected = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+    _only_group(config, expected, where)
+    quantised = frozenset(name for name in names if name + "_scale" in names)
+    _refuse_others_than_experts(quantised, where, "convert_hf_to_fp8.py --strategy block")
+
+    def apply(name: str, tensor: torch.Tensor) -> list[NamedTensor]:
+        values, scale = quantize_fp8(tensor, (1, tensor.shape[1]))
+        return [(name, values), (name + "_scale", scale)]
+
+    return Quantizer(quantised, apply, config)
 
 
 def _int4(config: Mapping[str, Any], names: set[str], where: str) -> Quantizer:
-    groups = config.get("config_groups") or {}
-    weights: Mapping[str, Any] = next((group.get("weights") or {} for group in groups.values()), {})
-    expected = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
-    wrong = {key: weights.get(key) for key, value in expected.items() if weights.get(key, value) != value}
-    if config.get("format") not in (None, "pack-quantized") or len(groups) != 1 or wrong:
+    if config.get("format") not in (None, "pack-quantized"):
         raise ConfigError(
-            f"{where} is compressed-tensors of format {config.get('format')} with {len(groups)} groups {wrong or ''}: "
-            "weights can be sent for pack-quantized, symmetric, 4 bits in one config group only."
+            f"{where} is compressed-tensors of format {config['format']}, in which weights cannot be sent to engines; "
+            "pack-quantized and float-quantized can."
         )
-    group_size = int(weights["group_size"])
+    expected = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+    group_size = int(_only_group(config, expected, where)["group_size"])
+    packed = frozenset(name.removesuffix("_packed") for name in names if name.endswith("weight_packed"))
+    _refuse_others_than_experts(packed, where, "convert_hf_to_int4_direct.py with its default --ignore-rules")
 
     def apply(name: str, tensor: torch.Tensor) -> list[NamedTensor]:
         words, scale = quantize_int4(tensor, group_size)
         shape = torch.tensor(tensor.shape, dtype=torch.int32, device=tensor.device)
-        stem = name.removesuffix("weight")
-        return [(stem + "weight_packed", words), (stem + "weight_scale", scale), (stem + "weight_shape", shape)]
+        return [(name + "_packed", words), (name + "_scale", scale), (name + "_shape", shape)]
 
-    packed = frozenset(name.removesuffix("_packed") for name in names if name.endswith("weight_packed"))
     return Quantizer(packed, apply, config)
+
+
+def _only_group(config: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """How the weights of the one config group of compressed-tensors are quantised, which must be as ``expected``."""
+    groups = config.get("config_groups") or {}
+    weights: Mapping[str, Any] = next((group.get("weights") or {} for group in groups.values()), {})
+    wrong = {key: weights.get(key) for key, value in expected.items() if weights.get(key, value) != value}
+    if len(groups) != 1 or wrong:
+        raise ConfigError(
+            f"{where} is compressed-tensors of format {config.get('format')} with {len(groups)} config groups "
+            f"{wrong or ''}: weights can be sent for one group only, of {dict(expected)}."
+        )
+    return weights
+
+
+def _refuse_others_than_experts(quantised: Iterable[str], where: str, tool: str) -> None:
+    others = sorted(name for name in quantised if ".experts." not in name)
+    if others:
+        raise ConfigError(
+            f"{where} quantises {len(others)} weights that are no experts' ({others[0]}, ...): {_LOADED_ONCE}. Convert "
+            f"it again: {tool}."
+        )
 
 
 def _tensor_names(directory: Path) -> set[str]:

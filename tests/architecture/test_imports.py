@@ -56,7 +56,7 @@ MAY_IMPORT: dict[str, list[str]] = {
 THIRD_PARTY: dict[str, list[str]] = {
     "ray": ["ray"],
     "sglang": ["backends/sglang_utils", "agent"],
-    "aiohttp": ["agent"],
+    "aiohttp": ["agent", "backends/megatron_utils"],
     "sglang_router": ["backends/sglang_utils"],
     "megatron": ["backends/megatron_utils"],
     "tensorboard": ["observability"],

@@ -52,7 +52,8 @@ def round_trip(
         exports = []
         for bucket_bytes in buckets:
             exported = [
-                (name, torch.equal(value, saved[name])) for name, value in export_weights(model, shape, bucket_bytes)
+                (name, torch.equal(value, saved[name]))
+                for name, value in export_weights(model, shape, bucket_bytes, layout_of=str(path))
             ]
             exports.append(exported)
         results[path.name] = {"exports": exports, "logits": _logits(model, lengths)}

@@ -22,7 +22,8 @@ def train(
 
     Returns:
         log_probs: before training, by position in the whole batch; columns: the rank's after training; report;
-        gradients: of the first step; weights: after the last. Both under Hugging Face names, whole.
+        gradients: of the first step; weights: after the last. Both under Hugging Face names, whole. num_states: weights
+        whose optimizer states this rank has.
     """
     torch.use_deterministic_algorithms(True)
     settings = make_args(hf, **args)
@@ -43,6 +44,7 @@ def train(
         "columns": {name: columns[name] for name in names if name in columns},
         "report": report,
         "gradients": gradients[0] if gradients else {},
+        "num_states": _num_states(trainer),
         "weights": {name: value.clone() for name, value in trainer.export_weights()},
     }
 
@@ -83,7 +85,8 @@ def _keep_gradients(trainer: MegatronTrainer) -> list[dict[str, torch.Tensor]]:
         parameters = [parameter for chunk in state.chunks for parameter in chunk.parameters()]
         weights = [parameter.data for parameter in parameters]
         for parameter in parameters:
-            parameter.data = parameter.main_grad.to(parameter.dtype)
+            is_frozen = not parameter.requires_grad
+            parameter.data = torch.zeros_like(parameter) if is_frozen else parameter.main_grad.to(parameter.dtype)
         kept.append({name: value.clone() for name, value in trainer.export_weights()})
         for parameter, weight in zip(parameters, weights, strict=True):
             parameter.data = weight
@@ -95,6 +98,11 @@ def _keep_gradients(trainer: MegatronTrainer) -> list[dict[str, torch.Tensor]]:
 
 def _parts(optimizer: Any) -> list[Any]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _num_states(trainer: MegatronTrainer) -> int:
+    inner = [part.optimizer for part in _parts(trainer._ready.optimizer) if part.optimizer is not None]
+    return sum(weight.numel() for each in inner for group in each.param_groups for weight in group["params"])
 
 
 def head_rows(rank: int, world_size: int, hf: str, batch: dict[str, Any], args: dict[str, Any]) -> tuple[int, int]:

@@ -84,8 +84,10 @@ def test_a_background_save_on_several_ranks_is_complete_after_the_next_one(
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoints") / "experts"
-    make_family_checkpoint("deepseek_v3", path)
+    """Models with experts, in directories named for their family."""
+    path = tmp_path_factory.mktemp("checkpoints")
+    for family in ("deepseek_v3", "glm_moe_dsa", "minimax_m2"):
+        make_family_checkpoint(family, path / family)
     return path
 
 
@@ -105,21 +107,26 @@ _EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded", "with_optimizer"),
-    [("ep2", "tp2-ep2", True), ("tp2-ep2", "ep2", True), ("ep2", "tp2", False)],
+    ("family", "saved", "loaded", "with_optimizer"),
+    [
+        ("deepseek_v3", "ep2", "tp2-ep2", True),
+        ("deepseek_v3", "tp2-ep2", "ep2", True),
+        ("deepseek_v3", "ep2", "tp2", False),
+        ("minimax_m2", "tp2-ep2", "ep2", True),
+        ("glm_moe_dsa", "ep2", "tp2-ep2", True),
+    ],
 )
 def test_a_model_with_experts_continues_on_another_layout(
-    saved: str, loaded: str, with_optimizer: bool, ranks: ForkServer, experts: Path, tmp_path: Path
+    family: str, saved: str, loaded: str, with_optimizer: bool, ranks: ForkServer, experts: Path, tmp_path: Path
 ) -> None:
+    hf = str(experts / family)
     common = _COMMON | {"no_load_optim": not with_optimizer}
     size, layout = _EXPERTS[saved]
     first = ranks.run(
-        _CASE, size, hf=str(experts), args=common | layout | {"save": str(tmp_path)}, rollouts=[0, 1], save_after=[0]
+        _CASE, size, hf=hf, args=common | layout | {"save": str(tmp_path)}, rollouts=[0, 1], save_after=[0]
     )
     size, layout = _EXPERTS[loaded]
-    second = ranks.run(
-        _CASE, size, hf=str(experts), args=common | layout | {"load": str(tmp_path)}, rollouts=[1], save_after=[]
-    )
+    second = ranks.run(_CASE, size, hf=hf, args=common | layout | {"load": str(tmp_path)}, rollouts=[1], save_after=[])
     for result in second:
         assert result["error"] == ""
         assert result["start"] == 1
@@ -131,6 +138,7 @@ def test_an_optimizer_that_was_saved_with_expert_parallelism_names_the_way_out_w
     ranks: ForkServer, experts: Path, tmp_path: Path
 ) -> None:
     args = _COMMON | _EXPERTS["ep2"][1] | {"save": str(tmp_path)}
-    ranks.run(_CASE, 2, hf=str(experts), args=args, rollouts=[0], save_after=[0])
-    (result,) = ranks.run(_CASE, 1, hf=str(experts), args=_COMMON | {"load": str(tmp_path)}, rollouts=[], save_after=[])
+    hf = str(experts / "deepseek_v3")
+    ranks.run(_CASE, 2, hf=hf, args=args, rollouts=[0], save_after=[0])
+    (result,) = ranks.run(_CASE, 1, hf=hf, args=_COMMON | {"load": str(tmp_path)}, rollouts=[], save_after=[])
     assert "--no-load-optim" in result["error"]

@@ -8,15 +8,25 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slime.backends.megatron_utils.families.registry import FAMILIES
 from tests.dist.ranks import ForkServer
-from tests.unit.megatron_utils.tiny_families import KINDS, make_family_checkpoint, saved_tensors
+from tests.unit.megatron_utils.tiny_families import KINDS, is_left_out, make_family_checkpoint, saved_tensors
 from tests.unit.megatron_utils.tiny_trainer import VOCAB
 from tests.verification import verify
 
 _CASES = "tests.dist.family_cases"
-_DENSE = ["qwen2", "qwen3", "glm4", "mimo"]
-_MOE = ["qwen3_moe", "glm4_moe_qk_norm", "deepseek_v3", "moonlight"]
+_DENSE = ["qwen2", "qwen3", "glm4", "mimo", "qwen3_5"]
+_MOE = [
+    "qwen3_moe",
+    "glm4_moe_qk_norm",
+    "deepseek_v3",
+    "moonlight",
+    "minimax_m2",
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "qwen2_moe",
+    "qwen3_next",
+    "qwen3_5_moe",
+]
 _LENGTHS = [9, 1, 30]
 _ONE_EACH, _FEW, _ALL = 1, 20_000, 1 << 30  # bytes of a bucket
 
@@ -79,7 +89,7 @@ def test_weights_and_logits_are_the_same_on_every_layout(
         lengths=_LENGTHS,
     )
     for kind in kinds:
-        names = [name for name in saved_tensors(checkpoints[kind]) if not _is_prediction_layer(name, KINDS[kind][2])]
+        names = [name for name in saved_tensors(checkpoints[kind]) if not is_left_out(name, KINDS[kind][2])]
         for rank, results in enumerate(by_rank):
             for exported in results[kind]["exports"]:
                 assert sorted(name for name, _ in exported) == sorted(names), (kind, rank)
@@ -88,10 +98,6 @@ def test_weights_and_logits_are_the_same_on_every_layout(
         assert len(logits) == world_size // layout["pipeline_model_parallel_size"]
         for one in logits:
             verify(f"logits of {kind}, sharded", "transformers", one, expected[kind], tolerance=1e-5)
-
-
-def _is_prediction_layer(name: str, model_type: str) -> bool:
-    return ".mtp_layers." in name or (FAMILIES[model_type].ignored != () and name.startswith("model.layers.3."))
 
 
 def test_a_tensor_that_only_one_rank_misses_is_the_error_of_all(

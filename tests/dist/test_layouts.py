@@ -23,7 +23,7 @@ from tests.dist.comparison import (
     main_rank,
 )
 from tests.dist.ranks import ForkServer
-from tests.unit.megatron_utils.tiny_trainer import make_batch, make_hf_model
+from tests.unit.megatron_utils.tiny_trainer import make_batch, make_hf_model, with_sampling_sets
 
 Train = Callable[..., list[Result]]
 
@@ -53,7 +53,7 @@ def train(ranks: ForkServer, directory: Path) -> Train:
                 "tests.dist.layout_cases:train",
                 world_size,
                 hf=str(directory / model),
-                batch=batch,
+                batch=with_sampling_sets(batch) if "rollout_top_p" in settings else batch,
                 num_steps=_STEPS,
                 args=settings,
                 size=size,
@@ -230,3 +230,16 @@ def test_a_critic_says_and_learns_the_same_values(
                 torch.testing.assert_close(value, theirs[position], atol=1e-5, rtol=1e-4)
     moved = [(a - b).abs().max() for a, b in zip(*(v.values() for v in reference["values"]), strict=True)]
     assert max(moved) > 1e-2
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [(2, "tp2 sp"), (4, "tp2 cp2 size1"), (4, "pp2 cp2 size1")])
+def test_what_a_token_was_sampled_from_is_replayed_on_every_layout(
+    world_size: int, layout: str, train: Train, table: ComparisonTable
+) -> None:
+    cut = {"rollout_top_p": 0.9, "entropy_coef": 0.01}
+    results = train(world_size, layout, **cut)
+    largest = assert_equal(main_rank(train(1, "size16", **cut)), results)
+    table.add(world_size, f"{layout} top-p", largest)
+    assert_replicas_agree(results)
+    whole = main_rank(train(1, "size16"))["log_probs"]
+    assert all((cut >= whole[at]).all() for at, cut in main_rank(results)["log_probs"].items()), "a part has less mass"

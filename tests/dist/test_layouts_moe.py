@@ -61,6 +61,11 @@ def train(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Train:
         ("deepseek_v3", 4, "pp2 first1 ep2 distopt"),
         ("deepseek_v3", 8, "tp2 sp ep2 cp2 pp2 first1"),
         ("glm4_moe_qk_norm", 2, "tp2 sp ep2 etp1"),
+        ("qwen3_next", 4, "tp2 sp ep2 cp2"),  # the delta nets' ranks exchange tokens for heads
+        ("qwen3_5_moe", 4, "pp2 first1 cp2"),
+        ("minimax_m2", 4, "tp2 sp ep2 cp2"),  # the norms' mean of squares is over both tensor ranks
+        ("glm_moe_dsa", 4, "tp2 sp ep2 cp2"),
+        ("deepseek_v32", 4, "pp2 first1 cp2"),
     ],
 )
 def test_a_model_with_experts_trains_like_on_one_rank(

@@ -58,7 +58,7 @@ def make_engine(
     task: Any, fork_server: ForkServer, log: Path, *user_flags: str, port: int | None = None, tp_size: int = 1
 ) -> SGLangEngine:
     flags = ["--context-length", "128", "--max-total-tokens", "8192", *user_flags]
-    args = Namespace(hf_checkpoint=task.model, sglang_argv=flags, seed=1, num_gpus_per_node=8, fp32=True, fp16=False)
+    args = Namespace(hf_checkpoint=task.model, sglang_argv=flags, seed=1, num_gpus_per_node=8, sglang_dtype="float32")
     vars(args).update(offload_rollout=False, use_rollout_routing_replay=False)
     port = port or free_port()
     argv = build_argv(args, rank=0, host="127.0.0.1", port=port, nccl_port=free_port(), base_gpu_id=0, tp_size=tp_size)

@@ -15,11 +15,15 @@ import httpx
 import pytest
 import torch
 
+from slime.algorithms.logprobs import log_probs_and_entropy
+from slime.algorithms.sampling_mask import SamplingMask
 from slime.backends.sglang_utils.checksum import expected_checksums
 from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
 from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.backends.sglang_utils.router import Router, RouterProcess, remove_worker
 from slime.backends.sglang_utils.server_args import server_env
+from slime.data.sample import Sample
+from slime.data.sampling_mask import sampled_tokens
 from slime.utils.deadline import Deadline, wait_until
 from slime.utils.errors import EngineError
 from slime.utils.net import free_port
@@ -72,6 +76,28 @@ def test_reported_log_probabilities_are_those_of_transformers(engine, tiny_task)
     output, log_probs, _ = generate(engine, ids)
     assert len(output) == 16
     assert worst_difference(model_of(tiny_task), ids, output, log_probs) < 1e-5
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.8, 4000), (1.0, 5), (0.9, 8)])
+def test_the_ids_that_a_cut_vocabulary_leaves_are_told_and_give_the_log_probabilities_of_the_cut(
+    engine, tiny_task, top_p, top_k
+):
+    ids = [5, 6, 7, 8]
+    parameters = {"max_new_tokens": 16, "temperature": 0.7, "ignore_eos": True, "top_p": top_p, "top_k": top_k}
+    asks = {"return_logprob": True, "return_sampling_mask": True}
+    body = {"input_ids": ids, "sampling_params": parameters} | asks
+    meta = httpx.post(f"{engine.url}/generate", json=body, timeout=60).raise_for_status().json()["meta_info"]
+    sample = Sample(tokens=list(ids))
+    tokens, log_probs = sampled_tokens(meta)
+    sample.append_response_tokens(tokens=tokens, log_probs=log_probs, meta_info=meta)
+    sizes = torch.as_tensor(sample.rollout_top_p_token_offsets).diff()
+    assert sizes.min() >= 1
+    assert 1 < sizes.float().mean() <= top_k
+    with torch.no_grad():
+        logits = model_of(tiny_task)(torch.tensor([sample.tokens])).logits[0, len(ids) - 1 : -1]
+    mask = SamplingMask.of([sample.rollout_top_p_token_ids], [sample.rollout_top_p_token_offsets])
+    expected, _ = log_probs_and_entropy(logits, torch.tensor(tokens), temperature=0.7, keep=mask)
+    torch.testing.assert_close(expected, torch.tensor(log_probs), atol=1e-5, rtol=0)
 
 
 def sync(engine: SGLangEngine, weights: list[tuple[str, torch.Tensor]]) -> int:

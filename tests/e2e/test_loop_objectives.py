@@ -17,6 +17,7 @@ def test_reinforce_plus_plus_with_importance_weights_learns_over_two_steps_per_r
         *("--advantage-estimator", "reinforce_plus_plus", "--normalize-advantages", "--gamma", 1.0),
         *("--kl-coef", 0.001, "--kl-loss-type", "k2", "--entropy-coef", 0.001, "--use-opsm", "--opsm-delta", 0.1),
         *("--use-tis", "--tis-threshold", 1.5, "--tis-clip-low", 0.5, "--use-rollout-entropy"),
+        *("--rollout-top-p", 0.97),
         *("--custom-tis-function-path", "slime.backends.megatron_utils.loss.icepop_function"),
         *("--output-dir", tmp_path, "--experiment-name", "run"),
     ]
@@ -30,6 +31,8 @@ def test_reinforce_plus_plus_with_importance_weights_learns_over_two_steps_per_r
     steps = values(records, "train/tis_clipfrac")
     assert len(steps) == 10
     assert max(steps) == 0.0, "trainer and engine agree, so no weight leaves the bounds"
+    assert max(values(records, "train/train_rollout_logprob_abs_diff")) < 1e-4, "about the cut distribution"
+    assert all(1 < size < 100 for size in values(records, "rollout/top_p_kept_vocab_per_token"))
     assert max(abs(value - 1) for value in values(records, "train/tis")) < 1e-3
     assert max(abs(kl) for kl in values(records, "train/ppo_kl")[1::2]) > 0.0
     assert len(values(records, "rollout/entropy")) == 5

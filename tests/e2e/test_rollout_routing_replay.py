@@ -27,7 +27,8 @@ def runs(tiny_task, tmp_path_factory) -> dict[str, Path]:
         result = run_train([*flags, "--expert-model-parallel-size", 2], outputs[name])
         assert result.status == 0, result.output[-4000:]
 
-    train("with", "--num-rollout", 2, "--use-rollout-routing-replay", "--save-debug-rollout-data", dump)
+    saved = ("--save-debug-rollout-data", dump)
+    train("with", "--num-rollout", 2, "--use-rollout-routing-replay", "--check-weight-update-equal", *saved)
     train("without", "--num-rollout", 1, "--load-debug-rollout-data", dump)
     return outputs
 

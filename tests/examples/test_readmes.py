@@ -1,7 +1,8 @@
 """Every command in a README of the examples is tried: offline runs up to the driver's start, GPU commands as a plan.
 
 An offline run is executed with the driver replaced: its flags are resolved and checked, functions included, and the
-files that the real driver would leave are put there. One of them runs with the real driver in ``test_agent_tool.py``.
+files that the real driver would leave are put there. With the real driver run search_r1 and retool, as they are, in
+``tests/e2e/test_examples_real.py``, and the functions of agent_tool in ``test_agent_tool.py``.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol
 from uuid import uuid4
 
 from slime.agent.trajectory import TurnRecord
+from slime.data.sampling_mask import sampled_tokens
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import post
 
@@ -17,6 +18,7 @@ __all__ = ["DEFAULT_SID", "EngineAborted", "Session", "call_sglang_generate"]
 DEFAULT_SID = "default"
 DEFAULT_MAX_NEW_TOKENS = 4096
 _ABORT_TIMEOUT_S = 5.0
+_LOG_PROB_KEYS = ("output_token_logprobs", "output_token_sampling_logprobs", "input_token_logprobs")
 _CLIENT_SAMPLING_KEYS = ("temperature", "top_p", "top_k")
 
 
@@ -102,13 +104,13 @@ def _turn_record(prompt_ids: list[int], reply: dict[str, Any]) -> TurnRecord:
     finish = str((meta.get("finish_reason") or {}).get("type") or "stop")
     if finish == "abort":
         raise EngineAborted("the engine aborted the request; send it again")
-    pairs = meta.get("output_token_logprobs") or []
-    kept = {key: value for key, value in meta.items() if key not in ("output_token_logprobs", "input_token_logprobs")}
+    tokens, log_probs = sampled_tokens(meta)
+    kept = {key: value for key, value in meta.items() if key not in _LOG_PROB_KEYS}
     return TurnRecord(
         prompt_ids,
-        output_ids=[int(pair[1]) for pair in pairs],
+        output_ids=[int(token) for token in tokens],
         finish_reason=finish,
-        output_log_probs=[float(pair[0]) for pair in pairs],
+        output_log_probs=[float(value) for value in log_probs],
         meta_info=kept,
     )
 

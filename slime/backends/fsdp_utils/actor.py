@@ -122,6 +122,7 @@ class FsdpTrainer(TrainerBase):
             ),
             vocab_size=self._config.vocab_size,
             clip_grad=settings.clip_grad,
+            recomputes_loss=args.recompute_loss_function,
         )
 
     @property

@@ -19,11 +19,14 @@ _MODEL_PARALLEL = (
     "pipeline_model_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
+    "num_distributed_optimizer_instances",
 )
 
 _ABSENT: dict[str, str] = {
     "use_critic": "a critic is trained with --train-backend megatron only",
     "fp16": "there is no loss scale: bf16 is the default, --fp32 the alternative",
+    "fp8": "layers of transformers compute in bf16",
+    "optimizer_cpu_offload": "its states stay on the device",
     "async_save": "training waits for its checkpoints",
     "use_routing_replay": "the routers of transformers decide by themselves",
     "mtp_num_layers": "models of transformers have no prediction layers",
@@ -37,6 +40,9 @@ _ABSENT: dict[str, str] = {
 }
 """Flags that ask for what this backend does not have, and why."""
 
+_SPELLED = {"use_critic": "--advantage-estimator ppo", "fp8": "--fp8-format"}
+"""Flags that are not spelled like their names."""
+
 
 def _model_parallelism(args: Namespace) -> Iterator[str]:
     for name in _MODEL_PARALLEL:
@@ -49,8 +55,13 @@ def _absent_parts(args: Namespace) -> Iterator[str]:
     for name, why in _ABSENT.items():
         value = getattr(args, name)
         if value:
-            shown = "--advantage-estimator ppo" if name == "use_critic" else flag_of(name)
+            shown = _SPELLED.get(name) or flag_of(name)
             yield f"{shown} is not supported yet with {_BACKEND}: {why}."
+
+
+def _optimizer(args: Namespace) -> Iterator[str]:
+    if args.optimizer.endswith("muon"):
+        yield f"--optimizer {args.optimizer} is not supported yet with {_BACKEND}, which shards matrices: use adam."
 
 
 def _recomputation(args: Namespace) -> Iterator[str]:
@@ -78,6 +89,7 @@ def _attention(args: Namespace) -> Iterator[str]:
 RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = (
     _model_parallelism,
     _absent_parts,
+    _optimizer,
     _recomputation,
     _attention,
 )

@@ -35,6 +35,7 @@ class TrainState:
         model: sharded over all ranks.
         sharding: how the samples of a data-parallel rank are divided among the ranks that share them.
         clip_grad: largest gradient norm; 0 means no limit.
+        recomputes_loss: the backward pass computes the loss again.
     """
 
     model: PreTrainedModel
@@ -44,6 +45,7 @@ class TrainState:
     place: RankPlace
     vocab_size: int
     clip_grad: float
+    recomputes_loss: bool = False
 
 
 def train_step(
@@ -86,6 +88,7 @@ def train_step(
             vocab_size=state.vocab_size,
             temperature=temperature,
             custom=custom,
+            recompute=state.recomputes_loss,
         )
         record.add(micro_batch, loss)
         torch.autograd.backward(loss.loss * share)

@@ -69,7 +69,11 @@ class MegatronTrainer(TrainerBase):
         from slime.backends.megatron_utils.offload import device_memory
         from slime.backends.megatron_utils.setup import build_train_state, init_distributed
 
-        init_distributed(from_args(ParallelArgs, self._args), from_args(TrainerArgs, self._args))
+        init_distributed(
+            from_args(ParallelArgs, self._args),
+            from_args(TrainerArgs, self._args),
+            num_optimizer_instances=self._args.num_distributed_optimizer_instances,
+        )
         if not self.is_critic:
             self._profiler.begin()
         self._hooks.after_init()
@@ -224,7 +228,12 @@ class MegatronTrainer(TrainerBase):
 
     def save_hf(self, path: str) -> None:
         """Write a Hugging Face checkpoint at ``path``; an error on the writing rank is raised on all."""
-        save_hf_directory(self.export_weights(), self._args.hf_checkpoint, path, is_writer=self.is_weight_source)
+        from slime.backends.megatron_utils.hf_checkpoint import export_weights
+
+        self._device.require(["weights"], "a Hugging Face checkpoint")
+        source = self._args.hf_checkpoint
+        weights = export_weights(self._ready.model, self._shape, layout_of=source)
+        save_hf_directory(weights, source, path, is_writer=self.is_weight_source)
 
     def export_weights(self, bucket_bytes: int = 512 * 1024**2) -> Iterator[NamedTensor]:
         """All weights under their Hugging Face names, full and unpadded; ``bucket_bytes`` are gathered at a time."""

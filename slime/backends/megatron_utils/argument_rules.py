@@ -11,7 +11,10 @@ import os
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 
+from slime.backends.megatron_utils.attention_rules import joint_norm, sparse
 from slime.backends.megatron_utils.model_shape import ModelShape, check_against_hf, read_shape, resolve_model
+from slime.backends.megatron_utils.optimizer_rules import instances, optimizer, schedule, weight_decay
+from slime.backends.megatron_utils.precision_rules import fp8
 from slime.backends.megatron_utils.transformer_config import expert_tensor_parallel_size
 from slime.config import notices
 from slime.config.groups import flag_of
@@ -19,7 +22,13 @@ from slime.utils.errors import ConfigError
 
 __all__ = ["RULES", "STEPS", "TRAINING_RULES", "virtual_stages"]
 
-_BUILT_IN_SPECS = ("slime_plugins.models.glm4",)
+_BUILT_IN_SPECS = (
+    "slime_plugins.models.glm4",
+    "slime_plugins.models.glm5.glm5",
+    "slime_plugins.models.minimax_m2",
+    "slime_plugins.models.qwen3_5",
+    "slime_plugins.models.qwen3_next",
+)
 _SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -36,6 +45,8 @@ _SIZES = (
     "lr_wsd_decay_iters",
     "keep_last_checkpoints",
     "seq_length",
+    "num_distributed_optimizer_instances",
+    "muon_num_ns_steps",
 )
 
 
@@ -71,7 +82,7 @@ def _precision(args: Namespace) -> None:
         args.bf16 = True
     if args.use_distributed_optimizer is None:
         args.use_distributed_optimizer = args.optimizer == "adam"
-    if args.bf16:
+    if args.bf16 or args.optimizer_cpu_offload:  # the update outside of Megatron is given fp32 gradients
         args.accumulate_allreduce_grads_in_fp32 = True
     if args.recompute_activations and args.recompute_granularity is None:
         args.recompute_granularity = "selective"
@@ -133,6 +144,26 @@ def _tensor(args: Namespace) -> Iterator[str]:
         yield f"--tensor-model-parallel-size {ranks} with latent attention needs --sequence-parallel."
     if shape.moe is not None and not args.sequence_parallel:
         yield f"--tensor-model-parallel-size {ranks} with experts needs --sequence-parallel."
+
+
+def _attention(args: Namespace) -> Iterator[str]:
+    shape = _shape(args)
+    if shape is not None:
+        yield from joint_norm(args, shape)
+        yield from sparse(args, shape)
+
+
+def _delta_nets(args: Namespace) -> Iterator[str]:
+    """Tensor- and context-parallel ranks share the key heads."""
+    shape, tensor, context = _shape(args), args.tensor_model_parallel_size, args.context_parallel_size
+    if shape is None or shape.delta_net is None or min(tensor, context) < 1:
+        return
+    heads = shape.delta_net.num_key_heads
+    if heads % (tensor * context):
+        yield (
+            f"--tensor-model-parallel-size {tensor} x --context-parallel-size {context} must divide the {heads} key "
+            f"heads of the gated delta nets of --hf-checkpoint {args.hf_checkpoint}."
+        )
 
 
 def _expert_ranks(args: Namespace) -> Iterator[str]:
@@ -262,46 +293,25 @@ def _recompute(args: Namespace) -> Iterator[str]:
         yield "--recompute-modules needs --recompute-granularity selective."
 
 
-def _optimizer(args: Namespace) -> Iterator[str]:
-    if args.optimizer_cpu_offload and not args.use_precision_aware_optimizer:
-        yield "--optimizer-cpu-offload needs --use-precision-aware-optimizer."
-    if args.optimizer == "sgd" and args.use_distributed_optimizer:
-        yield "--use-distributed-optimizer works with --optimizer adam only: drop it for sgd."
+def _rampup(args: Namespace) -> Iterator[str]:
+    if args.rampup_batch_size:
+        shown = " ".join(args.rampup_batch_size)
+        yield (
+            f"--rampup-batch-size {shown} has no meaning here: every rollout is trained on in whole steps of "
+            "--global-batch-size samples. Leave it out; to change the batch, resume with other batch flags."
+        )
 
 
-def _schedule(args: Namespace) -> Iterator[str]:
-    fraction, steps = args.lr_warmup_fraction, args.lr_warmup_iters
-    if fraction is not None and steps:
-        yield f"--lr-warmup-fraction {fraction} and --lr-warmup-iters {steps} exclude each other: keep one."
-    if fraction is not None and not 0 <= fraction < 1:
-        yield f"--lr-warmup-fraction {fraction} must be at least 0 and below 1."
-    if steps < 0:
-        yield f"--lr-warmup-iters {steps} must not be negative."
-    if args.min_lr > args.lr:
-        yield f"--min-lr {args.min_lr} must not exceed --lr {args.lr}."
-    if not 0 <= args.lr_warmup_init <= args.lr:
-        yield f"--lr-warmup-init {args.lr_warmup_init} must be between 0 and --lr {args.lr}."
-    is_wsd, decay = args.lr_decay_style == "WSD", args.lr_wsd_decay_iters
-    if is_wsd and decay is None:
-        yield "--lr-decay-style WSD needs --lr-wsd-decay-iters N: steps of the decay at the end."
-    if not is_wsd and decay is not None:
-        yield f"--lr-wsd-decay-iters {decay} needs --lr-decay-style WSD."
-    if args.use_checkpoint_opt_param_scheduler and args.override_opt_param_scheduler:
-        yield "--use-checkpoint-opt-param-scheduler and --override-opt-param-scheduler exclude each other: keep one."
-
-
-def _weight_decay(args: Namespace) -> Iterator[str]:
-    start, end, style = args.start_weight_decay, args.end_weight_decay, args.weight_decay_incr_style
-    if style == "constant":
-        if start is not None or end is not None:
-            yield (
-                f"--start-weight-decay {start} and --end-weight-decay {end} need --weight-decay-incr-style linear or "
-                "cosine; use --weight-decay for one that stays."
-            )
-    elif start is None or end is None:
-        yield f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay."
-    elif not 0 <= start <= end:
-        yield f"--start-weight-decay {start} must be at least 0 and at most --end-weight-decay {end}."
+def _split_queries(args: Namespace) -> Iterator[str]:
+    """Muon takes the heads of a rank apart into queries, keys and values."""
+    ranks, shape = args.tensor_model_parallel_size, _shape(args)
+    if "muon" not in args.optimizer or not args.muon_split_qkv or shape is None or shape.mla is not None:
+        return
+    if ranks > shape.num_query_groups:
+        yield (
+            f"--optimizer {args.optimizer}: {ranks} tensor-parallel ranks cut the {shape.num_query_groups} key heads "
+            "of the model in pieces, which cannot be orthogonalized: add --no-muon-split-qkv or use fewer ranks."
+        )
 
 
 def _balancing(args: Namespace) -> Iterator[str]:
@@ -384,7 +394,8 @@ STEPS: tuple[Callable[[Namespace], None], ...] = (
 """Resolve steps in order; the general ones ran before."""
 
 TRAINING_RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = tuple(
-    _for_trainer(rule) for rule in (_sizes, _lengths, _optimizer, _schedule, _weight_decay, _balancing, _tokenizer)
+    _for_trainer(rule)
+    for rule in (_sizes, _lengths, _rampup, optimizer, schedule, weight_decay, _balancing, _tokenizer)
 )
 """Those that hold for every backend with these flags."""
 
@@ -394,10 +405,15 @@ RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = (
         for rule in (
             check_against_hf,
             _tensor,
+            _attention,
+            _delta_nets,
             _expert_ranks,
             _stages,
             _interleaving,
             _recompute,
+            fp8,
+            instances,
+            _split_queries,
             _spec,
             _trained_parts,
         )

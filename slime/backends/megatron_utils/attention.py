@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 
 from slime.backends.training.attention import AttentionPlan, packed_attention, plan_attention
 from slime.backends.training.data import MicroBatch
 
-__all__ = ["PackedAttention", "PackedSegments", "packed_segments", "segments_of"]
+__all__ = ["LatentAttention", "PackedAttention", "PackedSegments", "packed_segments", "segments_of"]
 
 
 @dataclass
@@ -31,6 +32,7 @@ class PackedSegments(PackedSeqParams):
         prediction_mask: ``[1, t]`` what multi-token-prediction layers learn from, aligned with the logits; None means
             that they do not run. ``vocab_size``: ids without padding, which they need then. ``prediction_losses``: what
             came of it per depth, fp32 [2]: the sum over this rank's tokens, and how many they are.
+        chosen_keys: sparse attention: by number of the layer whose indexer chose, see ``sparse_attention``.
     """
 
     head_rows: torch.Tensor | None = None
@@ -39,6 +41,7 @@ class PackedSegments(PackedSeqParams):
     prediction_mask: torch.Tensor | None = None
     vocab_size: int | None = None
     prediction_losses: list[torch.Tensor] = field(default_factory=list)
+    chosen_keys: dict[int, torch.Tensor | None] = field(default_factory=dict)
 
     @functools.cached_property
     def plan(self) -> AttentionPlan:
@@ -136,3 +139,17 @@ class PackedAttention(MegatronModule):
             cp_group=packed_seq_params.cp_group if packed_seq_params.cp_size > 1 else None,
         )
         return out.reshape(out.size(0), -1)
+
+
+class LatentAttention(PackedAttention):
+    """Core attention where values are narrower than queries and keys: zero columns make up the difference."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self._value_width: int = config.v_head_dim
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """query and key ``[t, heads, d]``, value ``[t, heads, d_v]`` with d_v <= d -> ``[t, heads * d_v]``."""
+        padded = F.pad(value, (0, query.size(-1) - value.size(-1)))
+        out = super().forward(query, key, padded, *args, **kwargs)
+        return out.view(out.size(0), -1, query.size(-1))[..., : self._value_width].flatten(1)

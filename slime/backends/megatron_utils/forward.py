@@ -28,6 +28,7 @@ __all__ = [
     "compute_values",
     "forward_only",
     "from_last_stage",
+    "outputs_of_last_stage",
     "run_model",
     "run_schedule",
     "tensor_group",
@@ -57,7 +58,6 @@ def compute_values(chunks: Sequence[Any], batch: TrainBatch) -> list[torch.Tenso
     return forward_only(chunks, batch, lambda micro_batch, output: response_values(output, micro_batch))
 
 
-@torch.no_grad()
 def forward_only(
     chunks: Sequence[Any], batch: TrainBatch, read: Callable[[MicroBatch, torch.Tensor], torch.Tensor]
 ) -> list[torch.Tensor]:
@@ -68,6 +68,18 @@ def forward_only(
 
     Args:
         read: (micro-batch, output of the model) -> ``[N]`` for its response tokens, samples in order.
+    """
+    return from_last_stage(outputs_of_last_stage(chunks, batch, read), batch.columns["response_lengths"])
+
+
+@torch.no_grad()
+def outputs_of_last_stage(
+    chunks: Sequence[Any], batch: TrainBatch, read: Callable[[MicroBatch, torch.Tensor], torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """:func:`forward_only` by position in the batch, where the outputs are; nothing on other pipeline stages.
+
+    Args:
+        read: may return ``[N, ...]``; each sample's part is ``[R_i, ...]``.
     """
     results: dict[int, torch.Tensor] = {}
 
@@ -84,7 +96,7 @@ def forward_only(
         run_schedule(forward_step, chunks, batch, step, forward_only=True, collect_non_loss_data=True)
     for chunk in chunks:
         chunk.train()
-    return from_last_stage(results, batch.columns["response_lengths"])
+    return results
 
 
 def run_schedule(

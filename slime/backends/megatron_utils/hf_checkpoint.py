@@ -19,7 +19,7 @@ from megatron.core import parallel_state as mpu
 
 from slime.backends.megatron_utils.families.base import Family
 from slime.backends.megatron_utils.tensor_layouts import from_megatron, full_shape, join, shard, to_megatron
-from slime.backends.megatron_utils.tensor_plan import LocalTensor, ModelTensors, Owned
+from slime.backends.megatron_utils.tensor_plan import LocalTensor, ModelTensors, Owned, Place
 from slime.backends.protocols import NamedTensor
 from slime.backends.training.hf_files import TensorReader, raise_everywhere
 from slime.utils.errors import ConfigError
@@ -80,15 +80,19 @@ def _fill(local: LocalTensor, tensors: ModelTensors, reader: TensorReader) -> li
     rule = tensors.rule(local.place)
     names = tensors.hf_names(local.place, mpu.get_expert_model_parallel_rank())
     if "lm_head.weight" in names and (tensors.is_tied or "lm_head.weight" not in reader):
-        names = ["model.embed_tokens.weight"]  # the copy of the last stage; or an untied head from a tied checkpoint
-    if missing := [name for name in names if name not in reader]:
+        names = tensors.embedding_names  # the copy of the last stage; or an untied head from a tied checkpoint
+    stacked = tensors.stacked_name(local.place)
+    if stacked is not None and stacked in reader:
+        parts = [reader.row(stacked, tensors.expert(local.place, mpu.get_expert_model_parallel_rank()))]
+    elif missing := [name for name in names if name not in reader]:
         return [f"{reader.where}: tensor {name} is missing in its .safetensors files." for name in missing]
+    else:
+        parts = [reader.get(name) for name in names]
     num_shards = tensors.num_shards(rule)
     needed = full_shape(local.value.shape, rule, num_shards)
-    parts = [reader.get(name) for name in names]
     has: list[Any]
     try:
-        whole = to_megatron(parts, rule.layout, tensors.size, needed[0])
+        whole = to_megatron(parts, rule, tensors.size, needed[0])
         has = list(whole.shape)
     except RuntimeError:  # the parts do not fit together
         has = [list(part.shape) for part in parts]
@@ -103,7 +107,7 @@ def _fill(local: LocalTensor, tensors: ModelTensors, reader: TensorReader) -> li
 
 def _unknown(names: Sequence[str], tensors: ModelTensors, reader: TensorReader, num_mtp_layers: int) -> list[str]:
     """Tensors of the checkpoint that no parameter takes: the model would not be the one that was saved."""
-    patterns = [*_NEVER_READ]
+    patterns = [*_NEVER_READ, *tensors.family.untouched]
     if tensors.is_tied:
         patterns.append(r"lm_head\.weight")
     first_ignored = tensors.config.num_layers
@@ -125,23 +129,52 @@ def _unknown(names: Sequence[str], tensors: ModelTensors, reader: TensorReader, 
 
 
 @torch.no_grad()
-def export_weights(model: Any, shape: Shape, bucket_bytes: int = _BUCKET_BYTES) -> Iterator[NamedTensor]:
+def export_weights(
+    model: Any, shape: Shape, bucket_bytes: int = _BUCKET_BYTES, *, layout_of: str | None = None
+) -> Iterator[NamedTensor]:
     """All weights under Hugging Face names, whole and without vocabulary padding, on every rank. A collective.
 
     Tensors may be views of live parameters: use or copy them before the next optimizer step.
 
     Args:
         bucket_bytes: how much is gathered at a time; a larger tensor is gathered alone.
+        layout_of: the experts of a layer come out as one tensor where the checkpoint in this directory has them so.
     """
     tensors = ModelTensors(model, shape.family, shape.vocab_size, shape.is_tied)
+    stacks = _Stacks(tensors, layout_of)
     for bucket in _buckets(tensors, bucket_bytes):
         shards = _collect(bucket, tensors)
         for index, owned in enumerate(bucket):
             rule = tensors.rule(owned.place)
             for expert_rank, of_rank in enumerate(shards):
                 whole = join([of_shard[index] for of_shard in of_rank], rule)
+                if stacks.has(owned.place):
+                    yield from stacks.add(owned.place, expert_rank, whole)
+                    continue
                 parts = from_megatron(whole, rule, tensors.size)
                 yield from zip(tensors.hf_names(owned.place, expert_rank), parts, strict=True)
+
+
+class _Stacks:
+    """Puts the experts of a layer together as they come; one layer's are held at a time."""
+
+    def __init__(self, tensors: ModelTensors, layout_of: str | None) -> None:
+        self._tensors = tensors
+        is_possible = layout_of is not None and any(rule.stacked for rule in tensors.family.rules)
+        self._names = TensorReader(str(layout_of), "--hf-checkpoint").names if is_possible else set()
+        self._experts: dict[int, torch.Tensor] = {}
+
+    def has(self, place: Place) -> bool:
+        return self._tensors.stacked_name(place) in self._names
+
+    def add(self, place: Place, expert_rank: int, whole: torch.Tensor) -> Iterator[NamedTensor]:
+        """``whole`` is one expert's, with the gate above the up-projection as in the stack."""
+        name = self._tensors.stacked_name(place)
+        assert name is not None, "has() says so"
+        self._experts[self._tensors.expert(place, expert_rank)] = whole
+        if len(self._experts) == self._tensors.config.num_moe_experts:
+            yield name, torch.stack([self._experts[expert] for expert in sorted(self._experts)])
+            self._experts = {}
 
 
 def _buckets(tensors: ModelTensors, bucket_bytes: int) -> Iterator[list[Owned]]:

@@ -7,17 +7,25 @@ plan. Knows neither flags nor Megatron, and imports neither torch nor megatron n
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slime.backends.megatron_utils.families.base import Family
 from slime.backends.megatron_utils.families.registry import FAMILIES, why_not_built
+from slime.backends.megatron_utils.shape_parts import (
+    DeltaNetShape,
+    Llama3Rope,
+    MlaShape,
+    ModelShape,
+    MoeShape,
+    SparseShape,
+    YarnRope,
+)
 from slime.utils.errors import ConfigError
 
 __all__ = [
+    "DeltaNetShape",
     "Llama3Rope",
     "MlaShape",
     "ModelShape",
@@ -28,114 +36,12 @@ __all__ = [
     "shape_from_config",
 ]
 
-_SIGMOID_FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "kimi_k2")
+_SIGMOID_FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "kimi_k2", "minimax_m2", "deepseek_v32", "glm_moe_dsa")
 _ONE_DENSE_LAYER = ("glm4_moe", "glm4_moe_lite")
 """Families whose first layer alone is dense if the config does not say."""
 _INTERLEAVED_FAMILIES = ("glm4",)
 _OPTIONAL_BIAS_FAMILIES = ("glm4", "glm4_moe")
 """Families whose ``attention_bias`` decides, absent meaning false; of the others the family alone does."""
-
-
-@dataclass(frozen=True)
-class Llama3Rope:
-    """Llama 3.1 rope scaling, as in ``rope_parameters`` of its config.json."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
-@dataclass(frozen=True)
-class YarnRope:
-    """YaRN rope scaling of multi-latent attention (arXiv 2309.00071), names as in the paper's reference code."""
-
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float
-    beta_slow: float
-    mscale: float
-    mscale_all_dim: float
-
-
-@dataclass(frozen=True)
-class MlaShape:
-    """Multi-latent attention: ranks of the compressions and widths per head."""
-
-    q_lora_rank: int | None
-    kv_lora_rank: int
-    qk_head_dim: int
-    qk_pos_emb_head_dim: int
-    v_head_dim: int
-
-
-@dataclass(frozen=True)
-class MoeShape:
-    """The layers of experts.
-
-    Attributes:
-        layers: per decoder layer whether it has experts.
-        shared_size: width of all shared experts together; None without.
-        pre_softmax: scores are taken before the choice of the top k, so that the kept ones do not add up to one.
-        num_groups, group_topk: the choice is limited to the best groups of experts; None without groups.
-        scaling_factor: of the kept scores; None is 1.
-    """
-
-    num_experts: int
-    layers: tuple[bool, ...]
-    ffn_hidden_size: int
-    topk: int
-    shared_size: int | None
-    score_function: str
-    pre_softmax: bool
-    has_expert_bias: bool
-    num_groups: int | None
-    group_topk: int | None
-    scaling_factor: float | None
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """Everything that decides which tensors the model has and what they compute.
-
-    ``num_mtp_layers`` counts the multi-token-prediction layers that the checkpoint has, whether they are built or not.
-    """
-
-    model_type: str
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    head_dim: int
-    vocab_size: int
-    norm_epsilon: float
-    rotary_base: float
-    rotary_percent: float
-    is_tied: bool
-    max_position_embeddings: int
-    llama3_rope: Llama3Rope | None = None
-    yarn_rope: YarnRope | None = None
-    has_qk_norm: bool = False
-    has_qkv_bias: bool = False
-    has_post_norms: bool = False
-    is_rotary_interleaved: bool = False
-    moe: MoeShape | None = None
-    mla: MlaShape | None = None
-    num_mtp_layers: int = 0
-
-    @property
-    def kv_channels(self) -> int:
-        """Megatron's name of ``head_dim``."""
-        return self.head_dim
-
-    @property
-    def family(self) -> Family:
-        return FAMILIES[self.model_type]
-
-    def padded_vocab_size(self, multiple: int) -> int:
-        """Rows of the embedding: ``vocab_size`` rounded up to a multiple of ``multiple``."""
-        return math.ceil(self.vocab_size / multiple) * multiple
 
 
 def read_hf_config(hf_checkpoint: str) -> dict[str, Any]:
@@ -172,8 +78,7 @@ def shape_from_config(config: Mapping[str, Any], hf_checkpoint: str) -> ModelSha
     missing = why_not_built(model_type)
     if missing is not None or not isinstance(model_type, str):
         raise ConfigError(f"{where} has model_type {model_type!r}, which cannot be trained: {missing}.")
-    inner = config.get("text_config")
-    reader = _Reader(inner if isinstance(inner, Mapping) else config, FAMILIES[model_type])
+    reader = _Reader(_text_model(config), FAMILIES[model_type])
     shape = _read(reader)
     problems = [f"{where} {text}" for text in (*_refused(reader), *reader.problems)]
     if reader.missing:
@@ -181,6 +86,14 @@ def shape_from_config(config: Mapping[str, Any], hf_checkpoint: str) -> ModelSha
     if problems:
         raise ConfigError(problems)
     return shape
+
+
+def _text_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part that describes the language model; a multimodal model may say only outside that its head is tied."""
+    inner = config.get("text_config")
+    if not isinstance(inner, Mapping):
+        return config
+    return {**inner, "tie_word_embeddings": inner.get("tie_word_embeddings") or config.get("tie_word_embeddings")}
 
 
 class _Reader:
@@ -258,14 +171,14 @@ def _read(reader: _Reader) -> ModelShape:
         model_type=family.model_type,
         num_layers=num_layers,
         hidden_size=hidden_size,
-        ffn_hidden_size=reader.integer("intermediate_size"),
+        ffn_hidden_size=reader.integer("intermediate_size", "moe_intermediate_size"),
         num_attention_heads=heads,
         num_query_groups=groups,
         head_dim=head_dim,
         vocab_size=reader.integer("vocab_size"),
         norm_epsilon=reader.number("rms_norm_eps"),
         rotary_base=reader.rope_number("rope_theta", default=reader.number("rope_theta", default=10000.0)),
-        rotary_percent=1.0 if mla is not None else _rotary_percent(reader),
+        rotary_percent=1.0 if mla is not None else _rotary_percent(reader, head_dim),
         is_tied=reader.flag("tie_word_embeddings"),
         max_position_embeddings=max_positions,
         llama3_rope=_llama3_rope(reader) if reader.rope_type == "llama3" else None,
@@ -276,7 +189,9 @@ def _read(reader: _Reader) -> ModelShape:
         is_rotary_interleaved=family.model_type in _INTERLEAVED_FAMILIES,
         moe=_moe(reader, num_layers) if family.is_moe else None,
         mla=mla,
-        num_mtp_layers=reader.integer("num_nextn_predict_layers", "num_mtp_layers", default=0),
+        sparse=_sparse(reader, num_layers) if family.is_sparse else None,
+        delta_net=_delta_net(reader, num_layers) if family.has_delta_nets else None,
+        num_mtp_layers=reader.integer("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", default=0),
     )
 
 
@@ -292,8 +207,49 @@ def _mla(reader: _Reader) -> MlaShape:
     )
 
 
+def _sparse(reader: _Reader, num_layers: int) -> SparseShape:
+    return SparseShape(
+        num_heads=reader.integer("index_n_heads"),
+        head_dim=reader.integer("index_head_dim"),
+        topk=reader.integer("index_topk"),
+        is_rope_interleaved=reader.flag("indexer_rope_interleave"),
+        layers=_indexer_layers(reader, num_layers),
+    )
+
+
+def _indexer_layers(reader: _Reader, num_layers: int) -> tuple[bool, ...]:
+    """By a list, by a text such as FFSS (full, shared), or every so many layers behind the first few (GLM-5.2)."""
+    kinds = reader.config.get("indexer_types") or reader.config.get("index_topk_pattern")
+    if isinstance(kinds, list | str):
+        layers = tuple(str(kind).upper().startswith("F") for kind in kinds)
+    else:
+        freq = max(1, reader.integer("index_topk_freq", default=1))
+        offset = reader.integer("index_skip_topk_offset", default=2)
+        layers = tuple(max(layer - offset + 1, 0) % freq == 0 for layer in range(num_layers))
+    if len(layers) != num_layers or not layers[0]:
+        reader.problems.append("must say for every layer whether it has an indexer, and the first must have one.")
+    return layers
+
+
+def _delta_net(reader: _Reader, num_layers: int) -> DeltaNetShape:
+    kinds = reader.config.get("layer_types")
+    if isinstance(kinds, list) and len(kinds) == num_layers:
+        layers = tuple(kind == "linear_attention" for kind in kinds)
+    else:
+        interval = max(1, reader.integer("full_attention_interval"))
+        layers = tuple((layer + 1) % interval != 0 for layer in range(num_layers))
+    return DeltaNetShape(
+        layers=layers,
+        num_key_heads=reader.integer("linear_num_key_heads"),
+        num_value_heads=reader.integer("linear_num_value_heads"),
+        key_head_dim=reader.integer("linear_key_head_dim"),
+        value_head_dim=reader.integer("linear_value_head_dim"),
+        conv_kernel_dim=reader.integer("linear_conv_kernel_dim"),
+    )
+
+
 def _moe(reader: _Reader, num_layers: int) -> MoeShape:
-    width = reader.integer("moe_intermediate_size")
+    width = reader.integer(reader.family.expert_width)
     # transformers 5 writes num_local_experts where released checkpoints say num_experts
     num_experts = reader.integer("n_routed_experts", "num_experts", "num_local_experts")
     topk = reader.integer("num_experts_per_tok")
@@ -303,7 +259,8 @@ def _moe(reader: _Reader, num_layers: int) -> MoeShape:
             layers=_sparse_step_layers(reader, num_layers),
             ffn_hidden_size=width,
             topk=topk,
-            shared_size=None,
+            shared_size=reader.integer("shared_expert_intermediate_size") if reader.family.has_shared_gate else None,
+            has_shared_gate=reader.family.has_shared_gate,
             score_function="softmax",
             pre_softmax=not reader.flag("norm_topk_prob"),
             has_expert_bias=False,
@@ -347,9 +304,12 @@ def _behind_dense_layers(reader: _Reader, num_layers: int) -> tuple[bool, ...]:
     return tuple(layer >= num_dense and layer % step == 0 for layer in range(num_layers))
 
 
-def _rotary_percent(reader: _Reader) -> float:
+def _rotary_percent(reader: _Reader, head_dim: int) -> float:
+    """The share of a head's columns that rope turns; MiniMax gives their number as ``rotary_dim``."""
     value = reader.rope.get("partial_rotary_factor")
-    return reader.number("partial_rotary_factor", default=1.0) if value is None else float(value)
+    if value is not None:
+        return float(value)
+    return reader.number("partial_rotary_factor", default=reader.integer("rotary_dim", default=head_dim) / head_dim)
 
 
 def _llama3_rope(reader: _Reader) -> Llama3Rope:
@@ -388,10 +348,12 @@ def _refused(reader: _Reader) -> list[str]:
         problems.append(f"has rope type {reader.rope_type!r}; supported are {', '.join(sorted(rope_types))}.")
     if family.model_type in _SIGMOID_FAMILIES:
         problems += _refused_routing(reader)
-    if family.is_mla and _rotary_percent(reader) != 1.0:
-        problems.append(f"has partial_rotary_factor {_rotary_percent(reader)}; with latent attention it must be 1.")
+    if family.is_mla and (share := _rotary_percent(reader, head_dim=1)) != 1.0:
+        problems.append(f"has partial_rotary_factor {share}; with latent attention it must be 1.")
     if family.is_mla and not reader.flag("rope_interleave", default=True):
         problems.append("has rope_interleave false; the rotated columns must be interleaved.")
+    if family.is_sparse and config.get("q_lora_rank", 0) is None:
+        problems.append("has q_lora_rank null; the indexer of sparse attention reads the compressed queries.")
     return problems
 
 

@@ -5,28 +5,50 @@ Called by ``model``. A spec is Megatron's description of which class to build wh
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec_for_backend
 from megatron.core.post_training.modelopt.layers import Linear as ReplicatedLinear
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 
-from slime.backends.megatron_utils.attention import PackedAttention
+from slime.backends.megatron_utils.attention import LatentAttention, PackedAttention
 from slime.backends.megatron_utils.families.base import Family
-from slime.backends.megatron_utils.norms import TorchNorm
+from slime.backends.megatron_utils.gated_delta_net import GatedDeltaNet
+from slime.backends.megatron_utils.norms import JointHeadNorm, TorchNorm
+from slime.backends.megatron_utils.shape_parts import SparseShape
+from slime.backends.megatron_utils.sparse_attention import make_sparse
 
-__all__ = ["LatentAttention", "PostNormLayer", "block_spec", "mtp_spec"]
+__all__ = ["PostNormLayer", "block_spec", "mtp_spec"]
 
 _NORMS = ("input_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm", "kv_layernorm")
 
 
-def block_spec(config: Any, family: Family, vp_stage: int | None = None) -> Any:
-    """The decoder layers of this pipeline stage (of its ``vp_stage``-th chunk with interleaving)."""
+def block_spec(config: Any, family: Family, vp_stage: int | None = None, *, sparse: SparseShape | None = None) -> Any:
+    """The decoder layers of this pipeline stage (of its ``vp_stage``-th chunk with interleaving).
+
+    Raises:
+        ConfigError: with ``sparse`` attention, the first of them has no indexer.
+    """
+    block = _attention_block(config, family, vp_stage)
+    if sparse is not None:
+        make_sparse(block, sparse, first_layer=get_transformer_layer_offset(config, vp_stage=vp_stage))
+    if config.linear_attention_freq is not None:
+        first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+        block.layer_specs = [
+            _delta_net(layer) if config.linear_attention_freq[number] else layer
+            for number, layer in enumerate(block.layer_specs, first)
+        ]
+    return block
+
+
+def _attention_block(config: Any, family: Family, vp_stage: int | None) -> Any:
+    """The same with full attention in every layer."""
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
@@ -36,10 +58,18 @@ def block_spec(config: Any, family: Family, vp_stage: int | None = None) -> Any:
     return block
 
 
-def mtp_spec(config: Any, block: Any, vp_stage: int | None = None) -> Any | None:
-    """The multi-token-prediction layers; None where the stage has none. Each has a layer like the decoder's last."""
+def _delta_net(layer: Any) -> ModuleSpec:
+    """A copy: Megatron's list has the same object for every layer of a kind."""
+    submodules = dataclasses.replace(layer.submodules, self_attention=ModuleSpec(module=GatedDeltaNet))
+    return ModuleSpec(module=layer.module, params=layer.params, submodules=submodules)
+
+
+def mtp_spec(config: Any, family: Family, vp_stage: int | None = None) -> Any | None:
+    """The multi-token-prediction layers; None where the stage has none. Each has a layer like the decoder's last, with
+    full attention."""
     if not config.mtp_num_layers:
         return None
+    block = _attention_block(config, family, vp_stage)
     spec = get_gpt_mtp_block_spec_for_backend(config, block, backend=LocalSpecProvider(), vp_stage=vp_stage)
     for layer in spec.layer_specs if spec is not None else ():
         for name in ("enorm", "hnorm", "layer_norm"):
@@ -59,22 +89,11 @@ def _adapt(layer: Any, config: Any, family: Family) -> None:
         # its gradient would miss the other ranks' share.
         attention.linear_q_down_proj = ReplicatedLinear
         attention.linear_kv_down_proj = ReplicatedLinear
+    if family.has_joint_qk_norm:
+        attention.q_layernorm = ModuleSpec(JointHeadNorm, params={"num_heads": config.num_attention_heads})
+        attention.k_layernorm = ModuleSpec(JointHeadNorm, params={"num_heads": config.num_query_groups})
     if family.has_post_norms:
         layer.module = PostNormLayer
-
-
-class LatentAttention(PackedAttention):
-    """Core attention where values are narrower than queries and keys: zero columns make up the difference."""
-
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
-        self._value_width: int = config.v_head_dim
-
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """query and key ``[t, heads, d]``, value ``[t, heads, d_v]`` with d_v <= d -> ``[t, heads * d_v]``."""
-        padded = F.pad(value, (0, query.size(-1) - value.size(-1)))
-        out = super().forward(query, key, padded, *args, **kwargs)
-        return out.view(out.size(0), -1, query.size(-1))[..., : self._value_width].flatten(1)
 
 
 class PostNormLayer(TransformerLayer):

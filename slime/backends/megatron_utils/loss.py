@@ -23,17 +23,21 @@ from slime.algorithms.off_policy import Correction
 from slime.algorithms.policy_loss import PolicyTokens, policy_loss
 from slime.algorithms.ppo import value_loss
 from slime.algorithms.reduce import Reducer, Samples
+from slime.algorithms.sampling_mask import SamplingMask
 from slime.algorithms.sft import sft_loss
 from slime.algorithms.types import LossOutput
 from slime.backends.training.credit import add_credit
 from slime.backends.training.custom import CustomFunctions
 from slime.config.groups import from_args
+from slime.data.sampling_mask import cuts_vocabulary
 from slime.utils.errors import ConfigError
 
 __all__ = [
+    "ROLLOUT_TOP_P_TOKEN_KEYS",
     "compute_advantages_and_returns",
     "get_log_probs_and_entropy",
     "get_responses",
+    "get_rollout_top_p_logprob_kwargs",
     "get_values",
     "icepop_function",
     "policy_loss_function",
@@ -41,6 +45,8 @@ __all__ = [
     "value_loss_function",
     "vanilla_tis_function",
 ]
+
+ROLLOUT_TOP_P_TOKEN_KEYS = ("rollout_top_p_token_ids", "rollout_top_p_token_offsets")
 
 UserLoss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
@@ -82,8 +88,15 @@ def get_log_probs_and_entropy(
     response_lengths: Sequence[int],
     with_entropy: bool = False,
     non_loss_data: bool = True,
+    top_p_token_ids: Sequence[torch.Tensor] | None = None,
+    top_p_token_offsets: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, dict[str, list[torch.Tensor]]]:
-    """(an empty tensor, ``log_probs`` and on request ``entropy``: one fp32 ``[R_i]`` per sample, with graph)."""
+    """(an empty tensor, ``log_probs`` and on request ``entropy``: one fp32 ``[R_i]`` per sample, with graph).
+
+    Args:
+        top_p_token_ids, top_p_token_offsets: what the tokens were sampled from, see
+            :func:`get_rollout_top_p_logprob_kwargs`; the log-probs are of the same cut then.
+    """
     del non_loss_data  # part of the signature that Megatron's schedule asks for
     responses = get_responses(
         logits,
@@ -94,6 +107,9 @@ def get_log_probs_and_entropy(
         apply_temperature=False,
     )
     parts, targets = zip(*responses, strict=True)
+    keep = None
+    if top_p_token_ids is not None and top_p_token_offsets is not None:
+        keep = SamplingMask.of(top_p_token_ids, top_p_token_offsets, device=logits.device)
     log_probs, entropy = log_probs_and_entropy(
         torch.cat(parts),
         torch.cat(targets),
@@ -103,12 +119,27 @@ def get_log_probs_and_entropy(
         chunk_size=args.log_probs_chunk_size,
         with_entropy=with_entropy,
         with_entropy_grad=args.entropy_coef != 0,
+        keep=keep,
     )
     lengths = list(response_lengths)
     results = {"log_probs": list(torch.split(log_probs, lengths))}
     if entropy is not None:
         results["entropy"] = list(torch.split(entropy, lengths))
     return logits.new_empty(0), results
+
+
+def get_rollout_top_p_logprob_kwargs(args: Namespace, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of :func:`get_log_probs_and_entropy` for a rollout with a cut vocabulary; empty for any other.
+
+    Raises:
+        ValueError: the batch does not say what the cut left.
+    """
+    if not cuts_vocabulary(args):
+        return {}
+    missing = [name for name in ROLLOUT_TOP_P_TOKEN_KEYS if batch.get(name) is None]
+    if missing:
+        raise ValueError(f"--rollout-top-p {args.rollout_top_p}: the batch has no {' and no '.join(missing)}")
+    return {name.removeprefix("rollout_"): batch[name] for name in ROLLOUT_TOP_P_TOKEN_KEYS}
 
 
 def get_values(
@@ -277,6 +308,7 @@ def _from_logits(
         total_lengths=batch["total_lengths"],
         response_lengths=batch["response_lengths"],
         with_entropy=with_entropy,
+        **get_rollout_top_p_logprob_kwargs(args, batch),
     )
     return columns
 

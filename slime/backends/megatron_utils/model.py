@@ -120,10 +120,9 @@ def _family_model(
     shape: ModelShape, config: TransformerConfig, padded_vocab_size: int, vp_stage: int | None
 ) -> PackedGPTModel:
     is_first, is_last = _ends(vp_stage)
-    block = block_spec(config, shape.family, vp_stage)
     model = PackedGPTModel(
         config,
-        block,
+        block_spec(config, shape.family, vp_stage, sparse=shape.sparse),
         vocab_size=padded_vocab_size,
         max_sequence_length=shape.max_position_embeddings,
         pre_process=is_first,
@@ -133,7 +132,7 @@ def _family_model(
         position_embedding_type="rope",
         rotary_percent=shape.rotary_percent,
         rotary_base=shape.rotary_base,
-        mtp_block_spec=mtp_spec(config, block, vp_stage),
+        mtp_block_spec=mtp_spec(config, shape.family, vp_stage),
         vp_stage=vp_stage,
     )
     if shape.llama3_rope is not None:
@@ -151,11 +150,15 @@ def wrap_data_parallel(
     is_later_chunk: bool = False,
 ) -> DistributedDataParallel:
     """Gradient buffers, reduced over the data-parallel ranks once per step."""
+    # clipping takes 16-bit gradients in Megatron's own optimizers only
+    is_wide = precision.accumulate_allreduce_grads_in_fp32 or config.bf16 or optimizer.optimizer_cpu_offload
     return DistributedDataParallel(
         config,
         DistributedDataParallelConfig(
-            grad_reduce_in_fp32=precision.accumulate_allreduce_grads_in_fp32 or config.bf16,
+            grad_reduce_in_fp32=is_wide,
             use_distributed_optimizer=uses_distributed_optimizer(optimizer),
+            num_distributed_optimizer_instances=optimizer.num_distributed_optimizer_instances,
+            fp8_param_gather=precision.fp8_param_gather,
             check_for_nan_in_grad=False,  # ``step`` looks at all ranks before anything is applied
         ),
         model,

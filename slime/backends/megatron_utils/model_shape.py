@@ -120,7 +120,7 @@ _FIELDS = (
     _Field(
         "moe_shared_expert_intermediate_size",
         "--moe-shared-expert-intermediate-size",
-        "moe_intermediate_size x n_shared_experts",
+        "width of all shared experts together,",
         _moe("shared_size"),
     ),
     _Field("moe_router_topk", "--moe-router-topk", "num_experts_per_tok", _moe("topk")),
@@ -139,10 +139,19 @@ _SWITCHES: tuple[tuple[str, str, Callable[[ModelShape], bool]], ...] = (
     ("multi_latent_attention", "it has no multi-latent attention", lambda s: s.mla is not None),
     ("post_self_attn_layernorm", "there is no norm behind attention", lambda s: s.has_post_norms),
     ("post_mlp_layernorm", "there is no norm behind the MLP", lambda s: s.has_post_norms),
-    ("layernorm_zero_centered_gamma", "its norms are not stored around zero", lambda s: False),
-    ("attention_output_gate", "its attention has no gate", lambda s: False),
-    ("use_gated_attention", "its attention has no gate", lambda s: False),
-    ("moe_shared_expert_gate", "its shared experts have no gate", lambda s: False),
+    (
+        "layernorm_zero_centered_gamma",
+        "its norms are not stored around zero",
+        lambda s: s.family.has_zero_centred_norms,
+    ),
+    ("freeze_indexer", "there is no indexer of sparse attention", lambda s: s.sparse is not None),
+    ("attention_output_gate", "its attention has no gate", lambda s: s.family.has_output_gate),
+    ("use_gated_attention", "its attention has no gate", lambda s: s.family.has_output_gate),
+    (
+        "moe_shared_expert_gate",
+        "its shared experts have no gate",
+        lambda s: s.moe is not None and s.moe.has_shared_gate,
+    ),
     (
         "moe_router_pre_softmax",
         "norm_topk_prob is true, or it has no experts",

@@ -8,10 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from slime.utils import accelerator
 
-__all__ = ["TorchNorm"]
+__all__ = ["JointHeadNorm", "TorchNorm", "ZeroCentredNorm"]
 
 _KINDS = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}
 
@@ -21,7 +27,51 @@ class TorchNorm:
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:  # type: ignore
         device = None if config.use_cpu_initialization else accelerator.current().device()
-        norm = _KINDS[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        kind = ZeroCentredNorm if config.layernorm_zero_centered_gamma else _KINDS[config.normalization]
+        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return norm
+
+
+class ZeroCentredNorm(torch.nn.RMSNorm):
+    """RMSNorm that multiplies with 1 + weight, in fp32 (Qwen3-Next)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., d]`` -> the same, in the dtype of ``x``."""
+        normed = torch.nn.functional.rms_norm(x.float(), self.normalized_shape, eps=self.eps)
+        return (normed * (1.0 + self.weight.float())).to(x.dtype)
+
+
+class JointHeadNorm(torch.nn.Module):
+    """MiniMax-M2's norm of queries or keys: the mean of squares is over all heads together, on whatever ranks they are.
+
+    Built by Megatron's ``SelfAttention`` in place of a norm per head. ``weight`` ``[heads of this rank * head_dim]``.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float, *, num_heads: int) -> None:
+        """``hidden_size`` is the width of a head, ``num_heads`` counts those of all ranks."""
+        super().__init__()
+        device = None if config.use_cpu_initialization else accelerator.current().device()
+        self._width = num_heads * hidden_size
+        self._eps = eps
+        width_here = self._width // config.tensor_model_parallel_size
+        self.weight = torch.nn.Parameter(torch.ones(width_here, dtype=config.params_dtype, device=device))
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        """``[t, 1, heads of this rank, head_dim]`` -> the same."""
+        x = heads.flatten(2).float()
+        # Megatron's two halves of a sum whose gradient is summed as well: every rank's output depends on the total
+        total = reduce_from_tensor_model_parallel_region(x.square().sum(-1, keepdim=True))
+        total = copy_to_tensor_model_parallel_region(total)
+        normed = x * torch.rsqrt(total / self._width + self._eps) * self.weight.float()
+        return normed.to(heads.dtype).view(heads.shape)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """For Megatron's checkpoints, which take a module without this method for a copy on every tensor rank."""
+        own = self.state_dict(prefix="", keep_vars=True)
+        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, {"weight": 0}, sharded_offsets)
+        return state

@@ -169,7 +169,7 @@ class OfflineModel:
     def export(self) -> Iterator[NamedTensor]:
         from slime.backends.megatron_utils.hf_checkpoint import export_weights
 
-        return export_weights(self._ready.model, self.shape)
+        return export_weights(self._ready.model, self.shape, layout_of=self._args.hf_checkpoint)
 
     def save_release(self, root: str) -> None:
         """Write ``<root>/release``, weights only."""

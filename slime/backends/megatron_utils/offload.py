@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from slime.backends.megatron_utils.host_optimizer import HostAdam
 from slime.backends.protocols import TRAINER_PARTS, TrainerPart
 from slime.backends.training.offload import DeviceMemory
 from slime.backends.training.weight_backup import WeightBackup
@@ -61,6 +62,9 @@ def _tensors(chunks: Sequence[Any], optimizer: Any, part: TrainerPart) -> Iterat
 def _of_optimizer(inner: torch.optim.Optimizer | None) -> Iterator[torch.Tensor]:
     """Main weights and states; nothing where this rank has nothing to train."""
     if inner is None:
+        return
+    if isinstance(inner, HostAdam):  # its groups hold the model's weights, and the rest is in host memory
+        yield from inner.device_tensors()
         return
     for group in inner.param_groups:
         yield from group["params"]

@@ -9,8 +9,10 @@ import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from slime.backends.megatron_utils.arguments import OptimizerArgs, PrecisionArgs
+from slime.backends.megatron_utils.arguments import MuonArgs, OptimizerArgs, PrecisionArgs
+from slime.backends.megatron_utils.host_optimizer import keep_states_on_host
 from slime.backends.megatron_utils.model import params_dtype, uses_distributed_optimizer
+from slime.backends.megatron_utils.muon import build_muon
 from slime.backends.training.schedule import RateSchedule
 from slime.backends.training.stateless_adam import StatelessAdam
 from slime.utils.errors import ConfigError
@@ -19,20 +21,48 @@ __all__ = ["build_optimizer", "build_scheduler", "reset_moments"]
 
 
 def build_optimizer(
-    chunks: list[Any], args: OptimizerArgs, precision: PrecisionArgs, *, is_stateless: bool = False
+    chunks: list[Any],
+    args: OptimizerArgs,
+    precision: PrecisionArgs,
+    *,
+    muon: MuonArgs | None = None,
+    is_stateless: bool = False,
 ) -> Any:
     """The optimizer of the data-parallel wrapped model chunks: fp32 main weights, global clipping, sharded states.
 
     Args:
+        muon: its settings, needed for --optimizer muon and dist_muon.
         is_stateless: Adam without moments (--use-stateless-adam).
 
     Raises:
-        ConfigError: sgd with sharded states, which Megatron cannot save.
+        ConfigError: another optimizer than adam with sharded states, which Megatron cannot save.
     """
-    if args.optimizer == "sgd" and args.use_distributed_optimizer:
-        raise ConfigError("--use-distributed-optimizer works with --optimizer adam only: drop it for sgd.")
+    if args.optimizer != "adam" and args.use_distributed_optimizer:
+        raise ConfigError(
+            f"--use-distributed-optimizer works with --optimizer adam only: drop it for {args.optimizer}."
+        )
+    config = _config(args, precision)
+    match args.optimizer:
+        case "adam" | "sgd":
+            # who owns the main weights: Megatron, or in the mode for "precision-aware" optimizers the optimizer itself
+            config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = args.optimizer_cpu_offload
+            optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+        case "muon" | "dist_muon":
+            assert muon is not None
+            optimizer = build_muon(config, chunks, muon, is_layer_wise=args.optimizer == "dist_muon")
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if is_stateless:
+            _forget_moments(part, args)
+        elif args.optimizer_cpu_offload:
+            keep_states_on_host(part, args.optimizer_offload_fraction)
+        elif getattr(part, "init_state_fn", _zero_momentum) is None:
+            part.init_state_fn = _zero_momentum  # Megatron has none for sgd and calls None when a checkpoint is loaded
+    return optimizer
+
+
+def _config(args: OptimizerArgs, precision: PrecisionArgs) -> OptimizerConfig:
     dtype = params_dtype(precision)
-    config = OptimizerConfig(
+    return OptimizerConfig(
         optimizer=args.optimizer,
         lr=args.lr,
         min_lr=args.min_lr,
@@ -47,14 +77,8 @@ def build_optimizer(
         params_dtype=dtype,
         initial_loss_scale=2.0**16,  # fp16 only; Megatron's 2**32 skips dozens of steps until it has come down
         use_distributed_optimizer=uses_distributed_optimizer(args),
+        fp8_recipe=precision.fp8_recipe if precision.fp8 else None,
     )
-    optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if is_stateless:
-            _forget_moments(part, args)
-        elif getattr(part, "init_state_fn", _zero_momentum) is None:
-            part.init_state_fn = _zero_momentum  # Megatron has none for sgd and calls None when a checkpoint is loaded
-    return optimizer
 
 
 def _forget_moments(part: Any, args: OptimizerArgs) -> None:
@@ -87,8 +111,8 @@ def reset_moments(optimizer: Any) -> None:
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = part.optimizer
         for state in inner.state.values():
-            for value in state.values():
-                if isinstance(value, torch.Tensor):
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and name != "master_param":
                     value.zero_()
             if "step" in state and not isinstance(state["step"], torch.Tensor):
                 state["step"] = 0

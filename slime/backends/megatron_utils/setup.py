@@ -21,6 +21,7 @@ from megatron.core import tensor_parallel
 from slime.algorithms.arguments import ModelCopyArgs
 from slime.backends.megatron_utils.arguments import (
     ModelArgs,
+    MuonArgs,
     OptimizerArgs,
     ParallelArgs,
     PluginArgs,
@@ -44,8 +45,12 @@ from slime.utils.distributed_utils import init_default_group
 __all__ = ["build_model_state", "build_train_state", "init_distributed"]
 
 
-def init_distributed(parallel: ParallelArgs, trainer: TrainerArgs) -> None:
-    """The default group, Megatron's groups, and the seeds. Waits at most --distributed-timeout-minutes."""
+def init_distributed(parallel: ParallelArgs, trainer: TrainerArgs, *, num_optimizer_instances: int = 1) -> None:
+    """The default group, Megatron's groups, and the seeds. Waits at most --distributed-timeout-minutes.
+
+    Args:
+        num_optimizer_instances: groups of data-parallel ranks that hold all optimizer states each.
+    """
     backend = parallel.distributed_backend or accelerator.current().communication_backend
     init_default_group(backend, timeout_s=parallel.distributed_timeout_minutes * 60)
     if not mpu.model_parallel_is_initialized():
@@ -55,6 +60,7 @@ def init_distributed(parallel: ParallelArgs, trainer: TrainerArgs) -> None:
             context_parallel_size=parallel.context_parallel_size,
             expert_model_parallel_size=parallel.expert_model_parallel_size,
             expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+            num_distributed_optimizer_instances=num_optimizer_instances,
             virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
             order="tp-cp-ep-pp-dp" if parallel.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
             distributed_timeout_minutes=max(1, round(parallel.distributed_timeout_minutes)),
@@ -97,7 +103,11 @@ def build_train_state(args: Namespace, shape: ModelShape, *, is_critic: bool = F
         for index, chunk in enumerate(state.chunks)
     ]
     optimizer = build_optimizer(
-        wrapped, optimizer_args, precision, is_stateless=from_args(ModelCopyArgs, args).use_stateless_adam
+        wrapped,
+        optimizer_args,
+        precision,
+        muon=from_args(MuonArgs, args),
+        is_stateless=from_args(ModelCopyArgs, args).use_stateless_adam,
     )
     samples = (args.num_rollout or 0) * args.rollout_batch_size * args.n_samples_per_prompt
     scheduler = build_scheduler(
@@ -107,7 +117,14 @@ def build_train_state(args: Namespace, shape: ModelShape, *, is_critic: bool = F
         global_batch_size=args.global_batch_size,
     )
     return TrainState(
-        wrapped, config, optimizer, scheduler, shape.vocab_size, _sharding(config), trains_prediction=trains_prediction
+        wrapped,
+        config,
+        optimizer,
+        scheduler,
+        shape.vocab_size,
+        _sharding(config),
+        trains_prediction=trains_prediction,
+        recomputes_loss=precision.recompute_loss_function,
     )
 
 

@@ -36,6 +36,7 @@ class TrainState:
         chunks: this rank's part of the model, data-parallel wrapped: one, or one per virtual pipeline stage.
         sharding: how the samples of a data-parallel rank are divided among the ranks that share them.
         trains_prediction: multi-token-prediction layers learn as well.
+        recomputes_loss: the backward pass computes the loss again.
     """
 
     chunks: list[Any]
@@ -45,6 +46,7 @@ class TrainState:
     vocab_size: int
     sharding: Sharding = field(default_factory=Sharding)
     trains_prediction: bool = False
+    recomputes_loss: bool = False
 
     @property
     def model(self) -> Any:
@@ -94,6 +96,7 @@ def train_step(
             custom=custom,
             is_critic=is_critic,
             packing=segments,
+            recompute=state.recomputes_loss,
         )
         record.add(micro_batch, loss)
         predicted.extend(segments.prediction_losses)

@@ -24,12 +24,13 @@ from slime.backends.megatron_utils.tensor_layouts import Dimensions
 from slime.backends.megatron_utils.value_head import VALUE_HEAD_PARAMETERS, ValueHead
 from slime.utils.errors import ConfigError
 
-__all__ = ["LocalTensor", "ModelTensors", "Place", "chunks_of"]
+__all__ = ["LocalTensor", "ModelTensors", "Place", "chunks_of", "dimensions_of"]
 
 _DECODER_LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 _MTP_LAYER = re.compile(r"(?<=^mtp\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 _BUFFER = "expert_bias"
+_EMBEDDING = "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True, order=True)
@@ -78,6 +79,19 @@ def _unwrap(model: Any) -> Any:
     return model
 
 
+def dimensions_of(config: Any, vocab_size: int) -> Dimensions:
+    """Of a ``TransformerConfig``."""
+    return Dimensions(
+        config.num_query_groups or config.num_attention_heads,
+        config.kv_channels,
+        vocab_size,
+        config.linear_num_key_heads,
+        config.linear_num_value_heads,
+        config.linear_key_head_dim,
+        config.linear_value_head_dim,
+    )
+
+
 @dataclass
 class ModelTensors:
     """The tensors of ``model`` under the table of ``family``.
@@ -100,9 +114,7 @@ class ModelTensors:
 
     @property
     def size(self) -> Dimensions:
-        config = self.config
-        groups = config.num_query_groups or config.num_attention_heads
-        return Dimensions(groups, config.kv_channels, self.vocab_size)
+        return dimensions_of(self.config, self.vocab_size)
 
     def rule(self, place: Place) -> Rule:
         return self.family.rules[place.rule]
@@ -123,13 +135,28 @@ class ModelTensors:
 
     def hf_names(self, place: Place, expert_rank: int) -> list[str]:
         """Hugging Face names of a place; of an expert as ``expert_rank`` of expert parallelism holds it."""
-        values = {
-            "layer": place.layer,
-            "mtp": place.mtp,
-            "mtp_layer": self.config.num_layers + place.mtp,
-            "expert": place.expert + expert_rank * self.num_local_experts,
-        }
-        return [name.format(**values) for name in self.rule(place).hf]
+        return [self._format(name, place, expert_rank) for name in self.rule(place).hf]
+
+    @property
+    def embedding_names(self) -> list[str]:
+        return [name for rule in self.family.rules if rule.megatron == _EMBEDDING for name in rule.hf]
+
+    def stacked_name(self, place: Place) -> str | None:
+        """The Hugging Face name of the tensors of all experts as one, where the family knows such a thing."""
+        stacked = self.rule(place).stacked
+        return None if stacked is None else self._format(stacked, place, 0)
+
+    def expert(self, place: Place, expert_rank: int) -> int:
+        """Which of all experts of the layer the place is on ``expert_rank``."""
+        return place.expert + expert_rank * self.num_local_experts
+
+    def _format(self, name: str, place: Place, expert_rank: int) -> str:
+        return name.format(
+            layer=place.layer,
+            mtp=place.mtp,
+            mtp_layer=self.config.num_layers + place.mtp,
+            expert=self.expert(place, expert_rank),
+        )
 
     def plan(self) -> list[Owned]:
         """All places of the whole model. A collective over the pipeline stages.
@@ -152,11 +179,14 @@ class ModelTensors:
         return sorted(kept, key=lambda one: one.dtype != usual)
 
     def all_hf_names(self, plan: Sequence[Owned]) -> set[str]:
+        """Every name under which a checkpoint may have a tensor of the model."""
         names: set[str] = set()
         for one in plan:
             ranks = mpu.get_expert_model_parallel_world_size() if self.rule(one.place).is_expert else 1
             for rank in range(ranks):
                 names.update(self.hf_names(one.place, rank))
+            if (stacked := self.stacked_name(one.place)) is not None:
+                names.add(stacked)
         return names
 
     def _is_copy(self, place: Place) -> bool:

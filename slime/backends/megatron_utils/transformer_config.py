@@ -9,7 +9,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any, Literal
 
-from slime.backends.megatron_utils.hf_shape import MlaShape, ModelShape, MoeShape, YarnRope, read_shape
+from slime.backends.megatron_utils.hf_shape import DeltaNetShape, MlaShape, ModelShape, MoeShape, YarnRope, read_shape
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -49,6 +49,8 @@ def transformer_config_kwargs(args: Namespace, shape: ModelShape | None = None) 
     kwargs = _layers(args, shape) | _numerics(args) | _recompute(args) | _parallel(args)
     if shape.mla is not None:
         kwargs |= _latent_attention(shape, shape.mla)
+    if shape.delta_net is not None:
+        kwargs |= _delta_nets(shape.delta_net)
     if shape.moe is not None:
         kwargs |= _experts(args, shape, shape.moe)
     return kwargs
@@ -70,7 +72,7 @@ def build_config(args: Namespace, shape: ModelShape | None = None) -> Transforme
     kwargs = transformer_config_kwargs(args, shape)
     dtype = getattr(torch, dtype_name(args))
     config_class = MLATransformerConfig if kwargs["multi_latent_attention"] else TransformerConfig
-    return config_class(
+    config = config_class(
         **kwargs,
         activation_func=F.silu,
         params_dtype=dtype,
@@ -78,6 +80,9 @@ def build_config(args: Namespace, shape: ModelShape | None = None) -> Transforme
         autocast_dtype=dtype,
         use_cpu_initialization=accelerator.current().is_cpu,
     )
+    # Megatron has no field for it, and the config is all that its layers are given
+    config.delta_rule_backend = args.qwen_gdn_backend
+    return config
 
 
 def _layers(args: Namespace, shape: ModelShape) -> dict[str, Any]:
@@ -90,10 +95,13 @@ def _layers(args: Namespace, shape: ModelShape) -> dict[str, Any]:
         "kv_channels": shape.head_dim,
         "normalization": "RMSNorm",
         "layernorm_epsilon": shape.norm_epsilon,
-        "qk_layernorm": shape.has_qk_norm,
+        "layernorm_zero_centered_gamma": shape.family.has_zero_centred_norms,
+        # Under this switch Megatron adds up the norms' gradients over the tensor-parallel ranks, as if all had the same
+        "qk_layernorm": shape.has_qk_norm and not shape.family.has_joint_qk_norm,
         "gated_linear_unit": True,
         "add_bias_linear": False,
         "add_qkv_bias": shape.has_qkv_bias,
+        "attention_output_gate": shape.family.has_output_gate,
         "rotary_interleaved": shape.is_rotary_interleaved,
         "multi_latent_attention": shape.mla is not None,
         "attention_dropout": args.attention_dropout,
@@ -115,6 +123,9 @@ def _numerics(args: Namespace) -> dict[str, Any]:
         "variable_seq_lengths": True,
         "deterministic_mode": args.deterministic_mode,
         "calculate_per_token_loss": args.calculate_per_token_loss,
+        "fp8": args.fp8,
+        "fp8_recipe": args.fp8_recipe,
+        "fp8_param": args.fp8_param_gather,
         # No fused kernel is needed anywhere
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
@@ -173,6 +184,17 @@ def _latent_attention(shape: ModelShape, mla: MlaShape) -> dict[str, Any]:
     }
 
 
+def _delta_nets(delta: DeltaNetShape) -> dict[str, Any]:
+    return {
+        "linear_attention_freq": [int(is_delta) for is_delta in delta.layers],
+        "linear_num_key_heads": delta.num_key_heads,
+        "linear_num_value_heads": delta.num_value_heads,
+        "linear_key_head_dim": delta.key_head_dim,
+        "linear_value_head_dim": delta.value_head_dim,
+        "linear_conv_kernel_dim": delta.conv_kernel_dim,
+    }
+
+
 def _latent_rope(yarn: YarnRope | None) -> dict[str, Any]:
     if yarn is None:
         # Megatron multiplies the softmax scale by YaRN's factor even for plain rope
@@ -198,6 +220,7 @@ def _experts(args: Namespace, shape: ModelShape, moe: MoeShape) -> dict[str, Any
         "moe_layer_freq": [int(has_experts) for has_experts in moe.layers],
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
         "moe_shared_expert_intermediate_size": moe.shared_size,
+        "moe_shared_expert_gate": moe.has_shared_gate,
         "moe_router_topk": moe.topk,
         "moe_router_score_function": moe.score_function,
         "moe_router_pre_softmax": moe.pre_softmax,

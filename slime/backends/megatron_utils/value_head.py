@@ -28,6 +28,7 @@ class ValueHead(torch.nn.Linear):
         with torch.no_grad():
             self.weight.copy_(torch.randn(1, hidden_size, generator=generator) * init_std)
             self.bias.zero_()
+        self.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]  # no matrix for muon
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         return torch.nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float()), None

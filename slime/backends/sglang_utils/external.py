@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
+from slime.backends.sglang_utils.server_args import trainer_dtype
 from slime.backends.sglang_utils.topology import WorkerType
 from slime.utils.deadline import Deadline
 from slime.utils.errors import ConfigError, EngineError
@@ -199,7 +200,7 @@ def problems_of(info: ExternalEngineInfo, args: Namespace) -> Iterator[str]:
     seen = info.server_info
     if args.use_rollout_routing_replay and not seen.get("enable_return_routed_experts"):
         yield f"{start} it does not return its expert choices: start it with --enable-return-routed-experts."
-    wanted = "float32" if args.fp32 else "float16" if args.fp16 else "bfloat16"
+    wanted = trainer_dtype(args)
     dtype = str(seen.get("dtype", "auto")).replace("half", "float16")
     if dtype not in ("auto", wanted) and not (dtype == "float" and wanted == "float32"):
         yield f"{start} its weights are {dtype}, the trainer's {wanted}: start it with --dtype {wanted}."

@@ -18,8 +18,10 @@ from slime.backends.sglang_utils.external import (
     problems_of,
 )
 from slime.backends.sglang_utils.option_table import ALIASES
+from slime.backends.sglang_utils.server_args import trainer_dtype
 from slime.backends.sglang_utils.topology import ModelSpec, Topology, WorkerType, topology_of
 from slime.config import notices
+from slime.config.model_config import read_model_config, text_part
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 from slime.utils.net import url_host
@@ -79,7 +81,25 @@ def _external_engines(args: Namespace) -> None:
         apply_external_engine_info_to_args(args)
 
 
-STEPS: tuple[Step, ...] = (_parallel_sizes, _router_address, _num_engines)
+def _dtype(args: Namespace) -> None:
+    """The trainer's precision is the engine's: SGLang would take that of config.json, and round what it is sent.
+
+    A quantized checkpoint says itself which precision its kernels need.
+    """
+    if "sglang_dtype" in args.given or args.sglang_quantization is not None:
+        return
+    config = read_model_config(args.hf_checkpoint)
+    config |= text_part(config)
+    if config.get("quantization_config") or config.get("compression_config"):
+        return
+    args.sglang_dtype = trainer_dtype(args)
+    stored = config.get("dtype") or config.get("torch_dtype")
+    if stored not in (None, args.sglang_dtype):
+        text = f"{args.sglang_dtype}, the trainer's precision; --hf-checkpoint says {stored}"
+        notices.info(args, "--sglang-dtype", text)
+
+
+STEPS: tuple[Step, ...] = (_parallel_sizes, _router_address, _num_engines, _dtype)
 LIVE_STEPS: tuple[Step, ...] = (_external_engines,)
 
 

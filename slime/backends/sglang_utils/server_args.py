@@ -14,7 +14,7 @@ from slime.backends.sglang_utils.option_table import server_options
 from slime.backends.sglang_utils.topology import WorkerType, override_argv
 from slime.utils import accelerator
 
-__all__ = ["build_argv", "server_env"]
+__all__ = ["build_argv", "server_env", "trainer_dtype"]
 
 _CPU_DEFAULTS = {
     "--max-total-tokens": "65536",
@@ -68,8 +68,8 @@ def build_argv(
     }
     if dist_init_addr is not None:
         flags["--dist-init-addr"] = dist_init_addr
-    if "--dtype" not in given and (args.fp32 or args.fp16):
-        flags["--dtype"] = "float32" if args.fp32 else "float16"
+    if "--dtype" not in given and "model_path" not in (overrides or {}):  # another model has a precision of its own
+        flags["--dtype"] = args.sglang_dtype
     if "--log-level" not in given:
         flags["--log-level"] = "warning"
     if args.use_rollout_routing_replay:
@@ -85,6 +85,11 @@ def build_argv(
     off = _turned_off(overrides or {})
     own = [part for name, value in flags.items() for part in ([name] if value is None else [name, str(value)])]
     return [word for word in own + user if word not in off] + override_argv(overrides or {})
+
+
+def trainer_dtype(args: Namespace) -> str:
+    """The precision of the weights that the trainer sends, as SGLang names it."""
+    return "float32" if args.fp32 else "float16" if args.fp16 else "bfloat16"
 
 
 def _pd(worker_type: WorkerType, bootstrap_port: int | None) -> dict[str, Any]:

@@ -12,9 +12,11 @@ from typing import Any, Literal
 __all__ = ["CheckpointArgs", "OptimizerArgs", "ParallelArgs", "PluginArgs", "PrecisionArgs", "TrainerArgs", "flag"]
 
 _NO_FUSION = "fused kernels are not used"
-_NO_FP8 = "training runs in bf16, fp16 or fp32"
-_NO_SPARSE = "no model with sparse attention can be trained"
-_STATES = "optimizer states stay on the device"
+_FUSED_LOSS = (
+    "logits stay in 16 bits in any case, and sums over the vocabulary are taken in fp32 without a copy of them"
+)
+_NO_DEEPGEMM = "nothing calls the products of the package deep_gemm, which needs a GPU of compute capability 9.0"
+_ALWAYS_GATHERED = "keys and values of all ranks are gathered in any case, each rank with two chunks of every sequence"
 
 
 def flag(default: Any, help_text: str, **metadata: Any) -> Any:
@@ -54,7 +56,7 @@ class ParallelArgs:
         False, "Number the ranks tensor, context, pipeline, data, instead of data before pipeline."
     )
     allgather_cp: bool = flag(
-        False, "Context parallelism in contiguous pieces, for models with sparse attention.", later=_NO_SPARSE
+        False, "Context parallelism of sparse attention, by gathering keys and values.", no_effect=_ALWAYS_GATHERED
     )
     distributed_backend: Literal["nccl", "gloo"] | None = flag(
         None, "Backend of the trainer's process groups. Default: nccl on cuda, gloo on cpu."
@@ -69,14 +71,14 @@ class PrecisionArgs:
     bf16: bool = flag(False, "Train in bfloat16 with fp32 master weights: the default.")
     fp16: bool = flag(False, "Train in float16 with fp32 master weights and a dynamic loss scale.")
     fp32: bool = flag(False, "Train in float32; the engines then run in float32 as well.")
-    fp8: Literal["e4m3", "hybrid"] | None = flag(None, "Train in FP8.", off="--fp8-format", later=_NO_FP8)
+    fp8: Literal["e4m3", "hybrid"] | None = flag(
+        None, "Linear layers compute in FP8; needs a GPU and TransformerEngine.", off="--fp8-format"
+    )
     fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"] = flag(
-        "delayed", "Scaling of FP8.", later=_NO_FP8
+        "delayed", "Scaling of FP8.", later_values={"custom": "--fp8-quantizer-factory is not read"}
     )
-    fp8_param_gather: bool = flag(False, "Parameters are kept and gathered in FP8.", later=_NO_FP8)
-    fp16_lm_cross_entropy: bool = flag(
-        False, "Cross entropy in half precision.", later="log-probabilities are computed in fp32"
-    )
+    fp8_param_gather: bool = flag(False, "Parameters are kept and gathered in FP8; needs --fp8-format.")
+    fp16_lm_cross_entropy: bool = flag(False, "Cross entropy in half precision.", no_effect=_FUSED_LOSS)
     accumulate_allreduce_grads_in_fp32: bool = flag(False, "Gradient buffers in fp32; implied by bf16.")
     gradient_accumulation_fusion: bool = flag(
         True, "Unfused gradient accumulation.", off="--no-gradient-accumulation-fusion", no_effect=_NO_FUSION
@@ -92,8 +94,7 @@ class PrecisionArgs:
     )
     recompute_loss_function: bool = flag(
         False,
-        "Recompute the loss in the backward pass to save memory.",
-        later="the loss keeps its activations; --log-probs-chunk-size bounds them",
+        "Compute the loss again in the backward pass instead of keeping its activations in between.",
     )
 
 
@@ -103,8 +104,8 @@ class OptimizerArgs:
 
     optimizer: Literal["adam", "sgd", "muon", "dist_muon"] = flag(
         "adam",
-        "Optimizer; adam decays weights decoupled (AdamW).",
-        later_values={"muon": "there is adam and sgd", "dist_muon": "there is adam and sgd"},
+        "Optimizer; adam decays weights decoupled (AdamW). muon orthogonalizes the updates of matrices and leaves the "
+        "rest to adam; dist_muon also divides its states among data-parallel ranks, matrix by matrix.",
     )
     lr: float = flag(1e-6, "Peak learning rate.")
     min_lr: float = flag(0.0, "Learning rate at the end of the decay.")
@@ -134,16 +135,18 @@ class OptimizerArgs:
         None, "Shard the optimizer states over data-parallel ranks. Default: yes for adam."
     )
     num_distributed_optimizer_instances: int = flag(
-        1, "Groups of data-parallel ranks with states of their own.", later="states are shared by all ranks"
+        1, "Groups of data-parallel ranks, each with all states: sharding stays inside a group, say a node."
     )
     use_precision_aware_optimizer: bool = flag(
         False,
         "Optimizer states in configurable types.",
-        no_effect="states are kept in fp32, the default of that optimizer too",
+        no_effect="states are kept in fp32, the default of that optimizer too; --optimizer-cpu-offload asks for it",
     )
-    optimizer_cpu_offload: bool = flag(False, "Optimizer states and step on the CPU.", later=_STATES)
-    optimizer_offload_fraction: float = flag(1.0, "Share of the states that is offloaded.", later=_STATES)
-    overlap_cpu_optimizer_d2h_h2d: bool = flag(False, "Overlap the transfers of that optimizer.", no_effect=_STATES)
+    optimizer_cpu_offload: bool = flag(False, "Main weights and optimizer states, and their update, on the CPU.")
+    optimizer_offload_fraction: float = flag(1.0, "Share of them that is on the CPU.")
+    overlap_cpu_optimizer_d2h_h2d: bool = flag(
+        False, "Overlap the transfers of that optimizer.", no_effect="transfers and updates take turns"
+    )
     use_checkpoint_opt_param_scheduler: bool = flag(
         False,
         "The checkpoint's schedule beats the command line.",
@@ -206,7 +209,6 @@ class TrainerArgs:
         metadata={
             "help": "Grow the batch: start, increment, samples.",
             "nargs": "*",
-            "later": "the batch keeps its size",
         },
     )
     tokenizer_model: str | None = flag(None, "Tokenizer; only --hf-checkpoint, the default.", metavar="DIR")
@@ -244,19 +246,19 @@ class PluginArgs:
             "nargs": "*",
         },
     )
-    freeze_indexer: bool = flag(False, "Freeze the indexer of sparse attention.", later=_NO_SPARSE)
+    freeze_indexer: bool = flag(False, "Freeze the indexer of sparse attention. It has no gradient: always on.")
     qwen_gdn_backend: Literal["fla", "flashqla"] = flag(
-        "fla", "Kernels of gated delta-net layers.", later="no model with such layers can be trained"
+        "fla", "Kernels of gated delta-net layers on a GPU; without the package of fla they run in plain torch."
     )
     megatron_deepgemm_forward_layers: list[int] | None = field(
-        default=None, metadata={"help": "Layers whose linear layers run as block-FP8 products.", "later": _NO_FP8}
+        default=None, metadata={"help": "Layers whose linear layers run as block-FP8 products.", "later": _NO_DEEPGEMM}
     )
     megatron_deepgemm_forward_modules: list[str] | None = field(
-        default=None, metadata={"help": "Modules limiting that.", "later": _NO_FP8}
+        default=None, metadata={"help": "Modules limiting that.", "later": _NO_DEEPGEMM}
     )
     megatron_deepgemm_moe_forward_layers: list[int] | None = field(
-        default=None, metadata={"help": "Layers whose experts run as grouped products.", "later": _NO_FP8}
+        default=None, metadata={"help": "Layers whose experts run as grouped products.", "later": _NO_DEEPGEMM}
     )
     megatron_deepgemm_moe_forward_modules: list[str] | None = field(
-        default=None, metadata={"help": "Modules limiting that.", "later": _NO_FP8}
+        default=None, metadata={"help": "Modules limiting that.", "later": _NO_DEEPGEMM}
     )

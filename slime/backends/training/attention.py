@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from slime.backends.training.context_parallel import zigzag_rows
 from slime.utils import accelerator
 
-__all__ = ["AttentionPlan", "packed_attention", "plan_attention"]
+__all__ = ["AttentionPlan", "Piece", "gather_keys", "packed_attention", "plan_attention"]
 
 _SHORT = 32
 """Up to this many tokens of difference in length sequences share a padded call; else up to a quarter."""
@@ -47,7 +47,7 @@ def packed_attention(
         cp_group: the ranks that share the sequences; None for one. A collective over them.
     """
     if cp_group is not None:
-        key, value = _gather_keys(key, value, cp_group)
+        key, value = gather_keys(key, value, cp_group)
     if dropout == 0.0 and _has_varlen_kernel(query.dtype):
         return _varlen(query, key, value, plan, scale)
     return _padded(query, key, value, plan.padding, scale, dropout)
@@ -101,34 +101,39 @@ class PaddingPlan:
 
 
 class AttentionPlan:
-    """What queries see which keys in one micro-batch; the forms that the kernels need are made on demand."""
+    """What queries see which keys in one micro-batch; the forms that the kernels need are made on demand.
+
+    Attributes:
+        pieces: this rank's queries, in order.
+        gathered_row: int64 ``[T]``, where each row of the whole stands among the gathered keys; None on one rank.
+    """
 
     def __init__(self, pieces: list[Piece], gathered_row: torch.Tensor | None, device: torch.device) -> None:
-        self._pieces = pieces
-        self._gathered_row = gathered_row
+        self.pieces = pieces
+        self.gathered_row = gathered_row
         self._device = device
 
     @property
     def is_sharded(self) -> bool:
         """Keys come from several ranks."""
-        return self._gathered_row is not None
+        return self.gathered_row is not None
 
     @functools.cached_property
     def padding(self) -> PaddingPlan:
-        return _padding_plan(self._pieces, self._gathered_row, self._device)
+        return _padding_plan(self.pieces, self.gathered_row, self._device)
 
     @functools.cached_property
     def key_rows(self) -> torch.Tensor:
         """Rows of the gathered keys, piece after piece: int64."""
-        assert self._gathered_row is not None, "without context parallelism keys are in order"
-        spans = [torch.arange(piece.k_begin, piece.k_begin + piece.k_length) for piece in self._pieces]
-        return self._gathered_row[torch.cat(spans).to(self._device)]
+        assert self.gathered_row is not None, "without context parallelism keys are in order"
+        spans = [torch.arange(piece.k_begin, piece.k_begin + piece.k_length) for piece in self.pieces]
+        return self.gathered_row[torch.cat(spans).to(self._device)]
 
     @functools.cached_property
     def lengths(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
         """Bounds of the pieces' queries and keys, int32 ``[pieces + 1]``, and the longest of each."""
-        queries = [piece.q_length for piece in self._pieces]
-        keys = [piece.k_length for piece in self._pieces]
+        queries = [piece.q_length for piece in self.pieces]
+        keys = [piece.k_length for piece in self.pieces]
         return self._bounds(queries), self._bounds(keys), max(queries), max(keys)
 
     def _bounds(self, lengths: list[int]) -> torch.Tensor:
@@ -294,7 +299,7 @@ def _pad(x: torch.Tensor, plan: PaddingPlan) -> torch.Tensor:
     return padded
 
 
-def _gather_keys(key: torch.Tensor, value: torch.Tensor, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def gather_keys(key: torch.Tensor, value: torch.Tensor, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of all context-parallel ranks in one collective, ``[T, groups, d]`` each, rank after rank."""
     widths = [key[0].numel(), value[0].numel()]
     both = torch.cat([key.flatten(1), value.flatten(1)], dim=1)

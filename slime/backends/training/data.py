@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from slime.algorithms.sampling_mask import SamplingMask
 from slime.backends.training.attention import AttentionPlan, plan_attention
 from slime.backends.training.context_parallel import ShardedSequences, Sharding, gather_responses, shard
 from slime.batch.packing import PackedSequences, pack
@@ -32,6 +33,7 @@ class MicroBatch:
         sharding: how the samples are divided among ranks.
         all_rows: every row goes through the LM head, not only those that predict response tokens.
         trained: fp32 ``[1, t]``, 1 where a row predicts a token that is trained on; None where nobody asked.
+        sampling: which ids this rank's response tokens were sampled from; None where it was the whole vocabulary.
     """
 
     indices: Sequence[int]
@@ -40,6 +42,7 @@ class MicroBatch:
     sharding: Sharding
     all_rows: bool = False
     trained: torch.Tensor | None = None
+    sampling: SamplingMask | None = None
 
     @property
     def packed(self) -> PackedSequences:
@@ -129,7 +132,18 @@ class TrainBatch:
             )
             part = shard(packed, sharding)
             trained = self._trained(indices, part) if with_trained else None
-            yield MicroBatch(indices, part, response_lengths, sharding, all_rows=all_rows, trained=trained)
+            sampling = self._sampling(indices, part)
+            yield MicroBatch(indices, part, response_lengths, sharding, all_rows, trained, sampling)
+
+    def _sampling(self, indices: Sequence[int], part: ShardedSequences) -> SamplingMask | None:
+        if self.columns.get("rollout_top_p_token_offsets") is None:
+            return None
+        return SamplingMask.of(
+            self.select("rollout_top_p_token_ids", indices),
+            self.select("rollout_top_p_token_offsets", indices),
+            select=part.response_index if self.sharding.cp_size > 1 else None,
+            device=self._device,
+        )
 
     def _trained(self, indices: Sequence[int], part: ShardedSequences) -> torch.Tensor:
         """fp32 ``[1, t]``: 1 where this rank's row predicts a token that is trained on."""

@@ -10,7 +10,9 @@ import json
 import logging
 import os
 import shutil
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,13 @@ class TensorReader:
         raise ConfigError(
             f"{self.where}: {name} has 8 bits per number, but there is no {name}{_SCALES[0]} to scale it."
         )
+
+    def row(self, name: str, index: int) -> torch.Tensor:
+        """``get(name)[index]``; of a plain tensor nothing else is read."""
+        if name in self._packed or any(name + suffix in self._files for suffix in _SCALES):
+            return self.get(name)[index]
+        row: torch.Tensor = self._handle(self._files[name]).get_slice(name)[index]
+        return row
 
     def _unpacked(self, name: str) -> torch.Tensor:
         if wrong := [name + suffix for suffix in _OF_OTHER_PACKINGS if name + suffix in self._files]:
@@ -204,6 +213,7 @@ def write_hf_directory(
     *,
     max_file_bytes: int | None = None,
     quantization: Mapping[str, Any] | None = None,
+    num_writers: int = 1,
 ) -> None:
     """Write a complete Hugging Face checkpoint at ``path``, with every file of ``source`` that holds no weights.
 
@@ -213,6 +223,7 @@ def write_hf_directory(
 
     Args:
         quantization: how ``weights`` are quantised, for config.json; None: they are not, whatever the source was.
+        num_writers: files that are written at a time; they and the next one are held in memory.
     """
     target = Path(path)
     if target.resolve() == Path(source).resolve():
@@ -224,7 +235,7 @@ def write_hf_directory(
         for file in Path(source).iterdir():
             if file.is_file() and file.suffix not in _WEIGHT_FILES and file.name != _INDEX:
                 shutil.copy2(file, partial / file.name)
-        _write_tensors(_with_remainder(weights, source), partial, max_file_bytes or _MAX_FILE_BYTES)
+        _write_tensors(_with_remainder(weights, source), partial, max_file_bytes or _MAX_FILE_BYTES, num_writers)
         _note_quantization(partial / "config.json", quantization)
         if target.exists():
             old = target.with_name(f".{target.name}.old-{os.getpid()}")
@@ -261,24 +272,18 @@ def _note_quantization(config: Path, quantization: Mapping[str, Any] | None) -> 
         config.write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
-def _write_tensors(weights: Iterable[NamedTensor], directory: Path, max_file_bytes: int) -> None:
+def _write_tensors(weights: Iterable[NamedTensor], directory: Path, max_file_bytes: int, num_writers: int) -> None:
     """``model-00001-of-0000N.safetensors`` of bounded size and their index, or one ``model.safetensors``."""
     files: list[dict[str, int]] = []
-    pending: dict[str, torch.Tensor] = {}
-    num_bytes = 0
-
-    def flush() -> None:
-        save_file(pending, directory / f"part-{len(files)}", metadata={"format": "pt"})
-        files.append({name: tensor.nbytes for name, tensor in pending.items()})
-        pending.clear()
-
-    for name, tensor in weights:
-        if pending and num_bytes + tensor.nbytes > max_file_bytes:
-            flush()
-            num_bytes = 0
-        pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        num_bytes += tensor.nbytes
-    flush()
+    with ThreadPoolExecutor(num_writers, "file writer") as pool:
+        under_way: deque[Future[None]] = deque()
+        for index, tensors in enumerate(_in_files(weights, max_file_bytes)):
+            files.append({name: tensor.nbytes for name, tensor in tensors.items()})
+            if len(under_way) == num_writers:
+                under_way.popleft().result()
+            under_way.append(pool.submit(save_file, tensors, directory / f"part-{index}", metadata={"format": "pt"}))
+        for write in under_way:
+            write.result()
     if len(files) == 1:
         (directory / "part-0").rename(directory / "model.safetensors")
         return
@@ -290,3 +295,16 @@ def _write_tensors(weights: Iterable[NamedTensor], directory: Path, max_file_byt
     total = sum(size for names in files for size in names.values())
     content = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / _INDEX).write_text(json.dumps(content, indent=2, sort_keys=True), encoding="utf-8")
+
+
+def _in_files(weights: Iterable[NamedTensor], max_file_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors of one file after the other; a file holds more than ``max_file_bytes`` only where one tensor does."""
+    pending: dict[str, torch.Tensor] = {}
+    num_bytes = 0
+    for name, tensor in weights:
+        if pending and num_bytes + tensor.nbytes > max_file_bytes:
+            yield pending
+            pending, num_bytes = {}, 0
+        pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        num_bytes += tensor.nbytes
+    yield pending

@@ -18,10 +18,12 @@ of them, the gradients add up, and metrics must be counted once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from slime.algorithms.arguments import AlgorithmArgs
 from slime.algorithms.logprobs import log_probs_and_entropy
@@ -99,6 +101,8 @@ def response_log_probs(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs and entropies ``[N]`` fp32 of the whole responses, samples in order.
 
+    Where top-p or top-k cut what the engine sampled from, the log-probs are of the same cut.
+
     Args:
         logits: ``[1, T, V/tp]``, or ``[n, V/tp]`` when only the rows that predict this rank's response tokens went
             through the LM head.
@@ -112,6 +116,7 @@ def response_log_probs(
         chunk_size=chunk_size,
         with_entropy=with_entropy,
         with_entropy_grad=with_entropy_grad,
+        keep=micro_batch.sampling,
     )
     return micro_batch.gather(log_probs), None if entropy is None else micro_batch.gather(entropy)
 
@@ -137,13 +142,43 @@ def micro_batch_loss(
     custom: CustomFunctions | None = None,
     is_critic: bool = False,
     packing: Any = None,
+    recompute: bool = False,
 ) -> MicroBatchLoss:
     """The scaled loss of ``micro_batch`` from its logits (or, for the critic, its value head's output).
 
     Args:
         packing: how the backend's model was told where samples begin; only users' losses see it.
+        recompute: only the logits are kept for the backward pass, which computes the loss again.
     """
-    custom = custom or CustomFunctions()
+    compute = partial(
+        _micro_batch_loss,
+        micro_batch=micro_batch,
+        batch=batch,
+        settings=settings,
+        scale=scale,
+        vocab_size=vocab_size,
+        temperature=temperature,
+        custom=custom or CustomFunctions(),
+        is_critic=is_critic,
+        packing=packing,
+    )
+    loss: MicroBatchLoss = checkpoint(compute, logits, use_reentrant=False) if recompute else compute(logits)
+    return loss
+
+
+def _micro_batch_loss(
+    logits: torch.Tensor,
+    *,
+    micro_batch: MicroBatch,
+    batch: TrainBatch,
+    settings: AlgorithmArgs,
+    scale: LossScale,
+    vocab_size: int,
+    temperature: float,
+    custom: CustomFunctions,
+    is_critic: bool,
+    packing: Any,
+) -> MicroBatchLoss:
     masks = batch.masks(micro_batch.indices)
     samples = Samples(
         micro_batch.response_lengths,
@@ -252,6 +287,8 @@ _PER_TOKEN_COLUMNS = (
     "teacher_log_probs",
 )
 
+_SAMPLING_COLUMNS = ("rollout_top_p_token_ids", "rollout_top_p_token_offsets")
+
 
 def _user_batch(micro_batch: MicroBatch, batch: TrainBatch, samples: Samples, packing: Any) -> dict[str, Any]:
     """The micro-batch as users' loss functions know it; a column that does not exist is None."""
@@ -274,4 +311,5 @@ def _user_batch(micro_batch: MicroBatch, batch: TrainBatch, samples: Samples, pa
         "rollout_mask_sums": samples.rollout_mask_sums,
         "multimodal_train_inputs": None,
         **{name: column(name) for name in _PER_TOKEN_COLUMNS},
+        **{name: batch.select(name, indices) for name in _SAMPLING_COLUMNS if batch.columns.get(name) is not None},
     }

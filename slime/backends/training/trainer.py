@@ -35,6 +35,7 @@ from slime.backends.training.steps import NonFiniteGradients, StepResult
 from slime.backends.training.weight_backup import WeightBackup
 from slime.batch.arguments import BatchArgs
 from slime.config.groups import from_args
+from slime.data.sampling_mask import check_sampling_sets
 from slime.observability.profile_utils import TrainProfiler
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError, SlimeError
@@ -218,6 +219,7 @@ class TrainerBase(ABC):
     def _prepare_policy(self, batch: TrainBatch, seconds: dict[str, float]) -> None:
         """Everything the loss needs besides the current log-probs: those of other weights, and advantages."""
         columns = batch.columns
+        check_sampling_sets(self._args, columns)
         passes = passes_needed(
             self._algorithm,
             self._distillation,

@@ -29,7 +29,7 @@ def _devices(args: Namespace) -> Iterator[str]:
         )
     elif total < 0:
         yield f"--rollout-num-gpus {total} must not be negative."
-    elif total % per_engine:
+    elif total % per_engine and args.sglang_config is None:  # groups of a file have widths of their own
         yield (
             f"--rollout-num-gpus {total} must be a multiple of --rollout-num-gpus-per-engine {per_engine}: the rest "
             f"would idle."

@@ -43,6 +43,9 @@ def _prompts(args: Namespace) -> Iterator[str]:
         )
 
 
+_DEFAULT_MOST_IDS = 4096  # of SGLang's --sampling-mask-max-tokens
+
+
 def _lengths(args: Namespace) -> Iterator[str]:
     """B42, and what an engine would refuse."""
     context, prompt, limit = args.rollout_max_context_len, args.rollout_max_prompt_len, args.sglang_context_length
@@ -60,12 +63,37 @@ def _sampling(args: Namespace) -> Iterator[str]:
         yield f"--rollout-temperature {args.rollout_temperature} must be above 0: training needs sampled responses."
     if args.eval_temperature is not None and args.eval_temperature < 0:
         yield f"--eval-temperature {args.eval_temperature} must not be negative; 0 is greedy."
-    if args.rollout_top_p != 1.0:
-        yield f"--rollout-top-p {args.rollout_top_p} is not supported yet, nothing replays the nucleus: use 1."
-    if args.rollout_top_k != -1:
-        yield f"--rollout-top-k {args.rollout_top_k} is not supported yet: the trainer cannot replay the cut; use -1."
+    if not 0 < args.rollout_top_p <= 1:
+        yield f"--rollout-top-p {args.rollout_top_p} must be above 0 and at most 1."
+    yield from _sampling_sets(args)
     if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:
         notices.warn(args, "--mask-offpolicy-in-partial-rollout", "no effect without --partial-rollout")
+
+
+def _sampling_sets(args: Namespace) -> Iterator[str]:
+    """What engines must say for a cut vocabulary to be replayed by the trainer."""
+    most = args.sglang_sampling_mask_max_tokens
+    if args.rollout_top_k != -1 and not 1 < args.rollout_top_k <= most:
+        yield (
+            f"--rollout-top-k {args.rollout_top_k} must be -1 (all) or from 2 to {most}, the ids per token that "
+            "engines return for the trainer to replay: raise --sglang-sampling-mask-max-tokens."
+        )
+    if args.rollout_top_p == 1.0 and args.rollout_top_k == -1:
+        return
+    flag = "--rollout-top-p" if args.rollout_top_p != 1.0 else "--rollout-top-k"
+    if args.rollout_top_k == -1 and most < _DEFAULT_MOST_IDS:
+        yield (
+            f"--sglang-sampling-mask-max-tokens {most} must be {_DEFAULT_MOST_IDS} or more with --rollout-top-p and "
+            "without --rollout-top-k."
+        )
+    algorithm = args.sglang_speculative_algorithm
+    if algorithm is not None and "DFLASH" not in algorithm.upper():
+        yield (
+            f"{flag} and --sglang-speculative-algorithm {algorithm} exclude each other: SGLang does not return the ids "
+            "that drafted tokens were sampled from, which the trainer needs."
+        )
+    if args.use_opd and args.opd_type == "sglang":
+        notices.warn(args, flag, "the teacher's log-probs are those of its whole vocabulary, the student's of the cut")
 
 
 def _dumps(args: Namespace) -> Iterator[str]:

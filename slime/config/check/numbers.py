@@ -102,6 +102,7 @@ _RANGES = (
             "train_timeout",
             "weight_sync_timeout",
             "rollout_request_timeout",
+            "custom_generate_timeout",
             "rm_timeout",
             "engine_start_timeout",
             "rollout_health_check_interval",

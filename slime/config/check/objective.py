@@ -94,6 +94,10 @@ def _optimizer(args: Namespace) -> Iterator[str]:
     """B86."""
     if args.use_stateless_adam and args.optimizer != "adam":
         yield f"--use-stateless-adam needs --optimizer adam, not {args.optimizer}."
+    if args.use_stateless_adam and args.optimizer_cpu_offload:
+        yield "--use-stateless-adam has no states to keep on the CPU: drop it or --optimizer-cpu-offload."
+    if args.use_stateless_adam and args.optimizer_cpu_offload:
+        yield "--use-stateless-adam has no states to keep on the CPU: drop it or --optimizer-cpu-offload."
     if args.use_stateless_adam and not args.no_save_optim:
         yield "--use-stateless-adam has no state to save: it needs --no-save-optim."
     if args.use_stateless_adam and args.lr_decay_style != "constant":

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from slime.config.model_config import read_model_config
 from slime.config.plan.layout import Layout, stage_layers
 from slime.config.plan.memory import precision_of
 from slime.config.plan.shape import Shape, Weight, layer_weights, model_weights
@@ -18,7 +17,7 @@ __all__ = ["ASSUMED_FRACTION", "EngineMemory", "WeightSync", "count_buckets", "e
 ASSUMED_FRACTION = 0.85
 """SGLang picks --mem-fraction-static itself when it is not given; this is close to what it picks on large devices."""
 
-_ATTENTION = ("q_", "k_", "v_", "o_", "kv_")
+_ATTENTION = ("q_", "k_", "v_", "o_", "kv_", "linear_attn")
 
 
 @dataclass(frozen=True)
@@ -63,10 +62,10 @@ def engine_memory(args: Namespace, shape: Shape, device_bytes: int) -> EngineMem
     tp = max(1, number(args, "rollout_num_gpus_per_engine", 1) // pp)
     dp = number(args, "sglang_dp_size", 1) if read(args, "sglang_enable_dp_attention") else 1
     attention_tp = max(1, tp // dp)
-    width = 1 if _is_fp8(args) else precision_of(args).weights
+    width = _weight_bytes(args)
     weights = sum(_on_device(weight, tp, attention_tp) for weight in model_weights(shape)) * width / pp
     kv_width = 1 if str(read(args, "sglang_kv_cache_dtype")).startswith("fp8") else precision_of(args).weights
-    per_token = max(1, round(_kv_numbers(shape, attention_tp) * kv_width * shape.num_layers / pp))
+    per_token = max(1, round(_kv_numbers(shape, attention_tp) * kv_width * shape.num_cached_layers / pp))
     given = read(args, "sglang_mem_fraction_static")
     fraction = ASSUMED_FRACTION if given is None else float(given)
     pool = max(0, round(fraction * device_bytes - weights))
@@ -110,15 +109,20 @@ def _max_length(args: Namespace) -> int:
     return number(args, "rollout_max_prompt_len", 0) + number(args, "rollout_max_response_len", 1024)
 
 
-def _is_fp8(args: Namespace) -> bool:
-    """The engine's weights are 8 bits wide: by its flag, or because the checkpoint is."""
+def _weight_bytes(args: Namespace) -> float:
+    """Bytes per weight of the engine: by its flag, or because the checkpoint is quantised."""
     if str(read(args, "sglang_quantization")) == "fp8":
-        return True
-    try:
-        config = json.loads((Path(str(read(args, "hf_checkpoint"))) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and (config.get("quantization_config") or {}).get("quant_method") == "fp8"
+        return 1
+    found = read_model_config(read(args, "hf_checkpoint")).get("quantization_config") or {}
+    match found.get("quant_method"):
+        case "fp8":
+            return 1
+        case "compressed-tensors":
+            groups = (found.get("config_groups") or {}).values()
+            bits = [number for group in groups if (number := (group.get("weights") or {}).get("num_bits"))]
+            return max(bits) / 8 if bits else precision_of(args).weights
+        case _:
+            return precision_of(args).weights
 
 
 def weight_sync(args: Namespace, shape: Shape, layout: Layout, num_rollouts: int | None) -> WeightSync:
@@ -148,7 +152,7 @@ def _stage_tensors(shape: Shape, layers: Sequence[int], stage: int, pp: int) -> 
     if stage == 0:
         yield from (weight.numel for weight in ends if weight.where == "embedding")
     for layer in layers:
-        for weight in layer_weights(shape, is_expert_layer=shape.is_expert_layer(layer)):
+        for weight in layer_weights(shape, layer):
             yield from [weight.numel] * weight.count
     if stage == pp - 1:
         for weight in ends:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slime.config.plan.layout import Layout, stage_layers
-from slime.config.plan.shape import Latent, Shape, Weight, layer_weights, model_weights
+from slime.config.plan.shape import DeltaNet, Latent, Shape, Weight, layer_weights, model_weights
 from slime.config.plan.values import number, read
 
 __all__ = ["Precision", "StageMemory", "Tokens", "precision_of", "stage_memory", "tokens_per_micro_batch"]
@@ -125,8 +125,10 @@ def _stage(
     expert = sum(_share(weight, layout) for weight in held if weight.split == "expert")
     # ZeRO stage 1 (arXiv:1910.02054): only optimizer states are sharded, over the ranks that hold the same weights
     given = read(args, "use_distributed_optimizer")
-    is_sharded = given if given is not None else read(args, "optimizer") != "sgd"
-    states = dense / (layout.dp * layout.cp if is_sharded else 1) + expert / (layout.edp if is_sharded else 1)
+    is_sharded = given if given is not None else read(args, "optimizer") in (None, "adam")
+    groups = max(1, number(args, "num_distributed_optimizer_instances", 1))  # each has all states
+    shards, expert_shards = max(1, layout.dp * layout.cp // groups), max(1, layout.edp // groups)
+    states = dense / shards + expert / expert_shards if is_sharded else dense + expert
     on_device = 1 - _offloaded_share(args)
     in_flight = _in_flight(args, layout, stage)
     return StageMemory(
@@ -151,12 +153,7 @@ def _fully_sharded(args: Namespace, shape: Shape, layout: Layout, tokens: int) -
     """
     layers, precision = range(shape.num_layers), precision_of(args)
     ends = sum(weight.numel * weight.count for weight in model_weights(shape) if weight.where != "layer")
-    sizes = [
-        sum(
-            weight.numel * weight.count for weight in layer_weights(shape, is_expert_layer=shape.is_expert_layer(layer))
-        )
-        for layer in layers
-    ]
+    sizes = [sum(weight.numel * weight.count for weight in layer_weights(shape, layer)) for layer in layers]
     share = (ends + sum(sizes)) / layout.world
     moments = precision.states - (0 if precision.name == "fp32" else _width(args, "main_params_dtype"))
     return StageMemory(
@@ -179,7 +176,7 @@ def _held(shape: Shape, layers: range, *, is_first: bool, is_last: bool) -> list
     held = [weight for weight in ends if weight.where == "head" and is_last]
     held += [weight for weight in ends if weight.where == "embedding" and (is_first or (is_last and shape.is_tied))]
     for layer in layers:
-        held += layer_weights(shape, is_expert_layer=shape.is_expert_layer(layer))
+        held += layer_weights(shape, layer)
     return held
 
 
@@ -227,10 +224,7 @@ def _activations(
 ) -> float:
     """Numbers stored for the backward pass, section 4 and (recomputation) section 5 of arXiv:2205.05198."""
     width = precision.weights
-    stored = [
-        tokens * layer_activations(shape, layout, width, is_expert_layer=shape.is_expert_layer(layer))
-        for layer in layers
-    ]
+    stored = [tokens * layer_activations(shape, layout, width, layer) for layer in layers]
     if not stored:
         return 0.0
     if read(args, "recompute_granularity") != "full":
@@ -243,11 +237,13 @@ def _activations(
     return -(-len(stored) // unit) * checkpoint * in_flight + max(stored) * min(unit, len(stored))
 
 
-def layer_activations(shape: Shape, layout: Layout, width: int, *, is_expert_layer: bool) -> float:
+def layer_activations(shape: Shape, layout: Layout, width: int, layer: int) -> float:
     """Bytes per token of one layer. Sequence parallelism divides what tensor parallelism leaves whole (equation 4)."""
     tp, sp = layout.tp, layout.tp if layout.has_sequence_parallel else 1
     whole = 4 * shape.hidden  # inputs of the two norms and of the two blocks
-    if shape.latent:
+    if shape.delta_net and shape.is_delta_layer(layer):
+        inner, rotary = _delta_activations(shape.delta_net), 0
+    elif shape.latent:
         inner, compressed = _latent_activations(shape, shape.latent)
         rotary = 4 * shape.latent.rope_dim
         whole += compressed
@@ -259,7 +255,7 @@ def layer_activations(shape: Shape, layout: Layout, width: int, *, is_expert_lay
     if shape.has_post_norms:
         whole += 2 * shape.hidden
     extra = 0.0
-    if is_expert_layer and shape.experts:
+    if shape.experts and shape.is_expert_layer(layer):
         experts = shape.experts
         # every token goes to top_k experts: its copies, what their MLPs store, their outputs
         extra = experts.top_k * (2 * shape.hidden * layout.etp + _mlp_numbers(shape, experts.ffn)) / sp
@@ -273,6 +269,13 @@ def layer_activations(shape: Shape, layout: Layout, width: int, *, is_expert_lay
 def _mlp_numbers(shape: Shape, ffn: int) -> int:
     """Gate and up, silu of the gate, up with its offset, their product; without a gate only before and after."""
     return (5 if shape.is_gated else 2) * ffn
+
+
+def _delta_activations(delta: DeltaNet) -> int:
+    """With fused kernels: what is projected, convolved and passed through SiLU, unit queries and keys per value head,
+    output and gated norm. Plain torch also stores the matrices of every chunk."""
+    repeated = 2 * delta.value_heads * delta.key_dim
+    return 6 * delta.keys + 6 * delta.values + repeated
 
 
 def _latent_activations(shape: Shape, latent: Latent) -> tuple[int, int]:

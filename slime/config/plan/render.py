@@ -193,6 +193,11 @@ def _model(shape: Shape) -> Iterable[RenderableType]:
         heads = f"{shape.heads} heads, latent attention (keys and values in {shape.latent.kv_rank} numbers)"
     kind = shape.model_type if shape.model_type != "unknown" else "shape from flags"
     table.add_row("shape", f"{kind}: {shape.num_layers} layers x {shape.hidden}, {heads}")
+    if shape.delta_net:
+        delta, layers = shape.delta_net, sum(shape.delta_net.layers)
+        table.add_row(
+            "gated delta nets", f"in {layers} layers, {delta.key_heads} key and {delta.value_heads} value heads"
+        )
     if shape.experts:
         layers = sum(shape.experts.layers)
         shared = f", shared expert of {shape.experts.shared_ffn}" if shape.experts.shared_ffn else ""

@@ -6,17 +6,16 @@ exact, tests compare them with models that megatron-core builds.
 
 from __future__ import annotations
 
-import json
 import math
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
+from slime.config.model_config import read_model_config, text_part
 from slime.config.plan.values import PlanError, number, read
 
-__all__ = ["Experts", "Latent", "Shape", "Split", "Weight", "layer_weights", "model_weights", "read_shape"]
+__all__ = ["DeltaNet", "Experts", "Latent", "Shape", "Split", "Weight", "layer_weights", "model_weights", "read_shape"]
 
 Split = Literal["all", "tensor", "expert"]
 """all: every rank of the stage holds it. tensor: cut among tensor-parallel ranks. expert: experts are dealt out to
@@ -52,6 +51,27 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class DeltaNet:
+    """Gated delta nets (arXiv:2412.06464) in the place of attention where ``layers[i]`` is true."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    layers: tuple[bool, ...]
+
+    @property
+    def keys(self) -> int:
+        """Width of all keys together, and of all queries."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True)
 class Experts:
     """Mixture of experts. ``layers[i]`` says whether layer i has them; the others have the dense MLP."""
 
@@ -84,11 +104,20 @@ class Shape:
     has_post_norms: bool = False
     has_output_gate: bool = False
     latent: Latent | None = None
+    delta_net: DeltaNet | None = None
     experts: Experts | None = None
     num_mtp_layers: int = 0
 
     def is_expert_layer(self, layer: int) -> bool:
         return self.experts is not None and self.experts.layers[layer]
+
+    def is_delta_layer(self, layer: int) -> bool:
+        return self.delta_net is not None and self.delta_net.layers[layer]
+
+    @property
+    def num_cached_layers(self) -> int:
+        """Layers of which an engine keeps keys and values."""
+        return self.num_layers - (sum(self.delta_net.layers) if self.delta_net else 0)
 
     @property
     def num_parameters(self) -> int:
@@ -106,7 +135,7 @@ def model_weights(shape: Shape, *, is_padded: bool = False) -> Iterator[Weight]:
     vocab = shape.padded_vocab if is_padded else shape.vocab
     yield Weight("embed_tokens", vocab * shape.hidden, split="tensor", where="embedding")
     for layer in range(shape.num_layers):
-        yield from layer_weights(shape, is_expert_layer=shape.is_expert_layer(layer))
+        yield from layer_weights(shape, layer)
     yield Weight("norm", shape.hidden, where="head")
     if not shape.is_tied:
         yield Weight("lm_head", vocab * shape.hidden, split="tensor", where="head")
@@ -114,10 +143,18 @@ def model_weights(shape: Shape, *, is_padded: bool = False) -> Iterator[Weight]:
         yield from _mtp_weights(shape)
 
 
-def layer_weights(shape: Shape, *, is_expert_layer: bool) -> Iterator[Weight]:
-    """One transformer layer."""
+def layer_weights(shape: Shape, layer: int) -> Iterator[Weight]:
+    """One decoder layer."""
+    delta = shape.delta_net if shape.is_delta_layer(layer) else None
+    return _layer_weights(shape, is_expert_layer=shape.is_expert_layer(layer), delta=delta)
+
+
+def _layer_weights(shape: Shape, *, is_expert_layer: bool, delta: DeltaNet | None = None) -> Iterator[Weight]:
     yield Weight("input_layernorm", shape.hidden)
-    yield from _latent_weights(shape, shape.latent) if shape.latent else _attention_weights(shape)
+    if delta is not None:
+        yield from _delta_weights(shape, delta)
+    else:
+        yield from _latent_weights(shape, shape.latent) if shape.latent else _attention_weights(shape)
     if shape.has_post_norms:
         yield Weight("post_self_attn_layernorm", shape.hidden)
         yield Weight("post_mlp_layernorm", shape.hidden)
@@ -141,6 +178,16 @@ def _attention_weights(shape: Shape) -> Iterator[Weight]:
     yield Weight("o_proj", shape.heads * shape.head_dim * shape.hidden, split="tensor")
     if shape.has_linear_bias:
         yield Weight("o_proj.bias", shape.hidden)
+
+
+def _delta_weights(shape: Shape, delta: DeltaNet) -> Iterator[Weight]:
+    yield Weight("linear_attn.in_proj_qkvz", shape.hidden * 2 * (delta.keys + delta.values), split="tensor")
+    yield Weight("linear_attn.in_proj_ba", shape.hidden * 2 * delta.value_heads, split="tensor")
+    yield Weight("linear_attn.conv1d", (2 * delta.keys + delta.values) * delta.kernel, split="tensor")
+    yield Weight("linear_attn.A_log", delta.value_heads, split="tensor")
+    yield Weight("linear_attn.dt_bias", delta.value_heads, split="tensor")
+    yield Weight("linear_attn.norm", delta.value_dim)
+    yield Weight("linear_attn.out_proj", delta.values * shape.hidden, split="tensor")
 
 
 def _latent_weights(shape: Shape, latent: Latent) -> Iterator[Weight]:
@@ -189,7 +236,7 @@ def _mtp_weights(shape: Shape) -> Iterator[Weight]:
         Weight("enorm", shape.hidden),
         Weight("hnorm", shape.hidden),
         Weight("eh_proj", 2 * shape.hidden * shape.hidden, split="tensor"),
-        *layer_weights(shape, is_expert_layer=last_is_expert),
+        *_layer_weights(shape, is_expert_layer=last_is_expert),
         Weight("shared_head.norm", shape.hidden),
     )
     for weight in inner:
@@ -201,7 +248,7 @@ def _mtp_weights(shape: Shape) -> Iterator[Weight]:
 _HF_KEYS: dict[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers",),
     "hidden_size": ("hidden_size",),
-    "ffn_hidden_size": ("intermediate_size",),
+    "ffn_hidden_size": ("intermediate_size", "moe_intermediate_size"),
     "num_attention_heads": ("num_attention_heads",),
     "num_query_groups": ("num_key_value_heads",),
     "kv_channels": ("head_dim",),
@@ -216,14 +263,13 @@ _HF_KEYS: dict[str, tuple[str, ...]] = {
     "v_head_dim": ("v_head_dim",),
 }
 _NOT_COUNTED = {
-    "qwen3_next": "gated delta-net layers",
-    "qwen3_5": "gated delta-net layers",
-    "qwen3_5_moe": "gated delta-net layers",
     "deepseek_v32": "the sparse-attention indexer",
     "glm_moe_dsa": "the sparse-attention indexer",
 }
-_QK_NORM = ("qwen3", "qwen3_moe")
-_QKV_BIAS = ("qwen2", "mimo")
+_HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+_QK_NORM = ("qwen3", "qwen3_moe", *_HYBRID)
+_QKV_BIAS = ("qwen2", "qwen2_moe", "mimo")
+_SHARED_GATE = ("qwen2_moe", "qwen3_next", "qwen3_5_moe")
 
 
 def read_shape(args: Namespace) -> Shape:
@@ -254,8 +300,9 @@ def read_shape(args: Namespace) -> Shape:
         has_qk_norm=bool(read(args, "qk_layernorm")) or model_type in _QK_NORM or bool(config.get("use_qk_norm")),
         has_qkv_bias=_has_qkv_bias(args, config, model_type),
         has_post_norms=model_type == "glm4" or bool(read(args, "post_self_attn_layernorm")),
-        has_output_gate=bool(read(args, "attention_output_gate")),
+        has_output_gate=bool(read(args, "attention_output_gate")) or model_type in _HYBRID,
         latent=_latent(values),
+        delta_net=_delta_net(config, values["num_layers"]) if model_type in _HYBRID else None,
         experts=_experts(args, config, values),
         num_mtp_layers=number(args, "mtp_num_layers", 0),
     )
@@ -287,6 +334,21 @@ def _latent(values: dict[str, Any]) -> Latent | None:
     )
 
 
+def _delta_net(config: dict[str, Any], num_layers: int) -> DeltaNet:
+    """No flag says any of it; what config.json leaves out is as in the config classes of transformers."""
+    kinds, interval = config.get("layer_types"), config.get("full_attention_interval") or 4
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        kinds = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(num_layers)]
+    return DeltaNet(
+        key_heads=config.get("linear_num_key_heads", 16),
+        value_heads=config.get("linear_num_value_heads", 32),
+        key_dim=config.get("linear_key_head_dim", 128),
+        value_dim=config.get("linear_value_head_dim", 128),
+        kernel=config.get("linear_conv_kernel_dim", 4),
+        layers=tuple(kind == "linear_attention" for kind in kinds),
+    )
+
+
 def _experts(args: Namespace, config: dict[str, Any], values: dict[str, Any]) -> Experts | None:
     if not values["num_experts"]:
         return None
@@ -294,13 +356,13 @@ def _experts(args: Namespace, config: dict[str, Any], values: dict[str, Any]) ->
     ffn = values["moe_ffn_hidden_size"] or values["ffn_hidden_size"]
     shared = read(args, "moe_shared_expert_intermediate_size")
     if shared is None:
-        shared = (config.get("n_shared_experts") or 0) * ffn
+        shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * ffn
     return Experts(
         num=values["num_experts"],
         top_k=values["moe_router_topk"],
         ffn=ffn,
         shared_ffn=shared,
-        has_shared_gate=bool(read(args, "moe_shared_expert_gate")),
+        has_shared_gate=bool(read(args, "moe_shared_expert_gate")) or config.get("model_type") in _SHARED_GATE,
         layers=_expert_layers(args, config, values["num_layers"]),
     )
 
@@ -326,10 +388,9 @@ def _first(given: Any, config: dict[str, Any], keys: tuple[str, ...]) -> Any:
 
 def _hf_config(args: Namespace) -> dict[str, Any]:
     """``config.json`` of --hf-checkpoint; empty when there is none (the checks report that)."""
-    path = read(args, "hf_checkpoint")
-    try:
-        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8")) if path else {}
-    except (OSError, ValueError):
-        return {}
-    text = config.get("text_config", config)
-    return text if isinstance(text, dict) else {}
+    whole = read_model_config(read(args, "hf_checkpoint"))
+    text = text_part(whole)
+    if text is whole or not text:
+        return text
+    outside = {key: whole[key] for key in ("model_type", "tie_word_embeddings") if whole.get(key)}
+    return {**text, **outside}

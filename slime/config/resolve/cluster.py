@@ -70,6 +70,8 @@ def node_borders(args: Namespace) -> None:
     width, per_node = args.rollout_num_gpus_per_engine, args.num_gpus_per_node
     if not 1 < width <= per_node or not args.rollout_num_gpus or args.rollout_external:
         return
+    if args.sglang_config is not None:  # a rule goes through its groups
+        return
     first = 0 if args.colocate or args.debug_rollout_only else args.world_size
     starts = range(first, first + min(args.rollout_num_gpus, width * per_node), width)
     if any(start % per_node + width > per_node for start in starts):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
-from pathlib import Path
 
 from slime.config import notices
+from slime.config.model_config import read_model_config, text_part
 
 __all__ = ["evaluation", "lengths", "reward_keys"]
 
@@ -46,11 +45,7 @@ def _response_len(args: Namespace, context: int | None) -> int:
 
 def _model_context(hf_checkpoint: str | None) -> int | None:
     """``max_position_embeddings`` of the model; None where it cannot be read, which the checks report."""
-    try:
-        config = json.loads((Path(hf_checkpoint or "") / "config.json").read_text(encoding="utf-8"))
-        value = (config.get("text_config") or config).get("max_position_embeddings")
-    except (OSError, ValueError, AttributeError):
-        return None
+    value = text_part(read_model_config(hf_checkpoint)).get("max_position_embeddings")
     return value if isinstance(value, int) and value > 1 else None
 
 

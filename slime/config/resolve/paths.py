@@ -36,7 +36,9 @@ PATHS = (
 
 
 def experiment_name(args: Namespace) -> None:
-    args.experiment_name = args.experiment_name or args.tb_experiment_name or time.strftime("%Y%m%d_%H%M%S")
+    """Its own also when several start in one second."""
+    started = f"{time.strftime('%Y%m%d_%H%M%S')}_{os.getpid()}"
+    args.experiment_name = args.experiment_name or args.tb_experiment_name or started
 
 
 def absolute_paths(args: Namespace) -> None:

@@ -21,7 +21,6 @@ __all__ = ["device", "memory", "open_files", "packages", "ports", "python_versio
 _OLDEST, _TOO_NEW = (3, 11), (3, 14)
 _MIN_OPEN_FILES = 4096
 _GOOD_OPEN_FILES = 65536
-_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 _SHM = Path("/dev/shm")
 _CPU_OBJECT_STORE = 512 * 1024**2
 _RAY_SHARE = 0.3  # of the memory, Ray's own default where slime does not set it
@@ -69,9 +68,9 @@ def device(situation: Situation) -> Iterator[Finding]:
     except ConfigError as error:
         yield fail("device", str(error), "unset SLIME_ACCELERATOR")
         return
-    has_driver = _NVIDIA_DRIVER.is_file()
+    has_driver = accelerator.has_driver()
     if mode == "cuda" and not has_driver:
-        yield fail("device", f"cuda mode, torch {torch}, but no NVIDIA driver", "load it, or set SLIME_ACCELERATOR=cpu")
+        yield fail("device", f"cuda mode, torch {torch}, but no GPU driver", "load it, or set SLIME_ACCELERATOR=cpu")
     elif mode == "cpu" and has_driver:
         fix = "install a CUDA build of torch, or set SLIME_ACCELERATOR=cpu to say that this is meant"
         meant = os.environ.get("SLIME_ACCELERATOR") == "cpu"

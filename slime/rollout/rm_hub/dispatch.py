@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
 from slime.data.sample import Sample
@@ -21,7 +23,7 @@ from slime.rollout.rm_hub.math_utils import extract_answer, grade_answer_verl
 from slime.rollout.rm_hub.math_verify_grader import grade_math_verify
 from slime.rollout.rm_hub.remote import remote_rm
 from slime.rollout.settings import setting
-from slime.utils.errors import DataError
+from slime.utils.errors import DataError, ScoringError
 
 __all__ = ["async_rm", "batched_async_rm", "known_rm_types"]
 
@@ -49,6 +51,7 @@ _BOXED_RULES: dict[str, Rule] = _RULES | {
 }
 """With the ``boxed_`` prefix: rules that look for a marker of their own grade the box instead."""
 
+_COMPARE_TEXTS = frozenset({"math", "math_verify", "deepscaler", "dapo", "f1"})
 _FIND_THE_BOX_THEMSELVES = frozenset({"math", "math_verify", "deepscaler", "dapo"})
 
 
@@ -97,11 +100,32 @@ async def _by_type(args: Namespace, sample: Sample) -> Any:
     if is_boxed and name not in _FIND_THE_BOX_THEMSELVES:
         response = extract_answer(response) or ""
     timeout_s = setting(args, "rm_timeout")
+    label = _label(name, sample.label, what)
     try:
         rule = (_BOXED_RULES if is_boxed else _RULES)[name]
-        return await call_scorer(rule, response, sample.label, metadata, what=what, timeout_s=timeout_s)
+        return await call_scorer(rule, response, label, metadata, what=what, timeout_s=timeout_s)
     except DataError as error:
         if error.__cause__ is not None:
             raise
         logger.warning("%s; its reward is 0", error)  # the deadline: a response that is too hard to grade
         return 0
+
+
+def _label(name: str, label: Any, what: str) -> Any:
+    """The label as the rule ``name`` takes it: numbers become text where texts are compared.
+
+    Raises:
+        ScoringError: it is nothing that a response could be compared with.
+    """
+    is_number = isinstance(label, Real) and math.isfinite(label)
+    if name in _COMPARE_TEXTS:
+        if is_number:
+            return str(int(label) if label == int(label) else label)  # 42.0: a column that had gaps
+        if isinstance(label, str):
+            return label
+    elif name != "gpqa" or is_number or label is None or isinstance(label, str):
+        return label
+    kind = type(label).__name__
+    raise ScoringError(
+        f"{what}: its label is {str(label)[:80]!r}, a {kind}; this rule needs a text or a number (--label-key)"
+    )

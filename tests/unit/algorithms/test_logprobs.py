@@ -78,7 +78,10 @@ def test_one_rank_equals_log_softmax_and_its_gradient(case):
 def test_two_gloo_ranks_equal_log_softmax_even_where_one_holds_only_padding(tmp_path):
     rendezvous = tmp_path / "rendezvous"
     nucleus = [case | {"keep": some_ids(case)} for case in CASES[::5]]
-    torch.save([*CASES, *nucleus], f"{rendezvous}.cases")
+    for case in nucleus:
+        case["keep"][0, case["targets"][0]] = True  # as sets of ids no row may be empty
+    sets = [case | dict(zip(("keep", "offsets"), as_sets(case["keep"]), strict=True)) for case in nucleus]
+    torch.save([*CASES, *nucleus, *sets], f"{rendezvous}.cases")
     outputs = [tmp_path / f"{rank}.pt" for rank in range(2)]
     ranks = [
         subprocess.Popen([sys.executable, str(WORKER), str(rank), "2", str(rendezvous), str(outputs[rank])])
@@ -91,7 +94,7 @@ def test_two_gloo_ranks_equal_log_softmax_even_where_one_holds_only_padding(tmp_
             process.kill()
             process.wait()
     first, second = (torch.load(path, weights_only=True) for path in outputs)
-    for case, left, right in zip([*CASES, *nucleus], first, second, strict=True):
+    for case, left, right in zip([*CASES, *nucleus, *nucleus], first, second, strict=True):
         wanted = nucleus_reference(case, case["keep"]) if "keep" in case else expected(case)
         assert torch.equal(left["log_probs"], right["log_probs"])
         assert torch.equal(left["entropy"], right["entropy"])
@@ -135,6 +138,12 @@ def some_ids(case: dict) -> torch.Tensor:
     keep[1] = True
     keep[2, : WIDTH // 2] = False  # nothing on the first of two ranks
     return keep
+
+
+def as_sets(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids, offsets) of a mask as an engine returns them, int32."""
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int32), dense.sum(1).cumsum(0).int()])
+    return dense.nonzero()[:, 1].int(), offsets
 
 
 def nucleus_reference(case: dict, keep: torch.Tensor) -> dict:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from slime.algorithms.logprobs import log_probs_and_entropy
+from slime.algorithms.sampling_mask import SamplingMask
 
 
 def main(rank: int, size: int, rendezvous: str, output: str) -> None:
@@ -31,12 +32,21 @@ def main(rank: int, size: int, rendezvous: str, output: str) -> None:
             temperature=case["temperature"],
             chunk_size=case["chunk_size"],
             with_entropy=True,
-            keep=case["keep"].chunk(size, dim=1)[rank] if "keep" in case else None,
+            keep=kept(case, rank, size),
         )
         (log_probs @ case["w_lp"] + entropy @ case["w_h"]).backward()
         results.append({"log_probs": log_probs.detach(), "entropy": entropy.detach(), "grad": shard.grad})
     torch.save(results, output)
     dist.destroy_process_group()
+
+
+def kept(case: dict, rank: int, size: int) -> torch.Tensor | SamplingMask | None:
+    """The shard of a dense mask, or the sets of all ranks."""
+    if "keep" not in case:
+        return None
+    if "offsets" in case:
+        return SamplingMask.of([case["keep"]], [case["offsets"]])
+    return case["keep"].chunk(size, dim=1)[rank]
 
 
 if __name__ == "__main__":

@@ -98,5 +98,5 @@ def test_the_plan_agrees_with_the_model_that_megatron_builds(
         shape, layout = read_shape(trainer._args), read_layout(trainer._args)
         (stage,) = stage_memory(trainer._args, shape, layout)
         assert stage.parameters == sum(parameter.numel() for parameter in chunk.parameters())
-    estimate = layer_activations(shape, layout, width=2, is_expert_layer=shape.is_expert_layer(0))
+    estimate = layer_activations(shape, layout, width=2, layer=0)
     assert estimate == pytest.approx(stored[1] - stored[0], rel=0.15)

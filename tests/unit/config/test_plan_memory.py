@@ -239,9 +239,18 @@ def test_weights_larger_than_the_device_leave_no_cache() -> None:
     assert engine_memory(args, read_shape(args), 1000).tokens == 0
 
 
-def test_a_checkpoint_in_8_bits_is_served_in_8_bits(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
-    assert engine(hf_checkpoint=str(tmp_path)).weights == engine().weights // 2
+@pytest.mark.parametrize(
+    ("quantised", "share"),
+    [
+        ({"quant_method": "fp8"}, 2),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 4}}}}, 4),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, 1),
+        ({"quant_method": "somebody's"}, 1),
+    ],
+)
+def test_a_quantised_checkpoint_is_served_in_its_bits(quantised: dict[str, Any], share: int, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantised}))
+    assert engine(hf_checkpoint=str(tmp_path)).weights == engine().weights // share
 
 
 def sync(**flags: Any) -> Any:

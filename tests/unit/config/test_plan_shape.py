@@ -24,7 +24,23 @@ TINY: dict[str, Any] = {
 }
 LATENT: dict[str, Any] = {"kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
 EXPERTS: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GATED_EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+DELTA_NET: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 3,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {"model_type": "qwen2_moe", "head_dim": None, **GATED_EXPERTS},
+    "qwen3_next": {"model_type": "qwen3_next", **DELTA_NET, **GATED_EXPERTS},
     "qwen2": {"model_type": "qwen2", "head_dim": None},
     "qwen3": {"model_type": "qwen3"},
     "qwen3 tied": {"model_type": "qwen3", "tie_word_embeddings": True},
@@ -184,9 +200,13 @@ def test_an_unknown_shape_says_which_flags_would_give_it() -> None:
         read_shape(Namespace(hf_checkpoint=None))
 
 
-def test_layers_that_the_formulas_do_not_cover_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="gated delta-net"):
-        read_shape(checkpoint(tmp_path, {**QWEN3_4B, "model_type": "qwen3_next"}))
+def test_only_layers_of_full_attention_have_a_cache_of_keys_and_values(tmp_path: Path) -> None:
+    """Every fourth layer of a hybrid model, as long as its config does not say otherwise."""
+    text = {**QWEN3_4B, "tie_word_embeddings": None}
+    shape = read_shape(checkpoint(tmp_path, {"model_type": "qwen3_5", "tie_word_embeddings": True, "text_config": text}))
+    assert (shape.num_layers, shape.num_cached_layers) == (36, 9)
+    assert shape.is_tied
+    assert shape.has_output_gate
 
 
 def test_prediction_layers_add_their_own_layer_and_no_second_embedding(tmp_path: Path) -> None:

@@ -122,7 +122,18 @@ ERRORS = [
         "80-strict", "--strict-args", "--rollout-max-response-len: not given: 1024 tokens", "--rollout-max-response-len"
     ),
     case("81-D12", "--label-key nothing", "--rm-type is required: the first row of --prompt-data", "--rm-type"),
-    case("83", "--rollout-top-p 0.9", "--rollout-top-p 0.9 is not supported yet"),
+    case("83", "--rollout-top-p 1.5", "--rollout-top-p 1.5 must be above 0 and at most 1"),
+    case("83-k", "--rollout-top-k 5000", "--rollout-top-k 5000 must be -1 (all) or from 2 to 4096"),
+    case(
+        "83-most",
+        "--rollout-top-p 0.9 --sglang-sampling-mask-max-tokens 100",
+        "--sglang-sampling-mask-max-tokens 100 must be 4096 or more with --rollout-top-p",
+    ),
+    case(
+        "83-draft",
+        "--rollout-top-k 20 --sglang-speculative-algorithm EAGLE",
+        "--rollout-top-k and --sglang-speculative-algorithm EAGLE exclude each other",
+    ),
     case("84", "--eps-clip-c 1", "--eps-clip-c 1.0 must be above 1"),
     case(
         "85",

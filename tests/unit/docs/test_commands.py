@@ -37,7 +37,7 @@ PAGES += [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name no
 MARKS = ("# needs a GPU", "# needs a cluster")
 A_RUN = "--hf-checkpoint MODEL --prompt-data prompts.jsonl --rm-type math --rollout-num-gpus 2 --num-rollout 3 "
 A_RUN += "--actor-num-gpus-per-node 2 --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 64"
-OF_OTHERS = ("ray", "docker", "ssh")
+OF_OTHERS = ("ray", "docker", "ssh", "hf", "torchrun")
 """Programs that only blocks for other machines may call."""
 EVERYWHERE = ("cd", "export", "git", "pip", "tensorboard")
 _OPERATORS = re.compile(r"\s(?:&&|\||>|&)(?=\s|$)")

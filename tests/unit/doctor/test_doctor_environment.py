@@ -45,7 +45,7 @@ def test_the_installed_packages_fit() -> None:
 
 
 def test_cuda_mode_without_a_driver_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(environment, "_NVIDIA_DRIVER", tmp_path / "none")
+    monkeypatch.setattr(environment.accelerator, "_DRIVERS", (tmp_path / "none",))
     monkeypatch.setattr(environment.accelerator, "current", lambda: SimpleNamespace(name="cuda"))
     assert only(environment.device(NOTHING)).status == "fail"
 
@@ -53,7 +53,7 @@ def test_cuda_mode_without_a_driver_fails(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_cpu_mode_beside_a_driver_is_pointed_out_unless_it_is_meant(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(environment, "_NVIDIA_DRIVER", tmp_path / "version")
+    monkeypatch.setattr(environment.accelerator, "_DRIVERS", (tmp_path / "version",))
     (tmp_path / "version").touch()
     monkeypatch.setattr(environment.accelerator, "current", lambda: SimpleNamespace(name="cpu"))
     monkeypatch.delenv("SLIME_ACCELERATOR", raising=False)

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from slime.algorithms.arguments import AlgorithmArgs, DistillationArgs
+from slime.backends.training.credit import passes_needed
 from slime.data.sample import Sample
 from slime.doctor.mismatch import diagnose
 from slime.doctor.mismatch_input import Row, read_rows_of
@@ -250,6 +252,19 @@ def test_a_record_is_read_whichever_rank_trained_on_it_and_rows_of_other_samples
     record_training(tmp_path, columns, rollout_id=4, limit=8, data_parallel_rank=1)
     (row,) = read_rows_of(tmp_path, None, 8)
     assert row.all_trainer.tolist() == [-1.5, -2.5]
+
+
+@pytest.mark.parametrize("num_steps", [1, 4])
+@pytest.mark.parametrize("use_rollout_logprobs", [False, True])
+@pytest.mark.parametrize("loss_type", ["policy_loss", "custom_loss"])
+def test_a_run_that_follows_the_advice_has_the_trainers_log_probs(
+    tmp_path: Path, num_steps: int, use_rollout_logprobs: bool, loss_type: str
+) -> None:
+    torch.save({"samples": []}, tmp_path / "train.pt")
+    with pytest.raises(DataError, match="started with --use-rollout-entropy;"):
+        read_rows_of(tmp_path / "train.pt", None, 8)
+    settings = AlgorithmArgs(use_rollout_entropy=True, use_rollout_logprobs=use_rollout_logprobs, loss_type=loss_type)
+    assert passes_needed(settings, DistillationArgs(), num_steps=num_steps).old
 
 
 @pytest.mark.parametrize("content", [b"", b"no dump", b"\x80\x04K\x01."])

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.unit.megatron_utils.hub_hybrid import HYBRID_MODELS
+from tests.unit.megatron_utils.hub_sparse import SPARSE_MODELS
+
 __all__ = [
     "DEEPSEEK_V3",
     "GLM4_9B",
@@ -332,5 +335,7 @@ HUB_MODELS: dict[str, Config] = {
     "kimi-k2": KIMI_K2,
     "glm4.7-30B-A3B": GLM47_FLASH,
     "mimo-7B-rl": MIMO_7B,
+    **HYBRID_MODELS,
+    **SPARSE_MODELS,
 }
 """By the name of the preset that goes with it."""

@@ -15,7 +15,13 @@ import torch.distributed as dist
 from slime.backends.megatron_utils.families.registry import FAMILIES, NOT_BUILT, why_not_built
 from slime.backends.megatron_utils.patches.install import install
 from slime.utils.errors import ConfigError
-from tests.unit.megatron_utils.tiny_families import KINDS, make_family_checkpoint, packed_logits, saved_tensors
+from tests.unit.megatron_utils.tiny_families import (
+    KINDS,
+    is_left_out,
+    make_family_checkpoint,
+    packed_logits,
+    saved_tensors,
+)
 from tests.unit.megatron_utils.tiny_trainer import VOCAB, use_single_rank_env
 from tests.verification import verify
 
@@ -49,14 +55,10 @@ def _export(model: Any, path: Path, bucket_bytes: int = 1 << 20) -> dict[str, to
     from tests.unit.megatron_utils.family_models import shape_of
 
     exported: dict[str, torch.Tensor] = {}
-    for name, tensor in export_weights(model, shape_of(path), bucket_bytes):
+    for name, tensor in export_weights(model, shape_of(path), bucket_bytes, layout_of=str(path)):
         assert name not in exported, f"{name} came twice"
         exported[name] = tensor
     return exported
-
-
-def _is_prediction_layer(name: str, model_type: str) -> bool:
-    return ".mtp_layers." in name or (FAMILIES[model_type].ignored != () and name.startswith("model.layers.3."))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,7 +81,7 @@ def test_a_checkpoint_comes_back_bit_for_bit(kind: str, tmp_path: Path) -> None:
     dtypes = [tensor.dtype for tensor in exported.values()]
     assert dtypes == sorted(dtypes, key=lambda dtype: dtype == torch.float32), "one dtype after the other"
     model_type = KINDS[kind][2]
-    saved = {k: v for k, v in saved_tensors(tmp_path).items() if not _is_prediction_layer(k, model_type)}
+    saved = {k: v for k, v in saved_tensors(tmp_path).items() if not is_left_out(k, model_type)}
     assert exported.keys() == saved.keys()
     for name, tensor in exported.items():
         is_bias = name.endswith("e_score_correction_bias")  # the router's bias is fp32 in the model
@@ -102,6 +104,7 @@ def test_every_line_of_a_familys_table_is_used_by_one_of_its_models(kind: str, t
     layer = "decoder.layers.{layer}."
     variants = {
         "qwen3": {"output_layer.weight"},  # tied
+        "qwen3_5": {"output_layer.weight"},
         "glm4_moe": {f"{layer}self_attention.{x}_layernorm.weight" for x in "qk"},
         "moonlight": {
             f"{layer}self_attention.{x}.weight" for x in ("linear_q_down_proj", "q_layernorm", "linear_q_up_proj")
@@ -190,8 +193,16 @@ def test_weights_in_8_bits_with_block_scales_are_read_as_bfloat16(tmp_path: Path
         assert got[row, column] == expected
 
 
-@pytest.mark.parametrize("kind", ["mimo", "glm4_moe"])
-def test_an_exported_directory_keeps_the_layers_that_were_not_built(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "final_norm"),
+    [
+        ("mimo", "model.norm.weight"),
+        ("glm4_moe", "model.norm.weight"),
+        ("qwen3_5_moe", "model.language_model.norm.weight"),
+    ],
+)
+def test_an_exported_directory_keeps_what_was_not_built(kind: str, final_norm: str, tmp_path: Path) -> None:
+    """Prediction layers; of Qwen3.5 also the vision tower, and the experts of a layer stay one tensor."""
     from slime.backends.training.hf_files import write_hf_directory
 
     source, target = tmp_path / "source", tmp_path / "target"
@@ -203,5 +214,5 @@ def test_an_exported_directory_keeps_the_layers_that_were_not_built(kind: str, t
     before, after = saved_tensors(source), saved_tensors(target)
     assert after.keys() == before.keys()
     changed = {name for name in after if not torch.equal(after[name], before[name])}
-    assert changed == {"model.norm.weight"}
+    assert changed == {final_norm}
     assert (target / "config.json").read_text() == (source / "config.json").read_text()

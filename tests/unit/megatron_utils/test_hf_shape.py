@@ -59,6 +59,8 @@ def test_leaving_out_every_model_flag_gives_what_the_preset_says(preset: str, tm
         "make_vocab_size_divisible_by",
         "mtp_num_layers",
         "use_rotary_position_embeddings",
+        "enable_experimental",
+        "allgather_cp",
         "rotary_scaling_factor",
     }
     if "--multi-latent-attention" in model_words()[preset]:
@@ -72,7 +74,8 @@ def test_leaving_out_every_model_flag_gives_what_the_preset_says(preset: str, tm
 
 
 def test_every_family_that_can_be_built_has_a_released_model_here() -> None:
-    assert {config["model_type"] for config in HUB_MODELS.values()} == set(FAMILIES)
+    without_preset = {"qwen2_moe", "deepseek_v32"}
+    assert {config["model_type"] for config in HUB_MODELS.values()} == set(FAMILIES) - without_preset
 
 
 def test_a_head_may_be_wider_than_its_share_of_the_model() -> None:

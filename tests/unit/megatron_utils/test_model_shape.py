@@ -43,7 +43,7 @@ from tests.unit.megatron_utils.hub_models import (
         (QWEN3_30B, "--moe-ffn-hidden-size 1408", "moe_intermediate_size 768"),
         (QWEN3_30B, "--moe-router-topk 6", "num_experts_per_tok 8"),
         (QWEN3_30B, "--moe-router-score-function sigmoid", "scoring_func softmax"),
-        (DEEPSEEK_V3, "--moe-shared-expert-intermediate-size 4096", "moe_intermediate_size x n_shared_experts 2048"),
+        (DEEPSEEK_V3, "--moe-shared-expert-intermediate-size 4096", "width of all shared experts together, 2048"),
         (DEEPSEEK_V3, "--moe-router-topk-scaling-factor 1.0", "routed_scaling_factor 2.5"),
         (DEEPSEEK_V3, "--moe-router-num-groups 4", "n_group 8"),
         (DEEPSEEK_V3, "--moe-router-group-topk 2", "topk_group 4"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,29 @@ def _reference(kind: str, model: Any, path: Path, tokens: torch.Tensor) -> torch
     return model.lm_head(norm(last, x[0] if isinstance(x, tuple) else x))[0]
 
 
+def _hybrid_reference(model: Any, path: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """The same for Qwen3.5: the prediction layer has full attention, norms multiply with 1 + their weight."""
+    text = model.model.language_model
+    tensors = saved_tensors(path)
+
+    def norm(name: str, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, x.shape[-1:], 1 + tensors[f"mtp.{name}.weight"], text.config.rms_norm_eps)
+
+    following = torch.cat([tokens[1:], tokens.new_zeros(1)])[None]
+    hidden = text(tokens[None]).last_hidden_state
+    embedding = text.embed_tokens(following)
+    joined = torch.cat([norm("pre_fc_norm_embedding", embedding), norm("pre_fc_norm_hidden", hidden)], dim=-1)
+    layer = copy.deepcopy(text.layers[text.config.layer_types.index("full_attention")])
+    prefix = "mtp.layers.0."
+    own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    layer.load_state_dict(_fused_experts(own, layer.state_dict()))
+    positions = torch.arange(len(tokens))[None]
+    mask = torch.full((len(tokens),) * 2, -torch.inf).triu(1)[None, None]
+    x = F.linear(joined, tensors["mtp.fc.weight"])
+    x = layer(x, attention_mask=mask, position_embeddings=text.rotary_emb(x, positions))
+    return model.lm_head(norm("norm", x))[0]
+
+
 def _fused_experts(own: dict[str, torch.Tensor], like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The layer's tensors as ``transformers`` holds them in memory: experts stacked."""
     state = {name: value for name, value in own.items() if name in like}
@@ -112,25 +136,29 @@ def _predictions(model: Any, sequences: list[torch.Tensor]) -> torch.Tensor:
         return mtp._logits(model, state)[:, :VOCAB]
 
 
-@pytest.mark.parametrize("kind", ["mimo", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["mimo", "glm4_moe", "deepseek_v3", "qwen3_5_moe"])
 def test_the_predictions_of_the_second_next_token_equal_transformers(kind: str, tmp_path: Path) -> None:
     reference = make_family_checkpoint(kind, tmp_path)
     model = _load(tmp_path)
     sequences = _sequences()
     with torch.no_grad():
-        expected = torch.cat([_reference(kind, reference, tmp_path, tokens) for tokens in sequences])
+        if kind == "qwen3_5_moe":
+            parts = [_hybrid_reference(reference, tmp_path, tokens) for tokens in sequences]
+        else:
+            parts = [_reference(kind, reference, tmp_path, tokens) for tokens in sequences]
+        expected = torch.cat(parts)
     assert (_predictions(model, sequences) - expected).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["mimo", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["mimo", "glm4_moe", "deepseek_v3", "qwen3_5_moe"])
 def test_prediction_layers_come_back_bit_for_bit_and_change_no_logits(kind: str, tmp_path: Path) -> None:
     from slime.backends.megatron_utils.hf_checkpoint import export_weights
     from tests.unit.megatron_utils.family_models import shape_of
 
     reference = make_family_checkpoint(kind, tmp_path)
     model = _load(tmp_path)
-    exported = dict(export_weights(model, shape_of(tmp_path)))
-    saved = saved_tensors(tmp_path)
+    exported = dict(export_weights(model, shape_of(tmp_path), layout_of=str(tmp_path)))
+    saved = {name: value for name, value in saved_tensors(tmp_path).items() if not name.startswith("model.visual.")}
     assert exported.keys() == saved.keys()
     assert all(torch.equal(exported[name], value) for name, value in saved.items())
     tokens = _sequences()[2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
+from slime.backends.training.data import TrainBatch
 from slime.utils.errors import SlimeError
 from tests.unit.megatron_utils.tiny_trainer import (
     VOCAB,
@@ -20,6 +22,7 @@ from tests.unit.megatron_utils.tiny_trainer import (
     make_hf_model,
     schedule,
     use_single_rank_env,
+    with_sampling_sets,
 )
 from tests.verification import verify
 
@@ -83,6 +86,24 @@ def test_packed_logits_equal_transformers_on_each_sequence_alone(kind: str, chec
             reference = hf(tokens[None]).logits[0]
         assert reference.abs().max() > 1
         verify("logits of packed sequences", "transformers, each alone", ours, reference, tolerance=1e-5)
+
+
+def test_log_probs_of_a_cut_vocabulary_are_those_of_transformers_over_the_sampled_sets(checkpoint: Any) -> None:
+    path, hf = checkpoint(KINDS[0])
+    batch = with_sampling_sets(make_batch(6, seed=3))
+    ours = _trainer(path, rollout_top_p=0.9)._log_probs(TrainBatch(batch, torch.device("cpu")))
+    for index, (tokens, length) in enumerate(zip(batch["tokens"], batch["response_lengths"], strict=True)):
+        with torch.no_grad():
+            logits = hf(tokens[None]).logits[0, -length - 1 : -1]
+        ids, borders = (batch[f"rollout_top_p_token_{name}"][index] for name in ("ids", "offsets"))
+        kept = torch.zeros_like(logits, dtype=torch.bool)
+        for row, (begin, end) in enumerate(pairwise(borders.tolist())):
+            kept[row, ids[begin:end].long()] = True
+        cut = logits.masked_fill(~kept, -torch.inf).log_softmax(-1)
+        reference = cut.gather(1, tokens[-length:, None]).squeeze(1)
+        verify(
+            "log-probs of a cut vocabulary", "transformers over the same ids", ours[index], reference, tolerance=1e-5
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from slime.backends.megatron_utils.families.registry import FAMILIES
 from tests.unit.megatron_utils.tiny_trainer import VOCAB, _let_torchvision_import
 
-__all__ = ["KINDS", "make_family_checkpoint", "packed_logits", "saved_tensors"]
+__all__ = ["KINDS", "is_left_out", "make_family_checkpoint", "packed_logits", "saved_tensors"]
 
 _BASE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -46,6 +47,20 @@ _YARN = {
     "mscale_all_dim": 0.7,
 }
 _GLM_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+_DELTA = {
+    "head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    # the norm behind the delta rule blows the rounding of small outputs up, the more the smaller this is
+    "rms_norm_eps": 1e-2,
+}
+_GATED_SHARED = {"num_experts": 8, "shared_expert_intermediate_size": 40, **_EXPERTS}
+_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+_TOWER = {"vision_config": _VISION | {"num_position_embeddings": 16, "patch_size": 2}}
+_LINEAR, _FULL = "linear_attention", "full_attention"
+_INDEXER = {"index_n_heads": 24, "index_head_dim": 16, "index_topk": 12, "num_nextn_predict_layers": 1}
 _GROUPED = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
 
 # class of transformers' config, its settings, model_type in the saved config.json
@@ -101,7 +116,40 @@ KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
         | {"num_nextn_predict_layers": 1},
         "glm4_moe_lite",
     ),
+    "qwen2_moe": ("Qwen2MoeConfig", {**_GATED_SHARED, "mlp_only_layers": [1]}, "qwen2_moe"),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {**_DELTA, **_GATED_SHARED, "layer_types": [_LINEAR, _FULL, _LINEAR], "mlp_only_layers": [1]},
+        "qwen3_next",
+    ),
+    "qwen3_5": (
+        "Qwen3_5Config",
+        {**_DELTA, **_TOWER, "layer_types": [_LINEAR, _LINEAR, _FULL], "tie_word_embeddings": True},
+        "qwen3_5",
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeConfig",
+        {**_DELTA, **_TOWER, **_GATED_SHARED, "layer_types": [_LINEAR, _FULL, _LINEAR]},
+        "qwen3_5_moe",
+    ),
     "mimo": ("Qwen2Config", {"num_nextn_predict_layers": 1}, "mimo"),
+    # so many heads that no two keys have the score zero: which of them is chosen would be left to the library
+    "deepseek_v32": (
+        "DeepseekV32Config",
+        {**_SIGMOID, **_MLA, **_GROUPED, **_INDEXER, "q_lora_rank": 20, "rope_parameters": _YARN},
+        "deepseek_v32",
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsaConfig",
+        {**_SIGMOID, **_MLA, **_INDEXER, "q_lora_rank": 20, "num_experts_per_tok": 2, "v_head_dim": 24}
+        | {"rms_norm_eps": 1e-6, "indexer_types": ["full", "full", "shared"]},
+        "glm_moe_dsa",
+    ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2, "rope_parameters": _GLM_ROPE},
+        "minimax_m2",
+    ),
 }
 
 
@@ -115,20 +163,58 @@ def make_family_checkpoint(kind: str, path: Path, dtype: torch.dtype = torch.flo
     import transformers
 
     class_name, settings, model_type = KINDS[kind]
-    config = getattr(transformers, class_name)(**(_BASE | settings | overrides))
+    settings = _BASE | settings | overrides
+    auto_class = transformers.AutoModelForCausalLM
+    if "vision_config" in settings:
+        is_tied = settings.get("tie_word_embeddings", False)
+        settings = {"vision_config": settings.pop("vision_config"), "text_config": settings}
+        settings["tie_word_embeddings"] = is_tied
+        auto_class = transformers.AutoModelForImageTextToText
+    config = getattr(transformers, class_name)(**settings)
     torch.manual_seed(5)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    model = auto_class.from_config(config, dtype=dtype, attn_implementation="eager")
     biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias")]
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *biases]:
             noise = torch.randn_like(parameter)
-            parameter.copy_(1 + 0.1 * noise if "norm" in name else 0.15 * noise)
+            is_zero_centred = FAMILIES[model_type].has_zero_centred_norms and "linear_attn" not in name
+            parameter.copy_((not is_zero_centred) + 0.1 * noise if "norm" in name else 0.15 * noise)
     model.save_pretrained(path)
     content = json.loads((path / "config.json").read_text())
     content["model_type"] = model_type
     (path / "config.json").write_text(json.dumps(content))
-    _add_prediction_layer(model_type, path, config)
+    if FAMILIES[model_type].has_delta_nets:
+        _as_released(path, config.get_text_config())
+    else:
+        _add_prediction_layer(model_type, path, config)
     return model.eval()
+
+
+def _as_released(path: Path, config: Any) -> None:
+    """A hybrid model: a prediction layer with full attention; Qwen3.5 has the experts of a layer in one tensor."""
+    tensors = load_file(path / "model.safetensors")
+    prefix = "model.language_model." if any(".language_model." in name for name in tensors) else "model."
+    attention = f"{prefix}layers.{config.layer_types.index(_FULL)}."
+    mlp = f"{prefix}layers.{config.num_hidden_layers - 1}."
+    is_taken = {attention: (".self_attn.", ".input_layernorm."), mlp: (".mlp.", ".post_attention_layernorm.")}
+    for name, value in list(tensors.items()):
+        for layer, kinds in is_taken.items():
+            if name.startswith(layer) and any(kind in name for kind in kinds):
+                tensors["mtp.layers.0." + name.removeprefix(layer)] = 0.15 * torch.randn_like(value)
+    like = tensors[f"{prefix}norm.weight"]
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        tensors[f"mtp.{name}.weight"] = 0.1 * torch.randn_like(like)
+    tensors["mtp.fc.weight"] = 0.15 * torch.randn(config.hidden_size, 2 * config.hidden_size, dtype=like.dtype)
+    if prefix != "model." and any(".experts." in name for name in tensors):
+        for layer in range(config.num_hidden_layers):
+            experts = f"{prefix}layers.{layer}.mlp.experts."
+            parts = {
+                kind: torch.stack([tensors.pop(f"{experts}{i}.{kind}_proj.weight") for i in range(config.num_experts)])
+                for kind in ("gate", "up", "down")
+            }
+            tensors[experts + "gate_up_proj"] = torch.cat([parts["gate"], parts["up"]], dim=1)
+            tensors[experts + "down_proj"] = parts["down"]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
 def _add_prediction_layer(model_type: str, path: Path, config: Any) -> None:
@@ -142,7 +228,7 @@ def _add_prediction_layer(model_type: str, path: Path, config: Any) -> None:
                 "model.mtp_layers.0.",
                 ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
             )
-        case "deepseek_v3" | "kimi_k2" | "glm4_moe" | "glm4_moe_lite":
+        case "deepseek_v3" | "deepseek_v32" | "glm_moe_dsa" | "kimi_k2" | "glm4_moe" | "glm4_moe_lite":
             own = f"model.layers.{config.num_hidden_layers}."
             names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
         case _:
@@ -155,6 +241,13 @@ def _add_prediction_layer(model_type: str, path: Path, config: Any) -> None:
         shape = (hidden, 2 * hidden) if "proj" in name else (hidden,)
         tensors[f"{own}{name}.weight"] = (0.15 * torch.randn(shape) if "proj" in name else torch.ones(shape)).to(dtype)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def is_left_out(name: str, model_type: str) -> bool:
+    """A tensor of the prediction layer or of a vision tower, which the models of the tests do not have."""
+    if name.startswith(("mtp.", "model.visual.")) or ".mtp_layers." in name:
+        return True
+    return FAMILIES[model_type].ignored != () and name.startswith(f"model.layers.{_BASE['num_hidden_layers']}.")
 
 
 def saved_tensors(path: Path) -> dict[str, torch.Tensor]:

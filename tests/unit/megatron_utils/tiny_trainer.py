@@ -158,6 +158,18 @@ def make_batch(
     return schedule(batch, [list(range(num_samples))])
 
 
+def with_sampling_sets(batch: dict[str, Any], *, seed: int = 0) -> dict[str, Any]:
+    """The batch as if top-p had cut the vocabulary: some ids for every response token, itself among them."""
+    generator = torch.Generator().manual_seed(seed)
+    ids, offsets = [], []
+    for tokens, length in zip(batch["tokens"], batch["response_lengths"], strict=True):
+        dense = torch.rand(length, VOCAB, generator=generator) < 0.1
+        dense[torch.arange(length), tokens[len(tokens) - length :]] = True
+        ids.append(dense.nonzero()[:, 1].int())
+        offsets.append(torch.cat([torch.zeros(1), dense.sum(1).cumsum(0)]).int())
+    return batch | {"rollout_top_p_token_ids": ids, "rollout_top_p_token_offsets": offsets}
+
+
 def schedule(batch: dict[str, Any], steps: list[list[int]], size: int = 3) -> dict[str, Any]:
     """Cut the samples of every step into micro-batches of ``size``."""
     micro_batches = [[step[i : i + size] for i in range(0, len(step), size)] for step in steps]

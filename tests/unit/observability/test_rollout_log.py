@@ -140,6 +140,7 @@ def test_the_rollout_manager_calls_the_users_functions(tmp_path: Path) -> None:
     assert (metrics["rollout/mine"], metrics["rollout/drops"]) == (2, -1)
     assert metrics["rollout/correct_response_lengths"] == 1.0
     assert made.eval(0) == {"eval/gsm8k/count": 2}
+    made.dispose()
     recorded = sorted(path.name for path in (tmp_path / "outputs" / "run" / "samples").iterdir())
     assert recorded == ["eval_000000.parquet", "rollout_000000.parquet"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import subprocess
 import sys
 from argparse import Namespace
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from slime.config.groups import add_group
+from slime.config.resolve import paths
 from slime.observability import arguments, logging_utils, tracking
 from slime.observability.sinks.jsonl import JsonlSink
 from slime.observability.tracking import Tracker, create_tracker
@@ -169,6 +171,51 @@ def test_a_folder_that_cannot_be_written_is_an_error_that_names_the_flag(tmp_pat
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"--output-dir .*file"):
         create_tracker(parsed("--output-dir", str(tmp_path / "file")))
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from slime.observability.run_lock import RunLock
+lock = RunLock(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_live_run_keeps_others_out_of_its_folder_and_a_dead_one_does_not(tmp_path: Path) -> None:
+    args = parsed("--output-dir", str(tmp_path), "--experiment-name", "mine")
+    create_tracker(args).close()  # an earlier run that ended
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "mine")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match=rf"--experiment-name mine: process {other.pid} on host .* right now"):
+            create_tracker(args)
+        other.kill()
+        other.wait(10)
+    create_tracker(args).close()
+
+
+def test_a_driver_may_open_its_own_folder_again(tmp_path: Path) -> None:
+    args = parsed("--output-dir", str(tmp_path), "--experiment-name", "mine")
+    first, second = create_tracker(args), create_tracker(args)
+    second.close()
+    first.close()
+
+
+def test_runs_without_a_name_that_start_in_one_second_have_folders_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = set()
+    for pid in (7, 8):
+        args = Namespace(experiment_name=None, tb_experiment_name=None)
+        monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
+        monkeypatch.setattr("time.strftime", lambda form: "20260101_000000")
+        paths.experiment_name(args)
+        names.add(args.experiment_name)
+    assert names == {"20260101_000000_7", "20260101_000000_8"}
 
 
 def test_wandb_without_the_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

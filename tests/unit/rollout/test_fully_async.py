@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 
 import pytest
 
@@ -79,9 +80,14 @@ def test_no_more_groups_are_begun_than_the_staleness_bound_allows(setup):
 
 
 def test_responses_begun_too_long_ago_are_thrown_away_and_their_prompts_drawn_again(setup):
+    asked = Counter()
+
     def with_versions(payload, number):
+        prompt = tuple(payload["input_ids"])
+        asked[prompt] += 1
+        is_old = prompt in list(asked)[:2] and asked[prompt] <= 2  # both samples of the first two groups
         reply = completion(payload, [5])
-        reply["meta_info"]["weight_version"] = "3" if number < 4 else "6"
+        reply["meta_info"]["weight_version"] = "3" if is_old else "6"
         return 200, reply
 
     args, source = setup(with_versions, max_weight_staleness=2, sglang_server_concurrency=4)
@@ -129,6 +135,24 @@ def test_groups_that_a_weight_sync_aborts_go_back_with_their_tokens_and_are_cont
     assert cut.status is Sample.Status.COMPLETED
     assert len(cut.weight_versions) == 2
     assert source.drawn.count(cut.group_index) == 2
+
+
+def test_groups_go_on_while_one_is_given_back_to_a_slow_data_source(setup):
+    def first_request_is_cut(payload, number):
+        return 200, completion(payload, [5], "abort" if number == 0 else "stop")
+
+    args, source = setup(first_request_is_cut, n_samples_per_prompt=1)
+    worker = AsyncRolloutWorker(args, source, concurrency=3)
+
+    def add_samples(groups):
+        wait_until(lambda: worker.queue_size() >= 2, Deadline(10, "two groups to finish meanwhile"))
+
+    source.add_samples = add_samples
+    worker.start()
+    worker.wait_completed(Deadline(20, "a group"))
+    wait_until(lambda: worker.queue_size() >= 3, Deadline(20, "three groups"))
+    worker.stop()
+    assert worker._error is None
 
 
 def test_failing_groups_are_drawn_again_and_a_broken_world_ends_the_rollout_with_its_cause(setup):

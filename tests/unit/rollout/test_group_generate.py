@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from slime.data.sample import Sample
 from slime.rollout.collect import Drops, apply_filter
-from slime.rollout.custom_generate import takes_group
+from slime.rollout.custom_generate import call_generate, takes_group
+from slime.rollout.failures import generate_with_retries
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm, generate_and_rm_group
 from slime.utils.async_utils import run
@@ -145,3 +147,48 @@ def test_a_filter_that_drops_everything_has_an_end():
         drops.add([Sample(response_length=2)], "too easy")
     assert drops.metrics()["rollout/dynamic_filter/drop_too easy"] == 101
     assert drops.metrics()["rollout/dropped_tokens"] == 202
+
+
+async def hangs(args, sample, sampling_params):
+    await asyncio.Event().wait()
+
+
+async def group_hangs(args, samples, sampling_params):
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("function", ["hangs", "group_hangs"])
+def test_a_function_that_hangs_is_ended_and_its_samples_are_given_up_after_their_attempts(finish, function):
+    pair = [sample_with(i, Status.PENDING, num_tokens=0) for i in range(2)]
+    group = finish(pair, function, custom_generate_timeout=0.1, max_sample_retries=1)
+    for sample in group:
+        failure = sample.metadata["failure"]
+        assert (sample.status, failure["type"]) == (Status.FAILED, "TimeoutError")
+        assert f"{function} raised on sample" in failure["message"]
+        assert "in 2 attempts (--max-sample-retries 1)" in failure["message"]
+        assert "within 0.1 s: fix it, or raise --custom-generate-timeout" in failure["message"]
+
+
+def test_a_thread_that_is_too_late_does_not_write_into_the_next_attempt():
+    begun, is_through, has_written = [], threading.Event(), threading.Event()
+
+    def late_at_first(args, sample, sampling_params):
+        begun.append(sample)
+        is_late = len(begun) == 1
+        if is_late:
+            is_through.wait(30)
+        sample.append_response_tokens(tokens=[7], log_probs=[-1.0], text="late" if is_late else "in time")
+        if is_late:
+            has_written.set()
+        return sample
+
+    source, args = sample_with(0, Status.PENDING, num_tokens=0), SimpleNamespace(custom_generate_timeout=0.2)
+
+    async def attempt():
+        return await call_generate(late_at_first, args, source, {}, evaluation=False)
+
+    sample = run(generate_with_retries(attempt, [source], retries=1, what="late"))
+    is_through.set()
+    assert has_written.wait(10)
+    assert (sample.response_length, sample.response, sample.metadata["failed_attempts"]) == (1, "in time", 1)
+    assert source.response_length == 0

@@ -22,6 +22,7 @@ from slime.rollout.rm_hub.math_dapo_utils import (
     remove_boxed,
     verify,
 )
+from slime.utils.errors import ScoringError
 
 
 @pytest.mark.parametrize(
@@ -190,3 +191,30 @@ def test_rules_are_reached_by_name_and_by_their_boxed_name(rm_type: str, respons
     args = Namespace(rm_type=rm_type, custom_rm_path=None, rm_timeout=10.0)
     sample = Sample(response=response, label=label)
     assert asyncio.run(async_rm(args, sample)) == reward
+
+
+LABELLED = ("math", "boxed_math", "math_verify", "deepscaler", "dapo", "f1", "gpqa")
+
+
+@pytest.mark.parametrize("rm_type", LABELLED)
+@pytest.mark.parametrize("label", [["42"], {"answer": "42"}, float("nan")])
+def test_a_label_that_no_response_can_equal_is_named_and_not_scored_0(rm_type: str, label: Any):
+    sample = Sample(index=3, response="Answer: \\boxed{42}", label=label)
+    with pytest.raises(
+        ScoringError, match=f"--rm-type {rm_type} on sample 3: its label is .*, a {type(label).__name__};"
+    ):
+        asyncio.run(async_rm(Namespace(rm_type=rm_type), sample))
+
+
+@pytest.mark.parametrize("rm_type", LABELLED[:-1])  # gpqa may have its answer in the metadata
+def test_a_sample_without_a_label_is_named_and_not_scored_0(rm_type: str):
+    with pytest.raises(ScoringError, match="on sample 3: its label is 'None', a NoneType"):
+        asyncio.run(async_rm(Namespace(rm_type=rm_type), Sample(index=3, response="x")))
+
+
+@pytest.mark.parametrize(("rm_type", "reward"), [("math", 1), ("boxed_dapo", 1.0), ("boxed_f1", 1.0), ("dapo", 1.0)])
+@pytest.mark.parametrize("label", [42, 42.0, "42"])
+def test_a_label_may_be_a_number(rm_type: str, reward: float, label: Any):
+    sample = Sample(response="\\boxed{42}\nAnswer: 42", label=label)
+    found = asyncio.run(async_rm(Namespace(rm_type=rm_type), sample))
+    assert (found["score"] if isinstance(found, dict) else found) == reward

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ def resolved(line: str = "", **changes: Any) -> Namespace:
         "colocate": False,
         "offload_rollout": False,
         "use_rollout_routing_replay": False,
+        "fp32": False,
+        "fp16": False,
     }
     args = Namespace(**values | names.attributes | changes, given=names.given | changes.keys())
     engine_width(args)
@@ -175,7 +178,7 @@ def test_expert_choices_cannot_be_asked_of_prefill_and_decode_engines(tmp_path: 
     for changes, flag in (
         ({"prefill_num_servers": 2}, "--prefill-num-servers 2"),
         ({"sglang_config": str(path)}, f"--sglang-config {path}: model a"),
-        (external | {"fp32": True, "fp16": False}, "--rollout-external-engine-addrs"),
+        (external, "--rollout-external-engine-addrs"),
     ):
         (problem,) = (
             text for text in problems("", use_rollout_routing_replay=True, **changes) if "different engines" in text
@@ -192,6 +195,32 @@ def test_a_model_of_sixteen_devices_per_engine_does_not_fit_on_a_node(tmp_path: 
     path.write_text(f"sglang: [{{name: a, server_groups: [{text}]}}]")
     found = problems("", sglang_config=str(path), rollout_num_gpus=16)
     assert any("num_gpus_per_engine 16: an engine over several nodes is not supported yet" in text for text in found)
+
+
+@pytest.mark.parametrize(
+    ("config", "line", "changes", "dtype"),
+    [
+        ({"dtype": "float32"}, "", {}, "bfloat16"),
+        ({"torch_dtype": "bfloat16"}, "", {"fp32": True}, "float32"),
+        ({"text_config": {"dtype": "float32"}}, "", {"fp16": True}, "float16"),
+        ({"dtype": "float32"}, "--sglang-dtype half", {}, "half"),
+        ({"dtype": "float16", "quantization_config": {"quant_method": "gptq"}}, "", {}, "auto"),
+        ({"dtype": "float16"}, "--sglang-quantization fp8", {}, "auto"),
+    ],
+)
+def test_engines_hold_weights_in_the_precision_that_the_trainer_sends(
+    tmp_path: Path, config: dict[str, Any], line: str, changes: dict[str, Any], dtype: str
+):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args = resolved(line, hf_checkpoint=str(tmp_path), **changes)
+    assert args.sglang_dtype == dtype
+    is_noticed = dtype in ("bfloat16", "float16", "float32")
+    assert any(notice.flag == "--sglang-dtype" for notice in args.notices) is is_noticed
+
+
+def test_nothing_is_said_about_a_checkpoint_in_the_trainers_precision(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
+    assert resolved("", hf_checkpoint=str(tmp_path)).notices == []
 
 
 def test_engines_that_answer_are_counted_where_the_devices_do_not_say_it(tmp_path: Path):

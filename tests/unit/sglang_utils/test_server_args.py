@@ -21,7 +21,7 @@ UNUSED = {
 
 
 def argv(*user: str, overrides: dict[str, Any] | None = None, **more: Any) -> list[str]:
-    args = Namespace(hf_checkpoint="/m", seed=7, num_gpus_per_node=8, fp32=False, fp16=False, sglang_argv=list(user))
+    args = Namespace(hf_checkpoint="/m", seed=7, num_gpus_per_node=8, sglang_dtype="bfloat16", sglang_argv=list(user))
     vars(args).update(UNUSED | more)
     return build_argv(args, rank=2, overrides=overrides, **ADDRESSES)
 
@@ -41,10 +41,13 @@ def test_every_engine_has_a_random_seed_of_its_own():
 
 
 def test_the_trainers_precision_is_the_engines_unless_the_user_says_otherwise():
-    assert value(argv(fp32=True), "--dtype") == "float32"
-    assert value(argv(fp16=True), "--dtype") == "float16"
-    assert "--dtype" not in argv()
-    assert argv("--dtype", "bfloat16", fp32=True).count("--dtype") == 1
+    assert value(argv(), "--dtype") == "bfloat16"
+    assert argv("--dtype", "float32").count("--dtype") == 1
+    assert value(argv(overrides={"dtype": "float16"}), "--dtype") == "float16"
+
+
+def test_a_model_that_is_not_the_trained_one_keeps_the_precision_of_its_own_checkpoint():
+    assert "--dtype" not in argv(overrides={"model_path": "/another"})
 
 
 def test_user_flags_come_after_slimes_and_a_groups_overrides_after_both():
@@ -102,7 +105,7 @@ def test_the_environment_of_the_actor_beats_slimes(monkeypatch: pytest.MonkeyPat
 
 
 def of_kind(worker_type: WorkerType, *user: str, **more: Any) -> list[str]:
-    args = Namespace(hf_checkpoint="/m", seed=7, num_gpus_per_node=8, fp32=False, fp16=False, sglang_argv=list(user))
+    args = Namespace(hf_checkpoint="/m", seed=7, num_gpus_per_node=8, sglang_dtype="auto", sglang_argv=list(user))
     vars(args).update(UNUSED)
     return build_argv(args, rank=0, worker_type=worker_type, **ADDRESSES, **more)
 

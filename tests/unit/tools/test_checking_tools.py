@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as parquet
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from slime.backends.training.hf_files import TensorReader
 from slime.batch.replay import save_debug_rollout_data
@@ -142,14 +142,22 @@ def test_a_file_that_is_no_dump_leaves_no_table(tmp_path: Path):
     assert list(tmp_path.glob("*parquet*")) == []
 
 
-@pytest.mark.parametrize("strategy", ["block", "tensor"])
+@pytest.mark.parametrize("strategy", ["block", "channel", "tensor"])
 def test_a_checkpoint_in_8_bits_reads_back_as_bf16_within_its_precision(strategy: str, tiny_task, tmp_path: Path):
     fp8, bf16 = tmp_path / "fp8", tmp_path / "bf16"
     done = run("convert_hf_to_fp8.py", "--model-dir", tiny_task.model, "--save-dir", fp8, "--strategy", strategy)
     assert done.returncode == 0, done.stderr
     config = json.loads((fp8 / "config.json").read_text())["quantization_config"]
-    assert (config["quant_method"], "weight_block_size" in config) == ("fp8", strategy == "block")
-    assert "lm_head" in " ".join(config["modules_to_not_convert"]) or "embed_tokens" in str(config)
+    assert ("weight_block_size" in config) == (strategy == "block")
+    if strategy == "channel":
+        assert (config["quant_method"], config["format"]) == ("compressed-tensors", "float-quantized")
+        assert "lm_head" in config["ignore"]
+        name = "model.layers.0.mlp.up_proj.weight"
+        stored = load_file(fp8 / "model.safetensors")
+        assert stored[name + "_scale"].shape == (stored[name].shape[0], 1)
+    else:
+        assert config["quant_method"] == "fp8"
+        assert "model.embed_tokens" in config["modules_to_not_convert"]
     again = run("fp8_cast_bf16.py", "--input-fp8-hf-path", fp8, "--output-bf16-hf-path", bf16)
     assert again.returncode == 0, again.stderr
     assert "quantization_config" not in json.loads((bf16 / "config.json").read_text())
@@ -187,6 +195,38 @@ def test_a_checkpoint_in_4_bits_reads_back_as_bf16_within_its_precision(tiny_tas
         before, after = (reader.get(name).float().unflatten(1, (-1, 16)) for reader in (original, back))
         largest = before.abs().amax(-1, keepdim=True)
         assert ((before - after).abs() <= largest / 7.5 * 0.51 + largest / 128).all()
+
+
+def test_gptq_writes_what_transformers_loads_and_leaves_less_error_than_rounding(tiny_task, tmp_path: Path):
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM
+
+    paths = {"gptq": tmp_path / "gptq", "rounded": tmp_path / "rounded"}
+    flags = ("--data-dir", tiny_task.train, "--num-calibration-samples", 24, "--quant-group-size", 32)
+    done = run("convert_hf_to_int4.py", "--input-dir", tiny_task.model, "--output-dir", paths["gptq"], *flags)
+    assert done.returncode == 0, done.stderr
+    rules = ("--ignore-rules", "lm_head", "embed", "norm")
+    flags = ("--model-dir", tiny_task.model, "--save-dir", paths["rounded"], "--group-size", 32, "--max-workers", 2)
+    assert run("convert_hf_to_int4_direct.py", *flags, *rules).returncode == 0
+    ids = torch.tensor([[1, 10, 20, 12, 30, 2, 11, 21, 13, 31]])
+    with torch.no_grad():
+        exact = AutoModelForCausalLM.from_pretrained(tiny_task.model).eval()(ids).logits
+        loaded = {name: AutoModelForCausalLM.from_pretrained(path).eval()(ids).logits for name, path in paths.items()}
+        model = AutoModelForCausalLM.from_pretrained(tiny_task.model).eval()
+        reader = TensorReader(paths["gptq"], "--hf-checkpoint")
+        model.load_state_dict({name: reader.get(name).float() for name in reader.names}, strict=False)
+        assert (model(ids).logits - loaded["gptq"]).abs().max() < 0.02  # the reader's weights are bf16
+    error = {name: float((logits - exact).square().mean()) for name, logits in loaded.items()}
+    assert error["gptq"] < error["rounded"]
+
+
+def test_gptq_refuses_what_it_cannot_do(tiny_task, tmp_path: Path):
+    flags = ("--input-dir", tiny_task.model, "--output-dir", tmp_path, "--data-dir", tiny_task.train)
+    done = run("convert_hf_to_int4.py", *flags, "--quant-type", "W8A16", "--dampening-frac", 0)
+    assert done.returncode == 2
+    assert "--quant-type W8A16 is not supported yet" in done.stderr
+    assert "--dampening-frac 0.0 must be greater than 0" in done.stderr
+    assert f"--output-dir {tmp_path} exists already" in done.stderr
 
 
 @pytest.mark.parametrize(

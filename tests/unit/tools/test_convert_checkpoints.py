@@ -59,12 +59,26 @@ def test_a_checkpoint_converted_there_and_back_is_the_same_bit_for_bit(hf: Path,
     for name, value in saved.items():
         assert reader.get(name).dtype == torch.float32, "the source's precision is kept"
         assert torch.equal(reader.get(name), value)
+    parallel = _run(
+        "convert_torch_dist_to_hf_parallel.py",
+        *("--input-dir", tmp_path / "dist" / "release"),
+        *("--output-dir", tmp_path / "parallel"),
+        *("--origin-hf-dir", hf),
+        *("--chunk-size", 20_000),
+        *("--save-max-workers", 3),
+    )
+    assert parallel.returncode == 0, parallel.stderr
+    written = {path.name: path.read_bytes() for path in (tmp_path / "back").iterdir()}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "parallel").iterdir()} == written
     again = _run("convert_hf_to_torch_dist.py", "--hf-checkpoint", hf, "--save", tmp_path / "dist")
     assert again.returncode == 2
     assert "already holds release/" in again.stderr
 
 
-@pytest.mark.parametrize("tool", ["convert_hf_to_torch_dist.py", "convert_torch_dist_to_hf.py"])
+@pytest.mark.parametrize(
+    "tool",
+    ["convert_hf_to_torch_dist.py", "convert_torch_dist_to_hf.py", "convert_torch_dist_to_hf_parallel.py"],
+)
 def test_help_says_how_to_use_the_tool(tool: str) -> None:
     result = _run(tool, "--help")
     assert result.returncode == 0

@@ -15,6 +15,16 @@ from slime.utils.errors import ConfigError
 from slime.weight_sync.quantize import find_quantizer, quantize_fp8, quantize_int4
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+BY_TENSOR = FP8 | {"weight_block_size": None}
+
+
+def compressed(form: str, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
+
+
+BY_ROWS = compressed("float-quantized", num_bits=8, type="float", symmetric=True, strategy="channel")
+PACKED = compressed("pack-quantized", num_bits=4, type="int", symmetric=True, strategy="group", group_size=32)
 
 
 def make_checkpoint(directory: Path, config: dict[str, Any] | None, tensors: dict[str, torch.Tensor]) -> str:
@@ -106,22 +116,43 @@ def test_only_weights_that_have_a_scale_in_the_checkpoint_are_quantised(tmp_path
 
 def test_packed_weights_are_sent_under_the_checkpoint_s_names(tmp_path: Path):
     words, scale = quantize_int4(weight(4, 64), 32)
-    config = {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "config_groups": {
-            "group_0": {
-                "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
-            }
-        },
-    }
     shape = torch.tensor([4, 64], dtype=torch.int32)
-    stored = {"a.weight_packed": words, "a.weight_scale": scale, "a.weight_shape": shape}
-    quantizer = find_quantizer(make_checkpoint(tmp_path / "hf", config, stored))
+    name = "layers.0.mlp.experts.3.up_proj.weight"
+    stored = {name + "_packed": words, name + "_scale": scale, name + "_shape": shape}
+    quantizer = find_quantizer(make_checkpoint(tmp_path / "hf", PACKED, stored))
     assert quantizer is not None
-    sent = dict(quantizer([("a.weight", weight(4, 64))]))
+    sent = dict(quantizer([(name, weight(4, 64))]))
     assert sent.keys() == stored.keys()
     assert all(torch.equal(sent[name], stored[name]) for name in stored)
+
+
+def test_experts_with_a_scale_per_row_are_sent_as_the_checkpoint_holds_them(tmp_path: Path):
+    name, tensor = "layers.0.mlp.experts.3.up_proj.weight", weight(6, 40)
+    values, scale = quantize_fp8(tensor, (1, 40))
+    assert torch.equal(scale, tensor.float().abs().amax(dim=1, keepdim=True) / 448)
+    stored = {name: values, name + "_scale": scale, "layers.0.self_attn.q_proj.weight": weight(4, 4)}
+    quantizer = find_quantizer(make_checkpoint(tmp_path / "hf", BY_ROWS, stored))
+    assert quantizer is not None
+    sent = dict(quantizer([(name, tensor), ("layers.0.self_attn.q_proj.weight", weight(4, 4))]))
+    assert sent.keys() == stored.keys()
+    assert all(torch.equal(sent[name].float(), stored[name].float()) for name in stored)
+    assert sent[name].dtype is torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("config", "stored", "text"),
+    [
+        (BY_ROWS, ("a.o_proj.weight", "a.o_proj.weight_scale"), "1 weights that are no experts' \\(a.o_proj.weight"),
+        (PACKED, ("a.shared_experts.up_proj.weight_packed",), "1 weights that are no experts'"),
+        (BY_TENSOR, ("a.experts.0.up_proj.weight", "a.experts.0.up_proj.weight_scale"), "one scale per tensor"),
+    ],
+)
+def test_what_engines_cannot_load_twice_is_refused(
+    config: dict[str, Any], stored: tuple[str, ...], text: str, tmp_path: Path
+):
+    directory = make_checkpoint(tmp_path / "hf", config, {name: torch.ones(2, 2) for name in stored})
+    with pytest.raises(ConfigError, match=f"{text}.*new ones cannot be loaded.*convert_hf_to"):
+        find_quantizer(directory)
 
 
 def test_a_checkpoint_that_is_not_quantised_needs_nothing(tmp_path: Path):
@@ -134,7 +165,10 @@ def test_a_checkpoint_that_is_not_quantised_needs_nothing(tmp_path: Path):
         ({"quant_method": "mxfp4"}, "quant_method mxfp4"),
         (FP8 | {"fmt": "e5m2"}, "fmt e5m2"),
         (FP8 | {"activation_scheme": "static"}, "activation_scheme static"),
-        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "format float-quantized"),
+        (compressed("nvfp4-pack-quantized", num_bits=4), "format nvfp4-pack-quantized"),
+        (compressed("float-quantized", num_bits=8, type="float", strategy="tensor"), "strategy': 'tensor'"),
+        (compressed("pack-quantized", num_bits=8, type="int"), "num_bits': 8"),
+        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "0 config groups"),
     ],
 )
 def test_a_format_that_cannot_be_written_is_refused(config: dict[str, Any], text: str, tmp_path: Path):

@@ -132,7 +132,8 @@ def test_a_large_tensor_that_does_not_lie_in_order_arrives_in_order(engines: Eng
 
 
 @pytest.mark.parametrize(
-    "tensors", [[torch.ones(1 << 19)] + [torch.ones(4)] * 20, [torch.ones(1 << 20, dtype=torch.float8_e4m3fn)]]
+    "tensors",
+    [[torch.ones(4)], [torch.ones(4)] * 20, [torch.ones(1 << 20, dtype=torch.float8_e4m3fn), torch.ones(4)]],
 )
 def test_small_tensors_and_eight_bit_ones_are_sent_as_one_row_of_bytes(
     engines: Engines, tensors: list[torch.Tensor]
@@ -143,3 +144,18 @@ def test_small_tensors_and_eight_bit_ones_are_sent_as_one_row_of_bytes(
     sender.finish()
     assert [(part.dtype, part.numel()) for part in engines.sent] == [(torch.uint8, chunk.num_bytes)]
     assert engines.calls[-1][1]["load_format"] == "flattened_bucket"
+
+
+def test_many_small_tensors_travel_as_one_before_the_large_ones_and_fused_ones_together(engines: Engines) -> None:
+    sender = _sender(engines)
+    small = [(f"w{index}", torch.full((4,), float(index))) for index in range(20)]
+    fused = [("0.q_a_proj.weight", torch.ones(1 << 18)), ("0.kv_a_proj_with_mqa.weight", torch.ones(4))]
+    large = [("embed", torch.ones(1 << 19))]
+    sender.send(WeightChunk([*small[:10], *large, *fused, *small[10:]]), "1")
+    sender.finish()
+    calls = [call for verb, call in engines.calls if verb == "update_weights_from_distributed"]
+    assert [call["names"] for call in calls] == [[name for name, _ in part] for part in (small, large + fused)]
+    assert [call["load_format"] for call in calls] == ["flattened_bucket", None]
+    assert engines.log == ["start w0", "arrived w0", "start embed", "arrived embed"]
+    assert engines.sent[0].view(torch.float32).tolist() == [value for _, tensor in small for value in tensor.tolist()]
+    assert [part.data_ptr() for part in engines.sent[1:]] == [tensor.data_ptr() for _, tensor in large + fused]

@@ -14,6 +14,7 @@ from slime.backends.megatron_utils.arguments.model import (
     PositionArgs,
     PredictionArgs,
 )
+from slime.backends.megatron_utils.arguments.muon import MuonArgs
 from slime.backends.megatron_utils.arguments.other import other_flags as other_flags
 from slime.backends.megatron_utils.arguments.runtime import RuntimeArgs
 from slime.backends.training.arguments import (
@@ -30,6 +31,7 @@ __all__ = [
     "ExpertArgs",
     "LatentAttentionArgs",
     "ModelArgs",
+    "MuonArgs",
     "OptimizerArgs",
     "ParallelArgs",
     "PluginArgs",

@@ -4,30 +4,46 @@ from __future__ import annotations
 
 from slime.backends.megatron_utils.families.base import Family
 from slime.backends.megatron_utils.families.deepseek_v3 import DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K2
+from slime.backends.megatron_utils.families.deepseek_v32 import DEEPSEEK_V32, GLM_MOE_DSA
 from slime.backends.megatron_utils.families.glm4 import GLM4
 from slime.backends.megatron_utils.families.glm4_moe import GLM4_MOE
 from slime.backends.megatron_utils.families.llama import LLAMA
 from slime.backends.megatron_utils.families.mimo import MIMO
+from slime.backends.megatron_utils.families.minimax_m2 import MINIMAX_M2
 from slime.backends.megatron_utils.families.qwen2 import QWEN2
+from slime.backends.megatron_utils.families.qwen2_moe import QWEN2_MOE
 from slime.backends.megatron_utils.families.qwen3 import QWEN3
+from slime.backends.megatron_utils.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from slime.backends.megatron_utils.families.qwen3_moe import QWEN3_MOE
+from slime.backends.megatron_utils.families.qwen3_next import QWEN3_NEXT
 
 __all__ = ["FAMILIES", "NOT_BUILT", "why_not_built"]
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (DEEPSEEK_V3, GLM4, GLM4_MOE, GLM4_MOE_LITE, KIMI_K2, LLAMA, MIMO, QWEN2, QWEN3, QWEN3_MOE)
+    for family in (
+        DEEPSEEK_V3,
+        DEEPSEEK_V32,
+        GLM4,
+        GLM4_MOE,
+        GLM4_MOE_LITE,
+        GLM_MOE_DSA,
+        KIMI_K2,
+        LLAMA,
+        MIMO,
+        MINIMAX_M2,
+        QWEN2,
+        QWEN2_MOE,
+        QWEN3,
+        QWEN3_5,
+        QWEN3_5_MOE,
+        QWEN3_MOE,
+        QWEN3_NEXT,
+    )
 }
 
 NOT_BUILT: dict[str, str] = {
-    "qwen3_next": "gated delta-net layers are not written yet",
-    "qwen3_5": "gated delta-net layers are not written yet",
-    "qwen3_5_moe": "gated delta-net layers are not written yet",
     "qwen3_vl": "there is no vision tower",
-    "qwen2_moe": "the sigmoid gate of its shared expert is not written yet",
-    "minimax_m2": "the norm over all heads' queries and keys together is not written yet",
-    "deepseek_v32": "the sparse-attention indexer is not written yet",
-    "glm_moe_dsa": "the sparse-attention indexer is not written yet",
 }
 """Families that launch scripts exist for, and what each one lacks."""
 

@@ -1,0 +1,185 @@
+"""What users' conversion scripts and plugins call: a model of their own making, there and back to Hugging Face names.
+
+    init                            process groups and seeds of a script that torchrun started
+    get_model_provider_func         makes the parts of the model for this rank
+    load_hf_weights                 fills them from safetensors files
+    save_hf_model_direct_to_path    writes such files
+    convert_to_hf, remove_padding   one whole tensor
+
+The trainer does all of this by itself (``setup``, ``hf_checkpoint``); these are the same steps with ``args`` alone,
+under the public names ``initialize``, ``model_provider``, ``hf_to_megatron``, ``hf_checkpoint_saver``,
+``megatron_to_hf`` and ``misc_utils``. ``args`` has Megatron's flags, and ``hf_checkpoint`` says what the model is.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime.backends.megatron_utils.arguments import ParallelArgs, TrainerArgs
+from slime.backends.megatron_utils.families.base import Rule
+from slime.backends.megatron_utils.hf_shape import read_shape
+from slime.backends.megatron_utils.model_shape import padded_vocab_size
+from slime.backends.megatron_utils.patches.install import install
+from slime.backends.megatron_utils.tensor_layouts import from_megatron
+from slime.backends.training.hf_files import save_hf_directory
+from slime.config.groups import from_args
+from slime.utils.errors import ConfigError
+
+__all__ = [
+    "convert_to_hf",
+    "get_model_provider_func",
+    "init",
+    "load_hf_weights",
+    "remove_padding",
+    "save_hf_model_direct_to_path",
+    "strip_param_name_prefix",
+]
+
+_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+def init(args: Namespace) -> None:
+    """Process groups and seeds, from the environment that torchrun sets."""
+    install()
+    from slime.backends.megatron_utils.setup import init_distributed
+
+    init_distributed(from_args(ParallelArgs, args), from_args(TrainerArgs, args))
+
+
+def get_model_provider_func(args: Namespace, role: str = "actor") -> Callable[..., torch.nn.Module]:
+    """A function that makes this rank's part of the model, without weights; after :func:`init`.
+
+    It takes what Megatron's ``get_model`` gives to such a function. ``pre_process`` and ``post_process`` follow from
+    the rank, whatever is given.
+
+    Args:
+        role: ``actor``; ``critic`` for a model with a value head.
+    """
+    if role not in ("actor", "critic"):
+        raise ConfigError(f"role {role!r} must be actor or critic.")
+
+    def provide(
+        pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, **_: Any
+    ) -> torch.nn.Module:
+        from slime.backends.megatron_utils.model import build_model
+        from slime.backends.megatron_utils.transformer_config import build_config
+        from slime.backends.megatron_utils.value_head import add_value_head
+
+        shape = read_shape(args.hf_checkpoint)
+        if role == "critic":
+            shape = replace(shape, is_tied=False)  # the embedding has nothing to share
+        config = build_config(args, shape)
+        padded = padded_vocab_size(args, shape)
+        model = build_model(shape, config, padded_vocab_size=padded, vp_stage=vp_stage)
+        if role == "critic":
+            add_value_head([model], init_std=args.init_method_std, seed=args.seed)
+        return model
+
+    return provide
+
+
+def load_hf_weights(args: Namespace, model: Any, path: str | Path) -> None:
+    """Fill ``model``, or the chunks of a list, from the safetensors files in ``path``. A collective.
+
+    Raises:
+        ConfigError: files and model do not belong together, with every tensor that says so.
+    """
+    from slime.backends.megatron_utils.hf_checkpoint import load_weights
+
+    load_weights(model, read_shape(args.hf_checkpoint), str(path), "path")
+
+
+def save_hf_model_direct_to_path(
+    args: Namespace,
+    output_dir: str | Path,
+    model: Any,
+    *,
+    model_name: str | None = None,
+    quantization_config: dict[str, Any] | None = None,
+    progress_desc: str = "Save HF checkpoint",
+) -> None:
+    """Write ``model`` as a Hugging Face checkpoint, with the configuration and tokenizer of ``args.hf_checkpoint``.
+
+    A collective; rank 0 writes.
+
+    Args:
+        model_name: not needed: ``args.hf_checkpoint`` says which family it is.
+        quantization_config: must be None.
+        progress_desc: not shown.
+    """
+    _refuse_quantization(quantization_config)
+    from slime.backends.megatron_utils.hf_checkpoint import export_weights
+
+    source = args.hf_checkpoint
+    weights = export_weights(model, read_shape(source), layout_of=source)
+    save_hf_directory(weights, source, str(output_dir), is_writer=dist.get_rank() == 0)
+
+
+def convert_to_hf(
+    args: Namespace,
+    model_name: str,
+    name: str,
+    param: torch.Tensor,
+    quantization_config: dict[str, Any] | None = None,
+    transform_ue8m0: bool = True,
+) -> list[tuple[str, torch.Tensor]]:
+    """The Hugging Face tensors inside one whole Megatron tensor, with their names.
+
+    Args:
+        model_name: not needed: ``args.hf_checkpoint`` says which family it is.
+        name: of the tensor, with or without ``module.`` before it; layers and experts count over the whole model.
+        param: not cut among ranks.
+        quantization_config: must be None.
+        transform_ue8m0: belongs to it.
+
+    Raises:
+        ConfigError: the family has no tensor of that name.
+    """
+    _refuse_quantization(quantization_config)
+    from slime.backends.megatron_utils.tensor_plan import dimensions_of
+    from slime.backends.megatron_utils.transformer_config import build_config
+
+    shape = read_shape(args.hf_checkpoint)
+    bare = strip_param_name_prefix(name)
+    for rule in shape.family.rules:
+        found = _pattern(rule).fullmatch(bare)
+        if found is None:
+            continue
+        numbers = {key: int(value) for key, value in found.groupdict().items()}
+        if "mtp" in numbers:
+            numbers["mtp_layer"] = shape.num_layers + numbers["mtp"]
+        parts = from_megatron(param, rule, dimensions_of(build_config(args, shape), shape.vocab_size))
+        return [(hf.format(**numbers), part) for hf, part in zip(rule.hf, parts, strict=True)]
+    raise ConfigError(f"{name}: models of model_type {shape.model_type} have no such tensor.")
+
+
+def _pattern(rule: Rule) -> re.Pattern[str]:
+    return re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>\\d+)", re.escape(rule.megatron)))
+
+
+def remove_padding(name: str, param: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """``param`` without the rows that pad the vocabulary, if it is the embedding or the head."""
+    return param[:vocab_size] if strip_param_name_prefix(name) in _PADDED else param
+
+
+def strip_param_name_prefix(name: str) -> str:
+    """A parameter's name without the ``module.`` of every wrapper around its model."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def _refuse_quantization(config: dict[str, Any] | None) -> None:
+    if config is not None:
+        raise ConfigError(
+            "quantization_config must be None: weights are quantised on their way to the engines (slime.weight_sync), "
+            "checkpoints by tools/convert_hf_to_fp8.py and tools/convert_hf_to_int4_direct.py."
+        )

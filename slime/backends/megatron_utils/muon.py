@@ -1,0 +1,219 @@
+"""Muon: momentum whose update of a matrix is orthogonalized. Called by ``optimizer`` for --optimizer muon, dist_muon.
+
+"Muon is Scalable for LLM Training" (arXiv:2502.16982), equations 1 to 4, for a weight W [m, n] with gradient G:
+
+    M <- mu M + G            O = NewtonSchulz(M), or NewtonSchulz(G + mu M) with Nesterov's momentum
+    W <- W - lr (s O + decay W)        s = extra * sqrt(max(m, n)), or as --muon-scale-mode says
+
+NewtonSchulz starts from X = M / ||M||_F and repeats X <- a X + (b A + c A^2) X with A = X X^T, which takes all singular
+values towards 1. Matrices are those of linear layers and routers; embeddings, the LM head, norms and biases are adam's.
+
+Tensor parallelism: a rank holds columns or rows of W. ``duplicated`` gathers the whole matrix on every rank;
+``distributed`` leaves the columns where they are and sums A over the ranks, which is all that couples them. Either
+gives the update of the whole matrix. ``blockwise`` takes each part for a matrix of its own: no communication, other
+numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import OptimizerConfig, muon
+
+from slime.backends.megatron_utils.arguments import MuonArgs
+
+__all__ = ["Muon", "build_muon", "orthogonalize", "scale_of"]
+
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+"""Coefficients of section 2.1: fast at first, then within 0.7 .. 1.2 instead of exactly 1."""
+
+_MARKS = ("is_qkv", "expert_tp")
+"""What Megatron writes on a weight for its Muon: it holds queries, keys and values; it is an expert's."""
+
+
+def orthogonalize(matrix: torch.Tensor, steps: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """The nearest semi-orthogonal matrix, roughly: singular vectors stay, singular values become about 1.
+
+    Args:
+        matrix: fp32 ``[m, n]``; with ``group``, the columns ``[m, n / ranks]`` of this rank.
+        group: ranks that hold the other columns.
+    """
+    is_wide = group is not None or matrix.shape[0] <= matrix.shape[1]
+    x = matrix if is_wide else matrix.mT  # the product that is squared is the smaller one
+    square = x.square().sum()
+    if group is not None:
+        dist.all_reduce(square, group=group)
+    x = x / (square.sqrt() + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        if group is not None:
+            dist.all_reduce(gram, group=group)
+        x = _A * x + (_B * gram + _C * gram @ gram) @ x
+    return x if is_wide else x.mT
+
+
+def scale_of(rows: int, columns: int, mode: str) -> float:
+    """What the orthogonal matrix is multiplied by, so that its entries do not shrink with its size."""
+    match mode:
+        case "spectral":
+            return math.sqrt(max(rows, columns))
+        case "unit_rms_norm":
+            return math.sqrt(rows / columns)
+        case "shape_scaling":
+            return math.sqrt(max(1.0, rows / columns))
+        case _:
+            raise ValueError(f"--muon-scale-mode {mode} is unknown")
+
+
+class Muon(torch.optim.Optimizer):
+    """See the module docstring. Takes the arguments that Megatron gives to the Muon it knows.
+
+    Args:
+        is_qkv_fn: whether a weight holds queries, keys and values; with ``split_qkv`` they are three matrices.
+        qkv_split_shapes: rows of queries, keys and values per key head.
+        pg_collection: Megatron's process groups; ``tp`` and ``expt_tp`` divide matrices.
+        mode: tensor parallelism, see the module docstring.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        lr: float,
+        momentum_beta: float,
+        use_nesterov: bool,
+        weight_decay: float,
+        num_ns_steps: int,
+        scale_mode: str,
+        extra_scale_factor: float,
+        split_qkv: bool,
+        is_qkv_fn: Callable[[torch.Tensor], bool],
+        qkv_split_shapes: list[int],
+        pg_collection: Any,
+        mode: str,
+        fp32_matmul_prec: str,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum_beta})
+        self._use_nesterov = use_nesterov
+        self._num_steps = num_ns_steps
+        self._scale_mode = scale_mode
+        self._extra_scale = extra_scale_factor
+        self._is_qkv = is_qkv_fn if split_qkv else lambda _: False
+        self._qkv_rows = qkv_split_shapes
+        self._groups = pg_collection
+        self._mode = mode
+        self._precision = fp32_matmul_prec
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Apply the gradients."""
+        assert closure is None, "Megatron gives none"
+        with _matmul_precision(self._precision):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._update(parameter, group)
+
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        state, gradient, momentum = self.state[parameter], parameter.grad, group["momentum"]
+        assert gradient is not None
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        moment = state["momentum_buffer"].mul_(momentum).add_(gradient)
+        direction = gradient + momentum * moment if self._use_nesterov else moment
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.sub_(self._direction(parameter, direction).to(parameter.dtype), alpha=group["lr"])
+
+    def _direction(self, parameter: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
+        if not self._is_qkv(parameter):
+            return self._orthogonal(parameter, moment)
+        columns = moment.shape[1]
+        heads = moment.view(-1, sum(self._qkv_rows), columns)
+        parts = [part.reshape(-1, columns) for part in heads.split(self._qkv_rows, dim=1)]
+        done = [self._orthogonal(parameter, part).view(len(heads), -1, columns) for part in parts]
+        return torch.cat(done, dim=1).view_as(moment)
+
+    def _orthogonal(self, parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """Of the whole matrix, this rank's part, with its factor."""
+        group, dim = self._shards(parameter)
+        size = list(part.shape)
+        if group is None:
+            result = orthogonalize(part.float(), self._num_steps)
+        else:
+            size[dim] *= group.size()
+            if self._mode == "duplicated":
+                whole = orthogonalize(_gathered(part.float(), dim, group), self._num_steps)
+                result = whole.chunk(group.size(), dim)[group.rank()]
+            else:
+                columns = part.float() if dim == 1 else part.float().mT
+                result = orthogonalize(columns, self._num_steps, group)
+                result = result if dim == 1 else result.mT
+        return result * (self._extra_scale * scale_of(size[0], size[1], self._scale_mode))
+
+    def _shards(self, parameter: torch.Tensor) -> tuple[dist.ProcessGroup | None, int]:
+        """Ranks among which the matrix is divided, and along which dimension."""
+        dim = getattr(parameter, "partition_dim", -1)
+        group = self._groups.expt_tp if getattr(parameter, "expert_tp", False) else self._groups.tp
+        is_divided = getattr(parameter, "tensor_model_parallel", False) and dim >= 0 and group.size() > 1
+        return (group, dim) if is_divided and self._mode != "blockwise" else (None, dim)
+
+
+def build_muon(config: OptimizerConfig, chunks: list[Any], args: MuonArgs, *, is_layer_wise: bool) -> Any:
+    """Megatron's Muon optimizer for ``chunks`` with our class in the place of one from a package that PyPI lacks.
+
+    Args:
+        config: for the parameters that adam takes; ``use_distributed_optimizer`` is off.
+        is_layer_wise: every data-parallel rank has the states of some matrices only (dist_muon).
+    """
+    config.muon_momentum = args.muon_momentum
+    config.muon_use_nesterov = args.muon_use_nesterov
+    config.muon_num_ns_steps = args.muon_num_ns_steps
+    config.muon_scale_mode = args.muon_scale_mode
+    config.muon_extra_scale_factor = args.muon_extra_scale_factor
+    config.muon_split_qkv = args.muon_split_qkv
+    config.muon_tp_mode = args.muon_tp_mode
+    config.muon_fp32_matmul_prec = args.muon_fp32_matmul_prec
+    with _our_class():
+        optimizer = muon.get_megatron_muon_optimizer(
+            config, chunks, use_gloo_process_groups=False, layer_wise_distributed_optimizer=is_layer_wise
+        )
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            main = getattr(parameter, "main_param", None)  # Megatron marks the 16-bit weights, we are given these
+            for mark in _MARKS if main is not None else ():
+                if hasattr(parameter, mark):
+                    setattr(main, mark, True)
+    if is_layer_wise and dist.get_backend() == "gloo":  # which cannot gather tensors of different sizes
+        optimizer.allgather_params = optimizer.broadcast_params
+    return optimizer
+
+
+@contextlib.contextmanager
+def _our_class() -> Iterator[None]:
+    theirs = muon.HAVE_EMERGING_OPTIMIZERS, muon.TensorParallelMuon
+    muon.HAVE_EMERGING_OPTIMIZERS, muon.TensorParallelMuon = True, Muon
+    try:
+        yield
+    finally:
+        muon.HAVE_EMERGING_OPTIMIZERS, muon.TensorParallelMuon = theirs
+
+
+def _gathered(part: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    parts = [torch.empty_like(part) for _ in range(group.size())]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    return torch.cat(parts, dim)
+
+
+@contextlib.contextmanager
+def _matmul_precision(precision: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -1,0 +1,132 @@
+"""Flags of the log-prob server, what it forces on the others, and their rules. Standard library only."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from slime.config import notices
+from slime.config.groups import add_group, flag_of
+from slime.utils.errors import ConfigError
+
+__all__ = [
+    "ENTRY",
+    "TeacherServerArgs",
+    "add_megatron_server_arguments",
+    "configure_megatron_server_args",
+    "server_problems",
+    "unused",
+    "validate_megatron_server_args",
+]
+
+
+ENTRY = "slime.backends.megatron_utils.server.megatron_server"
+"""The module that starts the server."""
+
+
+def _flag(default: Any, help_text: str, **metadata: Any) -> Any:
+    return field(default=default, metadata={"help": help_text, **metadata})
+
+
+@dataclass(frozen=True)
+class TeacherServerArgs:
+    """Log-prob (teacher) server, an entry point of its own."""
+
+    teacher_host: str = _flag("127.0.0.1", "Address that the server listens on. Anyone who can reach it can use it.")
+    teacher_port: int = _flag(7999, "Port of the server.")
+    teacher_warmup_port: int = _flag(7999, "Port of the server while it warms up, on loopback.")
+    teacher_warmup_timeout_s: int = _flag(3000, "Seconds the warm-up request may take.")
+    teacher_sample_reduction_chunk_size: int = _flag(4096, "Rows of logits sampled from at a time.")
+    teacher_label_reduction_chunk_size: int = _flag(
+        4096, "Rows of logits whose labels' log-probs are gathered at a time."
+    )
+    megatron_server_max_length: int = _flag(0, "Refuse requests with more tokens; 0 means no limit.")
+    megatron_server_update_timeout_s: float = _flag(3600, "Seconds a weight update from files may take.")
+    megatron_server_warmup: bool | None = _flag(True, "Send a request to itself before serving.")
+
+
+_FROM_ENVIRONMENT: dict[str, Callable[[str], Any]] = {
+    "teacher_port": int,
+    "teacher_warmup_port": int,
+    "teacher_warmup_timeout_s": int,
+    "megatron_server_max_length": int,
+    "megatron_server_update_timeout_s": float,
+    "megatron_server_warmup": lambda text: {"1": True, "true": True, "0": False, "false": False}[text.lower()],
+}
+"""Flags whose defaults the environment may replace: TEACHER_PORT is that of --teacher-port."""
+
+_FORCED: dict[str, Any] = {
+    "debug_train_only": True,
+    "use_kl_loss": False,
+    "kl_coef": 0.0,
+    "use_opd": False,
+    "use_critic": False,
+    "keep_old_actor": False,
+    "offload_train": False,
+    "use_dynamic_batch_size": False,
+    "use_wandb": False,
+    "no_load_optim": True,
+    "no_load_rng": True,
+    "only_train_params_name_list": ["nothing_to_train"],
+}
+"""What a model that only scores is, whatever the flags of the training run it is started with say."""
+
+_MAY_BE_ZERO = ("megatron_server_max_length",)
+
+
+def add_megatron_server_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the server's flags to a parser of users'. Returns it."""
+    add_group(parser, TeacherServerArgs)
+    return parser
+
+
+def configure_megatron_server_args(args: Namespace) -> Namespace:
+    """Take defaults from the environment, and force what a server is. Changes ``args`` in place, and returns it.
+
+    Raises:
+        ConfigError: a variable of the environment that holds no such value.
+    """
+    given = getattr(args, "given", frozenset())  # absent where another parser made the arguments
+    for name, convert in _FROM_ENVIRONMENT.items():
+        text = os.environ.get(name.upper())
+        if not text or name in given:
+            continue
+        try:
+            setattr(args, name, convert(text))
+        except (ValueError, KeyError):
+            raise ConfigError(f"{name.upper()}={text} in the environment is no value of {flag_of(name)}.") from None
+    vars(args).update(_FORCED)
+    return args
+
+
+def server_problems(args: Namespace) -> Iterator[str]:
+    """Rule over the resolved arguments."""
+    for item in fields(TeacherServerArgs):
+        value = getattr(args, item.name)
+        if isinstance(value, bool | str) or value is None:
+            continue
+        if value < 0 or (value == 0 and item.name not in _MAY_BE_ZERO):
+            least = "at least 0" if item.name in _MAY_BE_ZERO else "above 0"
+            yield f"{flag_of(item.name)} {value} must be {least} ({item.name})."
+    for name, value in _FORCED.items():
+        if getattr(args, name) != value:
+            yield f"{name} is {getattr(args, name)!r}; in the log-prob server it must stay {value!r}."
+
+
+def unused(args: Namespace) -> Iterator[str]:
+    """Rule of every other command: the server's flags say nothing there."""
+    for item in fields(TeacherServerArgs):
+        if item.name in args.given:
+            notices.warn(args, flag_of(item.name), f"no effect: only python -m {ENTRY} reads it")
+    yield from ()
+
+
+def validate_megatron_server_args(args: Namespace) -> None:
+    """Raise every problem of :func:`server_problems` in one ``ConfigError``, which is a ``ValueError``."""
+    problems = list(server_problems(args))
+    if problems:
+        raise ConfigError(problems)

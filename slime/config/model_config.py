@@ -1,0 +1,28 @@
+"""``config.json`` of a Hugging Face checkpoint, as far as flags follow from it.
+
+For derivations, rules and the plan. Whether the file is there and readable is the subject of a rule of its own
+(``slime.config.check.generation``), so here a bad file is an empty one.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+__all__ = ["read_model_config", "text_part"]
+
+
+def read_model_config(hf_checkpoint: str | None) -> dict[str, Any]:
+    """Keys of the file; empty where there is none, or none that can be read."""
+    try:
+        config = json.loads((Path(hf_checkpoint or "") / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of the language model: those of ``text_config`` in a model that sees, too, else all."""
+    part = config.get("text_config") or config
+    return part if isinstance(part, dict) else {}

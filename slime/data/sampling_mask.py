@@ -1,0 +1,64 @@
+"""The ids that each token was sampled from when top-p or top-k cut the vocabulary: as engines tell them, and checked.
+
+    ids       [K]      the sets of the response tokens, one behind the other
+    offsets   [R + 1]  where the set of each token begins; first 0, last K. A token that was not sampled has none.
+
+Read from an engine's reply by ``engine_meta``, checked where samples become columns (``slime.batch.sampling_sets``),
+replayed by the trainer (``slime.algorithms.sampling_mask``). Importable without torch.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+from slime.utils.errors import DataError
+
+__all__ = [
+    "REPLAY_TOP_K",
+    "SAMPLING_MASK",
+    "check_sampling_sets",
+    "cuts_vocabulary",
+    "sampled_tokens",
+]
+
+SAMPLING_MASK = "output_token_sampling_mask"
+"""Where SGLang puts the sets of a request with ``return_sampling_mask``, ``[tokens][ids]``."""
+
+_RENORMALISED = "output_token_sampling_logprobs"
+
+REPLAY_TOP_K = 4000
+"""``top_k`` of requests that cut by top-p alone: SGLang returns sets of a bounded size only (its
+``--sampling-mask-max-tokens``, 4096). The cut of the rare larger nucleus is replayed like any other."""
+
+
+def cuts_vocabulary(args: Namespace) -> bool:
+    """Whether ``--rollout-top-p`` or ``--rollout-top-k`` let engines sample from less than the whole vocabulary."""
+    return getattr(args, "rollout_top_p", 1.0) != 1.0 or getattr(args, "rollout_top_k", -1) != -1
+
+
+def check_sampling_sets(args: Namespace, columns: Mapping[str, Any]) -> None:
+    """Refuse to train on the whole vocabulary what was sampled from a part of it.
+
+    Raises:
+        DataError: the flags cut the vocabulary, and the batch does not say to what.
+    """
+    if args.loss_type == "sft_loss" or not cuts_vocabulary(args):
+        return
+    if columns.get("rollout_top_p_token_offsets") is None:
+        raise DataError(
+            f"--rollout-top-p {args.rollout_top_p} --rollout-top-k {args.rollout_top_k}: no sample of the rollout says "
+            "which ids its tokens were sampled from. A custom generate function must send return_sampling_mask past "
+            "the router (slime.rollout.sglang_rollout.generate does, or GenerateState(args).engines.choose()) and pass "
+            "meta_info to append_response_tokens; or use --rollout-top-p 1 --rollout-top-k -1."
+        )
+
+
+def sampled_tokens(meta: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """(ids, log-probs) of a reply's ``meta_info``: those of the distribution that was sampled from, cut or whole."""
+    sampled = meta.get("output_token_logprobs") or []
+    log_probs = meta.get(_RENORMALISED)
+    if log_probs is None:
+        log_probs = [item[0] for item in sampled]
+    return [item[1] for item in sampled], list(log_probs)

@@ -1,0 +1,206 @@
+"""The log-prob server: Megatron ranks that score sequences over HTTP, such as those of a student for its teacher.
+
+    this process   HTTP, queue                     slime.backends.megatron_utils.server.{app,queue}
+    Ray actors     one per rank: model, passes     slime.backends.megatron_utils.server.scorer
+
+An entry point of its own: ``python -m slime.backends.megatron_utils.server.megatron_server``. It takes the flags of a
+training run that say what the model is, where its weights are and how it is divided among devices; other flags of a
+launch script may stay, they have no effect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+from slime.backends.megatron_utils.model_shape import read_shape
+from slime.backends.megatron_utils.server.app import ServedModel, make_app, serving, warm_up
+from slime.backends.megatron_utils.server.arguments import (
+    TeacherServerArgs,
+    configure_megatron_server_args,
+    server_problems,
+    validate_megatron_server_args,
+)
+from slime.backends.megatron_utils.server.queue import ScoreQueue
+from slime.backends.megatron_utils.server.requests import RoundSettings, Score, ScoreRequest
+from slime.backends.sglang_utils.namespace import read_engine
+from slime.backends.training.arguments import CheckpointArgs
+from slime.backends.training.checkpoint_source import check_checkpoints, find_start
+from slime.config import parse as config_parse
+from slime.config import resolve as config_resolve
+from slime.config.groups import from_args, unsupported_flags
+from slime.data.layout import ParallelLayout
+from slime.observability.logging_utils import configure_logger
+from slime.observability.secrets import hide_secrets
+from slime.ray import trainer_rules
+from slime.ray.actor_group import RayTrainGroup
+from slime.ray.arguments import GROUPS, STEPS
+from slime.ray.cluster import running_cluster
+from slime.ray.failures import exit_status
+from slime.ray.placement_group import GpuSlots, create_placement_groups, release_placement_groups
+from slime.ray.train_actor import TrainActor
+from slime.ray.waiting import get
+from slime.utils.errors import ConfigError, SlimeError
+
+__all__ = ["ScoringGroup", "launch", "main", "parse_server_args"]
+
+logger = logging.getLogger(__name__)
+
+
+def parse_server_args(argv: Sequence[str]) -> Namespace:
+    """The resolved arguments of a server.
+
+    Raises:
+        ConfigError: every problem with them.
+    """
+    args = config_parse.parse(argv, GROUPS, read_engine=read_engine)
+    problems = list(unsupported_flags(args, GROUPS))
+    configure_megatron_server_args(args)
+    args.is_async = False
+    config_resolve.resolve(args, STEPS)
+    configure_megatron_server_args(args)  # what the steps derived from flags of a training run
+    args.eval_datasets = []
+    for rule in (server_problems, *trainer_rules.RULES, check_checkpoints):
+        problems += rule(args)
+    if args.hf_checkpoint is None:
+        problems.append("--hf-checkpoint is required: the directory with config.json and the tokenizer of the model.")
+    if args.train_backend != "megatron":
+        problems.append(f"--train-backend {args.train_backend}: the log-prob server runs on megatron only.")
+    if problems:
+        raise ConfigError(problems)
+    return args
+
+
+class ScoringActor(TrainActor):
+    """Body of a rank's actor."""
+
+    def score(self, micro_batches: list[list[ScoreRequest]]) -> list[list[Score]] | None:
+        return self.trainer.score(micro_batches)  # type: ignore[attr-defined,no-any-return]  # a MegatronScorer
+
+    def load(self, path: str) -> None:
+        self.trainer.load(path)  # type: ignore[attr-defined]
+
+    def rank_in_data_parallel(self) -> int:
+        return self.trainer.data_parallel[0]
+
+
+class ScoringGroup(RayTrainGroup):
+    """All ranks, addressed as one. Every call blocks, and has a deadline."""
+
+    def __init__(self, args: Namespace, slots: GpuSlots) -> None:
+        super().__init__(args, slots, "scorer", ScoringActor)
+        self._timeout_s: float = args.train_timeout
+        self._start_timeout_s: float = args.trainer_start_timeout
+        self._dp_ranks: list[int] = []
+
+    def setup(self) -> None:
+        """Build the model and load its weights, on all ranks."""
+        get(self.start_setup(with_ref=False), self._start_timeout_s, "the model", "--trainer-start-timeout")
+        self._dp_ranks = get(self._all("rank_in_data_parallel"), self._timeout_s, "the ranks to say where they stand")
+
+    def score(self, by_dp_rank: list[list[list[ScoreRequest]]]) -> list[list[list[Score]]]:
+        """Data-parallel rank -> micro-batches -> requests, and the same for the answers."""
+        refs = [
+            rank.score.remote(by_dp_rank[dp_rank]) for rank, dp_rank in zip(self.ranks, self._dp_ranks, strict=True)
+        ]
+        answers: list[list[list[Score]]] = [[] for _ in by_dp_rank]
+        for dp_rank, answer in zip(
+            self._dp_ranks, get(refs, self._timeout_s, "the scores", "--train-timeout"), strict=True
+        ):
+            if answer is not None:
+                answers[dp_rank] = answer
+        return answers
+
+    def load(self, path: str, timeout_s: float) -> None:
+        """Take the weights of a checkpoint, on all ranks."""
+        get(self._all("load", path), timeout_s, f"the weights of {path} to be loaded", "timeout_s of the request")
+
+
+def launch(args: Namespace) -> None:
+    """Start the ranks and serve until SIGTERM or Ctrl-C. Arguments are those of :func:`parse_server_args`."""
+    validate_megatron_server_args(args)
+    slots = create_placement_groups(args)
+    try:
+        group = ScoringGroup(args, slots["actor"])
+        try:
+            group.setup()
+            asyncio.run(_serve(args, group))
+        finally:
+            group.kill()
+    finally:
+        release_placement_groups(slots)
+
+
+async def _serve(args: Namespace, group: ScoringGroup) -> None:
+    settings = from_args(TeacherServerArgs, args)
+    start = find_start(from_args(CheckpointArgs, args), args.hf_checkpoint).directory
+    queue = ScoreQueue(group.score, group.load, _round_settings(args), start)
+    vocab_size = read_shape(args.hf_checkpoint).vocab_size
+    model = ServedModel(vocab_size, args.rollout_temperature, _shown(args))
+    asked_to_end = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, asked_to_end.set)
+    worker = asyncio.create_task(queue.work())
+    end = asyncio.create_task(asked_to_end.wait())
+    try:
+        if settings.megatron_server_warmup:
+            await warm_up(make_app(queue, model, settings), vocab_size, settings)
+        async with serving(make_app(queue, model, settings), settings.teacher_host, settings.teacher_port):
+            logger.info("log-probs of %s at http://%s:%d", start, settings.teacher_host, settings.teacher_port)
+            await asyncio.wait([worker, end], return_when=asyncio.FIRST_COMPLETED)
+        if worker.done():
+            await worker  # raises what ended it: a rank died
+    finally:
+        for task in (worker, end):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, SlimeError):
+                await task
+
+
+def _round_settings(args: Namespace) -> RoundSettings:
+    layout = ParallelLayout.of(
+        args.world_size,
+        tensor=args.tensor_model_parallel_size,
+        pipeline=args.pipeline_model_parallel_size,
+        context=args.context_parallel_size,
+    )
+    tokens = args.log_probs_max_tokens_per_gpu or args.max_tokens_per_gpu or 0
+    return RoundSettings(
+        max_tokens=tokens * args.context_parallel_size,
+        data_parallel_size=layout.dp_size,
+        num_micro_batches=args.pipeline_model_parallel_size + 1,
+        multiple=args.microbatch_group_size_per_vp_stage or 1,
+    )
+
+
+def _shown(args: Namespace) -> dict[str, Any]:
+    """The arguments as JSON, without secrets; what JSON does not have, as text."""
+    values = {name: hide_secrets(value, name) for name, value in vars(args).items()}
+    shown: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    return shown
+
+
+def main() -> None:
+    """The command."""
+    try:
+        args = parse_server_args(sys.argv[1:])
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    configure_logger()
+    for notice in args.notices:
+        if notice.level == "warning":
+            logger.warning("%s", notice)
+    with exit_status(), running_cluster(args):
+        launch(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Requests to engines from every node (``--use-distributed-post``): actors that post for the rollout manager.
+
+With one process that posts, all prompts and replies of a large cluster go through its network card, and all their JSON
+through its interpreter. Posters, some on every node, take both: the manager hands each attempt to the next one in turn.
+
+    manager   url, retries, backoff and deadline stay with ``slime.utils.http_utils.post``
+    poster    one attempt: JSON out, JSON in
+
+A poster that died is left out; without any left the manager posts by itself. Owned by the rollout manager, with which
+they end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from slime.observability.logging_utils import configure_logger
+from slime.ray.cards import introduce
+from slime.ray.cluster import worker_env
+from slime.ray.waiting import get
+from slime.utils import http_utils
+from slime.utils.http_utils import Reply
+
+__all__ = ["Poster", "Posters", "start_posters"]
+
+logger = logging.getLogger(__name__)
+
+_NUM_CPUS = 0.001  # they wait most of the time
+_MIN_CONCURRENCY = 1000  # Ray's own for async actors
+_KILLED_GRACE_S = 5.0
+"""After the deadline of an attempt, for the poster to say so itself."""
+
+
+class Poster:
+    """Body of the actor. Async: Ray runs its calls side by side on one event loop."""
+
+    def __init__(self, args: Namespace, name: str) -> None:
+        configure_logger(f" {name}")
+        introduce(name)
+        logging.getLogger("httpx").setLevel(logging.WARNING)
+        http_utils.init_http_client(args)
+
+    async def ready(self) -> None:
+        """Answered once it can post."""
+
+    async def send(self, url: str, body: Any, headers: dict[str, str] | None, timeout_s: float) -> Reply | None:
+        """One attempt; None: it took longer than ``timeout_s``."""
+        try:
+            return await http_utils.send(url, body, headers, timeout_s)
+        except TimeoutError:
+            return None
+
+
+class Posters:
+    """All of them, used in turn: what :func:`slime.utils.http_utils.set_sender` takes.
+
+    Args:
+        actors: name -> handle.
+    """
+
+    def __init__(self, actors: dict[str, Any]) -> None:
+        self._actors = actors
+        self._order = list(actors)
+        self._turn = 0
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Of those that live, as far as is known."""
+        return tuple(self._order)
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Return when every one can post."""
+        refs = [actor.ready.remote() for actor in self._actors.values()]
+        get(refs, timeout_s, f"{len(refs)} posters to start", "--engine-start-timeout; they need little memory each")
+
+    async def send(self, url: str, body: Any, headers: dict[str, str] | None, timeout_s: float) -> Reply:
+        """One attempt by the next poster; when nobody waits for it any more, the poster drops it."""
+        if not self._order:
+            return await http_utils.send(url, body, headers, timeout_s)
+        name = self._order[self._turn % len(self._order)]
+        self._turn += 1
+        ref = self._actors[name].send.remote(url, body, headers, timeout_s)
+        try:
+            async with asyncio.timeout(timeout_s + _KILLED_GRACE_S):
+                reply: Reply | None = await ref
+        except RayActorError as death:
+            self._leave_out(name, death)
+            return Reply(None, f"{name} died while it posted")
+        except (asyncio.CancelledError, TimeoutError):
+            ray.cancel(ref)  # closes the connection, which makes an engine abort the request
+            raise
+        if reply is None:
+            raise TimeoutError
+        return reply if reply.status is not None else Reply(None, f"{reply.content} ({name})")
+
+    def _leave_out(self, name: str, death: RayActorError) -> None:
+        if name not in self._order:
+            return  # another request has noticed
+        self._order.remove(name)
+        rest = (
+            f"{len(self._order)} others post on" if self._order else "the rollout manager posts by itself from now on"
+        )
+        logger.warning("%s died (%s); %s", name, str(death).partition("\n")[0], rest)
+
+    def kill(self) -> None:
+        """End them all; requests that are under way fail."""
+        for actor in self._actors.values():
+            ray.kill(actor)
+
+
+def start_posters(args: Namespace) -> Posters:
+    """Start as many on every living node as it has device slots, ``--num-gpus-per-node`` at most and one at least."""
+    engines = http_utils.get_rollout_num_engines(args)
+    concurrency = max(_MIN_CONCURRENCY, args.sglang_server_concurrency * engines)
+    actor = ray.remote(Poster)
+    actors = {}
+    for node in ray.nodes():
+        if not node["Alive"]:
+            continue
+        slots = int(node["Resources"].get("GPU", 0))
+        for number in range(max(1, min(args.num_gpus_per_node, slots))):
+            name = f"poster {number} on {node['NodeManagerAddress']}"
+            options = actor.options(
+                num_cpus=_NUM_CPUS,
+                max_concurrency=concurrency,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+                runtime_env={"env_vars": worker_env()},
+            )
+            actors[name] = options.remote(args, name)
+    logger.info("requests to engines are posted by %d processes", len(actors))
+    return Posters(actors)

@@ -1,0 +1,191 @@
+"""What slime asks of a device, once per kind: the CPU, and what torch calls ``cuda`` (NVIDIA's, and AMD's with ROCm).
+
+Importing this module does not import torch. A kind of one's own is a subclass, made known with
+``slime.utils.accelerator.register_accelerator``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import TYPE_CHECKING, TypeAlias
+
+from slime.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Accelerator", "CPUAccelerator", "CUDAAccelerator", "Index", "MUSAAccelerator"]
+
+Index: TypeAlias = "int | str | torch.device | None"
+"""A device of this process: its number, ``cuda:1``, or torch's own; None is the current one."""
+
+
+class Accelerator:
+    """The CPU's answers; other kinds replace them.
+
+    Attributes:
+        name: as in ``SLIME_ACCELERATOR``, and torch's name of the device.
+        communication_backends: of ``torch.distributed`` that reach the device, the usual one first.
+        visible_devices_env_key: the variable that says which devices a process sees.
+    """
+
+    name = "cpu"
+    communication_backends: tuple[str, ...] = ("gloo",)
+    visible_devices_env_key = "CUDA_VISIBLE_DEVICES"
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.name == "cpu"
+
+    @property
+    def communication_backend(self) -> str:
+        """Backend of process groups: ``nccl`` on cuda, ``gloo`` on cpu."""
+        return self.communication_backends[0]
+
+    def process_group_backend(self, default: str) -> str:
+        """``default`` where it reaches the device, else the usual backend of the device."""
+        return default if default in self.communication_backends else self.communication_backend
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    def num_devices(self) -> int:
+        """Devices of this host. 0 on cpu, where Ray's GPU slots are only logical."""
+        return 0
+
+    def current_device(self) -> int | str:
+        return self.name
+
+    def device(self, index: Index = None) -> torch.device:
+        import torch
+
+        return torch.device(self.name)
+
+    def set_device(self, index: Index) -> None:
+        """Make it the current one of this process."""
+
+    def synchronize(self, index: Index = None) -> None:
+        """Wait for what was started on the device."""
+
+    def empty_cache(self) -> None:
+        """Give memory that torch keeps for later back to the device."""
+
+    def give_back_shared(self) -> None:
+        """Free device memory that other processes had open and have closed."""
+
+    def memory_allocated(self, index: Index = None) -> int:
+        """Bytes of the device that tensors take; 0 on cpu, where nobody counts."""
+        return 0
+
+    def manual_seed(self, seed: int) -> None:
+        import torch
+
+        torch.default_generator.manual_seed(seed)
+
+    def resolve_visible_device_id(self, physical_device_id: int | float | str) -> int:
+        """Number within this process of the device that the host, or Ray, calls ``physical_device_id``.
+
+        Raises:
+            RuntimeError: the process does not see that device.
+        """
+        wanted = physical_device_id if isinstance(physical_device_id, str) else str(int(physical_device_id))
+        visible = os.environ.get(self.visible_devices_env_key)
+        if visible is None:
+            return int(wanted)
+        names = [name.strip() for name in visible.split(",")]
+        if wanted not in names:
+            raise RuntimeError(
+                f"device {wanted} is not visible to this process: {self.visible_devices_env_key}={visible}. Name one "
+                "of those, or change the variable before the process starts."
+            )
+        return names.index(wanted)
+
+
+class CPUAccelerator(Accelerator):
+    """No accelerator at all."""
+
+
+class CUDAAccelerator(Accelerator):
+    """A few lines over ``torch.cuda``."""
+
+    name = "cuda"
+    communication_backends = ("nccl", "gloo")
+
+    @staticmethod
+    def is_available() -> bool:
+        import torch
+
+        return torch.cuda.is_available()
+
+    def num_devices(self) -> int:
+        import torch
+
+        return torch.cuda.device_count()
+
+    def current_device(self) -> int:
+        import torch
+
+        return torch.cuda.current_device()
+
+    def device(self, index: Index = None) -> torch.device:
+        import torch
+
+        if index is None:
+            index = torch.cuda.current_device()
+        return torch.device("cuda", index) if isinstance(index, int) else torch.device(index)
+
+    def set_device(self, index: Index) -> None:
+        import torch
+
+        torch.cuda.set_device(self.device(index))
+
+    def synchronize(self, index: Index = None) -> None:
+        import torch
+
+        torch.cuda.synchronize(self.device(index))
+
+    def empty_cache(self) -> None:
+        import torch
+
+        torch.cuda.empty_cache()
+
+    def give_back_shared(self) -> None:
+        import torch
+
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # torch has no hints there
+        torch.cuda.empty_cache()
+
+    def memory_allocated(self, index: Index = None) -> int:
+        import torch
+
+        return torch.cuda.memory_allocated(self.device(index))
+
+    def manual_seed(self, seed: int) -> None:
+        import torch
+
+        torch.cuda.manual_seed(seed)
+
+
+class MUSAAccelerator(Accelerator):
+    """Moore Threads' devices can be noticed, not used."""
+
+    name = "musa"
+    communication_backends = ("mccl", "gloo")
+    visible_devices_env_key = "MUSA_VISIBLE_DEVICES"
+
+    def __init__(self) -> None:
+        raise ConfigError(
+            "SLIME_ACCELERATOR=musa is not supported yet: nothing here was ever run on Moore Threads' devices. Set "
+            "SLIME_ACCELERATOR=cpu, or register an accelerator of your own (slime.utils.accelerator)."
+        )
+
+    @staticmethod
+    def is_available() -> bool:
+        if importlib.util.find_spec("torch_musa") is None:
+            return False
+        import torch
+        import torch_musa  # noqa: F401  # adds torch.musa
+
+        return bool(torch.musa.is_available())  # type: ignore[attr-defined]

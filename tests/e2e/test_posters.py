@@ -1,0 +1,132 @@
+"""``--use-distributed-post`` with real actors: who posts, and what becomes of errors, deaths and what is given up."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from slime.ray.posters import Posters, start_posters
+from slime.utils import http_utils
+from slime.utils.errors import DeadlineExceeded, EngineError, RequestRefused
+from tests.unit.rollout.fake_engine import FakeEngine
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    cluster = {"num_cpus": 4, "num_gpus": 2, "include_dashboard": False, "object_store_memory": 80 * 2**20}
+    ray.init(address="local", log_to_driver=False, **cluster)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@pytest.fixture
+def posters(cluster) -> Any:
+    args = SimpleNamespace(
+        num_gpus_per_node=8,
+        rollout_num_gpus=2,
+        rollout_num_gpus_per_engine=1,
+        sglang_server_concurrency=64,
+        rollout_request_timeout=30.0,
+    )
+    posters = start_posters(args)  # type: ignore[arg-type]
+    posters.wait_ready(60.0)
+    http_utils.set_sender(posters.send)
+    try:
+        yield posters
+    finally:
+        http_utils.set_sender(None)
+        posters.kill()
+
+
+class Server(FakeEngine):
+    """Gives the status that it is asked for, or a reply that comes in pieces without an end."""
+
+    def __init__(self) -> None:
+        super().__init__(self._reply)
+        self.go_on = threading.Event()
+
+    def _reply(self, payload: dict[str, Any], number: int) -> tuple[int, Any]:
+        return payload.get("status", 200), self._pieces() if payload.get("waits") else {"seen": payload}
+
+    def _pieces(self) -> Iterator[bytes]:
+        while not self.go_on.wait(0.05):
+            yield b"piece\n"
+
+
+@pytest.fixture
+def server() -> Any:
+    server = Server()
+    try:
+        yield server
+    finally:
+        server.go_on.set()
+        server.close()
+
+
+def post(url: str, payload: Any, **settings: Any) -> Any:
+    async def once() -> Any:
+        try:
+            return await http_utils.post(url, payload, **settings)
+        finally:
+            await http_utils.close_http_client()
+
+    return asyncio.run(once())
+
+
+def used(posters: Posters) -> list[str]:
+    """Writes down who posts."""
+    names: list[str] = []
+    for name, actor in list(posters._actors.items()):
+        send = SimpleNamespace(remote=lambda *a, actor=actor, name=name: names.append(name) or actor.send.remote(*a))
+        posters._actors[name] = SimpleNamespace(send=send)
+    return names
+
+
+def test_requests_are_posted_in_turn_and_their_errors_are_those_of_one_process(posters, server):
+    actors = dict(posters._actors)
+    names = used(posters)
+    assert len(actors) == 2, "as many as the node has device slots"
+    assert post(server.url, {"a": [1, 2]}) == {"seen": {"a": [1, 2]}}
+    with pytest.raises(RequestRefused, match="status 400"):
+        post(server.url, {"status": 400}, max_retries=5)
+    with pytest.raises(EngineError, match=r"failed 2 times .* status 503"):
+        post(server.url, {"status": 503}, max_retries=1)
+    assert len(server.requests) == 4
+    assert names == [*actors] * 2
+    with pytest.raises(EngineError, match=r"ConnectError: .* \(poster 0 on "):
+        post("http://127.0.0.1:9", {}, max_retries=0)
+    with pytest.raises(DeadlineExceeded):
+        post(server.url, {"waits": True}, timeout_s=0.3)
+    posters._actors = actors
+
+
+def test_a_request_that_nobody_waits_for_any_more_ends_at_the_poster(posters, server):
+    async def give_up() -> None:
+        task = asyncio.ensure_future(http_utils.post(server.url, {"waits": True}))
+        while not server.requests:
+            await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(asyncio.wait_for(give_up(), 30))
+    assert server.disconnected.wait(20), "the poster still reads the reply"
+
+
+def test_posters_that_die_are_left_out_and_without_any_the_process_posts_itself(posters, server):
+    first, second = posters.names
+    ray.kill(posters._actors[first])
+    assert all(post(server.url, {"n": n}) == {"seen": {"n": n}} for n in range(3))
+    assert posters.names == (second,)
+    ray.kill(posters._actors[second])
+    assert post(server.url, {"n": 3}) == {"seen": {"n": 3}}
+    assert posters.names == ()
+    assert [request["n"] for request in server.requests] == [0, 1, 2, 3]

@@ -1,0 +1,37 @@
+"""The pages of model families: their tables are what ``slime plan`` says today, and no preset is forgotten."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+
+from tools.make_model_pages import DOCS, PAGES, pages
+from tools.make_presets import load_presets
+
+FOR_TESTS = {"deepseek-v3-5layer", "deepseek-v3-20layer", "glm4-32B"}
+"""Presets of no published model."""
+
+
+@functools.cache
+def made() -> dict[Path, str]:
+    return pages()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_table_of_a_page_is_what_the_plan_says(page: str) -> None:
+    path = DOCS / f"{page}.md"
+    assert path.read_text(encoding="utf-8") == made()[path], "run: python tools/make_model_pages.py"
+
+
+def test_every_preset_of_a_published_model_is_on_a_page_itself_or_by_the_one_it_varies() -> None:
+    shown = {preset for presets in PAGES.values() for preset in presets}
+    presets = load_presets()
+    assert {name for name in presets if name not in shown and presets[name].parent not in shown} - FOR_TESTS == set()
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (DOCS / "README.md").read_text(encoding="utf-8")
+    assert {page for page in PAGES if f"]({page}.md)" not in index} == set()
+    assert {path.stem for path in DOCS.glob("*.md")} == {*PAGES, "README"}

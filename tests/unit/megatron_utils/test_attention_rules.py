@@ -1,0 +1,105 @@
+"""Flags of models with sparse attention or a norm over all heads, and which layers of such a model have an indexer."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.backends.megatron_utils.hf_shape import shape_from_config
+from slime.utils.errors import ConfigError
+from tests.unit.megatron_utils.command_lines import problems_of, resolved, write_config
+from tests.unit.megatron_utils.hub_models import QWEN3_4B
+from tests.unit.megatron_utils.hub_sparse import GLM5, GLM52, MINIMAX_M2
+
+_PP = "--pipeline-model-parallel-size"
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "world_size", "message"),
+    [
+        (GLM5, "--mtp-num-layers 1", 1, "--mtp-num-layers 1 is not supported yet"),
+        (GLM52, f"{_PP} 2", 2, f"{_PP} 2 begins a stage with layer 39 (counted from 0), which shares the indexer"),
+        (QWEN3_4B, "--context-parallel-size 2 --allgather-cp", 2, "--allgather-cp is for sparse attention"),
+        (QWEN3_4B, "--freeze-indexer", 1, "there is no indexer of sparse attention there"),
+        (
+            MINIMAX_M2,
+            "--tensor-model-parallel-size 16 --sequence-parallel",
+            16,
+            "16 must not exceed the 8 key heads",
+        ),
+    ],
+    ids=["prediction-layers", "stages", "gathering", "freezing", "key-heads"],
+)
+def test_what_such_a_model_cannot_do_is_named(
+    config: dict[str, Any], words: str, world_size: int, message: str, tmp_path: Path
+) -> None:
+    problems = problems_of(write_config(tmp_path, config), words.split(), world_size=world_size)
+    assert any(message in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "world_size"),
+    [
+        # of the launch scripts, with fewer data-parallel ranks
+        (GLM5, f"--sequence-parallel --tensor-model-parallel-size 4 {_PP} 4 --decoder-last-pipeline-num-layers 18", 16),
+        (
+            GLM52,
+            f"{_PP} 8 --decoder-first-pipeline-num-layers 14 --decoder-last-pipeline-num-layers 16 "
+            "--context-parallel-size 2 --allgather-cp --freeze-indexer",
+            16,
+        ),
+        (GLM52, "--recompute-granularity selective", 1),
+        (MINIMAX_M2, "--sequence-parallel --tensor-model-parallel-size 8", 8),
+        (QWEN3_4B, "--allgather-cp", 1),
+    ],
+    ids=["glm5", "glm5.2", "recompute", "minimax", "gathering-alone"],
+)
+def test_what_such_a_model_can_do_is_accepted(
+    config: dict[str, Any], words: str, world_size: int, tmp_path: Path
+) -> None:
+    assert problems_of(write_config(tmp_path, config), words.split(), world_size=world_size) == []
+
+
+def test_the_indexer_of_a_model_that_has_one_is_frozen_whether_asked_or_not(tmp_path: Path) -> None:
+    assert resolved(write_config(tmp_path / "sparse", GLM5), []).freeze_indexer is True
+    assert resolved(write_config(tmp_path / "full", QWEN3_4B), []).freeze_indexer is False
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({}, range(10)),
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, [0, 1, 2, 6]),
+        ({"index_topk_freq": 4}, [0, 1, 5, 9]),
+        ({"index_topk_pattern": "FSSFSSSSFF"}, [0, 3, 8, 9]),
+        ({"indexer_types": ["full"] + ["shared"] * 9, "index_topk_freq": 1}, [0]),
+    ],
+    ids=["all", "glm5.2", "no-offset", "pattern", "list"],
+)
+def test_layers_with_an_indexer_follow_from_the_config(changes: dict[str, Any], layers: Any) -> None:
+    sparse = shape_from_config(GLM5 | {"num_hidden_layers": 10} | changes, "hub").sparse
+    assert sparse is not None
+    assert [layer for layer, has_indexer in enumerate(sparse.layers) if has_indexer] == list(layers)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"index_topk_pattern": "SFFF", "num_hidden_layers": 4}, "the first must have one"),
+        ({"index_topk_pattern": "FF", "num_hidden_layers": 4}, "must say for every layer"),
+        ({"q_lora_rank": None}, "has q_lora_rank null"),
+    ],
+)
+def test_an_indexer_without_what_it_needs_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        shape_from_config(GLM5 | changes, "hub")
+
+
+def test_minimax_says_how_many_columns_rope_turns() -> None:
+    shape = shape_from_config(MINIMAX_M2, "hub")
+    assert shape.rotary_percent == 0.5
+    assert shape.moe is not None
+    assert (shape.moe.ffn_hidden_size, shape.moe.shared_size, all(shape.moe.layers)) == (1536, None, True)

@@ -1,0 +1,90 @@
+"""Optimizer states on the host change no number, in training and across a checkpoint. One process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slime.backends.megatron_utils.actor import MegatronTrainer
+from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, use_single_rank_env
+
+OFFLOADED = {"optimizer_cpu_offload": True}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _single_rank() -> Iterator[None]:
+    use_single_rank_env()
+    yield
+    if dist.is_initialized():
+        from megatron.core import parallel_state as mpu
+
+        mpu.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("host") / "hf"
+    make_hf_model("qwen3", path)
+    return path
+
+
+def _train(hf: Path, rollouts: range, **overrides: Any) -> tuple[MegatronTrainer, dict[str, torch.Tensor]]:
+    """Trained, saved after the last rollout where there is somewhere to."""
+    settings = {"lr": 1e-3, "weight_decay": 0.1, "lr_decay_style": "cosine", "lr_warmup_iters": 1} | overrides
+    trainer = MegatronTrainer(make_args(hf, **settings), rank=0, world_size=1, with_ref=False)
+    assert trainer.setup() == rollouts.start
+    for rollout_id in rollouts:
+        trainer.train(rollout_id, make_batch(seed=rollout_id))
+    if overrides.get("save"):
+        trainer.save(rollouts[-1])
+    return trainer, {name: value.clone() for name, value in trainer.export_weights()}
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.3])
+@pytest.mark.parametrize(("is_fp32", "tolerance"), [(True, 1e-6), (False, 0.0)])
+def test_states_on_the_host_train_the_same(hf: Path, is_fp32: bool, tolerance: float, fraction: float) -> None:
+    _, plain = _train(hf, range(3), fp32=is_fp32)
+    _, ours = _train(hf, range(3), fp32=is_fp32, **OFFLOADED, optimizer_offload_fraction=fraction)
+    for name, value in plain.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize(("first", "second"), [(OFFLOADED, {}), ({}, OFFLOADED), (OFFLOADED, OFFLOADED)])
+def test_a_checkpoint_does_not_tell_where_the_states_were(
+    hf: Path, first: dict[str, Any], second: dict[str, Any], tmp_path: Path
+) -> None:
+    _, whole = _train(hf, range(3), fp32=False)
+    _train(hf, range(2), fp32=False, save=str(tmp_path), **first)
+    _, resumed = _train(hf, range(2, 3), fp32=False, load=str(tmp_path), **second)
+    for name, value in whole.items():
+        assert torch.equal(resumed[name], value), name
+
+
+def test_forgotten_moments_leave_the_main_weights_alone(hf: Path) -> None:
+    from slime.backends.megatron_utils.optimizer import reset_moments
+
+    trainer, _ = _train(hf, range(1), fp32=False, **OFFLOADED)
+    (part,) = trainer._ready.optimizer.chained_optimizers
+    before = [state["master_param"].clone() for state in part.optimizer.state.values()]
+    reset_moments(trainer._ready.optimizer)
+    for state, main in zip(part.optimizer.state.values(), before, strict=True):
+        assert torch.equal(state["master_param"], main)
+        assert not state["exp_avg"].any()
+        assert not state["exp_avg_sq"].any()
+        assert state["step"] == 0
+
+
+def test_the_share_on_the_host_is_the_one_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slime.backends.megatron_utils import host_optimizer
+
+    monkeypatch.setattr(host_optimizer, "_HOST", torch.device("meta"))  # another device than that of the weights
+    shards = [torch.zeros(10) for _ in range(4)]
+    for fraction, num_on_device in ((0.0, 12), (0.5, 6), (0.6, 3), (1.0, 0)):
+        optimizer = host_optimizer.HostAdam([{"params": shards}], fraction=fraction)
+        assert len(list(optimizer.device_tensors())) == num_on_device

@@ -1,0 +1,141 @@
+"""Muon against its paper: singular values, one update by hand, and who gets which optimizer in a trainer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slime.backends.megatron_utils.actor import MegatronTrainer
+from slime.backends.megatron_utils.patches.install import install
+from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, use_single_rank_env
+
+install()
+from slime.backends.megatron_utils.muon import Muon, orthogonalize, scale_of  # noqa: E402  # needs megatron repaired
+
+SETTINGS: dict[str, Any] = {
+    "lr": 0.1,
+    "momentum_beta": 0.9,
+    "use_nesterov": False,
+    "weight_decay": 0.5,
+    "num_ns_steps": 5,
+    "scale_mode": "spectral",
+    "extra_scale_factor": 0.2,
+    "split_qkv": True,
+    "is_qkv_fn": lambda weight: hasattr(weight, "is_qkv"),
+    "qkv_split_shapes": [4, 2, 2],
+    "pg_collection": SimpleNamespace(tp=SimpleNamespace(size=lambda: 1)),
+    "mode": "duplicated",
+    "fp32_matmul_prec": "highest",
+}
+
+
+def by_singular_values(matrix: torch.Tensor, steps: int) -> torch.Tensor:
+    """The iteration as it acts on singular values, s <- 3.4445 s - 4.7750 s^3 + 2.0315 s^5; the vectors stay."""
+    u, values, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+    values = values / values.norm()
+    for _ in range(steps):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    return (u * values @ v).float()
+
+
+@pytest.mark.parametrize("shape", [(12, 12), (8, 40), (40, 8), (1, 5)])
+def test_the_iteration_does_to_singular_values_what_its_polynomial_says(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    ours = orthogonalize(matrix, 5)
+    torch.testing.assert_close(ours, by_singular_values(matrix, 5), rtol=0, atol=1e-5)
+    values = torch.linalg.svdvals(orthogonalize(matrix, 8))
+    assert values.min() > 0.6
+    assert values.max() < 1.3
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_two_updates_are_those_of_the_paper(nesterov: bool) -> None:
+    generator = torch.Generator().manual_seed(2)
+    weight, first, second = (torch.randn(6, 10, generator=generator) for _ in range(3))
+    parameter = torch.nn.Parameter(weight.clone())
+    optimizer = Muon([parameter], **SETTINGS | {"use_nesterov": nesterov})
+    moment = torch.zeros(6, 10)
+    for gradient in (first, second):
+        parameter.grad = gradient.clone()
+        optimizer.step()
+        moment = 0.9 * moment + gradient
+        direction = by_singular_values(gradient + 0.9 * moment if nesterov else moment, 5)
+        weight = weight - 0.1 * (0.2 * math.sqrt(10) * direction + 0.5 * weight)
+    torch.testing.assert_close(parameter.detach(), weight, rtol=0, atol=1e-5)
+
+
+def test_queries_keys_and_values_are_three_matrices() -> None:
+    gradient = torch.randn(16, 5, generator=torch.Generator().manual_seed(3))  # two key heads of 4 + 2 + 2 rows
+    parameter = torch.nn.Parameter(torch.zeros(16, 5))
+    parameter.is_qkv = True  # type: ignore[attr-defined]
+    parameter.grad = gradient
+    Muon([parameter], **SETTINGS).step()
+    heads, moved = gradient.view(2, 8, 5), parameter.detach().view(2, 8, 5)
+    for rows in (slice(0, 4), slice(4, 6), slice(6, 8)):
+        part = heads[:, rows].reshape(-1, 5)
+        expected = -0.1 * 0.2 * math.sqrt(max(part.shape)) * by_singular_values(part, 5)
+        torch.testing.assert_close(moved[:, rows].reshape(-1, 5), expected, rtol=0, atol=1e-5)
+
+
+def test_the_factors_of_an_update_follow_the_shape() -> None:
+    assert scale_of(4, 16, "spectral") == scale_of(16, 4, "spectral") == 4
+    assert (scale_of(4, 16, "unit_rms_norm"), scale_of(16, 4, "unit_rms_norm")) == (0.5, 2)
+    assert (scale_of(4, 16, "shape_scaling"), scale_of(16, 4, "shape_scaling")) == (1, 2)
+
+
+# ---------------------------------------------------------------------------------------------- in a trainer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _single_rank() -> Iterator[None]:
+    use_single_rank_env()
+    yield
+    if dist.is_initialized():
+        from megatron.core import parallel_state as mpu
+
+        mpu.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _moved(path: Path, **overrides: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """(trainer, how far each weight moves in one step)."""
+    settings = {"lr": 1e-2, "weight_decay": 0.0, "use_distributed_optimizer": False} | overrides
+    trainer = MegatronTrainer(make_args(path, **settings), rank=0, world_size=1, with_ref=False)
+    trainer.setup()
+    before = {name: value.clone() for name, value in trainer.export_weights()}
+    trainer.train(0, make_batch())
+    return trainer, {name: value - before[name] for name, value in trainer.export_weights()}
+
+
+def test_a_trainer_gives_matrices_to_muon_and_the_rest_to_adam(tmp_path: Path) -> None:
+    make_hf_model("qwen3", tmp_path)
+    _, adam = _moved(tmp_path)
+    _, muon = _moved(tmp_path, optimizer="muon", muon_extra_scale_factor=0.2)
+    for name, moved in muon.items():
+        if "proj" not in name:
+            assert torch.equal(moved, adam[name]), name
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj"):
+        moved = muon[f"model.layers.1.{name}.weight"]
+        values = torch.linalg.svdvals(moved) / (1e-2 * 0.2 * math.sqrt(max(moved.shape)))
+        assert 0.5 < values.median() < values.max() < 1.3, name
+
+
+def test_muon_knows_queries_and_experts_by_their_16_bit_weights_too(tmp_path: Path) -> None:
+    make_hf_model("qwen3", tmp_path)
+    trainer, _ = _moved(tmp_path, optimizer="muon", fp32=False)
+    marked = [
+        tuple(weight.shape)
+        for part in trainer._ready.optimizer.chained_optimizers
+        if isinstance(part.optimizer, Muon)
+        for group in part.optimizer.param_groups
+        for weight in group["params"]
+        if hasattr(weight, "is_qkv")
+    ]
+    assert marked == [(128, 32)] * 2

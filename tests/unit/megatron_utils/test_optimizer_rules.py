@@ -1,0 +1,97 @@
+"""Rules of the optimizer and of FP8: what fits together, and what the machine must have."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from slime.utils import accelerator
+from tests.unit.megatron_utils.command_lines import problems_of, resolved, write_config
+from tests.unit.megatron_utils.hub_models import QWEN3_4B, QWEN3_30B
+
+_OFFLOAD = "--optimizer-cpu-offload --use-precision-aware-optimizer"
+
+
+@pytest.mark.parametrize(
+    ("words", "world_size", "message"),
+    [
+        (
+            "--num-distributed-optimizer-instances 3",
+            4,
+            "instances 3 must divide the 4 data- and context-parallel ranks",
+        ),
+        (
+            "--num-distributed-optimizer-instances 4 --expert-model-parallel-size 4",
+            8,
+            "must divide the 2 copies of an expert",
+        ),
+        (
+            "--num-distributed-optimizer-instances 2 --optimizer sgd",
+            2,
+            "instances 2 needs --use-distributed-optimizer",
+        ),
+        ("--num-distributed-optimizer-instances 0", 2, "0 must be at least 1"),
+        ("--optimizer muon --use-distributed-optimizer", 2, "works with --optimizer adam only: drop it for muon"),
+        ("--optimizer muon --fp16", 1, "--optimizer muon does not work with --fp16"),
+        ("--optimizer dist_muon --fp32", 1, "--optimizer dist_muon does not work with --fp32"),
+        (
+            "--optimizer muon --tensor-model-parallel-size 8 --sequence-parallel",
+            8,
+            "8 tensor-parallel ranks cut the 4 key heads",
+        ),
+        ("--optimizer-cpu-offload", 1, "needs --use-precision-aware-optimizer"),
+        (f"{_OFFLOAD} --optimizer-offload-fraction 1.5", 1, "1.5 must be between 0 and 1"),
+        ("--optimizer-offload-fraction 0.5", 1, "0.5 needs --optimizer-cpu-offload"),
+        (f"{_OFFLOAD} --optimizer sgd", 1, "needs --optimizer adam and --use-distributed-optimizer"),
+        ("--rampup-batch-size 16 16 1000", 1, "--rampup-batch-size 16 16 1000 has no meaning here"),
+        ("--fp8-param-gather", 1, "--fp8-param-gather needs --fp8-format"),
+        ("--fp8-recipe blockwise", 1, "--fp8-recipe blockwise needs --fp8-format"),
+    ],
+)
+def test_settings_of_the_optimizer_that_cannot_work_are_named(
+    words: str, world_size: int, message: str, tmp_path: Path
+) -> None:
+    hf = write_config(tmp_path / "hf", QWEN3_30B)
+    problems = problems_of(hf, words.split(), world_size=world_size)
+    assert len(problems) == 1, problems
+    assert message in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "world_size"),
+    [
+        ("--num-distributed-optimizer-instances 2 --expert-model-parallel-size 4", 8),
+        ("--optimizer muon --muon-extra-scale-factor 0.2", 2),
+        ("--optimizer dist_muon --no-muon-split-qkv --tensor-model-parallel-size 8 --sequence-parallel", 8),
+        (f"{_OFFLOAD} --overlap-cpu-optimizer-d2h-h2d --optimizer-offload-fraction 0.5", 2),
+        (f"{_OFFLOAD} --fp16", 1),
+        ("--recompute-loss-function --fp16-lm-cross-entropy", 1),
+    ],
+)
+def test_what_works_is_no_problem(words: str, world_size: int, tmp_path: Path) -> None:
+    hf = write_config(tmp_path / "hf", QWEN3_30B)
+    assert problems_of(hf, words.split(), world_size=world_size) == []
+
+
+def test_gradients_for_an_update_on_the_cpu_are_in_fp32(tmp_path: Path) -> None:
+    hf = write_config(tmp_path / "hf", QWEN3_4B)
+    assert not resolved(hf, ["--fp16"]).accumulate_allreduce_grads_in_fp32
+    assert resolved(hf, ["--fp16", *_OFFLOAD.split()]).accumulate_allreduce_grads_in_fp32
+
+
+def test_fp8_asks_for_a_gpu_and_then_for_transformer_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf = write_config(tmp_path / "hf", QWEN3_4B)
+    words = ["--fp8-format", "hybrid"]
+    (problem,) = problems_of(hf, words)
+    assert problem.startswith("--fp8-format hybrid needs a GPU with TransformerEngine; this run is on a CPU.")
+    monkeypatch.setattr(accelerator, "current", lambda: accelerator.Accelerator("cuda"))
+    (problem,) = problems_of(hf, words)
+    assert "needs the package transformer_engine" in problem
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert problems_of(hf, words) == []
+    (problem,) = problems_of(hf, [*words, "--fp32"])
+    assert "is for weights in bf16" in problem
+    (problem,) = problems_of(hf, [*words, "--fp8-param-gather", *_OFFLOAD.split()])
+    assert "keeps its optimizer on the GPU" in problem

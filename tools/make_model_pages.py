@@ -1,0 +1,315 @@
+"""Write the tables of ``docs/models/*.md``: what ``slime plan`` says of every launch script of a model family.
+
+    python tools/make_model_pages.py            write the tables between the marks of the pages
+    python tools/make_model_pages.py --check    exit with 1 and name the pages that are out of date
+
+Every script is run dry, with a model directory that holds nothing but the ``config.json`` of its preset; models that
+have no script get the layout of :data:`LAYOUTS`. Prose is written by hand and left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from slime.config.plan.build import Plan, build
+from slime.ray.arguments import parse_only
+from tests.unit.scripts.bash_arrays import model_words
+from tests.unit.scripts.dry_run import SCRIPTS, dry_run, launchers
+from tests.unit.scripts.hub_configs import TO_COME, hub_config
+from tools.make_presets import load_presets
+
+__all__ = ["BEGIN", "END", "PAGES", "pages"]
+
+ROOT = Path(__file__).resolve().parents[1]
+Section = TypeVar("Section")
+DOCS = ROOT / "docs" / "models"
+BEGIN, END = "<!-- plans: begin -->", "<!-- plans: end -->"
+DEVICE_GIB = 80
+DATA_VARIABLES = ("MATH_DATA", "AIME_DATA", "SFT_DATA", "GSM8K_DATA", "GSM8K_TEST_DATA")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a model without a launch script fits: nodes of eight devices that trainer and engines share.
+
+    ``tp``, ``pp``, ``cp`` are the trainer's, ``ep`` that of its experts, ``engine`` the devices of one engine.
+    """
+
+    nodes: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    engine: int = 1
+    tokens: int = 9216
+    is_optimizer_on_host: bool = False
+
+    def flags(self) -> list[str]:
+        words = f"--actor-num-nodes {self.nodes} --actor-num-gpus-per-node 8 --colocate {RECIPE}"
+        words += f" --tensor-model-parallel-size {self.tp} --pipeline-model-parallel-size {self.pp}"
+        words += f" --context-parallel-size {self.cp}"
+        words += f" --expert-model-parallel-size {self.ep} --expert-tensor-parallel-size 1"
+        words += f" --max-tokens-per-gpu {self.tokens} --rollout-num-gpus-per-engine {self.engine}"
+        words += " --sequence-parallel" * (self.tp > 1)
+        words += f" {OPTIMIZER_ON_HOST}" * self.is_optimizer_on_host
+        return words.split()
+
+
+RECIPE = (
+    "--rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 256 --rollout-max-response-len 8192 "
+    "--num-rollout 3000 --rm-type deepscaler --use-dynamic-batch-size --sglang-mem-fraction-static 0.7 "
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+)
+OPTIMIZER_ON_HOST = "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer"
+PAGES: dict[str, dict[str, Layout | None]] = {
+    "qwen3": {
+        "qwen3-0.6B": Layout(),
+        "qwen3-1.7B": Layout(),
+        "qwen3-4B": None,
+        "qwen3-4B-Instruct-2507": Layout(tp=2, engine=2),
+        "qwen3-8B": Layout(tp=2, engine=2),
+        "qwen3-14B": Layout(tp=4, engine=2),
+        "qwen3-32B": None,
+    },
+    "qwen3_moe": {"qwen3-30B-A3B": None, "qwen3-235B-A22B": None},
+    "qwen2_5": {
+        "qwen2.5-0.5B": None,
+        "qwen2.5-1.5B": Layout(),
+        "qwen2.5-3B": Layout(),
+        "qwen2.5-7B": Layout(tp=2, engine=2),
+        "qwen2.5-32B": Layout(tp=8, engine=4, is_optimizer_on_host=True),
+    },
+    "llama3": {
+        "llama3.2-3B-Instruct": Layout(),
+        "llama3-8B": Layout(tp=2, engine=2),
+        "llama3.1-8B-Instruct": Layout(tp=2, engine=2),
+        "llama3-70B": Layout(nodes=2, tp=8, pp=2, engine=8, is_optimizer_on_host=True),
+    },
+    "glm4": {"glm4-9B": None, "glm4-32B-0414": Layout(tp=8, engine=4, is_optimizer_on_host=True)},
+    "glm4_5": {
+        "glm4.5-106B-A12B": Layout(nodes=4, tp=4, pp=2, ep=16, engine=8),
+        "glm4.5-355B-A32B": Layout(nodes=8, tp=8, pp=4, ep=16, engine=16, is_optimizer_on_host=True),
+        "glm4.6-355B-A32B": Layout(nodes=8, tp=8, pp=4, ep=16, engine=16, is_optimizer_on_host=True),
+        "glm4.7-355B-A32B": None,
+        "glm4.7-30B-A3B": None,
+    },
+    "deepseek": {"deepseek-v3": None},
+    "kimi_k2": {"kimi-k2": None, "kimi-k2-thinking": None},
+    "moonlight": {"moonlight": None},
+    "mimo": {"mimo-7B-rl": None},
+    "qwen3_next": {"qwen3-next-80B-A3B": None},
+    "qwen3_5": {
+        "qwen3.5-0.8B": Layout(),
+        "qwen3.5-4B": Layout(tp=2, engine=2),
+        "qwen3.5-9B": Layout(tp=2, engine=2),
+        "qwen3.5-27B": None,
+        "qwen3.5-35B-A3B": None,
+    },
+    "glm5": {"glm5-744B-A40B": None, "glm5.2-744B-A40B": None},
+    "minimax_m2": {"minimax-m2": None},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table: what it is called, and its plan."""
+
+    name: str
+    plan: Plan
+    is_supervised: bool
+
+
+def pages() -> dict[Path, str]:
+    """Every page with a table, as it should be.
+
+    Raises:
+        ValueError: a page lacks the marks, or a launch script has a model that is on no page.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        reader = Reader(Path(name))
+        scripts = {script: _preset_of(script) for script in launchers()}
+        if homeless := set(scripts.values()) - {preset for presets in PAGES.values() for preset in presets}:
+            raise ValueError(
+                f"launch scripts use {sorted(homeless)}: give these presets a page in {Path(__file__).name}"
+            )
+        result = {}
+        for page, presets in PAGES.items():
+            rows = []
+            for preset, layout in presets.items():
+                rows += [reader.script(script) for script in scripts if scripts[script] == preset]
+                rows += [reader.layout(preset, layout)] if layout else []
+            path = DOCS / f"{page}.md"
+            result[path] = _with_table(path, _table(rows))
+        return result
+
+
+def _preset_of(script: str) -> str:
+    found = re.search(r"^model (\S+)", (SCRIPTS / script).read_text(encoding="utf-8"), re.MULTILINE)
+    assert found, f"{script} names no model"
+    return found[1]
+
+
+class Reader:
+    """Someone with every model, as far as a plan looks at it, and every data file."""
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+        self._presets = load_presets()
+        self._data = place / "data.jsonl"
+        self._data.write_text('{"prompt": "1+1=", "messages": [], "label": "2"}\n' * 256, encoding="utf-8")
+
+    def script(self, name: str) -> Row:
+        """A launch script, run dry."""
+        engines = self._place / "engines.yaml"  # the file that a script with --sglang-config would write
+        text = (SCRIPTS / name).read_text(encoding="utf-8")
+        engines.write_text(text.partition("<<'YAML'\n")[2].partition("YAML\n")[0], encoding="utf-8")
+        environment = {"BASE_DIR": str(self._place), "SGLANG_CONFIG_FILE": str(engines)}
+        made = dry_run(name, env=environment | dict.fromkeys(DATA_VARIABLES, str(self._data)))
+        for flag in ("--hf-checkpoint", "--ref-load"):
+            if flag in made.flags:
+                self._model(Path(made.value(flag)), _preset_of(name))
+        plan = _plan(made.argv, is_async=made.entry.endswith("train_async.py"))
+        return Row(f"`{name}`", plan, "--debug-train-only" in made.flags)
+
+    def layout(self, preset: str, layout: Layout) -> Row:
+        """A model without a script."""
+        model = self._model(self._place / preset, preset)
+        words = [*model_words()[preset], "--hf-checkpoint", str(model), "--prompt-data", str(self._data)]
+        return Row(preset, _plan(words + layout.flags(), is_async=False), False)
+
+    def _model(self, directory: Path, preset: str) -> Path:
+        directory.mkdir(exist_ok=True)
+        config = hub_config(self._presets[preset].facts)
+        if directory.name in IN_8_BITS:
+            config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        if directory.name in IN_4_BITS:
+            groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 32}}}
+            config["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": groups}
+        (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        return directory
+
+
+IN_8_BITS = ("DeepSeek-R1", "Kimi-K2-Instruct", "Kimi-K2-Thinking-fp8", "Qwen3-4B-FP8", "Qwen3-30B-A3B-FP8")
+IN_4_BITS = ("Kimi-K2-Thinking", "Moonlight-16B-A3B-Instruct-INT4", "Qwen3-235B-A22B-INT4", "Qwen3-30B-A3B-INT4")
+"""Directories of launch scripts whose weights are 8 or 4 bits wide."""
+
+
+def _plan(argv: list[str], *, is_async: bool) -> Plan:
+    args, problems = parse_only(argv, is_async=is_async, loads_hooks=False)
+    assert args is not None, problems
+    return build(args, title="", device_bytes=DEVICE_GIB * 2**30, problems=problems)
+
+
+def _table(rows: list[Row]) -> str:
+    heads = ("recipe", "GPUs", "trainer", "engines", "a rollout", "trainer rank, GiB", "GPU of an engine, GiB")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines += [f"| {' | '.join((row.name, *_cells(row)))} |" for row in rows]
+    missing = [f"* {row.name}: {problem}" for row in rows for problem in row.plan.problems if _is_to_come(problem)]
+    if missing:
+        lines += ["", "Not supported yet:", "", *(re.sub(r"/\S*/", "", line) for line in missing)]
+    return "\n".join(lines)
+
+
+def _is_to_come(problem: str) -> bool:
+    return any(words in problem for words in TO_COME)
+
+
+def _known(section: Section | None) -> Section:
+    """A section of the plan that every command has."""
+    assert section is not None
+    return section
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (_devices(row), _layout(row.plan), _engines(row), _rollout(row), _rank(row.plan), _engine(row))
+
+
+def _devices(row: Row) -> str:
+    placement = _known(row.plan.placement)
+    trainers = placement.num_trainer_ranks
+    if row.is_supervised:
+        return f"{trainers}, no engines"
+    return f"{trainers}, shared" if placement.is_colocated else f"{trainers} + {placement.num_slots - trainers}"
+
+
+def _layout(plan: Plan) -> str:
+    layout = _known(plan.layout)
+    sizes = {"TP": layout.tp, "PP": layout.pp, "CP": layout.cp, "EP": layout.ep, "DP": layout.dp}
+    return " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "DP")
+
+
+def _engines(row: Row) -> str:
+    if row.is_supervised:
+        return "-"
+    return ", ".join(
+        f"{group.num_engines} of {group.devices_per_engine}" + (f" ({group.kind})" if group.kind != "regular" else "")
+        for group in _known(row.plan.placement).engines
+    )
+
+
+def _rollout(row: Row) -> str:
+    batch = _known(row.plan.batch)
+    if row.is_supervised:
+        return f"{batch.samples:,} conversations"
+    steps = f", {batch.steps} steps" if batch.steps > 1 else ""
+    return f"{batch.prompts} x {batch.samples_per_prompt} of ≤ {batch.max_response:,} tokens{steps}"
+
+
+def _rank(plan: Plan) -> str:
+    if not plan.stages:
+        return "not covered"
+    stage = max(plan.stages, key=lambda stage: stage.total)
+    parts = (stage.weights, stage.gradients, stage.optimizer, stage.activations + stage.logits)
+    return f"{_judged(stage.total)} = {' + '.join(map(_gib, parts))}"
+
+
+def _judged(size: int) -> str:
+    return f"**{_gib(size)}**" if size > DEVICE_GIB * 2**30 else _gib(size)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f}" if size else "0"
+
+
+def _engine(row: Row) -> str:
+    if row.is_supervised:
+        return "-"
+    engine = row.plan.engine
+    if engine is None:
+        return "not covered"
+    if not engine.tokens:
+        return f"**{_gib(engine.weights)}**: no room for a cache"
+    return f"{_gib(engine.weights)} + {_gib(engine.pool)} for {engine.tokens / 1000:,.0f} k tokens"
+
+
+def _with_table(path: Path, table: str) -> str:
+    text = path.read_text(encoding="utf-8")
+    if BEGIN not in text or END not in text:
+        raise ValueError(f"{path} needs the lines {BEGIN} and {END}: the table comes between them.")
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--check", action="store_true", help="Write nothing; exit with 1 when a page is not current.")
+    check = parser.parse_args().check
+    changed = {path: text for path, text in pages().items() if path.read_text(encoding="utf-8") != text}
+    for path, text in changed.items():
+        if not check:
+            path.write_text(text, encoding="utf-8")
+        print(f"{'not current' if check else 'written'}: {path.relative_to(ROOT)}")
+    return int(check and bool(changed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
