@@ -27,7 +27,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from examples.demo.run_demo import Size, grpo_command, read_metrics, run_train, series, warm_start_command
+from examples.demo.run_demo import Size, curve, grpo_command, warm_start_command
+from examples.tiny.recipe import read_metrics, run_train
 from tools.make_tiny_task import TinyTask, make_tiny_task
 
 __all__ = ["ALGORITHMS", "RECORD", "load_record", "page_part", "pages"]
@@ -149,7 +150,7 @@ def run(name: str, rollouts: int, output: Path) -> dict[str, Any]:
     started = time.monotonic()
     run_train(ALGORITHMS[name].title, command(name, task, size, output), output)
     seconds = time.monotonic() - started
-    records = read_metrics(output / name)
+    records = read_metrics(output, name)
     return {
         "name": name,
         "rollouts": rollouts,
@@ -165,7 +166,7 @@ def points(records: list[dict[str, Any]], metric: str | None, axis: str) -> list
     """(step, value) in four significant digits; none where the metric is not logged."""
     if metric is None:
         return []
-    return [(x, float(f"{y:.4g}")) for x, y in zip(*series(records, metric, axis), strict=True)]
+    return [(x, float(f"{y:.4g}")) for x, y in zip(*curve(records, metric, axis), strict=True)]
 
 
 def load_record(path: Path = RECORD) -> dict[str, dict[str, Any]]:
@@ -232,10 +233,10 @@ def page_part(record: dict[str, Any]) -> str:
         largest = max(value for _, value in record["difference"])
         figures.append(("largest `train/train_rollout_logprob_abs_diff` of a step", f"{largest:.1e}"))
     figures.append((f"{record['rollouts']} rollouts, start and evaluations included", f"{record['seconds']} s"))
-    flags = f"The demo's GRPO with `{' '.join(algorithm.flags)}`." if algorithm.flags else ORIGIN[name]
+    origin = ORIGIN.get(name) or f"The demo's GRPO with `{' '.join(algorithm.flags)}`."
     lines = [
         f"![{algorithm.title}: accuracy over rollouts](../images/curves/{name}.png)",
-        f"{flags} One engine, one trainer rank, 4 shared cores:",
+        f"{origin} One engine, one trainer rank, 4 shared cores:",
         "| what | figure |\n|---|---|\n" + "\n".join(f"| {what} | {figure} |" for what, figure in figures),
         f"```bash\npython benchmarks/algorithm_curves.py {'grpo ' if name == 'opd' else ''}{name}\n```",
     ]
@@ -250,6 +251,8 @@ LOWER = {
 }
 ORIGIN = {
     "grpo": "The demo's GRPO.",
+    "opd": "No reward; the student is the demo's warm start, the teacher what the GRPO run\n"
+    "ends with, held by the trainer (`--opd-type megatron`).",
     "sft": "The demo's warm start from a random model, on solutions of a teacher who mostly forgets to carry: the\n"
     "accuracy that can be learnt from it is about the share of problems without a carry.",
 }

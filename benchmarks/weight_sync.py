@@ -4,7 +4,8 @@
 
 One real engine with a random model of about 100 million parameters. In every round each way is measured once, so that
 whatever else the machine does meets all of them; the table shows medians and their ratios. A sync is all of it: pause,
-send, load, flush, verify the version, continue.
+send, load, flush, verify the version, continue; with files, write before and delete the version before last afterwards.
+Beside it stand the seconds until engines serve the new weights, and those in which they stood still.
 
 Two rows are measured beside them, between two processes that do nothing else. The raw broadcast is one collective per
 bucket into memory that is there. Its receiver with a copy is the least that an engine can do which receives and then
@@ -21,7 +22,8 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +137,30 @@ def receive(sizes: list[int], port: int, *, copies: bool) -> None:
     destroy_group(group)
 
 
+class WatchedFleet(HostFleet):
+    """Notes when its engines were paused, and when they had continued."""
+
+    paused = continued = 0.0
+
+    def start(self, verb: str, *more: Any, **kwargs: Any) -> Any:
+        if verb == "pause_generation":
+            self.paused = time.perf_counter()
+        calls = super().start(verb, *more, **kwargs)
+        if verb == "continue_generation":
+            calls.wait(_TIMEOUT_S)
+            self.continued = time.perf_counter()
+        return calls
+
+
+@dataclass(frozen=True)
+class Sync:
+    """One sync in seconds: all of it, until engines served, and while they stood still."""
+
+    total: float
+    until_served: float
+    stood_still: float
+
+
 def make_model(root: Path, layers: int) -> Path:
     """A random Qwen3 of about 100 million parameters at 12 layers."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -158,26 +184,26 @@ def make_model(root: Path, layers: int) -> Path:
     return model
 
 
-def measure(options: argparse.Namespace, root: Path) -> dict[str, list[float]]:
-    """Way -> seconds, one per round."""
+def measure(options: argparse.Namespace, root: Path) -> dict[str, list[Sync]]:
+    """Way -> one sync per round. A broadcast is a sync that serves at its end."""
     model = make_model(root, options.layers)
     weights = Weights(model)
     preloaded = ForkServer(root / "fork_server.log", server_env())
     engine = make_engine(Namespace(model=str(model)), preloaded, root / "engine.log")
     sizes = [chunk.num_bytes for chunk in into_chunks(weights.export_weights(), options.buffer_size)]
     bare = {"raw broadcast": Broadcast(sizes, copies=False), "and a copy": Broadcast(sizes, copies=True)}
-    far = HostFleet([engine])
-    near = HostFleet([engine], [EngineInfo(engine.url, 1, first_slot=0)])
+    far = WatchedFleet([engine])
+    near = WatchedFleet([engine], [EngineInfo(engine.url, 1, first_slot=0)])
     memory = {"address": _HOST, "timeout_s": _TIMEOUT_S}
-    shared = DiskSettings(root / "full")
-    local = DiskSettings(root / "delta", root / "local")
-    ways: dict[str, tuple[HostFleet, Updater]] = {
+    local = DiskSettings(root / "delta", root / "delta_copy")
+    ways: dict[str, tuple[WatchedFleet, Updater]] = {
         "distributed": (far, WeightUpdater(ALONE, shares_devices=False, **memory)),
         "tensor": (near, WeightUpdater(ALONE, shares_devices=True, **memory)),
-        "disk, full": (far, DiskUpdater(ALONE, shared)),
+        "disk, full": (far, DiskUpdater(ALONE, DiskSettings(root / "full"))),
+        "disk, full, host's copy": (far, DiskUpdater(ALONE, DiskSettings(root / "full2", root / "full2_copy"))),
         "disk, delta": (far, DeltaUpdater(ALONE, local, encoding=options.encoding)),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in (*bare, *ways)}
+    syncs: dict[str, list[Sync]] = {name: [] for name in (*bare, *ways)}
     try:
         engine.start()
         print(f"{weights.num_bytes / 4e6:.0f} M parameters, {weights.num_bytes / 1e6:.0f} MB, {len(sizes)} buckets")
@@ -185,19 +211,39 @@ def measure(options: argparse.Namespace, root: Path) -> dict[str, list[float]]:
             weights.change(options.share)
             for name, broadcast in bare.items():
                 broadcast.run()
-                seconds[name].append(broadcast.seconds)
+                syncs[name].append(Sync(broadcast.seconds, broadcast.seconds, broadcast.seconds))
             for name, (fleet, updater) in ways.items():
                 update = WeightUpdate(str(number), max_chunk_bytes=options.buffer_size, timeout_s=_TIMEOUT_S)
                 started = time.perf_counter()
                 updater.update(fleet, weights, update)
-                seconds[name].append(time.perf_counter() - started)
-            print("  ".join(f"{name} {taken[-1]:.3f}" for name, taken in seconds.items()), flush=True)
+                total = time.perf_counter() - started
+                syncs[name].append(Sync(total, fleet.continued - started, fleet.continued - fleet.paused))
+            print("  ".join(f"{name} {taken[-1].total:.3f}" for name, taken in syncs.items()), flush=True)
     finally:
         engine.stop()
         preloaded.stop()
         for broadcast in bare.values():
             broadcast.close()
-    return {name: taken[1:] for name, taken in seconds.items()}
+    return {name: taken[1:] for name, taken in syncs.items()}
+
+
+def table(syncs: Mapping[str, Sequence[Sync]]) -> str:
+    """Medians, the best, and ratios of medians."""
+
+    def median(name: str, field: str = "total") -> float:
+        return statistics.median(getattr(sync, field) for sync in syncs[name])
+
+    lines = [
+        "| way | median s | best s | until served | stood still | ÷ raw broadcast | ÷ that and a copy | ÷ disk, full |",
+        "|---" * 8 + "|",
+    ]
+    for name, taken in syncs.items():
+        seconds = [median(name), min(sync.total for sync in taken)]
+        seconds += [median(name, "until_served"), median(name, "stood_still")]
+        ratios = [median(name) / median(other) for other in ("raw broadcast", "and a copy", "disk, full")]
+        cells = [name, *(f"{value:.3f}" for value in seconds), *(f"{value:.2f}" for value in ratios)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -216,15 +262,7 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        seconds = measure(options, Path(folder))
-    medians = {name: statistics.median(taken) for name, taken in seconds.items()}
-    print("| way | median s | best s | ÷ raw broadcast | ÷ that and a copy | ÷ disk, full |")
-    print("|---|---|---|---|---|---|")
-    for name, taken in medians.items():
-        ratios = [taken / medians[other] for other in ("raw broadcast", "and a copy", "disk, full")]
-        print(
-            " | ".join([f"| {name}", f"{taken:.3f}", f"{min(seconds[name]):.3f}", *(f"{r:.2f}" for r in ratios)]), "|"
-        )
+        print(table(measure(options, Path(folder))))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from convert_hf_to_int4_direct import quantization_config
 
 from slime.backends.megatron_utils.offline import run_tool
+from slime.config.model_config import read_model_config
 from slime.utils.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -36,8 +37,11 @@ if TYPE_CHECKING:
     from slime.backends.training.gptq import InputStatistics
 
 _TEXT_KEYS = ("text", "prompt", "input", "messages")
-_KEPT = ("mlp.gate", "shared_expert_gate", "block_sparse_moe.gate")
-"""Routers: ends of names of small matrices that decide too much."""
+_KEPT = (
+    *("mlp.gate", "shared_expert_gate", "block_sparse_moe.gate"),  # routers
+    *("in_proj_a", "in_proj_b", "in_proj_ba", "weights_proj"),
+)
+"""Ends of names of small matrices that decide too much."""
 
 
 def main() -> None:
@@ -79,13 +83,20 @@ def convert(options: argparse.Namespace) -> None:
     from slime.data.chat import load_tokenizer
 
     reader = TensorReader(options.input_dir, "--input-dir")
+    if read_model_config(options.input_dir).get("quantization_config"):
+        raise ConfigError(
+            f"--input-dir {options.input_dir} is quantised already: make a bf16 checkpoint of it first, with "
+            "fp8_cast_bf16.py or convert_k2_thinking_int4_to_bf16.py."
+        )
     tokenizer = load_tokenizer(options.input_dir, trust_remote_code=options.trust_remote_code)
     texts = list(islice(_token_ids(options, tokenizer), options.num_calibration_samples))
     if not texts:
         raise ConfigError(f"--data-dir {options.data_dir}: there is no text in it.")
-    model = AutoModelForCausalLM.from_pretrained(
-        options.input_dir, dtype="auto", trust_remote_code=options.trust_remote_code, experts_implementation="eager"
-    ).eval()
+    settings = {"dtype": "auto", "trust_remote_code": options.trust_remote_code, "experts_implementation": "eager"}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(options.input_dir, **settings).eval()
+    except ValueError as error:  # a model type that it does not know, or remote code that is not trusted
+        raise ConfigError(f"--input-dir {options.input_dir}: transformers cannot load it: {error}") from None
     quantised = quantise_model(model, texts, reader.names, options)
     # a head that is tied to the embedding is a linear layer without a tensor of its own
     ignored = {"lm_head"} | {name.removesuffix(".weight") for name in reader.names - quantised.keys()}
@@ -195,6 +206,11 @@ def _first_inputs(
     try:
         for ids in texts:
             model.get_decoder()(input_ids=torch.tensor([ids]), use_cache=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"--input-dir: {type(model).__name__} is not supported yet: its layers pass each other more than hidden "
+            f"states ({error}). Use convert_hf_to_int4_direct.py, which needs no model."
+        ) from None
     finally:
         for layer, original in zip(layers, originals, strict=True):
             layer.forward = original

@@ -16,14 +16,14 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.config.plan.build import Plan, build
 from slime.ray.arguments import parse_only
 from tests.unit.scripts.bash_arrays import model_words
-from tests.unit.scripts.dry_run import SCRIPTS, dry_run, launchers
+from tests.unit.scripts.dry_run import SCRIPTS, dry_run_with_files, launchers
 from tests.unit.scripts.hub_configs import TO_COME, hub_config
 from tools.make_presets import load_presets
 
@@ -34,7 +34,6 @@ Section = TypeVar("Section")
 DOCS = ROOT / "docs" / "models"
 BEGIN, END = "<!-- plans: begin -->", "<!-- plans: end -->"
 DEVICE_GIB = 80
-DATA_VARIABLES = ("MATH_DATA", "AIME_DATA", "SFT_DATA", "GSM8K_DATA", "GSM8K_TEST_DATA")
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ def pages() -> dict[Path, str]:
     """
     with tempfile.TemporaryDirectory() as name:
         reader = Reader(Path(name))
-        scripts = {script: _preset_of(script) for script in launchers()}
+        scripts = {script: _model_of(script)[0] for script in launchers()}
         if homeless := set(scripts.values()) - {preset for presets in PAGES.values() for preset in presets}:
             raise ValueError(
                 f"launch scripts use {sorted(homeless)}: give these presets a page in {Path(__file__).name}"
@@ -152,10 +151,11 @@ def pages() -> dict[Path, str]:
         return result
 
 
-def _preset_of(script: str) -> str:
-    found = re.search(r"^model (\S+)", (SCRIPTS / script).read_text(encoding="utf-8"), re.MULTILINE)
+def _model_of(script: str) -> tuple[str, str]:
+    """Its preset, and the directory of the model."""
+    found = re.search(r"^model (\S+) (\S+)", (SCRIPTS / script).read_text(encoding="utf-8"), re.MULTILINE)
     assert found, f"{script} names no model"
-    return found[1]
+    return found[1], found[2]
 
 
 class Reader:
@@ -164,38 +164,32 @@ class Reader:
     def __init__(self, place: Path) -> None:
         self._place = place
         self._presets = load_presets()
-        self._data = place / "data.jsonl"
-        self._data.write_text('{"prompt": "1+1=", "messages": [], "label": "2"}\n' * 256, encoding="utf-8")
 
     def script(self, name: str) -> Row:
         """A launch script, run dry."""
-        engines = self._place / "engines.yaml"  # the file that a script with --sglang-config would write
-        text = (SCRIPTS / name).read_text(encoding="utf-8")
-        engines.write_text(text.partition("<<'YAML'\n")[2].partition("YAML\n")[0], encoding="utf-8")
-        environment = {"BASE_DIR": str(self._place), "SGLANG_CONFIG_FILE": str(engines)}
-        made = dry_run(name, env=environment | dict.fromkeys(DATA_VARIABLES, str(self._data)))
-        for flag in ("--hf-checkpoint", "--ref-load"):
-            if flag in made.flags:
-                self._model(Path(made.value(flag)), _preset_of(name))
+        preset, directory = _model_of(name)
+        made = dry_run_with_files(name, self._place, self._config(preset, directory))
         plan = _plan(made.argv, is_async=made.entry.endswith("train_async.py"))
         return Row(f"`{name}`", plan, "--debug-train-only" in made.flags)
 
     def layout(self, preset: str, layout: Layout) -> Row:
         """A model without a script."""
-        model = self._model(self._place / preset, preset)
-        words = [*model_words()[preset], "--hf-checkpoint", str(model), "--prompt-data", str(self._data)]
+        model = self._place / preset
+        model.mkdir(exist_ok=True)
+        (model / "config.json").write_text(json.dumps(self._config(preset)), encoding="utf-8")
+        data = self._place / "prompts.jsonl"
+        data.write_text('{"input": "1+1="}\n', encoding="utf-8")
+        words = [*model_words()[preset], "--hf-checkpoint", str(model), "--prompt-data", str(data)]
         return Row(preset, _plan(words + layout.flags(), is_async=False), False)
 
-    def _model(self, directory: Path, preset: str) -> Path:
-        directory.mkdir(exist_ok=True)
+    def _config(self, preset: str, directory: str = "") -> dict[str, Any]:
         config = hub_config(self._presets[preset].facts)
-        if directory.name in IN_8_BITS:
+        if directory in IN_8_BITS:
             config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-        if directory.name in IN_4_BITS:
+        if directory in IN_4_BITS:
             groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 32}}}
             config["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": groups}
-        (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        return directory
+        return config
 
 
 IN_8_BITS = ("DeepSeek-R1", "Kimi-K2-Instruct", "Kimi-K2-Thinking-fp8", "Qwen3-4B-FP8", "Qwen3-30B-A3B-FP8")
@@ -211,7 +205,7 @@ def _plan(argv: list[str], *, is_async: bool) -> Plan:
 
 def _table(rows: list[Row]) -> str:
     heads = ("recipe", "GPUs", "trainer", "engines", "a rollout", "trainer rank, GiB", "GPU of an engine, GiB")
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines = [LEGEND, "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     lines += [f"| {' | '.join((row.name, *_cells(row)))} |" for row in rows]
     missing = [f"* {row.name}: {problem}" for row in rows for problem in row.plan.problems if _is_to_come(problem)]
     if missing:
@@ -289,6 +283,12 @@ def _engine(row: Row) -> str:
     if not engine.tokens:
         return f"**{_gib(engine.weights)}**: no room for a cache"
     return f"{_gib(engine.weights)} + {_gib(engine.pool)} for {engine.tokens / 1000:,.0f} k tokens"
+
+
+LEGEND = (
+    f"Estimates of `slime plan` for GPUs of {DEVICE_GIB} GiB. A trainer rank holds weights + gradients + optimizer +\n"
+    "activations and logits, a GPU of an engine weights + cache ([all columns](README.md#the-tables))."
+)
 
 
 def _with_table(path: Path, table: str) -> str:

@@ -15,19 +15,17 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.make_tiny_task import TinyTask, make_tiny_task  # noqa: E402 - the repository's root comes first
+from examples.tiny.recipe import ROOT, read_metrics, run_train
+from tools.make_tiny_task import TinyTask, make_tiny_task
 
-PHASE_TIMEOUT_S = 900
 PARTS = ("task", "warm_start", "grpo", "samples", "hf")
 
 
@@ -94,33 +92,15 @@ def precision_and_batching() -> list[str]:
     return ["--fp32", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192"]
 
 
-def run_train(name: str, flags: list[Any], output: Path) -> None:
-    """Run ``train.py``; its output goes to the screen."""
-    command = [sys.executable, str(ROOT / "train.py"), *map(str, flags)]
-    print(f"\n=== {name} ===\n{' '.join(command)}\n", flush=True)
-    result = subprocess.run(command, check=False, timeout=PHASE_TIMEOUT_S, cwd=output, env=train_env())
-    if result.returncode != 0:
-        raise SystemExit(f"{name} failed with status {result.returncode}; its error is above.")
-
-
-def train_env() -> dict[str, str]:
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
-    return os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-
-
-def read_metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
-def series(records: list[dict[str, Any]], name: str, axis: str) -> tuple[list[float], list[float]]:
+def curve(records: list[dict[str, Any]], name: str, axis: str) -> tuple[list[float], list[float]]:
     points = [(record[axis], record[name]) for record in records if name in record]
     return [x for x, _ in points], [y for _, y in points]
 
 
 def summarize(records: list[dict[str, Any]], size: Size, seconds_total: float) -> dict[str, Any]:
-    _, accuracy = series(records, "eval/addition", "eval/step")
-    _, differences = series(records, "train/train_rollout_logprob_abs_diff", "train/step")
-    _, first_step = series(records, "perf/first_step_time", "rollout/step")
+    _, accuracy = curve(records, "eval/addition", "eval/step")
+    _, differences = curve(records, "train/train_rollout_logprob_abs_diff", "train/step")
+    _, first_step = curve(records, "perf/first_step_time", "rollout/step")
     return {
         "accuracy_before": accuracy[0],
         "accuracy_after": accuracy[-1],
@@ -140,10 +120,8 @@ def plot_curve(records: list[dict[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4))
-    axes.plot(
-        *series(records, "rollout/raw_reward", "rollout/step"), label="reward of sampled answers", color="#4c72b0"
-    )
-    axes.plot(*series(records, "eval/addition", "eval/step"), "o-", label="held-out accuracy (greedy)", color="#c44e52")
+    axes.plot(*curve(records, "rollout/raw_reward", "rollout/step"), label="reward of sampled answers", color="#4c72b0")
+    axes.plot(*curve(records, "eval/addition", "eval/step"), "o-", label="held-out accuracy (greedy)", color="#c44e52")
     axes.set(xlabel="rollout", ylabel="share of right answers", ylim=(0, 1.02), title="Two-digit addition, GRPO")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
@@ -183,7 +161,7 @@ def main() -> None:
     task = make_tiny_task(output / "task")
     run_train("supervised warm start", warm_start_command(task, size, output), output)
     run_train("GRPO", grpo_command(task, size, output), output)
-    records = read_metrics(output / "grpo")
+    records = read_metrics(output, "grpo")
     questions = ["12+34=", "58+67=", "99+99="]
     answers = ask(output / "hf", questions)
     summary = summarize(records, size, time.monotonic() - started)

@@ -1,6 +1,6 @@
 """What the offline runs of the examples share: a tiny model, data made by code, ``train.py`` as a command, its metrics.
 
-Every ``examples/*/run_tiny.py`` calls it. Nothing here is needed to use an example with a real model.
+Every ``examples/*/run_tiny.py`` calls it, and the demo. Nothing here is needed to use an example with a real model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
     "write_rows",
 ]
 
-PHASE_TIMEOUT_S = 300
+PHASE_TIMEOUT_S = 900
 _STEPS_PER_ROLLOUT = 50
 ROWS_PER_ROLLOUT = 32 * _STEPS_PER_ROLLOUT
 

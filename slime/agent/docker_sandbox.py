@@ -43,8 +43,11 @@ class DockerSandbox:
         return self._id
 
     async def __aenter__(self) -> DockerSandbox:
-        words = ["run", "--detach", "--rm", "--init", *self.run_args, self.image, "sleep", str(self.timeout)]
-        code, out, err = await self._run(words, _START_TIMEOUT_S)
+        # an image's own entry point would take `sleep` for one of its arguments
+        program = ["--entrypoint", "sleep", self.image, str(self.timeout)]
+        code, out, err = await self._run(
+            ["run", "--detach", "--rm", "--init", *self.run_args, *program], _START_TIMEOUT_S
+        )
         if code != 0:
             raise RuntimeError(f"{self.command} run {self.image} ended with {code}: {err[-500:]}")
         self._id = out.strip().splitlines()[-1]

@@ -25,7 +25,7 @@ from slime.config.groups import flag_of
 from slime.config.yaml_file import read_mapping
 from slime.utils.errors import ConfigError
 
-__all__ = ["Role", "RoleConfig", "check_roles", "read_roles", "role_args"]
+__all__ = ["Role", "RoleConfig", "check_roles", "parse_megatron_role_args", "read_roles", "role_args"]
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +118,13 @@ def role_args(args: Namespace, role: Role) -> Namespace:
         if "disable_param_buffers_cpu_backup" not in overrides:
             twin.disable_param_buffers_cpu_backup = False
     return twin
+
+
+def parse_megatron_role_args(base_args: Namespace, megatron_config_path: str, role: Role) -> Namespace:
+    """:func:`role_args` with the file said apart; for drivers of one's own."""
+    args = copy.copy(base_args)
+    args.megatron_config_path = megatron_config_path
+    return role_args(args, role)
 
 
 def check_roles(args: Namespace) -> Iterator[str]:

@@ -4,8 +4,8 @@ Five ways to find them, because chat templates treat messages differently:
 
     generic   render growing prefixes of the conversation; what an assistant message adds is trained. Right for every
               template that renders a message the same way whatever follows it. The others are refused, not mistrained.
-    qwen      render each message alone and cut the automatic system text off.
-    qwen3     render each message next to a dummy user message and cut that away, because the template drops the
+    qwen      render each message, or run of tool messages, alone and cut the automatic system text off.
+    qwen3     render each of them next to a dummy user message and cut that away, because the template drops the
               reasoning of assistant messages that lie before the last user message.
     qwen3_5   render the conversation once as text and find the assistant's turns in it; for templates that look at the
               whole conversation. Needs a tokenizer that knows the place of each token in the text.
@@ -18,8 +18,9 @@ In all of them a message with ``step_loss_mask`` other than 1 is not trained. Ca
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from slime.data.chat import render_chat, tokenize_chat
@@ -47,6 +48,15 @@ def get_response_lengths(loss_masks: Sequence[Sequence[int]]) -> list[int]:
 
 def _is_trained(message: Message) -> bool:
     return bool(message["role"] == "assistant" and message.get("step_loss_mask", 1) == 1)
+
+
+def _runs(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """Single messages, but tool messages that follow each other together: templates make one turn of them."""
+    for role, run in itertools.groupby(messages, lambda message: message["role"]):
+        if role == "tool":
+            yield list(run)
+        else:
+            yield from ([message] for message in run)
 
 
 class MultiTurnLossMaskGenerator:
@@ -86,6 +96,22 @@ class MultiTurnLossMaskGenerator:
             raise DataError("supervised training needs a non-empty list of messages with a 'role' each")
         return self._method(messages, tools)
 
+    def get_loss_mask_with_multimodal_alignment(
+        self, messages: Sequence[Message], input_ids: Sequence[int], tools: list[Any] | None = None
+    ) -> Masked:
+        """``input_ids`` of a processor, which puts many tokens where the text has one for an image, and their mask.
+
+        The mask is that of the text, moved to the end: media must stand before the first trained token.
+
+        Raises:
+            DataError: fewer ids than the text has tokens.
+        """
+        text_ids, mask = self.get_loss_mask(messages, tools)
+        missing = len(input_ids) - len(text_ids)
+        if missing < 0:
+            raise DataError(f"the processor made {len(input_ids)} tokens, and the text alone has {len(text_ids)}")
+        return list(input_ids), [0] * missing + mask
+
     def get_response_lengths(self, loss_masks: Sequence[Sequence[int]]) -> list[int]:
         return get_response_lengths(loss_masks)
 
@@ -115,7 +141,7 @@ class MultiTurnLossMaskGenerator:
         for i, message in enumerate(messages):
             if not _is_trained(message):
                 continue
-            before = self._ids(messages[:i], tools, add_generation_prompt=True) if i else []
+            before = self._ids(messages[:i], tools, add_generation_prompt=True) if i else self._opening(ids)
             through = self._ids(messages[: i + 1], tools)
             if ids[: len(before)] != before or ids[: len(through)] != through:
                 raise DataError(
@@ -126,37 +152,52 @@ class MultiTurnLossMaskGenerator:
             mask[len(before) : len(through)] = [1] * (len(through) - len(before))
         return ids, mask
 
+    def _opening(self, ids: list[int]) -> list[int]:
+        """What stands before the words of an assistant that speaks first: there is no conversation to render before."""
+        asked = self._ids([_DUMMY_USER])
+        header = self._ids([_DUMMY_USER], add_generation_prompt=True)[len(asked) :]
+        ends = range(len(header), len(ids) + 1)
+        end = next((end for end in ends if ids[end - len(header) : end] == header), None)
+        if end is None:
+            raise DataError(
+                "an assistant message comes first, which --loss-mask-type generic cannot mask here: use qwen"
+            )
+        return ids[:end]
+
     def gen_multi_turn_loss_mask_qwen(self, messages: Sequence[Message], tools: list[Any] | None = None) -> Masked:
-        """Every message rendered alone."""
+        """Every message, or run of tool messages, rendered alone."""
         ids: list[int] = []
         mask: list[int] = []
-        for i, message in enumerate(messages):
-            part = self._ids([message], tools if i == 0 else None)
-            if i > 0 and message["role"] != "system":
+        for run in _runs(messages):
+            part = self._ids(run, None if ids else tools)
+            skip = 0
+            if not ids:
+                skip = len(part) - (len(self._ids(run)) - self.system_message_length)
+            elif run[0]["role"] != "system":
                 part = part[self.system_message_length :]
             ids += part
-            mask += self._message_mask(message, len(part), skip=self.system_message_length if i == 0 else 0)
+            mask += self._message_mask(run[0], len(part), skip)
         return ids, mask
 
     def gen_multi_turn_loss_mask_qwen3(self, messages: Sequence[Message], tools: list[Any] | None = None) -> Masked:
         """Every message, or run of tool messages, rendered next to a dummy user message."""
         dummy = self._ids([_DUMMY_USER])
+
+        def before_dummy(run: Sequence[Message], tools: list[Any] | None) -> list[int]:
+            both = self._ids([*run, _DUMMY_USER], tools)
+            return both[: len(both) - (len(dummy) - self.system_message_length)]
+
         ids: list[int] = []
         mask: list[int] = []
-        i = 0
-        while i < len(messages):
-            end = i + 1
-            while messages[i]["role"] == "tool" and end < len(messages) and messages[end]["role"] == "tool":
-                end += 1  # the template wraps a run of tool messages into one turn
-            run = list(messages[i:end])
-            if i == 0:
-                both = self._ids([*run, _DUMMY_USER], tools)
-                part = both[: len(both) - (len(dummy) - self.system_message_length)]
-            else:
+        for run in _runs(messages):
+            skip = 0
+            if ids:
                 part = self._ids([_DUMMY_USER, *run])[len(dummy) :]
+            else:
+                part = before_dummy(run, tools)
+                skip = len(part) - (len(before_dummy(run, None)) - self.system_message_length)
             ids += part
-            mask += self._message_mask(messages[i], len(part), skip=0)
-            i = end
+            mask += self._message_mask(run[0], len(part), skip)
         return ids, mask
 
     def gen_multi_turn_loss_mask_qwen3_5(self, messages: Sequence[Message], tools: list[Any] | None = None) -> Masked:
@@ -213,6 +254,7 @@ class MultiTurnLossMaskGenerator:
         return prompt + response, [0] * len(prompt) + [int(_is_trained(answer))] * len(response)
 
     def _message_mask(self, message: Message, length: int, skip: int) -> list[int]:
+        """``skip``: tokens of the part that belong to no message, such as the text about tools."""
         if not _is_trained(message):
             return [0] * length
         start = min(length, skip + self.gen_token_length)

@@ -32,14 +32,17 @@ def request_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     found: dict[str, list[float]] = defaultdict(list)
     count = profiled = 0
     for event in _events(samples):
+        kind = event["type"]
+        if kind == "span_start":  # half of all events; what is measured is at the end
+            continue
         attrs, name = event.get("attrs", {}), event["name"]
-        if event["type"] == "span_end" and name in _REQUESTS:
+        if kind == "span_end" and name in _REQUESTS:
             values = {metric: attrs[key] for key, metric in _OF_REQUEST.items() if _is_number(attrs.get(key))}
             count += 1
             profiled += bool(values)
             for metric, value in values.items():
                 found[metric].append(float(value))
-        elif event["type"] == "span_end" and name.startswith(_PHASE) and _is_number(attrs.get("duration_s")):
+        elif kind == "span_end" and name.startswith(_PHASE) and _is_number(attrs.get("duration_s")):
             phase, _, segment = name.removeprefix(_PHASE).partition("_")
             if segment:
                 found[f"{phase}/{segment}_duration"].append(float(attrs["duration_s"]))

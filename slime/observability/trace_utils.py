@@ -198,13 +198,14 @@ class _SpanBlock(AbstractContextManager[Any]):
         self._span: TraceSpanContext | None = None
 
     def __enter__(self) -> Any:
-        handles = _handles(self._target)
+        target = self._target
+        handles = [bind_trace(target)] if type(target) is Sample else _handles(target)  # the common case by itself
         if not handles:
-            return self._target
+            return target
         span = _quietly(_open_span, handles, self._name, dict(self._attrs or {}))
         self._span = span = span or TraceSpanContext(self._name, time.time())
         opened = _OPEN.set((*_OPEN.get(), *[(handle.trace_id, span_id) for handle, span_id in span._members]))
-        self._tokens = (opened, _TARGETS.set((*_TARGETS.get(), self._target)))
+        self._tokens = (opened, _TARGETS.set((*_TARGETS.get(), target)))
         return span
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -376,11 +377,7 @@ def _append_child(handle: TraceHandle, child: Mapping[str, Any], started: float,
 
 def _handles(target: Any) -> list[TraceHandle]:
     """The handles of a target; none for what cannot carry a trace."""
-    return _quietly(_list_handles, target) or []
-
-
-def _list_handles(target: Any) -> list[TraceHandle]:
-    return [bind_trace(target)] if isinstance(target, Sample) else list(_find_handles(target))
+    return _quietly(lambda: list(_find_handles(target))) or []
 
 
 def _find_handles(target: Any) -> Iterator[TraceHandle]:

@@ -16,6 +16,7 @@ from slime.ray.placement_group import GpuSlots
 from slime.ray.restart import continued
 from slime.ray.shards import Box
 from slime.ray.train_actor import SyncReport, TrainActor
+from slime.ray.transport import actor_options
 from slime.ray.waiting import get
 
 __all__ = ["NOSET_VISIBLE_DEVICES", "RayTrainGroup"]
@@ -61,6 +62,7 @@ class RayTrainGroup:
                 num_gpus=0.4,
                 scheduling_strategy=slots.strategy(rank),
                 runtime_env={"env_vars": env},
+                **actor_options(self._args.rollout_data_transport),
             ).remote(self._args, rank, len(slots), slots.device_ids[rank], self._role)
             for rank in range(len(slots))
         ]

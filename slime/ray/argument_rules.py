@@ -6,6 +6,7 @@ Called by ``slime.ray.arguments`` after the flags are resolved. The rooms are im
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
@@ -19,10 +20,11 @@ from slime.rollout.eval_config import EvalDatasetConfig, unused_fields
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError, DataError
 
-__all__ = ["RULES", "evaluation_hooks", "reward_type", "what_can_be_replaced"]
+__all__ = ["MACHINE_RULES", "RULES", "evaluation_hooks", "reward_type", "what_can_be_replaced"]
 
 
 _REPLAY_FUNCTION = "slime.rollout.forge_load.generate_rollout"
+_STREAMING_FUNCTION = "slime.rollout.sglang_streaming_rollout.generate_streaming"
 
 
 def reward_type(args: Namespace) -> None:
@@ -210,6 +212,25 @@ def _widest_engine(args: Namespace) -> int:
     return max(widths, default=1)
 
 
+def _posters(args: Namespace) -> Iterator[str]:
+    """Streams are read where they are used."""
+    streams = (args.custom_generate_function_path or "").replace(":", ".") == _STREAMING_FUNCTION
+    if args.use_distributed_post and (streams or args.debug_train_only):
+        what = "streams" if streams else "a run without engines"
+        notices.warn(args, "--use-distributed-post", f"no effect on {what}")
+    yield from ()
+
+
+def _transport(args: Namespace) -> Iterator[str]:
+    if args.rollout_data_transport == "nixl" and importlib.util.find_spec("nixl") is None:
+        yield (
+            "--rollout-data-transport nixl needs the package nixl on every node: pip install nixl, or use object-store."
+        )
+
+
+MACHINE_RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = (_transport,)
+"""What needs something of the machine that a run starts on."""
+
 RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = (
     _files,
     _stream,
@@ -219,5 +240,6 @@ RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = (
     _heartbeats,
     _evaluation_fields,
     _checksums,
+    _posters,
     check_roles,
 )

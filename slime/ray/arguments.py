@@ -155,7 +155,7 @@ RULES: tuple[config_check.Rule, ...] = (
 )
 """The rules that only other rooms know."""
 
-MACHINE_RULES: tuple[config_check.Rule, ...] = sglang_rules.MACHINE_RULES
+MACHINE_RULES: tuple[config_check.Rule, ...] = (*sglang_rules.MACHINE_RULES, *argument_rules.MACHINE_RULES)
 """What a run needs of the machine that it starts on; a plan of it works anywhere."""
 
 HOOK_RULES: tuple[config_check.Rule, ...] = (check_hooks, argument_rules.evaluation_hooks)

@@ -8,36 +8,28 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from slime.backends.protocols import EngineInfo
 from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
 from slime.backends.sglang_utils.external import ExternalEngine, ExternalEngineInfo
 from slime.backends.sglang_utils.server_args import build_argv, server_env
+from slime.backends.sglang_utils.server_process import ForkAddress
 from slime.backends.sglang_utils.topology import EnginePlace, WorkerType
 from slime.observability.logging_utils import configure_logger
 from slime.observability.tracking import run_directory
 from slime.ray.cards import introduce
 from slime.ray.cluster import node_address
+from slime.ray.engine_node import NodeSlot, RayOtherNode
+from slime.ray.waiting import get
 from slime.utils.net import claim_ports, url_host
 
-__all__ = ["EngineActor", "ExternalEngineActor", "ForkAddress", "engine_log_directory"]
+__all__ = ["EngineActor", "ExternalEngineActor", "engine_log_directory"]
 
+_PULL_TIMEOUT_S = 600.0
 _DIST_PORTS = 30
 """Ports from its rendezvous address upward that an engine may use, on top of one per attention copy."""
-
-
-@dataclass(frozen=True)
-class ForkAddress:
-    """Where the process that SGLang is preloaded in listens: only engines of the same node can use it."""
-
-    host: str
-    socket_path: str
-
-    def is_on(self, host: str) -> bool:
-        """Nodes with different addresses may share a file system, and nodes with the same one may not."""
-        return self.host == host and Path(self.socket_path).parent.exists()
 
 
 class _Startable(SGLangEngine):
@@ -67,12 +59,14 @@ class EngineActor(_Startable):
         base_gpu_id: int,
         fork_server: ForkAddress | None,
         num_before: int = 0,
+        other_slots: Sequence[NodeSlot] = (),
     ) -> None:
         """
         Args:
             first_slot: its first device among all of the run, the trainer's first.
             base_gpu_id: number of that device on its node.
             num_before: engines that died in this one's place; each has a log of its own.
+            other_slots: where its parts on other nodes go.
         """
         _introduce_engine(place.rank)
         self._first_slot = first_slot
@@ -83,6 +77,7 @@ class EngineActor(_Startable):
         self._ports = [claim_ports(host, count) for count in counts]
         port, nccl_port, dist_port, *rest = (claim.first for claim in self._ports)
         bootstrap_port = rest[0] if rest else None
+        dist_init_addr = f"{url_host(host)}:{dist_port}"
         argv = build_argv(
             args,
             rank=place.rank,
@@ -91,34 +86,46 @@ class EngineActor(_Startable):
             nccl_port=nccl_port,
             base_gpu_id=base_gpu_id,
             tp_size=place.num_gpus // args.sglang_pp_size,
-            dist_init_addr=f"{url_host(host)}:{dist_port}",
+            dist_init_addr=dist_init_addr,
             overrides=place.overrides,
             worker_type=place.worker_type,
             bootstrap_port=bootstrap_port,
+            num_nodes=1 + len(other_slots),
         )
-        socket_path = fork_server.socket_path if fork_server is not None and fork_server.is_on(host) else None
-        name = f"engine_{place.rank}.{num_before}.log" if num_before else f"engine_{place.rank}.log"
-        super().__init__(
-            EngineSpec(
-                rank=place.rank,
-                host=host,
-                port=port,
-                argv=argv,
-                env=server_env(),
-                log_path=engine_log_directory(args) / name,
-                start_timeout_s=args.engine_start_timeout,
-                fork_server_socket=socket_path,
-                num_gpus=place.num_gpus,
-                worker_type=place.worker_type,
-                bootstrap_port=bootstrap_port,
-            )
+        name = f"engine_{place.rank}.{num_before}" if num_before else f"engine_{place.rank}"
+        log = engine_log_directory(args) / f"{name}.log"
+        meet = (dist_init_addr, bootstrap_port, fork_server)
+        self._nodes = [
+            RayOtherNode(slot, args, place, node, *meet, log.with_suffix(f".node{node}.log"))
+            for node, slot in enumerate(other_slots, start=1)
+        ]
+        spec = EngineSpec(
+            rank=place.rank,
+            host=host,
+            port=port,
+            argv=argv,
+            env=server_env(host),
+            log_path=log,
+            start_timeout_s=args.engine_start_timeout,
+            fork_server_socket=None if fork_server is None else fork_server.socket_on(host),
+            num_gpus=place.num_gpus,
+            worker_type=place.worker_type,
+            bootstrap_port=bootstrap_port,
         )
+        super().__init__(spec, self._nodes)
 
     def pull_weights(self, source_dir: str, local_dir: str, version: int) -> None:
-        """Bring this node's copy of the weights in ``local_dir`` up to ``version``."""
+        """Bring the copies of the weights in ``local_dir``, one on each of the engine's nodes, up to ``version``."""
         from slime.weight_sync.local_checkpoint import pull
 
+        others = [node.handle.pull_weights.remote(source_dir, local_dir, version) for node in self._nodes]
         pull(Path(source_dir), Path(local_dir), version)
+        if others:
+            get(
+                others,
+                _PULL_TIMEOUT_S,
+                f"the other nodes of engine {self._spec.rank} to follow weight version {version}",
+            )
 
 
 class ExternalEngineActor(ExternalEngine, _Startable):

@@ -60,8 +60,7 @@ class ClusterArgs:
     )
     rollout_data_transport: Literal["object-store", "nixl"] = _flag(
         "object-store",
-        "How batches reach the trainer.",
-        later_values={"nixl": "batches go through Ray's object store only"},
+        "How batches reach the trainer: through Ray's shared memory, or from memory to memory (package nixl).",
     )
     debug_rollout_only: bool = _flag(False, "Generate and score only; start no trainer.")
     debug_train_only: bool = _flag(False, "Train only; start no engine and no router.")

@@ -63,7 +63,8 @@ def parse_server_args(argv: Sequence[str]) -> Namespace:
     args = config_parse.parse(argv, GROUPS, read_engine=read_engine)
     problems = list(unsupported_flags(args, GROUPS))
     configure_megatron_server_args(args)
-    args.is_async = False
+    args.is_async = args.debug_rollout_only = False
+    args.update_weight_transport = "nccl"  # nobody is sent weights, and no directory is needed for it
     config_resolve.resolve(args, STEPS)
     configure_megatron_server_args(args)  # what the steps derived from flags of a training run
     args.eval_datasets = []

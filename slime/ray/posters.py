@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import marshal
+import zlib
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
@@ -48,15 +50,29 @@ class Poster:
         logging.getLogger("httpx").setLevel(logging.WARNING)
         http_utils.init_http_client(args)
 
-    async def ready(self) -> None:
-        """Answered once it can post."""
+    async def node_id(self) -> str:
+        """Where it is; answered once it can post."""
+        return str(ray.get_runtime_context().get_node_id())
 
-    async def send(self, url: str, body: Any, headers: dict[str, str] | None, timeout_s: float) -> Reply | None:
-        """One attempt; None: it took longer than ``timeout_s``."""
+    async def send(self, url: str, body: Any, headers: dict[str, str] | None, timeout_s: float) -> bytes | None:
+        """One attempt, packed by :func:`_packed`; None: it took longer than ``timeout_s``."""
         try:
-            return await http_utils.send(url, body, headers, timeout_s)
+            return _packed(await http_utils.send(url, body, headers, timeout_s))
         except TimeoutError:
             return None
+
+
+def _packed(reply: Reply) -> bytes:
+    """What JSON gives, as bytes that are a fifth of it and read in half the time.
+
+    As objects, replies would be made by Ray in threads that compete with the manager's event loop for the interpreter:
+    with 1024 tokens 1.26 ms of its processor, against 0.53 ms as bytes (``benchmarks/distributed_post.py``).
+    """
+    return zlib.compress(marshal.dumps(tuple(reply)), level=1)
+
+
+def _unpacked(data: bytes) -> Reply:
+    return Reply(*marshal.loads(zlib.decompress(data)))
 
 
 class Posters:
@@ -78,7 +94,7 @@ class Posters:
 
     def wait_ready(self, timeout_s: float) -> None:
         """Return when every one can post."""
-        refs = [actor.ready.remote() for actor in self._actors.values()]
+        refs = [actor.node_id.remote() for actor in self._actors.values()]
         get(refs, timeout_s, f"{len(refs)} posters to start", "--engine-start-timeout; they need little memory each")
 
     async def send(self, url: str, body: Any, headers: dict[str, str] | None, timeout_s: float) -> Reply:
@@ -90,15 +106,16 @@ class Posters:
         ref = self._actors[name].send.remote(url, body, headers, timeout_s)
         try:
             async with asyncio.timeout(timeout_s + _KILLED_GRACE_S):
-                reply: Reply | None = await ref
+                data: bytes | None = await ref
         except RayActorError as death:
             self._leave_out(name, death)
             return Reply(None, f"{name} died while it posted")
         except (asyncio.CancelledError, TimeoutError):
             ray.cancel(ref)  # closes the connection, which makes an engine abort the request
             raise
-        if reply is None:
+        if data is None:
             raise TimeoutError
+        reply = _unpacked(data)
         return reply if reply.status is not None else Reply(None, f"{reply.content} ({name})")
 
     def _leave_out(self, name: str, death: RayActorError) -> None:
@@ -127,7 +144,7 @@ def start_posters(args: Namespace) -> Posters:
             continue
         slots = int(node["Resources"].get("GPU", 0))
         for number in range(max(1, min(args.num_gpus_per_node, slots))):
-            name = f"poster {number} on {node['NodeManagerAddress']}"
+            name = f"poster {number} on {node['NodeManagerAddress']} ({node['NodeID'][:8]})"
             options = actor.options(
                 num_cpus=_NUM_CPUS,
                 max_concurrency=concurrency,

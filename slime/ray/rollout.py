@@ -39,7 +39,8 @@ from slime.ray.fleet import RayEngineFleet
 from slime.ray.placement_group import GpuSlots
 from slime.ray.posters import Posters, start_posters
 from slime.ray.rollout_servers import RolloutServers
-from slime.ray.shards import Box, RolloutResult
+from slime.ray.shards import RolloutResult
+from slime.ray.transport import actor_options, boxed
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.sample_hooks import set_current_rollout_id, set_evaluated_rollout_id
 from slime.rollout.sglang_rollout import GenerateState
@@ -52,7 +53,6 @@ logger = logging.getLogger(__name__)
 
 _FAULTY_ROLLOUT = 2
 """The first one before which --ci-test stops an engine."""
-_STOP_TIMEOUT_S = 30.0
 _RECORDS_TIMEOUT_S = 5.0
 
 _CALLS = 4
@@ -193,7 +193,7 @@ class RolloutManager:
             dims=self._dims,
         )
         metrics["rollout/dropped_samples"] = float(shipment.num_dropped_samples)
-        boxes = [Box(ray.put(batch)) for batch in shipment.ranks]
+        boxes = [boxed(batch, self._args.rollout_data_transport) for batch in shipment.ranks]
         return RolloutResult(
             boxes, metrics, num_tokens=sum(data["total_lengths"]), forward_flops=self._flops(data["total_lengths"])
         )
@@ -202,7 +202,7 @@ class RolloutManager:
         """Once in a run with --ci-test and --use-fault-tolerance: the rest of it shows that the engine is replaced."""
         self._stops_an_engine = False
         logger.warning("--ci-test: the first engine is stopped now, --use-fault-tolerance must replace it")
-        servers.all_engines().only([0]).start("stop").wait(_STOP_TIMEOUT_S)
+        servers.all_engines().only([0]).start("stop")  # nobody waits: its actor ends as soon as the death is noticed
 
     def _flops(self, lengths: list[int]) -> float:
         """Of one forward pass; 0 for a model that only transformers knows (--train-backend fsdp)."""
@@ -290,5 +290,7 @@ def _load_optional(path: str | None) -> Any:
 
 def create_rollout_manager(args: Namespace, slots: GpuSlots, data_buffer: DataBufferClient) -> Any:
     env = {"env_vars": worker_env()}
-    actor = ray.remote(RolloutManager).options(num_cpus=1, runtime_env=env, max_concurrency=_CALLS)
+    actor = ray.remote(RolloutManager).options(
+        num_cpus=1, runtime_env=env, max_concurrency=_CALLS, **actor_options(args.rollout_data_transport)
+    )
     return actor.remote(args, slots, data_buffer)

@@ -23,10 +23,12 @@ from slime.backends.sglang_utils.external import external_engine_infos_from_args
 from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.backends.sglang_utils.router import ExistingRouter, Router, RouterProcess
 from slime.backends.sglang_utils.server_args import server_env
+from slime.backends.sglang_utils.server_process import ForkAddress
 from slime.backends.sglang_utils.topology import EnginePlace, topology_of
 from slime.ray.actor_group import NOSET_VISIBLE_DEVICES
 from slime.ray.cluster import node_address, slot_layout, worker_env
-from slime.ray.engine_actor import EngineActor, ExternalEngineActor, ForkAddress, engine_log_directory
+from slime.ray.engine_actor import EngineActor, ExternalEngineActor, engine_log_directory
+from slime.ray.engine_node import NodeSlot
 from slime.ray.engine_slots import WaitingEngines, WatchSettings
 from slime.ray.fleet import RayEngineFleet
 from slime.ray.placement_group import GpuSlots
@@ -121,9 +123,16 @@ class RolloutServers:
                 self._gpus.device_ids[place.first_slot],
                 self._fork_address(),
                 num_before,
+                self._other_slots(place),
             )
 
         return make
+
+    def _other_slots(self, place: EnginePlace) -> list[NodeSlot]:
+        """The first devices of an engine on its other nodes."""
+        per_node = self._args.num_gpus_per_node
+        firsts = [place.first_slot + node * per_node for node in range(1, place.num_nodes(per_node))]
+        return [NodeSlot(self._gpus.strategy(slot), self._gpus.device_ids[slot]) for slot in firsts]
 
     def _slot(self, place: EnginePlace) -> int:
         """First device of an engine among all of the run, the trainer's first."""

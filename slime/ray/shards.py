@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Box", "RolloutResult"]
+from slime.utils.errors import DataError
+
+__all__ = ["Box", "RolloutResult", "process_rollout_data"]
 
 
 @dataclass(frozen=True)
@@ -41,3 +45,20 @@ class RolloutResult:
     def versions(self) -> tuple[str, str] | None:
         """(oldest, newest) weight version that its tokens may come from."""
         return None if self.version is None else (self.oldest_version or self.version, self.version)
+
+
+def process_rollout_data(
+    args: Namespace, rollout_data_ref: Sequence[Box], dp_rank: int, dp_size: int
+) -> dict[str, Any]:
+    """The columns of data-parallel rank ``dp_rank``.
+
+    Raises:
+        DataError: the rollout was split for another number of ranks.
+        ray.exceptions.GetTimeoutError: ``--train-timeout`` passed.
+    """
+    if len(rollout_data_ref) != dp_size:
+        raise DataError(f"the rollout was split for {len(rollout_data_ref)} data-parallel ranks, there are {dp_size}.")
+    import ray  # the box itself needs none of it
+
+    columns: dict[str, Any] = ray.get(rollout_data_ref[dp_rank].inner, timeout=args.train_timeout)
+    return columns

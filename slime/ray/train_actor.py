@@ -23,7 +23,7 @@ from slime.ray.arguments import SyncArgs
 from slime.ray.cards import introduce
 from slime.ray.cluster import engines_take_turns, node_address
 from slime.ray.fleet import RayEngineFleet
-from slime.ray.shards import Box
+from slime.ray.shards import Box, process_rollout_data
 from slime.ray.weight_updates import weight_updater
 from slime.rollout.arguments import DEFAULT_ROLLOUT_FUNCTION
 from slime.utils import accelerator
@@ -122,12 +122,7 @@ class TrainActor:
         return report, Box(ray.put(values))
 
     def _batch(self, rollout_id: int, shards: Sequence[Box], versions: tuple[str, str] | None) -> dict[str, Any]:
-        dp_rank, dp_size = self.trainer.data_parallel
-        if len(shards) != dp_size:
-            raise DataError(
-                f"rollout {rollout_id} was split for {len(shards)} data-parallel ranks, there are {dp_size}."
-            )
-        batch: dict[str, Any] = ray.get(shards[dp_rank].inner, timeout=self._args.train_timeout)
+        batch = process_rollout_data(self._args, shards, *self.trainer.data_parallel)
         keeps_older = self._args.partial_rollout or self._args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
         oldest, newest = versions or (None, None)
         check_provenance(rollout_id, batch, newest, oldest=oldest, allows_older=keeps_older)

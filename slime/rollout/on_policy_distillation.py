@@ -1,4 +1,6 @@
-"""On-policy distillation from a teacher that is served by SGLang: its log-probs of the student's own tokens.
+"""On-policy distillation from a teacher behind HTTP: its log-probs of the student's own tokens.
+
+The teacher is an SGLang server, or slime's own log-prob server (``docs/logprob_server.md``), which Megatron runs.
 
     --custom-rm-path slime.rollout.on_policy_distillation.reward_func
     --custom-reward-post-process-path slime.rollout.on_policy_distillation.post_process_rewards
@@ -35,9 +37,7 @@ async def reward_func(args: Namespace, sample: Sample, **kwargs: Any) -> dict[st
         EngineError, DeadlineExceeded: the teacher refused, or did not answer.
     """
     if not setting(args, "rm_url"):
-        raise ConfigError(
-            "on-policy distillation needs --rm-url http://HOST:PORT/generate of the teacher's SGLang server"
-        )
+        raise ConfigError("on-policy distillation needs --rm-url http://HOST:PORT/generate of the teacher's server")
     payload = {
         "input_ids": sample.tokens,
         "sampling_params": {
@@ -63,19 +63,30 @@ def post_process_rewards(args: Namespace, samples: Sequence[Sample], **kwargs: A
 
 
 def _log_probs(reply: Any, sample: Sample) -> torch.Tensor:
-    meta = reply.get("meta_info") if isinstance(reply, dict) else None
-    rows = meta.get("input_token_logprobs") if isinstance(meta, dict) else None
-    if not rows:
+    values = _of_all_tokens(reply)
+    if values is None:
         raise DataError(
-            f"--rm-url: the teacher's reply for sample {sample.index} has no meta_info.input_token_logprobs: is it an "
-            "SGLang server's /generate?"
+            f"--rm-url: the teacher's reply for sample {sample.index} has neither meta_info.input_token_logprobs nor "
+            "log_probs: is it the /generate of an SGLang server, or of slime's log-prob server?"
         )
-    if len(rows) != len(sample.tokens):
+    if len(values) + 1 != len(sample.tokens):  # the first token has no context, hence no log-prob
         raise DataError(
-            f"--rm-url: the teacher scored {len(rows)} tokens of sample {sample.index}, which has {len(sample.tokens)}."
+            f"--rm-url: the teacher scored {len(values) + 1} tokens of sample {sample.index}, which has "
+            f"{len(sample.tokens)}."
         )
-    values = [row[0] for row in rows[1:]]  # the first token has no context, hence no log-prob
     response = values[len(values) - sample.response_length :]
     if any(value is None for value in response):
         raise DataError(f"--rm-url: the teacher gave no log-prob for some response tokens of sample {sample.index}.")
     return torch.tensor(response, dtype=torch.float32)
+
+
+def _of_all_tokens(reply: Any) -> list[float | None] | None:
+    """Log-probs of all tokens but the first, in the format of either server; None for anything else."""
+    if not isinstance(reply, dict):
+        return None
+    if isinstance(reply.get("log_probs"), list):
+        values: list[float | None] = reply["log_probs"]
+        return values
+    meta = reply.get("meta_info")
+    rows = meta.get("input_token_logprobs") if isinstance(meta, dict) else None
+    return [row[0] for row in rows[1:]] if rows else None

@@ -6,19 +6,27 @@ Called by training backends and by weight sync. Knows neither Ray nor engines: a
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
 from slime.utils import accelerator
-from slime.utils.errors import DeadlineExceeded
+from slime.utils.errors import ConfigError, DeadlineExceeded
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
-__all__ = ["destroy_group", "init_default_group", "join_group"]
+__all__ = [
+    "destroy_group",
+    "get_gloo_group",
+    "init_default_group",
+    "init_gloo_group",
+    "init_process_group",
+    "join_group",
+]
 
 
 def init_default_group(backend: str, *, timeout_s: float) -> None:
@@ -63,22 +71,92 @@ def join_group(
     try:
         store, _, _ = next(rendezvous(address, rank, world_size, timeout=timeout))
         store.set_timeout(timeout)
-        group: ProcessGroup
-        group, _ = c10d._new_process_group_helper(
-            world_size,
-            rank,
-            [],
-            c10d.Backend(backend),
-            c10d.PrefixStore(group_name, store),
-            group_name=c10d.GroupName(group_name),
-            timeout=timeout,
-        )
+        return _new_group(c10d.PrefixStore(group_name, store), rank, world_size, group_name, backend, timeout)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise DeadlineExceeded(
             f"gave up after {timeout_s:.0f} s waiting for the {world_size} members of process group {group_name!r} at "
             f"{master_address}:{master_port}: {error}"
         ) from error
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: timedelta | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Store | None = None,
+    group_name: str | None = None,
+    pg_options: Any | None = None,
+) -> ProcessGroup:
+    """``torch.distributed.init_process_group`` for a group beside the default one, which need not exist.
+
+    For plugins that talk to processes of their own; slime calls :func:`join_group`.
+
+    Args:
+        backend: that of the accelerator by default.
+        init_method: where the members meet, ``tcp://host:port`` or ``env://`` (the default); or give a ``store``.
+        timeout: of the meeting and of every collective; torch's default is half an hour.
+        group_name: members of one group give the same, different groups different ones.
+    """
+    if store is not None and init_method is not None:
+        raise ConfigError("init_process_group takes either init_method or store, not both.")
+    timeout = timeout or c10d.default_pg_timeout
+    if store is None:
+        store, rank, world_size = next(rendezvous(init_method or "env://", rank, world_size, timeout=timeout))
+        store.set_timeout(timeout)
+    name = group_name or "default"
+    backend = backend or accelerator.current().communication_backend
+    return _new_group(c10d.PrefixStore(name, store), rank, world_size, name, backend, timeout, pg_options)
+
+
+def _new_group(
+    store: Store,
+    rank: int,
+    world_size: int,
+    group_name: str,
+    backend: str,
+    timeout: timedelta,
+    options: Any | None = None,
+) -> ProcessGroup:
+    group: ProcessGroup
+    group, _ = c10d._new_process_group_helper(
+        world_size,
+        rank,
+        [],
+        c10d.Backend(backend),
+        store,
+        group_name=c10d.GroupName(group_name),
+        backend_options=options,
+        timeout=timeout,
+    )
     c10d._world.pg_group_ranks[group] = {member: member for member in range(world_size)}
+    return group
+
+
+_gloo_group: ProcessGroup | None = None
+"""Beside a default group of another backend."""
+
+
+def init_gloo_group() -> ProcessGroup:
+    """A group of all ranks for tensors on the CPU; the default group where that is gloo. A collective."""
+    global _gloo_group
+    if _gloo_group is None and dist.get_backend() != "gloo":
+        _gloo_group = dist.new_group(backend="gloo")
+    return get_gloo_group()
+
+
+def get_gloo_group() -> ProcessGroup:
+    """What :func:`init_gloo_group` made.
+
+    Raises:
+        RuntimeError: it was not called; all ranks must, before the first of them asks.
+    """
+    group = _gloo_group or (dist.group.WORLD if dist.get_backend() == "gloo" else None)
+    if group is None:
+        raise RuntimeError(
+            "there is no gloo group yet: call init_gloo_group() on all ranks, as in --custom-megatron-init-path"
+        )
     return group
 
 

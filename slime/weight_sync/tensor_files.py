@@ -102,7 +102,7 @@ def open_bytes(spans: Mapping[str, Span], *, writable: bool = False) -> Iterator
 
 
 def _populate(memory: mmap.mmap, span: Span) -> None:
-    """All pages of a tensor at once: half the time of a fault for each, a third where it is read before it is written."""
+    """All pages of a tensor at once: half the time of a fault for each, a third where it is read, then written."""
     begin = span.begin // mmap.PAGESIZE * mmap.PAGESIZE
     if span.end > begin:
         with suppress(OSError):  # a kernel before 5.14 cannot

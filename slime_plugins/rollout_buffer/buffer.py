@@ -27,7 +27,14 @@ from fastapi.concurrency import run_in_threadpool
 
 from slime_plugins.rollout_buffer import generator as generators
 
-__all__ = ["RolloutBuffer", "default_is_valid_group", "discover_generators", "make_app"]
+__all__ = [
+    "RolloutBuffer",
+    "default_get_group_data_meta_info",
+    "default_is_valid_group",
+    "default_transform_group",
+    "discover_generators",
+    "make_app",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +46,23 @@ Item = dict[str, Any]
 def default_is_valid_group(group: list[Item], min_size: int, task_type: str) -> bool:
     """Whether a group is complete."""
     return len(group) >= min_size
+
+
+def default_transform_group(group: list[Item], task_type: str) -> list[Item]:
+    """What is handed out for a complete group."""
+    return group
+
+
+def default_get_group_data_meta_info(temp_data: dict[Any, list[Item]]) -> dict[str, Any]:
+    """Counts over complete groups, by instance. ``avg_reward`` where all rewards are numbers."""
+    items = [item for group in temp_data.values() for item in group]
+    meta: dict[str, Any] = {"total_samples": len(items), "num_groups": len(temp_data)}
+    if temp_data:
+        meta["avg_group_size"] = len(items) / len(temp_data)
+    rewards = [item["reward"] for item in items]
+    if rewards and all(isinstance(reward, int | float) for reward in rewards):
+        meta["avg_reward"] = sum(rewards) / len(rewards)
+    return meta
 
 
 def discover_generators() -> dict[str, ModuleType]:
@@ -57,38 +81,40 @@ class RolloutBuffer:
         self._min_size = 1
         self._task_type = ""
         self._is_valid: Callable[[list[Item], int, str], bool] = default_is_valid_group
-        self._transform: Callable[[list[Item], str], list[Item]] = lambda group, task_type: group
-        self._error = ""
+        self._transform: Callable[[list[Item], str], list[Item]] = default_transform_group
+        self._describe: Callable[[dict[Any, list[Item]]], dict[str, Any]] = default_get_group_data_meta_info
+        self._end = ""
 
     def configure(self, module: ModuleType, task_type: str, min_size: int) -> None:
         """What the generator of this task says about groups."""
         with self._change:
-            self._min_size, self._task_type, self._error = min_size, task_type, ""
+            self._min_size, self._task_type, self._end = min_size, task_type, ""
             self._is_valid = getattr(module, "is_valid_group", default_is_valid_group)
-            self._transform = getattr(module, "transform_group", self._transform)
+            self._transform = getattr(module, "transform_group", default_transform_group)
+            self._describe = getattr(module, "get_group_data_meta_info", default_get_group_data_meta_info)
 
     def write(self, item: Item) -> None:
         with self._change:
             self._groups.setdefault(item["instance_id"], []).append(item | {"written": time.time()})
             self._change.notify_all()
 
-    def fail(self, error: str) -> None:
-        """The generator ended with an error; whoever waits is told."""
+    def end(self, reason: str) -> None:
+        """The generator ended; whoever waits is told why."""
         with self._change:
-            self._error = error
+            self._end = reason
             self._change.notify_all()
 
     def take(self, wait_s: float) -> tuple[list[Item], dict[str, Any], str]:
-        """(items of complete groups, counts, error of the generator); the items leave the buffer."""
+        """(items of complete groups, counts, why the generator ended or ""); the items leave the buffer."""
         with self._change:
-            self._change.wait_for(lambda: self._error or self._complete(), timeout=wait_s)
-            taken = [self._transform(self._groups.pop(key), self._task_type) for key in self._complete()]
-            items = [item for group in taken for item in group]
-            rewards = [float(item["reward"]) for item in items]
-            meta: dict[str, Any] = {"num_groups": len(taken), "num_waiting_groups": len(self._groups)}
-            if rewards:
-                meta["avg_reward"] = sum(rewards) / len(rewards)
-            return items, meta, self._error
+            self._change.wait_for(lambda: self._end or self._complete(), timeout=wait_s)
+            complete = self._complete()
+            taken = {key: self._transform(self._groups[key], self._task_type) for key in complete}
+            meta = self._describe(taken)
+            for key in complete:  # after the user's functions, which may raise
+                del self._groups[key]
+            items = [item for group in taken.values() for item in group]
+            return items, meta | {"num_waiting_groups": len(self._groups)}, self._end
 
     def _complete(self) -> list[Any]:
         return [key for key, group in self._groups.items() if self._is_valid(group, self._min_size, self._task_type)]
@@ -119,8 +145,8 @@ def make_app(modules: dict[str, ModuleType] | None = None) -> FastAPI:
     @service.post("/get_rollout_data")
     async def get_rollout_data(request: dict[str, Any]) -> dict[str, Any]:
         wait_s = min(float(request.get("wait_s", 0.0)), _LONGEST_WAIT_S)
-        items, meta, error = await run_in_threadpool(buffer.take, wait_s)
-        message = error or ("" if items else "no complete group yet")
+        items, meta, end = await run_in_threadpool(buffer.take, wait_s)
+        message = end or ("" if items else "no complete group yet")
         return {"success": bool(items), "message": message, "data": {"data": items, "meta_info": meta}}
 
     return service
@@ -131,7 +157,9 @@ def _generate(module: ModuleType, data: dict[str, Any], buffer: RolloutBuffer) -
         module.run_rollout(data)
     except Exception as error:  # the generator is the user's
         logger.exception("the generator ended")
-        buffer.fail(f"the generator ended with {type(error).__name__}: {error}")
+        buffer.end(f"the generator ended with {type(error).__name__}: {error}")
+    else:
+        buffer.end("the generator ended: it has made all it was asked for")
 
 
 def __getattr__(name: str) -> Any:

@@ -53,7 +53,8 @@ def make_sample(args: Namespace, item: dict[str, Any]) -> Sample:
     sample.reward, sample.label = item["reward"], item.get("label")
     info = dict(item.get("extra_info") or {})
     sample.metadata = info | {"uid": item.get("uid"), "instance_id": item["instance_id"]}
-    sample.status = Sample.Status.TRUNCATED if info.get("finish_reason") == "length" else Sample.Status.COMPLETED
+    is_cut = info.get("finish_reason") in ("length", "abort")
+    sample.status = Sample.Status.TRUNCATED if is_cut else Sample.Status.COMPLETED
     return sample
 
 
@@ -98,7 +99,10 @@ async def _fetch(args: Namespace, count: int) -> dict[str, list[Sample]]:
         )
         items = reply["data"]["data"]
         if not items and reply.get("message", "").startswith("the generator ended"):
-            raise EngineError(f"--rollout-buffer-url {args.rollout_buffer_url}: {reply['message']}")
+            raise EngineError(
+                f"--rollout-buffer-url {args.rollout_buffer_url}: {reply['message']}. {len(groups)} of {count} groups "
+                "are there; --num-epoch says how often every prompt is answered"
+            )
         for item in items:
             groups.setdefault(str(item["instance_id"]), []).append(make_sample(args, item))
     return groups

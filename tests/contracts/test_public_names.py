@@ -24,7 +24,19 @@ slime.agent.harness.common: install_npm_cli run_agent
 slime.agent.parsing: parse_model_output parse_xml_tool_uses
 slime.agent.sandbox: E2BSandbox EXIT_TIME_BUDGET_EXCEEDED Sandbox ensure_agent_user exec_and_wait
 slime.agent.trajectory: TrajectoryManager _common_prefix_len
+slime.backends.megatron_utils.cp_utils: all_gather_with_cp get_sum_of_sample_mean slice_log_prob_with_cp
+slime.backends.megatron_utils.hf_checkpoint_saver: save_hf_model_direct_to_path
+slime.backends.megatron_utils.hf_to_megatron: load_hf_weights
+slime.backends.megatron_utils.initialize: init
 slime.backends.megatron_utils.loss: get_log_probs_and_entropy get_responses get_values policy_loss_function
+slime.backends.megatron_utils.megatron_to_hf: convert_to_hf remove_padding
+slime.backends.megatron_utils.misc_utils: strip_param_name_prefix
+slime.backends.megatron_utils.model_provider: get_model_provider_func
+slime.backends.megatron_utils.server.arguments: add_megatron_server_arguments configure_megatron_server_args
+    validate_megatron_server_args
+slime.backends.sglang_utils.arguments: validate_args
+slime.backends.sglang_utils.sglang_config: ModelConfig ServerGroupConfig SglangConfig
+    SglangConfig.from_yaml
 slime.data: RolloutDataSource RolloutDataSourceWithBuffer Sample
 slime.observability:
 slime.observability.logging_utils: configure_logger finish_tracking init_tracking
@@ -39,6 +51,7 @@ slime.ray.placement_group: create_placement_groups
 slime.ray.rollout: RolloutManager
 slime.ray.rollout_data_source: RolloutDataSource
 slime.ray.train_actor:
+slime.ray.utils: NOSET_VISIBLE_DEVICES_ENV_VARS_LIST
 slime.rollout._fanout_test_helpers: compact_generate grpo_normalize_by_group_index
 slime.rollout.base_types: RolloutFnEvalOutput RolloutFnTrainOutput call_rollout_fn
 slime.rollout.data_source: DataSource RolloutDataSource RolloutDataSourceWithBuffer pop_first
@@ -64,11 +77,16 @@ slime.rollout.sglang_rollout: EVAL_PROMPT_DATASET GenerateState _prepare_prompt_
     get_model_url load_function
 slime.rollout.sglang_streaming_rollout: generate_streaming
 slime.rollout.sleep_rollout: sleep
-slime.utils.arguments: parse_args
+slime.utils.accelerator: Accelerator CUDAAccelerator MUSAAccelerator current_device device device_name
+    distributed_device_id empty_cache get_accelerator initialize_accelerator is_musa_available memory_allocated
+    process_group_backend register_accelerator reset_accelerator resolve_visible_device_id set_accelerator set_device
+    synchronize visible_devices_env_key weight_update_backend CUDAAccelerator.is_available MUSAAccelerator.is_available
+slime.utils.arguments: parse_args parse_megatron_role_args
 slime.utils.async_utils: run
 slime.utils.context_utils: with_defer
-slime.utils.data: Dataset _parse_generalized_path filter_long_prompt get_minimum_num_micro_batch_size read_file
-slime.utils.distributed_utils:
+slime.utils.data: Dataset _parse_generalized_path filter_long_prompt get_minimum_num_micro_batch_size
+    process_rollout_data read_file
+slime.utils.distributed_utils: get_gloo_group init_gloo_group init_process_group
 slime.utils.dp_schedule: build_dp_schedule
 slime.utils.external_utils.command_utils: ExecuteTrainConfig convert_checkpoint create_run_id exec_command execute_train
     get_bool_env_var get_default_wandb_args hf_download_dataset
@@ -120,9 +138,40 @@ PARAMETERS = {
         "sb, *, cmd, time_budget_sec, tag, user='root', env=None, workdir=None, out_file=None, want_output=False"
     ),
     "slime.agent.trajectory:_common_prefix_len": "a, b, chunk=4096",
+    "slime.backends.megatron_utils.cp_utils:all_gather_with_cp": "tensor, total_length, response_length",
+    "slime.backends.megatron_utils.cp_utils:get_sum_of_sample_mean": (
+        "total_lengths, response_lengths, loss_masks, sample_denoms=None, calculate_per_token_loss=False"
+    ),
+    "slime.backends.megatron_utils.cp_utils:slice_log_prob_with_cp": "log_prob, total_length, response_length",
+    "slime.backends.megatron_utils.hf_checkpoint_saver:save_hf_model_direct_to_path": (
+        "args, output_dir, model, *, model_name=None, quantization_config=None, progress_desc='Save HF checkpoint'"
+    ),
+    "slime.backends.megatron_utils.hf_to_megatron:load_hf_weights": "args, model, path",
+    "slime.backends.megatron_utils.initialize:init": "args",
+    "slime.backends.megatron_utils.megatron_to_hf:convert_to_hf": (
+        "args, model_name, name, param, quantization_config=None, transform_ue8m0=True"
+    ),
+    "slime.backends.megatron_utils.megatron_to_hf:remove_padding": "name, param, vocab_size",
+    "slime.backends.megatron_utils.misc_utils:strip_param_name_prefix": "name",
+    "slime.backends.megatron_utils.model_provider:get_model_provider_func": "args, role='actor'",
+    "slime.backends.sglang_utils.arguments:validate_args": "args",
     "slime.rollout._fanout_test_helpers:compact_generate": "args, sample, sampling_params",
     "slime.rollout._fanout_test_helpers:grpo_normalize_by_group_index": "args, samples",
     "slime.rollout.sglang_rollout:eval_rollout_single_dataset": "args, rollout_id, dataset_cfg",
+    "slime.utils.accelerator:register_accelerator": (
+        "name, factory, is_available=None, priority=0, communication_backends=()"
+    ),
+    "slime.utils.accelerator:process_group_backend": "default='nccl'",
+    "slime.utils.accelerator:weight_update_backend": "default='nccl'",
+    "slime.utils.accelerator:device": "index=None",
+    "slime.utils.accelerator:memory_allocated": "device_arg=None",
+    "slime.utils.accelerator:resolve_visible_device_id": "physical_device_id",
+    "slime.utils.arguments:parse_megatron_role_args": "base_args, megatron_config_path, role",
+    "slime.utils.data:process_rollout_data": "args, rollout_data_ref, dp_rank, dp_size",
+    "slime.utils.distributed_utils:init_process_group": (
+        "backend=None, init_method=None, timeout=None, world_size=-1, rank=-1, store=None, group_name=None, "
+        "pg_options=None"
+    ),
     "slime.utils.data:_parse_generalized_path": "text",
     "slime.utils.data:filter_long_prompt": "origin_samples, tokenizer, processor, max_length",
     "slime.utils.data:get_minimum_num_micro_batch_size": "total_lengths, max_tokens_per_gpu",

@@ -86,7 +86,7 @@ def test_a_background_save_on_several_ranks_is_complete_after_the_next_one(
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models with experts, in directories named for their family."""
     path = tmp_path_factory.mktemp("checkpoints")
-    for family in ("deepseek_v3", "glm_moe_dsa", "minimax_m2"):
+    for family in ("deepseek_v3", "glm_moe_dsa", "minimax_m2", "qwen3_next"):
         make_family_checkpoint(family, path / family)
     return path
 
@@ -114,6 +114,7 @@ _EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
         ("deepseek_v3", "ep2", "tp2", False),
         ("minimax_m2", "tp2-ep2", "ep2", True),
         ("glm_moe_dsa", "ep2", "tp2-ep2", True),
+        ("qwen3_next", "tp2-ep2", "ep2", True),
     ],
 )
 def test_a_model_with_experts_continues_on_another_layout(

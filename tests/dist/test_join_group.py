@@ -5,13 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from slime.utils.distributed_utils import destroy_group, join_group
+from slime.utils.distributed_utils import destroy_group, get_gloo_group, init_process_group, join_group
 from slime.utils.errors import DeadlineExceeded
 from tests.unit.megatron_utils.tiny_trainer import free_port
 
@@ -55,3 +56,36 @@ def test_waiting_for_members_that_do_not_come_ends_with_an_error_that_names_the_
     with pytest.raises(DeadlineExceeded, match=r"2 members of process group 'nobody' at 127\.0\.0\.1"):
         join_group("127.0.0.1", free_port(), rank=0, world_size=2, group_name="nobody", backend="gloo", timeout_s=1.0)
     assert time.monotonic() - started < 10
+
+
+_PLUGIN = """
+import sys, torch, torch.distributed as dist
+from datetime import timedelta
+from slime.utils.distributed_utils import destroy_group, init_process_group
+where, limit = "tcp://127.0.0.1:" + sys.argv[1], timedelta(seconds=30)
+group = init_process_group("gloo", where, timeout=limit, world_size=2, rank=1, group_name="plugin")
+total = torch.ones(1)
+dist.all_reduce(total, group=group)
+assert total.item() == 3
+destroy_group(group)
+del group
+"""
+
+
+def test_a_plugin_has_a_group_of_its_own_beside_the_default_one_which_is_gloo_already() -> None:
+    port = free_port()
+    peer = subprocess.Popen([sys.executable, "-c", _PLUGIN, str(port)], cwd=Path(__file__).parents[2])
+    try:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        assert get_gloo_group() is dist.group.WORLD
+        where = f"tcp://127.0.0.1:{port}"
+        group = init_process_group(None, where, timedelta(seconds=30), world_size=2, rank=0, group_name="plugin")
+        total = torch.full((1,), 2.0)
+        dist.all_reduce(total, group=group)
+        assert total.item() == 3
+        destroy_group(group)
+        assert peer.wait(timeout=30) == 0
+    finally:
+        dist.destroy_process_group()
+        peer.kill()
+        peer.wait()

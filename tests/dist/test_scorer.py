@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from slime.backends.megatron_utils.server.requests import Score
 from tests.dist.ranks import ForkServer
 from tests.unit.megatron_utils.tiny_trainer import make_hf_model
+from tests.verification import verify
 
 TEMPERATURE = 0.7
 VOCAB = 500
@@ -29,9 +30,11 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Two directories; the second model is another one of the same shape."""
     paths = [tmp_path_factory.mktemp("scorer"), tmp_path_factory.mktemp("scorer")]
-    for seed, path in enumerate(paths):
-        torch.manual_seed(seed)
-        make_hf_model("qwen3", path, num_hidden_layers=2, vocab_size=VOCAB)
+    model = make_hf_model("qwen3", paths[0], vocab_size=VOCAB)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.7)
+    model.save_pretrained(paths[1])
     return [str(path) for path in paths]
 
 
@@ -59,22 +62,21 @@ def expected(path: str) -> list[torch.Tensor]:
 
 def check(answer: Score, asked: dict[str, Any], rows: torch.Tensor) -> None:
     tokens = torch.tensor(asked["input_ids"][1:])
-    close(answer.log_probs, rows.gather(1, tokens[:, None])[:, 0])
+    close("log-probs", answer.log_probs, rows.gather(1, tokens[:, None])[:, 0])
     if labels := asked.get("label_token_ids"):
-        close(answer.label_token_log_probs, rows.gather(1, torch.tensor(labels)))
+        close("labels", answer.label_token_log_probs, rows.gather(1, torch.tensor(labels)))
     else:
         assert answer.label_token_log_probs is None
     if asked.get("sample_n"):
         drawn = torch.tensor(answer.sampled_token_ids)
         assert drawn.shape == (len(tokens), asked["sample_n"])
-        close(answer.sampled_log_probs, rows.gather(1, drawn))
+        close("samples", answer.sampled_log_probs, rows.gather(1, drawn))
     else:
         assert answer.sampled_token_ids is None
 
 
-def close(found: Any, wanted: torch.Tensor) -> None:
-    assert torch.tensor(found).shape == wanted.shape
-    assert (torch.tensor(found) - wanted).abs().max() < 1e-5
+def close(what: str, found: Any, wanted: torch.Tensor) -> None:
+    verify(f"{what} of the log-prob server", "transformers", torch.tensor(found), wanted, tolerance=1e-5)
 
 
 def check_frequencies(drawn: torch.Tensor, rows: torch.Tensor) -> None:

@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from slime.doctor.ledger import examine_ledger
-from tests.e2e.conftest import assert_same_run, exact_flags
 from tests.e2e.faults import Broken, broken, shared_memory
 from tests.e2e.running import Finished, metrics
+from tests.e2e.test_loop import grpo_flags
+
+ROLLOUTS = 4
 
 ORDERLY_S = 10.0
 """Longest time from a death to the error that explains it, and to the end of everything."""
@@ -25,27 +29,51 @@ ORDERLY_S = 10.0
 HEARTBEAT_S = 3.0
 
 
+def exact_flags(task, output: Path, *more: Any) -> list[Any]:
+    """Four rollouts that are the same bits every time, a checkpoint after every second one, everything written."""
+    return grpo_flags(
+        *(task, output, "--deterministic-mode", "--sglang-enable-deterministic-inference"),
+        *("--lr-decay-style", "cosine", "--lr-decay-iters", ROLLOUTS, "--lr", "1e-3", "--min-lr", 0),
+        *("--save", output / "checkpoints", "--load", output / "checkpoints", "--save-interval", 2),
+        *("--save-hf", output / "hf_{rollout_id}"),
+        *("--save-debug-rollout-data", output / "dump" / "{rollout_id}.pt"),
+        *("--heartbeat-timeout", HEARTBEAT_S, "--num-rollout", ROLLOUTS, *more),
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_task, tmp_path_factory):
+    """A run that nothing disturbs for four rollouts, and Ctrl-C ends in the fifth: (folder, what it left)."""
+    output = tmp_path_factory.mktemp("undisturbed")
+    with broken(exact_flags(tiny_task, output, "--num-rollout", 1000), output) as run:
+        return output, end_driver(run, signal.SIGINT, ROLLOUTS)
+
+
 @pytest.fixture(scope="module")
 def battered(tiny_task, tmp_path_factory):
-    """One command that is given again after each of its deaths: (folder, what each of its four runs left)."""
+    """One command that is given again after each of its deaths: (folder, what each of its three runs left)."""
     output = tmp_path_factory.mktemp("battered")
-    flags = exact_flags(tiny_task, output, "--heartbeat-timeout", HEARTBEAT_S)
+    flags = exact_flags(tiny_task, output)
     seen: dict[str, dict[str, Any]] = {}
     with broken(flags, output) as run:
-        killed_at = run.break_in("train", 3, "Data Buffer")
+        killed_at = run.break_in("train", 2, "Data Buffer")
         seen["killed buffer"] = ended(run, killed_at)
-    for name, how in (("killed driver", signal.SIGKILL), ("interrupted driver", signal.SIGINT)):
-        with broken(flags, output) as run:
-            run.wait(lambda: run.is_in("train", 2))
-            memory = shared_memory(run.mark)
-            os.kill(run.process.pid, how)
-            seen[name] = ended(run, time.time()) | {"memory": memory, "files": left_of(memory)}
+    with broken(flags, output) as run:
+        seen["killed driver"] = end_driver(run, signal.SIGKILL, 2)
     with broken([*flags, "--use-fault-tolerance"], output) as run:
         stopped_at = run.break_in("train", 3, "trainer rank", signal.SIGSTOP)
         run.wait(lambda: run.progress().get("restarts") == 1)
         noticed_s = run.progress()["started"] - stopped_at
         seen["healed"] = ended(run, stopped_at) | {"noticed_s": noticed_s, "progress": run.progress()}
     return output, seen
+
+
+def end_driver(run: Broken, how: signal.Signals, rollout_id: int) -> dict[str, Any]:
+    """Send the driver a signal while it trains on that rollout."""
+    run.wait(lambda: run.is_in("train", rollout_id))
+    memory = shared_memory(run.mark)
+    os.kill(run.process.pid, how)
+    return ended(run, time.time()) | {"memory": memory, "files": left_of(memory)}
 
 
 def ended(run: Broken, since: float) -> dict[str, Any]:
@@ -72,9 +100,9 @@ def test_a_dead_data_buffer_is_named_in_seconds(battered):
     assert killed["survivors"] == []
 
 
-@pytest.mark.parametrize(("how", "status"), [("killed driver", -signal.SIGKILL), ("interrupted driver", 130)])
-def test_a_driver_that_ends_early_leaves_neither_processes_nor_shared_memory(battered, how, status):
-    left = battered[1][how]
+@pytest.mark.parametrize(("how", "status"), [("killed", -signal.SIGKILL), ("interrupted", 130)])
+def test_a_driver_that_ends_early_leaves_neither_processes_nor_shared_memory(battered, undisturbed, how, status):
+    left = {"killed": battered[1]["killed driver"], "interrupted": undisturbed[1]}[how]
     assert left["status"] == status, left["text"][-6000:]
     assert left["survivors"] == []
     assert any(path.name.startswith("sglang_loads_") for path in left["memory"])
@@ -99,11 +127,20 @@ def test_a_run_outlives_a_stopped_trainer_rank_and_says_where_the_others_were(ba
     assert healed["survivors"] == []
 
 
-def test_after_all_that_prompts_tokens_losses_and_weights_are_those_of_an_undisturbed_run(battered, undisturbed_run):
-    output = battered[0]
-    assert_same_run(undisturbed_run, output)
-    assert last_of_each_step(output) == last_of_each_step(undisturbed_run)
-    assert examine_ledger(output / "checkpoints") == 0
+def test_after_all_that_prompts_tokens_losses_and_weights_are_those_of_an_undisturbed_run(battered, undisturbed):
+    whole, other = undisturbed[0], battered[0]
+    for rollout_id in range(ROLLOUTS):
+        expected, found = (
+            torch.load(output / "dump" / f"{rollout_id}.pt", weights_only=True)["samples"] for output in (whole, other)
+        )
+        assert [sample["tokens"] for sample in expected] == [sample["tokens"] for sample in found]
+    expected, found = (load_file(output / f"hf_{ROLLOUTS - 1}" / "model.safetensors") for output in (whole, other))
+    assert expected.keys() == found.keys()
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    steps = last_of_each_step(other)
+    assert len(steps) == ROLLOUTS
+    assert steps == {step: last_of_each_step(whole)[step] for step in steps}
+    assert examine_ledger(other / "checkpoints") == 0
 
 
 def last_of_each_step(output: Path) -> dict[int, list[float]]:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -24,6 +25,10 @@ from slime.backends.sglang_utils.router import Router, RouterProcess, remove_wor
 from slime.backends.sglang_utils.server_args import server_env
 from slime.data.sample import Sample
 from slime.data.sampling_mask import sampled_tokens
+from slime.rollout.sglang_rollout import GenerateState
+from slime.rollout.sglang_rollout import generate as rollout_generate
+from slime.rollout.sglang_streaming_rollout import generate_streaming
+from slime.utils.async_utils import run
 from slime.utils.deadline import Deadline, wait_until
 from slime.utils.errors import EngineError
 from slime.utils.net import free_port
@@ -31,6 +36,7 @@ from slime.weight_sync.send_distributed import DistributedSender
 from slime.weight_sync.session import WeightUpdate, push_weights
 from tests.e2e.engines import LocalFleet, make_engine
 from tests.e2e.moe_model import make_moe_model
+from tests.unit.rollout.fake_engine import make_args
 
 ROOT = Path(__file__).parents[2]
 
@@ -98,6 +104,24 @@ def test_the_ids_that_a_cut_vocabulary_leaves_are_told_and_give_the_log_probabil
     mask = SamplingMask.of([sample.rollout_top_p_token_ids], [sample.rollout_top_p_token_offsets])
     expected, _ = log_probs_and_entropy(logits, torch.tensor(tokens), temperature=0.7, keep=mask)
     torch.testing.assert_close(expected, torch.tensor(log_probs), atol=1e-5, rtol=0)
+
+
+def test_a_stream_makes_the_sample_that_one_reply_makes(engine, tiny_task):
+    args = make_args(tiny_task.model, urlsplit(engine.url).port)
+    GenerateState.clear_instances()
+    try:
+        samples = []
+        for function in (rollout_generate, generate_streaming):
+            sample = Sample(index=0, prompt="12+34=")
+            run(function(args, sample, {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}))
+            samples.append(sample)
+        whole, streamed = samples
+        assert streamed.response_length == 24
+        assert (streamed.tokens, streamed.response) == (whole.tokens, whole.response)
+        assert streamed.rollout_log_probs == pytest.approx(whole.rollout_log_probs, abs=1e-5)
+        assert (streamed.status, streamed.weight_versions) == (whole.status, whole.weight_versions)
+    finally:
+        GenerateState.clear_instances()
 
 
 def sync(engine: SGLangEngine, weights: list[tuple[str, torch.Tensor]]) -> int:

@@ -1,6 +1,7 @@
 """Several models, unequal engines and two nodes on the real stack: --sglang-config in a cluster of others.
 
-The nodes are two raylets on this machine, each with devices of its own.
+The nodes are two raylets on this machine, each with devices of its own. The engine with two devices takes each for a
+node (``--num-gpus-per-node 1``): it has two servers.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from ray.cluster_utils import Cluster
 
 from tests.e2e.running import metrics, values
 from tests.e2e.test_fault_tolerance import flags_for, samples_of, seconds_to_recovery, versions_of
-from tests.e2e.watching import is_generating, read, running, scheduler_of, server_of
+from tests.e2e.watching import is_generating, read, running, scheduler_of, scheduler_on_second_node, server_of
 
 ROLLOUTS = 4
 
@@ -51,7 +52,7 @@ def test_unequal_engines_on_two_nodes_learn_beside_a_model_that_keeps_its_weight
     monkeypatch.setenv("RAY_ADDRESS", two_nodes)
     engines = tmp_path / "engines.yaml"
     engines.write_text(ENGINES)
-    more = ("--rollout-num-gpus", 5, "--num-gpus-per-node", 3, "--sglang-config", engines)
+    more = ("--rollout-num-gpus", 5, "--num-gpus-per-node", 1, "--sglang-config", engines)
     flags = flags_for(tiny_task, tmp_path, *more, reward="sevens_and_what_the_reference_says", num_rollout=ROLLOUTS)
     with running(flags, tmp_path) as run:
         router, first, second = run.urls()
@@ -61,8 +62,9 @@ def test_unequal_engines_on_two_nodes_learn_beside_a_model_that_keeps_its_weight
         assert read(f"{second}/server_info")["tp_size"] == 2
         run.wait(lambda: run.num_trained() >= 1 and is_generating(first) and is_generating(second))
         server_of(ref).kill()
-        for engine in (first, second):  # all that make the rollout: it waits until one serves
-            scheduler_of(engine).kill()
+        # all that make the rollout, one of them by a part on its second node: it waits until one serves
+        scheduler_of(first).kill()
+        scheduler_on_second_node(second).kill()
         run.wait(lambda: "engine 2 serves again" in run.text())
         finished = run.end()
 

@@ -1,4 +1,4 @@
-"""Two nodes that reach one another over a network only: each a raylet in a network namespace of its own.
+"""Two nodes that reach one another over a network only: each a raylet with a network and shared memory of its own.
 
 Needs to be root. Everything lives in a process namespace as well, and ends with it.
 """
@@ -23,10 +23,10 @@ TWO_NODES = """
 set -e
 ip link set lo up
 ip link add eth0 type veth peer name eth1
-unshare --net sleep infinity &
-other() { nsenter --target $PEER --net "$@"; }
+unshare --net --mount sh -c 'mount -t tmpfs shm /dev/shm && touch /dev/shm/ready && exec sleep infinity' &
 PEER=$!
-until [ "$(readlink /proc/$PEER/ns/net)" != "$(readlink /proc/$$/ns/net)" ]; do sleep 0.02; done
+other() { nsenter --target $PEER --net --mount "$@"; }
+until other test -e /dev/shm/ready; do sleep 0.02; done
 ip link set eth1 netns $PEER
 ip address add 10.77.0.1/24 dev eth0
 ip link set eth0 up
@@ -38,9 +38,10 @@ other ip link set eth0 up
 
 RUN = """
 export GLOO_SOCKET_IFNAME=eth0 RAY_AUTH_MODE=disabled
-NODE="--num-cpus 4 --num-gpus 2 --object-store-memory 200000000 --disable-usage-stats"
-ray start --head --node-ip-address 10.77.0.1 --port 6379 --include-dashboard false --temp-dir $RAY_DIRECTORY $NODE
-other ray start --address 10.77.0.1:6379 --node-ip-address 10.77.0.2 $NODE
+NODE="--num-cpus 4 --object-store-memory 200000000 --disable-usage-stats"
+HEAD="--head --port 6379 --include-dashboard false --temp-dir $RAY_DIRECTORY"
+ray start $HEAD --node-ip-address 10.77.0.1 --num-gpus 2 $NODE
+other ray start --address 10.77.0.1:6379 --node-ip-address 10.77.0.2 --num-gpus 1 $NODE
 export RAY_ADDRESS=10.77.0.1:6379
 python "$@"
 """
@@ -52,7 +53,7 @@ def is_allowed() -> bool:
     return subprocess.run([*NAMESPACES, "bash", "-c", TWO_NODES], capture_output=True, timeout=20).returncode == 0
 
 
-def test_a_run_over_two_networks_trains_with_engines_across_the_border(tiny_task, tmp_path):
+def test_an_engine_with_a_part_in_each_of_two_networks_is_trained(tiny_task, tmp_path):
     if not is_allowed():
         pytest.skip("network namespaces need root")
     flags = [
@@ -60,7 +61,8 @@ def test_a_run_over_two_networks_trains_with_engines_across_the_border(tiny_task
         *("--apply-chat-template", "--rollout-batch-size", 4, "--n-samples-per-prompt", 4, "--num-rollout", 2),
         *("--rollout-max-response-len", 8, "--custom-rm-path", f"{PLUGINS}:share_of_sevens", "--fp32"),
         *("--use-dynamic-batch-size", "--max-tokens-per-gpu", 4096, "--sglang-context-length", 128),
-        *("--actor-num-gpus-per-node", 1, "--rollout-num-gpus", 2, "--num-gpus-per-node", 2),
+        *("--actor-num-gpus-per-node", 1, "--rollout-num-gpus", 2, "--rollout-num-gpus-per-engine", 2),
+        *("--num-gpus-per-node", 1),
         *("--sglang-max-total-tokens", 8192, "--output-dir", tmp_path, "--experiment-name", "run", "--lr", "1e-3"),
     ]
     env = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -75,10 +77,10 @@ def test_a_run_over_two_networks_trains_with_engines_across_the_border(tiny_task
             timeout=150,
         )
     assert done.returncode == 0, done.stdout[-6000:]
-    engines = re.search(r"router http://([\d.]+):\d+, engines (.*)", done.stdout)
-    assert engines is not None
-    # the trainer has the first slot; how many engines fit beside it is Ray's choice
-    assert "10.77.0.2" in re.findall(r"http://([\d.]+):\d+", engines[2])
+    (engine,) = set(re.findall(r"engines http://([\d.]+):\d+", done.stdout))
+    slots = re.findall(r"slot \d: device \d of node ([\d.]+)", done.stdout)
+    assert slots[1:] == [engine, "10.77.0.2"] == ["10.77.0.1", "10.77.0.2"], "the trainer has the first slot"
+    assert (tmp_path / "run" / "engines" / "engine_0.node1.log").is_file()
     differences = values(metrics(tmp_path / "run"), "train/train_rollout_logprob_abs_diff")
     assert len(differences) == 2
     assert max(differences) < 1e-4, "the second rollout is made by weights that were sent over the network"

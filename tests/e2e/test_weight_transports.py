@@ -91,9 +91,12 @@ def test_tensors_in_shared_memory_arrive_bit_for_bit_and_leave_no_memory_behind(
     assert shared_files() == before
 
 
-@pytest.mark.parametrize("small_bytes", [0, 1 << 40], ids=["tensor by tensor", "as one row of bytes"])
+@pytest.mark.parametrize(
+    "small_bytes", [0, 1 << 13, 1 << 40], ids=["tensor by tensor", "the small ones first", "as one row of bytes"]
+)
 def test_broadcasts_arrive_bit_for_bit(engine, tiny_task, monkeypatch, small_bytes):
     monkeypatch.setattr(send_distributed, "_SMALL_BYTES", small_bytes)
+    monkeypatch.setattr(send_distributed, "_FEW", 0)
     trainer = StubTrainer(tiny_task.model)
     updater = WeightUpdater(ALONE, address="127.0.0.1", shares_devices=False, timeout_s=60)
     engine.reset_weights()

@@ -93,3 +93,10 @@ def server_of(engine: str) -> psutil.Process:
 
 def scheduler_of(engine: str) -> psutil.Process:
     return next(child for child in server_of(engine).children() if child.name().startswith("sglang::sched"))
+
+
+def scheduler_on_second_node(engine: str) -> psutil.Process:
+    """Of the only engine of a run that stands on two nodes, which are simulated on this host."""
+    servers = server_of(engine).parent().children()  # of the preloading process
+    schedulers = (child for server in servers for child in server.children())
+    return next(child for child in schedulers if child.name() == "sglang::scheduler_TP1")

@@ -195,7 +195,8 @@ class BaseAdapter(ABC):
     async def shutdown_session(self, sid: str, *, wait_timeout: float = 5.0) -> None:
         """Refuse further turns; wait for those under way, then cancel them. May be called from any event loop."""
         self.closed.add(sid)
-        tasks = [task for task in self.inflight.get(sid, ()) if not task.done()]
+        # copied at once: the adapter's own loop may be on another thread and add or remove tasks meanwhile
+        tasks = [task for task in list(self.inflight.get(sid, ())) if not task.done()]
         if not tasks:
             return
         loop = tasks[0].get_loop()

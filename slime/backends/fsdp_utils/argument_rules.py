@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 
 from slime.config.groups import flag_of
+from slime.config.model_config import read_model_config, text_part
 
 __all__ = ["RULES"]
 
@@ -83,6 +84,11 @@ def _attention(args: Namespace) -> Iterator[str]:
         yield (
             f"--attn-implementation {args.attn_implementation} sees one rank's tokens only: drop it, or use "
             "--context-parallel-size 1."
+        )
+    if text_part(read_model_config(args.hf_checkpoint)).get("index_topk") is not None:
+        yield (
+            f"--hf-checkpoint {args.hf_checkpoint} has sparse attention, which is not supported yet with {_BACKEND}, "
+            "whose attention sees all keys: use --train-backend megatron."
         )
 
 

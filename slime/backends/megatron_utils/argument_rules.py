@@ -158,7 +158,12 @@ def _delta_nets(args: Namespace) -> Iterator[str]:
     shape, tensor, context = _shape(args), args.tensor_model_parallel_size, args.context_parallel_size
     if shape is None or shape.delta_net is None or min(tensor, context) < 1:
         return
-    heads = shape.delta_net.num_key_heads
+    groups, heads = shape.num_query_groups, shape.delta_net.num_key_heads
+    if tensor > groups:  # Megatron then cuts the queries of a group, but not their gates
+        yield (
+            f"--tensor-model-parallel-size {tensor} must not exceed the {groups} key heads of --hf-checkpoint "
+            f"{args.hf_checkpoint}, whose attention has an output gate."
+        )
     if heads % (tensor * context):
         yield (
             f"--tensor-model-parallel-size {tensor} x --context-parallel-size {context} must divide the {heads} key "
@@ -312,6 +317,11 @@ def _split_queries(args: Namespace) -> Iterator[str]:
             f"--optimizer {args.optimizer}: {ranks} tensor-parallel ranks cut the {shape.num_query_groups} key heads "
             "of the model in pieces, which cannot be orthogonalized: add --no-muon-split-qkv or use fewer ranks."
         )
+    if shape.family.has_output_gate:
+        yield (
+            f"--optimizer {args.optimizer}: in --hf-checkpoint {args.hf_checkpoint} queries stand beside output gates "
+            "and cannot be taken apart from them: add --no-muon-split-qkv."
+        )
 
 
 def _balancing(args: Namespace) -> Iterator[str]:
@@ -329,6 +339,14 @@ def _balancing(args: Namespace) -> Iterator[str]:
         yield (
             f"--moe-aux-loss-coeff has {len(coefficients)} values, --moe-router-load-balancing-type {len(kinds)}: give "
             "one each."
+        )
+
+
+def _upcycling(args: Namespace) -> Iterator[str]:
+    if args.moe_use_upcycling:
+        yield (
+            "--moe-use-upcycling makes experts while a trainer starts, and engines would still load the dense model: "
+            "run tools/upcycle_hf.py once, give its result as --hf-checkpoint and leave the flag out."
         )
 
 
@@ -413,6 +431,7 @@ RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = (
             _recompute,
             fp8,
             instances,
+            _upcycling,
             _split_queries,
             _spec,
             _trained_parts,

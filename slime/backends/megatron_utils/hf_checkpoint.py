@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -160,8 +161,12 @@ class _Stacks:
 
     def __init__(self, tensors: ModelTensors, layout_of: str | None) -> None:
         self._tensors = tensors
-        is_possible = layout_of is not None and any(rule.stacked for rule in tensors.family.rules)
-        self._names = TensorReader(str(layout_of), "--hf-checkpoint").names if is_possible else set()
+        has_stacks = any(rule.stacked for rule in tensors.family.rules)
+        # a directory may have a config and no weights
+        if layout_of is not None and has_stacks and any(Path(layout_of).glob("*.safetensors")):
+            self._names = TensorReader(layout_of, "--hf-checkpoint").names
+        else:
+            self._names = set()
         self._experts: dict[int, torch.Tensor] = {}
 
     def has(self, place: Place) -> bool:

@@ -22,6 +22,7 @@ from slime.backends.megatron_utils.shape_parts import (
     SparseShape,
     YarnRope,
 )
+from slime.config.model_config import indexer_layers
 from slime.utils.errors import ConfigError
 
 __all__ = [
@@ -208,27 +209,16 @@ def _mla(reader: _Reader) -> MlaShape:
 
 
 def _sparse(reader: _Reader, num_layers: int) -> SparseShape:
+    layers = indexer_layers(reader.config, num_layers)
+    if len(layers) != num_layers or not layers[0]:
+        reader.problems.append("must say for every layer whether it has an indexer, and the first must have one.")
     return SparseShape(
         num_heads=reader.integer("index_n_heads"),
         head_dim=reader.integer("index_head_dim"),
         topk=reader.integer("index_topk"),
         is_rope_interleaved=reader.flag("indexer_rope_interleave"),
-        layers=_indexer_layers(reader, num_layers),
+        layers=layers,
     )
-
-
-def _indexer_layers(reader: _Reader, num_layers: int) -> tuple[bool, ...]:
-    """By a list, by a text such as FFSS (full, shared), or every so many layers behind the first few (GLM-5.2)."""
-    kinds = reader.config.get("indexer_types") or reader.config.get("index_topk_pattern")
-    if isinstance(kinds, list | str):
-        layers = tuple(str(kind).upper().startswith("F") for kind in kinds)
-    else:
-        freq = max(1, reader.integer("index_topk_freq", default=1))
-        offset = reader.integer("index_skip_topk_offset", default=2)
-        layers = tuple(max(layer - offset + 1, 0) % freq == 0 for layer in range(num_layers))
-    if len(layers) != num_layers or not layers[0]:
-        reader.problems.append("must say for every layer whether it has an indexer, and the first must have one.")
-    return layers
 
 
 def _delta_net(reader: _Reader, num_layers: int) -> DeltaNetShape:

@@ -26,6 +26,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.arguments import OptimizerArgs, PrecisionArgs
+from slime.backends.megatron_utils.fp8_layers import with_fp8_layers
 from slime.backends.megatron_utils.gpt import PackedGPTModel
 from slime.backends.megatron_utils.layer_specs import block_spec, mtp_spec
 from slime.backends.megatron_utils.model_shape import Llama3Rope, ModelShape
@@ -120,9 +121,13 @@ def _family_model(
     shape: ModelShape, config: TransformerConfig, padded_vocab_size: int, vp_stage: int | None
 ) -> PackedGPTModel:
     is_first, is_last = _ends(vp_stage)
+    block = block_spec(config, shape.family, vp_stage, sparse=shape.sparse)
+    predicting = mtp_spec(config, shape.family, vp_stage)
+    if config.fp8:
+        block, predicting = with_fp8_layers(block), with_fp8_layers(predicting)
     model = PackedGPTModel(
         config,
-        block_spec(config, shape.family, vp_stage, sparse=shape.sparse),
+        block,
         vocab_size=padded_vocab_size,
         max_sequence_length=shape.max_position_embeddings,
         pre_process=is_first,
@@ -132,7 +137,7 @@ def _family_model(
         position_embedding_type="rope",
         rotary_percent=shape.rotary_percent,
         rotary_base=shape.rotary_base,
-        mtp_block_spec=mtp_spec(config, shape.family, vp_stage),
+        mtp_block_spec=predicting,
         vp_stage=vp_stage,
     )
     if shape.llama3_rope is not None:
@@ -158,7 +163,6 @@ def wrap_data_parallel(
             grad_reduce_in_fp32=is_wide,
             use_distributed_optimizer=uses_distributed_optimizer(optimizer),
             num_distributed_optimizer_instances=optimizer.num_distributed_optimizer_instances,
-            fp8_param_gather=precision.fp8_param_gather,
             check_for_nan_in_grad=False,  # ``step`` looks at all ranks before anything is applied
         ),
         model,

@@ -8,11 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    set_tensor_model_parallel_attributes,
-)
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from slime.utils import accelerator
@@ -61,12 +59,10 @@ class JointHeadNorm(torch.nn.Module):
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
         """``[t, 1, heads of this rank, head_dim]`` -> the same."""
-        x = heads.flatten(2).float()
-        # Megatron's two halves of a sum whose gradient is summed as well: every rank's output depends on the total
-        total = reduce_from_tensor_model_parallel_region(x.square().sum(-1, keepdim=True))
-        total = copy_to_tensor_model_parallel_region(total)
-        normed = x * torch.rsqrt(total / self._width + self._eps) * self.weight.float()
-        return normed.to(heads.dtype).view(heads.shape)
+        rows: torch.Tensor = _JointNorm.apply(  # type: ignore[no-untyped-call]
+            heads.flatten(2), self.weight, self._eps, self._width, mpu.get_tensor_model_parallel_group()
+        )
+        return rows.view(heads.shape)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -75,3 +71,33 @@ class JointHeadNorm(torch.nn.Module):
         own = self.state_dict(prefix="", keep_vars=True)
         state: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, {"weight": 0}, sharded_offsets)
         return state
+
+
+class _JointNorm(torch.autograd.Function):
+    """y = w x r with r = (sum of squares / width + eps)^(-1/2), where the sum is over the ranks of ``group``.
+
+    With g = w dy and u = x r: dx = r (g - u (sum of g u) / width), the sum again over all ranks; dw = sum of dy u over
+    the rows. In fp32; stores x and r alone.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, width: int, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        squares = x.float().square().sum(-1, keepdim=True)
+        dist.all_reduce(squares, group=group)
+        factor = torch.rsqrt(squares / width + eps)
+        ctx.save_for_backward(x, weight, factor)
+        ctx.width, ctx.group = width, group
+        return (x.float() * factor * weight.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+        x, weight, factor = ctx.saved_tensors
+        unit, wide = x.float() * factor, grad.float()
+        weighted = wide * weight.float()
+        along = (weighted * unit).sum(-1, keepdim=True)
+        dist.all_reduce(along, group=ctx.group)
+        grad_x = factor * (weighted - unit * along / ctx.width)
+        grad_weight = (wide * unit).flatten(0, -2).sum(0)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None, None

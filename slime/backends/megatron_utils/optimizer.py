@@ -24,14 +24,14 @@ def build_optimizer(
     chunks: list[Any],
     args: OptimizerArgs,
     precision: PrecisionArgs,
+    muon: MuonArgs,
     *,
-    muon: MuonArgs | None = None,
     is_stateless: bool = False,
 ) -> Any:
     """The optimizer of the data-parallel wrapped model chunks: fp32 main weights, global clipping, sharded states.
 
     Args:
-        muon: its settings, needed for --optimizer muon and dist_muon.
+        muon: settings of --optimizer muon and dist_muon.
         is_stateless: Adam without moments (--use-stateless-adam).
 
     Raises:
@@ -48,8 +48,9 @@ def build_optimizer(
             config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = args.optimizer_cpu_offload
             optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
         case "muon" | "dist_muon":
-            assert muon is not None
             optimizer = build_muon(config, chunks, muon, is_layer_wise=args.optimizer == "dist_muon")
+        case other:
+            raise ValueError(f"--optimizer {other} is not supported")
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if is_stateless:
             _forget_moments(part, args)

@@ -43,13 +43,12 @@ def instances(args: Namespace) -> Iterator[str]:
     if not args.use_distributed_optimizer:
         yield f"{flag} needs --use-distributed-optimizer: without, every rank has all states."
     pipeline, expert = args.pipeline_model_parallel_size, args.expert_model_parallel_size
-    for what, shared in (
-        ("data- and context-parallel ranks", args.tensor_model_parallel_size * pipeline),
-        ("copies of an expert", expert_tensor_parallel_size(args) * expert * pipeline),
-    ):
-        number = args.world_size // max(1, shared)
-        if number % count:
-            yield f"{flag} must divide the {number} {what}."
+    copies = args.world_size // max(1, args.tensor_model_parallel_size * pipeline)
+    expert_copies = args.world_size // max(1, expert_tensor_parallel_size(args) * expert * pipeline)
+    if copies % count:
+        yield f"{flag} must divide the {copies} data- and context-parallel ranks."
+    elif expert_copies % count:
+        yield f"{flag} must divide the {expert_copies} copies of an expert."
 
 
 def schedule(args: Namespace) -> Iterator[str]:

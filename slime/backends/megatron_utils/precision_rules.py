@@ -14,8 +14,6 @@ __all__ = ["fp8"]
 def fp8(args: Namespace) -> Iterator[str]:
     """FP8 products are TransformerEngine's, on a GPU."""
     if args.fp8 is None:
-        if args.fp8_param_gather:
-            yield "--fp8-param-gather needs --fp8-format."
         if "fp8_recipe" in args.given:
             yield f"--fp8-recipe {args.fp8_recipe} needs --fp8-format."
         return
@@ -26,7 +24,3 @@ def fp8(args: Namespace) -> Iterator[str]:
         yield f"{flag} needs the package transformer_engine, which is not installed. Leave it out to train in bf16."
     if not args.bf16:
         yield f"{flag} is for weights in bf16: drop --fp16 or --fp32."
-    if args.fp8_param_gather and args.optimizer_cpu_offload:
-        yield "--fp8-param-gather keeps its optimizer on the GPU: drop it or --optimizer-cpu-offload."
-    if args.fp8_param_gather and not args.use_distributed_optimizer:
-        yield "--fp8-param-gather needs --use-distributed-optimizer."

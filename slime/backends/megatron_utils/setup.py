@@ -29,6 +29,7 @@ from slime.backends.megatron_utils.arguments import (
     PredictionArgs,
     TrainerArgs,
 )
+from slime.backends.megatron_utils.fp8_layers import token_multiple
 from slime.backends.megatron_utils.freezing import freeze_parameters
 from slime.backends.megatron_utils.model import build_chunks, wrap_data_parallel
 from slime.backends.megatron_utils.model_shape import ModelShape, padded_vocab_size
@@ -106,7 +107,7 @@ def build_train_state(args: Namespace, shape: ModelShape, *, is_critic: bool = F
         wrapped,
         optimizer_args,
         precision,
-        muon=from_args(MuonArgs, args),
+        from_args(MuonArgs, args),
         is_stateless=from_args(ModelCopyArgs, args).use_stateless_adam,
     )
     samples = (args.num_rollout or 0) * args.rollout_batch_size * args.n_samples_per_prompt
@@ -148,5 +149,6 @@ def _sharding(config: Any) -> Sharding:
         cp_rank=mpu.get_context_parallel_rank(),
         cp_size=size,
         cp_group=mpu.get_context_parallel_group() if size > 1 else None,
-        sequence_multiple=mpu.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1,
+        sequence_multiple=token_multiple(config)
+        * (mpu.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1),
     )

@@ -125,7 +125,7 @@ class Indexer(torch.nn.Module):
         if segments.max_seqlen_q <= self._sparse.topk:
             return None
         query, key = self.wq_b(compressed_query), self.k_norm(self.wk(hidden))
-        weight = F.linear(hidden.float(), self.weights_proj.weight.float())  # reference and engines too leave 16 bits
+        weight = F.linear(hidden.float(), self.weights_proj.weight.float())  # fp32 in the reference and in engines too
         if self._is_sequence_parallel:
             query, key, weight = (
                 gather_from_sequence_parallel_region(rows, group=tp_group) for rows in (query, key, weight)

@@ -125,7 +125,6 @@ def _numerics(args: Namespace) -> dict[str, Any]:
         "calculate_per_token_loss": args.calculate_per_token_loss,
         "fp8": args.fp8,
         "fp8_recipe": args.fp8_recipe,
-        "fp8_param": args.fp8_param_gather,
         # No fused kernel is needed anywhere
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
@@ -236,5 +235,6 @@ def _experts(args: Namespace, shape: ModelShape, moe: MoeShape) -> dict[str, Any
         "moe_aux_loss_coeff": (coefficients if is_list else coefficients[0]) if balances else 0.0,
         "moe_grouped_gemm": False,
         "moe_permute_fusion": False,
+        "moe_router_padding_for_quantization": args.fp8 is not None,  # experts get tokens in multiples as well
         "moe_router_fusion": False,
     }

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import dataclass, field
+
+from slime.utils.errors import ConfigError
 
 __all__ = ["EngineArgs"]
 
@@ -31,3 +34,19 @@ class EngineArgs:
         default=None, metadata={"help": "Engines that only prefill; the others only decode."}
     )
     engine_start_timeout: float = field(default=300.0, metadata={"help": "Seconds until an engine must be healthy."})
+
+
+def validate_args(args: Namespace) -> None:
+    """Derive and check what is about engines, for parsers of one's own; ``parse_args`` has done it already.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    from slime.backends.sglang_utils import rules
+
+    rules.engine_width(args)
+    for step in rules.STEPS:
+        step(args)
+    problems = [problem for rule in rules.RULES for problem in rule(args)]
+    if problems:
+        raise ConfigError(problems)

@@ -28,8 +28,11 @@ _FUSED = {
 }
 """Hugging Face module -> (engine module, position in it)."""
 
-_EXPERT = re.compile(r"(?P<prefix>.*\.experts\.)(?P<number>\d+)\.(?P<module>gate_proj|up_proj|down_proj)\.weight")
-_EXPERT_MODULES = {"gate_proj": ("w13_weight", 0), "up_proj": ("w13_weight", 1), "down_proj": ("w2_weight", 0)}
+_EXPERT_MODULES = {
+    **{"gate_proj": ("w13_weight", 0), "up_proj": ("w13_weight", 1), "down_proj": ("w2_weight", 0)},
+    **{"w1": ("w13_weight", 0), "w3": ("w13_weight", 1), "w2": ("w2_weight", 0)},  # MiniMax
+}
+_EXPERT = re.compile(rf"(?P<prefix>.*\.experts\.)(?P<number>\d+)\.(?P<module>{'|'.join(_EXPERT_MODULES)})\.weight")
 
 _EMBEDDING_PADDING = 64
 """SGLang pads its vocabulary to a multiple of this with zero rows."""

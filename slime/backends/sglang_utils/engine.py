@@ -1,30 +1,32 @@
 """One inference engine: a real SGLang server process and the HTTP verbs that steer it.
 
+An engine over several nodes has one such process on each; they find each other, and the first answers for all.
+
 A plain class; ``slime.ray`` makes an actor of it and may call it from several threads. Does not import SGLang. Every
 call has a deadline, and what the server answers is checked: it reports some failures with status 200.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import psutil
 
 from slime.backends.sglang_utils.fork_server import ForkedServer
+from slime.backends.sglang_utils.server_process import launch_server
 from slime.backends.sglang_utils.topology import WorkerType
 from slime.utils.deadline import Deadline, wait_until
 from slime.utils.errors import EngineError, EngineSilent
 from slime.utils.net import url_host
 from slime.utils.process import GuardedProcess, log_tail
 
-__all__ = ["MEMORY_TAGS", "EngineSpec", "SGLangEngine"]
+__all__ = ["MEMORY_TAGS", "EngineSpec", "OtherNode", "SGLangEngine"]
 
 _POLL_S = 0.1
 _WATCH_EVERY_S = 0.5
@@ -48,7 +50,7 @@ class EngineSpec:
         argv: SGLang server flags.
         env: environment on top of this process's.
         fork_server_socket: socket of the preloading process on this host; None starts SGLang from scratch.
-        num_gpus: tensor-parallel ranks.
+        num_gpus: tensor-parallel ranks, on all nodes.
         worker_type: what the router is told about it.
         bootstrap_port: where decode engines ask it for its cache; of prefill engines only.
     """
@@ -66,11 +68,29 @@ class EngineSpec:
     bootstrap_port: int | None = None
 
 
-class SGLangEngine:
-    """The server's life is tied to this process: if it is killed, so is the server, with all its children."""
+class OtherNode(Protocol):
+    """The part of an engine on another node than its first."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def start(self) -> None:
+        """Launch it; does not wait until it is ready, which it is not before all of them are."""
+
+    def lost(self) -> str | None:
+        """Why it is gone, as the end of a sentence; None while it runs."""
+
+    def stop(self) -> None:
+        """Kill it and everything it started. Never raises."""
+
+
+class SGLangEngine:
+    """The server's life is tied to this process: if it is killed, so is the server, with all its children.
+
+    Args:
+        other_nodes: the rest of an engine that stands on several nodes. It starts and ends with the part here.
+    """
+
+    def __init__(self, spec: EngineSpec, other_nodes: Sequence[OtherNode] = ()) -> None:
         self._spec = spec
+        self._other_nodes = other_nodes
         self._server: ForkedServer | GuardedProcess | None = None
         self._parts: dict[str, psutil.Process] = {}
         self._lost_part = ""
@@ -96,15 +116,20 @@ class SGLangEngine:
         """
         spec = self._spec
         deadline = Deadline(spec.start_timeout_s, f"engine {spec.rank} to become healthy", "--engine-start-timeout")
-        if spec.fork_server_socket is not None:
-            self._server = ForkedServer(
-                spec.fork_server_socket, spec.argv, env=spec.env, log_path=spec.log_path, deadline=deadline
-            )
-        else:
-            command = [sys.executable, "-m", "slime.backends.sglang_utils.launch", *spec.argv]
-            self._server = GuardedProcess(command, log_path=spec.log_path, env=spec.env)
+        for node in self._other_nodes:
+            node.start()
+        self._server = launch_server(
+            spec.argv,
+            env=spec.env,
+            log_path=spec.log_path,
+            fork_server_socket=spec.fork_server_socket,
+            deadline=deadline,
+        )
         while not self._answers():
             self.raise_if_dead()
+            if lost := self._lost_node():
+                self.stop()
+                raise EngineError(f"engine {spec.rank} ({self.url}) did not start: {lost}")
             if deadline.elapsed > deadline.seconds:
                 self.stop()
                 raise EngineError(f"{deadline.error()}. Last lines of {spec.log_path}:\n{log_tail(spec.log_path)}")
@@ -115,12 +140,17 @@ class SGLangEngine:
     def _watch_parts(self) -> None:
         """End a server that lost a part at once: left alone it takes many seconds to report, and answers nothing."""
         while self.is_alive() and not self._stopping.wait(_WATCH_EVERY_S):
-            lost = next((name for name, part in self._parts.items() if _has_ended(part)), None)
+            part = next((name for name, part in self._parts.items() if _has_ended(part)), None)
+            lost = self._lost_node() if part is None else f"its process {part} had ended"
             if lost is not None and self.is_alive() and not self._stopping.is_set():
-                self._lost_part = f", stopped because its process {lost} had ended"
+                self._lost_part = f", stopped because {lost}"
                 assert self._server is not None
                 self._server.stop()
                 return
+
+    def _lost_node(self) -> str | None:
+        """Why a part on another node is gone; None while all of them run."""
+        return next((lost for node in self._other_nodes if (lost := node.lost()) is not None), None)
 
     def _named_children(self) -> dict[str, psutil.Process]:
         """Schedulers, detokenizers and the like, by what to call them."""
@@ -183,6 +213,8 @@ class SGLangEngine:
         self._stopping.set()
         if self._server is not None:
             self._server.stop()
+        for node in self._other_nodes:
+            node.stop()
 
     def register(self, router_url: str) -> None:
         """Make the router send requests here; returns when it will: it answers first, and looks at the engine then."""

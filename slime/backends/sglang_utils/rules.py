@@ -86,7 +86,8 @@ def _dtype(args: Namespace) -> None:
 
     A quantized checkpoint says itself which precision its kernels need.
     """
-    if "sglang_dtype" in args.given or args.sglang_quantization is not None:
+    starts_engines = not args.debug_train_only and args.rollout_external_engine_addrs is None
+    if not starts_engines or "sglang_dtype" in args.given or args.sglang_quantization is not None:
         return
     config = read_model_config(args.hf_checkpoint)
     config |= text_part(config)
@@ -176,17 +177,24 @@ def _deployment(args: Namespace) -> Iterator[str]:
             f"--sglang-config {args.sglang_config}: its groups have {topology.num_gpus} devices, --rollout-num-gpus is "
             f"{args.rollout_num_gpus}: they must be equal."
         )
-    _note_node_borders(args, topology)
+    yield from _node_borders(args, topology)
     yield from _models(args, topology)
 
 
-def _note_node_borders(args: Namespace, topology: Topology) -> None:
-    """B7: slots are taken in node order, the trainer's first, so an engine may end up on two nodes."""
+def _node_borders(args: Namespace, topology: Topology) -> Iterator[str]:
+    """B7: slots are taken in node order, the trainer's first, so an engine may end up on parts of two nodes."""
     per_node = args.num_gpus_per_node
     before = 0 if args.colocate or args.debug_rollout_only else args.world_size
     for name, places in topology.places(args.hf_checkpoint).items():
         for place in places:
             first = (before + place.first_slot) % per_node
+            if first and place.num_gpus > per_node:
+                yield (
+                    f"--sglang-config {args.sglang_config}: engine {place.rank} of model {name}, with "
+                    f"{place.num_gpus} devices, would begin in the middle of a node of --num-gpus-per-node {per_node}: "
+                    "put a placeholder before it."
+                )
+                return
             if first + place.num_gpus > per_node >= place.num_gpus:
                 text = f"engine {place.rank} of model {name} would stand on two nodes of --num-gpus-per-node {per_node}"
                 notices.warn(args, "--sglang-config", f"{text}, which does not work: put a placeholder before it")
@@ -213,8 +221,8 @@ def _groups(args: Namespace, model: ModelSpec) -> Iterator[str]:
     if model.has_pd and WorkerType.REGULAR in kinds:
         yield "regular engines cannot stand behind the router of prefill and decode engines: give them a model entry."
     for width in sorted({group.num_gpus_per_engine for group in model.groups if group.num_engines}):
-        if width > args.num_gpus_per_node:
-            yield f"num_gpus_per_engine {width}: an engine over several nodes is not supported yet."
+        if width > args.num_gpus_per_node and width % args.num_gpus_per_node:
+            yield f"num_gpus_per_engine {width} must be a multiple of --num-gpus-per-node {args.num_gpus_per_node}."
         if width % args.sglang_pp_size:
             yield f"num_gpus_per_engine {width} must be a multiple of --sglang-pp-size {args.sglang_pp_size}."
 

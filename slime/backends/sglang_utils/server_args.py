@@ -43,6 +43,8 @@ def build_argv(
     overrides: Mapping[str, Any] | None = None,
     worker_type: WorkerType = WorkerType.REGULAR,
     bootstrap_port: int | None = None,
+    num_nodes: int = 1,
+    node_rank: int = 0,
 ) -> list[str]:
     """Arguments of ``sglang.launch_server`` for engine number ``rank``.
 
@@ -50,7 +52,11 @@ def build_argv(
     the ``overrides`` of the engine's group, which beat both.
 
     Args:
+        tp_size: of the whole engine.
+        dist_init_addr: where its processes meet, on its first node.
         bootstrap_port: where decode engines ask a prefill engine for its cache.
+        num_nodes: that the engine stands on.
+        node_rank: the one that this process is for. Only the first answers requests.
     """
     user = list(args.sglang_argv)
     if worker_type is WorkerType.DECODE:
@@ -68,6 +74,8 @@ def build_argv(
     }
     if dist_init_addr is not None:
         flags["--dist-init-addr"] = dist_init_addr
+    if num_nodes > 1:
+        flags |= {"--nnodes": num_nodes, "--node-rank": node_rank}
     if "--dtype" not in given and "model_path" not in (overrides or {}):  # another model has a precision of its own
         flags["--dtype"] = args.sglang_dtype
     if "--log-level" not in given:
@@ -129,8 +137,12 @@ def _turned_off(overrides: Mapping[str, Any]) -> set[str]:
     return {flag for flag, option in options if option.kind == "switch" and overrides.get(option.dest) is False}
 
 
-def server_env() -> dict[str, str]:
-    """Environment of an engine process, on top of the actor's."""
+def server_env(host: str | None = None) -> dict[str, str]:
+    """Environment of an engine process, on top of the actor's.
+
+    Args:
+        host: its address for parts of the engine on other nodes, which SGLang would guess.
+    """
     env = {
         "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_FALLBACK_VARIANT": "true",
         "SGLANG_DISABLE_TP_MEMORY_INBALANCE_CHECK": "true",
@@ -141,6 +153,8 @@ def server_env() -> dict[str, str]:
         "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true",
         "SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK": "true",
     }
+    if host is not None:
+        env["SGLANG_HOST_IP"] = host
     env = {name: os.environ.get(name, value) for name, value in env.items()}
     if accelerator.current().is_cpu:
         env |= {

@@ -100,6 +100,10 @@ class EnginePlace:
     num_gpus: int
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
+    def num_nodes(self, gpus_per_node: int) -> int:
+        """Nodes that it stands on, each with all of its devices if there are several."""
+        return max(1, self.num_gpus // gpus_per_node)
+
 
 @dataclass(frozen=True)
 class ModelSpec:

@@ -77,7 +77,9 @@ class PrecisionArgs:
     fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"] = flag(
         "delayed", "Scaling of FP8.", later_values={"custom": "--fp8-quantizer-factory is not read"}
     )
-    fp8_param_gather: bool = flag(False, "Parameters are kept and gathered in FP8; needs --fp8-format.")
+    fp8_param_gather: bool = flag(
+        False, "Parameters are kept and gathered in FP8.", later="weights are read, gathered and sent in 16 bits"
+    )
     fp16_lm_cross_entropy: bool = flag(False, "Cross entropy in half precision.", no_effect=_FUSED_LOSS)
     accumulate_allreduce_grads_in_fp32: bool = flag(False, "Gradient buffers in fp32; implied by bf16.")
     gradient_accumulation_fusion: bool = flag(

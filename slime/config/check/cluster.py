@@ -43,11 +43,14 @@ def _devices(args: Namespace) -> Iterator[str]:
             f"--rollout-num-gpus-per-engine {per_engine} is more than --num-gpus-per-node {per_node}: it must then be "
             f"a multiple of it."
         )
-    elif per_engine > per_node:
-        yield (
-            f"--rollout-num-gpus-per-engine {per_engine} exceeds --num-gpus-per-node {per_node}: engines over several "
-            f"nodes are not supported yet."
-        )
+    elif per_engine > per_node and total and args.sglang_config is None:
+        first = 0 if args.colocate or args.debug_rollout_only else args.world_size
+        if first % per_node:
+            yield (
+                f"--rollout-num-gpus-per-engine {per_engine}: behind the {first} devices of the trainer an engine over "
+                f"several nodes would begin in the middle of one (--num-gpus-per-node {per_node}): give the trainer "
+                f"whole nodes."
+            )
 
 
 def _drivers(args: Namespace) -> Iterator[str]:

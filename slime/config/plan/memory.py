@@ -50,6 +50,7 @@ class StageMemory:
         parameters: numbers of weights that the rank holds.
         in_flight: micro-batches whose activations are alive at once (1F1B, arXiv:2104.04473).
         host_copies: pinned host memory for tagged weight copies, per rank.
+        host_states: host memory for optimizer states, per rank.
     """
 
     stage: int
@@ -62,6 +63,7 @@ class StageMemory:
     logits: int
     in_flight: int
     host_copies: int
+    host_states: int = 0
 
     @property
     def total(self) -> int:
@@ -124,12 +126,14 @@ def _stage(
     dense = sum(_share(weight, layout) for weight in held if weight.split != "expert")
     expert = sum(_share(weight, layout) for weight in held if weight.split == "expert")
     # ZeRO stage 1 (arXiv:1910.02054): only optimizer states are sharded, over the ranks that hold the same weights
-    given = read(args, "use_distributed_optimizer")
-    is_sharded = given if given is not None else read(args, "optimizer") in (None, "adam")
+    given, kind = read(args, "use_distributed_optimizer"), read(args, "optimizer")
+    is_sharded = kind == "dist_muon" or (given if given is not None else kind in (None, "adam"))
     groups = max(1, number(args, "num_distributed_optimizer_instances", 1))  # each has all states
     shards, expert_shards = max(1, layout.dp * layout.cp // groups), max(1, layout.edp // groups)
     states = dense / shards + expert / expert_shards if is_sharded else dense + expert
-    on_device = 1 - _offloaded_share(args)
+    offloaded = _offloaded_share(args)
+    # an optimizer outside of Megatron has main weights of its own, in fp32 as well
+    main_copy = 4 if precision.name == "fp32" and read(args, "optimizer_cpu_offload") else 0
     in_flight = _in_flight(args, layout, stage)
     return StageMemory(
         stage=stage,
@@ -137,11 +141,12 @@ def _stage(
         parameters=round(dense + expert),
         weights=round((dense + expert) * precision.weights),
         gradients=round((dense + expert) * precision.gradients),
-        optimizer=round(states * precision.states * on_device),
+        optimizer=round(states * (precision.states + main_copy) * (1 - offloaded)),
         activations=round(_activations(args, shape, layout, layers, tokens, in_flight, precision)),
         logits=_logits(args, shape, layout, tokens, precision) if is_last else 0,
         in_flight=in_flight,
         host_copies=round((dense + expert) * precision.weights) * _num_host_copies(args),
+        host_states=round(states * (precision.states + main_copy) * offloaded),
     )
 
 

@@ -228,6 +228,9 @@ def _trainer(plan: Plan) -> Iterable[RenderableType]:
     copies = max(stage.host_copies for stage in plan.stages)
     if copies:
         notes += f"; copies of the weights on the host: {size(copies)} per rank"
+    states = max(stage.host_states for stage in plan.stages)
+    if states:
+        notes += f"; optimizer states on the host: {size(states)} per rank"
     yield Text(notes, style="dim")
     if plan.placement and plan.placement.has_critic:
         yield Text("the critic's model and states are of the same size and not counted", style="dim")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from slime.config.model_config import read_model_config, text_part
+from slime.config.model_config import indexer_layers, read_model_config, text_part
 from slime.config.plan.values import PlanError, number, read
 
 __all__ = ["DeltaNet", "Experts", "Latent", "Shape", "Split", "Weight", "layer_weights", "model_weights", "read_shape"]
@@ -48,6 +48,15 @@ class Latent:
     nope_dim: int
     rope_dim: int
     value_dim: int
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """What chooses the keys of sparse attention (DeepSeek-V3.2, arXiv:2512.02556), where ``layers[i]`` is true."""
+
+    heads: int
+    head_dim: int
+    layers: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
@@ -99,11 +108,13 @@ class Shape:
     is_tied: bool
     is_gated: bool = True
     has_qk_norm: bool = False
+    has_joint_qk_norm: bool = False
     has_qkv_bias: bool = False
     has_linear_bias: bool = False
     has_post_norms: bool = False
     has_output_gate: bool = False
     latent: Latent | None = None
+    indexer: Indexer | None = None
     delta_net: DeltaNet | None = None
     experts: Experts | None = None
     num_mtp_layers: int = 0
@@ -146,7 +157,9 @@ def model_weights(shape: Shape, *, is_padded: bool = False) -> Iterator[Weight]:
 def layer_weights(shape: Shape, layer: int) -> Iterator[Weight]:
     """One decoder layer."""
     delta = shape.delta_net if shape.is_delta_layer(layer) else None
-    return _layer_weights(shape, is_expert_layer=shape.is_expert_layer(layer), delta=delta)
+    yield from _layer_weights(shape, is_expert_layer=shape.is_expert_layer(layer), delta=delta)
+    if shape.indexer and shape.latent and shape.indexer.layers[layer]:
+        yield from _indexer_weights(shape, shape.latent, shape.indexer)
 
 
 def _layer_weights(shape: Shape, *, is_expert_layer: bool, delta: DeltaNet | None = None) -> Iterator[Weight]:
@@ -173,8 +186,10 @@ def _attention_weights(shape: Shape) -> Iterator[Weight]:
         if shape.has_qkv_bias or shape.has_linear_bias:
             yield Weight(f"{name}.bias", width, split="tensor")
     if shape.has_qk_norm:
-        yield Weight("q_norm", shape.head_dim)
-        yield Weight("k_norm", shape.head_dim)
+        heads, kv_heads = (shape.heads, shape.kv_heads) if shape.has_joint_qk_norm else (1, 1)
+        split: Split = "tensor" if shape.has_joint_qk_norm else "all"
+        yield Weight("q_norm", heads * shape.head_dim, split=split)
+        yield Weight("k_norm", kv_heads * shape.head_dim, split=split)
     yield Weight("o_proj", shape.heads * shape.head_dim * shape.hidden, split="tensor")
     if shape.has_linear_bias:
         yield Weight("o_proj.bias", shape.hidden)
@@ -202,6 +217,13 @@ def _latent_weights(shape: Shape, latent: Latent) -> Iterator[Weight]:
     yield Weight("kv_a_layernorm", latent.kv_rank)
     yield Weight("kv_b_proj", latent.kv_rank * shape.heads * (latent.nope_dim + latent.value_dim), split="tensor")
     yield Weight("o_proj", shape.heads * latent.value_dim * shape.hidden, split="tensor")
+
+
+def _indexer_weights(shape: Shape, latent: Latent, indexer: Indexer) -> Iterator[Weight]:
+    yield Weight("indexer.wq_b", (latent.q_rank or 0) * indexer.heads * indexer.head_dim)
+    yield Weight("indexer.wk", shape.hidden * indexer.head_dim)
+    yield Weight("indexer.k_norm", 2 * indexer.head_dim)
+    yield Weight("indexer.weights_proj", shape.hidden * indexer.heads)
 
 
 def _mlp_weights(shape: Shape, prefix: str, ffn: int) -> Iterator[Weight]:
@@ -262,12 +284,10 @@ _HF_KEYS: dict[str, tuple[str, ...]] = {
     "qk_pos_emb_head_dim": ("qk_rope_head_dim",),
     "v_head_dim": ("v_head_dim",),
 }
-_NOT_COUNTED = {
-    "deepseek_v32": "the sparse-attention indexer",
-    "glm_moe_dsa": "the sparse-attention indexer",
-}
+_INDEXER_HEADS = {"deepseek_v32": 64, "glm_moe_dsa": 32}
+"""Models with sparse attention, and the heads of their indexer if config.json does not say."""
 _HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-_QK_NORM = ("qwen3", "qwen3_moe", *_HYBRID)
+_QK_NORM = ("qwen3", "qwen3_moe", "minimax_m2", *_HYBRID)
 _QKV_BIAS = ("qwen2", "qwen2_moe", "mimo")
 _SHARED_GATE = ("qwen2_moe", "qwen3_next", "qwen3_5_moe")
 
@@ -280,8 +300,6 @@ def read_shape(args: Namespace) -> Shape:
     """
     config = _hf_config(args)
     model_type = str(config.get("model_type", "unknown"))
-    if model_type in _NOT_COUNTED:
-        raise PlanError(f"model_type {model_type}: {_NOT_COUNTED[model_type]} are not covered by the formulas.")
     values = {name: _first(read(args, name), config, keys) for name, keys in _HF_KEYS.items()}
     _require(values, "the model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
     heads, tied = values["num_attention_heads"], config.get("tie_word_embeddings")
@@ -298,10 +316,12 @@ def read_shape(args: Namespace) -> Shape:
         padded_vocab=read(args, "padded_vocab_size") or math.ceil(values["vocab_size"] / step) * step,
         is_tied=bool(tied) if tied is not None else not read(args, "untie_embeddings_and_output_weights"),
         has_qk_norm=bool(read(args, "qk_layernorm")) or model_type in _QK_NORM or bool(config.get("use_qk_norm")),
+        has_joint_qk_norm=model_type == "minimax_m2",
         has_qkv_bias=_has_qkv_bias(args, config, model_type),
         has_post_norms=model_type == "glm4" or bool(read(args, "post_self_attn_layernorm")),
         has_output_gate=bool(read(args, "attention_output_gate")) or model_type in _HYBRID,
         latent=_latent(values),
+        indexer=_indexer(config, model_type, values["num_layers"]),
         delta_net=_delta_net(config, values["num_layers"]) if model_type in _HYBRID else None,
         experts=_experts(args, config, values),
         num_mtp_layers=number(args, "mtp_num_layers", 0),
@@ -331,6 +351,17 @@ def _latent(values: dict[str, Any]) -> Latent | None:
         nope_dim=values["qk_head_dim"],
         rope_dim=values["qk_pos_emb_head_dim"],
         value_dim=values["v_head_dim"],
+    )
+
+
+def _indexer(config: dict[str, Any], model_type: str, num_layers: int) -> Indexer | None:
+    """No flag says any of it."""
+    if model_type not in _INDEXER_HEADS:
+        return None
+    return Indexer(
+        heads=config.get("index_n_heads", _INDEXER_HEADS[model_type]),
+        head_dim=config.get("index_head_dim", 128),
+        layers=indexer_layers(config, num_layers),
     )
 
 

@@ -31,17 +31,33 @@ TASK_TYPE = "math"
 SAMPLING_PARAMS = {"temperature": 1.0, "top_p": 1.0}
 
 _RETRIES = 6
+_ATTEMPTS = 6
+"""Requests for one turn; a turn that is given up more often ends with the reason ``abort``."""
 
 
 async def query_single_turn(
     url: str, messages: list[dict[str, Any]], sampling_params: dict[str, Any], tools: list[Any] | None = None
 ) -> tuple[dict[str, Any], str]:
-    """(the assistant's message, finish reason) of one request to ``url``/v1/chat/completions."""
-    body = {"model": "default", "messages": messages, **sampling_params}
-    if tools:
-        body["tools"] = tools
-    choice = (await post(f"{url}/v1/chat/completions", body, max_retries=_RETRIES))["choices"][0]
-    return dict(choice["message"]), str(choice.get("finish_reason"))
+    """(the assistant's message, finish reason) of one turn, asked for at ``url``/v1/chat/completions.
+
+    Engines give requests up when their weights change: then they are asked to go on where they stopped.
+    """
+    body = {"model": "default", "messages": messages, **sampling_params} | ({"tools": tools} if tools else {})
+    written = ""
+    for _ in range(_ATTEMPTS):
+        reply = await post(f"{url}/v1/chat/completions", body, max_retries=_RETRIES)
+        choice = reply["choices"][0]
+        message, reason = dict(choice["message"]), str(choice.get("finish_reason"))
+        written += message.get("content") or ""
+        if reason != "abort":
+            break
+        so_far = {"role": "assistant", "content": written}
+        if written:
+            body |= {"messages": [*messages, so_far], "continue_final_message": True}
+        if "max_tokens" in body:
+            used = int((reply.get("usage") or {}).get("completion_tokens") or 0)
+            body["max_tokens"] = max(1, body["max_tokens"] - used)
+    return message | ({"content": written} if written else {}), reason
 
 
 def get_rule_based_math_reward(item: dict[str, Any]) -> float:

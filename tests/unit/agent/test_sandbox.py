@@ -267,7 +267,7 @@ def test_a_container_runs_commands_keeps_files_and_is_removed(docker, tmp_path):
 
     asyncio.run(use())
     calls = (tmp_path / "calls").read_text().splitlines()
-    assert calls[0] == "run --detach --rm --init --network=host img sleep 9"
+    assert calls[0] == "run --detach --rm --init --network=host --entrypoint sleep img 9"
     assert calls[1].startswith("exec --user agent --env X=1 2 c0ffee bash -c echo a")
     assert calls[-1] == "rm --force c0ffee"
 

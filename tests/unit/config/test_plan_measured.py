@@ -38,7 +38,9 @@ KINDS: dict[str, dict[str, Any]] = {
         **{"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
         "num_key_value_heads": 4,
     },
+    "minimax_m2": {**SIZES, "num_experts_per_tok": 2, "num_local_experts": 8},
 }
+KINDS["glm_moe_dsa"] = KINDS["deepseek_v3"] | {"n_group": 1, "topk_group": 1}
 
 
 class _FusedNorm(torch.autograd.Function):

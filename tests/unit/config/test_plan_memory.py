@@ -66,7 +66,16 @@ def test_an_optimizer_that_is_not_distributed_is_whole_on_every_rank() -> None:
 
 
 def test_an_optimizer_on_the_host_takes_no_device_memory() -> None:
-    assert memory(optimizer_cpu_offload=True)[0].optimizer == 0
+    (device,) = memory()
+    (host,) = memory(optimizer_cpu_offload=True)
+    assert (host.optimizer, host.host_states) == (0, device.optimizer)
+    (half,) = memory(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
+    assert half.optimizer == half.host_states == device.optimizer // 2
+
+
+def test_instances_of_the_optimizer_have_all_states_each() -> None:
+    (one,), (two,) = memory(world_size=4), memory(world_size=4, num_distributed_optimizer_instances=2)
+    assert two.optimizer == 2 * one.optimizer
 
 
 def test_tensor_parallel_ranks_share_all_but_the_norms() -> None:

@@ -203,7 +203,9 @@ def test_an_unknown_shape_says_which_flags_would_give_it() -> None:
 def test_only_layers_of_full_attention_have_a_cache_of_keys_and_values(tmp_path: Path) -> None:
     """Every fourth layer of a hybrid model, as long as its config does not say otherwise."""
     text = {**QWEN3_4B, "tie_word_embeddings": None}
-    shape = read_shape(checkpoint(tmp_path, {"model_type": "qwen3_5", "tie_word_embeddings": True, "text_config": text}))
+    shape = read_shape(
+        checkpoint(tmp_path, {"model_type": "qwen3_5", "tie_word_embeddings": True, "text_config": text})
+    )
     assert (shape.num_layers, shape.num_cached_layers) == (36, 9)
     assert shape.is_tied
     assert shape.has_output_gate

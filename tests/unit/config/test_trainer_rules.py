@@ -23,6 +23,8 @@ def test_adam_without_moments_needs_adam_and_saves_no_optimizer(line: TinyComman
     _, problems = line.run("--use-stateless-adam", "--optimizer", "sgd")
     assert "--use-stateless-adam needs --optimizer adam, not sgd" in problems
     assert "needs --no-save-optim" in problems
+    _, problems = line.run("--use-stateless-adam", "--optimizer-cpu-offload")
+    assert "--use-stateless-adam has no states to keep on the CPU" in problems
     warned = line.warnings("--use-stateless-adam", "--no-save-optim", "--lr-decay-style", "cosine")
     assert "begins anew" in warned
 
@@ -33,3 +35,14 @@ def test_passes_without_gradients_may_have_their_own_limit(line: TinyCommand) ->
     assert "no effect without --use-dynamic-batch-size" in line.warnings(*OWN)
     _, problems = line.run(*DYNAMIC, *OWN, "--use-routing-replay")
     assert "replays micro-batch by micro-batch" in problems
+
+
+def test_the_name_of_a_weight_converter_must_be_that_of_the_checkpoint(line: TinyCommand) -> None:
+    for name in ("qwen3", "Qwen3Config", "qwen-3"):
+        assert line.resolve("--model-name", name).model_name == name
+    for name in ("qwen3moeconfig", "glm4"):
+        _, problems = line.run("--model-name", name)
+        assert f"--model-name {name} names the converter of" in problems
+        assert "holds a model of type qwen3: leave it out" in problems
+    _, problems = line.run("--model-name", "gpt5")
+    assert "--model-name gpt5 names none of deepseek_v3" in problems

@@ -7,6 +7,7 @@ import pytest
 from slime.data.chat import load_tokenizer
 from slime.data.loss_masks import MultiTurnLossMaskGenerator, get_response_lengths
 from slime.utils.errors import DataError
+from tests.unit.data.qwen_templates import QWEN2_5, QWEN3, make_tokenizer
 
 CHAT = [
     {"role": "system", "content": "1"},
@@ -159,3 +160,50 @@ def test_unknown_types_and_missing_roles_are_named(tokenizer):
         MultiTurnLossMaskGenerator(tokenizer, "llama")
     with pytest.raises(DataError, match="role"):
         MultiTurnLossMaskGenerator(tokenizer, "generic").get_loss_mask([{"content": "x"}])
+
+
+def test_the_mask_of_a_text_is_moved_to_the_end_of_the_processor_s_tokens(tokenizer):
+    generator = MultiTurnLossMaskGenerator(tokenizer, "qwen")
+    ids, mask = generator.get_loss_mask(CHAT)
+    with_image = [*ids[:4], 7, 7, 7, *ids[4:]]
+    aligned = generator.get_loss_mask_with_multimodal_alignment(CHAT, with_image)
+    assert aligned == (with_image, [0, 0, 0, *mask])
+    with pytest.raises(DataError, match="the text alone has"):
+        generator.get_loss_mask_with_multimodal_alignment(CHAT, ids[1:])
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+WITH_TOOLS = [
+    {"role": "user", "content": "both?"},
+    {"role": "assistant", "content": "I look.", "tool_calls": [CALL, CALL], "reasoning_content": "two"},
+    {"role": "tool", "content": "r1"},
+    {"role": "tool", "content": "r2"},
+    {"role": "assistant", "content": "Both.", "reasoning_content": "so"},
+]
+KINDS = [("generic", QWEN2_5), ("qwen", QWEN2_5), ("qwen3_5", QWEN2_5), ("qwen3", QWEN3)]
+CALLS = '\n<tool_call>f({"x": 1})</tool_call>\n<tool_call>f({"x": 1})</tool_call><|im_end|>\n'
+
+
+@pytest.mark.parametrize(("kind", "template"), KINDS)
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be brief."}]], ids=["automatic", "given"])
+def test_calls_are_trained_and_their_results_are_one_turn_that_is_not(kind, template, system):
+    tokenizer = make_tokenizer(template)
+    chat = [*system, *WITH_TOOLS]
+    generator = MultiTurnLossMaskGenerator(tokenizer, kind)
+    ids, mask = generator.get_loss_mask(chat, TOOLS)
+    assert ids == tokenizer.apply_chat_template(chat, tools=TOOLS, return_dict=False)
+    thought = {"qwen3": ("<think>\ntwo\n</think>\n\n", "<think>\nso\n</think>\n\n")}.get(kind, ("", ""))
+    answers = [f"{thought[0]}I look.{CALLS}", f"{thought[1]}Both.<|im_end|>\n"]
+    assert generator.get_text_from_loss_mask(ids, mask) == answers
+
+
+@pytest.mark.parametrize(("kind", "template"), [*KINDS, ("qwen3", QWEN2_5)])
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_what_stands_before_an_assistant_that_speaks_first_is_not_trained(kind, template, tools):
+    tokenizer = make_tokenizer(template)
+    chat = [{"role": "assistant", "content": "Hello?"}, {"role": "user", "content": "2+2="}]
+    generator = MultiTurnLossMaskGenerator(tokenizer, kind)
+    ids, mask = generator.get_loss_mask(chat, tools)
+    assert ids == tokenizer.apply_chat_template(chat, tools=tools, return_dict=False)
+    assert generator.get_text_from_loss_mask(ids, mask) == ["Hello?<|im_end|>\n"]

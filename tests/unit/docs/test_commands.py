@@ -39,7 +39,7 @@ A_RUN = "--hf-checkpoint MODEL --prompt-data prompts.jsonl --rm-type math --roll
 A_RUN += "--actor-num-gpus-per-node 2 --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 64"
 OF_OTHERS = ("ray", "docker", "ssh", "hf", "torchrun")
 """Programs that only blocks for other machines may call."""
-EVERYWHERE = ("cd", "export", "git", "pip", "tensorboard")
+EVERYWHERE = ("cd", "curl", "export", "git", "pip", "tensorboard")
 _OPERATORS = re.compile(r"\s(?:&&|\||>|&)(?=\s|$)")
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 

@@ -36,6 +36,13 @@ def test_a_model_that_no_family_of_megatron_knows_can_be_trained(command: TinyCo
         ("--expert-model-parallel-size 2", "--expert-model-parallel-size 2 does not work with"),
         ("--fp16", "--fp16 is not supported yet with --train-backend fsdp: there is no loss scale"),
         ("--advantage-estimator ppo", "--advantage-estimator ppo is not supported yet with --train-backend fsdp"),
+        ("--fp8-format e4m3", "--fp8-format is not supported yet with --train-backend fsdp"),
+        ("--optimizer muon", "--optimizer muon is not supported yet with --train-backend fsdp"),
+        (
+            "--optimizer-cpu-offload --use-precision-aware-optimizer",
+            "--optimizer-cpu-offload is not supported yet with --train-backend fsdp: its states stay on the device",
+        ),
+        ("--num-distributed-optimizer-instances 2", "2 does not work with --train-backend fsdp"),
         ("--use-routing-replay", "--use-routing-replay is not supported yet with"),
         ("--mtp-num-layers 1", "--mtp-num-layers is not supported yet with"),
         ("--async-save --save {dir}/save", "--async-save is not supported yet with"),
@@ -48,6 +55,11 @@ def test_a_model_that_no_family_of_megatron_knows_can_be_trained(command: TinyCo
 )
 def test_what_it_does_not_have_is_refused_before_anything_starts(command: TinyCommand, flags: str, problem: str):
     assert problem in command.run(*FSDP, *flags.split())[1]
+
+
+def test_a_model_with_sparse_attention_is_refused(command: TinyCommand):
+    make_model(Path(command.model), QWEN3 | {"model_type": "deepseek_v32", "index_topk": 2048})
+    assert "has sparse attention, which is not supported yet with --train-backend fsdp" in command.run(*FSDP)[1]
 
 
 def test_flags_of_the_model_s_shape_are_ignored_with_a_warning_where_they_differ(command: TinyCommand):

@@ -13,6 +13,7 @@ from slime.backends.megatron_utils.argument_rules import RULES, STEPS
 from slime.config.groups import flags_of
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.command_lines import problems_of, resolved, write_config
+from tests.unit.megatron_utils.hub_hybrid import QWEN3_NEXT_80B
 from tests.unit.megatron_utils.hub_models import DEEPSEEK_V3, GLM4_9B, QWEN3_4B, QWEN3_30B
 
 _TP2 = "--tensor-model-parallel-size 2"
@@ -182,6 +183,21 @@ _PP4 = "--pipeline-model-parallel-size 4"
         ),
         pytest.param(QWEN3_4B, "--tokenizer-type GPT2BPETokenizer", 1, "use HuggingFaceTokenizer", id="58-tokenizer"),
         pytest.param(QWEN3_4B, "--spec my.module spec", 1, "--spec my.module spec is not supported yet", id="spec"),
+        pytest.param(
+            QWEN3_NEXT_80B,
+            "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 16",
+            32,
+            "2 x --context-parallel-size 16 must divide the 16 key heads of the gated delta nets",
+            id="delta-heads",
+        ),
+        pytest.param(
+            QWEN3_NEXT_80B,
+            "--tensor-model-parallel-size 4 --sequence-parallel",
+            4,
+            "4 must not exceed the 2 key heads of .*, whose attention has an output gate",
+            id="gated-attention",
+        ),
+        pytest.param(QWEN3_NEXT_80B, "--optimizer muon", 1, "stand beside output gates", id="gated-muon"),
         pytest.param(QWEN3_4B, "--keep-last-checkpoints 0", 1, "must be at least 1", id="retention"),
     ],
 )
@@ -230,6 +246,8 @@ def test_latent_attention_on_several_tensor_ranks_needs_sequence_parallelism(tmp
         (QWEN3_30B, "--moe-aux-loss-coeff 0 --moe-router-load-balancing-type seq_aux_loss", 1),
         (QWEN3_4B, "--tokenizer-type HuggingFaceTokenizer --max-position-embeddings 32768 --bf16", 1),
         (GLM4_9B, "--spec slime_plugins.models.glm4 get_glm_spec", 1),
+        (QWEN3_NEXT_80B, "--spec slime_plugins.models.qwen3_next get_qwen3_next_spec "
+         "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 8", 16),
     ],
 )  # fmt: skip
 def test_layouts_of_launch_scripts_are_accepted(

@@ -48,11 +48,17 @@ def test_what_such_a_model_cannot_do_is_named(
         (
             GLM52,
             f"{_PP} 8 --decoder-first-pipeline-num-layers 14 --decoder-last-pipeline-num-layers 16 "
-            "--context-parallel-size 2 --allgather-cp --freeze-indexer",
+            "--context-parallel-size 2 --allgather-cp --freeze-indexer "
+            "--spec slime_plugins.models.glm5.glm5 get_glm5_spec",
             16,
         ),
         (GLM52, "--recompute-granularity selective", 1),
-        (MINIMAX_M2, "--sequence-parallel --tensor-model-parallel-size 8", 8),
+        (
+            MINIMAX_M2,
+            "--sequence-parallel --tensor-model-parallel-size 8 "
+            "--spec slime_plugins.models.minimax_m2 get_minimax_m2_layer_spec",
+            8,
+        ),
         (QWEN3_4B, "--allgather-cp", 1),
     ],
     ids=["glm5", "glm5.2", "recompute", "minimax", "gathering-alone"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from tests.unit.megatron_utils.tiny_families import (
     packed_logits,
     saved_tensors,
 )
-from tests.unit.megatron_utils.tiny_trainer import VOCAB, use_single_rank_env
+from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_args, use_single_rank_env
 from tests.verification import verify
 
 
@@ -115,6 +116,20 @@ def test_every_line_of_a_familys_table_is_used_by_one_of_its_models(kind: str, t
         "qwen3_moe_unnormalised": {f"{layer}mlp.linear_fc{i}.weight" for i in (1, 2)},  # no dense layer
     }
     assert unused == variants.get(kind, set())
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5"])
+def test_the_spec_of_a_launch_script_is_what_the_family_builds(kind: str, tmp_path: Path) -> None:
+    from slime.backends.megatron_utils.transformer_config import build_config
+    from tests.unit.megatron_utils.family_models import shape_of
+
+    make_family_checkpoint(kind, tmp_path)
+    args, shape = make_args(tmp_path), shape_of(tmp_path)
+    function = getattr(importlib.import_module(f"slime_plugins.models.{kind}"), f"get_{kind}_spec")
+    block = function(args, build_config(args, shape))
+    is_delta_net = [layer.submodules.self_attention.module.__name__ == "GatedDeltaNet" for layer in block.layer_specs]
+    assert shape.delta_net is not None
+    assert tuple(is_delta_net) == shape.delta_net.layers
 
 
 def test_a_family_that_cannot_be_built_says_what_is_missing() -> None:

@@ -11,6 +11,7 @@ from slime.backends.megatron_utils.families.registry import FAMILIES, NOT_BUILT
 from slime.backends.megatron_utils.hf_shape import ModelShape, read_shape, shape_from_config
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.command_lines import problems_of, resolved, write_config
+from tests.unit.megatron_utils.hub_hybrid import QWEN3_NEXT_80B, QWEN35_4B, QWEN35_35B
 from tests.unit.megatron_utils.hub_models import (
     DEEPSEEK_V3,
     GLM4_9B,
@@ -188,3 +189,22 @@ def test_a_config_that_cannot_be_read_is_a_config_error(content: str | None, mes
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=message):
         read_shape(str(tmp_path))
+
+
+def test_layers_without_full_attention_are_listed_or_follow_from_the_interval() -> None:
+    listed = _shape(QWEN35_35B)
+    by_interval = _shape(QWEN3_NEXT_80B)
+    for shape, num_layers in ((listed, 40), (by_interval, 48)):
+        assert shape.delta_net is not None
+        assert shape.delta_net.layers == (True, True, True, False) * (num_layers // 4)
+        assert (shape.delta_net.num_key_heads, shape.delta_net.num_value_heads) == (16, 32)
+        assert shape.rotary_percent == 0.25
+        assert shape.num_mtp_layers == 1
+        assert shape.moe is not None
+        assert (shape.moe.shared_size, shape.moe.has_shared_gate, shape.moe.pre_softmax) == (512, True, False)
+
+
+def test_a_multimodal_config_may_say_outside_of_its_text_that_the_head_is_tied() -> None:
+    assert _shape(QWEN35_4B).is_tied
+    assert not _shape(QWEN35_35B).is_tied
+    assert _shape(QWEN35_4B).moe is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,8 +46,8 @@ _OFFLOAD = "--optimizer-cpu-offload --use-precision-aware-optimizer"
         (f"{_OFFLOAD} --optimizer-offload-fraction 1.5", 1, "1.5 must be between 0 and 1"),
         ("--optimizer-offload-fraction 0.5", 1, "0.5 needs --optimizer-cpu-offload"),
         (f"{_OFFLOAD} --optimizer sgd", 1, "needs --optimizer adam and --use-distributed-optimizer"),
+        ("--moe-use-upcycling", 1, "run tools/upcycle_hf.py once, give its result as --hf-checkpoint"),
         ("--rampup-batch-size 16 16 1000", 1, "--rampup-batch-size 16 16 1000 has no meaning here"),
-        ("--fp8-param-gather", 1, "--fp8-param-gather needs --fp8-format"),
         ("--fp8-recipe blockwise", 1, "--fp8-recipe blockwise needs --fp8-format"),
     ],
 )
@@ -86,12 +87,10 @@ def test_fp8_asks_for_a_gpu_and_then_for_transformer_engine(tmp_path: Path, monk
     words = ["--fp8-format", "hybrid"]
     (problem,) = problems_of(hf, words)
     assert problem.startswith("--fp8-format hybrid needs a GPU with TransformerEngine; this run is on a CPU.")
-    monkeypatch.setattr(accelerator, "current", lambda: accelerator.Accelerator("cuda"))
+    monkeypatch.setattr(accelerator, "current", lambda: SimpleNamespace(is_cpu=False))
     (problem,) = problems_of(hf, words)
     assert "needs the package transformer_engine" in problem
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert problems_of(hf, words) == []
     (problem,) = problems_of(hf, [*words, "--fp32"])
     assert "is for weights in bf16" in problem
-    (problem,) = problems_of(hf, [*words, "--fp8-param-gather", *_OFFLOAD.split()])
-    assert "keeps its optimizer on the GPU" in problem

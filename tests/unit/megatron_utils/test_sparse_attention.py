@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 from slime.backends.megatron_utils.patches.install import install
 from slime.backends.training.attention import plan_attention
 from slime.utils.errors import ConfigError
-from tests.unit.megatron_utils.tiny_families import make_family_checkpoint, packed_logits
-from tests.unit.megatron_utils.tiny_trainer import VOCAB, use_single_rank_env
+from tests.unit.megatron_utils.tiny_families import make_family_checkpoint, packed_logits, saved_tensors
+from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_args, use_single_rank_env
 from tests.verification import verify
 
 _LENGTHS = (5, 40, 1, 23)
@@ -158,6 +160,39 @@ def test_only_the_indexers_are_frozen_and_shared_layers_have_none(tmp_path: Path
     assert {name.split(".")[2] for name in indexers} == {"0", "1"}
 
 
+def test_indexers_that_no_layer_uses_are_left_unread(tmp_path: Path) -> None:
+    from slime.backends.megatron_utils.hf_checkpoint import load_weights
+    from tests.unit.megatron_utils.family_models import build_family_model, shape_of
+
+    make_family_checkpoint("glm_moe_dsa", tmp_path)
+    tensors = saved_tensors(tmp_path)
+    has, shares = "model.layers.1.self_attn.indexer.", "model.layers.2.self_attn.indexer."
+    tensors |= {name.replace(has, shares): value.clone() for name, value in tensors.items() if name.startswith(has)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    load_weights(build_family_model(tmp_path), shape_of(tmp_path), str(tmp_path), "--hf-checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "function"),
+    [
+        ("glm_moe_dsa", "slime_plugins.models.glm5.glm5", "get_glm5_spec"),
+        ("minimax_m2", "slime_plugins.models.minimax_m2", "get_minimax_m2_layer_spec"),
+    ],
+)
+def test_what_launch_scripts_name_as_spec_is_what_the_family_builds(
+    kind: str, module: str, function: str, tmp_path: Path
+) -> None:
+    from slime.backends.megatron_utils.layer_specs import block_spec
+    from slime.backends.megatron_utils.transformer_config import build_config
+    from tests.unit.megatron_utils.family_models import shape_of
+
+    make_family_checkpoint(kind, tmp_path)
+    args, shape = make_args(tmp_path), shape_of(tmp_path)
+    config = build_config(args, shape)
+    named = getattr(importlib.import_module(module), function)(args, config)
+    assert named == block_spec(config, shape.family, sparse=shape.sparse)
+
+
 def test_a_stage_that_begins_with_a_shared_indexer_is_refused(tmp_path: Path) -> None:
     from slime.backends.megatron_utils.sparse_attention import make_sparse
     from tests.unit.megatron_utils.family_models import shape_of
@@ -165,5 +200,5 @@ def test_a_stage_that_begins_with_a_shared_indexer_is_refused(tmp_path: Path) ->
     make_family_checkpoint("glm_moe_dsa", tmp_path)
     sparse = shape_of(tmp_path).sparse
     assert sparse is not None
-    with pytest.raises(ConfigError, match="layer 2 .counted from 0. begins a pipeline stage"):
+    with pytest.raises(ConfigError, match=r"layer 2 \(counted from 0\) begins a pipeline stage"):
         make_sparse(None, sparse, first_layer=2)

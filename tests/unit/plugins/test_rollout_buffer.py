@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -102,6 +103,76 @@ def test_a_group_is_handed_out_once_and_only_when_it_is_complete() -> None:
     assert [item["uid"] for item in items] == [0, 1]
     assert (meta["num_groups"], meta["num_waiting_groups"], meta["avg_reward"], error) == (1, 1, 0.5, "")
     assert buffer.take(wait_s=0.0)[0] == []
+
+
+def test_rewards_that_are_no_numbers_are_handed_out_all_the_same() -> None:
+    buffer = RolloutBuffer()
+    buffer.write({"instance_id": "a", "messages": [], "reward": {"score": 1.0}})
+    items, meta, _ = buffer.take(wait_s=0.0)
+    assert items[0]["reward"] == {"score": 1.0}
+    assert (meta["total_samples"], meta["avg_group_size"]) == (1, 1.0)
+    assert "avg_reward" not in meta
+
+
+def test_a_generator_s_own_functions_end_with_it() -> None:
+    own = SimpleNamespace(
+        transform_group=lambda group, task_type: group[:1],
+        is_valid_group=lambda group, min_size, task_type: bool(group),
+        get_group_data_meta_info=lambda groups: {"mine": len(groups)},
+    )
+    buffer = RolloutBuffer()
+    items = [{"uid": uid, "instance_id": "a", "messages": [], "reward": 1.0} for uid in range(2)]
+    buffer.configure(own, "own", min_size=2)  # type: ignore[arg-type]
+    for item in items:
+        buffer.write(item)
+    taken, meta, _ = buffer.take(wait_s=0.0)
+    assert ([item["uid"] for item in taken], meta["mine"]) == ([0], 1)
+    buffer.configure(base_generator, "math", min_size=2)
+    for item in items:
+        buffer.write(item)
+    taken, meta, _ = buffer.take(wait_s=0.0)
+    assert [item["uid"] for item in taken] == [0, 1]
+    assert "mine" not in meta
+
+
+def test_a_group_that_a_generator_s_function_breaks_on_is_not_lost() -> None:
+    buffer = RolloutBuffer()
+    buffer.configure(SimpleNamespace(transform_group=lambda group, task_type: 1 / 0), "own", 1)  # type: ignore[arg-type]
+    buffer.write({"instance_id": "a", "messages": [], "reward": 1.0})
+    with pytest.raises(ZeroDivisionError):
+        buffer.take(wait_s=0.0)
+    buffer.configure(base_generator, "math", min_size=1)
+    assert len(buffer.take(wait_s=0.0)[0]) == 1
+
+
+def test_a_generator_that_is_done_leaves_nobody_waiting(
+    tiny_task: Any, tmp_path: Path, engine: FakeEngine, service: str
+) -> None:
+    args = args_for(tiny_task, tmp_path, engine, service, rollout_batch_size=4, n_samples_per_prompt=1)
+    source = RolloutDataSourceWithBuffer(args)
+    assert len(rollout_buffer_example.generate_rollout(args, 0, source)) == 4
+    with pytest.raises(EngineError, match=r"made all it was asked for\. \d of \d groups are there; --num-epoch"):
+        rollout_buffer_example.generate_rollout(args, 1, source)
+
+
+def test_a_turn_that_an_engine_gives_up_goes_on_where_it_stopped() -> None:
+    parts = [("", "abort"), ("\\boxed{4", "abort"), ("2}", "stop")]
+
+    def answer(payload: dict[str, Any], number: int) -> tuple[int, Any]:
+        text, reason = parts[number]
+        choice = {"message": {"role": "assistant", "content": text}, "finish_reason": reason}
+        return 200, {"choices": [choice], "usage": {"completion_tokens": len(text)}}
+
+    engine, question = FakeEngine(answer), {"role": "user", "content": "6 * 7 ="}
+    try:
+        turn = base_generator.query_single_turn(f"http://127.0.0.1:{engine.port}", [question], {"max_tokens": 20})
+        assert asyncio.run(turn) == ({"role": "assistant", "content": "\\boxed{42}"}, "stop")
+    finally:
+        engine.close()
+    first, second, third = engine.requests
+    assert first == second == {"model": "default", "messages": [question], "max_tokens": 20}
+    assert third["messages"] == [question, {"role": "assistant", "content": "\\boxed{4"}]
+    assert (third["continue_final_message"], third["max_tokens"]) == (True, 12)
 
 
 def test_generators_are_found_by_their_task_type() -> None:

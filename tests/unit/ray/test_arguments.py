@@ -106,3 +106,26 @@ def test_help_answers_without_loading_the_engines():
     assert result.stderr.strip() == "[]", result.stderr
     assert "--eps-clip" in result.stdout
     assert time.monotonic() - started < 30
+
+
+def test_a_transport_whose_package_is_missing_is_refused_before_anything_starts(tiny_task, capsys, monkeypatch):
+    monkeypatch.setattr("slime.ray.argument_rules.importlib.util.find_spec", lambda name: None)
+    assert "--rollout-data-transport nixl needs the package nixl" in problems(
+        *(tiny_task, capsys, "--rollout-data-transport", "nixl")
+    )
+    monkeypatch.setattr("slime.ray.argument_rules.importlib.util.find_spec", lambda name: name)
+    assert parse(tiny_task, "--rollout-data-transport", "nixl").rollout_data_transport == "nixl"
+
+
+def test_the_flags_of_the_log_prob_server_are_idle_in_a_training_run(tiny_task):
+    args = parse(tiny_task, "--teacher-port", "80")
+    assert "no effect: only python -m slime.backends" in next(
+        n.text for n in args.notices if n.flag == "--teacher-port"
+    )
+
+
+def test_streams_are_not_posted_from_every_node(tiny_task):
+    streams = ("--custom-generate-function-path", "slime.rollout.sglang_streaming_rollout.generate_streaming")
+    notices = parse(tiny_task, "--use-distributed-post", *streams).notices
+    assert "no effect on streams" in next(n.text for n in notices if n.flag == "--use-distributed-post")
+    assert not any(n.flag == "--use-distributed-post" for n in parse(tiny_task, "--use-distributed-post").notices)

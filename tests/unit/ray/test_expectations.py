@@ -111,7 +111,9 @@ def test_flags_that_only_the_test_reads_are_idle_without_it(command: TinyCommand
     assert command.warnings("--ci-test", "--ci-disable-kl-checker", *limit) == ""
 
 
-@pytest.mark.parametrize(("flags", "stopped"), [(["--ci-test", "--use-fault-tolerance"], ["e0"]), (["--ci-test"], [])])
+@pytest.mark.parametrize(
+    ("flags", "stopped"), [(["--ci-test", "--use-fault-tolerance"], ["stop e0"]), (["--ci-test"], [])]
+)
 def test_the_first_engine_is_stopped_once_where_its_death_is_made_good(
     command: TinyCommand, monkeypatch: pytest.MonkeyPatch, flags: list[str], stopped: list[str]
 ) -> None:
@@ -120,7 +122,7 @@ def test_the_first_engine_is_stopped_once_where_its_death_is_made_good(
     def fleet(names: list[str]) -> SimpleNamespace:
         return SimpleNamespace(
             only=lambda indices: fleet([names[i] for i in indices]),
-            start=lambda verb: SimpleNamespace(wait=lambda seconds: calls.extend(names)),
+            start=lambda verb: calls.extend(f"{verb} {name}" for name in names),
         )
 
     def no_groups(rollout_id: int) -> None:

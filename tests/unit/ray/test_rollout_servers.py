@@ -147,6 +147,6 @@ def test_a_model_that_keeps_its_weights_is_not_asked_for_expert_choices_it_may_h
 
 def test_engines_are_forked_from_a_process_of_their_own_node_only(tmp_path):
     address = ForkAddress("10.0.0.1", str(tmp_path / "socket"))
-    assert address.is_on("10.0.0.1")
-    assert not address.is_on("10.0.0.2"), "another node, on the same file system"
-    assert not ForkAddress("10.0.0.1", str(tmp_path / "gone" / "socket")).is_on("10.0.0.1")
+    assert address.socket_on("10.0.0.1") == str(tmp_path / "socket")
+    assert address.socket_on("10.0.0.2") is None, "another node, on the same file system"
+    assert ForkAddress("10.0.0.1", str(tmp_path / "gone" / "socket")).socket_on("10.0.0.1") is None

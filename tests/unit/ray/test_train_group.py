@@ -42,7 +42,13 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[FakeRank]:
 
 
 def test_a_trainer_that_was_released_starts_again_from_what_it_saved(started):
-    args = SimpleNamespace(train_env_vars={}, trainer_start_timeout=1.0, load="/first", save="/saved")
+    args = SimpleNamespace(
+        train_env_vars={},
+        trainer_start_timeout=1.0,
+        load="/first",
+        save="/saved",
+        rollout_data_transport="object-store",
+    )
     group = RayTrainGroup(args, GpuSlots(None, [0, 1], [0, 1]))
     group.start_setup(with_ref=True)
     group.create()

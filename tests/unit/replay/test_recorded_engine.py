@@ -20,7 +20,7 @@ class Letters:
         return "".join(chr(97 + token) for token in ids)
 
 
-def recording() -> Recording:
+def recording(**fields: Any) -> Recording:
     """Prompt ab, the model wrote cd, a tool e, the model fg and was cut."""
     sample = Sample(
         tokens=[0, 1, 2, 3, 4, 5, 6],
@@ -29,8 +29,15 @@ def recording() -> Recording:
         rollout_log_probs=[-1.0, -2.0, 0.0, -3.0, -4.0],
         weight_versions=["7", "8"],
         status=Sample.Status.TRUNCATED,
+        **fields,
     )
     return Recording(sample, Letters())
+
+
+def test_what_a_token_was_sampled_from_is_answered_again() -> None:
+    engine = recording(rollout_top_p_token_ids=[2, 9, 3, 5, 8, 6], rollout_top_p_token_offsets=[0, 2, 3, 3, 5, 6])
+    turns = [engine.answer({"input_ids": list(range(length))}) for length in (2, 5)]
+    assert [turn["meta_info"]["output_token_sampling_mask"] for turn in turns] == [[[2, 9], [3]], [[5, 8], [6]]]
 
 
 def test_a_request_for_what_comes_next_gets_it() -> None:

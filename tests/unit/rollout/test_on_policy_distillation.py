@@ -80,11 +80,23 @@ def test_the_teachers_log_probs_of_the_response_tokens_end_in_the_sample(teacher
     assert sample.teacher_log_probs.tolist() == pytest.approx([-0.12, -0.13])
 
 
+def test_the_log_prob_server_is_understood_as_well(teacher):
+    args = SimpleNamespace(
+        rm_url=teacher({"log_probs": [-0.1, -0.2, -0.3]}).url, rollout_temperature=1.0, rm_timeout=5.0
+    )
+    sample = Sample(index=3, tokens=[10, 11, 12, 13], response_length=2)
+    sample.reward = ask(args, sample)
+    post_process_rewards(args, [sample])
+    assert sample.teacher_log_probs.tolist() == pytest.approx([-0.2, -0.3])
+
+
 def test_a_reply_that_cannot_be_used_names_the_sample_and_the_flag(teacher):
     sample = Sample(index=3, tokens=[10, 11, 12], response_length=2)
     for reply, message in (
-        ({"answer": 1}, "has no meta_info"),
+        ({"answer": 1}, "has neither meta_info"),
         ({"meta_info": {"input_token_logprobs": [[0, 1]]}}, "1 token"),
+        ({"log_probs": [-0.1]}, "2 tokens"),
+        ({"log_probs": [-0.1, None]}, "no log-prob for some response tokens"),
     ):
         args = SimpleNamespace(rm_url=teacher(reply).url, rollout_temperature=1.0, rm_timeout=5.0)
         with pytest.raises(DataError, match=f"--rm-url.*({message}.*sample 3|sample 3.*{message})"):

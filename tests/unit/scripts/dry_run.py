@@ -9,12 +9,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.unit.scripts.bash_arrays import ROOT
 
-__all__ = ["SCRIPTS", "Command", "dry_run", "launchers", "run_script"]
+__all__ = ["SCRIPTS", "Command", "dry_run", "dry_run_with_files", "launchers", "run_script"]
 
 SCRIPTS = ROOT / "scripts"
+_DATA = ("MATH_DATA", "AIME_DATA", "SFT_DATA", "GSM8K_DATA", "GSM8K_TEST_DATA")
 
 
 @dataclass(frozen=True)
@@ -84,3 +86,19 @@ def dry_run(path: Path | str, *flags: str, env: Mapping[str, str] | None = None)
         argv=words[end + 3 :],
         environment=json.loads(text.partition("=")[2])["env_vars"],
     )
+
+
+def dry_run_with_files(path: str, place: Path, model_config: dict[str, Any]) -> Command:
+    """A dry run for someone who has the data below ``place`` and, of every model, the ``config.json``."""
+    data = place / "data.jsonl"
+    data.write_text('{"prompt": "1+1=", "messages": [], "label": "2"}\n' * 256)
+    engines = place / "sglang.yaml"  # the file that a script with --sglang-config would write
+    engines.write_text((SCRIPTS / path).read_text().partition("<<'YAML'\n")[2].partition("YAML\n")[0])
+    environment = {"BASE_DIR": str(place), "SGLANG_CONFIG_FILE": str(engines)} | dict.fromkeys(_DATA, str(data))
+    made = dry_run(path, env=environment)
+    for flag in ("--hf-checkpoint", "--ref-load"):
+        if flag in made.flags:
+            model = Path(made.value(flag))
+            model.mkdir(exist_ok=True)
+            (model / "config.json").write_text(json.dumps(model_config))
+    return made

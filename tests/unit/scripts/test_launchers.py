@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import functools
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +12,8 @@ import pytest
 
 from slime.ray.arguments import parse_only
 from tests.unit.scripts.bash_arrays import ROOT, model_words
-from tests.unit.scripts.dry_run import SCRIPTS, Command, dry_run, launchers
-from tests.unit.scripts.hub_configs import TO_COME, hub_config
+from tests.unit.scripts.dry_run import SCRIPTS, Command, dry_run, dry_run_with_files, launchers
+from tests.unit.scripts.hub_configs import NOT_HERE, hub_config
 from tools.make_presets import load_presets
 
 # One node of GLM-4.7-Flash has 8 GPUs and 2 pipeline stages: its experts can be spread over 4 GPUs at most.
@@ -129,20 +128,9 @@ def test_sizes_of_a_recipe_divide_each_other(script: str) -> None:
 @pytest.mark.parametrize("script", ROWS)
 def test_nothing_but_features_to_come_stands_between_a_recipe_and_its_run(script: str, tmp_path: Path) -> None:
     """Models and data are there, so what remains of the checks is what is not written yet."""
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"prompt": "1+1=", "messages": [], "label": "2"}\n' * 256)
-    names = ("MATH_DATA", "AIME_DATA", "SFT_DATA", "GSM8K_DATA", "GSM8K_TEST_DATA")
-    engines = tmp_path / "sglang.yaml"
-    engines.write_text((SCRIPTS / script).read_text().partition("<<'YAML'\n")[2].partition("YAML\n")[0])
-    env = {"BASE_DIR": str(tmp_path), "SGLANG_CONFIG_FILE": str(engines)} | dict.fromkeys(names, str(data))
-    made = dry_run(script, env=env)
-    for flag in ("--hf-checkpoint", "--ref-load"):
-        if flag in made.flags:
-            Path(made.value(flag)).mkdir()
-            config = hub_config(PRESETS[ROWS[script]["preset"]].facts)
-            (Path(made.value(flag)) / "config.json").write_text(json.dumps(config))
+    made = dry_run_with_files(script, tmp_path, hub_config(PRESETS[ROWS[script]["preset"]].facts))
     args, problems = parse_only(made.argv, is_async=made.entry.endswith("train_async.py"))
-    assert [problem for problem in problems if not any(words in problem for words in TO_COME)] == []
+    assert [problem for problem in problems if not any(words in problem for words in NOT_HERE)] == []
     assert args is not None
     assert [str(notice) for notice in args.notices if "unknown flag" in str(notice)] == []
 

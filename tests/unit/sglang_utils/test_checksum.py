@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
+import pytest
 import torch
 
 from slime.backends.sglang_utils.checksum import expected_checksums, tensor_checksum
@@ -45,13 +46,15 @@ def test_the_embedding_is_padded_with_zero_rows_like_the_engines():
     }
 
 
-def test_the_experts_of_a_layer_are_one_tensor_in_order_of_their_numbers():
+@pytest.mark.parametrize("names", [("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")])
+def test_the_experts_of_a_layer_are_one_tensor_in_order_of_their_numbers(names: tuple[str, str, str]):
+    gate, up, down = names
     prefix = "model.layers.0.mlp.experts."
     gates, ups, downs = (torch.randn(11, 24, 8), torch.randn(11, 24, 8), torch.randn(11, 8, 24))
     rows = torch.zeros(11, 8, 8)  # the engine's inner size is a multiple of 32
     weights = [
         (f"{prefix}{number}.{module}.weight", tensors[number])
-        for module, tensors in (("up_proj", ups), ("down_proj", downs), ("gate_proj", gates))
+        for module, tensors in ((up, ups), (down, downs), (gate, gates))
         for number in reversed(range(11))
     ]
     assert expected_checksums(weights) == {

@@ -189,12 +189,21 @@ def test_expert_choices_cannot_be_asked_of_prefill_and_decode_engines(tmp_path: 
     assert problems("", use_rollout_routing_replay=True, sglang_config=str(path)) == []
 
 
-def test_a_model_of_sixteen_devices_per_engine_does_not_fit_on_a_node(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("width", "num_ranks", "message"),
+    [
+        (16, 8, None),
+        (16, 0, None),
+        (12, 0, "num_gpus_per_engine 12 must be a multiple of --num-gpus-per-node 8"),
+        (16, 4, "engine 0 of model a, with 16 devices, would begin in the middle of a node of --num-gpus-per-node 8"),
+    ],
+)
+def test_an_engine_over_several_nodes_takes_whole_ones(tmp_path: Path, width: int, num_ranks: int, message: str | None):
     path = tmp_path / "engines.yaml"
-    text = "{worker_type: regular, num_gpus: 16, num_gpus_per_engine: 16}"
+    text = f"{{worker_type: regular, num_gpus: {width}, num_gpus_per_engine: {width}}}"
     path.write_text(f"sglang: [{{name: a, server_groups: [{text}]}}]")
-    found = problems("", sglang_config=str(path), rollout_num_gpus=16)
-    assert any("num_gpus_per_engine 16: an engine over several nodes is not supported yet" in text for text in found)
+    found = problems("", sglang_config=str(path), rollout_num_gpus=width, world_size=num_ranks)
+    assert found == [] if message is None else any(message in text for text in found), found
 
 
 @pytest.mark.parametrize(
@@ -221,6 +230,13 @@ def test_engines_hold_weights_in_the_precision_that_the_trainer_sends(
 def test_nothing_is_said_about_a_checkpoint_in_the_trainers_precision(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
     assert resolved("", hf_checkpoint=str(tmp_path)).notices == []
+
+
+def test_engines_that_the_run_does_not_start_are_left_as_they_are(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"dtype": "float32"}')
+    for changes in ({"debug_train_only": True}, {"rollout_external_engine_addrs": ["a:1"]}):
+        args = resolved("", hf_checkpoint=str(tmp_path), **changes)
+        assert (args.sglang_dtype, args.notices) == ("auto", [])
 
 
 def test_engines_that_answer_are_counted_where_the_devices_do_not_say_it(tmp_path: Path):

@@ -218,6 +218,10 @@ def test_gptq_writes_what_transformers_loads_and_leaves_less_error_than_rounding
         assert (model(ids).logits - loaded["gptq"]).abs().max() < 0.02  # the reader's weights are bf16
     error = {name: float((logits - exact).square().mean()) for name, logits in loaded.items()}
     assert error["gptq"] < error["rounded"]
+    flags = ("--output-dir", tmp_path / "again", "--data-dir", tiny_task.train)
+    again = run("convert_hf_to_int4.py", "--input-dir", paths["gptq"], *flags)
+    assert again.returncode == 2
+    assert "is quantised already" in again.stderr
 
 
 def test_gptq_refuses_what_it_cannot_do(tiny_task, tmp_path: Path):

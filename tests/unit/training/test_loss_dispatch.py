@@ -43,7 +43,9 @@ def micro_batch(indices: list[int]) -> Any:
     tokens = [torch.randint(0, VOCAB, (p + r,), generator=g) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
     lengths = [RESPONSES[i] for i in indices]
     packed = pack([tokens[i] for i in indices], lengths)
-    return SimpleNamespace(indices=indices, packed=packed, response_lengths=lengths, gather=lambda local: local)
+    return SimpleNamespace(
+        indices=indices, packed=packed, response_lengths=lengths, sampling=None, gather=lambda local: local
+    )
 
 
 def per_token(seed: int) -> list[torch.Tensor]:

@@ -22,7 +22,9 @@ def _states(size: int, share: float, seed: int = 0) -> tuple[np.ndarray, np.ndar
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-@pytest.mark.parametrize(("size", "share"), [(1, 1.0), (7, 0.3), (4096, 0.01), (65537, 0.5), (10_000, 1.0)])
+@pytest.mark.parametrize(
+    ("size", "share"), [(1, 1.0), (7, 0.3), (4096, 0.01), (65537, 0.5), (10_000, 1.0), ((2 << 20) + 77, 0.01)]
+)
 def test_the_old_state_and_the_difference_make_the_new_state(encoding, size, share):
     old, new = _states(size, share)
     packed, num_changed = encode_delta(new, old, encoding)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from slime.utils.errors import ConfigError, DeadlineExceeded, EngineError
-from slime.weight_sync import local_checkpoint, send_delta
+from slime.weight_sync import local_checkpoint, send_delta, tensor_files
 from slime.weight_sync.local_checkpoint import pull
 from slime.weight_sync.ranks import ALONE
 from slime.weight_sync.send_delta import DeltaUpdater
@@ -222,6 +222,13 @@ def test_two_engines_of_one_host_pull_at_once(run):
     shutil.rmtree(run.local)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda _: pull(run.root, run.local, 3), range(2)))
+    run.assert_same()
+
+
+def test_a_kernel_that_cannot_populate_pages_makes_no_difference(run, monkeypatch):
+    monkeypatch.setattr(tensor_files, "_POPULATE_WRITE", 9999)
+    run.trainer.step()
+    run.sync(3)
     run.assert_same()
 
 

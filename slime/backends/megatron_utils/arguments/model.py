@@ -161,7 +161,7 @@ class ExpertArgs:
         "probs", "Which tokens an expert drops.", no_effect=_NO_DROPS
     )
     moe_use_upcycling: bool = flag(
-        False, "Experts start as copies of a dense MLP.", later="experts come from --hf-checkpoint only"
+        False, "Experts start as copies of a dense MLP: tools/upcycle_hf.py makes such a checkpoint beforehand."
     )
 
 

@@ -100,7 +100,7 @@ class Family:
         refuses: config fields that must be falsy, as (field, what it would mean).
         ignored: regular expressions of Hugging Face names that need not be read: tensors of the multi-token-prediction
             layers where none are built. ``{num_layers}`` stands for the decoder's number of layers.
-        untouched: regular expressions of names that are no part of the text model and are never read.
+        untouched: regular expressions of names that need not be read either: no part of the model that is built.
     """
 
     model_type: str

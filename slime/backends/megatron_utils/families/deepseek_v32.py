@@ -41,6 +41,8 @@ DEEPSEEK_V32 = replace(
         "index_topk": 2048,
         "indexer_rope_interleave": False,
     },
+    # A checkpoint may have indexers in layers that do not use them; engines leave those unread as well
+    untouched=(r"model\.layers\.\d+\.self_attn\.indexer\..*",),
 )
 
 GLM_MOE_DSA = replace(

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.backends.megatron_utils.server.requests import RoundSettings, Score, ScoreRequest, plan_round
+from slime.utils.async_utils import call_in_thread
 from slime.utils.deadline import Deadline
 from slime.utils.errors import ConfigError, DeadlineExceeded, ProcessDied, SlimeError
 
@@ -122,7 +123,7 @@ class ScoreQueue:
 
     async def _score(self, ranks: list[list[list[_Waiting]]]) -> None:
         asked = [[[item.request for item in part] for part in rank] for rank in ranks]
-        answers = await asyncio.to_thread(self.score, asked)
+        answers = await call_in_thread(self.score, asked)
         for items, scores in zip(_flat(ranks), _flat(answers), strict=True):
             self._num_finished += 1
             self._num_finished_tokens += items.num_tokens
@@ -164,7 +165,7 @@ class ScoreQueue:
             async with _within(deadline):
                 await self._idle.wait()
             with self._damaging(path):
-                await asyncio.to_thread(self.load, path, deadline.remaining)
+                await call_in_thread(self.load, path, deadline.remaining)
             self.path, self.damage = path, None
             return {
                 "ok": True,

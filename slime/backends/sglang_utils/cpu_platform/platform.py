@@ -70,6 +70,7 @@ class SlimeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         _deterministic_sampling()
         _batched_attention()
         _experts_elsewhere()
+        _gated_shared_experts()
 
 
 def _default_device_module() -> None:
@@ -156,6 +157,21 @@ def _experts_elsewhere() -> None:
     patched: Any = functools.update_wrapper(moe_forward_native, native)
     patched.is_patched = True
     fused_moe_native.moe_forward_native = patched
+
+
+def _gated_shared_experts() -> None:
+    """The gate of a shared expert (Qwen2-MoE) is applied by a triton kernel."""
+    from sglang.kernels.ops.elementwise import elementwise
+
+    elementwise.fused_gate_sigmoid_mul_add = gate_and_add
+    model = sys.modules.get("sglang.srt.models.qwen2_moe")
+    if model is not None:
+        model.fused_gate_sigmoid_mul_add = gate_and_add
+
+
+def gate_and_add(hidden: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor, out: torch.Tensor) -> None:
+    """``out += sigmoid(hidden . gate) * shared``, all ``[t, h]`` but ``gate`` ``[h]``."""
+    out += torch.sigmoid(hidden @ gate).unsqueeze(-1) * shared
 
 
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from sglang.srt.models.qwen2_moe import Qwen2MoeForCausalLM
 from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 
 __all__ = ["EntryClass"]
 
-EntryClass = [Qwen3MoeForCausalLM]
+EntryClass = [Qwen2MoeForCausalLM, Qwen3MoeForCausalLM]

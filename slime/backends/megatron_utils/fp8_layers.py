@@ -1,0 +1,40 @@
+"""Linear layers of TransformerEngine in the place of Megatron's own: with --fp8-format their products are in FP8.
+
+Megatron opens the FP8 context around every layer; only these layers look at it. The embedding, the LM head,
+attention and norms stay what they are, in bf16, and so do the names of all weights. Called by ``model`` and ``setup``.
+Written after Megatron's sources; nothing here has run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from megatron.core.fp8_utils import get_fp8_align_size
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+__all__ = ["token_multiple", "with_fp8_layers"]
+
+
+def token_multiple(config: Any) -> int:
+    """FP8 products take matrices whose rows, the tokens of a rank, come in multiples of this."""
+    return int(get_fp8_align_size(config.fp8_recipe)) if config.fp8 else 1
+
+
+def with_fp8_layers(spec: Any) -> Any:
+    """A copy of ``spec``, Megatron's description of layers, with other classes for its linear layers."""
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
+
+    return _replaced(spec, {ColumnParallelLinear: TEColumnParallelLinear, RowParallelLinear: TERowParallelLinear})
+
+
+def _replaced(spec: Any, classes: dict[type, Any]) -> Any:
+    if isinstance(spec, type):
+        return classes.get(spec, spec)
+    if isinstance(spec, list):
+        return [_replaced(one, classes) for one in spec]
+    if isinstance(spec, ModuleSpec) or dataclasses.is_dataclass(spec):
+        parts = {item.name: getattr(spec, item.name) for item in dataclasses.fields(spec)}
+        return dataclasses.replace(spec, **{name: _replaced(part, classes) for name, part in parts.items()})
+    return spec

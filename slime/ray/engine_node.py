@@ -1,0 +1,173 @@
+"""The parts of an engine on other nodes than its first: an actor on each node, and what the engine knows of it.
+
+The engine's own actor makes these actors, so they end with it, whatever ends it. No request and no weight sync goes
+to them: SGLang passes on what the engine's first node is told. Only files are the business of every node.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from slime.backends.sglang_utils.fork_server import ForkedServer
+from slime.backends.sglang_utils.server_args import build_argv, server_env
+from slime.backends.sglang_utils.server_process import ForkAddress, launch_server
+from slime.backends.sglang_utils.topology import EnginePlace
+from slime.observability.logging_utils import configure_logger
+from slime.ray.actor_group import NOSET_VISIBLE_DEVICES
+from slime.ray.cards import introduce
+from slime.ray.cluster import node_address, worker_env
+from slime.ray.failures import message_of
+from slime.ray.waiting import get
+from slime.utils.deadline import Deadline
+from slime.utils.net import claim_ports
+from slime.utils.process import GuardedProcess, log_tail
+
+__all__ = ["EngineNodeActor", "NodeSlot", "RayOtherNode"]
+
+logger = logging.getLogger(__name__)
+
+_THREADS = 2
+"""One may copy files while the other says that it lives."""
+_LOOK_EVERY_S = 0.5
+_LOOK_TIMEOUT_S = 5.0
+_STOP_TIMEOUT_S = 15.0
+
+
+@dataclass(frozen=True)
+class NodeSlot:
+    """Where a part of an engine goes.
+
+    Attributes:
+        strategy: pins an actor to the part's first device slot.
+        base_gpu_id: number of that device on its node.
+    """
+
+    strategy: Any
+    base_gpu_id: int
+
+
+class EngineNodeActor:
+    """Body of the actor.
+
+    Args:
+        node: which of the engine's nodes this is, from 1.
+        dist_init_addr: where the engine's processes meet.
+        bootstrap_port: of prefill engines.
+        fork_server: where a preloading process may be used, if that is on this host.
+        log_path: of the server.
+    """
+
+    def __init__(
+        self,
+        args: Namespace,
+        place: EnginePlace,
+        node: int,
+        base_gpu_id: int,
+        dist_init_addr: str,
+        bootstrap_port: int | None,
+        fork_server: ForkAddress | None,
+        log_path: Path,
+    ) -> None:
+        self._name = f"engine {place.rank} node {node}"
+        configure_logger(f" engine-{place.rank}.{node}")
+        introduce(self._name)
+        self._host = host = node_address()
+        self._ports = [claim_ports(host, 1), claim_ports(host, 1)]
+        port, nccl_port = (claim.first for claim in self._ports)
+        self._argv = build_argv(
+            args,
+            rank=place.rank,
+            host=host,
+            port=port,
+            nccl_port=nccl_port,
+            base_gpu_id=base_gpu_id,
+            tp_size=place.num_gpus // args.sglang_pp_size,
+            dist_init_addr=dist_init_addr,
+            overrides=place.overrides,
+            worker_type=place.worker_type,
+            bootstrap_port=bootstrap_port,
+            num_nodes=place.num_nodes(args.num_gpus_per_node),
+            node_rank=node,
+        )
+        self._fork_server_socket = None if fork_server is None else fork_server.socket_on(host)
+        self._log_path = log_path
+        self._deadline = Deadline(args.engine_start_timeout, f"{self._name} to start", "--engine-start-timeout")
+        self._server: ForkedServer | GuardedProcess | None = None
+
+    def start(self) -> None:
+        self._server = launch_server(
+            self._argv,
+            env=server_env(self._host),
+            log_path=self._log_path,
+            fork_server_socket=self._fork_server_socket,
+            deadline=self._deadline,
+        )
+
+    def lost(self) -> str | None:
+        """Why the server has ended; None while it runs, or has not been started."""
+        status = None if self._server is None else self._server.exit_code()
+        if status is None:
+            return None
+        return f"{self._name} died with status {status}. Last lines of {self._log_path}:\n{log_tail(self._log_path)}"
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.stop()
+
+    def pull_weights(self, source_dir: str, local_dir: str, version: int) -> None:
+        """Bring this node's copy of the weights in ``local_dir`` up to ``version``."""
+        from slime.weight_sync.local_checkpoint import pull
+
+        pull(Path(source_dir), Path(local_dir), version)
+
+
+class RayOtherNode:
+    """The engine's side of one such actor, which it makes. Arguments as of :class:`EngineNodeActor`."""
+
+    def __init__(self, slot: NodeSlot, args: Namespace, place: EnginePlace, node: int, *more: Any) -> None:
+        self.name = f"engine {place.rank} node {node}"
+        self.handle = (
+            ray.remote(EngineNodeActor)
+            .options(
+                num_cpus=0.2,
+                num_gpus=0.2,
+                max_concurrency=_THREADS,
+                scheduling_strategy=slot.strategy,
+                runtime_env={"env_vars": worker_env() | NOSET_VISIBLE_DEVICES},
+            )
+            .remote(args, place, node, slot.base_gpu_id, *more)
+        )
+        self._started: Any = None
+        self._looked_at = float("-inf")
+
+    def start(self) -> None:
+        self._started = self.handle.start.remote()
+
+    def lost(self) -> str | None:
+        """Asked at most twice a second: those who watch ask more often."""
+        now = time.monotonic()
+        if now - self._looked_at < _LOOK_EVERY_S:
+            return None
+        self._looked_at = now
+        call = self.handle.lost.remote()
+        ready = ray.wait([self._started, call], num_returns=2, timeout=_LOOK_TIMEOUT_S)[0]
+        try:
+            if self._started in ready:
+                ray.get(self._started)
+            return ray.get(call) if call in ready else None
+        except Exception as error:
+            return f"{self.name} is gone: {message_of(error) or f'{type(error).__name__}: {error}'}"
+
+    def stop(self) -> None:
+        try:
+            get(self.handle.stop.remote(), _STOP_TIMEOUT_S, f"{self.name} to stop")
+        except Exception as error:  # killing the actor kills its server as well
+            logger.debug("%s", error)
+        ray.kill(self.handle)

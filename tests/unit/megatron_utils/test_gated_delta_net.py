@@ -1,0 +1,92 @@
+"""Which kernels a gated delta net runs on, and what it hands to them."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slime.backends.megatron_utils.patches.install import install
+from slime.utils.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``select_delta_rule`` sees of an accelerator."""
+    install()
+    from slime.backends.megatron_utils import gated_delta_net
+
+    monkeypatch.setattr(gated_delta_net.accelerator, "current", lambda: SimpleNamespace(is_cpu=False))
+    gated_delta_net._warn_of_plain_torch.cache_clear()
+
+
+def _install(monkeypatch: pytest.MonkeyPatch, name: str, kernel: Any) -> None:
+    """A module ``name`` that has ``kernel``, importable in this test."""
+    parts = name.split(".")
+    for depth in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), ModuleType(parts[depth - 1]))
+    sys.modules[name].chunk_gated_delta_rule = kernel  # type: ignore[attr-defined]
+
+
+def test_a_cpu_runs_plain_torch_whatever_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slime.backends.megatron_utils import gated_delta_net
+
+    monkeypatch.setattr(gated_delta_net.accelerator, "current", lambda: SimpleNamespace(is_cpu=True))
+    assert gated_delta_net.select_delta_rule("flashqla") is gated_delta_net.gated_delta_rule
+
+
+def test_without_flash_linear_attention_a_gpu_runs_plain_torch_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from slime.backends.megatron_utils import gated_delta_net
+
+    monkeypatch.setitem(sys.modules, "fla", None)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert gated_delta_net.select_delta_rule("fla") is gated_delta_net.gated_delta_rule
+    assert [record.getMessage() for record in caplog.records].count(caplog.records[0].getMessage()) == 1
+    assert "flash-linear-attention is not installed" in caplog.text
+
+
+def test_kernels_that_were_asked_for_and_are_not_installed_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slime.backends.megatron_utils.gated_delta_net import select_delta_rule
+
+    monkeypatch.setitem(sys.modules, "flash_qla", None)
+    with pytest.raises(ConfigError, match="--qwen-gdn-backend flashqla needs the package FlashQLA"):
+        select_delta_rule("flashqla")
+
+
+@pytest.mark.parametrize(("backend", "module"), [("fla", "fla.ops.gated_delta_rule"), ("flashqla", "flash_qla")])
+def test_a_kernel_is_called_as_its_library_wants_and_gives_what_plain_torch_gives(
+    backend: str, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slime.backends.megatron_utils.gated_delta_net import select_delta_rule
+    from slime.backends.megatron_utils.gated_delta_rule import gated_delta_rule, unit_length
+
+    def kernel(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        scale: float,
+        output_final_state: bool,
+        cu_seqlens: torch.Tensor,
+    ) -> tuple[torch.Tensor, None]:
+        assert (q.shape, v.shape, g.shape) == ((1, 9, 2, 8), (1, 9, 2, 4), (1, 9, 2))
+        assert (q.dtype, k.dtype, v.dtype) == (torch.bfloat16,) * 3
+        assert (cu_seqlens.dtype, output_final_state) == (torch.int64, False)
+        queries = q[0].float() * scale * 8**0.5
+        return gated_delta_rule(queries, k[0].float(), v[0], g[0], beta[0], cu_seqlens)[None], None
+
+    _install(monkeypatch, module, kernel)
+    query, key = unit_length(torch.randn(9, 2, 8)), unit_length(torch.randn(9, 2, 8))
+    value, decay = torch.randn(9, 2, 4).bfloat16(), -torch.rand(9, 2)
+    inputs = (query, key, value, decay, torch.rand(9, 2), torch.tensor([0, 4, 9], dtype=torch.int32))
+    out = select_delta_rule(backend)(*inputs)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), gated_delta_rule(*inputs).float(), atol=0.02, rtol=0.02)

@@ -1,0 +1,23 @@
+"""Repairs of SGLang on a CPU that replace a kernel."""
+
+from __future__ import annotations
+
+import torch
+
+
+def test_the_gate_of_a_shared_expert_is_what_the_kernel_computes_and_takes_its_place() -> None:
+    from sglang.kernels.ops.elementwise import elementwise
+
+    from slime.backends.sglang_utils.cpu_platform.platform import _gated_shared_experts
+
+    generator = torch.Generator().manual_seed(0)
+    hidden, shared, out = (torch.randn(5, 8, generator=generator) for _ in range(3))
+    gate = torch.randn(8, generator=generator)
+    expected = torch.stack([out[t] + torch.sigmoid((hidden[t] * gate).sum()) * shared[t] for t in range(5)])
+    kernel = elementwise.fused_gate_sigmoid_mul_add
+    try:
+        _gated_shared_experts()
+        elementwise.fused_gate_sigmoid_mul_add(hidden, gate, shared, out)
+    finally:
+        elementwise.fused_gate_sigmoid_mul_add = kernel
+    torch.testing.assert_close(out, expected)
