@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+
 import pytest
 
 from tests.verification import write_page
@@ -10,6 +13,14 @@ from tools.make_tiny_task import TinyTask, make_tiny_task
 
 def pytest_sessionfinish() -> None:
     write_page()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_process_group_is_left() -> Iterator[None]:
+    """A module that leaves torch.distributed initialised breaks others, whichever come next in the same process."""
+    yield
+    dist = sys.modules.get("torch.distributed")
+    assert dist is None or not dist.is_initialized(), "the tests of this module leave a process group behind"
 
 
 @pytest.fixture(scope="session")

@@ -158,9 +158,9 @@ def _loss_mask(sample: Sample) -> torch.Tensor:
     mask = sample.loss_mask
     if mask is not None and len(mask) != length:
         raise DataError(f"{where} has a loss mask of {len(mask)} for a response of {length} tokens: they must be equal")
-    for entry in () if mask is None else mask:
-        if entry not in (0, 1):
-            raise DataError(f"{where} has a loss mask with {entry!r}: entries must be 0 or 1")
+    entries = [] if mask is None else mask.tolist() if hasattr(mask, "tolist") else mask
+    for entry in set(entries) - {0, 1}:
+        raise DataError(f"{where} has a loss mask with {entry!r}: entries must be 0 or 1")
     if sample.remove_sample:
         return torch.zeros(length, dtype=torch.int8)
     return torch.ones(length, dtype=torch.int8) if mask is None else torch.tensor(mask, dtype=torch.int8)

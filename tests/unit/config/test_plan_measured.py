@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from slime.config.plan.layout import read_layout
 from slime.config.plan.memory import layer_activations, stage_memory
 from slime.config.plan.shape import read_shape
 from tests.unit.megatron_utils.test_trainer_numerics import schedule
-from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, use_single_rank_env
+from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, single_rank
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
@@ -41,6 +42,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "minimax_m2": {**SIZES, "num_experts_per_tok": 2, "num_local_experts": 8},
 }
 KINDS["glm_moe_dsa"] = KINDS["deepseek_v3"] | {"n_group": 1, "topk_group": 1}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _single_rank() -> Iterator[None]:
+    with single_rank():
+        yield
 
 
 class _FusedNorm(torch.autograd.Function):
@@ -88,7 +95,6 @@ def _stored_bytes_per_token(chunk: Any) -> float:
 def test_the_plan_agrees_with_the_model_that_megatron_builds(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_single_rank_env()
     monkeypatch.setattr(
         torch.nn.RMSNorm, "forward", lambda norm, x: _FusedNorm.apply(x, norm.weight, norm.eps), raising=True
     )

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from slime.backends.megatron_utils.critic import MegatronCritic
-from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, schedule, use_single_rank_env
+from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, schedule, single_rank
 from tests.verification import verify
 
 GAMMA, LAMBDA, CLIP = 0.97, 0.9, 0.05
@@ -20,13 +19,8 @@ GAMMA, LAMBDA, CLIP = 0.97, 0.9, 0.05
 
 @pytest.fixture(scope="module", autouse=True)
 def _single_rank() -> Iterator[None]:
-    use_single_rank_env()
-    yield
-    if dist.is_initialized():
-        from megatron.core import parallel_state as mpu
-
-        mpu.destroy_model_parallel()
-        dist.destroy_process_group()
+    with single_rank():
+        yield
 
 
 @pytest.fixture(scope="module")

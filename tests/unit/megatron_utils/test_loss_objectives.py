@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from slime.algorithms.arguments import AlgorithmArgs, DistillationArgs
 from slime.backends.megatron_utils.actor import MegatronTrainer
 from slime.backends.training.credit import Passes, add_credit, passes_needed
 from slime.backends.training.custom import CustomFunctions
 from slime.utils.errors import ConfigError, DataError, SlimeError
-from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, schedule, use_single_rank_env
+from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, schedule, single_rank
 
 USER = "tests.unit.megatron_utils.user_objectives"
 LOSS = "slime.backends.megatron_utils.loss"
@@ -24,13 +23,8 @@ SGD = {"optimizer": "sgd", "sgd_momentum": 0.0, "weight_decay": 0.0, "clip_grad"
 
 @pytest.fixture(scope="module", autouse=True)
 def _single_rank() -> Iterator[None]:
-    use_single_rank_env()
-    yield
-    if dist.is_initialized():
-        from megatron.core import parallel_state as mpu
-
-        mpu.destroy_model_parallel()
-        dist.destroy_process_group()
+    with single_rank():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
 from slime.backends.megatron_utils.patches.install import install
-from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, use_single_rank_env
+from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, single_rank
 
 install()
 from slime.backends.megatron_utils.muon import Muon, orthogonalize, scale_of  # noqa: E402  # needs megatron repaired
@@ -95,13 +94,8 @@ def test_the_factors_of_an_update_follow_the_shape() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _single_rank() -> Iterator[None]:
-    use_single_rank_env()
-    yield
-    if dist.is_initialized():
-        from megatron.core import parallel_state as mpu
-
-        mpu.destroy_model_parallel()
-        dist.destroy_process_group()
+    with single_rank():
+        yield
 
 
 def _moved(path: Path, **overrides: Any) -> tuple[Any, dict[str, torch.Tensor]]:

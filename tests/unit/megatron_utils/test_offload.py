@@ -12,7 +12,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
 from slime.backends.megatron_utils.offload import device_memory
@@ -20,7 +19,7 @@ from slime.backends.protocols import TRAINER_PARTS
 from slime.backends.training.offload import DeviceMemory
 from slime.utils.errors import SlimeError
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint
-from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, use_single_rank_env
+from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, single_rank
 from tests.verification import verify
 
 _SETTINGS: dict[str, dict[str, Any]] = {
@@ -32,13 +31,8 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _single_rank() -> Iterator[None]:
-    use_single_rank_env()
-    yield
-    if dist.is_initialized():
-        from megatron.core import parallel_state as mpu
-
-        mpu.destroy_model_parallel()
-        dist.destroy_process_group()
+    with single_rank():
+        yield
 
 
 @pytest.fixture(scope="module")

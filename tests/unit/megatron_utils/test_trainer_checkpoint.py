@@ -12,22 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
 from slime.utils.errors import ConfigError, SlimeError
-from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, use_single_rank_env
+from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, single_rank
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _single_rank() -> Iterator[None]:
-    use_single_rank_env()
-    yield
-    if dist.is_initialized():
-        from megatron.core import parallel_state as mpu
-
-        mpu.destroy_model_parallel()
-        dist.destroy_process_group()
+    with single_rank():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -8,25 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint, saved_tensors
-from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, split_batch, use_single_rank_env
+from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, single_rank, split_batch
 
 _MTP = {"mtp_num_layers": 1}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _single_rank() -> Iterator[None]:
-    use_single_rank_env()
-    yield
-    if dist.is_initialized():
-        from megatron.core import parallel_state as mpu
-
-        mpu.destroy_model_parallel()
-        dist.destroy_process_group()
+    with single_rank():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
 from slime.backends.training.data import TrainBatch
@@ -21,7 +20,7 @@ from tests.unit.megatron_utils.tiny_trainer import (
     make_batch,
     make_hf_model,
     schedule,
-    use_single_rank_env,
+    single_rank,
     with_sampling_sets,
 )
 from tests.verification import verify
@@ -32,13 +31,8 @@ KINDS = ("qwen3", "qwen2", "llama", "llama3")
 
 @pytest.fixture(scope="module", autouse=True)
 def _single_rank() -> Iterator[None]:
-    use_single_rank_env()
-    yield
-    if dist.is_initialized():
-        from megatron.core import parallel_state as mpu
-
-        mpu.destroy_model_parallel()
-        dist.destroy_process_group()
+    with single_rank():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from slime.algorithms import arguments as algorithm_arguments
 from slime.backends.fsdp_utils.arguments import FsdpArgs
@@ -18,7 +20,16 @@ from slime.batch.arguments import BatchArgs, ReplayArgs
 from slime.config.groups import add_group
 from slime.observability.arguments import OutputArgs, ProfileArgs
 
-__all__ = ["VOCAB", "free_port", "make_args", "make_batch", "make_hf_model", "split_batch", "use_single_rank_env"]
+__all__ = [
+    "VOCAB",
+    "free_port",
+    "make_args",
+    "make_batch",
+    "make_hf_model",
+    "single_rank",
+    "split_batch",
+    "use_single_rank_env",
+]
 
 VOCAB = 61
 """Not a multiple of 128: the padding of the vocabulary takes part in every test."""
@@ -212,3 +223,15 @@ def free_port() -> int:
 def use_single_rank_env() -> None:
     torch.set_num_threads(1)  # several tests share few cores
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK="0", WORLD_SIZE="1")
+
+
+@contextmanager
+def single_rank() -> Iterator[None]:
+    """This process as the only rank of trainers; nothing of them is left behind."""
+    use_single_rank_env()
+    yield
+    if dist.is_initialized():
+        from megatron.core import parallel_state as mpu
+
+        mpu.destroy_model_parallel()
+        dist.destroy_process_group()
