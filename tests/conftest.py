@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 
@@ -9,6 +10,12 @@ import pytest
 
 from tests.verification import write_page
 from tools.make_tiny_task import TinyTask, make_tiny_task
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    is_part = bool(config.option.keyword) or any("::" in arg for arg in config.args)
+    if os.environ.get("SLIME_WRITE_TABLES") == "1" and is_part:
+        raise pytest.UsageError("SLIME_WRITE_TABLES=1 writes the tables of whole files: run them without -k and ::")
 
 
 def pytest_sessionfinish() -> None:
