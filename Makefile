@@ -18,7 +18,7 @@ demo: setup  ## a tiny language model learns to add, by reinforcement learning, 
 
 test: setup  ## every test that needs no GPU, the real engines included
 	$(BIN)/python -m pytest -q -n 2 $(FAST_TESTS)
-	$(BIN)/python -m pytest -q tests/dist tests/e2e
+	$(BIN)/python -m pytest -q --durations=15 tests/dist tests/e2e
 
 check: setup  ## format, lint, types, architecture, unit tests: no network, no engine
 	$(BIN)/ruff format --check .

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from slime.backends.training.hf_files import TensorReader
 
 _KEPT = (
-    *("layernorm", "norm", "embed", "router", "mlp.gate.", "lm_head", "eh_proj", "weights_proj"),
+    *("layernorm", "norm", "embed", "router", "lm_head", "weights_proj"),
+    # no engine looks for a scale of a router, or of the projection of a prediction layer
+    *("mlp.gate.", "shared_expert_gate", "block_sparse_moe.gate.", "eh_proj", "mtp.fc.", "input_proj"),
     *("conv1d", "A_log", "dt_bias", "in_proj_a", "in_proj_b"),
 )
 """Parts of names of matrices that are too small or too delicate for 8 bits."""
@@ -91,6 +93,11 @@ def _config(options: argparse.Namespace, kept: Sequence[str]) -> dict[str, Any]:
 
 
 def _is_quantised(name: str, reader: TensorReader) -> bool:
+    if ".experts." in name and reader.get(name).dim() > 2:
+        raise ConfigError(
+            f"--model-dir {reader.directory}: {name} holds all experts of a layer, which is not supported yet: engines "
+            "would take these 16-bit weights for 8-bit ones. Use a checkpoint with a tensor per expert."
+        )
     return name.endswith(".weight") and not any(part in name for part in _KEPT) and reader.get(name).dim() == 2
 
 

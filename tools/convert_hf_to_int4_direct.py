@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from slime.backends.training.hf_files import TensorReader
 
 _IGNORED = (
-    *("lm_head", "norm", "embed", "self_attn", "shared_expert"),
-    *(r"mlp\.(gate|up|gate_up|down)_proj", r"mlp\.gate$", r"router"),
+    *("lm_head", "norm", "embed", "self_attn", "linear_attn", "shared_expert", "visual"),
+    *(r"mlp\.(gate|up|gate_up|down)_proj", r"mlp\.gate$", r"block_sparse_moe\.gate$", r"router"),
+    *("eh_proj", r"mtp\.fc$", "input_proj"),  # of prediction layers
 )
 
 

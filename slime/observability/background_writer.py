@@ -14,6 +14,7 @@ import atexit
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 __all__ = ["BackgroundWriter"]
@@ -51,11 +52,12 @@ class BackgroundWriter:
         if self._thread is None:
             return True
         is_done = threading.Event()
+        ends = time.monotonic() + timeout_s
         try:
             self._jobs.put(is_done.set, timeout=timeout_s)
         except queue.Full:
             return False
-        return is_done.wait(timeout_s)
+        return is_done.wait(max(0.0, ends - time.monotonic()))
 
     def _start(self) -> None:
         with self._lock:

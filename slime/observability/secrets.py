@@ -1,7 +1,7 @@
 """Keys and passwords among arguments: what a run writes about itself does not hold them.
 
 Told by their name, as a flag, an environment variable or an entry of a JSON object, and by their place in a URL. Called
-by whoever writes arguments down: ``run_info`` and the W&B sink.
+by whoever shows arguments to others: ``run_info``, the W&B sink and the log-prob server.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["hide_secrets", "hide_secrets_of_words"]
 
 _HIDDEN = "***"
 _NAME = re.compile(
-    r"(?:(?:wandb|api|access|private|secret)[-_]?key|secret|passw(?:or)?d|(?:hf|hub|auth|access|api|bearer)[-_]?token)$",
+    r"(?:(?:wandb|api|access|private|secret)[-_]?key|secret|passw(?:or)?d|(?:hf|hub|auth|access|api|bearer|session)[-_]?token)$",
     re.IGNORECASE,
 )
 _IN_URL = re.compile(r"(?<=://)[^/@\s\"']+(?=@)")
@@ -28,6 +28,8 @@ def hide_secrets(value: Any, name: str = "") -> Any:
     match value:
         case dict():
             return {key: hide_secrets(item, str(key)) for key, item in value.items()}
+        case list() | tuple() if all(isinstance(item, str) for item in value):
+            return hide_secrets_of_words(value)  # a part of a command line, perhaps
         case list() | tuple():
             return [hide_secrets(item) for item in value]
         case str():

@@ -23,6 +23,7 @@ from slime.ray.cards import introduce
 from slime.ray.cluster import node_address
 from slime.ray.engine_node import NodeSlot, RayOtherNode
 from slime.ray.waiting import get
+from slime.utils import accelerator
 from slime.utils.net import claim_ports, url_host
 
 __all__ = ["EngineActor", "ExternalEngineActor", "engine_log_directory"]
@@ -64,7 +65,7 @@ class EngineActor(_Startable):
         """
         Args:
             first_slot: its first device among all of the run, the trainer's first.
-            base_gpu_id: number of that device on its node.
+            base_gpu_id: number of that device on its node, as Ray counts.
             num_before: engines that died in this one's place; each has a log of its own.
             other_slots: where its parts on other nodes go.
         """
@@ -84,7 +85,7 @@ class EngineActor(_Startable):
             host=host,
             port=port,
             nccl_port=nccl_port,
-            base_gpu_id=base_gpu_id,
+            base_gpu_id=accelerator.resolve_visible_device_id(base_gpu_id),
             tp_size=place.num_gpus // args.sglang_pp_size,
             dist_init_addr=dist_init_addr,
             overrides=place.overrides,

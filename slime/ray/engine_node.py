@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 
 from slime.backends.sglang_utils.fork_server import ForkedServer
 from slime.backends.sglang_utils.server_args import build_argv, server_env
-from slime.backends.sglang_utils.server_process import ForkAddress, launch_server
+from slime.backends.sglang_utils.server_process import ForkAddress, has_ended, launch_server, named_children
 from slime.backends.sglang_utils.topology import EnginePlace
 from slime.observability.logging_utils import configure_logger
 from slime.ray.actor_group import NOSET_VISIBLE_DEVICES
@@ -25,6 +26,7 @@ from slime.ray.cards import introduce
 from slime.ray.cluster import node_address, worker_env
 from slime.ray.failures import message_of
 from slime.ray.waiting import get
+from slime.utils import accelerator
 from slime.utils.deadline import Deadline
 from slime.utils.net import claim_ports
 from slime.utils.process import GuardedProcess, log_tail
@@ -37,6 +39,8 @@ _THREADS = 2
 """One may copy files while the other says that it lives."""
 _LOOK_EVERY_S = 0.5
 _LOOK_TIMEOUT_S = 5.0
+_MOST_SILENT = 6
+"""Looks without an answer after which a node is lost. Before it has started it may be busy with that."""
 _STOP_TIMEOUT_S = 15.0
 
 
@@ -46,7 +50,7 @@ class NodeSlot:
 
     Attributes:
         strategy: pins an actor to the part's first device slot.
-        base_gpu_id: number of that device on its node.
+        base_gpu_id: number of that device on its node, as Ray counts.
     """
 
     strategy: Any
@@ -87,7 +91,7 @@ class EngineNodeActor:
             host=host,
             port=port,
             nccl_port=nccl_port,
-            base_gpu_id=base_gpu_id,
+            base_gpu_id=accelerator.resolve_visible_device_id(base_gpu_id),
             tp_size=place.num_gpus // args.sglang_pp_size,
             dist_init_addr=dist_init_addr,
             overrides=place.overrides,
@@ -100,6 +104,7 @@ class EngineNodeActor:
         self._log_path = log_path
         self._deadline = Deadline(args.engine_start_timeout, f"{self._name} to start", "--engine-start-timeout")
         self._server: ForkedServer | GuardedProcess | None = None
+        self._parts: dict[str, psutil.Process] = {}
 
     def start(self) -> None:
         self._server = launch_server(
@@ -110,12 +115,20 @@ class EngineNodeActor:
             deadline=self._deadline,
         )
 
+    def note_parts(self) -> None:
+        """The engine answers, so every process of the server is there. SGLang waits for them one after the other on
+        this node, and would not notice the end of the second while the first one lives."""
+        if self._server is not None:
+            self._parts = named_children(self._server.pid)
+
     def lost(self) -> str | None:
-        """Why the server has ended; None while it runs, or has not been started."""
+        """Why the server, or a process of it, has ended; None while it runs, or has not been started."""
         status = None if self._server is None else self._server.exit_code()
-        if status is None:
+        part = next((name for name, part in self._parts.items() if has_ended(part)), None)
+        if status is None and part is None:
             return None
-        return f"{self._name} died with status {status}. Last lines of {self._log_path}:\n{log_tail(self._log_path)}"
+        how = f"died with status {status}" if part is None else f"lost its process {part}"
+        return f"{self._name} {how}. Last lines of {self._log_path}:\n{log_tail(self._log_path)}"
 
     def stop(self) -> None:
         if self._server is not None:
@@ -146,9 +159,13 @@ class RayOtherNode:
         )
         self._started: Any = None
         self._looked_at = float("-inf")
+        self._num_silent = 0
 
     def start(self) -> None:
         self._started = self.handle.start.remote()
+
+    def note_parts(self) -> None:
+        self.handle.note_parts.remote()
 
     def lost(self) -> str | None:
         """Asked at most twice a second: those who watch ask more often."""
@@ -158,6 +175,9 @@ class RayOtherNode:
         self._looked_at = now
         call = self.handle.lost.remote()
         ready = ray.wait([self._started, call], num_returns=2, timeout=_LOOK_TIMEOUT_S)[0]
+        self._num_silent = 0 if call in ready else self._num_silent + 1
+        if self._num_silent == _MOST_SILENT:
+            return f"{self.name} has not answered for {_MOST_SILENT * _LOOK_TIMEOUT_S:g} s"
         try:
             if self._started in ready:
                 ray.get(self._started)

@@ -10,6 +10,7 @@ and engines on GPUs, start SGLang themselves. Knows no trainer: it hands out a f
 
 from __future__ import annotations
 
+import itertools
 import logging
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +35,7 @@ from slime.ray.fleet import RayEngineFleet
 from slime.ray.placement_group import GpuSlots
 from slime.ray.server_group import RolloutServer
 from slime.utils import accelerator
-from slime.utils.errors import EngineError
+from slime.utils.errors import ConfigError, EngineError
 
 __all__ = ["RolloutServers"]
 
@@ -110,6 +111,7 @@ class RolloutServers:
 
         def make(rank: int, num_before: int) -> Any:
             place = places[rank]
+            self._check_nodes(place)
             return actor.options(
                 num_cpus=0.2,
                 num_gpus=0.2,
@@ -127,6 +129,24 @@ class RolloutServers:
             )
 
         return make
+
+    def _check_nodes(self, place: EnginePlace) -> None:
+        """Refuse an engine whose part on a node is on two: its server would take devices there that are not its own.
+
+        Slots are ordered by node and device, so numbers that do not rise are those of two nodes.
+        """
+        per_node = self._args.num_gpus_per_node
+        if accelerator.current().is_cpu and place.num_gpus <= per_node:
+            return  # logical devices: one server serves as well
+        end = place.first_slot + place.num_gpus
+        for first in range(place.first_slot, end, per_node):
+            part = list(self._gpus.device_ids[first : min(first + per_node, end)])
+            if any(after <= before for before, after in itertools.pairwise(part)):
+                raise ConfigError(
+                    f"--num-gpus-per-node {per_node}: engine {place.rank} got the devices {part} where it needs those "
+                    "of one node. Give the number that every node of Ray has free, and let the trainer, or a "
+                    "placeholder of --sglang-config, fill a node where an engine would begin too late on it."
+                )
 
     def _other_slots(self, place: EnginePlace) -> list[NodeSlot]:
         """The first devices of an engine on its other nodes."""

@@ -68,7 +68,7 @@ class TrainActor:
         self._sync_args = from_args(SyncArgs, args)
         self._rank = rank
         self._world_size = world_size
-        self._device_index = device_index
+        self._device_index = accelerator.resolve_visible_device_id(device_index)
         self._trainer: Trainer | None = None
         self._weight_updater = weight_updater(args, rank, world_size)
         self._kept_version: str | None = None

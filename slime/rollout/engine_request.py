@@ -80,6 +80,9 @@ def build_request(
 def check_reply(request: EngineRequest, sample: Sample, reply: Any) -> dict[str, Any]:
     """The reply, if it is one of an SGLang server that told what it was asked for.
 
+    A request that is aborted while it waits in the engine's queue, having been put back there, comes with its tokens
+    but without their sets: those tokens cannot be trained and are dropped, as if none had been generated yet.
+
     Raises:
         EngineError: it is not.
     """
@@ -87,6 +90,8 @@ def check_reply(request: EngineRequest, sample: Sample, reply: Any) -> dict[str,
         raise EngineError(f"the reply for sample {sample.index} is not that of an SGLang server: {str(reply)[:300]}")
     meta = reply["meta_info"]
     if "return_sampling_mask" in request.payload and meta.get("output_token_logprobs") and SAMPLING_MASK not in meta:
+        if (meta.get("finish_reason") or {}).get("type") == "abort":
+            return reply | {"text": "", "meta_info": meta | {"output_token_logprobs": [], "completion_tokens": 0}}
         raise EngineError(
             f"the engine did not say which ids it sampled sample {sample.index} from ({SAMPLING_MASK}), which "
             "--rollout-top-p below 1 and --rollout-top-k need: update SGLang to 0.5.23 or newer"

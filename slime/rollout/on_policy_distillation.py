@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from slime.data.sample import Sample
+from slime.rollout.failures import is_given_up
 from slime.rollout.settings import setting
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.http_utils import post
@@ -57,7 +58,8 @@ async def reward_func(args: Namespace, sample: Sample, **kwargs: Any) -> dict[st
 def post_process_rewards(args: Namespace, samples: Sequence[Sample], **kwargs: Any) -> tuple[list[float], list[float]]:
     """Fill ``teacher_log_probs`` (fp32 ``[R]``) from the teacher's replies. Returns zeros as raw and final rewards."""
     for sample in samples:
-        sample.teacher_log_probs = _log_probs(sample.reward, sample)
+        if not is_given_up(sample):  # such a sample has no reply, and nothing is learned from it
+            sample.teacher_log_probs = _log_probs(sample.reward, sample)
     zeros = [0.0] * len(samples)
     return zeros, list(zeros)
 

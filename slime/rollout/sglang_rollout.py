@@ -196,14 +196,15 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
         return sample
     attrs = {"max_new_tokens": sampling_params["max_new_tokens"]}
     with trace_span(sample, "sglang_generate", attrs=attrs) as span, GenerateState(args).waiting_for(request):
-        output = await post(
+        reply = await post(
             request.url,
             request.new_attempt,
             max_retries=request_retries(args),
             headers=request.headers,
             timeout_s=setting(args, "rollout_request_timeout"),
         )
-    meta = check_reply(request, sample, output)["meta_info"]
+    output = check_reply(request, sample, reply)
+    meta = output["meta_info"]
     span.update(build_sglang_meta_trace_attrs(meta))
     tokens, log_probs = sampled_tokens(meta)
     sample.append_response_tokens(args, tokens=tokens, log_probs=log_probs, text=output["text"], meta_info=meta)

@@ -116,7 +116,7 @@ def apply_delta(target: Bytes, packed: bytes | memoryview, encoding: Encoding) -
         if form == _DENSE and encoding == "xor":
             _flip_all(target, compressed)
         elif form == _SPARSE:
-            positions, values = _changes(zstandard.ZstdDecompressor().decompress(compressed), target.size)
+            positions, values = _changes(_unpacked(compressed, target.size), target.size)
             match encoding:
                 case "xor":
                     target[positions] ^= values
@@ -128,6 +128,16 @@ def apply_delta(target: Bytes, packed: bytes | memoryview, encoding: Encoding) -
             raise EngineError(f"a weight delta is damaged: it begins with {form!r}")
     except zstandard.ZstdError as error:
         raise EngineError(f"a weight delta is damaged: {error}") from None
+
+
+def _unpacked(compressed: bytes | memoryview, size: int) -> bytes:
+    """The list of changes; memory is taken for no more than a tensor of ``size`` bytes can have."""
+    num_bytes = zstandard.frame_content_size(compressed)
+    if num_bytes > _HEADER + size * (1 + _WIDTHS[-1]):
+        raise EngineError(
+            f"a weight delta is damaged, or of another tensor: its {num_bytes} bytes do not fit one of {size} bytes"
+        )
+    return zstandard.ZstdDecompressor().decompress(compressed)
 
 
 def _changes(plain: bytes, size: int) -> tuple[_Positions, Bytes]:

@@ -49,6 +49,9 @@ _LOADED_ONCE = "SGLang rearranges such weights when it has loaded them, and new 
 _TINY = 1e-10
 """Smallest magnitude that a scale is made for: a block of zeros has a scale too."""
 
+_SMALLEST_HALF = 2.0**-24
+"""Scales of int4 are stored in the weight's dtype; a smaller one would be zero in float16, and x / 0 no number."""
+
 
 @dataclass(frozen=True)
 class Quantizer:
@@ -151,7 +154,7 @@ def quantize_int4(tensor: torch.Tensor, group_size: int) -> tuple[torch.Tensor, 
 
 def int4_scale(groups: torch.Tensor) -> torch.Tensor:
     """``[..., group]`` -> ``[...]``: what makes the largest of a group 7.5."""
-    return groups.abs().amax(dim=-1).clamp(min=_TINY) / 7.5
+    return (groups.abs().amax(dim=-1) / 7.5).clamp(min=_SMALLEST_HALF)
 
 
 def round_int4(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,9 @@ POST /start_rollout     {task_type, input_file, num_repeat_per_sample, ...}  a g
 POST /buffer/write      {uid, instance_id, messages, reward, extra_info}     one trajectory
 POST /get_rollout_data  {wait_s}                                            complete groups; waits for the first one
 
+Requests are sent again when no reply comes: a trajectory with a ``uid`` that was written before counts once, and a
+``start_id`` starts one generator.
+
 Trajectories with the same ``instance_id`` are a group; it is complete with ``num_repeat_per_sample`` of them. The
 service listens on the loopback address unless told otherwise: whoever reaches it can write what a model is trained on.
 """
@@ -78,6 +81,7 @@ class RolloutBuffer:
     def __init__(self) -> None:
         self._change = threading.Condition()
         self._groups: dict[Any, list[Item]] = {}
+        self._written: set[str] = set()
         self._min_size = 1
         self._task_type = ""
         self._is_valid: Callable[[list[Item], int, str], bool] = default_is_valid_group
@@ -89,12 +93,18 @@ class RolloutBuffer:
         """What the generator of this task says about groups."""
         with self._change:
             self._min_size, self._task_type, self._end = min_size, task_type, ""
+            self._written.clear()
             self._is_valid = getattr(module, "is_valid_group", default_is_valid_group)
             self._transform = getattr(module, "transform_group", default_transform_group)
             self._describe = getattr(module, "get_group_data_meta_info", default_get_group_data_meta_info)
 
     def write(self, item: Item) -> None:
+        """Keep a trajectory. One with the ``uid`` of another is the same, sent again because no reply had come."""
         with self._change:
+            if item.get("uid") is not None:
+                if str(item["uid"]) in self._written:
+                    return
+                self._written.add(str(item["uid"]))
             self._groups.setdefault(item["instance_id"], []).append(item | {"written": time.time()})
             self._change.notify_all()
 
@@ -124,12 +134,17 @@ def make_app(modules: dict[str, ModuleType] | None = None) -> FastAPI:
     """The service; ``modules`` are its generators, by default those of ``generator/``."""
     service, buffer = FastAPI(), RolloutBuffer()
     known = discover_generators() if modules is None else modules
+    started: set[str] = set()
 
     @service.post("/start_rollout")
     def start_rollout(data: dict[str, Any]) -> dict[str, Any]:
         task_type = str(data.get("task_type", ""))
         if task_type not in known:
             return {"success": False, "message": f"task_type {task_type!r} is unknown; known are {sorted(known)}"}
+        if "start_id" in data:
+            if str(data["start_id"]) in started:  # sent again because no reply had come
+                return {"success": True, "message": f"the generator of {task_type} has started already"}
+            started.add(str(data["start_id"]))
         buffer.configure(known[task_type], task_type, int(data.get("num_repeat_per_sample", 1)))
         threading.Thread(target=_generate, args=(known[task_type], data, buffer), daemon=True).start()
         return {"success": True, "message": f"a generator of {task_type} started"}

@@ -14,6 +14,7 @@ import functools
 import logging
 from argparse import Namespace
 from typing import Any
+from uuid import uuid4
 
 from slime.data.chat import load_tokenizer
 from slime.data.loss_masks import MultiTurnLossMaskGenerator
@@ -73,6 +74,7 @@ async def _start(args: Namespace, finished: list[str]) -> None:
         "sampling_params": {"temperature": args.rollout_temperature, "top_p": args.rollout_top_p},
         "tokenizer_path": args.hf_checkpoint,
         "skip_instance_ids": finished,
+        "start_id": uuid4().hex,
     }
     reply = await post(f"{args.rollout_buffer_url}/start_rollout", payload, max_retries=_retries(args))
     if reply.get("success") is False:

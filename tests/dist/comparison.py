@@ -103,7 +103,8 @@ def assert_equal(reference: Result, results: list[Result], *, weight_tolerance: 
             torch.testing.assert_close(values, reference["log_probs"][position], atol=1e-5, rtol=0)
             largest["log-probs"] = max(largest["log-probs"], _difference(values, reference["log_probs"][position]))
     for ours, theirs in zip(main["report"].steps, reference["report"].steps, strict=True):
-        assert _without_rates(ours) == pytest.approx(_without_rates(theirs), rel=1e-4, abs=1e-5)
+        expected = pytest.approx(_without_rates(theirs), rel=1e-4, abs=1e-5)
+        assert _without_rates(ours) == expected, f"{_without_rates(ours)}, expected {expected}"
     norms = [(a["grad_norm"], b["grad_norm"]) for a, b in _steps(main, reference)]
     largest["loss"] = max(abs(a["loss"] - b["loss"]) for a, b in _steps(main, reference))
     largest["gradient norm (relative)"] = max(abs(a - b) / b for a, b in norms)

@@ -115,3 +115,9 @@ def test_muon_on_pieces_of_matrices_is_another_optimizer(ranks: ForkServer, hf: 
     pieces = _train(ranks, hf, 2, "tp2 sp", optimizer="muon", muon_tp_mode="blockwise")
     name = "model.layers.0.mlp.down_proj.weight"
     assert (pieces[0]["weights"][name] - muon[0]["weights"][name]).abs().max() > 1e-3
+
+
+def test_a_stage_with_nothing_to_train_takes_part_in_the_steps(ranks: ForkServer, hf: Path) -> None:
+    only_first_stage = {"only_train_params_name_list": ["layers.0.*linear_fc1"]}
+    one = _train(ranks, hf, 1, **only_first_stage)
+    _assert_same(_train(ranks, hf, 2, "pp2", **only_first_stage), one, tolerance=2e-5)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,6 +77,7 @@ class Muon(torch.optim.Optimizer):
     Args:
         is_qkv_fn: whether a weight holds queries, keys and values; with ``split_qkv`` they are three matrices.
         qkv_split_shapes: rows of queries, keys and values per key head.
+        has_output_gate: as many rows as of queries stand behind these, a matrix of their own, which Megatron forgets.
         pg_collection: Megatron's process groups; ``tp`` and ``expt_tp`` divide matrices.
         mode: tensor parallelism, see the module docstring.
     """
@@ -97,6 +99,7 @@ class Muon(torch.optim.Optimizer):
         pg_collection: Any,
         mode: str,
         fp32_matmul_prec: str,
+        has_output_gate: bool = False,
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum_beta})
         self._use_nesterov = use_nesterov
@@ -104,7 +107,7 @@ class Muon(torch.optim.Optimizer):
         self._scale_mode = scale_mode
         self._extra_scale = extra_scale_factor
         self._is_qkv = is_qkv_fn if split_qkv else lambda _: False
-        self._qkv_rows = qkv_split_shapes
+        self._qkv_rows = qkv_split_shapes[:1] * has_output_gate + qkv_split_shapes
         self._groups = pg_collection
         self._mode = mode
         self._precision = fp32_matmul_prec
@@ -178,7 +181,7 @@ def build_muon(config: OptimizerConfig, chunks: list[Any], args: MuonArgs, *, is
     config.muon_split_qkv = args.muon_split_qkv
     config.muon_tp_mode = args.muon_tp_mode
     config.muon_fp32_matmul_prec = args.muon_fp32_matmul_prec
-    with _our_class():
+    with _our_class(has_output_gate=chunks[0].config.attention_output_gate):
         optimizer = muon.get_megatron_muon_optimizer(
             config, chunks, use_gloo_process_groups=False, layer_wise_distributed_optimizer=is_layer_wise
         )
@@ -194,9 +197,10 @@ def build_muon(config: OptimizerConfig, chunks: list[Any], args: MuonArgs, *, is
 
 
 @contextlib.contextmanager
-def _our_class() -> Iterator[None]:
+def _our_class(*, has_output_gate: bool) -> Iterator[None]:
     theirs = muon.HAVE_EMERGING_OPTIMIZERS, muon.TensorParallelMuon
-    muon.HAVE_EMERGING_OPTIMIZERS, muon.TensorParallelMuon = True, Muon
+    ours = partial(Muon, has_output_gate=has_output_gate)
+    muon.HAVE_EMERGING_OPTIMIZERS, muon.TensorParallelMuon = True, ours
     try:
         yield
     finally:

@@ -22,6 +22,7 @@ from slime.backends.training.custom import CustomFunctions
 from slime.backends.training.data import MicroBatch, TrainBatch
 from slime.backends.training.loss import LossScale, micro_batch_loss, needs_all_rows
 from slime.backends.training.steps import NonFiniteGradients, StepRecord, StepResult
+from slime.utils import accelerator
 
 __all__ = ["TrainState", "train_step"]
 
@@ -182,9 +183,11 @@ def _finalize(
     The ranks of a data-parallel rank hold parts of one model: one of them with bad gradients makes it a bad rank.
     """
     buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    sums = [buffer.grad_data.sum(dtype=torch.float32) for buffer in buffers]
-    is_bad = torch.zeros(mpu.get_data_parallel_world_size(), dtype=torch.int32, device=sums[0].device)
-    is_bad[mpu.get_data_parallel_rank()] = (~torch.isfinite(torch.stack(sums))).any()
+    sums = [buffer.grad_data.sum(dtype=torch.float32) for buffer in buffers]  # none where all weights are frozen
+    device = accelerator.current().device()
+    is_bad = torch.zeros(mpu.get_data_parallel_world_size(), dtype=torch.int32, device=device)
+    if sums:
+        is_bad[mpu.get_data_parallel_rank()] = (~torch.isfinite(torch.stack(sums))).any()
     dist.all_reduce(is_bad, op=dist.ReduceOp.MAX)
     bad_ranks.extend(is_bad.nonzero().flatten().tolist())
     finalize_model_grads(model, num_tokens, **kwargs)

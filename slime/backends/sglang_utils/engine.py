@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ import httpx
 import psutil
 
 from slime.backends.sglang_utils.fork_server import ForkedServer
-from slime.backends.sglang_utils.server_process import launch_server
+from slime.backends.sglang_utils.server_process import has_ended, launch_server, named_children
 from slime.backends.sglang_utils.topology import WorkerType
 from slime.utils.deadline import Deadline, wait_until
 from slime.utils.errors import EngineError, EngineSilent
@@ -32,8 +33,6 @@ _POLL_S = 0.1
 _WATCH_EVERY_S = 0.5
 _KEEPALIVE_S = 2.0
 """Shorter than the server's five seconds: a connection that both sides drop at once loses a request."""
-_PART_PREFIX = "sglang::"
-"""How the names of the processes begin that a server starts."""
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 """The kinds of memory that a server can release."""
 _CONTROL_TIMEOUT_S = 60.0
@@ -73,6 +72,9 @@ class OtherNode(Protocol):
 
     def start(self) -> None:
         """Launch it; does not wait until it is ready, which it is not before all of them are."""
+
+    def note_parts(self) -> None:
+        """The engine answers: from now on it is lost as well when one of its server's processes ends. Does not wait."""
 
     def lost(self) -> str | None:
         """Why it is gone, as the end of a sentence; None while it runs."""
@@ -134,13 +136,15 @@ class SGLangEngine:
                 self.stop()
                 raise EngineError(f"{deadline.error()}. Last lines of {spec.log_path}:\n{log_tail(spec.log_path)}")
             time.sleep(_POLL_S)
-        self._parts = self._named_children()
+        self._parts = named_children(self._server.pid)
+        for node in self._other_nodes:
+            node.note_parts()
         threading.Thread(target=self._watch_parts, name=f"parts of engine {spec.rank}", daemon=True).start()
 
     def _watch_parts(self) -> None:
         """End a server that lost a part at once: left alone it takes many seconds to report, and answers nothing."""
         while self.is_alive() and not self._stopping.wait(_WATCH_EVERY_S):
-            part = next((name for name, part in self._parts.items() if _has_ended(part)), None)
+            part = next((name for name, part in self._parts.items() if has_ended(part)), None)
             lost = self._lost_node() if part is None else f"its process {part} had ended"
             if lost is not None and self.is_alive() and not self._stopping.is_set():
                 self._lost_part = f", stopped because {lost}"
@@ -151,17 +155,6 @@ class SGLangEngine:
     def _lost_node(self) -> str | None:
         """Why a part on another node is gone; None while all of them run."""
         return next((lost for node in self._other_nodes if (lost := node.lost()) is not None), None)
-
-    def _named_children(self) -> dict[str, psutil.Process]:
-        """Schedulers, detokenizers and the like, by what to call them."""
-        assert self._server is not None
-        try:
-            children = psutil.Process(self._server.pid).children(recursive=True)
-            return {
-                f"{name} ({child.pid})": child for child in children if (name := child.name()).startswith(_PART_PREFIX)
-            }
-        except psutil.Error:  # it ended this moment
-            return {}
 
     def _answers(self) -> bool:
         try:
@@ -188,7 +181,7 @@ class SGLangEngine:
 
     def has_ended(self) -> bool:
         """True when the server, or one of the processes it cannot work without, has ended."""
-        return not self.is_alive() or any(map(_has_ended, self._parts.values()))
+        return not self.is_alive() or any(map(has_ended, self._parts.values()))
 
     def is_responsive(self, timeout_s: float) -> bool:
         """True when the scheduler works: it finishes a token in time, one of a running request or one made for this.
@@ -213,8 +206,9 @@ class SGLangEngine:
         self._stopping.set()
         if self._server is not None:
             self._server.stop()
-        for node in self._other_nodes:
-            node.stop()
+        if self._other_nodes:
+            with ThreadPoolExecutor(len(self._other_nodes)) as pool:
+                list(pool.map(lambda node: node.stop(), self._other_nodes))
 
     def register(self, router_url: str) -> None:
         """Make the router send requests here; returns when it will: it answers first, and looks at the engine then."""
@@ -391,13 +385,6 @@ class SGLangEngine:
                 f"{response.text[:2000]}"
             )
         return body
-
-
-def _has_ended(process: psutil.Process) -> bool:
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def _json_object(response: httpx.Response) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from slime.backends.sglang_utils.server_args import trainer_dtype
 from slime.backends.sglang_utils.topology import ModelSpec, Topology, WorkerType, topology_of
 from slime.config import notices
 from slime.config.model_config import read_model_config, text_part
+from slime.data.sampling_mask import cuts_vocabulary
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 from slime.utils.net import url_host
@@ -227,12 +228,21 @@ def _groups(args: Namespace, model: ModelSpec) -> Iterator[str]:
             yield f"num_gpus_per_engine {width} must be a multiple of --sglang-pp-size {args.sglang_pp_size}."
 
 
-def _routing_replay(args: Namespace) -> Iterator[str]:
-    """R3: a request for expert choices goes to one engine directly; prefill and decode engines only answer together."""
-    if args.use_rollout_routing_replay and (flag := _pd_flag(args)) is not None:
+def _direct_requests(args: Namespace) -> Iterator[str]:
+    """Who asks for expert choices or sampling sets asks one engine; prefill and decode ones only answer together."""
+    asks = []
+    if args.use_rollout_routing_replay:
+        asks.append(("--use-rollout-routing-replay", "the expert choices"))
+    if cuts_vocabulary(args):
+        flags = f"--rollout-top-p {args.rollout_top_p} --rollout-top-k {args.rollout_top_k}"
+        asks.append((flags, "the ids that tokens were sampled from"))
+    flag = _pd_flag(args) if asks else None
+    if flag is None:
+        return
+    for ask, what in asks:
         yield (
-            f"--use-rollout-routing-replay does not work with prefill and decode on different engines ({flag}): the "
-            "router, which brings those together, drops the expert choices. Use regular engines, or drop it."
+            f"{ask} does not work with prefill and decode on different engines ({flag}): the router, which brings "
+            f"those together, drops {what}. Use regular engines, or drop it."
         )
 
 
@@ -298,5 +308,5 @@ def _external(args: Namespace) -> Iterator[str]:
         )
 
 
-RULES: tuple[Rule, ...] = (_sizes, _router, _exclusions, _prefill, _deployment, _external, _routing_replay)
+RULES: tuple[Rule, ...] = (_sizes, _router, _exclusions, _prefill, _deployment, _external, _direct_requests)
 MACHINE_RULES: tuple[Rule, ...] = (_pd_devices,)

@@ -7,11 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from slime.backends.sglang_utils.fork_server import ForkedServer
 from slime.utils.deadline import Deadline
 from slime.utils.process import GuardedProcess
 
-__all__ = ["ForkAddress", "launch_server"]
+__all__ = ["ForkAddress", "has_ended", "launch_server", "named_children"]
+
+_PART_PREFIX = "sglang::"
+"""How the names of the processes begin that a server starts."""
 
 
 @dataclass(frozen=True)
@@ -46,3 +51,19 @@ def launch_server(
         return ForkedServer(fork_server_socket, argv, env=env, log_path=log_path, deadline=deadline)
     command = [sys.executable, "-m", "slime.backends.sglang_utils.launch", *argv]
     return GuardedProcess(command, log_path=log_path, env=env)
+
+
+def named_children(pid: int) -> dict[str, psutil.Process]:
+    """Schedulers, detokenizers and the like of a server, by what to call them. Not all of them end it by their end."""
+    try:
+        children = psutil.Process(pid).children(recursive=True)
+        return {f"{name} ({child.pid})": child for child in children if (name := child.name()).startswith(_PART_PREFIX)}
+    except psutil.Error:  # it ended this moment
+        return {}
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

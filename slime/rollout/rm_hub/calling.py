@@ -12,6 +12,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from slime.data.sample import Sample
+from slime.rollout.failures import fresh_copy
 from slime.utils.async_utils import call_user, is_async
 from slime.utils.errors import DataError, ScoringError
 
@@ -49,8 +51,13 @@ async def call_scorer(function: Callable[..., Any], *args: Any, what: str, timeo
         if is_async(function):
             async with limit:
                 return await function(*args, **kwargs)
+        # threads cannot be ended: one that is late must not write into samples that have gone on without it
+        own = [_copied(arg) for arg in args]
         async with _slots.current(), limit:
-            return await call_user(function, *args, **kwargs)
+            result = await call_user(function, *own, **kwargs)
+        for arg, copied in zip(args, own, strict=True):
+            _take_back(arg, copied)
+        return result
     except TimeoutError as error:
         if not limit.expired():  # its own
             raise ScoringError(f"{what} raised {type(error).__name__}: {error}") from error
@@ -61,6 +68,27 @@ async def call_scorer(function: Callable[..., Any], *args: Any, what: str, timeo
         raise
     except Exception as error:  # the user's code may raise anything
         raise ScoringError(f"{what} raised {type(error).__name__}: {error}") from error
+
+
+def _copied(arg: Any) -> Any:
+    """Samples, alone or in a list, as copies; anything else as it is."""
+    if isinstance(arg, list):
+        return [_copied(item) for item in arg]
+    if not isinstance(arg, Sample):
+        return arg
+    copied = fresh_copy(arg)
+    if hasattr(arg, "trace"):
+        copied.trace = arg.trace  # type: ignore[attr-defined]  # open spans go on in it
+    return copied
+
+
+def _take_back(arg: Any, copied: Any) -> None:
+    """What a function changed in its copies becomes true of the samples."""
+    if isinstance(arg, Sample):
+        vars(arg).update(vars(copied))
+    elif isinstance(arg, list):
+        for item, twin in zip(arg, copied, strict=False):  # it may have grown
+            _take_back(item, twin)
 
 
 def reward_value(value: Any, what: str) -> Any:

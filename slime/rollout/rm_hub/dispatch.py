@@ -23,7 +23,7 @@ from slime.rollout.rm_hub.math_utils import extract_answer, grade_answer_verl
 from slime.rollout.rm_hub.math_verify_grader import grade_math_verify
 from slime.rollout.rm_hub.remote import remote_rm
 from slime.rollout.settings import setting
-from slime.utils.errors import DataError, ScoringError
+from slime.utils.errors import ScoringError
 
 __all__ = ["async_rm", "batched_async_rm", "known_rm_types"]
 
@@ -66,7 +66,8 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
     Order: ``sample.custom_rm_path``, ``--custom-rm-path``, ``metadata["rm_type"]``, ``--rm-type``.
 
     Raises:
-        DataError: scoring failed.
+        ScoringError: scoring failed.
+        DataError: the reward's library is missing, or another thing that would fail for every sample.
         NotImplementedError: no reward is configured, or its type is unknown.
     """
     path = sample.custom_rm_path or setting(args, "custom_rm_path")
@@ -104,7 +105,7 @@ async def _by_type(args: Namespace, sample: Sample) -> Any:
     try:
         rule = (_BOXED_RULES if is_boxed else _RULES)[name]
         return await call_scorer(rule, response, label, metadata, what=what, timeout_s=timeout_s)
-    except DataError as error:
+    except ScoringError as error:
         if error.__cause__ is not None:
             raise
         logger.warning("%s; its reward is 0", error)  # the deadline: a response that is too hard to grade

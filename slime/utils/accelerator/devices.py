@@ -106,6 +106,10 @@ class Accelerator:
 class CPUAccelerator(Accelerator):
     """No accelerator at all."""
 
+    def resolve_visible_device_id(self, physical_device_id: int | float | str) -> int:
+        """The number itself: what is hidden from the process are devices that it does not use."""
+        return int(physical_device_id)
+
 
 class CUDAAccelerator(Accelerator):
     """A few lines over ``torch.cuda``."""

@@ -175,6 +175,21 @@ def test_when_a_rank_dies_everybody_who_waits_learns_it_and_the_work_ends() -> N
     asyncio.run(run())
 
 
+def test_a_rank_that_dies_while_weights_are_loaded_ends_the_work_too() -> None:
+    model = Model()
+    model.load_error = ProcessDied("rank 1 died")
+
+    async def run() -> None:
+        queue = ScoreQueue(model.score, model.load, RoundSettings(max_tokens=0), "/start")
+        work = asyncio.create_task(queue.work())
+        with pytest.raises(ProcessDied):
+            await asyncio.wait_for(queue.update("/new", 20.0), 20)
+        with pytest.raises(ProcessDied, match="rank 1"):
+            await asyncio.wait_for(work, 20)
+
+    asyncio.run(run())
+
+
 def test_an_update_waits_for_those_under_way_and_lets_nobody_in_meanwhile() -> None:
     model = Model()
     model.go_on.clear()

@@ -13,6 +13,7 @@ import torch
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
 from slime.backends.megatron_utils.patches.install import install
+from tests.unit.megatron_utils.tiny_families import make_family_checkpoint
 from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, single_rank
 
 install()
@@ -83,6 +84,20 @@ def test_queries_keys_and_values_are_three_matrices() -> None:
         torch.testing.assert_close(moved[:, rows].reshape(-1, 5), expected, rtol=0, atol=1e-5)
 
 
+def test_an_output_gate_is_a_matrix_of_its_own() -> None:
+    # two key heads of 4 + 4 + 2 + 2 rows; 24 rows would also be three heads of 4 + 2 + 2
+    gradient = torch.randn(24, 5, generator=torch.Generator().manual_seed(4))
+    parameter = torch.nn.Parameter(torch.zeros(24, 5))
+    parameter.is_qkv = True  # type: ignore[attr-defined]
+    parameter.grad = gradient
+    Muon([parameter], **SETTINGS, has_output_gate=True).step()
+    heads, moved = gradient.view(2, 12, 5), parameter.detach().view(2, 12, 5)
+    for rows in (slice(0, 4), slice(4, 8), slice(8, 10), slice(10, 12)):
+        part = heads[:, rows].reshape(-1, 5)
+        expected = -0.1 * 0.2 * math.sqrt(max(part.shape)) * by_singular_values(part, 5)
+        torch.testing.assert_close(moved[:, rows].reshape(-1, 5), expected, rtol=0, atol=1e-5)
+
+
 def test_the_factors_of_an_update_follow_the_shape() -> None:
     assert scale_of(4, 16, "spectral") == scale_of(16, 4, "spectral") == 4
     assert (scale_of(4, 16, "unit_rms_norm"), scale_of(16, 4, "unit_rms_norm")) == (0.5, 2)
@@ -119,6 +134,16 @@ def test_a_trainer_gives_matrices_to_muon_and_the_rest_to_adam(tmp_path: Path) -
         moved = muon[f"model.layers.1.{name}.weight"]
         values = torch.linalg.svdvals(moved) / (1e-2 * 0.2 * math.sqrt(max(moved.shape)))
         assert 0.5 < values.median() < values.max() < 1.3, name
+
+
+def test_muon_knows_the_output_gate_of_a_hybrid_model(tmp_path: Path) -> None:
+    make_family_checkpoint("qwen3_next", tmp_path)
+    _, moved = _moved(tmp_path, optimizer="muon", muon_extra_scale_factor=0.2)
+    # [heads, query | gate, head_dim] on the hub's side
+    for part in moved["model.layers.1.self_attn.q_proj.weight"].view(4, 2, 16, -1).unbind(1):
+        matrix = part.flatten(0, 1)
+        values = torch.linalg.svdvals(matrix) / (1e-2 * 0.2 * math.sqrt(max(matrix.shape)))
+        assert 0.5 < values.min() < values.max() < 1.3
 
 
 def test_muon_knows_queries_and_experts_by_their_16_bit_weights_too(tmp_path: Path) -> None:

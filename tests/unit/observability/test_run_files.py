@@ -164,11 +164,18 @@ def test_secrets_are_hidden_wherever_they_stand(words: list[str], kept: list[str
 
 
 def test_secrets_are_hidden_in_arguments_of_any_depth() -> None:
-    values = {"wandb_key": "s", "sglang_api_key": None, "env": {"HF_TOKEN": "s", "N": [1]}, "urls": ("ftp://a:s@b",)}
+    values = {
+        "wandb_key": "s",
+        "sglang_argv": ["--api-key", "s", "--tp", "2"],
+        "sglang_api_key": None,
+        "env": {"HF_TOKEN": "s", "AWS_SESSION_TOKEN": "s", "N": [1]},
+        "urls": ("ftp://a:s@b",),
+    }
     assert hide_secrets(values) == {
         "wandb_key": "***",
+        "sglang_argv": ["--api-key", "***", "--tp", "2"],
         "sglang_api_key": None,
-        "env": {"HF_TOKEN": "***", "N": [1]},
+        "env": {"HF_TOKEN": "***", "AWS_SESSION_TOKEN": "***", "N": [1]},
         "urls": ["ftp://***@b"],
     }
 

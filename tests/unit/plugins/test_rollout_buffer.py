@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import queue
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,6 +104,28 @@ def test_a_group_is_handed_out_once_and_only_when_it_is_complete() -> None:
     assert [item["uid"] for item in items] == [0, 1]
     assert (meta["num_groups"], meta["num_waiting_groups"], meta["avg_reward"], error) == (1, 1, 0.5, "")
     assert buffer.take(wait_s=0.0)[0] == []
+
+
+def test_a_trajectory_that_is_sent_again_because_its_reply_was_lost_counts_once() -> None:
+    buffer = RolloutBuffer()
+    buffer.configure(base_generator, "math", min_size=2)
+    for uid in ("x", "x", "y", "y"):
+        buffer.write({"uid": uid, "instance_id": "a", "messages": [], "reward": 1.0})
+    items, _, _ = buffer.take(wait_s=0.0)
+    assert [item["uid"] for item in items] == ["x", "y"]
+    buffer.write({"uid": "y", "instance_id": "a", "messages": [], "reward": 1.0})  # after its group was taken
+    assert buffer.take(wait_s=0.0)[1]["num_waiting_groups"] == 0
+
+
+def test_a_request_to_start_that_is_sent_again_starts_no_second_generator() -> None:
+    starts: queue.Queue[str] = queue.Queue()
+    own = SimpleNamespace(TASK_TYPE="own", run_rollout=lambda data: starts.put(data["start_id"]))
+    service = make_app({"own": own})  # type: ignore[dict-item]
+    start = next(route.endpoint for route in service.routes if route.path == "/start_rollout")  # type: ignore[attr-defined]
+    replies = [start({"task_type": "own", "start_id": name}) for name in ("a", "a", "b")]
+    assert all(reply["success"] for reply in replies)
+    assert {starts.get(timeout=20), starts.get(timeout=20)} == {"a", "b"}
+    assert starts.empty()
 
 
 def test_rewards_that_are_no_numbers_are_handed_out_all_the_same() -> None:

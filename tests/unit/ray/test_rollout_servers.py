@@ -12,8 +12,9 @@ from slime.backends.sglang_utils.topology import EnginePlace, WorkerType
 from slime.ray.engine_actor import ForkAddress
 from slime.ray.engine_slots import WaitingEngines
 from slime.ray.fleet import RayEngineFleet
+from slime.ray.placement_group import GpuSlots
 from slime.ray.rollout_servers import RolloutServers
-from slime.utils.errors import EngineError
+from slime.utils.errors import ConfigError, EngineError
 
 
 def fleet(*names: str, slots: tuple[int | None, ...] = ()) -> RayEngineFleet:
@@ -150,3 +151,13 @@ def test_engines_are_forked_from_a_process_of_their_own_node_only(tmp_path):
     assert address.socket_on("10.0.0.1") == str(tmp_path / "socket")
     assert address.socket_on("10.0.0.2") is None, "another node, on the same file system"
     assert ForkAddress("10.0.0.1", str(tmp_path / "gone" / "socket")).socket_on("10.0.0.1") is None
+
+
+def test_an_engine_over_several_nodes_is_refused_where_rays_nodes_are_smaller_than_the_flag_says():
+    several = servers(num_gpus_per_node=4)
+    wide = EnginePlace(0, WorkerType.REGULAR, 0, 8, {})
+    several._gpus = GpuSlots(None, range(8), [0, 1, 2, 3, 0, 1, 2, 3])
+    several._check_nodes(wide)
+    several._gpus = GpuSlots(None, range(8), [0, 1, 2, 0, 1, 2, 0, 1])
+    with pytest.raises(ConfigError, match=r"--num-gpus-per-node 4: engine 0 got the devices \[0, 1, 2, 0\]"):
+        several._check_nodes(wide)

@@ -172,3 +172,25 @@ def test_engines_that_only_prefill_or_decode_are_refused(cluster: Any) -> None:
         worker["worker_type"] = kind
     with pytest.raises(EngineError, match="has prefill and decode engines, which only work together"):
         run(DirectEngines(router.url).next_url(None))
+
+
+@pytest.mark.parametrize("function", [generate, generate_streaming])
+def test_tokens_of_a_request_aborted_in_the_queue_are_dropped_as_they_come_without_their_sets(
+    cluster: Any, tiny_task: Any, function: Any
+) -> None:
+    """As SGLang 0.5.23 answers for a request that it had put back into its queue."""
+
+    def aborted(request: dict[str, Any], count: int) -> Reply:
+        assert request["return_sampling_mask"]
+        meta = {
+            "finish_reason": {"type": "abort", "message": "Abort in waiting queue"},
+            "output_token_logprobs": [[-0.5, 5, None], [-0.5, 6, None]],
+            "completion_tokens": 2,
+        }
+        reply = {"text": "56", "output_ids": [5, 6], "meta_info": meta}
+        return 200, iter([reply]) if request.get("stream") else reply
+
+    router, _ = cluster(1, aborted)
+    args = _args(tiny_task, router, use_rollout_routing_replay=False, rollout_top_p=0.9)
+    sample = _generate(args, Sample(prompt="1+1="), function)
+    assert (sample.status, sample.response, sample.response_length) == (Sample.Status.ABORTED, "", 0)

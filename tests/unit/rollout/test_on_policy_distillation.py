@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from slime.data.sample import Sample
+from slime.rollout.failures import give_up
 from slime.rollout.on_policy_distillation import post_process_rewards, reward_func
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.http_utils import close_http_client
@@ -106,3 +107,13 @@ def test_a_reply_that_cannot_be_used_names_the_sample_and_the_flag(teacher):
 def test_without_the_teachers_address_nothing_is_asked():
     with pytest.raises(ConfigError, match="--rm-url"):
         ask(SimpleNamespace(rm_url=None), Sample(tokens=[1, 2], response_length=1))
+
+
+def test_a_sample_that_was_given_up_needs_no_teacher():
+    failed = Sample(tokens=[1, 2], response_length=1)
+    give_up(failed, "reward", ValueError(), "the teacher refused it")
+    failed.reward = 0.0
+    scored = Sample(tokens=[1, 2], response_length=1, reward={"log_probs": [-0.5]})
+    assert post_process_rewards(None, [failed, scored]) == ([0.0, 0.0], [0.0, 0.0])
+    assert scored.teacher_log_probs.tolist() == [-0.5]
+    assert failed.teacher_log_probs is None

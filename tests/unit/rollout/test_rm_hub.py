@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from types import SimpleNamespace
 
@@ -22,7 +23,7 @@ from slime.rollout.rm_hub.math_utils import (
     remove_boxed,
 )
 from slime.rollout.rm_hub.math_verify_grader import grade_math_verify
-from slime.utils.errors import DataError
+from slime.utils.errors import DataError, ScoringError
 from tests.unit.rollout.fake_engine import FakeEngine
 
 # --- the conventions of users' rewards
@@ -69,6 +70,14 @@ def nothing(args, sample):
 
 async def slow_async(args, sample):
     await asyncio.sleep(30)
+
+
+def marks_when_released(args, sample):
+    args.released.wait(10)
+    sample.remove_sample = True
+    sample.metadata["seen"] = 1
+    args.marked.set()
+    return 1.0
 
 
 def own_timeout(args, sample):
@@ -135,6 +144,20 @@ def test_an_async_reward_has_a_deadline_too():
     assert time.monotonic() - started < 2
 
 
+def test_a_late_reward_changes_nothing_and_one_in_time_may_change_the_sample():
+    sample = Sample(index=2, metadata={})
+    events = {"released": threading.Event(), "marked": threading.Event()}
+    try:
+        with pytest.raises(DataError, match=r"did not return within 0.2 s"):
+            score(rm_args(custom_rm_path=here("marks_when_released"), rm_timeout=0.2, **events), sample)
+    finally:
+        events["released"].set()
+    assert events["marked"].wait(10)
+    assert (sample.remove_sample, sample.metadata) == (False, {})
+    assert score(rm_args(custom_rm_path=here("marks_when_released"), **events), sample) == 1.0
+    assert (sample.remove_sample, sample.metadata) == (True, {"seen": 1})
+
+
 def test_sync_rewards_run_side_by_side():
     async def many():
         args = rm_args(custom_rm_path=here("sleeping"))
@@ -189,6 +212,16 @@ def test_a_remote_service_gets_prompt_response_and_label_and_is_asked_again_afte
         args = rm_args(rm_type="remote_rm", rm_url=f"{server.url}/score")
         assert score(args, Sample(prompt="p", response="r", label=2)) == {"score": 2}
         assert server.requests == [{"prompt": "p", "response": "r", "label": 2}] * 2
+    finally:
+        server.close()
+
+
+def test_a_sample_that_a_remote_service_refuses_fails_alone():
+    server = FakeEngine(lambda payload, number: (422, "too long"))
+    try:
+        with pytest.raises(ScoringError, match=r"remote_rm on sample 3.*status 422.*too long"):
+            score(rm_args(rm_type="remote_rm", rm_url=f"{server.url}/score"), Sample(index=3))
+        assert len(server.requests) == 1
     finally:
         server.close()
 
@@ -269,6 +302,13 @@ def test_expressions_that_would_keep_sympy_busy_are_not_evaluated(bomb):
 def test_math_verify_accepts_what_the_strict_rules_refuse(given, gold):
     assert grade_math_verify(rf"\boxed{{{given}}}", gold) == 1.0
     assert grade_math_verify(rf"\boxed{{{given}}}", None) == 0.0
+
+
+def test_a_reward_whose_library_is_missing_ends_the_run_instead_of_being_zero(monkeypatch):
+    monkeypatch.setattr(math_verify_grader.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DataError, match="pip install math-verify") as caught:
+        score(rm_args(rm_type="math_verify"), Sample(response=r"\boxed{7}", label="7"))
+    assert not isinstance(caught.value, ScoringError)  # which is the sample's own failure
 
 
 # --- f1

@@ -189,6 +189,15 @@ def test_expert_choices_cannot_be_asked_of_prefill_and_decode_engines(tmp_path: 
     assert problems("", use_rollout_routing_replay=True, sglang_config=str(path)) == []
 
 
+def test_a_cut_vocabulary_is_refused_with_prefill_and_decode_engines_before_anything_starts():
+    """The router would drop the question for the sampling sets."""
+    (only,) = problems("", prefill_num_servers=2, rollout_top_p=0.9, rollout_top_k=-1)
+    assert only.startswith("--rollout-top-p 0.9 --rollout-top-k -1 does not work with prefill and decode")
+    assert "--prefill-num-servers 2" in only
+    assert problems("", rollout_top_p=0.9, rollout_top_k=-1) == []
+    assert problems("", prefill_num_servers=2, rollout_top_p=1.0, rollout_top_k=-1) == []
+
+
 @pytest.mark.parametrize(
     ("width", "num_ranks", "message"),
     [

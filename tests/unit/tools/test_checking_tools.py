@@ -171,6 +171,47 @@ def test_a_checkpoint_in_8_bits_reads_back_as_bf16_within_its_precision(strategy
         assert ((before - after).abs() <= before.abs() / 16 + before.abs().max() / 448 / 512).all()
 
 
+def test_what_engines_hold_in_16_bits_and_stacked_experts_are_not_made_8_bits(tmp_path: Path):
+    source = tmp_path / "hf"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    kept = {
+        "model.layers.0.mlp.gate.weight",
+        "model.layers.0.mlp.shared_expert_gate.weight",
+        "model.layers.0.block_sparse_moe.gate.weight",
+        "mtp.fc.weight",
+        "model.mtp_layers.0.input_proj.weight",
+    }
+    quantised = {
+        "model.layers.0.mlp.shared_expert.gate_proj.weight",
+        "model.layers.0.block_sparse_moe.experts.0.w1.weight",
+    }
+    save_file({name: torch.randn(4, 8) for name in kept | quantised}, source / "model.safetensors")
+    done = run("convert_hf_to_fp8.py", "--model-dir", source, "--save-dir", tmp_path / "fp8")
+    assert done.returncode == 0, done.stderr
+    stored = load_file(tmp_path / "fp8" / "model.safetensors")
+    assert {name for name, tensor in stored.items() if tensor.dtype == torch.float8_e4m3fn} == quantised
+    save_file({"model.layers.0.mlp.experts.down_proj": torch.randn(2, 4, 8)}, source / "model.safetensors")
+    refused = run("convert_hf_to_fp8.py", "--model-dir", source, "--save-dir", tmp_path / "stacked")
+    assert refused.returncode == 2
+    assert "model.layers.0.mlp.experts.down_proj holds all experts of a layer" in refused.stderr
+
+
+def test_the_default_rules_leave_the_experts_only_in_4_bits(tmp_path: Path):
+    source = tmp_path / "hf"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    experts = {"model.layers.0.mlp.experts.0.up_proj", "model.layers.0.block_sparse_moe.experts.0.w1"}
+    others = ("mlp.gate", "block_sparse_moe.gate", "self_attn.q_proj", "linear_attn.out_proj", "eh_proj")
+    kept = {f"model.layers.0.{name}" for name in others} | {"mtp.fc", "model.mtp_layers.0.input_proj"}
+    weights = {f"{name}.weight": torch.randn(4, 32) for name in kept | experts}
+    save_file(weights, source / "model.safetensors")
+    done = run("convert_hf_to_int4_direct.py", "--model-dir", source, "--save-dir", tmp_path / "int4")
+    assert done.returncode == 0, done.stderr
+    stored = load_file(tmp_path / "int4" / "model.safetensors")
+    assert {name.removesuffix(".weight_packed") for name in stored if name.endswith("_packed")} == experts
+
+
 def test_a_checkpoint_in_4_bits_reads_back_as_bf16_within_its_precision(tiny_task, tmp_path: Path):
     int4 = tmp_path / "int4"
     flags = ("--model-dir", tiny_task.model, "--save-dir", int4, "--group-size", 16)

@@ -95,6 +95,13 @@ def test_four_bits_are_packed_as_the_library_unpacks_them():
     assert ((back.view(6, 64) - tensor.float()).abs() <= scale.float().repeat_interleave(32, 1) * 0.54).all()
 
 
+def test_a_group_of_zeros_has_a_scale_that_float16_can_hold():
+    """A scale that is rounded to zero would make NaN of 0 / 0, in the whole row with GPTQ."""
+    words, scales = quantize_int4(torch.zeros(2, 32, dtype=torch.float16), 32)
+    assert (scales > 0).all()
+    assert (words == -0x77777778).all()  # every value is 0, stored as 8
+
+
 def test_columns_that_fill_no_whole_word_are_padded():
     words, scale = quantize_int4(torch.full((2, 4), 7.0), 4)
     assert words.shape == (2, 1)

@@ -74,6 +74,7 @@ class ScoreQueue:
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
     _loading: str | None = None
     _loaded: asyncio.Future[dict[str, Any]] | None = None
+    _death: ProcessDied | None = None
     _num_finished: int = 0
     _num_finished_tokens: int = 0
 
@@ -98,13 +99,15 @@ class ScoreQueue:
         """Score what waits, round by round, until cancelled. A round that fails is an error of its requests only.
 
         Raises:
-            ProcessDied: a rank is gone; whoever waits gets this error, too.
+            ProcessDied: a rank is gone, in a round or in an update; whoever waits gets this error, too.
         """
         while True:
             self._waiting = [item for item in self._waiting if not item.answer.done()]
             if not self._waiting:
                 self._idle.set()
                 self._news.clear()
+                if self._death is not None:
+                    raise self._death
                 await self._news.wait()
                 continue
             plan = plan_round([item.num_tokens for item in self._waiting], self.settings)
@@ -185,6 +188,9 @@ class ScoreQueue:
             raise  # looked at before anything changed
         except Exception as error:
             self.damage = f"loading the weights of {path} failed half way ({error}): load a checkpoint that works."
+            if isinstance(error, ProcessDied):  # no checkpoint helps: the work ends
+                self._death = error
+                self._news.set()
             raise
 
     def loads(self) -> dict[str, Any]:
