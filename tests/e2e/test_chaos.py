@@ -133,7 +133,7 @@ def test_after_all_that_prompts_tokens_losses_and_weights_are_those_of_an_undist
         expected, found = (
             torch.load(output / "dump" / f"{rollout_id}.pt", weights_only=True)["samples"] for output in (whole, other)
         )
-        assert [sample["tokens"] for sample in expected] == [sample["tokens"] for sample in found]
+        assert [sample["tokens"] for sample in expected] == [sample["tokens"] for sample in found], rollout_id
     expected, found = (load_file(output / f"hf_{ROLLOUTS - 1}" / "model.safetensors") for output in (whole, other))
     assert expected.keys() == found.keys()
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []

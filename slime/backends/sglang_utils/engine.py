@@ -36,6 +36,7 @@ _KEEPALIVE_S = 2.0
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 """The kinds of memory that a server can release."""
 _CONTROL_TIMEOUT_S = 60.0
+_LOADS = "/v1/loads?include=core"
 _REGISTER_TIMEOUT_S = 30.0
 _UPDATE_TIMEOUT_S = 600.0
 
@@ -186,8 +187,15 @@ class SGLangEngine:
     def is_responsive(self, timeout_s: float) -> bool:
         """True when the scheduler works: it finishes a token in time, one of a running request or one made for this.
 
-        ``/health`` answers for the HTTP process alone. Takes about a second.
+        ``/health`` answers for the HTTP process alone. Takes about a second. Of an engine whose samples must be the same
+        bits every time only the scheduler's numbers are asked for: a greedy request among others makes SGLang sample
+        the whole batch in another way.
         """
+        if "--enable-deterministic-inference" in self._spec.argv:
+            try:
+                return self._request("GET", _LOADS, timeout_s=timeout_s, needs="loads")["loads"] is not None
+            except EngineError:
+                return False
         try:
             return self._client.get("/health_generate", timeout=timeout_s).status_code == 200
         except httpx.HTTPError:
@@ -329,7 +337,7 @@ class SGLangEngine:
 
     def num_requests(self) -> int:
         """Requests that run or wait in the scheduler."""
-        loads = self._request("GET", "/v1/loads?include=core", needs="loads")["loads"]
+        loads = self._request("GET", _LOADS, needs="loads")["loads"]
         return sum(int(load["num_running_reqs"]) + int(load["num_waiting_reqs"]) for load in loads)
 
     def weights_checksum(self) -> dict[str, str]:
