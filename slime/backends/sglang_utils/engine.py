@@ -187,8 +187,8 @@ class SGLangEngine:
     def is_responsive(self, timeout_s: float) -> bool:
         """True when the scheduler works: it finishes a token in time, one of a running request or one made for this.
 
-        ``/health`` answers for the HTTP process alone. Takes about a second. Of an engine whose samples must be the same
-        bits every time only the scheduler's numbers are asked for: a greedy request among others makes SGLang sample
+        ``/health`` answers for the HTTP process alone. Takes about a second. An engine whose samples must be the same
+        bits every time is asked for the scheduler's numbers only: a greedy request among others makes SGLang sample
         the whole batch in another way.
         """
         if "--enable-deterministic-inference" in self._spec.argv:
