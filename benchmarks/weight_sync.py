@@ -7,15 +7,17 @@ whatever else the machine does meets all of them; the table shows medians and th
 send, load, flush, verify the version, continue; with files, write before and delete the version before last afterwards.
 Beside it stand the seconds until engines serve the new weights, and those in which they stood still.
 
-Two rows are measured beside them, between two processes that do nothing else. The raw broadcast is one collective per
-bucket into memory that is there. Its receiver with a copy is the least that an engine can do which receives and then
-loads, as SGLang does: the same collectives, and one copy of every tensor to where the model has it.
+Three rows are measured beside them, between two processes that do nothing else. The raw broadcast is one collective per
+bucket into memory that is there. The receiver with a copy receives and then loads, as SGLang does: the same
+collectives, and one copy of every tensor to where the model has it. In pieces, the raw broadcast is many collectives at
+a time, over as many connections as the sync has.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -38,8 +40,9 @@ from slime.backends.sglang_utils.server_args import server_env
 from slime.backends.training.hf_files import write_hf_directory
 from slime.utils import accelerator
 from slime.utils.distributed_utils import destroy_group, join_group
-from slime.utils.net import free_port
+from slime.utils.net import WEIGHT_INTERFACES, WEIGHT_LOOPBACK, free_port
 from slime.weight_sync.chunks import into_chunks
+from slime.weight_sync.delta_codec import Encoding
 from slime.weight_sync.ranks import ALONE
 from slime.weight_sync.send_delta import DeltaUpdater
 from slime.weight_sync.send_disk import DiskSettings, DiskUpdater
@@ -50,6 +53,7 @@ from tools.make_tiny_task import make_tiny_task
 
 _TIMEOUT_S = 300.0
 _HOST = "127.0.0.1"
+_PIECES = 24
 
 
 class Weights:
@@ -87,15 +91,17 @@ class Broadcast:
 
     Args:
         copies: it copies what it has received to another place, and does nothing else with it either way.
+        pieces: so many collectives per bucket at a time, over all connections; 1: one over the one that gloo makes.
     """
 
-    def __init__(self, sizes: list[int], *, copies: bool) -> None:
+    def __init__(self, sizes: list[int], *, copies: bool = False, pieces: int = 1) -> None:
         self._buckets = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
         port = free_port()
         command = [sys.executable, __file__, "--receive", json.dumps(sizes), "--port", str(port)]
-        command += ["--copies"] if copies else []
+        command += ["--pieces", str(pieces), *(["--copies"] if copies else [])]
+        self._pieces = pieces
         self._receiver = subprocess.Popen(command, stdin=subprocess.PIPE)
-        self._group = _join(port, rank=0)
+        self._group = _join(port, rank=0, pieces=pieces)
 
     def run(self) -> None:
         assert self._receiver.stdin is not None
@@ -104,7 +110,7 @@ class Broadcast:
         dist.barrier(self._group)
         started = time.perf_counter()
         for bucket in self._buckets:
-            dist.broadcast(bucket, src=0, group=self._group)
+            _broadcast(bucket, self._group, self._pieces)
         dist.barrier(self._group)
         self.seconds = time.perf_counter() - started
 
@@ -115,22 +121,35 @@ class Broadcast:
         self._receiver.wait(30)
 
 
-def _join(port: int, rank: int) -> Any:
-    backend = accelerator.current().communication_backend
-    name = f"raw-{port}"
-    return join_group(_HOST, port, rank=rank, world_size=2, group_name=name, backend=backend, timeout_s=_TIMEOUT_S)
+def _join(port: int, rank: int, pieces: int) -> Any:
+    return join_group(
+        _HOST,
+        port,
+        rank=rank,
+        world_size=2,
+        group_name=f"raw-{port}",
+        backend=accelerator.current().communication_backend,
+        timeout_s=_TIMEOUT_S,
+        interfaces=None if pieces == 1 else os.environ[WEIGHT_INTERFACES],
+    )
 
 
-def receive(sizes: list[int], port: int, *, copies: bool) -> None:
+def _broadcast(bucket: torch.Tensor, group: Any, pieces: int) -> None:
+    parts = bucket.tensor_split(pieces)
+    for work in [dist.broadcast(part, src=0, group=group, async_op=True) for part in parts]:
+        work.wait()
+
+
+def receive(sizes: list[int], port: int, *, copies: bool, pieces: int) -> None:
     """Body of the other process: one round per line on stdin."""
     torch.set_num_threads(1)
-    group = _join(port, rank=1)
+    group = _join(port, rank=1, pieces=pieces)
     buckets = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
     model = [bucket.clone() for bucket in buckets]
     for _ in sys.stdin:
         dist.barrier(group)
         for bucket, part in zip(buckets, model, strict=True):
-            dist.broadcast(bucket, src=0, group=group)
+            _broadcast(bucket, group, pieces)
             if copies:
                 part.copy_(bucket)
         dist.barrier(group)
@@ -191,17 +210,25 @@ def measure(options: argparse.Namespace, root: Path) -> dict[str, list[Sync]]:
     preloaded = ForkServer(root / "fork_server.log", server_env())
     engine = make_engine(Namespace(model=str(model)), preloaded, root / "engine.log")
     sizes = [chunk.num_bytes for chunk in into_chunks(weights.export_weights(), options.buffer_size)]
-    bare = {"raw broadcast": Broadcast(sizes, copies=False), "and a copy": Broadcast(sizes, copies=True)}
-    far = WatchedFleet([engine])
+    bare = {
+        "raw broadcast": Broadcast(sizes),
+        "and a copy": Broadcast(sizes, copies=True),
+        "in pieces": Broadcast(sizes, pieces=_PIECES),
+    }
+    far = WatchedFleet([engine], [EngineInfo(engine.url, 1, first_slot=1)])
     near = WatchedFleet([engine], [EngineInfo(engine.url, 1, first_slot=0)])
     memory = {"address": _HOST, "timeout_s": _TIMEOUT_S}
-    local = DiskSettings(root / "delta", root / "delta_copy")
+
+    def deltas(encoding: Encoding) -> DeltaUpdater:
+        return DeltaUpdater(ALONE, DiskSettings(root / encoding, root / f"{encoding}_copy"), encoding=encoding)
+
     ways: dict[str, tuple[WatchedFleet, Updater]] = {
         "distributed": (far, WeightUpdater(ALONE, shares_devices=False, **memory)),
         "tensor": (near, WeightUpdater(ALONE, shares_devices=True, **memory)),
         "disk, full": (far, DiskUpdater(ALONE, DiskSettings(root / "full"))),
         "disk, full, host's copy": (far, DiskUpdater(ALONE, DiskSettings(root / "full2", root / "full2_copy"))),
-        "disk, delta": (far, DeltaUpdater(ALONE, local, encoding=options.encoding)),
+        "disk, delta, xor": (far, deltas("xor")),
+        "disk, delta, overwrite": (far, deltas("overwrite")),
     }
     syncs: dict[str, list[Sync]] = {name: [] for name in (*bare, *ways)}
     try:
@@ -252,15 +279,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--share", type=float, default=0.01, help="of all bytes, changed before each round")
     parser.add_argument("--buffer-size", type=int, default=512 * 1024**2, help="as --update-weight-buffer-size")
-    parser.add_argument("--encoding", choices=("xor", "overwrite"), default="xor")
     parser.add_argument("--receive", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--copies", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--pieces", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.receive is not None:
-        receive(json.loads(options.receive), options.port, copies=options.copies)
+        receive(json.loads(options.receive), options.port, copies=options.copies, pieces=options.pieces)
         return
     torch.set_num_threads(1)
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", WEIGHT_INTERFACES: WEIGHT_LOOPBACK}  # as runs on one host have it
     with tempfile.TemporaryDirectory() as folder:
         print(table(measure(options, Path(folder))))
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import ray
 
 from slime.utils import accelerator
+from slime.utils.net import WEIGHT_INTERFACES, WEIGHT_LOOPBACK
 from slime.utils.reaper import start_reaper
 
 __all__ = ["engines_take_turns", "node_address", "running_cluster", "slot_layout", "worker_env"]
@@ -100,6 +101,7 @@ def worker_env() -> dict[str, str]:
         env["OMP_NUM_THREADS"] = "1"
     if _is_on_loopback():
         env |= {"SLIME_HOST_IP": _LOOPBACK, "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        env[WEIGHT_INTERFACES] = WEIGHT_LOOPBACK
         env |= {name: os.environ[name] for name in _ONE_NODE if name in os.environ}
     return env | {name: os.environ[name] for name in _INHERITED if name in os.environ}
 

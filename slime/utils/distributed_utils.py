@@ -5,6 +5,9 @@ Called by training backends and by weight sync. Knows neither Ray nor engines: a
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +30,8 @@ __all__ = [
     "init_process_group",
     "join_group",
 ]
+
+_GLOO_INTERFACES = "GLOO_SOCKET_IFNAME"
 
 
 def init_default_group(backend: str, *, timeout_s: float) -> None:
@@ -57,11 +62,15 @@ def join_group(
     group_name: str,
     backend: str,
     timeout_s: float,
+    interfaces: str | None = None,
 ) -> ProcessGroup:
     """Join a process group that is independent of the default group, as SGLang's ``init_custom_process_group`` does.
 
     Rank 0 hosts the store at ``master_address:master_port``. All members must call this at the same time. The store key
     prefix is ``group_name``, which SGLang uses as well, so that trainer and engines meet.
+
+    Args:
+        interfaces: ``GLOO_SOCKET_IFNAME`` of this group; None: that of the process. All members must name as many.
 
     Raises:
         DeadlineExceeded: the other members did not come.
@@ -71,12 +80,27 @@ def join_group(
     try:
         store, _, _ = next(rendezvous(address, rank, world_size, timeout=timeout))
         store.set_timeout(timeout)
-        return _new_group(c10d.PrefixStore(group_name, store), rank, world_size, group_name, backend, timeout)
+        with _gloo_interfaces(interfaces):
+            return _new_group(c10d.PrefixStore(group_name, store), rank, world_size, group_name, backend, timeout)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise DeadlineExceeded(
             f"gave up after {timeout_s:.0f} s waiting for the {world_size} members of process group {group_name!r} at "
             f"{master_address}:{master_port}: {error}"
         ) from error
+
+
+@contextmanager
+def _gloo_interfaces(names: str | None) -> Iterator[None]:
+    """Torch reads the variable where it makes a group, and has no other way to say it."""
+    before = os.environ.get(_GLOO_INTERFACES)
+    if names is not None:
+        os.environ[_GLOO_INTERFACES] = names
+    try:
+        yield
+    finally:
+        if names is not None:
+            del os.environ[_GLOO_INTERFACES]
+            os.environ |= {} if before is None else {_GLOO_INTERFACES: before}
 
 
 def init_process_group(

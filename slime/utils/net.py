@@ -6,11 +6,25 @@ import socket
 
 from slime.utils.errors import SlimeError
 
-__all__ = ["FIRST_SERVICE_PORT", "PortClaim", "claim_ports", "free_port", "is_port_free", "url_host"]
+__all__ = [
+    "FIRST_SERVICE_PORT",
+    "WEIGHT_INTERFACES",
+    "WEIGHT_LOOPBACK",
+    "PortClaim",
+    "claim_ports",
+    "free_port",
+    "is_port_free",
+    "url_host",
+]
 
 FIRST_SERVICE_PORT = 15000
 """Services of slime listen from here upward: above Ray's own ports, below those that the kernel hands out."""
 _LAST_PORT = 32000
+WEIGHT_INTERFACES = "SLIME_WEIGHT_INTERFACES"
+"""Environment variable of trainer and engines: ``GLOO_SOCKET_IFNAME`` of the group in which weights travel. Gloo makes
+a connection, and a thread to serve it, for each name; all members of a group must have as many."""
+WEIGHT_LOOPBACK = "lo,lo,lo"
+"""Its value where everything is on one host: a broadcast over one connection keeps one core at each end busy."""
 
 
 class PortClaim:

@@ -23,7 +23,7 @@ from pathlib import Path
 from slime.utils.deadline import Deadline, wait_until
 from slime.utils.errors import ConfigError, EngineError
 from slime.weight_sync.delta_codec import apply_delta
-from slime.weight_sync.tensor_files import checksum_function, checksums_of, open_bytes, spans_of, threads
+from slime.weight_sync.tensor_files import checksum_function, checksums_of, open_bytes, populate, spans_of, threads
 from slime.weight_sync.version_store import MANIFEST, Manifest, read_manifest, version_path, write_json
 
 __all__ = ["pull"]
@@ -130,6 +130,7 @@ def _apply(root: Path, local: Path, deltas: Sequence[Manifest]) -> None:
         ):
 
             def change(name: str) -> str:
+                populate(targets[name])
                 apply_delta(targets[name], packed[name].data, delta.encoding)  # noqa: B023 (used within the loop only)
                 return checksum(targets[name])  # noqa: B023
 

@@ -11,6 +11,7 @@ gathered.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from slime.backends.protocols import EngineFleet, NamedTensor, PendingCalls
 from slime.utils import accelerator
 from slime.utils.distributed_utils import destroy_group, join_group
+from slime.utils.net import WEIGHT_INTERFACES
 from slime.weight_sync.chunks import WeightChunk
 
 if TYPE_CHECKING:
@@ -87,8 +89,14 @@ class DistributedSender:
             group_name=self._group_name,
             backend=backend,
             timeout_s=self._timeout_s,
+            interfaces=self._interfaces(),
         )
         joining.wait(self._timeout_s)
+
+    def _interfaces(self) -> str | None:
+        """Of engines that somebody else runs nobody knows how many connections they make."""
+        has_strangers = any(engine.first_slot is None for engine in self._fleet.engines)
+        return None if has_strangers else os.environ.get(WEIGHT_INTERFACES)
 
     def send(self, chunk: WeightChunk, weight_version: str) -> None:
         """Start to send ``chunk``; returns when its small tensors, and the chunk before it, have been applied."""

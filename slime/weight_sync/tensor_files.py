@@ -5,6 +5,7 @@ Used by the publishing side and by each host's copy. Knows bytes and names, no d
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import mmap
@@ -13,8 +14,9 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -30,6 +32,7 @@ __all__ = [
     "checksums_of",
     "content_hash",
     "open_bytes",
+    "populate",
     "spans_of",
     "threads",
 ]
@@ -93,20 +96,26 @@ def open_bytes(spans: Mapping[str, Span], *, writable: bool = False) -> Iterator
                 file = stack.enter_context(span.file.open("r+b" if writable else "rb"))
                 maps[span.file] = mmap.mmap(file.fileno(), 0, access=access)
             memory = maps[span.file]
-            if writable:
-                _populate(memory, span)
             # memory is unmapped with its last array, not before: a view keeps it
             arrays[name] = np.frombuffer(memory, dtype=np.uint8, count=span.end - span.begin, offset=span.begin)
         maps.clear()
         yield arrays
 
 
-def _populate(memory: mmap.mmap, span: Span) -> None:
-    """All pages of a tensor at once: half the time of a fault for each, a third where it is read, then written."""
-    begin = span.begin // mmap.PAGESIZE * mmap.PAGESIZE
-    if span.end > begin:
-        with suppress(OSError):  # a kernel before 5.14 cannot
-            memory.madvise(_POPULATE_WRITE, begin, span.end - begin)
+def populate(array: Bytes) -> None:
+    """Get the pages of a writable array at once: half the time of a fault for each, a third where it is read first.
+
+    Not by way of ``mmap.madvise``, which keeps Python's lock: tensors can be populated side by side.
+    """
+    begin = array.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
+    length = array.ctypes.data + array.size - begin
+    if array.size:  # a kernel before 5.14 cannot, and says so in a result that nobody needs
+        _libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _POPULATE_WRITE)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def checksums_of(directory: Path, checksum: Checksum) -> dict[str, str]:

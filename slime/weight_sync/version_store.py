@@ -143,10 +143,9 @@ class VersionStore:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace ``path`` as a whole: a reader finds the old or the new content."""
+    """Replace ``path`` as a whole: a reader finds the old or the new content, unless the host has lost power since."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(content), encoding="utf-8")
-    _to_disk(partial)
     partial.replace(path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -19,9 +20,9 @@ from tests.unit.megatron_utils.tiny_trainer import free_port
 _PEER = """
 import sys, torch, torch.distributed as dist
 from slime.utils.distributed_utils import destroy_group, join_group
-for name in ("weights", "weights again"):
+for name, interfaces in (("weights", None), ("weights again", "lo,lo,lo")):
     place = {"master_address": "127.0.0.1", "master_port": int(sys.argv[1]), "backend": "gloo"}
-    group = join_group(**place, rank=1, world_size=2, group_name=name, timeout_s=30)
+    group = join_group(**place, rank=1, world_size=2, group_name=name, timeout_s=30, interfaces=interfaces)
     received = torch.zeros(4)
     dist.broadcast(received, 0, group=group)
     assert received.tolist() == [0.0, 1.0, 2.0, 3.0]
@@ -32,14 +33,19 @@ assert "sglang" not in sys.modules
 """
 
 
-def test_a_group_is_joined_used_left_and_joined_again_without_a_default_group() -> None:
+def test_a_group_is_joined_used_left_and_joined_again_over_more_connections_without_a_default_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    place = {"rank": 0, "world_size": 2, "backend": "gloo", "timeout_s": 30}
     assert not dist.is_initialized()
     port = free_port()
     root = Path(__file__).parents[2]
     peer = subprocess.Popen([sys.executable, "-c", _PEER, str(port)], cwd=root)
     try:
-        for name in ("weights", "weights again"):
-            group = join_group("127.0.0.1", port, rank=0, world_size=2, group_name=name, backend="gloo", timeout_s=30)
+        for name, interfaces in (("weights", None), ("weights again", "lo,lo,lo")):
+            group = join_group("127.0.0.1", port, group_name=name, interfaces=interfaces, **place)
+            assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
             sent = torch.arange(4.0)
             dist.broadcast(sent, 0, group=group)
             dist.all_reduce(sent, group=group)

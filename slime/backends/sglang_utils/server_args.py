@@ -13,6 +13,7 @@ from typing import Any
 from slime.backends.sglang_utils.option_table import server_options
 from slime.backends.sglang_utils.topology import WorkerType, override_argv
 from slime.utils import accelerator
+from slime.utils.net import WEIGHT_INTERFACES
 
 __all__ = ["build_argv", "server_env", "trainer_dtype"]
 
@@ -167,4 +168,6 @@ def server_env(host: str | None = None) -> dict[str, str]:
             "MALLOC_MMAP_THRESHOLD_": os.environ.get("MALLOC_MMAP_THRESHOLD_", _KEPT_BYTES),
             "MALLOC_TRIM_THRESHOLD_": os.environ.get("MALLOC_TRIM_THRESHOLD_", _KEPT_BYTES),
         }
+        if WEIGHT_INTERFACES in os.environ:
+            env["GLOO_SOCKET_IFNAME"] = os.environ[WEIGHT_INTERFACES]
     return env

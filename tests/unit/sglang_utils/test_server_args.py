@@ -10,6 +10,7 @@ import pytest
 from slime.backends.sglang_utils.server_args import build_argv, server_env
 from slime.backends.sglang_utils.topology import WorkerType
 from slime.utils import accelerator
+from slime.utils.net import WEIGHT_INTERFACES, WEIGHT_LOOPBACK
 
 ADDRESSES = {"host": "127.0.0.1", "port": 1, "nccl_port": 2, "base_gpu_id": 3, "tp_size": 1}
 UNUSED = {
@@ -96,6 +97,12 @@ def test_without_a_gpu_an_engine_keeps_the_memory_that_a_bucket_of_weights_took(
     assert min(int(server_env()[name]) for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")) > bucket
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "131072")
     assert server_env()["MALLOC_MMAP_THRESHOLD_"] == "131072"
+
+
+def test_an_engine_makes_as_many_connections_as_the_trainer_that_sends_its_weights(monkeypatch: pytest.MonkeyPatch):
+    assert "GLOO_SOCKET_IFNAME" not in server_env()
+    monkeypatch.setenv(WEIGHT_INTERFACES, WEIGHT_LOOPBACK)
+    assert server_env()["GLOO_SOCKET_IFNAME"] == WEIGHT_LOOPBACK
 
 
 def test_the_environment_of_the_actor_beats_slimes(monkeypatch: pytest.MonkeyPatch):

@@ -9,6 +9,7 @@ import torch
 
 from slime.backends.protocols import EngineInfo
 from slime.utils.errors import EngineError
+from slime.utils.net import WEIGHT_INTERFACES
 from slime.weight_sync import send_distributed
 from slime.weight_sync.chunks import WeightChunk
 from slime.weight_sync.send_distributed import DistributedSender
@@ -159,3 +160,15 @@ def test_many_small_tensors_travel_as_one_before_the_large_ones_and_fused_ones_t
     assert engines.log == ["start w0", "arrived w0", "start embed", "arrived embed"]
     assert engines.sent[0].view(torch.float32).tolist() == [value for _, tensor in small for value in tensor.tolist()]
     assert [part.data_ptr() for part in engines.sent[1:]] == [tensor.data_ptr() for _, tensor in large + fused]
+
+
+@pytest.mark.parametrize(("first_slots", "expected"), [((2, 3), "lo,lo"), ((2, None), None)])
+def test_only_engines_of_the_run_itself_are_met_over_several_connections(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, first_slots: tuple[int | None, ...], expected: str | None
+) -> None:
+    monkeypatch.setenv(WEIGHT_INTERFACES, "lo,lo")
+    joined: list[dict[str, Any]] = []
+    monkeypatch.setattr(send_distributed, "join_group", lambda *more, **kwargs: joined.append(kwargs))
+    engines.engines = [EngineInfo(f"e{slot}", 1, first_slot=slot) for slot in first_slots]
+    _sender(engines)
+    assert joined[0]["interfaces"] == expected
