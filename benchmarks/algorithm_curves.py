@@ -27,6 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.marked_part import with_part
 from examples.demo.run_demo import Size, curve, grpo_command, warm_start_command
 from examples.tiny.recipe import read_metrics, run_train
 from tools.make_tiny_task import TinyTask, make_tiny_task
@@ -264,11 +265,8 @@ def pages(records: dict[str, dict[str, Any]]) -> dict[Path, str]:
     for name, record in records.items():
         path = RECORD.parent / f"{ALGORITHMS[name].page}.md"
         text = texts.get(path) or path.read_text(encoding="utf-8")
-        begin, end = BEGIN.format(name=name), END.format(name=name)
-        if begin not in text or end not in text:
-            raise SystemExit(f"{path} needs the lines {begin} and {end}: the curve comes between them.")
-        before, rest = text.split(begin)
-        texts[path] = f"{before}{begin}\n\n{page_part(record)}\n\n{end}{rest.partition(end)[2]}"
+        marks = BEGIN.format(name=name), END.format(name=name)
+        texts[path] = with_part(path.name, text, marks, page_part(record))
     return texts
 
 

@@ -32,12 +32,9 @@ from tools.make_tiny_task import make_tiny_task
 
 BOUND_S = 1.0
 PAGE_FILES = (
-    "",
-    "static/style.css",
-    "static/icon.svg",
-    *(f"static/{n}.js" for n in ("app", "charts", "curves", "dom")),
+    *("", "static/style.css", "static/icon.svg"),
+    *(f"static/{name}.js" for name in ("app", "charts", "curves", "dom", "samples", "sample")),
 )
-PAGE_FILES += ("static/samples.js", "static/sample.js")
 
 
 @contextmanager

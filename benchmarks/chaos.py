@@ -32,6 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.marked_part import with_part
 from slime.doctor.ledger import examine_ledger
 from tests.e2e.faults import PHASES, PROCESSES, broken
 from tests.e2e.running import Finished
@@ -47,7 +48,7 @@ KILLS_OF_A_RUN = 3
 
 _NUM_HELD_OUT = 8
 _TRY_AGAIN = 75
-_MARKERS = ("<!-- chaos: begin -->", "<!-- chaos: end -->")
+_MARKS = ("<!-- chaos: begin -->", "<!-- chaos: end -->")
 
 
 @dataclass
@@ -183,8 +184,6 @@ def page_part(cells: Sequence[Cell]) -> str:
     start = f"{starts[len(starts) // 2]:.1f} s" if starts else "not measured"
     return "\n".join(
         [
-            _MARKERS[0],
-            "",
             "With `--use-fault-tolerance`, seconds until the run has trained on another rollout, without its start",
             f"(median {start}):",
             "",
@@ -194,17 +193,13 @@ def page_part(cells: Sequence[Cell]) -> str:
             "the run is left:",
             "",
             rows(cells, "end"),
-            "",
-            _MARKERS[1],
         ]
     )
 
 
 def write(cells: Sequence[Cell]) -> None:
     text = PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition(_MARKERS[0])
-    _, _, after = rest.partition(_MARKERS[1])
-    PAGE.write_text(before + page_part(cells) + after, encoding="utf-8")
+    PAGE.write_text(with_part(PAGE.name, text, _MARKS, page_part(cells)), encoding="utf-8")
 
 
 def main() -> int:

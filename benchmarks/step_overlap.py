@@ -24,6 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.marked_part import with_part
 from tools.make_tiny_task import make_tiny_task
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,7 +32,7 @@ PROMPTS, SAMPLES, LENGTH = 16, 8, 192
 FIRST_STEPS = 2
 """Steps that are not counted: caches and allocators fill."""
 RUN_TIMEOUT_S = 400
-BEGIN, END = "<!-- step_overlap begin -->", "<!-- step_overlap end -->"
+MARKS = ("<!-- step_overlap begin -->", "<!-- step_overlap end -->")
 
 ROLLOUT = '''
 """An artificial rollout: random tokens after {seconds} s."""
@@ -135,9 +136,8 @@ def main() -> None:
     print(table(result))
     if options.markdown is not None:
         text = options.markdown.read_text(encoding="utf-8")
-        before, _, rest = text.partition(BEGIN)
-        after = rest.partition(END)[2]
-        options.markdown.write_text(f"{before}{BEGIN}\n{table(result)}\n{END}{after}", encoding="utf-8")
+        page = with_part(options.markdown.name, text, MARKS, table(result))
+        options.markdown.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

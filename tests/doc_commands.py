@@ -1,12 +1,39 @@
-"""What the pages show a reader: code blocks and commands, and the model that the commands name."""
+"""What the pages show a reader: their commands, who executes each of them, and the model that they name.
+
+:func:`census` puts every command of a ``bash`` block into exactly one class. Tests of the documentation, of the
+examples and of whole runs take commands from here, so that what they execute is what a reader sees.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypeAlias
 
-__all__ = ["QWEN3_4B", "bash_blocks", "blocks", "commands", "make_model"]
+__all__ = [
+    "PAGES",
+    "QWEN3_4B",
+    "ROOT",
+    "RUNS",
+    "Command",
+    "Executed",
+    "bash_blocks",
+    "blocks",
+    "census",
+    "commands",
+    "commands_of_page",
+    "make_model",
+    "shown_flags",
+]
+
+ROOT = Path(__file__).parents[1]
+GENERATED = ("flags.md", "models.md", "metrics.md")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "scripts" / "README.md"]
+PAGES += [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name not in GENERATED]
+PAGES += sorted((ROOT / "examples").rglob("README.md"))
 
 QWEN3_4B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -27,10 +54,62 @@ QWEN3_4B = {
     "torch_dtype": "bfloat16",
 }
 
+_MARK = re.compile(r"# needs (a GPU|a cluster|the network)\b")
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_COMMENT = re.compile(r"\s+#\s.*$")
+
+Executed: TypeAlias = Literal["here", "up to training", "by a run", "marked"]
+"""Who executes a command: the tests of the documentation; they as well, with what starts training replaced by its
+checks; a test of whole runs, see :data:`RUNS`; nobody, because it needs what the page says."""
+
+RUNS: dict[tuple[str, str], str] = {
+    ("README.md", "make test"): ".ci/run",
+    ("README.md", "--rm-type math"): "tests/e2e/test_loop.py",
+    ("docs/colocate.md", "--colocate"): "tests/e2e/test_colocate.py",
+    ("docs/data.md", "--rollout-buffer-url"): "tests/e2e/test_shown_commands.py",
+    ("docs/data.md", "rollout_buffer.buffer"): "tests/e2e/test_shown_commands.py",
+    ("docs/debugging.md", "slime replay"): "tests/e2e/test_run_record.py",
+    ("docs/engines.md", "sglang.launch_server"): "tests/e2e/test_external_engines.py",
+    ("docs/engines.md", "--rollout-external-engine-addrs"): "tests/e2e/test_external_engines.py",
+    ("docs/evaluation.md", "--eval-interval"): "tests/e2e/test_loop.py",
+    ("docs/expectations.md", "--ci-test"): "tests/e2e/test_logprob_server.py",
+    ("docs/expectations.md", "--ci-save-grad-norm"): "tests/e2e/test_loop.py",
+    ("docs/expectations.md", "--ci-load-grad-norm"): "tests/e2e/test_loop.py",
+    ("docs/fsdp.md", "--train-backend fsdp"): "tests/e2e/test_loop_fsdp.py",
+    ("docs/logprob_server.md", "megatron_server"): "tests/e2e/test_logprob_server.py",
+    ("docs/logprob_server.md", "curl"): "tests/e2e/test_logprob_server.py",
+    ("docs/logprob_server.md", "--use-opd"): "tests/e2e/test_logprob_server.py",
+    ("docs/many_nodes.md", "--rollout-data-transport"): "tests/e2e/test_data_transport.py",
+    ("docs/quick_start.md", "--debug-rollout-only"): "tests/e2e/test_shown_commands.py",
+    ("docs/quick_start.md", "train.py --hf-checkpoint MODEL"): "tests/e2e/test_loop_ppo.py",
+    ("docs/reproducibility.md", "--deterministic-mode"): "tests/e2e/test_chaos.py",
+    ("docs/usage.md", "--advantage-estimator ppo"): "tests/e2e/test_loop_ppo.py",
+}
+"""(page, words of the command) -> the file that runs it, smaller."""
+
+UP_TO_TRAINING = re.compile(r"make demo|python (examples/\w+/run_(tiny|demo)|benchmarks/algorithm_curves)\.py")
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a page.
+
+    Attributes:
+        page: relative to the root of the repository.
+        block: which of the page's ``bash`` blocks.
+        text: continued lines joined, without comments.
+        needs: what the page says that it needs, such as "a GPU"; empty where nothing is said.
+    """
+
+    page: str
+    block: int
+    text: str
+    needs: str = ""
+
 
 def blocks(page: Path, language: str) -> list[str]:
     """The fenced blocks of ``language`` on a page."""
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return [body for name, body in _FENCE.findall(page.read_text(encoding="utf-8")) if name == language]
 
 
 def bash_blocks(page: Path) -> list[str]:
@@ -39,8 +118,55 @@ def bash_blocks(page: Path) -> list[str]:
 
 def commands(block: str) -> list[str]:
     """Its lines, continued ones joined, without comments."""
-    lines = block.replace("\\\n", " ").splitlines()
-    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    return [command.text for command in _commands("", 0, block)]
+
+
+def commands_of_page(page: Path) -> list[Command]:
+    name = str(page.relative_to(ROOT))
+    return [command for index, block in enumerate(bash_blocks(page)) for command in _commands(name, index, block)]
+
+
+def _commands(page: str, index: int, block: str) -> list[Command]:
+    """A mark in the first line is about the whole block, one behind a command about this command."""
+    of_block = _MARK.match(block)
+    found = []
+    for line in block.replace("\\\n", " ").splitlines():
+        text = _COMMENT.sub("", line).strip()
+        if text and not line.startswith("#"):
+            mark = _MARK.search(line) or of_block
+            found.append(Command(page, index, re.sub(r"\s+", " ", text), mark[1] if mark else ""))
+    return found
+
+
+def census() -> dict[Command, Executed]:
+    """Every command of every page.
+
+    Raises:
+        AssertionError: a command is executed by a run and marked, or an entry of :data:`RUNS` is about no command.
+    """
+    classes: dict[Command, Executed] = {}
+    runs = {key: [] for key in RUNS}
+    for page in PAGES:
+        for command in commands_of_page(page):
+            keys = [key for key in RUNS if key[0] == command.page and key[1] in command.text and not command.needs]
+            for key in keys:
+                runs[key].append(command)
+            if command.needs:
+                classes[command] = "marked"
+            elif keys:
+                classes[command] = "by a run"
+            else:
+                classes[command] = "up to training" if UP_TO_TRAINING.match(command.text) else "here"
+    assert [key for key, found in runs.items() if len(found) != 1] == [], "each entry of RUNS is about one command"
+    return classes
+
+
+def shown_flags(page: str, words: str) -> list[str]:
+    """The flags of the one train command on ``page`` that contains ``words``, as arguments; ``...`` stands for none."""
+    [text] = [command.text for command in commands_of_page(ROOT / page) if words in command.text]
+    before, driver, after = re.split(r"(\S+\.py|-m \S+)", text, maxsplit=1)
+    assert driver, f"{before} starts no program"
+    return [word for word in shlex.split(after) if word != "..."]
 
 
 def make_model(directory: Path) -> Path:

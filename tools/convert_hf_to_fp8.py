@@ -6,8 +6,8 @@
 Train with --hf-checkpoint on the result: the trainer reads it as bf16, and every weight sync quantises what it sends in
 the same way. Strategies: `block` has one scale per 128 x 128 values (DeepSeek-V3's format), `channel` one per row
 (compressed-tensors, float-quantized), `tensor` one per tensor. Only `block` can be trained: engines rearrange the
-others when they load them, and take no new weights. Embeddings, head, norms, routers and everything else that is no
-large matrix stays as it is.
+others when they load them, and take no new weights. Embeddings, head, norms, routers, vision towers and everything else
+that is no large matrix stays as it is.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ _KEPT = (
     # no engine looks for a scale of a router, or of the projection of a prediction layer
     *("mlp.gate.", "shared_expert_gate", "block_sparse_moe.gate.", "eh_proj", "mtp.fc.", "input_proj"),
     *("conv1d", "A_log", "dt_bias", "in_proj_a", "in_proj_b"),
+    # engines run vision towers, and what joins them to the language model, in 16 bits whatever the checkpoint says
+    *("visual.", "vision_tower.", "vision_model.", "mm_projector.", "multi_modal_projector."),
 )
-"""Parts of names of matrices that are too small or too delicate for 8 bits."""
+"""Parts of names of matrices that are too small or too delicate for 8 bits, or that engines have in 16 bits."""
 
 
 def main() -> None:

@@ -7,7 +7,8 @@ turns of a branch are joined into samples. Knows no HTTP and no tokenizer.
     record_turn     the prompt's messages are followed from the root; what is new becomes nodes, the reply a leaf
     get_trajectory  leaf by leaf, the turns on the way are joined:
                       CLEAN    the next prompt continues the tokens held            -> append what is new, masked
-                      REALIGN  it differs only inside the last response             -> that response loses its training
+                      REALIGN  it differs only inside the last response             -> that response loses its training,
+                                                                which metadata["abandoned_response_tokens"] says
                       FORK     it differs before that, or the next output is long   -> a sample of its own
 """
 
@@ -238,8 +239,12 @@ class TrajectoryManager:
 
     def _join(self, leaf: MessageNode) -> Iterator[_SampleBuilder]:
         builder: _SampleBuilder | None = None
+        num_abandoned = 0  # of merged rewrites, for the next turn's sample
         for node in leaf.path_from_root():
             if node.turn is None:
+                if not node.response_trained:  # said once, in the first sample that has it
+                    num_abandoned += node.metadata.get("merged_rewrite", {}).get("abandoned_response_tokens", 0)
+                    node.response_trained = True
                 continue
             kind = DriftKind.FORK if builder is None else builder.drift(node.turn, self._threshold)
             if builder is None or kind is DriftKind.FORK:
@@ -249,6 +254,7 @@ class TrajectoryManager:
             else:
                 builder.continue_with(node.turn.prompt_ids, kind)
             builder.add_response(node)
+            builder.num_abandoned, num_abandoned = builder.num_abandoned + num_abandoned, 0
         if builder is not None:
             yield builder
 
@@ -283,6 +289,7 @@ class _SampleBuilder:
         self.parts: list[_Part] = []
         self.nodes: list[MessageNode] = []  # of all turns, also of those whose response was replaced
         self.last_start: int | None = None
+        self.num_abandoned = 0
 
     def drift(self, turn: TurnRecord, threshold: int) -> DriftKind:
         common = _common_prefix_len(self.tokens, turn.prompt_ids)
@@ -295,7 +302,8 @@ class _SampleBuilder:
         """Hold ``prompt_ids``, whose end is context that the model did not write here."""
         if kind is DriftKind.REALIGN:
             assert self.last_start is not None
-            self.parts.pop()  # the last response: what follows replaces it
+            last = self.parts.pop()  # the last response: what follows replaces it
+            self.num_abandoned += len(last.tokens) if last.is_trained else 0
             del self.tokens[self.last_start :]
         self._append(_Part(prompt_ids[len(self.tokens) :]))
 
@@ -339,6 +347,8 @@ class _SampleBuilder:
             "use_tool": any(bool((node.message or {}).get("tool_calls")) for node in self.nodes),
             "ill_formed": any(turn.ill_formed for turn in turns),
         }
+        if self.num_abandoned:
+            sample.metadata["abandoned_response_tokens"] = self.num_abandoned
         return sample
 
 

@@ -5,7 +5,6 @@ A file is ``torch.save({"rollout_id": int, "samples": [Sample.to_dict(), ...]})`
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from slime.data.chat import load_tokenizer
 from slime.data.dump_file import dump_path, read_samples
 from slime.data.sample import Sample, iter_samples
 from slime.utils.errors import ConfigError, DataError
+from slime.utils.files import replacing
 
 __all__ = ["load_debug_rollout_data", "save_debug_rollout_data", "save_tokenizer"]
 
@@ -35,13 +35,8 @@ def save_debug_rollout_data(path_template: str | None, data: Any, *, rollout_id:
     name = f"eval_{rollout_id}" if evaluation else str(rollout_id)
     path = dump_path("--save-debug-rollout-data", path_template, name)
     samples = [sample.to_dict() for sample in _samples_of(data)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
+    with replacing(path) as partial:
         torch.save({"rollout_id": rollout_id, "samples": samples}, partial)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
     return path
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from slime.observability.run_info import FILE
 from slime.utils.errors import DataError
+from slime.utils.net import url_host
 
 __all__ = ["board"]
 
@@ -24,7 +25,7 @@ def board(words: Sequence[str]) -> int:
     parser.add_argument(
         "run", type=Path, help="folder of the run, <output-dir>/<experiment>; of an <output-dir>, its newest run"
     )
-    parser.add_argument("--port", type=int, default=_PORT, help="default %(default)s")
+    parser.add_argument("--port", type=_port, default=_PORT, help="default %(default)s")
     parser.add_argument(
         "--host",
         default="127.0.0.1",
@@ -40,9 +41,16 @@ def board(words: Sequence[str]) -> int:
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{data.run} at http://{options.host}:{options.port}  (end with Ctrl-C)", flush=True)
+    print(f"{data.run} at http://{url_host(options.host)}:{options.port}  (end with Ctrl-C)", flush=True)
     serve(data, options.host, options.port)
     return 0
+
+
+def _port(text: str) -> int:
+    number = int(text)
+    if not 0 < number < 2**16:
+        raise argparse.ArgumentTypeError(f"{text}: a port is from 1 to 65535")
+    return number
 
 
 def _chosen_run(folder: Path) -> Path:

@@ -8,8 +8,7 @@
 
 Loopback by default: samples are nobody else's business. A request must name this machine, or an address, in its Host
 header: a web page elsewhere that points a name of its own here cannot read the run through the visitor's browser. The
-page sets all texts as text, never as HTML, and
-the content policy forbids scripts from anywhere but here.
+page sets all texts as text, never as HTML, and the content policy forbids scripts from anywhere but here.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from slime.config.groups import flag_of
 from slime.config.notices import Notice
 from slime.config.yaml_file import read_mapping
 from slime.utils.errors import ConfigError
@@ -157,7 +158,7 @@ def _as_bool(value: Any) -> bool:
 
 
 def _as_flag(name: str, value: Any) -> list[str]:
-    flag = "--" + name.replace("_", "-")
+    flag = flag_of(name)
     match value:
         case None:
             return []

@@ -16,8 +16,10 @@ __all__ = ["indexer_layers", "read_model_config", "text_part"]
 
 def read_model_config(hf_checkpoint: str | None) -> dict[str, Any]:
     """Keys of the file; empty where there is none, or none that can be read."""
+    if hf_checkpoint is None:
+        return {}
     try:
-        config = json.loads((Path(hf_checkpoint or "") / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((Path(hf_checkpoint) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}

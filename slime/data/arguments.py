@@ -38,8 +38,8 @@ class PromptDataArgs:
     multimodal_keys: dict[str, Any] | None = field(
         default=None,
         metadata={
-            "help": "JSON object: kind of media (image, video, audio) to the row field that holds it. For generation "
-            "and evaluation: there is no vision model to train yet.",
+            "help": "JSON object: kind of media (image, video, audio) to the row field that holds it. Builds the "
+            "vision tower in the trainer.",
         },
     )
     skip_bad_lines: bool = field(

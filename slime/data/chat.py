@@ -28,7 +28,7 @@ def load_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(name_or_path, **kwargs)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError) as error:
         kind = "" if Path(name_or_path).is_dir() else " (there is no such directory)"
         raise DataError(f"--hf-checkpoint {name_or_path}{kind} has no usable tokenizer: {error}") from error
 

@@ -1,4 +1,5 @@
-"""Reads a file of samples that ``--save-debug-rollout-data`` wrote. Called by whoever replays one."""
+"""Reads what ``torch.save`` wrote: the samples of ``--save-debug-rollout-data``, and other dumps. Called by whoever
+replays or examines one."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import torch
 from slime.data.sample import Sample
 from slime.utils.errors import ConfigError, DataError
 
-__all__ = ["dump_path", "read_samples"]
+__all__ = ["dump_path", "load_saved", "read_samples"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,12 @@ def read_samples(flag: str, path: Path) -> list[Sample]:
     Raises:
         DataError: no such file, or not a dump; names ``flag`` and the file.
     """
-    payload = _read(flag, path)
+    try:
+        payload = load_saved(path)
+    except FileNotFoundError:
+        raise DataError(f"{flag}: there is no file {path}; it must be a rollout dump") from None
+    except ValueError as error:
+        raise _not_a_dump(flag, path, str(error)) from error
     entries = payload.get("samples") if isinstance(payload, Mapping) else None
     if not isinstance(entries, list):
         raise _not_a_dump(flag, path, "it holds no list of samples")
@@ -46,20 +52,31 @@ def read_samples(flag: str, path: Path) -> list[Sample]:
         raise _not_a_dump(flag, path, f"{type(error).__name__}: {error}") from error
 
 
-def _read(flag: str, path: Path) -> Any:
+def load_saved(path: Path) -> Any:
+    """What is in a file of ``torch.save``, on the CPU.
+
+    A pickle can run any code. Tensors and plain values are read without that; only a file that holds something else is
+    trusted, with a warning.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it cannot be read; says why.
+    """
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise DataError(f"{flag}: there is no file {path}; it must be a rollout dump") from None
+        raise
     except pickle.UnpicklingError as error:
         logger.warning("%s holds objects of user code; loading it runs that code. Only load files you made.", path)
         reason = error
     except (OSError, RuntimeError, EOFError) as error:
-        raise _not_a_dump(flag, path, str(error)) from error
+        raise ValueError(str(error)) from error
     try:
         return torch.load(path, map_location="cpu", weights_only=False)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ImportError, AttributeError, ValueError) as error:
-        raise _not_a_dump(flag, path, f"{error}; {reason}") from error
+    except (pickle.UnpicklingError, OSError, RuntimeError, EOFError, ImportError, AttributeError) as error:
+        raise ValueError(f"{error}; {reason}") from error
+    except (LookupError, TypeError, ValueError) as error:  # of a pickle that is damaged in the middle
+        raise ValueError(f"{type(error).__name__}: {error}; {reason}") from error
 
 
 def _not_a_dump(flag: str, path: Path, reason: str) -> DataError:

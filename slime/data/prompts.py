@@ -5,6 +5,7 @@ Called by the data source and by evaluation. Every error says which file, which 
 
 from __future__ import annotations
 
+import codecs
 import functools
 import itertools
 import json
@@ -26,6 +27,7 @@ __all__ = [
     "numbered_rows",
     "open_prompts",
     "parse_path",
+    "prompt_key_of",
     "read_file",
 ]
 
@@ -72,9 +74,7 @@ def check_prompt_file(flag: str, path: str) -> Iterator[str]:
         rows = numbered_rows(path)
         is_small = file.stat().st_size < _CHECK_ALL_BELOW_BYTES
         count = sum(1 for _ in (rows if is_small else itertools.islice(rows, 1)))
-    except OSError as error:
-        yield f"{flag} {path}: {error}"
-    except (DataError, ImportError) as error:
+    except (OSError, DataError, ImportError) as error:
         yield f"{flag} {path}: {error}"
     else:
         if count == 0:
@@ -102,8 +102,10 @@ def numbered_rows(path: str, on_problem: Callable[[DataError], None] | None = No
 
 
 def _jsonl_rows(file: str, on_problem: Callable[[DataError], None] | None) -> Iterator[tuple[str, Row]]:
-    with open(file, encoding="utf-8-sig") as lines:
+    with open(file, "rb") as lines:
         for number, line in enumerate(lines, start=1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
             if not line.strip():
                 continue
             where = f"{file}:{number}"
@@ -117,9 +119,11 @@ def _jsonl_rows(file: str, on_problem: Callable[[DataError], None] | None) -> It
                 yield where, row
 
 
-def _row(where: str, line: str) -> Row:
+def _row(where: str, line: bytes) -> Row:
     try:
-        row = json.loads(line)
+        row = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8: {error.reason} at byte {error.start + 1} of the line") from None
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from None
     if not isinstance(row, dict):
@@ -136,10 +140,14 @@ def _parquet_rows(file: str) -> Iterator[tuple[str, Row]]:
         table = parquet.ParquetFile(file)
     except (OSError, ValueError) as error:  # pyarrow's own errors derive from these
         raise DataError(f"{file}: not a Parquet file: {error}") from None
-    number = itertools.count(1)
-    for batch in table.iter_batches():
-        for row in batch.to_pylist():
-            yield f"{file} row {next(number)}", row
+    number = 0
+    try:
+        for batch in table.iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{file} row {number}", row
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: cannot be read after row {number}: {error}") from None
 
 
 class Dataset:
@@ -298,11 +306,14 @@ def _short_enough(prepared: list[Prepared], max_length: int | None) -> list[Samp
     return kept
 
 
+def prompt_key_of(row: Row, key: str) -> str | None:
+    """The field that holds the prompt: ``key`` (``--input-key``), or what stands in for a default one. None without."""
+    return next((name for name in (key, *_FALLBACK_PROMPT_KEYS.get(key, ())) if name in row), None)
+
+
 def _prompt_key(row: Row, key: str) -> str:
-    candidates: tuple[str, ...] = (key, *_FALLBACK_PROMPT_KEYS.get(key, ()))
-    for candidate in candidates:
-        if candidate in row:
-            if candidate != key:
-                logger.info("rows have no %r: prompts are read from %r (--input-key)", key, candidate)
-            return candidate
-    return key
+    """Of a file whose first row is ``row``; a row without any is an error of its own."""
+    found = prompt_key_of(row, key) or key
+    if found != key:
+        logger.info("rows have no %r: prompts are read from %r (--input-key)", key, found)
+    return found

@@ -16,10 +16,13 @@ from typing import Any
 from slime.utils.errors import DataError
 
 __all__ = [
+    "LACKS_SETS",
+    "OUTPUT_LISTS",
     "REPLAY_TOP_K",
     "SAMPLING_MASK",
     "check_sampling_sets",
     "cuts_vocabulary",
+    "lacks_sets",
     "sampled_tokens",
 ]
 
@@ -27,6 +30,9 @@ SAMPLING_MASK = "output_token_sampling_mask"
 """Where SGLang puts the sets of a request with ``return_sampling_mask``, ``[tokens][ids]``."""
 
 _RENORMALISED = "output_token_sampling_logprobs"
+
+OUTPUT_LISTS = ("output_token_logprobs", SAMPLING_MASK, _RENORMALISED)
+"""Lists of ``meta_info`` that have an entry for each token of an output."""
 
 REPLAY_TOP_K = 4000
 """``top_k`` of requests that cut by top-p alone: SGLang returns sets of a bounded size only (its
@@ -42,17 +48,29 @@ def check_sampling_sets(args: Namespace, columns: Mapping[str, Any]) -> None:
     """Refuse to train on the whole vocabulary what was sampled from a part of it.
 
     Raises:
-        DataError: the flags cut the vocabulary, and the batch does not say to what.
+        DataError: the flags cut the vocabulary, and the batch, in which some token is trained, does not say to what.
     """
     if args.loss_type == "sft_loss" or not cuts_vocabulary(args):
         return
-    if columns.get("rollout_top_p_token_offsets") is None:
+    if columns.get("rollout_top_p_token_offsets") is None and any(bool(mask.any()) for mask in columns["loss_masks"]):
         raise DataError(
             f"--rollout-top-p {args.rollout_top_p} --rollout-top-k {args.rollout_top_k}: no sample of the rollout says "
             "which ids its tokens were sampled from. A custom generate function must send return_sampling_mask past "
             "the router (slime.rollout.sglang_rollout.generate does, or GenerateState(args).engines.choose()) and pass "
             "meta_info to append_response_tokens; or use --rollout-top-p 1 --rollout-top-k -1."
         )
+
+
+LACKS_SETS = (
+    f"the engine did not say which ids it sampled from ({SAMPLING_MASK}), which --rollout-top-p below 1 and "
+    "--rollout-top-k need: update SGLang to 0.5.23 or newer"
+)
+
+
+def lacks_sets(request: Mapping[str, Any], meta: Mapping[str, Any]) -> bool:
+    """Whether a reply's ``meta_info`` has tokens without the sets that its ``request`` asked for."""
+    has_tokens = bool(meta.get("output_token_logprobs"))
+    return "return_sampling_mask" in request and has_tokens and SAMPLING_MASK not in meta
 
 
 def sampled_tokens(meta: dict[str, Any]) -> tuple[list[int], list[float]]:

@@ -27,12 +27,19 @@ def find_ledger(path: Path) -> Path:
     for held in (path / LEDGER, ledger_path(str(path), path)):
         if held.is_file():
             return held
-    progress = path / "progress.json"
-    if progress.is_file():
-        named = json.loads(progress.read_text(encoding="utf-8")).get("ledger")
-        if named is not None and Path(named).is_file():
-            return Path(named)
+    named = _named_by_run(path / "progress.json")
+    if named is not None and named.is_file():
+        return named
     raise DataError(f"{path} holds no {LEDGER}: name the ledger, the folder of a run, or a directory of checkpoints.")
+
+
+def _named_by_run(progress: Path) -> Path | None:
+    """What the run's file of its progress says; None without one, or while it cannot be read."""
+    try:
+        named = json.loads(progress.read_text(encoding="utf-8"))["ledger"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return None if named is None else Path(named)
 
 
 def examine_ledger(path: Path, stream: IO[str] | None = None) -> int:

@@ -63,9 +63,16 @@ def _parse(words: Sequence[str]) -> Namespace:
     )
     parser.add_argument("--other-checkpoint", metavar="DIR", help="weights that the engine may have held instead")
     parser.add_argument("--temperature", type=float, help="default: --rollout-temperature of the run, else 1")
-    parser.add_argument("--num-samples", type=int, default=16, help="most samples to look at, default %(default)s")
+    parser.add_argument("--num-samples", type=_count, default=16, help="most samples to look at, default %(default)s")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args(list(words))
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}: it is at least 1")
+    return number
 
 
 def _settings(options: Namespace, version: int) -> tuple[str | None, float]:

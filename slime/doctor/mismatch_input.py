@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from slime.data.dump_file import load_saved
 from slime.observability.run_info import read_run_info
 from slime.observability.sample_record import FOLDER, read_rows, record_file, train_files
 from slime.utils.errors import DataError
@@ -101,9 +101,8 @@ def _last_trained(run: Path) -> int:
 
 def _of_dump(path: Path) -> Iterable[Row]:
     try:
-        payload = torch.load(path, map_location="cpu", weights_only=False)
-        samples = payload["samples"]
-    except (OSError, EOFError, RuntimeError, KeyError, TypeError, pickle.UnpicklingError) as error:
+        samples = load_saved(path)["samples"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is no file of --save-debug-train-data: {error}") from None
     for sample in samples:
         yield from _row(sample["tokens"], sample["loss_masks"], sample, sample.get("weight_versions"))

@@ -78,7 +78,9 @@ class Referee:
         output = self._model(input_ids=ids, **extra)
         places = slice(row.num_prompt - 1, len(row.tokens) - 1)  # the place before a token is where it was drawn
         router = getattr(output, "router_logits", None)
-        margin = None if not router or experts is None else _margin(router, experts)[places]
+        margin = None
+        if router and experts is not None and experts < router[0].shape[-1]:  # all experts leave nothing to choose
+            margin = _margin(router, experts)[places]
         return Opinion(output.logits[0, places].float(), ids[0, row.num_prompt :], margin)
 
 

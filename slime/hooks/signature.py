@@ -1,4 +1,4 @@
-"""Questions about the signature of a user's function, answered once per function."""
+"""Questions about the signature of a user's function, which is read once per function."""
 
 from __future__ import annotations
 
@@ -10,8 +10,19 @@ from typing import Any
 __all__ = ["accepted_kwargs", "accepts", "annotation", "can_be_called", "parameter_names"]
 
 
-@functools.cache
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return _remembered(function)
+    except TypeError:  # an object that cannot be hashed, such as an instance of most dataclasses
+        return _read(function)
+
+
+@functools.cache
+def _remembered(function: Callable[..., Any]) -> inspect.Signature | None:
+    return _read(function)
+
+
+def _read(function: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):  # some built-ins and extension types have none

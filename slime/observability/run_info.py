@@ -6,7 +6,6 @@ Written once by the driver, through the tracker. Secrets of the command line are
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from argparse import Namespace
@@ -17,6 +16,7 @@ from typing import Any
 
 from slime.observability.secrets import hide_secrets, hide_secrets_of_words
 from slime.utils.errors import DataError
+from slime.utils.files import replacing
 
 __all__ = ["FILE", "RunInfo", "read_run_info", "write_run_info"]
 
@@ -63,9 +63,8 @@ def write_run_info(run: Path, args: Namespace, argv: Sequence[str] | None = None
         hf_checkpoint=getattr(args, "hf_checkpoint", None),
         settings=settings,
     )
-    partial = run / f".{FILE}.{os.getpid()}.partial"  # the board may be reading the one of the start before
-    partial.write_text(json.dumps(asdict(info), indent=1), encoding="utf-8")
-    partial.replace(run / FILE)
+    with replacing(run / FILE) as partial:  # the board may be reading the one of the start before
+        partial.write_text(json.dumps(asdict(info), indent=1), encoding="utf-8")
 
 
 def read_run_info(run: Path) -> RunInfo:

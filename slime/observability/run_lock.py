@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import json
 import logging
 import os
 import socket
 from pathlib import Path
+from uuid import uuid4
 
 from slime.utils.errors import ConfigError
 
@@ -56,8 +58,15 @@ class RunLock:
             self._descriptor = None
 
 
+@functools.cache
+def _token(pid: int) -> str:
+    """Of this process alone: containers that share a disk may have the same host name, and each a process 1."""
+    return uuid4().hex
+
+
 def _signature() -> str:
-    return json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
+    pid = os.getpid()
+    return json.dumps({"pid": pid, "host": socket.gethostname(), "token": _token(pid)})
 
 
 def _refusal(run: Path, holder: str) -> str:

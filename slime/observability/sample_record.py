@@ -16,7 +16,6 @@ import copy
 import functools
 import json
 import logging
-import os
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from slime.data.columns import COLUMNS
 from slime.data.sample import Sample
 from slime.observability.background_writer import BackgroundWriter
+from slime.utils.files import replacing
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -261,15 +261,9 @@ def _write(path: Path, rows: list[dict[str, Any]], schema: pa.Schema) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        columns = [pa.array([row.get(item.name) for row in rows], item.type) for item in schema]
-        table = pa.Table.from_arrays(columns, schema=schema)
-        # statistics help to skip row groups, and there is one
-        options = {"compression": "zstd", "use_dictionary": list(_REPEATED), "write_statistics": False}
+    columns = [pa.array([row.get(item.name) for row in rows], item.type) for item in schema]
+    table = pa.Table.from_arrays(columns, schema=schema)
+    # statistics help to skip row groups, and there is one
+    options = {"compression": "zstd", "use_dictionary": list(_REPEATED), "write_statistics": False}
+    with replacing(path) as partial:
         pq.write_table(table, partial, **options)
-        partial.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()

@@ -39,7 +39,8 @@ def hide_secrets(value: Any, name: str = "") -> Any:
 
 
 def hide_secrets_of_words(words: Sequence[str]) -> list[str]:
-    """The same for a command line: ``--wandb-key s``, ``--wandb-key=s``, ``--train-env-vars '{"HF_TOKEN": "s"}'``."""
+    """The same for a command line: ``--wandb-key s``, ``--wandb-key=s``, ``--train-env-vars '{"HF_TOKEN": "s"}'``, and
+    for settings of variables: ``HF_TOKEN=s``."""
     result: list[str] = []
     is_value_of_secret = False
     for word in words:
@@ -47,7 +48,7 @@ def hide_secrets_of_words(words: Sequence[str]) -> list[str]:
         is_flag = flag.startswith("--")
         if is_value_of_secret and not is_flag:
             result.append(_HIDDEN)
-        elif is_flag and equals:
+        elif equals and (is_flag or _NAME.search(flag)):
             result.append(f"{flag}={hide_secrets(value, flag)}")
         else:
             result.append(_hide_in_text(word))

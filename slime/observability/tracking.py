@@ -12,13 +12,14 @@ The driver owns the one tracker of a run. A sink knows nothing but names, number
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import numbers
 import os
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -113,31 +114,37 @@ def create_tracker(args: Namespace) -> Tracker:
     # Decided once: two clocks would put one run into two folders.
     started = time.strftime("%Y%m%d_%H%M%S")
     directory = run_directory(args, started)
-    sinks: list[Sink] = []
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = RunLock(directory)
-        sinks.append(JsonlSink(directory / "metrics.jsonl"))
-        write_run_info(directory, args)
-    except OSError as error:
-        raise ConfigError(
-            f"--output-dir {args.output_dir}: cannot write to {directory}: {error.strerror or error}. "
-            "Name a folder that can be written."
-        ) from None
-    events = event_directory(args, started)
-    if events is not None:
-        sinks.append(TensorboardSink(events))
-        logger.info("metrics: %s; curves: tensorboard --logdir %s", directory / "metrics.jsonl", events)
-    if args.log_metric_lines:
-        sinks.append(LogSink())
-    if args.use_wandb:
-        sinks.append(WandbSink(args))
+    with contextlib.ExitStack() as opened:  # closed again if something cannot be
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            lock = opened.enter_context(contextlib.closing(RunLock(directory)))
+            sinks: list[Sink] = [opened.enter_context(contextlib.closing(JsonlSink(directory / "metrics.jsonl")))]
+            write_run_info(directory, args)
+        except OSError as error:
+            raise ConfigError(
+                f"--output-dir {args.output_dir}: cannot write to {directory}: {error.strerror or error}. "
+                "Name a folder that can be written."
+            ) from None
+        sinks += (opened.enter_context(contextlib.closing(sink)) for sink in _chosen_sinks(args, directory, started))
+        opened.pop_all()
     return Tracker(
         sinks,
         rollout_step=lambda rollout_id: compute_rollout_step(args, rollout_id),
         directory=directory,
         lock=lock,
     )
+
+
+def _chosen_sinks(args: Namespace, directory: Path, started: str) -> Iterator[Sink]:
+    """What flags decide about."""
+    events = event_directory(args, started)
+    if events is not None:
+        yield TensorboardSink(events)
+        logger.info("metrics: %s; curves: tensorboard --logdir %s", directory / "metrics.jsonl", events)
+    if args.log_metric_lines:
+        yield LogSink()
+    if args.use_wandb:
+        yield WandbSink(args)
 
 
 def run_directory(args: Namespace, started: str = "run") -> Path:

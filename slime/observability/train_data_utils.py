@@ -12,7 +12,6 @@ Called by the trainer on one rank of every data-parallel rank. Knows tensors and
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import torch.distributed as dist
 
 from slime.data.columns import column
 from slime.utils.errors import ConfigError
+from slime.utils.files import replacing
 
 __all__ = ["build_dump_payload", "save_debug_train_data", "train_data_path"]
 
@@ -72,13 +72,8 @@ def save_debug_train_data(
     if number != 0:
         return None
     path = train_data_path(template, rollout_id=rollout_id, rank=rank)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
+    with replacing(path) as partial:
         torch.save(build_dump_payload(shards, rollout_id=rollout_id, writer_rank=rank), partial)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
     return path
 
 

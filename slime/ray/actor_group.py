@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -10,7 +11,7 @@ from typing import Any, Literal
 import ray
 
 from slime.backends.protocols import TRAINER_PARTS, TrainerPart, TrainReport
-from slime.ray.cluster import worker_env
+from slime.ray.cluster import NOSET_VISIBLE_DEVICES, nccl_as_engines, worker_env
 from slime.ray.fleet import RayEngineFleet
 from slime.ray.placement_group import GpuSlots
 from slime.ray.restart import continued
@@ -19,19 +20,13 @@ from slime.ray.train_actor import SyncReport, TrainActor
 from slime.ray.transport import actor_options
 from slime.ray.waiting import get
 
-__all__ = ["NOSET_VISIBLE_DEVICES", "RayTrainGroup"]
+__all__ = ["RayTrainGroup"]
 
 logger = logging.getLogger(__name__)
 
 _SYNC_GRACE_S = 180.0
 """After the deadline of a weight sync, for the ranks to leave the engines and say which one did not answer."""
 _END_TIMEOUT_S = 30.0
-
-NOSET_VISIBLE_DEVICES = {
-    f"RAY_EXPERIMENTAL_NOSET_{vendor}_VISIBLE_DEVICES": "1"
-    for vendor in ("CUDA", "HIP", "ROCR", "ASCEND_RT", "HABANA", "NEURON_RT", "TPU", "ONEAPI", "MUSA")
-}
-"""Ray then leaves the devices visible; slime picks each process's own device from its slot."""
 
 
 class RayTrainGroup:
@@ -53,7 +48,10 @@ class RayTrainGroup:
         self._ranks = self._start()
 
     def _start(self) -> list[Any]:
-        env = worker_env() | NOSET_VISIBLE_DEVICES | {"NCCL_CUMEM_ENABLE": "0"}
+        env = worker_env() | NOSET_VISIBLE_DEVICES | nccl_as_engines(self._args)
+        if self._args.deterministic_mode:
+            # without it torch refuses the first matrix product
+            env["CUBLAS_WORKSPACE_CONFIG"] = os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         env |= {key: str(value) for key, value in self._args.train_env_vars.items()}
         actor, slots = ray.remote(self._actor_cls), self._slots
         return [

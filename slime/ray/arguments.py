@@ -31,7 +31,16 @@ from slime.config.parse import AddArguments
 from slime.data import arguments as data
 from slime.hooks.load import check_hooks
 from slime.observability import arguments as observability
-from slime.ray import argument_rules, data_rules, expectations, flags, role_rules, sync_rules, trainer_rules
+from slime.ray import (
+    argument_rules,
+    data_rules,
+    expectations,
+    flags,
+    role_rules,
+    rollout_rules,
+    sync_rules,
+    trainer_rules,
+)
 from slime.ray.flags import ClusterArgs, SyncArgs
 from slime.rollout import arguments as rollout
 from slime.rollout.eval_config import build_eval_datasets
@@ -148,6 +157,7 @@ RULES: tuple[config_check.Rule, ...] = (
     *sglang_rules.RULES,
     *argument_rules.RULES,
     *data_rules.RULES,
+    *rollout_rules.RULES,
     *role_rules.RULES,
     *sync_rules.RULES,
     *expectations.RULES,
@@ -158,5 +168,9 @@ RULES: tuple[config_check.Rule, ...] = (
 MACHINE_RULES: tuple[config_check.Rule, ...] = (*sglang_rules.MACHINE_RULES, *argument_rules.MACHINE_RULES)
 """What a run needs of the machine that it starts on; a plan of it works anywhere."""
 
-HOOK_RULES: tuple[config_check.Rule, ...] = (check_hooks, argument_rules.evaluation_hooks)
+HOOK_RULES: tuple[config_check.Rule, ...] = (
+    check_hooks,
+    argument_rules.evaluation_hooks,
+    *rollout_rules.HOOK_RULES,
+)
 """The rules that load functions of the user."""

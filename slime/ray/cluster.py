@@ -10,27 +10,48 @@ from __future__ import annotations
 import logging
 import os
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 
 import ray
 
+from slime.ray.preloading import FORK_SERVER, sglang_preloading
 from slime.utils import accelerator
+from slime.utils.errors import ConfigError
 from slime.utils.net import WEIGHT_INTERFACES, WEIGHT_LOOPBACK
 from slime.utils.reaper import start_reaper
 
-__all__ = ["engines_take_turns", "node_address", "running_cluster", "slot_layout", "worker_env"]
+__all__ = [
+    "NOSET_VISIBLE_DEVICES",
+    "check_devices",
+    "engines_take_turns",
+    "nccl_as_engines",
+    "node_address",
+    "running_cluster",
+    "slot_layout",
+    "worker_env",
+]
+
+NOSET_VISIBLE_DEVICES = {
+    f"RAY_EXPERIMENTAL_NOSET_{vendor}_VISIBLE_DEVICES": "1"
+    for vendor in ("CUDA", "HIP", "ROCR", "ASCEND_RT", "HABANA", "NEURON_RT", "TPU", "ONEAPI", "MUSA")
+}
+"""Ray then leaves the devices visible; slime picks each process's own device from its slot."""
 
 logger = logging.getLogger(__name__)
 
 _OBJECT_STORE_BYTES = 512 * 1024**2
 _LOOPBACK = "127.0.0.1"
 _INHERITED = ("SLIME_ACCELERATOR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HF_HUB_OFFLINE")
-_ONE_NODE = ("SLIME_HOST_IP",)
+_ONE_NODE = ("SLIME_HOST_IP", FORK_SERVER)
 """Passed on where there is one node: with several, each says it to its own processes."""
 _EMBEDDED = "slime_embedded"
 """A resource that only the clusters have that :func:`running_cluster` starts."""
+_DEVICE_TYPE = "accelerator_type:"
 _DRIVER_CPUS = 4  # data buffer, rollout manager and what they start
+_NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+"""What SGLang sets in its processes where the environment does not. Trainer and engines form one NCCL group, whose
+members must agree on both, so all of them are told."""
 
 
 @contextmanager
@@ -41,20 +62,41 @@ def running_cluster(args: Namespace) -> Iterator[None]:
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # their environment would not be that of our actors
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of peers that fail because another process died
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(log_to_driver=True, logging_level=logging.WARNING)
-    else:
-        _start_embedded(args)
-    try:
+    with ExitStack() as started:
+        if os.environ.get("RAY_ADDRESS"):
+            ray.init(log_to_driver=True, logging_level=logging.WARNING)
+        else:
+            start_reaper()  # a process that ends whatever is left of the others when this one is gone
+            if accelerator.current().is_cpu and _num_engine_slots(args):
+                started.enter_context(sglang_preloading(args, _worker_env(is_on_loopback=True)))
+            _start_embedded(args)
+        started.callback(ray.shutdown)
+        if os.environ.get("RAY_ADDRESS"):
+            check_devices(ray.cluster_resources())
         yield
-    finally:
-        ray.shutdown()
+
+
+def check_devices(resources: Mapping[str, float]) -> None:
+    """Refuse to lead a cluster of GPUs from a machine without one as if all of it were CPUs.
+
+    Args:
+        resources: those of the cluster. Ray names the type of the devices that it has found on a node.
+
+    Raises:
+        ConfigError: nobody said that this is meant.
+    """
+    types = [name for name in resources if name.startswith(_DEVICE_TYPE)]
+    if types and accelerator.current().is_cpu and not os.environ.get("SLIME_ACCELERATOR"):
+        raise ConfigError(
+            f"this machine has no GPU that slime can use, and nodes of the Ray cluster have ({', '.join(types)}): set "
+            "SLIME_ACCELERATOR=cuda to lead the run from here, or SLIME_ACCELERATOR=cpu to leave the GPUs alone."
+        )
 
 
 def _start_embedded(args: Namespace) -> None:
-    """Start Ray as children of this process, and a process that ends whatever is left of them when this one is gone."""
-    start_reaper()
+    """Start Ray as children of this process."""
     slots, _ = slot_layout(args)
     is_cpu = accelerator.current().is_cpu
     ray.init(
@@ -74,6 +116,10 @@ def node_address() -> str:
     return os.environ.get("SLIME_HOST_IP") or ray.util.get_node_ip_address()
 
 
+def _num_engine_slots(args: Namespace) -> int:
+    return 0 if args.debug_train_only or args.rollout_external else args.rollout_num_gpus
+
+
 def slot_layout(args: Namespace) -> tuple[int, int]:
     """(device slots of the whole run, the first one of the engines).
 
@@ -81,7 +127,7 @@ def slot_layout(args: Namespace) -> tuple[int, int]:
     runs have none.
     """
     train = 0 if args.debug_rollout_only else args.world_size
-    engines = 0 if args.debug_train_only or args.rollout_external else args.rollout_num_gpus
+    engines = _num_engine_slots(args)
     return (max(train, engines), 0) if args.colocate else (train + engines, train)
 
 
@@ -96,14 +142,25 @@ def worker_env() -> dict[str, str]:
     One OpenMP thread on a CPU: ranks and engines share the cores, and spinning OpenMP barriers of several processes
     slow each other down by orders of magnitude.
     """
+    return _worker_env(_is_on_loopback())
+
+
+def _worker_env(is_on_loopback: bool) -> dict[str, str]:
     env = {"RAY_USE_UVLOOP": "0", "TOKENIZERS_PARALLELISM": "false"}
     if accelerator.current().is_cpu:
         env["OMP_NUM_THREADS"] = "1"
-    if _is_on_loopback():
+    else:
+        env |= {name: os.environ.get(name, value) for name, value in _NCCL.items()}
+    if is_on_loopback:
         env |= {"SLIME_HOST_IP": _LOOPBACK, "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         env[WEIGHT_INTERFACES] = WEIGHT_LOOPBACK
         env |= {name: os.environ[name] for name in _ONE_NODE if name in os.environ}
     return env | {name: os.environ[name] for name in _INHERITED if name in os.environ}
+
+
+def nccl_as_engines(args: Namespace) -> dict[str, str]:
+    """What engines set whatever the environment says, for the trainer to agree with."""
+    return dict.fromkeys(_NCCL, "1") if "--enable-symm-mem" in args.sglang_argv else {}
 
 
 def _is_on_loopback() -> bool:

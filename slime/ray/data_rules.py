@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 
 from slime.data.arguments import PromptDataArgs
+from slime.ray.rollout_rules import FULLY_ASYNC
 from slime.rollout.arguments import DEFAULT_ROLLOUT_FUNCTION
 from slime.utils.errors import DataError
 
@@ -26,21 +27,27 @@ def _reads_prompts(args: Namespace) -> bool:
 
 def _training_rows(args: Namespace) -> Iterator[str]:
     if _reads_prompts(args):
-        yield from _first_row("--prompt-data", args.prompt_data, args.input_key, args.label_key, args.tool_key)
+        is_ours = args.rollout_function_path.replace(":", ".") in (DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC)
+        needs_text = is_ours and args.custom_generate_function_path is None and not args.apply_chat_template
+        keys = (args.input_key, args.label_key, args.tool_key)
+        yield from _first_row("--prompt-data", args.prompt_data, keys, needs_text=needs_text)
 
 
 def _evaluation_rows(args: Namespace) -> Iterator[str]:
     if args.eval_function_path != DEFAULT_ROLLOUT_FUNCTION:
         return
     for dataset in args.eval_datasets:
-        where = f"evaluation set {dataset.name}"
-        yield from _first_row(
-            where, dataset.path, dataset.input_key or args.input_key, dataset.label_key, dataset.tool_key
-        )
+        needs_text = dataset.custom_generate_function_path is None and not dataset.apply_chat_template
+        keys = (dataset.input_key or args.input_key, dataset.label_key, dataset.tool_key)
+        yield from _first_row(f"evaluation set {dataset.name}", dataset.path, keys, needs_text=needs_text)
 
 
-def _first_row(where: str, path: str, input_key: str, label_key: str | None, tool_key: str | None) -> Iterator[str]:
-    """D4: what the keys name is in the first row."""
+def _first_row(where: str, path: str, keys: tuple[str, str | None, str | None], *, needs_text: bool) -> Iterator[str]:
+    """D4: what the keys of prompt, label and tools name is in the first row, and the prompt can be generated from.
+
+    Args:
+        needs_text: nothing turns a list of messages into text.
+    """
     from slime.data.prompts import open_prompts, read_file
 
     try:
@@ -50,18 +57,24 @@ def _first_row(where: str, path: str, input_key: str, label_key: str | None, too
     maker, rows = open_prompts(
         path,
         None,
-        prompt_key=input_key,
-        label_key=label_key,
-        tool_key=tool_key,
+        prompt_key=keys[0],
+        label_key=keys[1],
+        tool_key=keys[2],
         metadata_key="",
         apply_chat_template=False,
         apply_chat_template_kwargs=None,
         measures=False,
     )
     try:
-        maker.make([next(rows())])
+        (first,) = maker.make([next(rows())])
     except DataError as error:
         yield f"{where}: {error}."
+        return
+    if needs_text and not isinstance(first.sample.prompt, str):
+        yield (
+            f"{where}: {path}: prompts are lists of messages: use --apply-chat-template, or a "
+            "--custom-generate-function-path that handles messages."
+        )
 
 
 def _epoch(args: Namespace) -> Iterator[str]:

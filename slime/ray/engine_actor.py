@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 
 from slime.backends.protocols import EngineInfo
 from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
@@ -18,17 +17,16 @@ from slime.backends.sglang_utils.server_args import build_argv, server_env
 from slime.backends.sglang_utils.server_process import ForkAddress
 from slime.backends.sglang_utils.topology import EnginePlace, WorkerType
 from slime.observability.logging_utils import configure_logger
-from slime.observability.tracking import run_directory
 from slime.ray.cards import introduce
 from slime.ray.cluster import node_address
-from slime.ray.engine_node import NodeSlot, RayOtherNode
+from slime.ray.engine_node import NodeSlot, RayOtherNode, pull_in_time
+from slime.ray.preloading import engine_log_directory
 from slime.ray.waiting import get
 from slime.utils import accelerator
 from slime.utils.net import claim_ports, url_host
 
-__all__ = ["EngineActor", "ExternalEngineActor", "engine_log_directory"]
+__all__ = ["EngineActor", "ExternalEngineActor"]
 
-_PULL_TIMEOUT_S = 600.0
 _DIST_PORTS = 30
 """Ports from its rendezvous address upward that an engine may use, on top of one per attention copy."""
 
@@ -71,6 +69,7 @@ class EngineActor(_Startable):
         """
         _introduce_engine(place.rank)
         self._first_slot = first_slot
+        self._pull_timeout_s = args.weight_sync_timeout
         host = node_address()
         is_prefill = place.worker_type is WorkerType.PREFILL
         # held as long as this actor lives, so that the next engine on this node takes others
@@ -117,16 +116,11 @@ class EngineActor(_Startable):
 
     def pull_weights(self, source_dir: str, local_dir: str, version: int) -> None:
         """Bring the copies of the weights in ``local_dir``, one on each of the engine's nodes, up to ``version``."""
-        from slime.weight_sync.local_checkpoint import pull
-
+        who, timeout_s = f"engine {self._spec.rank}", self._pull_timeout_s
         others = [node.handle.pull_weights.remote(source_dir, local_dir, version) for node in self._nodes]
-        pull(Path(source_dir), Path(local_dir), version)
+        pull_in_time(who, source_dir, local_dir, version, timeout_s)
         if others:
-            get(
-                others,
-                _PULL_TIMEOUT_S,
-                f"the other nodes of engine {self._spec.rank} to follow weight version {version}",
-            )
+            get(others, timeout_s, f"the other nodes of {who} to follow weight version {version}")
 
 
 class ExternalEngineActor(ExternalEngine, _Startable):
@@ -141,8 +135,3 @@ def _introduce_engine(rank: int) -> None:
     configure_logger(f" engine-{rank}")
     introduce(f"engine {rank}")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-
-
-def engine_log_directory(args: Namespace) -> Path:
-    """Where engines and routers write what they say."""
-    return run_directory(args, args.experiment_name) / "engines"

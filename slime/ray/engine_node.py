@@ -6,6 +6,7 @@ to them: SGLang passes on what the engine's first node is told. Only files are t
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from argparse import Namespace
@@ -18,20 +19,21 @@ import ray
 
 from slime.backends.sglang_utils.fork_server import ForkedServer
 from slime.backends.sglang_utils.server_args import build_argv, server_env
-from slime.backends.sglang_utils.server_process import ForkAddress, has_ended, launch_server, named_children
+from slime.backends.sglang_utils.server_process import ForkAddress, launch_server, named_children
 from slime.backends.sglang_utils.topology import EnginePlace
 from slime.observability.logging_utils import configure_logger
-from slime.ray.actor_group import NOSET_VISIBLE_DEVICES
 from slime.ray.cards import introduce
-from slime.ray.cluster import node_address, worker_env
+from slime.ray.cluster import NOSET_VISIBLE_DEVICES, node_address, worker_env
 from slime.ray.failures import message_of
 from slime.ray.waiting import get
 from slime.utils import accelerator
+from slime.utils.async_utils import call_in_thread, run
 from slime.utils.deadline import Deadline
+from slime.utils.errors import DeadlineExceeded
 from slime.utils.net import claim_ports
-from slime.utils.process import GuardedProcess, log_tail
+from slime.utils.process import GuardedProcess, has_ended, log_tail
 
-__all__ = ["EngineNodeActor", "NodeSlot", "RayOtherNode"]
+__all__ = ["EngineNodeActor", "NodeSlot", "RayOtherNode", "pull_in_time"]
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +104,7 @@ class EngineNodeActor:
         )
         self._fork_server_socket = None if fork_server is None else fork_server.socket_on(host)
         self._log_path = log_path
+        self._pull_timeout_s = args.weight_sync_timeout
         self._deadline = Deadline(args.engine_start_timeout, f"{self._name} to start", "--engine-start-timeout")
         self._server: ForkedServer | GuardedProcess | None = None
         self._parts: dict[str, psutil.Process] = {}
@@ -136,9 +139,30 @@ class EngineNodeActor:
 
     def pull_weights(self, source_dir: str, local_dir: str, version: int) -> None:
         """Bring this node's copy of the weights in ``local_dir`` up to ``version``."""
-        from slime.weight_sync.local_checkpoint import pull
+        pull_in_time(self._name, source_dir, local_dir, version, self._pull_timeout_s)
 
-        pull(Path(source_dir), Path(local_dir), version)
+
+def pull_in_time(who: str, source_dir: str, local_dir: str, version: int, timeout_s: float) -> None:
+    """Bring the copy of the weights in ``local_dir`` up to ``version``, in a thread: a file system that hangs does not
+    end with the wait for it.
+
+    Raises:
+        DeadlineExceeded: it takes longer than ``timeout_s``.
+    """
+    from slime.weight_sync.local_checkpoint import pull
+
+    async def wait() -> None:
+        async with asyncio.timeout(timeout_s):
+            await call_in_thread(pull, Path(source_dir), Path(local_dir), version, timeout_s=timeout_s)
+
+    what = f"{who} to bring its weights in {local_dir} to version {version} of {source_dir}"
+    deadline = Deadline(timeout_s, what, "Look at both file systems, or raise --weight-sync-timeout")
+    try:
+        run(wait())
+    except TimeoutError as error:
+        if isinstance(error, DeadlineExceeded):
+            raise  # of a lock that another engine holds
+        raise deadline.error() from None
 
 
 class RayOtherNode:

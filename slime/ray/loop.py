@@ -13,7 +13,7 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -318,14 +318,8 @@ def start_run(args: Namespace) -> Run:
     given it back by the time the trainer comes. Whatever fails first ends the start with its own error, and what was
     already started is stopped.
     """
-    tracker = create_tracker(args)
-    slots = create_placement_groups(args)
-    directory = run_directory(args)
-    ledger = ledger_path(args.save, directory)
-    data_buffer = create_data_buffer(args, ledger)
-    manager = create_rollout_manager(args, slots["rollout"], data_buffer)
-    progress = Progress(directory, ledger=str(ledger))
-    run = Run(args, tracker, manager, data_buffer, None, 0, 0, None, slots, progress)
+    run = _create_run(args)
+    manager, data_buffer, slots = run.manager, run.data_buffer, run.slots
     try:
         ready = [manager.start.remote(), data_buffer.start()]
         num_rollout = _num_rollout(args, data_buffer, ready)
@@ -349,6 +343,24 @@ def start_run(args: Namespace) -> Run:
     except BaseException:
         run.dispose()
         raise
+    return run
+
+
+def _create_run(args: Namespace) -> Run:
+    """What a run owns from the first moment; what is there already is ended when one of them cannot be made."""
+    with ExitStack() as made:
+        tracker = create_tracker(args)
+        made.callback(tracker.close)
+        slots = create_placement_groups(args)
+        made.callback(release_placement_groups, slots)
+        directory = run_directory(args)
+        ledger = ledger_path(args.save, directory)
+        data_buffer = create_data_buffer(args, ledger)
+        made.callback(data_buffer.kill)
+        progress = Progress(directory, ledger=str(ledger))
+        manager = create_rollout_manager(args, slots["rollout"], data_buffer)
+        run = Run(args, tracker, manager, data_buffer, None, 0, 0, None, slots, progress)
+        made.pop_all()
     return run
 
 

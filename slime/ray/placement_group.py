@@ -16,7 +16,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from slime.ray.cluster import slot_layout, worker_env
+from slime.ray.cluster import NOSET_VISIBLE_DEVICES, slot_layout, worker_env
 from slime.ray.waiting import get
 from slime.utils import accelerator
 from slime.utils.deadline import Deadline
@@ -36,17 +36,20 @@ class GpuSlots:
         group: the Ray placement group, None when there is no slot.
         bundles: bundle index of each slot.
         device_ids: physical device id of each slot on its node; the slot number where devices are logical.
+        visible_ids: number of each slot's device among those that a process on its node sees, which
+            ``CUDA_VISIBLE_DEVICES`` may restrict; empty where devices are logical.
     """
 
     group: PlacementGroup | None
     bundles: Sequence[int]
     device_ids: Sequence[int]
+    visible_ids: Sequence[int] = ()
 
     def __len__(self) -> int:
         return len(self.bundles)
 
     def __getitem__(self, part: slice) -> GpuSlots:
-        return GpuSlots(self.group, self.bundles[part], self.device_ids[part])
+        return GpuSlots(self.group, self.bundles[part], self.device_ids[part], self.visible_ids[part])
 
     def strategy(self, slot: int) -> PlacementGroupSchedulingStrategy:
         """Scheduling strategy that pins an actor to ``slot``; its child tasks stay in the group."""
@@ -77,6 +80,18 @@ def _reserve(count: int, timeout_s: float) -> GpuSlots:
     if count == 0:
         return GpuSlots(None, [], [])
     group = placement_group([{"GPU": 1, "CPU": 1}] * count, strategy="PACK")
+    try:
+        _wait_for(group, count, timeout_s)
+        nodes = set(placement_group_table(group)["bundles_to_node_id"].values())
+        if len(nodes) == 1 and accelerator.current().is_cpu:
+            return GpuSlots(group, range(count), range(count))  # logical slots of one host have no order to find out
+        return _ordered(group, count)
+    except BaseException:
+        remove_placement_group(group)  # it would take the slots as soon as they are free
+        raise
+
+
+def _wait_for(group: PlacementGroup, count: int, timeout_s: float) -> None:
     deadline = Deadline(
         timeout_s,
         f"Ray to reserve {count} device slots",
@@ -87,10 +102,6 @@ def _reserve(count: int, timeout_s: float) -> GpuSlots:
         state = f"the cluster has {total:g} and {free:g} of them are free"
         deadline.check(state)
         logger.warning("waiting for %d device slots for %.0f s: %s", count, deadline.elapsed, state)
-    nodes = set(placement_group_table(group)["bundles_to_node_id"].values())
-    if len(nodes) == 1 and accelerator.current().is_cpu:
-        return GpuSlots(group, range(count), range(count))  # logical slots of one host have no order to find out
-    return _ordered(group, count)
 
 
 @dataclass(frozen=True)
@@ -100,6 +111,7 @@ class _Place:
     address: str
     node_id: str
     device_id: int
+    visible_id: int
 
     @property
     def order(self) -> tuple[tuple[int, ...], str, int]:
@@ -111,13 +123,15 @@ class _Probe:
     def locate(self) -> _Place:
         device_ids = ray.get_gpu_ids()
         node_id = ray.get_runtime_context().get_node_id()
-        return _Place(ray.util.get_node_ip_address(), node_id, int(device_ids[0]) if device_ids else 0)
+        device_id = int(device_ids[0]) if device_ids else 0
+        visible_id = accelerator.resolve_visible_device_id(device_id)
+        return _Place(ray.util.get_node_ip_address(), node_id, device_id, visible_id)
 
 
 def _ordered(group: PlacementGroup, count: int) -> GpuSlots:
     """Sort bundles by node and device, so that neighbouring ranks share a node."""
     unordered = GpuSlots(group, range(count), range(count))
-    env = {"env_vars": worker_env()}
+    env = {"env_vars": worker_env() | NOSET_VISIBLE_DEVICES}
     probes = [_Probe.options(scheduling_strategy=unordered.strategy(i), runtime_env=env).remote() for i in range(count)]
     places: list[_Place] = get([probe.locate.remote() for probe in probes], 120.0, "device slots to say where they are")
     for probe in probes:
@@ -125,7 +139,7 @@ def _ordered(group: PlacementGroup, count: int) -> GpuSlots:
     order = sorted(range(count), key=lambda i: places[i].order)
     for slot, place in enumerate(places[i] for i in order):
         logger.info("slot %d: device %d of node %s (%s)", slot, place.device_id, place.address, place.node_id[:8])
-    return GpuSlots(group, order, [places[i].device_id for i in order])
+    return GpuSlots(group, order, [places[i].device_id for i in order], [places[i].visible_id for i in order])
 
 
 def _address_key(address: str) -> tuple[int, ...]:

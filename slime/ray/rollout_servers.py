@@ -4,8 +4,9 @@
     --rollout-external-engine-addrs          one model; its engines run somewhere else already
     model                                    a RolloutServer: one router, its engines
 
-Owned by the rollout manager. On a CPU this also owns the process that SGLang is preloaded in; engines on other nodes,
-and engines on GPUs, start SGLang themselves. Knows no trainer: it hands out a fleet of the engines that take weights.
+Owned by the rollout manager. On a CPU engines are forked from a process that SGLang is preloaded in (``preloading``);
+engines on other nodes, and engines on GPUs, start SGLang themselves. Knows no trainer: it hands out a fleet of the
+engines that take weights.
 """
 
 from __future__ import annotations
@@ -23,16 +24,15 @@ import ray
 from slime.backends.sglang_utils.external import external_engine_infos_from_args
 from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.backends.sglang_utils.router import ExistingRouter, Router, RouterProcess
-from slime.backends.sglang_utils.server_args import server_env
 from slime.backends.sglang_utils.server_process import ForkAddress
 from slime.backends.sglang_utils.topology import EnginePlace, topology_of
-from slime.ray.actor_group import NOSET_VISIBLE_DEVICES
-from slime.ray.cluster import node_address, slot_layout, worker_env
-from slime.ray.engine_actor import EngineActor, ExternalEngineActor, engine_log_directory
+from slime.ray.cluster import NOSET_VISIBLE_DEVICES, node_address, slot_layout, worker_env
+from slime.ray.engine_actor import EngineActor, ExternalEngineActor
 from slime.ray.engine_node import NodeSlot
 from slime.ray.engine_slots import WaitingEngines, WatchSettings
 from slime.ray.fleet import RayEngineFleet
 from slime.ray.placement_group import GpuSlots
+from slime.ray.preloading import ClusterForkServer, engine_log_directory, fork_server_of
 from slime.ray.server_group import RolloutServer
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError, EngineError
@@ -55,7 +55,7 @@ class RolloutServers:
     def __init__(self, args: Namespace, slots: GpuSlots) -> None:
         self._args = args
         self._gpus = slots
-        self._fork_server: ForkServer | None = None
+        self._fork_server: ForkServer | ClusterForkServer | None = None
         self._servers: list[RolloutServer] = []
         try:
             if args.rollout_external:
@@ -71,7 +71,7 @@ class RolloutServers:
         topology = topology_of(args)
         places = topology.places(args.hf_checkpoint)
         if accelerator.current().is_cpu and any(places.values()):
-            self._fork_server = ForkServer(engine_log_directory(args) / "fork_server.log", server_env())
+            self._fork_server = fork_server_of(args)
         for model in topology.models:
             by_rank = {place.rank: self._for_model(place, model.updates_weights) for place in places[model.name]}
             router = self._router(model.name, has_pd=model.has_pd)
@@ -131,21 +131,31 @@ class RolloutServers:
         return make
 
     def _check_nodes(self, place: EnginePlace) -> None:
-        """Refuse an engine whose part on a node is on two: its server would take devices there that are not its own.
+        """Refuse an engine whose part on a node is on two, or has gaps: its server counts on from its first device, and
+        would take some that are not its own.
 
         Slots are ordered by node and device, so numbers that do not rise are those of two nodes.
         """
         per_node = self._args.num_gpus_per_node
-        if accelerator.current().is_cpu and place.num_gpus <= per_node:
+        is_cpu = accelerator.current().is_cpu
+        if is_cpu and place.num_gpus <= per_node:
             return  # logical devices: one server serves as well
         end = place.first_slot + place.num_gpus
         for first in range(place.first_slot, end, per_node):
-            part = list(self._gpus.device_ids[first : min(first + per_node, end)])
-            if any(after <= before for before, after in itertools.pairwise(part)):
+            part = slice(first, min(first + per_node, end))
+            numbers = list(self._gpus.device_ids[part])
+            if any(after <= before for before, after in itertools.pairwise(numbers)):
                 raise ConfigError(
-                    f"--num-gpus-per-node {per_node}: engine {place.rank} got the devices {part} where it needs those "
-                    "of one node. Give the number that every node of Ray has free, and let the trainer, or a "
+                    f"--num-gpus-per-node {per_node}: engine {place.rank} got the devices {numbers} where it needs "
+                    "those of one node. Give the number that every node of Ray has free, and let the trainer, or a "
                     "placeholder of --sglang-config, fill a node where an engine would begin too late on it."
+                )
+            seen = self._gpus.visible_ids[part]
+            if not is_cpu and any(after != before + 1 for before, after in itertools.pairwise(seen)):
+                raise ConfigError(
+                    f"--rollout-num-gpus-per-engine {place.num_gpus}: engine {place.rank} got the devices {numbers} of "
+                    "a node that other jobs use as well; it needs devices that follow one another. Start Ray there "
+                    "with CUDA_VISIBLE_DEVICES naming the devices of this run alone, or make engines smaller."
                 )
 
     def _other_slots(self, place: EnginePlace) -> list[NodeSlot]:

@@ -9,6 +9,7 @@ from slime.backends.fsdp_utils import argument_rules as fsdp_rules
 from slime.backends.megatron_utils import argument_rules as megatron_rules
 from slime.backends.megatron_utils.families.registry import FAMILIES
 from slime.backends.megatron_utils.model_shape import check_against_hf, read_shape
+from slime.backends.megatron_utils.precision_rules import int4
 from slime.config import notices
 from slime.config.groups import flag_of
 from slime.utils.errors import ConfigError
@@ -84,4 +85,10 @@ def other_model_flags(args: Namespace) -> None:
         notices.warn(args, flag, f"{rest} It is ignored: --train-backend fsdp builds the model of config.json.")
 
 
-RULES = (_backend, _balance, _converter)
+def _fake_int4(args: Namespace) -> Iterator[str]:
+    """Not a rule of the offline tools: they do not train."""
+    if not args.debug_rollout_only and args.hf_checkpoint is not None:
+        yield from int4(args)
+
+
+RULES = (_backend, _balance, _converter, _fake_int4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime.ray.actor_group import NOSET_VISIBLE_DEVICES
+from slime.ray.cluster import NOSET_VISIBLE_DEVICES
 
 __all__ = ["NOSET_VISIBLE_DEVICES_ENV_VARS_LIST"]
 

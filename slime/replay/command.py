@@ -63,11 +63,14 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _compare(recorded: Sample, made: Sequence[Sample]) -> bool:
-    """Print both; True when they are equal."""
-    if len(made) != 1:
-        print(f"the execution made {len(made)} samples; the record of one of them is compared with none")
-        return True
-    again = made[0]
+    """Print the record and what was made; True when they are equal."""
+    if not made:
+        print("the execution made no sample")
+        return False
+    # of several rows that one execution made, the record is one
+    again = next((row for row in made if row.tokens == recorded.tokens), made[0])
+    if len(made) > 1:
+        print(f"the execution made {len(made)} samples, of which the record should be one")
     rows = [
         ("status", recorded.status.value, again.status.value),
         ("response tokens", recorded.response_length, again.response_length),

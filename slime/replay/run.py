@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,22 @@ _ONE_PROCESS = (
     *("--pipeline-model-parallel-size", "1", "--context-parallel-size", "1", "--expert-model-parallel-size", "1"),
     *("--rollout-num-gpus", "1", "--rollout-num-gpus-per-engine", "1", "--record-samples", "0"),
 )
-
-
+_OF_MANY_PROCESSES = frozenset(
+    (
+        *("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"),
+        *("--microbatch-group-size-per-virtual-pipeline-stage", "--num-distributed-optimizer-instances"),
+        *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers", "--expert-tensor-parallel-size"),
+        *(
+            "--rollout-external-engine-addrs",
+            "--sglang-config",
+            "--prefill-num-servers",
+            "--sglang-enable-dp-attention",
+        ),
+        *("--sglang-tp-size", "--sglang-tensor-parallel-size", "--sglang-pp-size", "--sglang-pipeline-parallel-size"),
+        *("--sglang-dp-size", "--sglang-data-parallel-size", "--sglang-ep-size", "--sglang-expert-parallel-size"),
+    )
+)
+"""Flags that make no sense for one process, and that no other value would undo."""
 _PATIENCE_S = 86_400.0
 """A person may sit at a breakpoint."""
 
@@ -97,11 +111,21 @@ def replay_args(info: RunInfo, version: int | None, hf_checkpoint: str | None = 
     if os.path.isdir(info.cwd):
         os.chdir(info.cwd)  # relative paths of the command line belong there
     weights, words = _weights(info, version, hf_checkpoint)
-    argv = [*info.argv, *_ONE_PROCESS, *words]
+    argv = [*_without(info.argv, _OF_MANY_PROCESSES), *_ONE_PROCESS, *words]
     args, problems = parse_only(argv, is_async=False)
     if args is None or problems:
         raise ConfigError(problems)
     return args, weights
+
+
+def _without(argv: Sequence[str], flags: Collection[str]) -> Iterator[str]:
+    """The words of a command line but for these flags and the words behind them, which are their values."""
+    is_dropped = False
+    for word in argv:
+        if word.startswith("--"):
+            is_dropped = word.partition("=")[0] in flags
+        if not is_dropped:
+            yield word
 
 
 def _weights(info: RunInfo, version: int | None, hf_checkpoint: str | None) -> tuple[str, list[str]]:
@@ -167,6 +191,7 @@ def train(args: Namespace, replayed: Replayed, rollout: int) -> tuple[dict[str, 
     from slime.batch.schedule import MicroBatchArgs
     from slime.batch.ship import split_by_dp
     from slime.config.groups import from_args
+    from slime.config.resolve.checkpoints import needs_reference
     from slime.data.layout import ParallelLayout
     from slime.hooks.load import load_function
     from slime.ray.train_actor import trainer_class
@@ -189,7 +214,7 @@ def train(args: Namespace, replayed: Replayed, rollout: int) -> tuple[dict[str, 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     args.num_rollout = args.num_rollout or rollout + 1
     make = trainer_class(args, "actor")
-    trainer = make(args, rank=0, world_size=1, with_ref=args.use_kl_loss or args.kl_coef != 0)
+    trainer = make(args, rank=0, world_size=1, with_ref=needs_reference(args))
     trainer.setup()
     report = trainer.train(rollout, shipment.ranks[0])
     return report.steps[-1], report.rollout

@@ -7,7 +7,8 @@ The router still says which engines there are. Requests of one session stay on o
 tokens; new sessions take the engines in turn. An engine that failed a request is avoided for a while: the router needs
 longer than the next attempt to notice.
 
-Used by ``sglang_rollout`` and by custom generate functions that send their own requests (:meth:`DirectEngines.choose`).
+Used by ``sglang_rollout``, by agents' adapters and by custom generate functions that send their own requests
+(:meth:`DirectEngines.choose`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from typing import Any
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import get
 
-__all__ = ["DirectEngines", "EngineChoice"]
+__all__ = ["PAST_THE_ROUTER", "DirectEngines", "EngineChoice"]
+
+PAST_THE_ROUTER = frozenset({"return_routed_experts", "return_sampling_mask"})
+"""Fields of requests that the router drops."""
 
 _LIST_AGE_S = 2.0
 _LIST_TIMEOUT_S = 10.0
@@ -30,7 +34,8 @@ _MOST_SESSIONS = 100_000
 
 
 class DirectEngines:
-    """The engines behind the router at ``router_url``, and which of them has which session."""
+    """The engines behind the router at ``router_url``, and which of them has which session. An engine may stand there
+    as well: it is the only one then."""
 
     def __init__(self, router_url: str) -> None:
         self.router_url = router_url
@@ -69,12 +74,20 @@ class DirectEngines:
     async def _usable(self) -> Sequence[str]:
         now = time.monotonic()
         if now - self._listed > _LIST_AGE_S:
-            reply = await get(f"{self.router_url}/workers", timeout_s=_LIST_TIMEOUT_S)
-            self._urls = _engine_urls(reply, self.router_url)
+            self._urls = await self._list()
             self._listed = now
         self._failed = {url: since for url, since in self._failed.items() if now - since < _AVOIDED_S}
         usable = [url for url in self._urls if url not in self._failed]
         return usable or [min(self._urls, key=lambda url: self._failed[url])]  # the one that failed longest ago
+
+    async def _list(self) -> list[str]:
+        try:
+            reply = await get(f"{self.router_url}/workers", timeout_s=_LIST_TIMEOUT_S)
+        except EngineError as error:
+            if getattr(getattr(error.__cause__, "response", None), "status_code", None) != 404:
+                raise
+            return [self.router_url]  # an engine has no such route
+        return _engine_urls(reply, self.router_url)
 
 
 class EngineChoice:
@@ -84,6 +97,11 @@ class EngineChoice:
         self._engines = engines
         self._session_id = session_id
         self._last: str | None = None
+
+    @property
+    def last_url(self) -> str | None:
+        """Of the engine that the last attempt went to."""
+        return self._last
 
     async def __call__(self) -> str:
         """Address for the next attempt; being asked again says that the last one failed."""

@@ -10,14 +10,13 @@ from uuid import uuid4
 
 from slime.data.media import encode_image_for_rollout_engine
 from slime.data.sample import Sample
-from slime.data.sampling_mask import SAMPLING_MASK, cuts_vocabulary
+from slime.data.sampling_mask import LACKS_SETS, cuts_vocabulary, lacks_sets
+from slime.rollout.direct_engines import PAST_THE_ROUTER
 from slime.rollout.sampling import check_token_ids, response_room
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import Url
 
 __all__ = ["EngineRequest", "build_request", "check_reply"]
-
-_PAST_THE_ROUTER = {"return_routed_experts", "return_sampling_mask"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +31,7 @@ class EngineRequest:
     @property
     def goes_past_the_router(self) -> bool:
         """Whether it asks for something that the router drops from requests."""
-        return not _PAST_THE_ROUTER.isdisjoint(self.payload)
+        return not PAST_THE_ROUTER.isdisjoint(self.payload)
 
     def new_attempt(self) -> dict[str, Any]:
         """The payload with an id of its own: an attempt that got lost may still be running under its id."""
@@ -89,13 +88,10 @@ def check_reply(request: EngineRequest, sample: Sample, reply: Any) -> dict[str,
     if not isinstance(reply, dict) or "meta_info" not in reply:
         raise EngineError(f"the reply for sample {sample.index} is not that of an SGLang server: {str(reply)[:300]}")
     meta = reply["meta_info"]
-    if "return_sampling_mask" in request.payload and meta.get("output_token_logprobs") and SAMPLING_MASK not in meta:
+    if lacks_sets(request.payload, meta):
         if (meta.get("finish_reason") or {}).get("type") == "abort":
             return reply | {"text": "", "meta_info": meta | {"output_token_logprobs": [], "completion_tokens": 0}}
-        raise EngineError(
-            f"the engine did not say which ids it sampled sample {sample.index} from ({SAMPLING_MASK}), which "
-            "--rollout-top-p below 1 and --rollout-top-k need: update SGLang to 0.5.23 or newer"
-        )
+        raise EngineError(f"sample {sample.index}: {LACKS_SETS}")
     return reply
 
 

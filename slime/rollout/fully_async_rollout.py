@@ -9,8 +9,9 @@ weight sync                   nobody: it aborts what runs, and those groups go b
                               they have, to be continued by the new weights before any new prompt is drawn
 
 Staleness. A group that is taken by rollout r and was begun with weights of version v lags r - v rollouts. With
-``--max-weight-staleness N`` at most (N + 1) batches are under way (the bound of AReaL, arXiv:2505.24298, sec. 5.1), and
-a group that lags more all the same is thrown away, its prompt drawn again.
+``--max-weight-staleness N`` at most (N + 1) batches are under way, what the batch of this rollout has already included
+(the bound of AReaL, arXiv:2505.24298, sec. 5.1), and a group that lags more all the same is thrown away, its prompt
+drawn again.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class AsyncRolloutWorker:
         self._prompts: dict[int, SampleGroup] = {}
         self._active: set[asyncio.Task[Any]] = set()
         self._next = 0
+        self._num_held = 0
         self._failures = 0
         self._error: BaseException | None = None
         self._change = threading.Condition()
@@ -94,16 +96,27 @@ class AsyncRolloutWorker:
         """Finished groups that nobody has taken."""
         return self.output_queue.qsize()
 
-    def get_completed_groups(self, limit: int | None = None) -> list[tuple[int, SampleGroup]]:
-        """Take finished groups, first in, first out, without waiting."""
+    def get_completed_groups(self, limit: int | None = None, *, is_held: bool = False) -> list[tuple[int, SampleGroup]]:
+        """Take finished groups, first in, first out, without waiting.
+
+        Args:
+            is_held: they are under way until :meth:`release`, for ``--max-weight-staleness``.
+        """
         taken: list[tuple[int, SampleGroup]] = []
         while limit is None or len(taken) < limit:
+            self._num_held += is_held  # before it leaves the queue: the worker must not see a free place
             try:
                 taken.append(self.output_queue.get_nowait())
             except queue.Empty:
+                self._num_held -= is_held
                 break
         self._notify()
         return taken
+
+    def release(self, count: int | None = None) -> None:
+        """So many held groups are thrown away; None: no batch is collected any more."""
+        self._num_held -= self._num_held if count is None else count
+        self._notify()
 
     def wait_completed(self, deadline: Deadline) -> None:
         """Return when there is a finished group.
@@ -139,18 +152,21 @@ class AsyncRolloutWorker:
         if self._loop is not None and self._wake is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._wake.set)
 
-    def _limit(self) -> int:
-        """Groups that may be in flight or finished but not taken."""
+    def _free_places(self) -> int:
+        """Groups that may be begun now."""
+        free = min(self.concurrency, 2 * self.concurrency - self.queue_size()) - len(self._active)
         staleness = setting(self.args, "max_weight_staleness")
-        limit = 2 * self.concurrency
-        return limit if staleness is None else min(limit, (staleness + 1) * self.args.rollout_batch_size)
+        if staleness is None:
+            return free
+        under_way = len(self._active) + self.queue_size() + self._num_held
+        return min(free, (staleness + 1) * self.args.rollout_batch_size - under_way)
 
     async def _main(self) -> None:
         self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
         try:
             while self.running and self._error is None:
                 self._wake.clear()
-                while self.running and len(self._active) < min(self.concurrency, self._limit() - self.queue_size()):
+                while self.running and self._free_places() > 0:
                     if not await self._begin_one():
                         break
                 await self._wake.wait()
@@ -262,26 +278,32 @@ async def _generate_rollout_async(args: Namespace, rollout_id: int, data_buffer:
     groups: list[SampleGroup] = []
     all_groups: list[SampleGroup] = []
     limit_s, flag = _patience(args)
-    while len(groups) < args.rollout_batch_size:
-        deadline = Deadline(limit_s, "the next group of the fully-async worker", flag)
-        await call_in_thread(worker.wait_completed, deadline)
-        for number, group in sorted(worker.get_completed_groups(args.rollout_batch_size - len(groups))):
-            prompt = worker.prompt_of(number)
-            if _is_stale(args, rollout_id, group):
-                metrics["rollout/stale_groups"] += 1
-                metrics["rollout/stale_tokens"] += sum(sample.response_length for sample in iter_samples(group))
-                again = [without_response(sample) for sample in iter_samples(prompt)]
-                await call_in_thread(worker.put_back, again)
-                _check_not_hopeless(args, rollout_id, metrics["rollout/stale_groups"])
-                continue
-            failures.check(group)
-            all_groups.append(group)
-            verdict = await apply_filter(dynamic_filter, args, group)
-            if verdict.keep:
-                groups.append(group)
-            else:
-                await call_in_thread(worker.drop, rollout_id, group)
-                drops.add(group, verdict.reason)
+    try:
+        while len(groups) < args.rollout_batch_size:
+            deadline = Deadline(limit_s, "the next group of the fully-async worker", flag)
+            await call_in_thread(worker.wait_completed, deadline)
+            wanted = args.rollout_batch_size - len(groups)
+            for number, group in sorted(worker.get_completed_groups(wanted, is_held=True)):
+                prompt = worker.prompt_of(number)
+                if _is_stale(args, rollout_id, group):
+                    metrics["rollout/stale_groups"] += 1
+                    metrics["rollout/stale_tokens"] += sum(sample.response_length for sample in iter_samples(group))
+                    again = [without_response(sample) for sample in iter_samples(prompt)]
+                    await call_in_thread(worker.put_back, again)
+                    worker.release(1)
+                    _check_not_hopeless(args, rollout_id, metrics["rollout/stale_groups"])
+                    continue
+                failures.check(group)
+                all_groups.append(group)
+                verdict = await apply_filter(dynamic_filter, args, group)
+                if verdict.keep:
+                    groups.append(group)
+                else:
+                    await call_in_thread(worker.drop, rollout_id, group)
+                    worker.release(1)
+                    drops.add(group, verdict.reason)
+    finally:
+        worker.release()
     groups.sort(key=first_index)
     log_sample(next(iter_samples(groups)), f"rollout {rollout_id}, first sample")
     await call_batch_hooks(args, groups, all_groups, data_buffer)

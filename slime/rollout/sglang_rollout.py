@@ -175,10 +175,18 @@ class GenerateState(metaclass=SingletonMeta):
 
 
 def get_model_url(args: Namespace, model_name: str, endpoint: str = "/generate") -> str:
-    """Address of a model's router; of the default router when there is none by that name."""
+    """Address of a model's router; of the default router, with a warning, when there is none by that name."""
     routers = getattr(args, "sglang_model_routers", None) or {}
+    if routers and model_name not in (*routers, "default"):
+        _warn_of_unknown_model(model_name, ", ".join(routers))
     host, port = routers.get(model_name) or (args.sglang_router_ip, args.sglang_router_port)
     return f"http://{host}:{port}{endpoint}"
+
+
+@functools.cache
+def _warn_of_unknown_model(name: str, known: str) -> None:
+    """Once per name: a reward that asks the wrong model would go unnoticed."""
+    logger.warning("get_model_url: the run serves no model %r but %s; the default router is asked instead", name, known)
 
 
 async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:

@@ -1,17 +1,20 @@
 """Generation that sees its tokens come: ``--custom-generate-function-path`` ...``.generate_streaming``.
 
-The engine sends what it has so far again and again; every event holds the whole response of the request. A rollout that
-ends takes what came last and closes the connection, upon which the engine drops the request. Otherwise the result is
-that of ``sglang_rollout.generate``.
+Every event of the engine holds the whole response so far, with the sets of ids that ``--rollout-top-p`` and
+``--rollout-top-k`` left of the vocabulary: what is sent grows with the square of the length. With
+``--sglang-incremental-streaming-output`` an event holds what is new, which is put together here. A rollout that ends
+takes what has come and closes the connection, upon which the engine drops the request. Otherwise the result is that of
+``sglang_rollout.generate``.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
+from itertools import chain
 from typing import Any
 
 from slime.data.sample import Sample
-from slime.data.sampling_mask import sampled_tokens
+from slime.data.sampling_mask import OUTPUT_LISTS, sampled_tokens
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_span
 from slime.rollout import sglang_rollout
 from slime.rollout.engine_request import EngineRequest, check_reply
@@ -38,11 +41,10 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
     request = await sglang_rollout.prepare_request(args, sample, sampling_params)
     if request is None:
         return sample
-    last: dict[str, Any] | None = None
+    response = _Response()
 
     def receive(event: Any) -> bool:
-        nonlocal last
-        last = _checked(request, event, sample)
+        response.add(_checked(request, event, sample), sample)
         return not state.is_ending
 
     attrs = {"max_new_tokens": sampling_params["max_new_tokens"]}
@@ -55,38 +57,70 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
             headers=request.headers,
             timeout_s=setting(args, "rollout_request_timeout"),
         )
-    if last is not None:
-        span.update(build_sglang_meta_trace_attrs(last["meta_info"]))
-    is_finished = last is not None and bool(last["meta_info"].get("finish_reason"))
+    meta = response.meta_info
+    if response.has_begun:
+        span.update(build_sglang_meta_trace_attrs(meta))
+    is_finished = bool(meta.get("finish_reason"))
     if not is_finished and not state.is_ending:
         raise ConnectionError(f"the stream of sample {sample.index} ended before the engine finished")
-    if last is not None:
-        _append(args, sample, last, is_finished)
+    if response.has_begun:
+        tokens, log_probs = sampled_tokens(meta)
+        sample.append_response_tokens(
+            args,
+            tokens=tokens,
+            log_probs=log_probs,
+            text=response.text,
+            meta_info=meta,
+            update_terminal_info=is_finished,
+        )
     if not is_finished:
         sample.status = Sample.Status.ABORTED
     return sample
+
+
+class _Response:
+    """What has come of a response: the last event, or all of them where each holds what is new."""
+
+    def __init__(self) -> None:
+        self._events: list[dict[str, Any]] = []
+        self._num_tokens = 0
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self._events)
+
+    @property
+    def text(self) -> str:
+        return "".join(event["text"] for event in self._events)
+
+    @property
+    def meta_info(self) -> dict[str, Any]:
+        """That of the last event, about all tokens. Empty before the first one."""
+        metas = [event["meta_info"] for event in self._events]
+        joined = {
+            key: list(chain.from_iterable(meta.get(key) or () for meta in metas))
+            for key in OUTPUT_LISTS
+            if any(key in meta for meta in metas)
+        }
+        return (metas[-1] if metas else {}) | joined
+
+    def add(self, event: dict[str, Any], sample: Sample) -> None:
+        meta = event["meta_info"]
+        num_new = len(meta.get("output_token_logprobs") or ())
+        count = meta.get("completion_tokens", num_new)
+        if num_new == count and (count > 0 or not self._events):
+            self._events = [event]
+        elif count in (0, self._num_tokens + num_new):  # 0: an abort whose tokens came without their sets
+            self._events.append(event)
+        else:
+            raise EngineError(
+                f"an event for sample {sample.index} holds {num_new} tokens after {self._num_tokens}, of {count} in "
+                "all: events of its stream are missing"
+            )
+        self._num_tokens = count or self._num_tokens
 
 
 def _checked(request: EngineRequest, event: Any, sample: Sample) -> dict[str, Any]:
     if isinstance(event, dict) and "error" in event:
         raise EngineError(f"the engine refused sample {sample.index} in its stream: {str(event['error'])[:300]}")
     return check_reply(request, sample, event)
-
-
-def _append(args: Namespace, sample: Sample, event: dict[str, Any], is_finished: bool) -> None:
-    meta = event["meta_info"]
-    tokens, log_probs = sampled_tokens(meta)
-    count = meta.get("completion_tokens")
-    if count is not None and len(tokens) < count:
-        raise EngineError(
-            f"an event for sample {sample.index} holds {len(tokens)} of {count} tokens: streaming needs events with "
-            "the whole response, drop --sglang-incremental-streaming-output"
-        )
-    sample.append_response_tokens(
-        args,
-        tokens=tokens,
-        log_probs=log_probs,
-        text=event["text"],
-        meta_info=meta,
-        update_terminal_info=is_finished,
-    )

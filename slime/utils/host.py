@@ -1,10 +1,11 @@
-"""This host for users' code: its name and address, a free port, an end for a process.
+"""This host for users' code: its name and address, a free port, a router, an end for a process.
 
 slime itself uses ``slime.utils.net`` and ``slime.utils.process``.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import socket
@@ -20,6 +21,7 @@ __all__ = [
     "get_free_port",
     "get_host_info",
     "is_port_available",
+    "run_router",
     "terminate_process",
     "wrap_ipv6",
 ]
@@ -105,3 +107,13 @@ def terminate_process(process: Any, timeout: float = 1.0) -> None:
     if process.is_alive():
         process.kill()
         process.join(timeout)
+
+
+def run_router(args: Any) -> None:
+    """Serve sglang-router in this process until that is ended: the target of a ``multiprocessing`` process.
+
+    Args:
+        args: ``sglang_router.router_args.RouterArgs``.
+    """
+    router = importlib.import_module("sglang_router.router")  # by name: nobody here needs it but who asks for it
+    router.Router.from_args(args).start()

@@ -1,6 +1,6 @@
 """HTTP to engines, router and reward services: shared clients per event loop, deadlines, retries by kind.
 
-    connection errors, 5xx   retried with exponential backoff
+    connection errors, 5xx   retried with exponential backoff; so are replies that were damaged on the way
     4xx                      raised at once: the request itself is wrong
     deadline                 covers all attempts of a call; afterwards the error names the url
 
@@ -32,6 +32,7 @@ from slime.utils.host import (
     find_available_port,
     get_host_info,
     is_port_available,
+    run_router,
     terminate_process,
 )
 from slime.utils.host import wrap_ipv6 as _wrap_ipv6
@@ -51,6 +52,7 @@ __all__ = [
     "is_port_available",
     "post",
     "receive_stream",
+    "run_router",
     "send",
     "set_sender",
     "terminate_process",
@@ -78,6 +80,7 @@ Sender: TypeAlias = Callable[[str, Any, dict[str, str] | None, float], Awaitable
 """Makes one attempt: (url, JSON value, headers, seconds) -> reply. Raises ``TimeoutError`` when the seconds passed."""
 
 DEFAULT_TIMEOUT_S = 1800.0
+_BROKEN = (httpx.TransportError, httpx.DecodingError)
 _FIRST_BACKOFF_S = 0.25
 _LAST_BACKOFF_S = 5.0
 _MAX_QUOTED_CHARS = 2000
@@ -167,7 +170,7 @@ async def send(url: str, body: Any, headers: dict[str, str] | None, timeout_s: f
     try:
         async with asyncio.timeout(timeout_s):
             response = await _clients.next().post(url, json=body, headers=headers)
-    except httpx.TransportError as error:
+    except _BROKEN as error:
         return Reply(None, f"{type(error).__name__}: {error}")
     return Reply(response.status_code, _content(response) if response.is_success else _problem(response))
 
@@ -205,7 +208,7 @@ async def post(
                 address = await _address(url)
                 body = payload() if callable(payload) else payload
                 reply = await (_sender or send)(address, body or {}, headers, deadline.remaining)
-        except httpx.TransportError as error:  # of the address
+        except _BROKEN as error:  # of the address
             problem = f"{type(error).__name__}: {error}"
             continue
         except TimeoutError:
@@ -263,7 +266,7 @@ async def receive_stream(
                     if not receive(event):
                         return
                 return
-        except httpx.TransportError as error:
+        except _BROKEN as error:
             problem = f"{type(error).__name__}: {error}"
             if has_begun:
                 raise ConnectionError(f"the stream of POST {url} broke off: {problem}") from error

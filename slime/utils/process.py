@@ -16,7 +16,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["GUARD_FD_VARIABLE", "GuardedProcess", "kill_group", "log_tail", "tail", "watch_descriptor", "watch_owner"]
+import psutil
+
+__all__ = [
+    "GUARD_FD_VARIABLE",
+    "GuardedProcess",
+    "has_ended",
+    "kill_group",
+    "log_tail",
+    "tail",
+    "watch_descriptor",
+    "watch_owner",
+]
 
 GUARD_FD_VARIABLE = "SLIME_GUARD_FD"
 _KILL_TIMEOUT_S = 5.0
@@ -104,18 +115,43 @@ def _kill_group_when_closed(descriptor: int, before_end: Callable[[], None] | No
 
 
 def kill_group(leader: int) -> None:
-    """SIGKILL the process group of ``leader`` and wait until it is gone, at most five seconds."""
+    """SIGKILL the process group of ``leader`` and wait until all of it has ended, at most five seconds."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
     deadline = time.monotonic() + _KILL_TIMEOUT_S
     while time.monotonic() < deadline:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(leader, os.WNOHANG)
-        try:
-            os.killpg(leader, 0)
-        except (ProcessLookupError, PermissionError):
+        if not _has_living(leader):
             return
         time.sleep(0.02)
+
+
+def _has_living(leader: int) -> bool:
+    """Whether one of the process group of ``leader`` has not ended."""
+    try:
+        os.killpg(leader, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return any(_lives_in(leader, pid) for pid in psutil.pids())
+
+
+def _lives_in(leader: int, pid: int) -> bool:
+    try:
+        return os.getpgid(pid) == leader and not has_ended(psutil.Process(pid))
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return False
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """True also of one that its parent has not noticed: nothing is left of it but its number.
+
+    The first process of a container may take seconds to notice, or never do.
+    """
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def tail(path: Path, num_bytes: int) -> str:

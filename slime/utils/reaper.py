@@ -20,10 +20,13 @@ from pathlib import Path
 
 import psutil
 
+from slime.utils.process import has_ended
+
 __all__ = ["SharedMemory", "reap", "start_reaper"]
 
 _SCAN_EVERY_S = 1.0
 _GRACE_S = 1.0
+_POLL_S = 0.05
 _PATIENCE_S = 10.0
 _SHARED_MEMORY = Path("/dev/shm")
 _LOOKS = 5
@@ -50,7 +53,7 @@ def reap(processes: set[psutil.Process], *, grace_s: float = _GRACE_S) -> None:
 
     psutil compares start times: a process that took over the number of an ended one is left alone.
     """
-    _, left = psutil.wait_procs(processes, timeout=grace_s)
+    left = _left_after(processes, grace_s)
     deadline = time.monotonic() + _PATIENCE_S
     while left and time.monotonic() < deadline:
         for process in left:
@@ -58,7 +61,17 @@ def reap(processes: set[psutil.Process], *, grace_s: float = _GRACE_S) -> None:
                 process.kill()
             except psutil.NoSuchProcess:
                 continue
-        _, left = psutil.wait_procs(left, timeout=0.2)
+        left = _left_after(left, 0.2)
+
+
+def _left_after(processes: set[psutil.Process], timeout_s: float) -> set[psutil.Process]:
+    """Those that have not ended, once all have or the time is over."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        processes = {process for process in processes if not has_ended(process)}
+        if not processes or time.monotonic() > deadline:
+            return processes
+        time.sleep(_POLL_S)
 
 
 class SharedMemory:

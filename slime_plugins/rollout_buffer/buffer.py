@@ -4,10 +4,16 @@
 
 POST /start_rollout     {task_type, input_file, num_repeat_per_sample, ...}  a generator starts in the background
 POST /buffer/write      {uid, instance_id, messages, reward, extra_info}     one trajectory
-POST /get_rollout_data  {wait_s}                                            complete groups; waits for the first one
+POST /get_rollout_data  {wait_s, client, received}                          complete groups; waits for the first one
 
-Requests are sent again when no reply comes: a trajectory with a ``uid`` that was written before counts once, and a
-``start_id`` starts one generator.
+Requests are sent again when no reply comes, and each is made for that:
+
+    /start_rollout     a ``start_id`` starts one generator; one generator runs at a time (``generator_turns``)
+    /buffer/write      a trajectory with a ``uid`` that was written before counts once
+    /get_rollout_data  ``client`` names who asks, ``received`` says how many replies it has had. What it was sent is
+                       kept until it asks with a higher number: asked with the same one, it is sent the same again; the
+                       next ``/start_rollout``, of a trainer that was started again, puts it back. Without ``client``
+                       groups are gone once they are sent.
 
 Trajectories with the same ``instance_id`` are a group; it is complete with ``num_repeat_per_sample`` of them. The
 service listens on the loopback address unless told otherwise: whoever reaches it can write what a model is trained on.
@@ -17,18 +23,18 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import logging
 import pkgutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
 
 from slime_plugins.rollout_buffer import generator as generators
+from slime_plugins.rollout_buffer.generator_turns import GeneratorTurns
 
 __all__ = [
     "RolloutBuffer",
@@ -38,8 +44,6 @@ __all__ = [
     "discover_generators",
     "make_app",
 ]
-
-logger = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 60.0
 
@@ -75,13 +79,32 @@ def discover_generators() -> dict[str, ModuleType]:
     return {module.TASK_TYPE: module for module in modules if hasattr(module, "run_rollout")}
 
 
+class _Sent(NamedTuple):
+    """The reply that a client may not have got.
+
+    Attributes:
+        received: replies the client had had when it asked.
+        groups: as they were written, by instance.
+        items: what it was sent of them.
+        meta: counts.
+    """
+
+    received: int
+    groups: dict[Any, list[Item]]
+    items: list[Item]
+    meta: dict[str, Any]
+
+
 class RolloutBuffer:
     """Trajectories by instance, until their group is complete and taken. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._change = threading.Condition()
         self._groups: dict[Any, list[Item]] = {}
+        self._sent: dict[str, _Sent] = {}
+        self._taken: set[str] = set()
         self._written: set[str] = set()
+        self._num_runs = 0
         self._min_size = 1
         self._task_type = ""
         self._is_valid: Callable[[list[Item], int, str], bool] = default_is_valid_group
@@ -90,13 +113,38 @@ class RolloutBuffer:
         self._end = ""
 
     def configure(self, module: ModuleType, task_type: str, min_size: int) -> None:
-        """What the generator of this task says about groups."""
+        """What the generator of this task, which begins now, says about groups. Those that are not complete go: it
+        makes them from the start."""
         with self._change:
             self._min_size, self._task_type, self._end = min_size, task_type, ""
             self._written.clear()
             self._is_valid = getattr(module, "is_valid_group", default_is_valid_group)
             self._transform = getattr(module, "transform_group", default_transform_group)
             self._describe = getattr(module, "get_group_data_meta_info", default_get_group_data_meta_info)
+            self._groups = {key: self._groups[key] for key in self._complete()}
+
+    def clear(self) -> None:
+        """Forget all groups: what comes is about other instances."""
+        with self._change:
+            self._groups.clear()
+            self._sent.clear()
+
+    def begin_run(self, finished: Iterable[Any]) -> None:
+        """Another trainer takes over: it gets what the one before it may not have got, except for the instances that
+        are ``finished``, and whoever still waits for that one waits no more."""
+        with self._change:
+            self._num_runs += 1
+            for sent in self._sent.values():
+                self._groups = sent.groups | self._groups
+            self._sent.clear()
+            self._taken = set(map(str, finished))
+            self._groups = {key: group for key, group in self._groups.items() if str(key) not in self._taken}
+            self._change.notify_all()
+
+    def made(self) -> list[str]:
+        """Instances that the trainer has finished, was sent, or can take."""
+        with self._change:
+            return sorted(self._taken | {str(key) for key in self._complete()})
 
     def write(self, item: Item) -> None:
         """Keep a trajectory. One with the ``uid`` of another is the same, sent again because no reply had come."""
@@ -114,17 +162,40 @@ class RolloutBuffer:
             self._end = reason
             self._change.notify_all()
 
-    def take(self, wait_s: float) -> tuple[list[Item], dict[str, Any], str]:
-        """(items of complete groups, counts, why the generator ended or ""); the items leave the buffer."""
+    def take(
+        self, wait_s: float, client: str | None = None, received: int = 0
+    ) -> tuple[list[Item], dict[str, Any], str]:
+        """(items of complete groups, counts, why the generator ended or ""); the items leave the buffer.
+
+        Args:
+            client: who asks; for it they are kept until it asks again having ``received`` more replies.
+        """
         with self._change:
-            self._change.wait_for(lambda: self._end or self._complete(), timeout=wait_s)
-            complete = self._complete()
-            taken = {key: self._transform(self._groups[key], self._task_type) for key in complete}
-            meta = self._describe(taken)
-            for key in complete:  # after the user's functions, which may raise
-                del self._groups[key]
-            items = [item for group in taken.values() for item in group]
-            return items, meta | {"num_waiting_groups": len(self._groups)}, self._end
+            run = self._num_runs
+            if client in self._sent and self._sent[client].received != received:
+                del self._sent[client]
+            self._change.wait_for(
+                lambda: client in self._sent or run != self._num_runs or self._end or self._complete(), timeout=wait_s
+            )
+            if client in self._sent:  # also where an earlier attempt of this request has waited beside it
+                sent = self._sent[client]
+            elif run != self._num_runs:
+                sent = _Sent(received, {}, [], self._describe({}))
+            else:
+                sent = self._take_complete(client, received)
+            return sent.items, sent.meta | {"num_waiting_groups": len(self._groups)}, self._end
+
+    def _take_complete(self, client: str | None, received: int) -> _Sent:
+        groups = {key: self._groups[key] for key in self._complete()}
+        taken = {key: self._transform(group, self._task_type) for key, group in groups.items()}
+        items = [item for group in taken.values() for item in group]
+        sent = _Sent(received, groups, items, self._describe(taken))
+        for key in groups:  # after the user's functions, which may raise
+            del self._groups[key]
+            self._taken.add(str(key))
+        if client is not None and groups:
+            self._sent[client] = sent
+        return sent
 
     def _complete(self) -> list[Any]:
         return [key for key, group in self._groups.items() if self._is_valid(group, self._min_size, self._task_type)]
@@ -133,21 +204,12 @@ class RolloutBuffer:
 def make_app(modules: dict[str, ModuleType] | None = None) -> FastAPI:
     """The service; ``modules`` are its generators, by default those of ``generator/``."""
     service, buffer = FastAPI(), RolloutBuffer()
-    known = discover_generators() if modules is None else modules
-    started: set[str] = set()
+    turns = GeneratorTurns(discover_generators() if modules is None else modules, buffer)
 
     @service.post("/start_rollout")
     def start_rollout(data: dict[str, Any]) -> dict[str, Any]:
-        task_type = str(data.get("task_type", ""))
-        if task_type not in known:
-            return {"success": False, "message": f"task_type {task_type!r} is unknown; known are {sorted(known)}"}
-        if "start_id" in data:
-            if str(data["start_id"]) in started:  # sent again because no reply had come
-                return {"success": True, "message": f"the generator of {task_type} has started already"}
-            started.add(str(data["start_id"]))
-        buffer.configure(known[task_type], task_type, int(data.get("num_repeat_per_sample", 1)))
-        threading.Thread(target=_generate, args=(known[task_type], data, buffer), daemon=True).start()
-        return {"success": True, "message": f"a generator of {task_type} started"}
+        success, message = turns.start(data)
+        return {"success": success, "message": message}
 
     @service.post("/buffer/write")
     def write(item: dict[str, Any]) -> dict[str, Any]:
@@ -160,21 +222,12 @@ def make_app(modules: dict[str, ModuleType] | None = None) -> FastAPI:
     @service.post("/get_rollout_data")
     async def get_rollout_data(request: dict[str, Any]) -> dict[str, Any]:
         wait_s = min(float(request.get("wait_s", 0.0)), _LONGEST_WAIT_S)
-        items, meta, end = await run_in_threadpool(buffer.take, wait_s)
+        client, received = request.get("client"), int(request.get("received", 0))
+        items, meta, end = await run_in_threadpool(buffer.take, wait_s, client, received)
         message = end or ("" if items else "no complete group yet")
         return {"success": bool(items), "message": message, "data": {"data": items, "meta_info": meta}}
 
     return service
-
-
-def _generate(module: ModuleType, data: dict[str, Any], buffer: RolloutBuffer) -> None:
-    try:
-        module.run_rollout(data)
-    except Exception as error:  # the generator is the user's
-        logger.exception("the generator ended")
-        buffer.end(f"the generator ended with {type(error).__name__}: {error}")
-    else:
-        buffer.end("the generator ended: it has made all it was asked for")
 
 
 def __getattr__(name: str) -> Any:

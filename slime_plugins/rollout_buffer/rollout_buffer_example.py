@@ -3,9 +3,10 @@
     --rollout-function-path slime_plugins.rollout_buffer.rollout_buffer_example.generate_rollout
     --rollout-buffer-url http://127.0.0.1:8889 --rollout-task-type math
 
-The first call starts the service's generator; conversations that a run before this one has trained on are skipped. What
-is more than a batch waits in the Data Buffer. Tokens are made from the conversations, so the engine's log-probs are
-unknown and the trainer computes its own.
+The first call starts the service's generator, unless that of the run before this one still works; conversations that
+run has trained on are skipped. What the service sends is put into the Data Buffer before more is asked for, and what is
+more than a batch waits there. Tokens are made from the conversations, so the engine's log-probs are unknown and the
+trainer computes its own.
 """
 
 from __future__ import annotations
@@ -32,8 +33,14 @@ logger = logging.getLogger(__name__)
 _WAIT_S = 20.0
 _FINISHED, _SURPLUS, _COUNT = "finished_instance_ids", "rollout_buffer_surplus", "rollout_buffer_groups"
 
-_started: set[str] = set()
-"""Services whose generator this process has started."""
+_replies: dict[str, int] = {}
+"""Service -> replies that this process has had from it; a service whose generator it has started is there."""
+
+
+@functools.cache
+def _client() -> str:
+    """This process, to a service."""
+    return uuid4().hex
 
 
 @functools.lru_cache(maxsize=2)
@@ -60,7 +67,7 @@ def make_sample(args: Namespace, item: dict[str, Any]) -> Sample:
 
 
 async def _start(args: Namespace, finished: list[str]) -> None:
-    if args.rollout_buffer_url in _started:
+    if args.rollout_buffer_url in _replies:
         return
     payload = {
         "task_type": args.rollout_task_type,
@@ -74,12 +81,12 @@ async def _start(args: Namespace, finished: list[str]) -> None:
         "sampling_params": {"temperature": args.rollout_temperature, "top_p": args.rollout_top_p},
         "tokenizer_path": args.hf_checkpoint,
         "skip_instance_ids": finished,
-        "start_id": uuid4().hex,
+        "start_id": _client(),
     }
     reply = await post(f"{args.rollout_buffer_url}/start_rollout", payload, max_retries=_retries(args))
     if reply.get("success") is False:
         raise ConfigError(f"--rollout-task-type {args.rollout_task_type}: {reply['message']}")
-    _started.add(args.rollout_buffer_url)
+    _replies[args.rollout_buffer_url] = 0
 
 
 def _retries(args: Namespace) -> int:
@@ -87,26 +94,24 @@ def _retries(args: Namespace) -> int:
     return 60 if times < 0 else times  # a request has a deadline as well
 
 
-async def _fetch(args: Namespace, count: int) -> dict[str, list[Sample]]:
-    """At least ``count`` groups, by instance."""
-    groups: dict[str, list[Sample]] = {}
-    deadline = Deadline(
-        args.rollout_request_timeout, "the next group of the rollout buffer", "--rollout-request-timeout"
-    )
-    while len(groups) < count:
+async def _fetch(args: Namespace, deadline: Deadline, progress: str) -> dict[str, list[Sample]]:
+    """The groups of the next reply that has any, by instance; sent again until :data:`_replies` counts it."""
+    while True:
         if deadline.remaining <= 0:
-            raise deadline.error(f"{len(groups)} of {count} groups are there")
-        reply = await post(
-            f"{args.rollout_buffer_url}/get_rollout_data", {"wait_s": _WAIT_S}, max_retries=_retries(args)
-        )
+            raise deadline.error(progress)
+        request = {"wait_s": _WAIT_S, "client": _client(), "received": _replies[args.rollout_buffer_url]}
+        reply = await post(f"{args.rollout_buffer_url}/get_rollout_data", request, max_retries=_retries(args))
         items = reply["data"]["data"]
-        if not items and reply.get("message", "").startswith("the generator ended"):
+        if items:
+            break
+        if reply.get("message", "").startswith("the generator ended"):
             raise EngineError(
-                f"--rollout-buffer-url {args.rollout_buffer_url}: {reply['message']}. {len(groups)} of {count} groups "
-                "are there; --num-epoch says how often every prompt is answered"
+                f"--rollout-buffer-url {args.rollout_buffer_url}: {reply['message']}. {progress}; --num-epoch says how "
+                "often every prompt is answered"
             )
-        for item in items:
-            groups.setdefault(str(item["instance_id"]), []).append(make_sample(args, item))
+    groups: dict[str, list[Sample]] = {}
+    for item in items:
+        groups.setdefault(str(item["instance_id"]), []).append(make_sample(args, item))
     return groups
 
 
@@ -114,21 +119,24 @@ async def _batch(args: Namespace, data_buffer: Any) -> list[SampleGroup]:
     notes = await call_in_thread(data_buffer.get_metadata)
     finished, surplus, count = list(notes.get(_FINISHED, [])), notes.get(_SURPLUS, 0), notes.get(_COUNT, 0)
     await _start(args, finished)
-    fetched = await _fetch(args, args.rollout_batch_size - surplus)
+    deadline = Deadline(
+        args.rollout_request_timeout, "the next group of the rollout buffer", "--rollout-request-timeout"
+    )
     size = args.n_samples_per_prompt
-    groups: list[SampleGroup] = []
-    for number, samples in enumerate(fetched.values(), start=count):
-        for position, sample in enumerate(samples[:size]):
-            sample.group_index, sample.index = number, number * size + position
-        groups.append(list(samples[:size]))
-    await call_in_thread(data_buffer.add_samples, groups)
+    while surplus < args.rollout_batch_size:
+        fetched = await _fetch(args, deadline, f"{surplus} of {args.rollout_batch_size} groups are there")
+        groups: list[SampleGroup] = []
+        for number, samples in enumerate(fetched.values(), start=count):
+            for position, sample in enumerate(samples[:size]):
+                sample.group_index, sample.index = number, number * size + position
+            groups.append(list(samples[:size]))
+        await call_in_thread(data_buffer.add_samples, groups)
+        finished, surplus, count = [*finished, *fetched], surplus + len(groups), count + len(groups)
+        notes = {_FINISHED: finished, _SURPLUS: surplus, _COUNT: count}
+        await call_in_thread(data_buffer.update_metadata, notes)
+        _replies[args.rollout_buffer_url] += 1
     batch: list[SampleGroup] = await call_in_thread(data_buffer.get_samples, args.rollout_batch_size)
-    notes = {
-        _FINISHED: [*finished, *fetched],
-        _SURPLUS: surplus + len(groups) - args.rollout_batch_size,
-        _COUNT: count + len(groups),
-    }
-    await call_in_thread(data_buffer.update_metadata, notes)
+    await call_in_thread(data_buffer.update_metadata, {_SURPLUS: surplus - args.rollout_batch_size})
     return batch
 
 

@@ -10,5 +10,5 @@ def test_the_page_is_current():
 def test_the_page_names_what_is_missing_and_what_is_ignored():
     _, later = page().split("## Not supported yet")
     later, ignored = later.split("## Accepted without effect")
-    assert "`--fp8-recipe custom`" in later
+    assert "`--qk-clip`" in later
     assert "`--http-proxy`" in ignored

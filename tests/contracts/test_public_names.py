@@ -30,6 +30,15 @@ slime.backends.megatron_utils.hf_to_megatron: load_hf_weights
 slime.backends.megatron_utils.initialize: init
 slime.backends.megatron_utils.loss: get_log_probs_and_entropy get_responses get_values policy_loss_function
 slime.backends.megatron_utils.megatron_to_hf: convert_to_hf remove_padding
+slime.backends.megatron_utils.megatron_to_hf.deepseekv3: convert_deepseekv3_to_hf
+slime.backends.megatron_utils.megatron_to_hf.glm4: convert_glm4_to_hf
+slime.backends.megatron_utils.megatron_to_hf.glm4moe: convert_glm4moe_to_hf
+slime.backends.megatron_utils.megatron_to_hf.mimo: convert_mimo_to_hf
+slime.backends.megatron_utils.megatron_to_hf.minimax_m2: convert_minimax_m2_to_hf
+slime.backends.megatron_utils.megatron_to_hf.qwen2: convert_qwen2_to_hf
+slime.backends.megatron_utils.megatron_to_hf.qwen3_5: convert_qwen3_5_to_hf
+slime.backends.megatron_utils.megatron_to_hf.qwen3_next: convert_qwen3_next_to_hf
+slime.backends.megatron_utils.megatron_to_hf.qwen3moe: convert_qwen3moe_to_hf
 slime.backends.megatron_utils.misc_utils: strip_param_name_prefix
 slime.backends.megatron_utils.model_provider: get_model_provider_func
 slime.backends.megatron_utils.server.arguments: add_megatron_server_arguments configure_megatron_server_args
@@ -92,7 +101,7 @@ slime.utils.external_utils.command_utils: ExecuteTrainConfig convert_checkpoint 
     get_bool_env_var get_default_wandb_args hf_download_dataset
 slime.utils.eval_config: EvalDatasetConfig build_eval_dataset_configs
 slime.utils.http_utils: _http_client _wrap_ipv6 find_available_port get get_host_info get_rollout_num_engines
-    init_http_client post terminate_process
+    init_http_client post run_router terminate_process
 slime.utils.iter_utils: group_by
 slime.utils.logging_utils: configure_logger finish_tracking init_tracking log
 slime.utils.mask_utils: MultiTurnLossMaskGenerator get_response_lengths
@@ -107,6 +116,7 @@ slime.utils.processing_utils: build_processor_kwargs encode_image_for_rollout_en
     process_vision_info
 slime.utils.profile_utils: TrainProfiler
 slime.utils.ray_utils: Box
+slime.utils.routing_replay: RoutingReplay get_routing_replay_compute_topk register_routing_replay
 slime.utils.seqlen_balancing:
 slime.utils.timer: Timer inverse_timer timer
 slime.utils.trace_utils: trace_span
@@ -152,6 +162,7 @@ PARAMETERS = {
         "args, model_name, name, param, quantization_config=None, transform_ue8m0=True"
     ),
     "slime.backends.megatron_utils.megatron_to_hf:remove_padding": "name, param, vocab_size",
+    "slime.backends.megatron_utils.megatron_to_hf.qwen2:convert_qwen2_to_hf": "args, name, param",
     "slime.backends.megatron_utils.misc_utils:strip_param_name_prefix": "name",
     "slime.backends.megatron_utils.model_provider:get_model_provider_func": "args, role='actor'",
     "slime.backends.sglang_utils.arguments:validate_args": "args",
@@ -179,6 +190,9 @@ PARAMETERS = {
     "slime.utils.misc:chunk_named_params_by_size": "named_params, chunk_size",
     "slime.utils.misc:get_free_port": "start_port=10000, consecutive=1",
     "slime.utils.misc:group_by": "iterable, key=None",
+    "slime.utils.http_utils:run_router": "args",
+    "slime.utils.routing_replay:get_routing_replay_compute_topk": "old_compute_topk",
+    "slime.utils.routing_replay:register_routing_replay": "module",
     "slime.utils.timer:inverse_timer": "name",
 }
 

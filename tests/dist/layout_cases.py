@@ -50,9 +50,7 @@ def train(
 
 
 def _log_probs(trainer: MegatronTrainer, part: dict[str, Any]) -> list[torch.Tensor]:
-    from slime.backends.training.data import TrainBatch
-
-    batch = TrainBatch(dict(part), torch.device("cpu"), trainer._ready.sharding)
+    batch = trainer._train_batch(part)
     is_forced = trainer._copies.use_rollout_routing_replay
     with trainer._expert_choices(batch, is_step=False) if is_forced else nullcontext():
         return trainer._log_probs(batch)

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from slime.doctor.ledger import examine_ledger
+from tests.doc_commands import shown_flags
 from tests.e2e.faults import Broken, broken, shared_memory
 from tests.e2e.running import Finished, metrics
 from tests.e2e.test_loop import grpo_flags
@@ -32,7 +33,7 @@ HEARTBEAT_S = 3.0
 def exact_flags(task, output: Path, *more: Any) -> list[Any]:
     """Four rollouts that are the same bits every time, a checkpoint after every second one, everything written."""
     return grpo_flags(
-        *(task, output, "--deterministic-mode", "--sglang-enable-deterministic-inference"),
+        *(task, output, *shown_flags("docs/reproducibility.md", "--deterministic-mode")),
         *("--lr-decay-style", "cosine", "--lr-decay-iters", ROLLOUTS, "--lr", "1e-3", "--min-lr", 0),
         *("--save", output / "checkpoints", "--load", output / "checkpoints", "--save-interval", 2),
         *("--save-hf", output / "hf_{rollout_id}"),

@@ -16,6 +16,7 @@ from slime.ray.engine_memory import EngineMemory
 from slime.utils.net import free_port
 from slime.weight_sync.send_distributed import DistributedSender
 from slime.weight_sync.session import WeightUpdate, push_weights
+from tests.doc_commands import shown_flags
 from tests.e2e.engines import LocalFleet, make_engine
 from tests.e2e.running import metrics, run_train, values
 from tests.e2e.test_engine import generate, model_of, worst_difference
@@ -29,9 +30,10 @@ ROLLOUTS = 3
 def both_runs(tiny_task, tmp_path_factory) -> dict[str, Path]:
     """The same run with two engines on devices of their own and on those of the two trainer ranks."""
     outputs = {}
-    for name, places in (("apart", ("--rollout-num-gpus", 2)), ("together", ("--colocate",))):
+    for name, places in (("apart", ("--rollout-num-gpus", 2)), ("together", ())):
         output = outputs[name] = tmp_path_factory.mktemp(name)
-        flags = grpo_flags(tiny_task, output, "--num-rollout", ROLLOUTS, "--check-weight-update-equal")
+        shown = [] if places else shown_flags("docs/colocate.md", "--colocate")
+        flags = shown + grpo_flags(tiny_task, output, "--num-rollout", ROLLOUTS, "--check-weight-update-equal")
         del flags[(i := flags.index("--rollout-num-gpus")) : i + 2]
         flags += [*places, "--deterministic-mode", "--sglang-enable-deterministic-inference"]
         flags += ["--save-debug-rollout-data", output / "dump" / "{rollout_id}.pt"]

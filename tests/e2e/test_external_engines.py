@@ -13,6 +13,7 @@ from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.backends.sglang_utils.server_args import server_env
 from slime.utils.errors import EngineError
 from slime.utils.net import free_port
+from tests.doc_commands import shown_flags
 from tests.e2e.running import PLUGINS, metrics, values
 from tests.e2e.watching import is_generating, running
 
@@ -28,9 +29,9 @@ def fork_server(tmp_path_factory):
 
 def started(task: Any, fork_server: ForkServer, log: Path, port: int) -> SGLangEngine:
     """A server as its owner starts it: ``python -m sglang.launch_server`` with these flags, without the import."""
-    flags = f"--model-path {task.model} --device cpu --dtype float32 --host 127.0.0.1 --port {port}"
-    more = "--context-length 192 --max-total-tokens 8192 --max-running-requests 64 --skip-server-warmup --sleep-on-idle"
-    argv = [*flags.split(), *more.split(), "--log-level", "warning"]
+    shown = shown_flags("docs/engines.md", "sglang.launch_server")
+    more = f"--model-path {task.model} --port {port} --max-total-tokens 8192 --max-running-requests 64"
+    argv = [*shown, *more.split(), "--log-level", "warning"]
     engine = SGLangEngine(
         EngineSpec(0, "127.0.0.1", port, argv, server_env(), log, 120, fork_server_socket=fork_server.socket_path)
     )
@@ -48,6 +49,7 @@ def test_engines_of_others_take_weights_are_waited_for_when_they_die_and_outlive
         *("--apply-chat-template", "--rollout-batch-size", 8, "--n-samples-per-prompt", 4, "--num-rollout", ROLLOUTS),
         *("--rollout-max-response-len", 100, "--custom-rm-path", f"{PLUGINS}:share_of_sevens", "--fp32"),
         *("--actor-num-gpus-per-node", 1, "--use-dynamic-batch-size", "--max-tokens-per-gpu", 4096, "--lr", "1e-3"),
+        *shown_flags("docs/engines.md", "--rollout-external-engine-addrs"),
         *("--rollout-external-engine-addrs", *(f"127.0.0.1:{port}" for port in ports)),
         *("--use-fault-tolerance", "--check-weight-update-equal", "--output-dir", tmp_path, "--experiment-name", "run"),
     ]

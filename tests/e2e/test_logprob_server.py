@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import pytest
 
 from slime.utils.deadline import Deadline, wait_until
 from slime.utils.net import free_port
+from tests.doc_commands import commands_of_page, shown_flags
 from tests.e2e.running import MARK, ROOT, Finished, metrics, run_train, values
 
 ENTRY = "slime.backends.megatron_utils.server.megatron_server"
@@ -60,8 +62,15 @@ class LogProbServer:
 @pytest.fixture
 def server(tiny_task, tmp_path):
     server = LogProbServer(
-        *(tmp_path, "--hf-checkpoint", tiny_task.model, "--fp32", *TEMPERATURE),
-        *("--actor-num-gpus-per-node", "1", "--max-tokens-per-gpu", "2048"),
+        *(
+            tmp_path,
+            *shown_flags("docs/logprob_server.md", "megatron_server"),
+            "--hf-checkpoint",
+            tiny_task.model,
+            "--fp32",
+            *TEMPERATURE,
+        ),
+        *("--actor-num-gpus-per-node", "1", "--tensor-model-parallel-size", "1", "--max-tokens-per-gpu", "2048"),
     )
     try:
         yield server
@@ -71,17 +80,15 @@ def server(tiny_task, tmp_path):
 
 
 def test_a_student_learns_from_a_teacher_behind_the_server(server, tiny_task, tmp_path):
-    opd = "slime.rollout.on_policy_distillation"
     flags = [
         *("--hf-checkpoint", tiny_task.model, "--prompt-data", tiny_task.train, "--label-key", "label"),
         *("--apply-chat-template", "--rollout-batch-size", 8, "--n-samples-per-prompt", 2, "--num-rollout", 3),
         *("--rollout-max-response-len", 8, *TEMPERATURE, "--fp32", "--actor-num-gpus-per-node", 1),
         *("--rollout-num-gpus", 1, "--sglang-context-length", 128, "--sglang-max-total-tokens", 8192),
-        *("--lr", "1e-4", "--use-opd", "--opd-type", "sglang", "--rm-url", f"{server.url}/generate"),
-        *("--custom-rm-path", f"{opd}.reward_func"),
-        *("--custom-reward-post-process-path", f"{opd}.post_process_rewards"),
+        *("--lr", "1e-4", *shown_flags("docs/logprob_server.md", "--use-opd"), "--rm-url", f"{server.url}/generate"),
         *("--use-kl-loss", "--kl-loss-coef", "0.0", "--use-rollout-entropy", "--use-distributed-post"),
-        *("--ci-test", "--use-fault-tolerance", "--ci-save-grad-norm", tmp_path / "norm_{rollout_id}_{step_id}"),
+        *(*shown_flags("docs/expectations.md", "--ci-test"), "--use-fault-tolerance"),
+        *("--ci-save-grad-norm", tmp_path / "norm_{rollout_id}_{step_id}"),
         *("--save-hf", tmp_path / "hf_{rollout_id}", "--save", tmp_path / "saved", "--save-interval", 3),
         *("--output-dir", tmp_path, "--experiment-name", "run"),
     ]
@@ -98,6 +105,10 @@ def test_a_student_learns_from_a_teacher_behind_the_server(server, tiny_task, tm
     assert norms == pytest.approx(values(metrics(tmp_path / "run"), "train/grad_norm"))
     assert done.survivors() == []
 
+    page = commands_of_page(ROOT / "docs" / "logprob_server.md")
+    [curl] = [command.text for command in page if command.text.startswith("curl")]
+    answer = server.call("/generate", json.loads(shlex.split(curl)[-1]))
+    assert len(answer["label_token_log_probs"]) == 2, "one list per token after the first, as the page says"
     asked = {"input_ids": [5, 6, 7, 8], "sample_n": 2, "label_token_ids": [[1], [2], [3]]}
     before = server.call("/generate", asked)
     assert len(before["log_probs"]) == len(before["label_token_log_probs"]) == len(before["sampled_log_probs"]) == 3

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.doc_commands import shown_flags
 from tests.e2e.running import PLUGINS, Finished, kill_marked, metrics, run_train, start_train, values
 
 
@@ -30,10 +31,15 @@ def grpo_flags(task, output: Path, *more: Any) -> list[Any]:
 def resumed_run(tiny_task, tmp_path_factory):
     """Five rollouts, then the same command for eight: what the second one continues from is the first's checkpoint."""
     output = tmp_path_factory.mktemp("loop")
-    flags = grpo_flags(
+    (output / "data").mkdir()
+    for name in ("gsm8k", "math"):
+        rows = Path(tiny_task.eval).read_text().splitlines(keepends=True)
+        (output / "data" / f"{name}.jsonl").write_text("".join(rows[:6]))
+    flags = shown_flags("README.md", "--rm-type math") + grpo_flags(
         *(tiny_task, output, "--check-weight-update-equal", "--save", output / "checkpoints", "--save-interval", 5),
         *("--load", output / "checkpoints", "--save-debug-rollout-data", output / "dump" / "{rollout_id}.pt"),
-        *("--save-hf", output / "hf_{rollout_id}"),
+        *("--save-hf", output / "hf_{rollout_id}", *shown_flags("docs/expectations.md", "--ci-save-grad-norm")),
+        *shown_flags("docs/evaluation.md", "--eval-interval"),
     )
     first = run_train([*flags, "--num-rollout", 5], output)
     assert first.status == 0, first.output[-4000:]
@@ -60,6 +66,12 @@ def test_the_second_command_continues_where_the_first_ended(resumed_run):
     output, _, _ = resumed_run
     assert values(metrics(output / "run"), "rollout/step") == list(range(8))
     assert (output / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip() == "7"
+
+
+def test_every_set_is_evaluated_before_the_first_rollout(resumed_run):
+    output, _, _ = resumed_run
+    for name in ("eval/gsm8k", "eval/math", "eval/gsm8k-pass@4"):
+        assert len(values(metrics(output / "run"), name)) == 1, name
 
 
 def test_no_prompt_is_drawn_twice_across_a_resume(resumed_run):
@@ -93,10 +105,11 @@ def test_the_exported_checkpoint_loads_in_transformers(resumed_run):
 def test_one_and_two_trainer_ranks_compute_the_same_losses_from_the_same_rollouts(resumed_run, tiny_task, tmp_path):
     output, _, _ = resumed_run
     losses = []
+    norms = shown_flags("docs/expectations.md", "--ci-load-grad-norm")
     for ranks in (1, 2):
         flags = grpo_flags(tiny_task, tmp_path, "--load-debug-rollout-data", output / "dump" / "{rollout_id}.pt")
         flags += ["--num-rollout", 3, "--actor-num-gpus-per-node", ranks, "--experiment-name", f"ranks{ranks}"]
-        result = run_train(flags, tmp_path)
+        result = run_train([*flags, *norms], output)
         assert result.status == 0, result.output[-4000:]
         records = metrics(tmp_path / f"ranks{ranks}")
         losses.append(values(records, "train/loss") + values(records, "train/grad_norm"))

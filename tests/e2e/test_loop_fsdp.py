@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.doc_commands import shown_flags
 from tests.e2e.running import metrics, run_train, values
 from tests.e2e.test_loop import grpo_flags
 
-_FSDP = ("--train-backend", "fsdp", "--gradient-checkpointing", "--context-parallel-size", 2)
+_FSDP = shown_flags("docs/fsdp.md", "--train-backend fsdp")
 
 
 @pytest.fixture(scope="module")

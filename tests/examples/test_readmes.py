@@ -37,14 +37,14 @@ OFFLINE = [
     (name, line)
     for name in DIRECTORIES
     for block in blocks(name)
-    if not block.startswith("# needs GPUs")
+    if not block.startswith("# needs a GPU")
     for line in commands(block)
 ]
 ON_GPUS = [
     (name, line)
     for name in DIRECTORIES
     for block in blocks(name)
-    if block.startswith("# needs GPUs")
+    if block.startswith("# needs a GPU")
     for line in commands(block)
     if re.match(r"python train(_async)?\.py ", line)
 ]

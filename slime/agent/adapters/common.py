@@ -23,11 +23,18 @@ from typing import Any, ClassVar
 from aiohttp import web
 
 from slime.agent.adapters.content import flatten_content, manager_finish_reason, tool_call_dict
-from slime.agent.adapters.generation import DEFAULT_SID, EngineAborted, Session, call_sglang_generate
+from slime.agent.adapters.generation import (
+    DEFAULT_SID,
+    EngineAborted,
+    SamplingRefused,
+    Session,
+    call_sglang_generate,
+)
 from slime.agent.adapters.wire import error_reply, health, sid_from_bearer, sid_from_body
 from slime.agent.parsing import ParsedModelOutput, parse_model_output
 from slime.agent.trajectory import Message, RewardSplit, TrajectoryManager, TurnRecord
 from slime.data.sample import Sample
+from slime.rollout.direct_engines import DirectEngines
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import close_http_client
 
@@ -85,13 +92,18 @@ class BaseAdapter(ABC):
         sglang_url: ``http://host:port`` of an engine or router.
         tool_parser, reasoning_parser: names of SGLang's parsers; None: the XML form and ``</think>``.
         max_turns_per_sid: further turns are answered with 429.
-        fork_threshold_tokens, reward_split, args: see :class:`TrajectoryManager`.
+        fork_threshold_tokens, reward_split: see :class:`TrajectoryManager`.
+        args: the run's arguments. They say what engines must tell the trainer: which ids the vocabulary was cut to
+            (``--rollout-top-p``, ``--rollout-top-k``; without ``args`` the sessions' sampling defaults say so), and
+            which experts were chosen (``--use-rollout-routing-replay``).
         debug_callback: ``(sid, messages, tools, manager_message, turn)``, after every answered turn.
         client_sampling: whether clients may set temperature, top_p and top_k. Off: what they send is ignored, because
-            samples drawn otherwise than the rollout says make training off-policy.
+            samples drawn otherwise than the rollout says make training off-policy. On: top_p and top_k are refused
+            all the same where the run does not cut the vocabulary, because the trainer would not know.
         needs_session: whether sessions must be opened first. Off: a turn with an unknown id opens one.
         request_timeout_s: seconds for the engine's reply.
-        request_options: added to the body of every ``/generate``, such as ``{"return_routed_experts": True}``.
+        request_options: added to the body of every ``/generate``. Requests with fields that the router drops go past
+            it, to the engines that it lists.
     """
 
     logger: ClassVar[logging.Logger] = logger
@@ -118,6 +130,8 @@ class BaseAdapter(ABC):
     ) -> None:
         self.tokenizer = tokenizer
         self.sglang_url = sglang_url.rstrip("/")
+        self.engines = DirectEngines(self.sglang_url)
+        self.args = args
         self.tool_parser = tool_parser
         self.reasoning_parser = reasoning_parser
         self.max_turns_per_sid = max_turns_per_sid
@@ -265,6 +279,8 @@ class BaseAdapter(ABC):
         self.inflight.setdefault(sid, set()).add(task)
         try:
             return await self._answer(request, body, sid, session, messages, tools)
+        except SamplingRefused as error:
+            return error_reply(400, "invalid_request_error", str(error))
         except EngineAborted as error:
             return error_reply(503, "overloaded_error", str(error))
         except (EngineError, TimeoutError) as error:

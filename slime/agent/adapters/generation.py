@@ -9,21 +9,27 @@ from typing import Any, ClassVar, Protocol
 from uuid import uuid4
 
 from slime.agent.trajectory import TurnRecord
-from slime.data.sampling_mask import sampled_tokens
+from slime.data.sampling_mask import LACKS_SETS, REPLAY_TOP_K, cuts_vocabulary, lacks_sets, sampled_tokens
+from slime.rollout.direct_engines import PAST_THE_ROUTER, DirectEngines, EngineChoice
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import post
 
-__all__ = ["DEFAULT_SID", "EngineAborted", "Session", "call_sglang_generate"]
+__all__ = ["DEFAULT_SID", "EngineAborted", "SamplingRefused", "Session", "call_sglang_generate"]
 
 DEFAULT_SID = "default"
 DEFAULT_MAX_NEW_TOKENS = 4096
 _ABORT_TIMEOUT_S = 5.0
 _LOG_PROB_KEYS = ("output_token_logprobs", "output_token_sampling_logprobs", "input_token_logprobs")
-_CLIENT_SAMPLING_KEYS = ("temperature", "top_p", "top_k")
+_CUTS = ("top_p", "top_k")
+_CLIENT_SAMPLING_KEYS = ("temperature", *_CUTS)
 
 
 class EngineAborted(EngineError):
     """The engine gave up a request before the model was done."""
+
+
+class SamplingRefused(ValueError):
+    """A client wants its turn to be sampled in a way that could not be trained."""
 
 
 @dataclass
@@ -43,6 +49,8 @@ class _Adapter(Protocol):
     """What a request needs to know of :class:`slime.agent.adapters.common.BaseAdapter`."""
 
     sglang_url: str
+    engines: DirectEngines
+    args: Any
     max_token_keys: ClassVar[tuple[str, ...]]
     stop_keys: ClassVar[tuple[str, ...]]
     client_sampling: bool
@@ -66,6 +74,7 @@ async def call_sglang_generate(
         The turn; with no output and finish reason ``length``, without a request, where the context is full.
 
     Raises:
+        SamplingRefused: the client's sampling parameters cannot be trained.
         EngineError: the engine refused or failed; EngineAborted: it gave the request up.
         DeadlineExceeded: no reply in time.
     """
@@ -75,33 +84,50 @@ async def call_sglang_generate(
         if room <= 0:
             return TurnRecord(prompt_ids, [], "length")
         params["max_new_tokens"] = min(params["max_new_tokens"], room)
+    options = _options(session, adapter)
     attempts: list[str] = []
 
     def payload() -> dict[str, Any]:
         attempts.append(uuid4().hex)
         request = {"rid": attempts[-1], "input_ids": prompt_ids, "sampling_params": params, "return_logprob": True}
-        return request | adapter.request_options
+        return request | options
 
-    is_named = session_id and session_id != DEFAULT_SID
-    headers = {"X-SMG-Routing-Key": str(session_id)} if is_named else None
+    name = session_id if session_id != DEFAULT_SID else None
+    is_direct = not PAST_THE_ROUTER.isdisjoint(options)
+    url = adapter.engines.choose(name) if is_direct else f"{adapter.sglang_url}/generate"
     try:
         reply = await post(
-            f"{adapter.sglang_url}/generate",
+            url,
             payload,
             max_retries=3,
-            headers=headers,
+            headers={"X-SMG-Routing-Key": str(name)} if name else None,
             timeout_s=adapter.request_timeout_s,
         )
     except (asyncio.CancelledError, EngineError, TimeoutError):
         if attempts:
-            await _abort(adapter.sglang_url, attempts[-1])
+            at = url.last_url if isinstance(url, EngineChoice) else None
+            await _abort(at or adapter.sglang_url, attempts[-1])
         raise
+    if lacks_sets(options, reply["meta_info"]) and _finish_reason(reply) != "abort":
+        raise EngineError(LACKS_SETS)
     return _turn_record(prompt_ids, reply)
 
 
+def _options(session: Session, adapter: _Adapter) -> dict[str, Any]:
+    """What the request asks for on top: what the trainer of the run needs, and what the adapter was told to."""
+    needed = {
+        "return_sampling_mask": _replays_sets(session, adapter),
+        "return_routed_experts": getattr(adapter.args, "use_rollout_routing_replay", False),
+    }
+    return {key: True for key, is_needed in needed.items() if is_needed} | adapter.request_options
+
+
+def _finish_reason(reply: dict[str, Any]) -> str:
+    return str((reply["meta_info"].get("finish_reason") or {}).get("type") or "stop")
+
+
 def _turn_record(prompt_ids: list[int], reply: dict[str, Any]) -> TurnRecord:
-    meta = reply["meta_info"]
-    finish = str((meta.get("finish_reason") or {}).get("type") or "stop")
+    meta, finish = reply["meta_info"], _finish_reason(reply)
     if finish == "abort":
         raise EngineAborted("the engine aborted the request; send it again")
     tokens, log_probs = sampled_tokens(meta)
@@ -123,8 +149,11 @@ def _sampling_params(session: Session, body: dict[str, Any], adapter: _Adapter) 
         "max_new_tokens": DEFAULT_MAX_NEW_TOKENS,
         **session.sampling_defaults,
     }
-    cap = next((body[key] for key in adapter.max_token_keys if body.get(key) is not None), None)
-    if cap is not None:
+    key = next((key for key in adapter.max_token_keys if body.get(key) is not None), None)
+    if key is not None:
+        cap = body[key]
+        if isinstance(cap, bool) or not isinstance(cap, int | float) or cap < 1:
+            raise SamplingRefused(f"{key} must be a positive number, got {cap!r}")
         params["max_new_tokens"] = min(params["max_new_tokens"], int(cap))
     for key in _CLIENT_SAMPLING_KEYS:
         if body.get(key) is None:
@@ -133,10 +162,28 @@ def _sampling_params(session: Session, body: dict[str, Any], adapter: _Adapter) 
             params[key] = body[key]
         elif params.get(key) != body[key]:
             adapter.note_ignored(key)
+    if _replays_sets(session, adapter):
+        if params.get("top_k", -1) == -1:
+            params["top_k"] = REPLAY_TOP_K
+    elif adapter.client_sampling and _cuts(body):
+        cut = {key: body[key] for key in _CUTS if key in body}
+        raise SamplingRefused(
+            f"{cut} leaves a part of the vocabulary, and the run samples from all of it: the trainer would take the "
+            "turn for one that was sampled so. Leave it out, or start the run with --rollout-top-p or --rollout-top-k"
+        )
     stop = next((body[key] for key in adapter.stop_keys if body.get(key)), None)
     if stop:
         params["stop"] = stop
     return params
+
+
+def _replays_sets(session: Session, adapter: _Adapter) -> bool:
+    """Whether the trainer is to know which ids each token was sampled from."""
+    return _cuts(session.sampling_defaults) if adapter.args is None else cuts_vocabulary(adapter.args)
+
+
+def _cuts(params: dict[str, Any]) -> bool:
+    return params.get("top_p") not in (None, 1) or params.get("top_k") not in (None, -1)
 
 
 async def _abort(url: str, rid: str) -> None:

@@ -35,6 +35,7 @@ _ABSENT: dict[str, str] = {
     "only_train_params_name_list": "all parameters are trained",
     "freeze_params_name_list": "all parameters are trained",
     "custom_model_provider_path": "the model is that of transformers",
+    "multimodal_keys": "the model has no vision tower",
     "custom_megatron_init_path": "there is no Megatron",
     "custom_megatron_before_log_prob_hook_path": "there is no Megatron",
     "custom_megatron_before_train_step_hook_path": "there is no Megatron",

@@ -22,7 +22,14 @@ from slime.backends.training.data import TrainBatch
 from slime.backends.training.loss import LossScale, micro_batch_loss, needs_all_rows
 from slime.backends.training.place import RankPlace
 from slime.backends.training.schedule import ScheduledRates
-from slime.backends.training.steps import NonFiniteGradients, StepRecord, StepResult
+from slime.backends.training.steps import (
+    TEACHES_NOTHING,
+    NonFiniteGradients,
+    StepRecord,
+    StepResult,
+    num_trained_tokens,
+    teaches_nothing,
+)
 
 __all__ = ["TrainState", "train_step"]
 
@@ -104,6 +111,8 @@ def train_step(
         if not skip_bad:
             raise NonFiniteGradients(reason)
         return StepResult(metrics | {"grad_norm": math.nan}, record.log_probs, reason)
+    if teaches_nothing(batch, step, settings, place.dp_group):
+        return StepResult(metrics, record.log_probs, TEACHES_NOTHING)
     _update(state, gradients, metrics["grad_norm"], scale.num_rollouts)
     return StepResult(metrics, record.log_probs)
 
@@ -112,10 +121,7 @@ def _share(state: TrainState, batch: TrainBatch, step: int, settings: AlgorithmA
     """What a micro-batch's loss is multiplied by, so that the mean over ranks is the gradient of ``training.loss``."""
     if not settings.calculate_per_token_loss:
         return 1.0 / batch.num_micro_batches(step)
-    indices = [index for micro_batch in batch.indices(step) for index in micro_batch]
-    trained = torch.stack([mask.sum() for mask in batch.masks(indices)]).sum()
-    dist.all_reduce(trained, group=state.place.dp_group)
-    return state.place.dp_size / max(1, int(trained))
+    return state.place.dp_size / max(1, num_trained_tokens(batch, step, state.place.dp_group))
 
 
 def _gradients(model: PreTrainedModel) -> list[torch.Tensor]:

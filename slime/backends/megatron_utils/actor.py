@@ -21,11 +21,13 @@ import torch
 from slime.backends.megatron_utils.model_shape import ModelShape, read_shape
 from slime.backends.megatron_utils.patches.install import install
 from slime.backends.megatron_utils.trainer_hooks import TrainerHooks
+from slime.backends.megatron_utils.vision_rules import sees_media
 from slime.backends.protocols import NamedTensor, TrainReport
 from slime.backends.training.arguments import ParallelArgs, TrainerArgs
 from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.data import TrainBatch
 from slime.backends.training.hf_files import save_hf_directory
+from slime.backends.training.media import MediaTokens
 from slime.backends.training.place import RankPlace
 from slime.backends.training.trainer import TrainerBase
 from slime.config.groups import from_args
@@ -53,7 +55,7 @@ class MegatronTrainer(TrainerBase):
     """
 
     def __init__(self, args: Namespace, *, rank: int, world_size: int, with_ref: bool) -> None:
-        self._shape: ModelShape = read_shape(args.hf_checkpoint)
+        self._shape: ModelShape = read_shape(args.hf_checkpoint, with_vision=sees_media(args))
         super().__init__(args, rank=rank, world_size=world_size, with_ref=with_ref, vocab_size=self._shape.vocab_size)
         self._hooks = TrainerHooks.load(args)
         self._state: TrainState | None = None
@@ -139,7 +141,9 @@ class MegatronTrainer(TrainerBase):
         return super().train(rollout_id, batch)
 
     def _train_batch(self, batch: Mapping[str, Any]) -> TrainBatch:
-        return TrainBatch(dict(batch), accelerator.current().device(), self._ready.sharding)
+        vision = self._shape.vision
+        tokens = vision and MediaTokens(vision.image_token, vision.video_token, vision.start_token, vision.merge_size)
+        return TrainBatch(dict(batch), accelerator.current().device(), self._ready.sharding, tokens)
 
     def _reset_moments(self) -> None:
         from slime.backends.megatron_utils.optimizer import reset_moments

@@ -1,7 +1,7 @@
 """What the Megatron flags mean together: derived values (``STEPS``) and rules (``RULES``) of the trainer.
 
 Hooked into the command line by ``slime.ray.arguments``; the offline tools have the same steps and rules. So they read
-Megatron's flags, ``hf_checkpoint``, ``debug_rollout_only`` and ``world_size``, and nothing else. A step derives and
+Megatron's flags, ``hf_checkpoint``, ``debug_rollout_only`` and ``world_size``, and ``multimodal_keys`` if it is there. A step derives and
 tells; a rule returns one sentence per problem. Imports neither torch nor megatron.
 """
 
@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Iterator
 from slime.backends.megatron_utils.attention_rules import joint_norm, sparse
 from slime.backends.megatron_utils.model_shape import ModelShape, check_against_hf, read_shape, resolve_model
 from slime.backends.megatron_utils.optimizer_rules import instances, optimizer, schedule, weight_decay
-from slime.backends.megatron_utils.precision_rules import fp8
+from slime.backends.megatron_utils.precision_rules import deepgemm, fp8, int4_group_size
 from slime.backends.megatron_utils.transformer_config import expert_tensor_parallel_size
+from slime.backends.megatron_utils.vision_rules import VISION_SPECS, vision
 from slime.config import notices
 from slime.config.groups import flag_of
 from slime.utils.errors import ConfigError
@@ -82,7 +83,7 @@ def _precision(args: Namespace) -> None:
         args.bf16 = True
     if args.use_distributed_optimizer is None:
         args.use_distributed_optimizer = args.optimizer == "adam"
-    if args.bf16 or args.optimizer_cpu_offload:  # the update outside of Megatron is given fp32 gradients
+    if args.bf16:
         args.accumulate_allreduce_grads_in_fp32 = True
     if args.recompute_activations and args.recompute_granularity is None:
         args.recompute_granularity = "selective"
@@ -361,7 +362,7 @@ def _tokenizer(args: Namespace) -> Iterator[str]:
 
 
 def _spec(args: Namespace) -> Iterator[str]:
-    if args.spec and args.spec[0] not in _BUILT_IN_SPECS:
+    if args.spec and args.spec[0] not in (*_BUILT_IN_SPECS, *VISION_SPECS):
         yield (
             f"--spec {' '.join(args.spec)} is not supported yet: layers are built by the model families. Leave it out "
             "if the model of --hf-checkpoint is one of them."
@@ -405,6 +406,7 @@ def _for_trainer(rule: Callable[[Namespace], Iterable[str]]) -> Callable[[Namesp
 STEPS: tuple[Callable[[Namespace], None], ...] = (
     resolve_model,
     _precision,
+    int4_group_size,
     _parallel,
     _experts,
     _tokenizer_and_spec,
@@ -430,11 +432,13 @@ RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = (
             _interleaving,
             _recompute,
             fp8,
+            deepgemm,
             instances,
             _upcycling,
             _split_queries,
             _spec,
             _trained_parts,
+            vision,
         )
     ),
     *TRAINING_RULES,

@@ -18,8 +18,17 @@ from megatron.core.transformer.module import MegatronModule
 
 from slime.backends.training.attention import AttentionPlan, packed_attention, plan_attention
 from slime.backends.training.data import MicroBatch
+from slime.backends.training.media import Media
 
-__all__ = ["LatentAttention", "PackedAttention", "PackedSegments", "packed_segments", "segments_of"]
+__all__ = ["DeepFeatures", "LatentAttention", "PackedAttention", "PackedSegments", "packed_segments", "segments_of"]
+
+
+@dataclass
+class DeepFeatures:
+    """What the first decoder layers add to their outputs: ``values[layer]`` ``[f, h]``, to the rows ``[f]``."""
+
+    rows: torch.Tensor
+    values: list[torch.Tensor]
 
 
 @dataclass
@@ -33,6 +42,8 @@ class PackedSegments(PackedSeqParams):
             that they do not run. ``vocab_size``: ids without padding, which they need then. ``prediction_losses``: what
             came of it per depth, fp32 [2]: the sum over this rank's tokens, and how many they are.
         chosen_keys: sparse attention: by number of the layer whose indexer chose, see ``sparse_attention``.
+        media: images and videos among the tokens; None for text alone. ``deep_features``: what becomes of them for the
+            first layers, on this rank; see ``vision_model``.
     """
 
     head_rows: torch.Tensor | None = None
@@ -42,6 +53,8 @@ class PackedSegments(PackedSeqParams):
     vocab_size: int | None = None
     prediction_losses: list[torch.Tensor] = field(default_factory=list)
     chosen_keys: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    media: Media | None = None
+    deep_features: DeepFeatures | None = None
 
     @functools.cached_property
     def plan(self) -> AttentionPlan:
@@ -87,6 +100,7 @@ def segments_of(micro_batch: MicroBatch, *, prediction_vocab: int | None = None)
         cp_size=sharding.cp_size,
         cp_group=sharding.cp_group,
     )
+    segments.media = micro_batch.media
     if prediction_vocab is not None:
         segments.prediction_mask, segments.vocab_size = micro_batch.trained, prediction_vocab
     return segments

@@ -20,6 +20,7 @@ from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy, load_sharded_metadata
+from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slime.backends.megatron_utils.model_shape import ModelShape
@@ -73,6 +74,7 @@ def sharded_state(state: TrainState, content: CheckpointContent, *, is_loading: 
         sharded["optimizer"] = optimizer
     if content.has_rng:
         sharded["rng_state"] = _rng_state()
+    force_all_tensors_to_non_fp8(sharded)  # a checkpoint does not tell that weights were kept in FP8
     return sharded
 
 

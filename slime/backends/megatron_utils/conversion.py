@@ -28,7 +28,9 @@ from slime.backends.megatron_utils.families.base import Rule
 from slime.backends.megatron_utils.hf_shape import read_shape
 from slime.backends.megatron_utils.model_shape import padded_vocab_size
 from slime.backends.megatron_utils.patches.install import install
+from slime.backends.megatron_utils.shape_parts import ModelShape
 from slime.backends.megatron_utils.tensor_layouts import from_megatron
+from slime.backends.megatron_utils.vision_rules import sees_media
 from slime.backends.training.hf_files import save_hf_directory
 from slime.config.groups import from_args
 from slime.utils.errors import ConfigError
@@ -73,7 +75,7 @@ def get_model_provider_func(args: Namespace, role: str = "actor") -> Callable[..
         from slime.backends.megatron_utils.transformer_config import build_config
         from slime.backends.megatron_utils.value_head import add_value_head
 
-        shape = read_shape(args.hf_checkpoint)
+        shape = _shape(args)
         if role == "critic":
             shape = replace(shape, is_tied=False)  # the embedding has nothing to share
         config = build_config(args, shape)
@@ -94,7 +96,7 @@ def load_hf_weights(args: Namespace, model: Any, path: str | Path) -> None:
     """
     from slime.backends.megatron_utils.hf_checkpoint import load_weights
 
-    load_weights(model, read_shape(args.hf_checkpoint), str(path), "path")
+    load_weights(model, _shape(args), str(path), "path")
 
 
 def save_hf_model_direct_to_path(
@@ -119,7 +121,7 @@ def save_hf_model_direct_to_path(
     from slime.backends.megatron_utils.hf_checkpoint import export_weights
 
     source = args.hf_checkpoint
-    weights = export_weights(model, read_shape(source), layout_of=source)
+    weights = export_weights(model, _shape(args), layout_of=source)
     save_hf_directory(weights, source, str(output_dir), is_writer=dist.get_rank() == 0)
 
 
@@ -147,7 +149,7 @@ def convert_to_hf(
     from slime.backends.megatron_utils.tensor_plan import dimensions_of
     from slime.backends.megatron_utils.transformer_config import build_config
 
-    shape = read_shape(args.hf_checkpoint)
+    shape = _shape(args)
     bare = strip_param_name_prefix(name)
     for rule in shape.family.rules:
         found = _pattern(rule).fullmatch(bare)
@@ -159,6 +161,10 @@ def convert_to_hf(
         parts = from_megatron(param, rule, dimensions_of(build_config(args, shape), shape.vocab_size))
         return [(hf.format(**numbers), part) for hf, part in zip(rule.hf, parts, strict=True)]
     raise ConfigError(f"{name}: models of model_type {shape.model_type} have no such tensor.")
+
+
+def _shape(args: Namespace) -> ModelShape:
+    return read_shape(args.hf_checkpoint, with_vision=sees_media(args))
 
 
 def _pattern(rule: Rule) -> re.Pattern[str]:

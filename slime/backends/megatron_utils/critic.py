@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from argparse import Namespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,10 +20,8 @@ from slime.backends.protocols import TRAINER_PARTS, TrainReport
 from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.credit import add_credit
 from slime.backends.training.custom import CustomFunctions
+from slime.backends.training.rollout_report import rollout_report
 from slime.backends.training.trainer import timed
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["MegatronCritic"]
 
@@ -58,7 +56,8 @@ class MegatronCritic(MegatronTrainer):
         """Train on this rank's part of a rollout.
 
         Returns:
-            The report, and the values that the weights before the update gave: fp32 ``[R_i]`` per sample, on the cpu.
+            The report, whose means over the rollout count where no policy is trained (--num-critic-only-steps); and the
+            values that the weights before the update gave: fp32 ``[R_i]`` per sample, on the cpu.
         """
         from slime.backends.megatron_utils.forward import compute_values
 
@@ -75,7 +74,8 @@ class MegatronCritic(MegatronTrainer):
             with timed(seconds, "critic_train"):
                 steps = self._run_steps(rollout_id, train_batch)
         steps = [{f"critic-{name}": value for name, value in step.items()} for step in steps]
-        return TrainReport(steps if self._place.is_main else [], {}, seconds), values
+        report = rollout_report(columns, train_batch.num_rollouts_in_all, self._place.dp_group)
+        return TrainReport(steps if self._place.is_main else [], report, seconds), values
 
     def train(self, rollout_id: int, batch: dict[str, Any]) -> TrainReport:
         return self.train_values(rollout_id, batch)[0]

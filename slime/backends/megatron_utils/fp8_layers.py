@@ -10,16 +10,41 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from megatron.core.fp8_utils import get_fp8_align_size
+import torch
+from megatron.core import fp8_utils
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-__all__ = ["token_multiple", "with_fp8_layers"]
+from slime.utils.errors import ConfigError
+
+__all__ = ["check_recipe", "readable", "token_multiple", "with_fp8_layers"]
 
 
 def token_multiple(config: Any) -> int:
     """FP8 products take matrices whose rows, the tokens of a rank, come in multiples of this."""
-    return int(get_fp8_align_size(config.fp8_recipe)) if config.fp8 else 1
+    return int(fp8_utils.get_fp8_align_size(config.fp8_recipe)) if config.fp8 else 1
+
+
+def check_recipe(config: Any) -> None:
+    """Now, not in the first step.
+
+    Raises:
+        ConfigError: this TransformerEngine does not have the recipe, or --fp8-quantizer-factory names no function.
+    """
+    try:
+        fp8_utils.get_fp8_recipe(config)
+    except (ValueError, AssertionError) as error:
+        name = str(getattr(config.fp8_recipe, "value", config.fp8_recipe))
+        factory = f" with --fp8-quantizer-factory {config.fp8_quantizer_factory}" if name == "custom" else ""
+        raise ConfigError(f"--fp8-recipe {name}{factory}: {error}") from error
+
+
+def readable(weight: torch.Tensor) -> torch.Tensor:
+    """``weight``, or with --fp8-param-gather what it stands for in bf16: values times scale."""
+    if fp8_utils.is_float8tensor(weight):
+        whole: torch.Tensor = fp8_utils.dequantize_fp8_tensor(weight)
+        return whole.detach()
+    return weight.detach()
 
 
 def with_fp8_layers(spec: Any) -> Any:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -92,12 +93,22 @@ class GatedDeltaNet(MegatronModule):
         self.conv1d = torch.nn.Conv1d(
             channels, channels, config.linear_conv_kernel_dim, groups=channels, bias=False, **like
         )
-        self.A_log = torch.nn.Parameter(torch.empty(self._key_heads * self._ratio, **like))
-        self.dt_bias = torch.nn.Parameter(torch.empty(self._key_heads * self._ratio, **like))
+        wide = like | {"dtype": torch.float32}
+        self.A_log = torch.nn.Parameter(torch.empty(self._key_heads * self._ratio, **wide))
+        self.dt_bias = torch.nn.Parameter(torch.empty(self._key_heads * self._ratio, **wide))
         for parameter in (self.conv1d.weight, self.A_log, self.dt_bias):
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
         self.out_norm = torch.nn.RMSNorm(self._value_dim, eps=config.layernorm_epsilon, **like)
         self._rule = select_delta_rule(config.delta_rule_backend)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GatedDeltaNet:
+        """What ``.to()``, ``.bfloat16()`` and their like do. The decay stays in fp32 in a 16-bit model, as engines keep
+        it: it is multiplied over all tokens of a sequence, so that the rounding of a rate is felt at the end."""
+        kept = [(parameter, parameter.data) for parameter in (self.A_log, self.dt_bias)]
+        super()._apply(fn, recurse)
+        for parameter, value in kept:
+            parameter.data = value.to(parameter.device)
+        return self
 
     def forward(
         self, hidden_states: torch.Tensor, *_: Any, packed_seq_params: PackedSegments, **__: Any
@@ -127,7 +138,7 @@ class GatedDeltaNet(MegatronModule):
         weight = self.conv1d.weight.unflatten(0, (self._key_heads, -1))[mine].flatten(0, 1)
         mixed = F.silu(causal_conv(mixed.flatten(1), weight, cu_seqlens)).view_as(mixed)
         query, key, value = mixed.split([self._key_dim, self._key_dim, self._ratio * self._value_dim], dim=-1)
-        decay_rate, bias = (x.float().view(self._key_heads, -1)[mine] for x in (self.A_log, self.dt_bias))
+        decay_rate, bias = (x.view(self._key_heads, -1)[mine] for x in (self.A_log, self.dt_bias))
         log_decay = -decay_rate.exp() * F.softplus(a.float() + bias)
         # value head i of a key head stands behind i - 1 others with the same query and key
         out = self._rule(

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from slime.backends.megatron_utils.families.base import Family
+from slime.backends.megatron_utils.fp8_layers import readable
 from slime.backends.megatron_utils.tensor_layouts import from_megatron, full_shape, join, shard, to_megatron
 from slime.backends.megatron_utils.tensor_plan import LocalTensor, ModelTensors, Owned, Place
 from slime.backends.protocols import NamedTensor
@@ -215,10 +216,10 @@ def _collect(bucket: list[Owned], tensors: ModelTensors) -> list[list[list[torch
     num_stages = mpu.get_pipeline_model_parallel_world_size()
     sizes = [group.size() for group in groups]
     if num_stages == 1 and set(sizes) == {1}:
-        return [[[tensors.local[owned.place].value.detach() for owned in bucket]]]
+        return [[[readable(tensors.local[owned.place].value) for owned in bucket]]]
     like = next(iter(tensors.local.values())).value
     if is_mine:
-        flat = _flatten([tensors.local[owned.place].value.detach() for owned in bucket])
+        flat = _flatten([readable(tensors.local[owned.place].value) for owned in bucket])
         for group in groups:
             flat = _all_gather(flat, group)
     else:

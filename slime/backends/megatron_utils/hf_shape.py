@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from slime.backends.megatron_utils.shape_parts import (
     ModelShape,
     MoeShape,
     SparseShape,
+    VisionShape,
     YarnRope,
 )
 from slime.config.model_config import indexer_layers
@@ -63,16 +65,19 @@ def read_hf_config(hf_checkpoint: str) -> dict[str, Any]:
     return config
 
 
-def read_shape(hf_checkpoint: str) -> ModelShape:
+def read_shape(hf_checkpoint: str, *, with_vision: bool = False) -> ModelShape:
     """The shape of the model in ``hf_checkpoint``.
+
+    Args:
+        with_vision: with its vision tower; otherwise of a vision-language model the language model alone.
 
     Raises:
         ConfigError: the architecture or one of its options is not supported, or a field is missing or no number.
     """
-    return shape_from_config(read_hf_config(hf_checkpoint), hf_checkpoint)
+    return shape_from_config(read_hf_config(hf_checkpoint), hf_checkpoint, with_vision=with_vision)
 
 
-def shape_from_config(config: Mapping[str, Any], hf_checkpoint: str) -> ModelShape:
+def shape_from_config(config: Mapping[str, Any], hf_checkpoint: str, *, with_vision: bool = False) -> ModelShape:
     """The shape that ``config`` describes; ``hf_checkpoint`` is what messages call it. Raises as :func:`read_shape`."""
     where = f"--hf-checkpoint {hf_checkpoint}: config.json"
     model_type = config.get("model_type")
@@ -81,6 +86,8 @@ def shape_from_config(config: Mapping[str, Any], hf_checkpoint: str) -> ModelSha
         raise ConfigError(f"{where} has model_type {model_type!r}, which cannot be trained: {missing}.")
     reader = _Reader(_text_model(config), FAMILIES[model_type])
     shape = _read(reader)
+    if with_vision:
+        shape = replace(shape, vision=_vision(config, reader))
     problems = [f"{where} {text}" for text in (*_refused(reader), *reader.problems)]
     if reader.missing:
         problems.append(f"{where} lacks {', '.join(reader.missing)}.")
@@ -300,6 +307,33 @@ def _rotary_percent(reader: _Reader, head_dim: int) -> float:
     if value is not None:
         return float(value)
     return reader.number("partial_rotary_factor", default=reader.integer("rotary_dim", default=head_dim) / head_dim)
+
+
+def _vision(config: Mapping[str, Any], reader: _Reader) -> VisionShape | None:
+    """Of the fields outside of the language model's; transformers knows the defaults of the tower's own."""
+    tower = config.get("vision_config")
+    if reader.family.vision_tower is None or not isinstance(tower, Mapping):
+        reader.problems.append(
+            "describes no vision tower that can be trained, which images need: drop --multimodal-keys."
+        )
+        return None
+    outside = _Reader(config, reader.family)
+    sections = reader.rope.get("mrope_section")
+    if not isinstance(sections, list) or len(sections) != 3 or not reader.rope.get("mrope_interleaved", True):
+        reader.problems.append("must have three mrope_section in its rope settings, and mrope_interleaved true.")
+        sections = [1, 1, 1]
+    shape = VisionShape(
+        config=dict(tower),
+        num_deep_layers=len(tower.get("deepstack_visual_indexes") or ()),
+        rope_sections=(sections[0], sections[1], sections[2]),
+        image_token=outside.integer("image_token_id"),
+        video_token=outside.integer("video_token_id"),
+        start_token=outside.integer("vision_start_token_id"),
+        merge_size=int(tower.get("spatial_merge_size", 2)),
+    )
+    reader.problems += outside.problems
+    reader.missing += outside.missing
+    return shape
 
 
 def _llama3_rope(reader: _Reader) -> Llama3Rope:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.fp8_utils import correct_amax_history_if_needed
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -26,10 +27,11 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.arguments import OptimizerArgs, PrecisionArgs
-from slime.backends.megatron_utils.fp8_layers import with_fp8_layers
+from slime.backends.megatron_utils.fp8_layers import check_recipe, with_fp8_layers
 from slime.backends.megatron_utils.gpt import PackedGPTModel
 from slime.backends.megatron_utils.layer_specs import block_spec, mtp_spec
 from slime.backends.megatron_utils.model_shape import Llama3Rope, ModelShape
+from slime.backends.megatron_utils.vision_model import VisionGPTModel
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 
@@ -91,6 +93,7 @@ def build_model(
     if config.params_dtype == torch.float32:
         return model
     wrapped = Float16Module(config, model)
+    correct_amax_history_if_needed([model])  # the cast above counted as a use of weights in FP8
     for module in model.modules():
         if isinstance(module, TopKRouter):
             module._maintain_float32_expert_bias()  # now, not in the first forward: weights are loaded before that
@@ -124,10 +127,17 @@ def _family_model(
     block = block_spec(config, shape.family, vp_stage, sparse=shape.sparse)
     predicting = mtp_spec(config, shape.family, vp_stage)
     if config.fp8:
+        check_recipe(config)
         block, predicting = with_fp8_layers(block), with_fp8_layers(predicting)
-    model = PackedGPTModel(
+    settings: dict[str, Any] = {}
+    model_class = PackedGPTModel
+    if shape.vision is not None:
+        model_class = VisionGPTModel
+        settings = {"vision": shape.vision, "tower_type": shape.family.vision_tower}
+    model = model_class(
         config,
         block,
+        **settings,
         vocab_size=padded_vocab_size,
         max_sequence_length=shape.max_position_embeddings,
         pre_process=is_first,
@@ -155,13 +165,13 @@ def wrap_data_parallel(
     is_later_chunk: bool = False,
 ) -> DistributedDataParallel:
     """Gradient buffers, reduced over the data-parallel ranks once per step."""
-    # clipping takes 16-bit gradients in Megatron's own optimizers only
-    is_wide = precision.accumulate_allreduce_grads_in_fp32 or config.bf16 or optimizer.optimizer_cpu_offload
+    is_wide = precision.accumulate_allreduce_grads_in_fp32 or config.bf16
     return DistributedDataParallel(
         config,
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=is_wide,
             use_distributed_optimizer=uses_distributed_optimizer(optimizer),
+            fp8_param_gather=precision.fp8_param_gather,
             num_distributed_optimizer_instances=optimizer.num_distributed_optimizer_instances,
             check_for_nan_in_grad=False,  # ``step`` looks at all ranks before anything is applied
         ),

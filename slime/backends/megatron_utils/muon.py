@@ -27,6 +27,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig, muon
 
 from slime.backends.megatron_utils.arguments import MuonArgs
+from slime.backends.training.hf_files import raise_everywhere
 
 __all__ = ["Muon", "build_muon", "orthogonalize", "scale_of"]
 
@@ -172,7 +173,11 @@ def build_muon(config: OptimizerConfig, chunks: list[Any], args: MuonArgs, *, is
     Args:
         config: for the parameters that adam takes; ``use_distributed_optimizer`` is off.
         is_layer_wise: every data-parallel rank has the states of some matrices only (dist_muon).
+
+    Raises:
+        ConfigError: a rank has no matrix for Muon to train. Raised on all ranks.
     """
+    _check_matrices(chunks, is_layer_wise=is_layer_wise)
     config.muon_momentum = args.muon_momentum
     config.muon_use_nesterov = args.muon_use_nesterov
     config.muon_num_ns_steps = args.muon_num_ns_steps
@@ -194,6 +199,25 @@ def build_muon(config: OptimizerConfig, chunks: list[Any], args: MuonArgs, *, is
     if is_layer_wise and dist.get_backend() == "gloo":  # which cannot gather tensors of different sizes
         optimizer.allgather_params = optimizer.broadcast_params
     return optimizer
+
+
+def _check_matrices(chunks: list[Any], *, is_layer_wise: bool) -> None:
+    """Megatron makes the optimizer of the matrices on every rank, and torch makes none for no parameter."""
+    matrices = [
+        parameter
+        for chunk in chunks
+        for parameter in chunk.parameters()
+        if parameter.requires_grad
+        and parameter.dim() == 2
+        and not getattr(parameter, "is_embedding_or_output_parameter", False)
+        and (is_layer_wise or getattr(parameter, "allreduce", True))  # experts of their own have an optimizer of theirs
+    ]
+    problem = (
+        f"--optimizer {'dist_muon' if is_layer_wise else 'muon'} needs a weight of a linear layer to train on every "
+        "pipeline stage, and finds none: use --optimizer adam, or let --only-train-params-name-list or "
+        "--freeze-params-name-list leave one."
+    )
+    raise_everywhere([] if matrices else [problem])
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from slime.algorithms import arguments as algorithm_arguments
 from slime.backends.megatron_utils import argument_rules, arguments, model_shape
 from slime.backends.megatron_utils.patches.install import install
+from slime.backends.megatron_utils.vision_rules import sees_media
 from slime.backends.training.checkpoint_source import Source, inspect_checkpoint
 from slime.config.groups import add_group, from_args, unsupported_flags
 from slime.config.parse import EngineNamespace, parse
@@ -121,7 +122,7 @@ class OfflineModel:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
-        self.shape = model_shape.read_shape(args.hf_checkpoint)
+        self.shape = model_shape.read_shape(args.hf_checkpoint, with_vision=sees_media(args))
         self._state: TrainState | None = None
 
     def __enter__(self) -> OfflineModel:

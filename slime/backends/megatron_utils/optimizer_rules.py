@@ -32,6 +32,11 @@ def optimizer(args: Namespace) -> Iterator[str]:
         yield "--optimizer-cpu-offload needs --use-precision-aware-optimizer."
     if kind != "adam" or not is_sharded:
         yield "--optimizer-cpu-offload needs --optimizer adam and --use-distributed-optimizer."
+    if args.fp16 and not args.accumulate_allreduce_grads_in_fp32:
+        yield (
+            "--optimizer-cpu-offload with --fp16 needs --accumulate-allreduce-grads-in-fp32: the update on the CPU is "
+            "given fp32 gradients."
+        )
 
 
 def instances(args: Namespace) -> Iterator[str]:

@@ -11,21 +11,28 @@ The choices may also be given (``engine_routing``): replaying those of the engin
 its log-probs and the trainer's (R3, arXiv 2510.11370: rollout routing replay).
 
 Called by ``actor``. Plugs into Megatron's routers where its own ``RouterReplay`` would be, which keeps one micro-batch.
+Routers of users' models that are no ``TopKRouter`` take part through :func:`register_routing_replay`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
 from slime.backends.megatron_utils.tensor_plan import chunks_of
 
-__all__ = ["RouterChoices", "RoutingReplay"]
+__all__ = ["RouterChoices", "RoutingReplay", "get_routing_replay_compute_topk", "register_routing_replay"]
+
+_Choose: TypeAlias = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+_routing: ContextVar[torch.nn.Module | None] = ContextVar("routing", default=None)
+"""The registered router whose forward runs."""
 
 
 class _Mode(StrEnum):
@@ -62,7 +69,7 @@ class RouterChoices:
         topk: int,
         num_groups: int | None,
         group_topk: int | None,
-        choose: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        choose: _Choose,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``scores`` [tokens, experts] -> scores and numbers of the chosen experts, both [tokens, topk]."""
         match self.mode:
@@ -103,7 +110,7 @@ class RoutingReplay:
         self.routers: list[RouterChoices] = []
         for chunk in chunks_of(model):
             for module in chunk.decoder.modules():
-                if isinstance(module, TopKRouter):
+                if isinstance(module, TopKRouter) or hasattr(module, "router_replay"):
                     choices = RouterChoices(module.layer_number - 1, module.config.num_moe_experts)
                     module.router_replay = choices
                     self.routers.append(choices)
@@ -158,3 +165,37 @@ class RoutingReplay:
         finally:
             for router in self.routers:
                 router.mode = _Mode.OFF
+
+
+def register_routing_replay(module: torch.nn.Module) -> None:
+    """Make a router of one's own take part in routing replay; call it where the router is made.
+
+    The router chooses by what :func:`get_routing_replay_compute_topk` gives it. It has ``layer_number`` (from 1) and
+    ``config.num_moe_experts``.
+    """
+    module.router_replay = None  # until there is something to replay
+
+    def begin(module: torch.nn.Module, inputs: Any) -> None:
+        _routing.set(module)
+
+    def end(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        _routing.set(None)
+
+    module.register_forward_pre_hook(begin)
+    module.register_forward_hook(end, always_call=True)
+
+
+def get_routing_replay_compute_topk(old_compute_topk: _Choose) -> _Choose:
+    """``old_compute_topk(scores, topk, num_groups=None, group_topk=None)`` with the recorded choices where they are to
+    be taken again; as it is outside of registered routers."""
+
+    def compute_topk(
+        scores: torch.Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        router = _routing.get()
+        choices: RouterChoices | None = None if router is None else router.router_replay
+        if choices is None:
+            return old_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        return choices.get_replay_topk(scores, topk, num_groups, group_topk, old_compute_topk)
+
+    return compute_topk

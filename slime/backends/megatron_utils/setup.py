@@ -19,6 +19,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 
 from slime.algorithms.arguments import ModelCopyArgs
+from slime.backends.megatron_utils.alignment.deepgemm_forward import install_deepgemm
 from slime.backends.megatron_utils.arguments import (
     ModelArgs,
     MuonArgs,
@@ -29,6 +30,7 @@ from slime.backends.megatron_utils.arguments import (
     PredictionArgs,
     TrainerArgs,
 )
+from slime.backends.megatron_utils.fake_int4 import fake_quantize
 from slime.backends.megatron_utils.fp8_layers import token_multiple
 from slime.backends.megatron_utils.freezing import freeze_parameters
 from slime.backends.megatron_utils.model import build_chunks, wrap_data_parallel
@@ -89,9 +91,13 @@ def build_train_state(args: Namespace, shape: ModelShape, *, is_critic: bool = F
     optimizer_args = from_args(OptimizerArgs, args)
     state = build_model_state(args, shape)
     config = state.config
+    if precision.int4_group_size is not None and not is_critic:  # no engine has the critic
+        fake_quantize(state.chunks, shape, args.hf_checkpoint, precision.int4_group_size)
+    plugins, prediction = from_args(PluginArgs, args), from_args(PredictionArgs, args)
     if is_critic:
         add_value_head(state.chunks, init_std=from_args(ModelArgs, args).init_method_std, seed=args.seed)
-    plugins, prediction = from_args(PluginArgs, args), from_args(PredictionArgs, args)
+    else:
+        install_deepgemm(state.chunks, plugins, args.hf_checkpoint)
     trains_prediction = prediction.enable_mtp_training and bool(prediction.mtp_num_layers) and not is_critic
     freeze_parameters(
         state.model,

@@ -6,12 +6,23 @@ Filled by ``hf_shape``; read by the command line, the trainer and the plan. Impo
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from slime.backends.megatron_utils.families.base import Family
 from slime.backends.megatron_utils.families.registry import FAMILIES
 
-__all__ = ["DeltaNetShape", "Llama3Rope", "MlaShape", "ModelShape", "MoeShape", "SparseShape", "YarnRope"]
+__all__ = [
+    "DeltaNetShape",
+    "Llama3Rope",
+    "MlaShape",
+    "ModelShape",
+    "MoeShape",
+    "SparseShape",
+    "VisionShape",
+    "YarnRope",
+]
 
 
 @dataclass(frozen=True)
@@ -104,10 +115,32 @@ class DeltaNetShape:
 
 
 @dataclass(frozen=True)
+class VisionShape:
+    """The vision tower, and how images and videos are told among the tokens.
+
+    Attributes:
+        config: ``vision_config`` of config.json, which ``transformers`` builds the tower from.
+        num_deep_layers: so many of the first decoder layers have features of their own added to their output.
+        rope_sections: how many frequencies of a head turn with time, with height and with width; they alternate.
+        image_token, video_token, start_token: ids; a run of the first two is one image or frame, behind the third.
+        merge_size: patches along one side that become one token.
+    """
+
+    config: Mapping[str, Any]
+    num_deep_layers: int
+    rope_sections: tuple[int, int, int]
+    image_token: int
+    video_token: int
+    start_token: int
+    merge_size: int
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Everything that decides which tensors the model has and what they compute.
 
     ``num_mtp_layers`` counts the multi-token-prediction layers that the checkpoint has, whether they are built or not.
+    ``vision`` is None where no tower is built, also of a checkpoint that has one.
     """
 
     model_type: str
@@ -133,6 +166,7 @@ class ModelShape:
     mla: MlaShape | None = None
     sparse: SparseShape | None = None
     delta_net: DeltaNetShape | None = None
+    vision: VisionShape | None = None
     num_mtp_layers: int = 0
 
     @property

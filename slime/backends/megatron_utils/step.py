@@ -21,7 +21,13 @@ from slime.backends.training.context_parallel import Sharding
 from slime.backends.training.custom import CustomFunctions
 from slime.backends.training.data import MicroBatch, TrainBatch
 from slime.backends.training.loss import LossScale, micro_batch_loss, needs_all_rows
-from slime.backends.training.steps import NonFiniteGradients, StepRecord, StepResult
+from slime.backends.training.steps import (
+    TEACHES_NOTHING,
+    NonFiniteGradients,
+    StepRecord,
+    StepResult,
+    teaches_nothing,
+)
 from slime.utils import accelerator
 
 __all__ = ["TrainState", "train_step"]
@@ -117,11 +123,13 @@ def train_step(
     run_schedule(forward_step, state.chunks, batch, step, forward_only=False, **rows)
     metrics = _metrics(state, record, predicted, settings.calculate_per_token_loss, scale.num_rollouts)
     rates = {f"lr-pg_{i}": float(group["lr"]) for i, group in enumerate(state.optimizer.param_groups)}
-    metrics["grad_norm"], skipped = _update(
-        state, bad_ranks, scale.num_rollouts, partial(record.blame, batch, mpu.get_data_parallel_rank())
-    )
-    if skipped and not skip_bad:
-        raise NonFiniteGradients(skipped)
+    if not bad_ranks and teaches_nothing(batch, step, settings, mpu.get_data_parallel_group()):
+        metrics["grad_norm"], skipped = 0.0, TEACHES_NOTHING
+    else:
+        who = partial(record.blame, batch, mpu.get_data_parallel_rank())
+        metrics["grad_norm"], skipped = _update(state, bad_ranks, scale.num_rollouts, who)
+        if skipped and not skip_bad:
+            raise NonFiniteGradients(skipped)
     metrics |= rates | {"global_batch_size": float(scale.num_rollouts)}
     return StepResult(metrics, record.log_probs, skipped)
 

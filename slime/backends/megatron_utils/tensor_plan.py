@@ -28,6 +28,7 @@ __all__ = ["LocalTensor", "ModelTensors", "Place", "chunks_of", "dimensions_of"]
 
 _DECODER_LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 _MTP_LAYER = re.compile(r"(?<=^mtp\.layers\.)\d+")
+_VISION_LAYER = re.compile(r"(?:(?<=^vision_model\.blocks\.)|(?<=^vision_model\.deepstack_merger_list\.))\d+")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 _BUFFER = "expert_bias"
 _EMBEDDING = "embedding.word_embeddings.weight"
@@ -35,8 +36,8 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """See the module docstring; ordered as exported. ``layer`` and ``mtp`` are -1, ``expert`` 0, where they mean
-    nothing."""
+    """See the module docstring; ordered as exported. ``layer``, of the decoder or the vision tower, and ``mtp`` are -1,
+    ``expert`` is 0, where they mean nothing."""
 
     mtp: int
     layer: int
@@ -211,6 +212,9 @@ class ModelTensors:
             # layer_number counts from 1 over the whole model, whatever the pipeline layout
             layer = chunk.decoder.layers[int(found.group())].layer_number - 1
             pattern = _DECODER_LAYER.sub("{layer}", pattern)
+        elif found := _VISION_LAYER.search(name):
+            layer = int(found.group())
+            pattern = _VISION_LAYER.sub("{layer}", pattern)
         elif found := _MTP_LAYER.search(name):
             mtp = int(found.group())
             pattern = _MTP_LAYER.sub("{mtp}", pattern)

@@ -125,6 +125,8 @@ def _numerics(args: Namespace) -> dict[str, Any]:
         "calculate_per_token_loss": args.calculate_per_token_loss,
         "fp8": args.fp8,
         "fp8_recipe": args.fp8_recipe,
+        "fp8_quantizer_factory": args.fp8_quantizer_factory,
+        "fp8_param": args.fp8_param_gather,
         # No fused kernel is needed anywhere
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,

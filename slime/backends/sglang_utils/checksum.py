@@ -28,6 +28,13 @@ _FUSED = {
 }
 """Hugging Face module -> (engine module, position in it)."""
 
+_VISION_LANGUAGE = (
+    ("model.language_model.", "model."),
+    ("model.visual.", "visual."),
+    (".attn.qkv.", ".attn.qkv_proj."),
+)
+"""Parts of Hugging Face names of vision-language models -> of the engine's."""
+
 _EXPERT_MODULES = {
     **{"gate_proj": ("w13_weight", 0), "up_proj": ("w13_weight", 1), "down_proj": ("w2_weight", 0)},
     **{"w1": ("w13_weight", 0), "w3": ("w13_weight", 1), "w2": ("w2_weight", 0)},  # MiniMax
@@ -35,7 +42,8 @@ _EXPERT_MODULES = {
 _EXPERT = re.compile(rf"(?P<prefix>.*\.experts\.)(?P<number>\d+)\.(?P<module>{'|'.join(_EXPERT_MODULES)})\.weight")
 
 _EMBEDDING_PADDING = 64
-"""SGLang pads its vocabulary to a multiple of this with zero rows."""
+"""SGLang pads these to a multiple of this with zero rows."""
+_EMBEDDINGS = ("embed_tokens", "lm_head", "visual.pos_embed")
 _EXPERT_PADDING = 32
 """On a CPU SGLang pads the inner size of an expert to a multiple of this with zeros."""
 
@@ -54,7 +62,10 @@ def expected_checksums(weights: Iterable[NamedTensor]) -> dict[str, str]:
 
     parts: dict[str, dict[int, torch.Tensor]] = {}
     experts: dict[str, dict[int, dict[int, torch.Tensor]]] = {}
-    for name, tensor in weights:
+    for hf_name, tensor in weights:
+        name = hf_name
+        for part, engine_part in _VISION_LANGUAGE:
+            name = name.replace(part, engine_part)
         if expert := _EXPERT.fullmatch(name):
             engine_name, position = _EXPERT_MODULES[expert["module"]]
             layer = experts.setdefault(expert["prefix"] + engine_name, {})
@@ -67,7 +78,7 @@ def expected_checksums(weights: Iterable[NamedTensor]) -> dict[str, str]:
     checksums = {}
     for name, pieces in parts.items():
         whole = torch.cat([pieces[position] for position in sorted(pieces)])
-        if "embed_tokens" in name or "lm_head" in name:
+        if any(part in name for part in _EMBEDDINGS):
             whole = _padded(whole, dim=0, to=_EMBEDDING_PADDING)
         checksums[name] = tensor_checksum(whole)
     for name, layer in experts.items():  # [experts, 2 * ffn, hidden] and [experts, hidden, ffn]

@@ -20,12 +20,12 @@ import httpx
 import psutil
 
 from slime.backends.sglang_utils.fork_server import ForkedServer
-from slime.backends.sglang_utils.server_process import has_ended, launch_server, named_children
+from slime.backends.sglang_utils.server_process import launch_server, named_children
 from slime.backends.sglang_utils.topology import WorkerType
 from slime.utils.deadline import Deadline, wait_until
 from slime.utils.errors import EngineError, EngineSilent
 from slime.utils.net import url_host
-from slime.utils.process import GuardedProcess, log_tail
+from slime.utils.process import GuardedProcess, has_ended, log_tail
 
 __all__ = ["MEMORY_TAGS", "EngineSpec", "OtherNode", "SGLangEngine"]
 

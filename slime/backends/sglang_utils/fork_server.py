@@ -58,6 +58,10 @@ class ForkServer:
         argv = [sys.executable, "-m", "slime.backends.sglang_utils.fork_server", "--socket", self.socket_path]
         self._process = GuardedProcess(argv, log_path=log_path, env=env)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def raise_if_dead(self) -> None:
         if self._process.exit_code() is not None:
             raise EngineError(

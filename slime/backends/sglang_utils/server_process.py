@@ -13,7 +13,7 @@ from slime.backends.sglang_utils.fork_server import ForkedServer
 from slime.utils.deadline import Deadline
 from slime.utils.process import GuardedProcess
 
-__all__ = ["ForkAddress", "has_ended", "launch_server", "named_children"]
+__all__ = ["ForkAddress", "launch_server", "named_children"]
 
 _PART_PREFIX = "sglang::"
 """How the names of the processes begin that a server starts."""
@@ -60,10 +60,3 @@ def named_children(pid: int) -> dict[str, psutil.Process]:
         return {f"{name} ({child.pid})": child for child in children if (name := child.name()).startswith(_PART_PREFIX)}
     except psutil.Error:  # it ended this moment
         return {}
-
-
-def has_ended(process: psutil.Process) -> bool:
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True

@@ -15,7 +15,6 @@ _NO_FUSION = "fused kernels are not used"
 _FUSED_LOSS = (
     "logits stay in 16 bits in any case, and sums over the vocabulary are taken in fp32 without a copy of them"
 )
-_NO_DEEPGEMM = "nothing calls the products of the package deep_gemm, which needs a GPU of compute capability 9.0"
 _ALWAYS_GATHERED = "keys and values of all ranks are gathered in any case, each rank with two chunks of every sequence"
 
 
@@ -74,12 +73,14 @@ class PrecisionArgs:
     fp8: Literal["e4m3", "hybrid"] | None = flag(
         None, "Linear layers compute in FP8; needs a GPU and TransformerEngine.", off="--fp8-format"
     )
-    fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"] = flag(
-        "delayed", "Scaling of FP8.", later_values={"custom": "--fp8-quantizer-factory is not read"}
+    fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"] = flag("delayed", "Scaling of FP8.")
+    fp8_quantizer_factory: str | None = flag(
+        None, "package.module.function that makes the quantizers of --fp8-recipe custom, as TransformerEngine calls it."
     )
     fp8_param_gather: bool = flag(
-        False, "Parameters are kept and gathered in FP8.", later="weights are read, gathered and sent in 16 bits"
+        False, "The model's weights are kept and gathered in FP8; main weights stay in fp32. See docs/low_precision.md."
     )
+    int4_group_size: int | None = flag(None, "Values that share a scale in experts of fake INT4.", derived=True)
     fp16_lm_cross_entropy: bool = flag(False, "Cross entropy in half precision.", no_effect=_FUSED_LOSS)
     accumulate_allreduce_grads_in_fp32: bool = flag(False, "Gradient buffers in fp32; implied by bf16.")
     gradient_accumulation_fusion: bool = flag(
@@ -253,14 +254,18 @@ class PluginArgs:
         "fla", "Kernels of gated delta-net layers on a GPU; without the package of fla they run in plain torch."
     )
     megatron_deepgemm_forward_layers: list[int] | None = field(
-        default=None, metadata={"help": "Layers whose linear layers run as block-FP8 products.", "later": _NO_DEEPGEMM}
+        default=None,
+        metadata={
+            "help": "Layers, from 0, whose linear layers multiply with deep_gemm as engines do: in 8 bits if "
+            "--hf-checkpoint is, else in bf16."
+        },
     )
     megatron_deepgemm_forward_modules: list[str] | None = field(
-        default=None, metadata={"help": "Modules limiting that.", "later": _NO_DEEPGEMM}
+        default=None, metadata={"help": "Only these of their modules, such as self_attention.linear_proj."}
     )
     megatron_deepgemm_moe_forward_layers: list[int] | None = field(
-        default=None, metadata={"help": "Layers whose experts run as grouped products.", "later": _NO_DEEPGEMM}
+        default=None, metadata={"help": "Layers, from 0, whose experts multiply together, with deep_gemm."}
     )
     megatron_deepgemm_moe_forward_modules: list[str] | None = field(
-        default=None, metadata={"help": "Modules limiting that.", "later": _NO_DEEPGEMM}
+        default=None, metadata={"help": "Only these of their modules. Default: mlp.experts."}
     )

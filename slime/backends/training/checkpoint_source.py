@@ -38,6 +38,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _LEFT_BY_US = re.compile(r"\.?iter_\d{7}")
+_RELEASE = "release"
 
 
 Format: TypeAlias = Literal["torch_dist", "fsdp", "hf"]
@@ -58,6 +59,11 @@ class Source:
     directory: str
     flag: str
     iteration: int = 0
+
+    @property
+    def is_training_state(self) -> bool:
+        """Whether a run wrote it and can go on from it: Hugging Face directories and a release are weights only."""
+        return self.format != "hf" and Path(self.directory).name != _RELEASE
 
 
 def find_start(args: CheckpointArgs, hf_checkpoint: str) -> Source:
@@ -150,7 +156,7 @@ def _inspect(flag: str, path: str, step_flag: str, step: int | None) -> Source |
         if torn := what_is_torn(root):
             raise ConfigError(f"{flag} {path} is not a complete checkpoint: {torn}.")
         return _source(flag, root)
-    if root.name == "release" and (root / "metadata.json").is_file():
+    if root.name == _RELEASE and (root / "metadata.json").is_file():
         return _release(flag, root)
     if (root / TRACKER).is_file():
         return _tracked(flag, root, step_flag, step)
@@ -178,8 +184,8 @@ def _is_ours(entry: Path) -> bool:
 def _tracked(flag: str, root: Path, step_flag: str, step: int | None) -> Source:
     """The iteration that was asked for, or the tracker's; if that one is torn, the newest complete one before it."""
     text = (root / TRACKER).read_text(encoding="utf-8").strip()
-    if step is None and text == "release":
-        return _release(flag, root / "release")
+    if step is None and text == _RELEASE:
+        return _release(flag, root / _RELEASE)
     if step is None and not text.isdecimal():
         raise ConfigError(f"{flag} {root}: {TRACKER} holds {text!r}; it must be an iteration or the word release.")
     iteration = int(text) if step is None else step

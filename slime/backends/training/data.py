@@ -17,7 +17,9 @@ import torch
 from slime.algorithms.sampling_mask import SamplingMask
 from slime.backends.training.attention import AttentionPlan, plan_attention
 from slime.backends.training.context_parallel import ShardedSequences, Sharding, gather_responses, shard
+from slime.backends.training.media import Media, MediaTokens, merge_inputs, place_media
 from slime.batch.packing import PackedSequences, pack
+from slime.utils.errors import DataError
 
 __all__ = ["MicroBatch", "TrainBatch"]
 
@@ -34,6 +36,7 @@ class MicroBatch:
         all_rows: every row goes through the LM head, not only those that predict response tokens.
         trained: fp32 ``[1, t]``, 1 where a row predicts a token that is trained on; None where nobody asked.
         sampling: which ids this rank's response tokens were sampled from; None where it was the whole vocabulary.
+        media: images and videos among the tokens of the whole micro-batch; None for text alone.
     """
 
     indices: Sequence[int]
@@ -43,6 +46,7 @@ class MicroBatch:
     all_rows: bool = False
     trained: torch.Tensor | None = None
     sampling: SamplingMask | None = None
+    media: Media | None = None
 
     @property
     def packed(self) -> PackedSequences:
@@ -71,12 +75,27 @@ class TrainBatch:
 
     Attributes:
         sharding: how it is divided.
+
+    Raises:
+        DataError: there are images, and ``media_tokens`` does not say how the model sees them.
     """
 
-    def __init__(self, columns: dict[str, Any], device: torch.device, sharding: Sharding | None = None) -> None:
+    def __init__(
+        self,
+        columns: dict[str, Any],
+        device: torch.device,
+        sharding: Sharding | None = None,
+        media_tokens: MediaTokens | None = None,
+    ) -> None:
         self.columns = columns
         self._device = device
         self.sharding = sharding or Sharding()
+        self._media_tokens = media_tokens
+        if media_tokens is None and any(columns.get("multimodal_train_inputs") or ()):
+            raise DataError(
+                "the rollout has samples with images, which the model is built to train without: it has a vision tower "
+                "with --multimodal-keys and --train-backend megatron"
+            )
         ends = list(accumulate(columns["num_microbatches"], initial=0))
         micro_batches = columns["micro_batch_indices"]
         if ends[-1] != len(micro_batches):
@@ -88,7 +107,7 @@ class TrainBatch:
     def with_micro_batches(self, micro_batches: list[list[int]]) -> TrainBatch:
         """The same samples in one step of other micro-batches, for a pass over all of them."""
         schedule = {"micro_batch_indices": micro_batches, "num_microbatches": [len(micro_batches)]}
-        return TrainBatch(self.columns | schedule, self._device, self.sharding)
+        return TrainBatch(self.columns | schedule, self._device, self.sharding, self._media_tokens)
 
     @property
     def num_steps(self) -> int:
@@ -133,7 +152,20 @@ class TrainBatch:
             part = shard(packed, sharding)
             trained = self._trained(indices, part) if with_trained else None
             sampling = self._sampling(indices, part)
-            yield MicroBatch(indices, part, response_lengths, sharding, all_rows, trained, sampling)
+            media = self._media(indices, packed)
+            yield MicroBatch(indices, part, response_lengths, sharding, all_rows, trained, sampling, media)
+
+    def media_inputs(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
+        """What the processor made of some samples, one behind the other; empty without images."""
+        if self.columns.get("multimodal_train_inputs") is None:
+            return {}
+        return merge_inputs(self.select("multimodal_train_inputs", indices))
+
+    def _media(self, indices: Sequence[int], packed: PackedSequences) -> Media | None:
+        inputs = self.media_inputs(indices)
+        if not inputs or self._media_tokens is None:
+            return None
+        return place_media(inputs, packed.tokens, packed.cu_seqlens, self._media_tokens, self._device)
 
     def _sampling(self, indices: Sequence[int], part: ShardedSequences) -> SamplingMask | None:
         if self.columns.get("rollout_top_p_token_offsets") is None:

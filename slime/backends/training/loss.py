@@ -309,7 +309,7 @@ def _user_batch(micro_batch: MicroBatch, batch: TrainBatch, samples: Samples, pa
         "loss_masks": list(samples.loss_masks),
         "full_loss_masks": masks.unsqueeze(0),
         "rollout_mask_sums": samples.rollout_mask_sums,
-        "multimodal_train_inputs": None,
+        "multimodal_train_inputs": batch.media_inputs(indices) or None,
         **{name: column(name) for name in _PER_TOKEN_COLUMNS},
         **{name: batch.select(name, indices) for name in _SAMPLING_COLUMNS if batch.columns.get(name) is not None},
     }

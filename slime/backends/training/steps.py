@@ -11,10 +11,22 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
+from slime.algorithms.arguments import AlgorithmArgs
 from slime.backends.training.data import MicroBatch, TrainBatch
-from slime.backends.training.loss import MicroBatchLoss
+from slime.backends.training.loss import MicroBatchLoss, needs_all_rows
 
-__all__ = ["NonFiniteGradients", "StepRecord", "StepResult", "split_by_sample"]
+__all__ = [
+    "TEACHES_NOTHING",
+    "NonFiniteGradients",
+    "StepRecord",
+    "StepResult",
+    "num_trained_tokens",
+    "split_by_sample",
+    "teaches_nothing",
+]
+
+TEACHES_NOTHING = "none of its tokens is trained on (loss masks, remove_sample)"
+"""Why a step is not applied whose gradient is zero: momentum and weight decay would move the weights all the same."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +46,19 @@ class StepResult:
 
 class NonFiniteGradients(RuntimeError):
     """Gradients hold NaN or infinity; nothing was applied. Says on which ranks, and in which samples it began."""
+
+
+def num_trained_tokens(batch: TrainBatch, step: int, group: dist.ProcessGroup | None) -> int:
+    """Of a step, all data-parallel ranks together. A collective of ``group``, which has them."""
+    indices = [index for micro_batch in batch.indices(step) for index in micro_batch]
+    trained = torch.stack([mask.sum() for mask in batch.masks(indices)]).sum()
+    dist.all_reduce(trained, group=group)
+    return int(trained)
+
+
+def teaches_nothing(batch: TrainBatch, step: int, settings: AlgorithmArgs, group: dist.ProcessGroup | None) -> bool:
+    """Whether no token of a step is trained on. Users' losses decide themselves which tokens they read."""
+    return not needs_all_rows(settings) and num_trained_tokens(batch, step, group) == 0
 
 
 def split_by_sample(flat: torch.Tensor, micro_batch: MicroBatch) -> dict[int, torch.Tensor]:

@@ -136,7 +136,7 @@ class TrainerBase(ABC):
         if teacher is not None:
             self._fill(self._readable(teacher))
             self._teacher = self._copied_weights()
-        is_resume = source.flag == "--load" and source.format != "hf" and not settings.finetune
+        is_resume = source.flag == "--load" and source.is_training_state and not settings.finetune
         if is_resume:
             has_optimizer = not (settings.no_load_optim or self._copies.use_stateless_adam)
             self._resume(source, has_optimizer=has_optimizer, has_rng=not settings.no_load_rng)

@@ -6,16 +6,18 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
+from slime.config.resolve.checkpoints import needs_reference
+
 __all__ = ["RULES"]
 
 
 def _directories(args: Namespace) -> Iterator[str]:
     """B3, B6."""
-    needs_reference = args.use_kl_loss or args.kl_coef != 0
+    has_reference = needs_reference(args)
     cause = "--use-kl-loss" if args.use_kl_loss else f"--kl-coef {args.kl_coef}"
-    if needs_reference and args.ref_load is None and args.hf_checkpoint is not None:
+    if has_reference and args.ref_load is None and args.hf_checkpoint is not None:
         yield f"{cause} needs a reference model: give --ref-load DIR."
-    if needs_reference and args.ref_load is not None and not Path(args.ref_load).is_dir():
+    if has_reference and args.ref_load is not None and not Path(args.ref_load).is_dir():
         yield f"--ref-load {args.ref_load}: there is no such directory, and {cause} needs a reference model."
     for flag, path in (
         ("--opd-teacher-load", args.opd_teacher_load),

@@ -11,6 +11,7 @@ from slime.config import notices
 __all__ = ["MEDIA", "RULES"]
 
 MEDIA = ("audio", "image", "video")
+_DEFAULT_MOST_IDS = 4096  # of SGLang's --sampling-mask-max-tokens
 
 
 def _model(args: Namespace) -> Iterator[str]:
@@ -36,14 +37,6 @@ def _prompts(args: Namespace) -> Iterator[str]:
         yield "--background-eval needs engines of their own: with --colocate they sleep while the trainer works."
     if not 0 <= args.max_failed_share <= 1:
         yield f"--max-failed-share {args.max_failed_share} must be between 0 and 1: a share of the samples."
-    if args.multimodal_keys and not args.debug_rollout_only:
-        yield (
-            "--multimodal-keys is not supported in training yet: no model family here has a vision encoder. Generate "
-            "and evaluate with --debug-rollout-only."
-        )
-
-
-_DEFAULT_MOST_IDS = 4096  # of SGLang's --sampling-mask-max-tokens
 
 
 def _lengths(args: Namespace) -> Iterator[str]:

@@ -96,8 +96,6 @@ def _optimizer(args: Namespace) -> Iterator[str]:
         yield f"--use-stateless-adam needs --optimizer adam, not {args.optimizer}."
     if args.use_stateless_adam and args.optimizer_cpu_offload:
         yield "--use-stateless-adam has no states to keep on the CPU: drop it or --optimizer-cpu-offload."
-    if args.use_stateless_adam and args.optimizer_cpu_offload:
-        yield "--use-stateless-adam has no states to keep on the CPU: drop it or --optimizer-cpu-offload."
     if args.use_stateless_adam and not args.no_save_optim:
         yield "--use-stateless-adam has no state to save: it needs --no-save-optim."
     if args.use_stateless_adam and args.lr_decay_style != "constant":
@@ -105,4 +103,23 @@ def _optimizer(args: Namespace) -> Iterator[str]:
         notices.warn(args, "--use-stateless-adam", text)
 
 
-RULES = (_estimator, _clipping, _importance_sampling, _distillation, _on_policy, _optimizer)
+def _weights_in_fp8(args: Namespace) -> Iterator[str]:
+    """They cannot be moved away and back, or exchanged for others, without being rounded again."""
+    if not args.fp8_param_gather:
+        return
+    exchanging = {
+        "--use-kl-loss": args.use_kl_loss,
+        f"--kl-coef {args.kl_coef}": args.kl_coef != 0,
+        "--opd-type megatron": args.use_opd and args.opd_type == "megatron",
+        "--keep-old-actor": args.keep_old_actor,
+        "--offload-train": args.offload_train,
+    }
+    found = [flag for flag, is_on in exchanging.items() if is_on]
+    if found:
+        yield (
+            f"--fp8-param-gather does not work with {', '.join(found)}: weights in FP8 cannot be put aside and taken "
+            "back bit for bit. Drop one side."
+        )
+
+
+RULES = (_estimator, _clipping, _importance_sampling, _distillation, _on_policy, _optimizer, _weights_in_fp8)

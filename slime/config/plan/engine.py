@@ -119,8 +119,8 @@ def _weight_bytes(args: Namespace) -> float:
             return 1
         case "compressed-tensors":
             groups = (found.get("config_groups") or {}).values()
-            bits = [number for group in groups if (number := (group.get("weights") or {}).get("num_bits"))]
-            return max(bits) / 8 if bits else precision_of(args).weights
+            bits = [(group.get("weights") or {}).get("num_bits") or 0 for group in groups]
+            return max(bits, default=0) / 8 or precision_of(args).weights
         case _:
             return precision_of(args).weights
 

@@ -35,19 +35,21 @@ def plan_files(args: Namespace, shape: Shape | None) -> list[Output]:
 def _metrics(args: Namespace) -> Iterator[Output]:
     run = Path(str(read(args, "output_dir"))) / str(read(args, "experiment_name"))
     yield Output("metrics", str(run / "metrics.jsonl"), "all along")
-    events = os.environ.get("TENSORBOARD_DIR")
-    if events is None and read(args, "use_tensorboard"):
-        name = str(read(args, "tb_experiment_name") or read(args, "experiment_name"))
-        events = str(Path("tensorboard_log") / (read(args, "tb_project_name") or "slime") / name)
-    if events is not None or not read(args, "use_wandb"):
-        yield Output("TensorBoard events", events or str(run), "all along")
+    if read(args, "use_tensorboard") or not read(args, "use_wandb"):
+        yield Output("TensorBoard events", os.environ.get("TENSORBOARD_DIR") or _events(args, run), "all along")
     if read(args, "use_wandb"):
         yield Output("W&B run", str(read(args, "wandb_dir") or "wandb/"), "all along")
-
     if read(args, "record_samples"):
         yield Output("samples for the board", str(run / "samples"), "every rollout")
     if read(args, "use_pytorch_profiler"):
         yield Output("profiles", str(read(args, "tensorboard_dir") or run / "profile"), "from --profile-step-start")
+
+
+def _events(args: Namespace, run: Path) -> str:
+    if not read(args, "use_tensorboard"):
+        return str(run)
+    experiment = str(read(args, "tb_experiment_name") or read(args, "experiment_name"))
+    return str(Path("tensorboard_log") / (read(args, "tb_project_name") or "slime") / experiment)
 
 
 def _checkpoints(args: Namespace, shape: Shape | None) -> Iterator[Output]:

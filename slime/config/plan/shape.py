@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from slime.config.groups import flag_of
 from slime.config.model_config import indexer_layers, read_model_config, text_part
 from slime.config.plan.values import PlanError, number, read
 
@@ -331,7 +332,7 @@ def read_shape(args: Namespace) -> Shape:
 def _require(values: dict[str, Any], what: str, *names: str) -> None:
     missing = [name for name in names if values[name] is None]
     if missing:
-        flags = ", ".join("--" + name.replace("_", "-") for name in missing)
+        flags = ", ".join(map(flag_of, missing))
         raise PlanError(f"the shape of {what} is unknown: give --hf-checkpoint or {flags}.")
 
 

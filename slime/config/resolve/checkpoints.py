@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slime.config import notices
 
-__all__ = ["initial_weights", "reference", "saving"]
+__all__ = ["initial_weights", "needs_reference", "reference", "saving"]
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -51,8 +51,7 @@ def reference(args: Namespace) -> None:
 
     Not a --load that is --save too: after a restart that holds the trained model, and the reference would be another.
     """
-    needs_reference = args.use_kl_loss or args.kl_coef != 0
-    if args.ref_load is not None or not needs_reference:
+    if args.ref_load is not None or not needs_reference(args):
         return
     if args.load is not None and args.load != args.save and _holds_checkpoint(args.load):
         args.ref_load = args.load
@@ -64,6 +63,11 @@ def reference(args: Namespace) -> None:
     elif args.hf_checkpoint is not None:
         args.ref_load = args.hf_checkpoint
         notices.info(args, "--ref-load", f"not given: the reference model is --hf-checkpoint {args.hf_checkpoint}")
+
+
+def needs_reference(args: Namespace) -> bool:
+    """Whether a reference model takes part in the objective, as a loss or in the rewards."""
+    return bool(args.use_kl_loss or args.kl_coef != 0)
 
 
 def _holds_checkpoint(path: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from slime.config import notices
+from slime.config.groups import flag_of
 from slime.utils import accelerator
 
 __all__ = [
@@ -15,7 +16,6 @@ __all__ = [
     "routing_replay",
     "true_on_policy",
 ]
-
 
 _KL_IN_REWARDS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
 
@@ -77,7 +77,7 @@ def recomputation(args: Namespace) -> None:
         return
     own = sorted(name for name in args.given if name.startswith("recompute_"))
     if own:
-        flags = ", ".join("--" + name.replace("_", "-") for name in own)
+        flags = ", ".join(map(flag_of, own))
         notices.info(args, "--gradient-checkpointing", f"{flags} decide what is recomputed")
         return
     args.recompute_granularity, args.recompute_method, args.recompute_num_layers = "full", "uniform", 1

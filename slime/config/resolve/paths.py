@@ -8,6 +8,7 @@ from argparse import Namespace
 from typing import Any
 
 from slime.config import notices
+from slime.config.groups import flag_of
 
 __all__ = ["PATHS", "absolute_paths", "debug_dumps", "experiment_name"]
 
@@ -32,6 +33,10 @@ PATHS = (
     "megatron_config_path",
     "update_weight_disk_dir",
     "update_weight_local_checkpoint_dir",
+    "sglang_config",
+    "tensorboard_dir",
+    "memory_snapshot_dir",
+    "wandb_dir",
 )
 
 
@@ -64,8 +69,7 @@ def debug_dumps(args: Namespace) -> None:
     for name, folder in (("save_debug_rollout_data", "rollout_data"), ("save_debug_train_data", "train_data")):
         template = os.path.join(args.dump_details, folder, "{rollout_id}.pt")
         if getattr(args, name) is not None:
-            flag = "--" + name.replace("_", "-")
-            notices.warn(args, flag, f"--dump-details decides: dumps go to {template}")
+            notices.warn(args, flag_of(name), f"--dump-details decides: dumps go to {template}")
         setattr(args, name, template)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.data.chat import load_tokenizer, render_chat
-from slime.data.prompts import read_file
+from slime.data.prompts import prompt_key_of, read_file
 from slime.doctor.finding import Finding, Situation, fail, ok, warn
 from slime.utils.errors import DataError
 
@@ -18,7 +18,6 @@ __all__ = ["chat_template", "first_row", "tokenizer"]
 _TEXT = "2 + 2 = 4, isn't it?\n\tüber 你好"
 _WORD = "2 + 2"
 _MESSAGES = [{"role": "user", "content": "How much is 2 + 2?"}]
-_PROMPT_KEYS = ("input", "prompt", "text")
 
 
 def tokenizer(situation: Situation) -> Iterator[Finding]:
@@ -27,7 +26,7 @@ def tokenizer(situation: Situation) -> Iterator[Finding]:
     if args is None or not _has_checkpoint(args):
         return
     try:
-        words = load_tokenizer(args.hf_checkpoint)
+        words = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)  # as the run does
     except DataError as error:
         yield fail("tokenizer", str(error), "the directory needs tokenizer.json or the files of the tokenizer's class")
         return
@@ -55,7 +54,7 @@ def chat_template(situation: Situation) -> Iterator[Finding]:
     if args is None or not args.apply_chat_template or not _has_checkpoint(args):
         return
     try:
-        words = load_tokenizer(args.hf_checkpoint)
+        words = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
         text = render_chat(words, _MESSAGES, add_generation_prompt=True, **(args.apply_chat_template_kwargs or {}))
     except DataError as error:
         yield fail("chat template", str(error), "drop --apply-chat-template, or use an instruct checkpoint")
@@ -88,9 +87,8 @@ def _row(what: str, path: str, args: Namespace) -> Iterator[Finding]:
     if row is None:
         yield fail(what, f"{path}: there is no row in it", "")
         return
-    known = (args.input_key,) if "input_key" in args.given else (args.input_key, *_PROMPT_KEYS)
     has = f"the first row of {Path(path).name} has {', '.join(map(str, row))}"
-    if not any(key in row for key in known):
+    if prompt_key_of(row, args.input_key) is None:
         yield fail(what, f"{has}, not {args.input_key}", "name its prompt with --input-key")
     elif args.label_key is not None and args.label_key not in row:
         yield fail(what, f"{has}, not {args.label_key}", "name its label with --label-key")

@@ -14,7 +14,7 @@ from slime.config.plan.text import size
 from slime.doctor.finding import Finding, Situation, fail, ok, warn
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
-from slime.utils.net import is_port_free
+from slime.utils.net import FIRST_SERVICE_PORT, is_port_free
 
 __all__ = ["device", "memory", "open_files", "packages", "ports", "python_version", "shared_memory"]
 
@@ -24,7 +24,7 @@ _GOOD_OPEN_FILES = 65536
 _SHM = Path("/dev/shm")
 _CPU_OBJECT_STORE = 512 * 1024**2
 _RAY_SHARE = 0.3  # of the memory, Ray's own default where slime does not set it
-_FIRST_ENGINE_PORT, _PORTS_PER_ENGINE = 15000, 10
+_PORTS_PER_ENGINE = 10
 
 
 def python_version(situation: Situation, version: tuple[int, ...] = sys.version_info[:3]) -> Iterator[Finding]:
@@ -144,7 +144,7 @@ def ports(situation: Situation) -> Iterator[Finding]:
     values = vars(args) if args is not None else {}
     per_engine = values.get("rollout_num_gpus_per_engine") or 1
     num_engines = (values.get("rollout_num_gpus") or 8) // per_engine
-    span = range(_FIRST_ENGINE_PORT, _FIRST_ENGINE_PORT + 1000)
+    span = range(FIRST_SERVICE_PORT, FIRST_SERVICE_PORT + 1000)
     needed = num_engines * _PORTS_PER_ENGINE
     free = len(list(itertools.islice((port for port in span if is_port_free("0.0.0.0", port)), needed)))
     if free < min(needed, len(span)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import random
@@ -20,7 +21,7 @@ from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
 from slime.rollout.rm_hub.ifbench import compute_ifbench_reward
 from slime.rollout.rm_hub.math_dapo_utils import compute_score as compute_score_dapo
 from slime.rollout.rm_hub.math_utils import extract_answer, grade_answer_verl
-from slime.rollout.rm_hub.math_verify_grader import grade_math_verify
+from slime.rollout.rm_hub.math_verify_grader import LONGEST_CALL_S, grade_math_verify
 from slime.rollout.rm_hub.remote import remote_rm
 from slime.rollout.settings import setting
 from slime.utils.errors import ScoringError
@@ -102,6 +103,9 @@ async def _by_type(args: Namespace, sample: Sample) -> Any:
         response = extract_answer(response) or ""
     timeout_s = setting(args, "rm_timeout")
     label = _label(name, sample.label, what)
+    if name == "math_verify":  # it waits for a free process first, which --rm-timeout does not include
+        grade = functools.partial(grade_math_verify, limit_s=timeout_s)
+        return await call_scorer(grade, response, label, what=what, timeout_s=LONGEST_CALL_S)
     try:
         rule = (_BOXED_RULES if is_boxed else _RULES)[name]
         return await call_scorer(rule, response, label, metadata, what=what, timeout_s=timeout_s)

@@ -1,7 +1,8 @@
-"""The process behind ``--rm-type math_verify``: one JSON line ``[response, truth]`` in, one line with the grade out.
+"""The process behind ``--rm-type math_verify``: JSON lines ``[response, truth, seconds]`` in, lines with grades out.
 
 Started by :mod:`slime.rollout.rm_hub.math_verify_grader` as a script, so it imports nothing of slime. The kernel ends
-it when a line takes longer than the seconds of its first argument, whatever C code it is in, also when its parent died.
+it when a line takes longer than its seconds, or the start longer than those of the first argument, whatever C code it
+is in, also when its parent died.
 """
 
 from __future__ import annotations
@@ -18,27 +19,23 @@ __all__ = ["main"]
 _MAX_MEMORY_BYTES = 4 * 2**30
 
 
-_START_LIMIT_S = 120
-
-
 def main() -> None:
-    limit_s = int(sys.argv[1])
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(_START_LIMIT_S)
+    signal.setitimer(signal.ITIMER_REAL, float(sys.argv[1]))
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
     logging.disable()
     from math_verify import parse, verify
 
-    signal.alarm(0)
+    signal.setitimer(signal.ITIMER_REAL, 0)
     print("ready", flush=True)
     for line in sys.stdin:
-        response, truth = json.loads(line)
-        signal.alarm(limit_s)
+        response, truth, limit_s = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
         grade = 0.0
         with contextlib.suppress(Exception):  # whatever the library trips over is not the right answer
             gold = parse(truth, parsing_timeout=None)  # its own limits are signals too, which C code does not see
             grade = float(verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None))
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         print(grade, flush=True)
 
 

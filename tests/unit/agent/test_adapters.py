@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -147,10 +148,84 @@ def test_a_client_cannot_change_how_samples_are_drawn_unless_it_may(make, caplog
     assert "top_p" not in params
     assert (params["max_new_tokens"], params["stop"], params["no_stop_trim"]) == (9, ["x"], True)
     assert "temperature, which is ignored" in caplog.text
-    free = make(OpenAIAdapter, ["a"], client_sampling=True)
-    free.chat([Q], **body)
+    free = make(OpenAIAdapter, [completion_of("a", [[1]])], client_sampling=True)
+    free.adapter.open_session("s", sampling_defaults={"top_p": 0.9, "top_k": 4000})
+    assert free.chat([Q], **body).status_code == 200
     params = free.engine.requests[0]["sampling_params"]
     assert (params["temperature"], params["top_p"], params["top_k"]) == (0.1, 0.5, 3)
+
+
+def completion_of(text: str, masks: list[list[int]] | None = None) -> Callable[[Any], Any]:
+    """The engine's answer, with the ids that each token was sampled from."""
+
+    def reply(payload: dict[str, Any]) -> tuple[int, Any]:
+        answer = completion(payload, [ord(c) for c in text], text=text)
+        if masks is not None:
+            answer["meta_info"] |= {
+                "output_token_sampling_mask": masks,
+                "output_token_sampling_logprobs": [-0.5] * len(masks),
+            }
+        return 200, answer
+
+    return reply
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.5}, {"top_k": 3}])
+@pytest.mark.parametrize("args", [None, Namespace(rollout_top_p=1.0, rollout_top_k=-1)])
+def test_a_client_that_may_sample_as_it_likes_may_not_cut_a_vocabulary_that_the_trainer_takes_for_whole(
+    make, cut, args
+):
+    agent = make(OpenAIAdapter, ["a", "b"], client_sampling=True, args=args)
+    refused = agent.chat([Q], **cut)
+    assert refused.status_code == 400
+    assert "start the run with --rollout-top-p" in refused.json()["error"]["message"]
+    assert agent.chat([Q], top_p=1.0, top_k=-1, temperature=0.5).status_code == 200
+    assert "return_sampling_mask" not in agent.engine.requests[0]
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_run_that_cuts_the_vocabulary_gets_the_sets_of_every_turn_from_an_engine(make, is_known):
+    cut = {"rollout_top_p": 0.9, "rollout_top_k": -1}
+    masks = [[97, 7], [36]]
+    agent = make(
+        OpenAIAdapter,
+        [completion_of("a" + END, masks), completion_of("b" + END, masks)],
+        args=Namespace(**cut) if is_known else None,
+    )
+    agent.adapter.open_session("s", sampling_defaults={} if is_known else {"top_p": 0.9, "top_k": 4000})
+    agent.chat([Q])
+    agent.chat([Q, {"role": "assistant", "content": "a"}, Q])
+    for request in agent.engine.requests:
+        assert request["return_sampling_mask"] is True
+        assert request["sampling_params"]["top_k"] == 4000
+    (sample,) = agent.finish()
+    assert sample.rollout_top_p_token_ids.tolist() == [97, 7, 36] * 2
+    assert sample.rollout_top_p_token_offsets.tolist() == [0, 2, 3, *[3] * 6, 5, 6]
+    assert [value for value, mask in zip(sample.rollout_log_probs, sample.loss_mask, strict=True) if mask] == [-0.5] * 4
+
+
+def test_a_run_that_replays_experts_asks_for_them(make):
+    args = Namespace(
+        use_rollout_routing_replay=True, rollout_top_p=1.0, rollout_top_k=-1, num_layers=1, moe_router_topk=1
+    )
+    agent = make(OpenAIAdapter, ["a"], args=args)
+    assert agent.chat([Q]).status_code == 200
+    assert agent.engine.requests[0]["return_routed_experts"] is True
+
+
+def test_an_engine_that_does_not_tell_the_sets_is_an_answer_502_at_the_first_turn(make):
+    agent = make(OpenAIAdapter, [completion_of("a")], args=Namespace(rollout_top_p=0.9, rollout_top_k=-1))
+    reply = agent.chat([Q])
+    assert reply.status_code == 502
+    assert "did not say which ids it sampled from" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("cap", ["9", 0, True, [1]])
+def test_a_cap_that_is_no_positive_number_is_an_answer_400(make, cap):
+    agent = make(OpenAIAdapter, [])
+    reply = agent.chat([Q], max_tokens=cap)
+    assert reply.status_code == 400
+    assert "max_tokens must be a positive number" in reply.json()["error"]["message"]
 
 
 def test_the_context_limit_shortens_requests_and_a_full_one_sends_none(make):

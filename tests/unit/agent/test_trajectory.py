@@ -271,3 +271,19 @@ def test_leaves_come_depth_first_and_paths_leave_the_root_out():
 def test_the_common_prefix_is_found_whatever_the_chunk(a, b, chunk):
     plain = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     assert _common_prefix_len(a, b, chunk) == plain
+
+
+def test_a_sample_says_how_many_tokens_lost_their_training_to_what_the_client_sent_back():
+    kept = Session().play([Q], A, [1, 2], [3, 4]).play([Q, A, OBS], A2, [1, 2, 3, 4, 5], [6])
+    (sample,) = kept.samples()
+    assert "abandoned_response_tokens" not in sample.metadata
+    realigned = Session().play([Q], A, [1, 2], [3, 4]).play([Q, A, OBS], A2, [1, 2, 3, 9, 5], [6])
+    (sample,) = samples = realigned.samples()
+    assert rows(samples) == [([1, 2, 3, 9, 5, 6], [0, 0, 0, 1])]
+    assert sample.metadata["abandoned_response_tokens"] == 2
+    rewritten = Session().play([Q], A, [1, 2], [3, 4]).play([Q, said("other"), OBS], A2, [1, 2, 7, 5], [6])
+    rewritten.play([Q, said("other"), OBS, A2, user("r")], said("c"), [1, 2, 7, 5, 6, 8], [9])
+    rewritten.play([Q, said("other"), OBS, A2, user("else")], said("d"), [1, 2, 7, 5, 6, 10], [11])
+    first, second = rewritten.samples()
+    assert first.metadata["abandoned_response_tokens"] == 2
+    assert "abandoned_response_tokens" not in second.metadata

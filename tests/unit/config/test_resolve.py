@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from slime.config.model_config import read_model_config
 from slime.config.resolve import cluster
 from tests.unit.config.tiny_command import QWEN3, TinyCommand, make_model
 
@@ -259,12 +260,26 @@ def test_paths_are_absolute_because_workers_have_another_directory(
     monkeypatch.chdir(command.directory)
     command.write("mine.py", "def reward_func(args, sample, **kwargs): return 0.0\ndef hook(args, sample): pass\n")
     more = ["--custom-rm-path", "mine.py", "--rollout-sample-hook-path", "mine.py:hook", "--output-dir", "out"]
+    more += ["--tensorboard-dir", "traces", "--wandb-dir", "wandb"]
     args = command.resolve(*more)
     here = str(command.directory)
+    assert attributes(args, "tensorboard_dir wandb_dir memory_snapshot_dir") == (
+        f"{here}/traces",
+        f"{here}/wandb",
+        here,
+    )
     assert args.custom_rm_path == f"{here}/mine.py"
     assert args.rollout_sample_hook_path == [f"{here}/mine.py:hook"]
     assert args.output_dir == f"{here}/out"
     assert args.data_source_path == "slime.rollout.data_source.RolloutDataSourceWithBuffer"
+
+
+def test_without_a_checkpoint_nothing_follows_from_a_file_that_happens_to_be_here(
+    command: TinyCommand, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(command.model)
+    assert read_model_config(command.model)["num_hidden_layers"] == 2
+    assert read_model_config(None) == {}
 
 
 def test_the_yaml_file_is_applied_before_anything_is_derived(command: TinyCommand):

@@ -29,6 +29,12 @@ def test_adam_without_moments_needs_adam_and_saves_no_optimizer(line: TinyComman
     assert "begins anew" in warned
 
 
+def test_weights_in_fp8_are_not_exchanged_for_others(line: TinyCommand) -> None:
+    _, problems = line.run("--fp8-param-gather", "--use-kl-loss", "--kl-loss-coef", 0.1, "--keep-old-actor")
+    assert "--fp8-param-gather does not work with --use-kl-loss, --keep-old-actor: weights in FP8" in problems
+    assert "does not work with" not in line.run("--fp8-param-gather")[1]
+
+
 def test_passes_without_gradients_may_have_their_own_limit(line: TinyCommand) -> None:
     assert line.resolve(*DYNAMIC, *OWN).log_probs_max_tokens_per_gpu == 400
     assert line.resolve(*DYNAMIC).log_probs_max_tokens_per_gpu == 100

@@ -70,6 +70,28 @@ def test_a_malformed_line_is_named_with_file_and_number(rows_file):
         list(read_file(rows_file(["[1]"])))
 
 
+def test_a_line_that_is_no_utf8_is_named_like_any_other_bad_one(tmp_path, tokenizer):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "\xff"}\n{"prompt": "\xc3\xbc"}\n')
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: not UTF-8: invalid start byte at byte 13 of the line"):
+        list(read_file(str(path)))
+    left = Dataset(str(path), tokenizer, None, None, prompt_key="prompt", skips_bad_lines=True)
+    assert [sample.prompt for sample in left] == ["a", "ü"]
+
+
+def test_a_parquet_file_that_is_damaged_in_the_middle_is_named(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist([{"a": str(i) * 50} for i in range(500)]), path, compression="zstd")
+    content = bytearray(path.read_bytes())
+    content[20:200] = bytes(180)
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"rows\.parquet: cannot be read after row 0"):
+        list(read_file(str(path)))
+
+
 def test_bad_lines_can_be_left_out_and_each_is_named(rows_file, tokenizer, caplog):
     path = rows_file([{"prompt": "a"}, {"prompt": "b"}, "{oops"])
     assert len(Dataset(path, tokenizer, None, None, prompt_key="prompt", skips_bad_lines=True)) == 2

@@ -78,7 +78,13 @@ def test_a_trained_sample_without_sets_beside_others_with_them_is_refused():
 def test_a_batch_that_does_not_say_what_a_cut_left_is_not_trained_on(flags):
     args = Namespace(**({"rollout_top_p": 1.0, "rollout_top_k": -1, "loss_type": "policy_loss"} | flags))
     with pytest.raises(DataError, match=r"no sample of the rollout says which ids"):
-        check_sampling_sets(args, {"tokens": []})
+        check_sampling_sets(args, {"loss_masks": [torch.tensor([0]), torch.tensor([0, 1])]})
     check_sampling_sets(args, {"rollout_top_p_token_offsets": []})
     check_sampling_sets(Namespace(**(vars(args) | {"loss_type": "sft_loss"})), {})
     check_sampling_sets(Namespace(rollout_top_p=1.0, rollout_top_k=-1, loss_type="policy_loss"), {})
+
+
+def test_a_batch_without_a_trained_token_needs_no_sets():
+    args = Namespace(rollout_top_p=0.9, rollout_top_k=-1, loss_type="policy_loss")
+    given_up = Sample(index=1, group_index=0, tokens=[1, 2, 3], response_length=1, loss_mask=[0], reward=0.0)
+    check_sampling_sets(args, tensorize(compile_train_data([given_up], rewards=REWARDS)))

@@ -1,7 +1,7 @@
-"""Every command on a page works: train commands would start, plans are made, programs start and have the flags.
+"""Every command on a page can be read: train commands would start, programs and files exist and have the flags.
 
-A block that starts with ``# needs a GPU`` or ``# needs a cluster`` is for other machines: of its train commands every
-flag must exist, of everything else the files. ``...`` in a command stands for the flags of a run that works.
+That also goes for commands that nobody executes here, because the page says what they need: of their train commands
+every flag must exist, of everything else the files. ``...`` in a command stands for the flags of a run that works.
 """
 
 from __future__ import annotations
@@ -27,18 +27,15 @@ from slime.cli import read_command
 from slime.config.parse import parse
 from slime.observability.metric_table import describe
 from slime.ray.arguments import GROUPS, parse_only
-from tests.doc_commands import bash_blocks, blocks, commands, make_model
+from tests.doc_commands import PAGES as ALL_PAGES
+from tests.doc_commands import ROOT, blocks, commands_of_page, make_model
+from tests.unit.docs.readers_place import add_missing_flags
 from tests.unit.scripts.bash_arrays import model_words
 
-ROOT = Path(__file__).parents[3]
-GENERATED = ("flags.md", "models.md", "metrics.md")
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "scripts" / "README.md"]
-PAGES += [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name not in GENERATED]
-MARKS = ("# needs a GPU", "# needs a cluster")
-A_RUN = "--hf-checkpoint MODEL --prompt-data prompts.jsonl --rm-type math --rollout-num-gpus 2 --num-rollout 3 "
-A_RUN += "--actor-num-gpus-per-node 2 --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 64"
+PAGES = [page for page in ALL_PAGES if "examples" not in page.parts]
+"""Those of the examples are read in ``tests/examples/test_readmes.py``."""
 OF_OTHERS = ("ray", "docker", "ssh", "hf", "torchrun")
-"""Programs that only blocks for other machines may call."""
+"""Programs that only commands with a mark may call."""
 EVERYWHERE = ("cd", "curl", "export", "git", "pip", "tensorboard")
 _OPERATORS = re.compile(r"\s(?:&&|\||>|&)(?=\s|$)")
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -52,10 +49,9 @@ def all_commands() -> list[tuple[str, str, bool]]:
     """(page, command, whether it is for another machine), from blocks and from code inside sentences."""
     found = []
     for page in PAGES:
-        for block in bash_blocks(page):
-            for line in commands(block):
-                parts = [part.strip() for part in _OPERATORS.split(line) if part.strip()]
-                found += [(name_of(page), part, block.startswith(MARKS)) for part in parts]
+        for command in commands_of_page(page):
+            parts = [part.strip() for part in _OPERATORS.split(command.text) if part.strip()]
+            found += [(name_of(page), part, bool(command.needs)) for part in parts]
         text = _FENCE.sub("", page.read_text(encoding="utf-8"))
         inline = re.findall(r"`((?:python3?|slime|make|bash|source) [^`]+)`", text)
         found += [(name_of(page), re.sub(r"\s+", " ", line), True) for line in inline]
@@ -93,11 +89,7 @@ def train_words(line: str, place: Path) -> list[str]:
     line = line.replace('"${MODEL_ARGS[@]}"', " ".join(map(shlex.quote, model_words()["qwen3-4B"])))
     line = line.replace('"${CKPT_ARGS[@]}"', "--hf-checkpoint MODEL")
     words = shlex.split(line, comments=True)
-    if "..." in words:
-        first = next(i for i, word in enumerate(words) if word == "..." or re.match(r"--\w", word))
-        words[first:first] = A_RUN.split()  # of two equal flags the later one counts
-        words.remove("...")
-    return [placed(word, place) for word in words]
+    return [placed(word, place) for word in add_missing_flags(words)]
 
 
 def unknown_flags(words: list[str]) -> list[str]:
@@ -194,7 +186,7 @@ def problems_of(line: str, is_elsewhere: bool, place: Path) -> list[str]:
             is_there = (ROOT / path).is_file() or path == ".venv/bin/activate" or "<" in path
             return [] if is_there else [f"there is no file {path}"]
         case [program, *_] if program in OF_OTHERS:
-            return [] if is_elsewhere else [f"{program}: the block must start with one of {MARKS}"]
+            return [] if is_elsewhere else [f"{program}: the page must say what it needs"]
         case [program, *_] if program in EVERYWHERE:
             return []
         case _:
@@ -226,7 +218,7 @@ def test_every_command_of_a_page_would_work(
         ("slime bord outputs/run", "no command of slime"),
         ("make demmo", "make has no demmo"),
         ("bash scripts/run-nothing.sh", "there is no file"),
-        ("ray start --head", "the block must start with"),
+        ("ray start --head", "the page must say what it needs"),
         ("frobnicate", "nobody checks this"),
     ],
 )

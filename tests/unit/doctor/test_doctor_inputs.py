@@ -14,6 +14,7 @@ import pytest
 
 from slime.cli import main
 from slime.config.notices import Notice
+from slime.data.prompts import Dataset
 from slime.doctor.checks import arguments, checkpoint, data
 from slime.doctor.finding import Finding, Situation
 from slime.doctor.run import examine, exit_status, render, render_json
@@ -170,6 +171,14 @@ def test_a_first_row_without_the_named_keys_fails(
     finding = only(data.first_row(situation(tiny_task, prompt_data=str(file))))
     assert finding.status == "fail"
     assert fix in finding.fix
+
+
+def test_a_first_row_may_have_what_the_data_source_reads_instead(tiny_task: TinyTask, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": "a", "label": "b"}) + "\n")
+    args, _ = parse_only(flags(tiny_task, "--input-key", "input", "--prompt-data", str(file)), loads_hooks=False)
+    assert only(data.first_row(Situation(args))).status == "ok"
+    assert Dataset(str(file), None, None, None, prompt_key="input")[0].prompt == "a"
 
 
 @pytest.mark.parametrize("content", ["", "not json\n"])

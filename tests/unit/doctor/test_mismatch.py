@@ -267,6 +267,17 @@ def test_a_run_that_follows_the_advice_has_the_trainers_log_probs(
     assert passes_needed(settings, DistillationArgs(), num_steps=num_steps).old
 
 
+def test_a_dump_of_plain_values_is_read_without_running_what_a_pickle_may_hold(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    columns = {"log_probs": torch.zeros(2), "rollout_log_probs": torch.zeros(2), "weight_versions": ["3"]}
+    sample = {"tokens": torch.arange(4), "loss_masks": torch.ones(2), "sample_index": 1, **columns}
+    torch.save({"samples": [sample]}, tmp_path / "train.pt")
+    (row,) = read_rows_of(tmp_path / "train.pt", None, 8)
+    assert (row.tokens, row.num_prompt, row.versions) == ([0, 1, 2, 3], 2, ("3",))
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("content", [b"", b"no dump", b"\x80\x04K\x01."])
 def test_a_file_that_is_no_dump_is_named(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "train.pt"

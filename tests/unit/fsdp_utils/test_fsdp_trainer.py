@@ -98,6 +98,23 @@ def test_gradients_that_are_not_finite_stop_the_run_with_the_samples_at_fault_or
     assert all(torch.equal(before[name], value) for name, value in trainer.export_weights())
 
 
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_a_step_without_a_trained_token_moves_no_weight_by_momentum_or_decay(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, backend: str
+) -> None:
+    trainer = _trainer(checkpoint, backend, save=str(tmp_path), lr=1e-2, weight_decay=0.1)
+    trainer.train(0, make_batch())  # leaves moments
+    before = {name: value.clone() for name, value in trainer.export_weights()}
+    removed = make_batch()
+    for mask in removed["loss_masks"]:
+        mask.fill_(0)
+    (step,) = trainer.train(1, removed | {"rollout_mask_sums": torch.zeros(8)}).steps
+    assert (step["skipped_steps"], step["grad_norm"]) == (1, 0)
+    assert "rollout 1, step 0 skipped: none of its tokens is trained on" in caplog.text
+    assert all(torch.equal(before[name], value) for name, value in trainer.export_weights())
+    assert trainer.train(2, make_batch()).steps[0]["skipped_steps"] == 1
+
+
 def test_a_checkpoint_that_does_not_fit_is_refused_with_its_name(checkpoint: Path, tmp_path: Path) -> None:
     _trainer(checkpoint, save=str(tmp_path / "whole")).save(0)
     _trainer(checkpoint, save=str(tmp_path / "weights"), no_save_optim=True).save(0)

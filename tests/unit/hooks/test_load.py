@@ -102,6 +102,23 @@ def test_a_generate_function_with_no_room_for_its_arguments_is_refused(user_file
     assert "(args, sample, sampling_params) or (args, samples)" in problem
 
 
+@pytest.mark.parametrize("options", ["", "(frozen=True)"])
+def test_a_hook_may_be_an_object_that_cannot_be_hashed(user_file, options):
+    path = user_file(
+        "from dataclasses import dataclass, field\n"
+        f"@dataclass{options}\n"
+        "class Grader:\n"
+        "    words: list = field(default_factory=list)\n"
+        "    def __call__(self, args, sample, **kwargs): return 1.0\n"
+        "    def wrong(self): pass\n"
+        "grade = Grader()\n",
+        f"grader{len(options)}.py",
+    )
+    assert check_hooks(SimpleNamespace(custom_rm_path=f"{path}:grade")) == []
+    (problem,) = check_hooks(SimpleNamespace(dynamic_sampling_filter_path=f"{path}:Grader"))
+    assert "is called with (args, samples)" in problem
+
+
 def test_the_functions_that_slime_uses_by_default_pass_the_check():
     from slime.data.arguments import PromptDataArgs
     from slime.rollout.arguments import GenerationArgs

@@ -131,8 +131,6 @@ def test_a_flag_about_kernels_is_listed_as_ignored_and_no_error(
         (["--train-samples", "7"], "--train-samples 7 is not supported yet"),
         (["--data-path", "a", "b"], r"--data-path \['a', 'b'\] is not supported yet"),
         (["--disable-mamba-mem-eff-path"], "--disable-mamba-mem-eff-path is not supported yet"),
-        (["--fp8-recipe", "custom"], "--fp8-recipe custom is not supported yet"),
-        (["--megatron-deepgemm-forward-layers", "0"], r"--megatron-deepgemm-forward-layers \[0\] is not supported yet"),
         (["--tp-only-amax-red"], "--tp-only-amax-red is not supported yet"),
         (["--qk-clip"], "--qk-clip is not supported yet"),
     ],

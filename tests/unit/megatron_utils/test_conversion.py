@@ -14,6 +14,7 @@ from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_dire
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.initialize import init
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf, remove_padding
+from slime.backends.megatron_utils.megatron_to_hf.qwen2 import convert_qwen2_to_hf
 from slime.backends.megatron_utils.misc_utils import strip_param_name_prefix
 from slime.backends.megatron_utils.model_provider import get_model_provider_func
 from slime.utils.errors import ConfigError
@@ -46,6 +47,14 @@ def test_a_model_that_was_loaded_is_written_as_it_was(tmp_path: Path) -> None:
     saved, written = saved_tensors(tmp_path / "hf"), saved_tensors(tmp_path / "out")
     assert saved.keys() == written.keys()
     assert all(torch.equal(saved[name], written[name]) for name in saved)
+
+
+def test_the_functions_of_the_families_are_one(tmp_path: Path) -> None:
+    args, model = loaded("qwen2", tmp_path)
+    name, tensor = next(iter(model.named_parameters()))
+    (given,), (same,) = convert_qwen2_to_hf(args, name, tensor), convert_to_hf(args, "qwen2", name, tensor)
+    assert given[0] == same[0]
+    assert torch.equal(given[1], same[1])
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe", "deepseek_v3"])

@@ -108,6 +108,17 @@ def test_the_critic_learns_what_a_response_is_worth(tied: tuple[Path, Any]) -> N
     assert losses[-1] < 0.5 * losses[0], losses
 
 
+def test_the_report_of_a_critic_tells_of_the_rollout_as_a_policys_does(tied: tuple[Path, Any]) -> None:
+    batch = make_batch(seed=4)
+    report, values = critic(tied[0]).train_values(0, batch)
+    assert report.rollout["raw_reward"] == pytest.approx(sum(batch["raw_reward"]) / 8)
+    assert report.rollout["response_lengths"] == pytest.approx(sum(batch["response_lengths"]) / 8)
+    masks = batch["loss_masks"]
+    means = [float((v * m).sum() / max(1, m.sum())) for v, m in zip(values, masks, strict=True)]
+    assert report.rollout["values"] == pytest.approx(sum(means) / 8, abs=1e-5)
+    assert {"rewards", "returns", "advantages", "total_lengths"} <= report.rollout.keys()
+
+
 def test_a_resumed_critic_continues_bit_for_bit_with_its_head(tied: tuple[Path, Any], tmp_path: Path) -> None:
     batch = make_batch(seed=5)
     first = critic(tied[0], save=str(tmp_path))

@@ -101,7 +101,7 @@ def test_every_line_of_a_familys_table_is_used_by_one_of_its_models(kind: str, t
     tensors = ModelTensors(build_family_model(tmp_path), shape.family, shape.vocab_size, shape.is_tied)
     used = {place.rule for place in tensors.local}
     unused = {rule.megatron for index, rule in enumerate(shape.family.rules) if index not in used}
-    unused = {name for name in unused if not name.startswith("mtp.")}
+    unused = {name for name in unused if not name.startswith(("mtp.", "vision_model."))}  # not built here
     layer = "decoder.layers.{layer}."
     variants = {
         "qwen3": {"output_layer.weight"},  # tied

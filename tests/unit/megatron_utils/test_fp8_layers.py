@@ -1,14 +1,19 @@
-"""--fp8-format: which classes are built. The layers themselves need a GPU and TransformerEngine; here are stand-ins."""
+"""--fp8-format and its flags: what is built, told and exported. The layers themselves need a GPU and TransformerEngine;
+here are stand-ins."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from slime.backends.megatron_utils.patches.install import install
+from slime.utils.errors import ConfigError
+from tests.unit.megatron_utils.tiny_trainer import make_args, make_hf_model, single_rank
 
 
 class TEColumnParallelLinear:
@@ -58,3 +63,71 @@ def test_tokens_come_in_the_multiples_that_a_recipe_asks_for(recipe: str, multip
         return type("Config", (), {"fp8": fp8, "fp8_recipe": recipe})
 
     assert (token_multiple(config("e4m3")), token_multiple(config(None))) == (multiple, 1)
+
+
+def test_megatron_is_told_the_recipe_and_where_weights_are_in_fp8(tmp_path: Path) -> None:
+    from slime.backends.megatron_utils.transformer_config import transformer_config_kwargs
+
+    make_hf_model("qwen3", tmp_path)
+    settings = {"fp8": "e4m3", "fp8_recipe": "custom", "fp8_quantizer_factory": "a.b", "fp8_param_gather": True}
+    kwargs = transformer_config_kwargs(make_args(tmp_path, **settings))
+    told = {name: kwargs[name] for name in ("fp8", "fp8_recipe", "fp8_quantizer_factory", "fp8_param")}
+    assert told == {"fp8": "e4m3", "fp8_recipe": "custom", "fp8_quantizer_factory": "a.b", "fp8_param": True}
+
+
+def test_a_factory_that_is_no_function_is_named_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    install()
+    from megatron.core import fp8_utils
+
+    from slime.backends.megatron_utils.fp8_layers import check_recipe
+
+    def with_engine(config: Any) -> Any:  # what get_fp8_recipe comes to where TransformerEngine is installed
+        return fp8_utils._get_custom_recipe(config.fp8_quantizer_factory)
+
+    monkeypatch.setattr(fp8_utils, "get_fp8_recipe", with_engine)
+    config = type("Config", (), {"fp8": "e4m3", "fp8_recipe": "custom", "fp8_quantizer_factory": "no.such.function"})
+    with pytest.raises(
+        ConfigError, match=r"--fp8-quantizer-factory no.such.function: Failed to import module 'no.such"
+    ):
+        check_recipe(config)
+
+
+def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor.data_ptr() == other.data_ptr() and tensor.dtype == other.dtype
+
+
+def test_weights_in_fp8_are_exported_and_saved_as_what_they_stand_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install()
+    from megatron.core import fp8_utils
+
+    from slime.backends.megatron_utils.actor import MegatronTrainer
+
+    make_hf_model("qwen3", tmp_path / "hf")
+    with single_rank():
+        args = make_args(tmp_path / "hf", fp32=False, save=str(tmp_path / "saved"))
+        trainer = MegatronTrainer(args, rank=0, world_size=1, with_ref=False)
+        trainer.setup()
+        plain = {name: value.clone() for name, value in trainer.export_weights()}
+        weight = next(
+            parameter
+            for name, parameter in trainer._ready.chunks[0].named_parameters()
+            if name.endswith("layers.0.mlp.linear_fc2.weight")
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr(fp8_utils, "is_float8tensor", lambda x: torch.is_tensor(x) and _is_same(x, weight))
+            patch.setattr(fp8_utils, "dequantize_fp8_tensor", lambda tensor: 3 * tensor.data)
+            exported = {name: value.clone() for name, value in trainer.export_weights()}
+            trainer.save(0)
+        changed = "model.layers.0.mlp.down_proj.weight"
+        assert torch.equal(exported.pop(changed), 3 * plain[changed])
+        assert all(torch.equal(value, plain[name]) for name, value in exported.items())
+        again = MegatronTrainer(
+            make_args(tmp_path / "hf", fp32=False, load=str(tmp_path / "saved"), no_load_optim=True),
+            rank=0,
+            world_size=1,
+            with_ref=False,
+        )
+        again.setup()
+        assert torch.equal(dict(again.export_weights())[changed], 3 * plain[changed])

@@ -41,10 +41,20 @@ def _train(hf: Path, rollouts: range, **overrides: Any) -> tuple[MegatronTrainer
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.3])
-@pytest.mark.parametrize(("is_fp32", "tolerance"), [(True, 1e-6), (False, 0.0)])
-def test_states_on_the_host_train_the_same(hf: Path, is_fp32: bool, tolerance: float, fraction: float) -> None:
-    _, plain = _train(hf, range(3), fp32=is_fp32)
-    _, ours = _train(hf, range(3), fp32=is_fp32, **OFFLOADED, optimizer_offload_fraction=fraction)
+@pytest.mark.parametrize(
+    ("precision", "tolerance"),
+    [
+        ({"fp32": True}, 1e-6),
+        ({"fp32": False}, 0.0),
+        ({"fp32": False, "fp16": True, "accumulate_allreduce_grads_in_fp32": True}, 0.0),
+    ],
+    ids=["fp32", "bf16", "fp16"],
+)
+def test_states_on_the_host_train_the_same(
+    hf: Path, precision: dict[str, Any], tolerance: float, fraction: float
+) -> None:
+    _, plain = _train(hf, range(3), **precision)
+    _, ours = _train(hf, range(3), **precision, **OFFLOADED, optimizer_offload_fraction=fraction)
     for name, value in plain.items():
         torch.testing.assert_close(ours[name], value, rtol=0, atol=tolerance, msg=name)
 

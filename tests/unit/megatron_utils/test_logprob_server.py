@@ -61,6 +61,17 @@ def test_a_bad_request_is_refused_with_field_and_rule(body: Any, message: str) -
         parsed(body)
 
 
+def test_draws_are_bounded_for_a_position_and_for_a_request() -> None:
+    large = {"vocab_size": 200_000}
+    assert parsed({"input_ids": [1, 2], "sample_n": 1024}, **large).sample_n == 1024
+    with pytest.raises(DataError, match="sample_n 1025 must be an integer from 0 to 1024: at most 1024 for each"):
+        parsed({"input_ids": [1, 2], "sample_n": 1025}, **large)
+    long = [1] * (2**14 + 1)
+    assert parsed({"input_ids": long, "sample_n": 256}, **large).sample_n == 256
+    with pytest.raises(DataError, match="sample_n 257 must be an integer from 0 to 256"):
+        parsed({"input_ids": long, "sample_n": 257}, **large)
+
+
 def test_a_round_takes_from_the_head_what_fits_and_gives_every_rank_as_many_micro_batches() -> None:
     two = RoundSettings(max_tokens=10, data_parallel_size=2, num_micro_batches=2)
     plan = plan_round([6, 4, 5, 5, 9, 8, 7, 1], two)

@@ -13,6 +13,7 @@ import torch
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
 from slime.backends.megatron_utils.patches.install import install
+from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint
 from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, single_rank
 
@@ -134,6 +135,15 @@ def test_a_trainer_gives_matrices_to_muon_and_the_rest_to_adam(tmp_path: Path) -
         moved = muon[f"model.layers.1.{name}.weight"]
         values = torch.linalg.svdvals(moved) / (1e-2 * 0.2 * math.sqrt(max(moved.shape)))
         assert 0.5 < values.median() < values.max() < 1.3, name
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "dist_muon"])
+def test_muon_without_a_matrix_to_train_says_what_to_do(optimizer: str, tmp_path: Path) -> None:
+    make_hf_model("qwen3", tmp_path)
+    with pytest.raises(
+        ConfigError, match=f"--optimizer {optimizer} needs a weight of a linear layer.*--optimizer adam"
+    ):
+        _moved(tmp_path, optimizer=optimizer, fp32=False, only_train_params_name_list=["norm"])
 
 
 def test_muon_knows_the_output_gate_of_a_hybrid_model(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from slime.utils import accelerator
-from tests.unit.megatron_utils.command_lines import problems_of, resolved, write_config
+from tests.unit.megatron_utils.command_lines import problems_of, write_config
 from tests.unit.megatron_utils.hub_models import QWEN3_4B, QWEN3_30B
 
 _OFFLOAD = "--optimizer-cpu-offload --use-precision-aware-optimizer"
@@ -46,9 +46,12 @@ _OFFLOAD = "--optimizer-cpu-offload --use-precision-aware-optimizer"
         (f"{_OFFLOAD} --optimizer-offload-fraction 1.5", 1, "1.5 must be between 0 and 1"),
         ("--optimizer-offload-fraction 0.5", 1, "0.5 needs --optimizer-cpu-offload"),
         (f"{_OFFLOAD} --optimizer sgd", 1, "needs --optimizer adam and --use-distributed-optimizer"),
+        (f"{_OFFLOAD} --fp16", 1, "with --fp16 needs --accumulate-allreduce-grads-in-fp32"),
         ("--moe-use-upcycling", 1, "run tools/upcycle_hf.py once, give its result as --hf-checkpoint"),
         ("--rampup-batch-size 16 16 1000", 1, "--rampup-batch-size 16 16 1000 has no meaning here"),
         ("--fp8-recipe blockwise", 1, "--fp8-recipe blockwise needs --fp8-format"),
+        ("--fp8-param-gather", 1, "--fp8-param-gather needs --fp8-format"),
+        ("--fp8-quantizer-factory a.b", 1, "--fp8-quantizer-factory a.b needs --fp8-format"),
     ],
 )
 def test_settings_of_the_optimizer_that_cannot_work_are_named(
@@ -67,19 +70,13 @@ def test_settings_of_the_optimizer_that_cannot_work_are_named(
         ("--optimizer muon --muon-extra-scale-factor 0.2", 2),
         ("--optimizer dist_muon --no-muon-split-qkv --tensor-model-parallel-size 8 --sequence-parallel", 8),
         (f"{_OFFLOAD} --overlap-cpu-optimizer-d2h-h2d --optimizer-offload-fraction 0.5", 2),
-        (f"{_OFFLOAD} --fp16", 1),
+        (f"{_OFFLOAD} --fp16 --accumulate-allreduce-grads-in-fp32", 1),
         ("--recompute-loss-function --fp16-lm-cross-entropy", 1),
     ],
 )
 def test_what_works_is_no_problem(words: str, world_size: int, tmp_path: Path) -> None:
     hf = write_config(tmp_path / "hf", QWEN3_30B)
     assert problems_of(hf, words.split(), world_size=world_size) == []
-
-
-def test_gradients_for_an_update_on_the_cpu_are_in_fp32(tmp_path: Path) -> None:
-    hf = write_config(tmp_path / "hf", QWEN3_4B)
-    assert not resolved(hf, ["--fp16"]).accumulate_allreduce_grads_in_fp32
-    assert resolved(hf, ["--fp16", *_OFFLOAD.split()]).accumulate_allreduce_grads_in_fp32
 
 
 def test_fp8_asks_for_a_gpu_and_then_for_transformer_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,3 +91,15 @@ def test_fp8_asks_for_a_gpu_and_then_for_transformer_engine(tmp_path: Path, monk
     assert problems_of(hf, words) == []
     (problem,) = problems_of(hf, [*words, "--fp32"])
     assert "is for weights in bf16" in problem
+    assert problems_of(hf, [*words, "--fp8-param-gather"]) == []
+    (problem,) = problems_of(hf, [*words, "--fp8-param-gather", "--optimizer", "sgd"])
+    assert "--fp8-param-gather needs --optimizer adam and --use-distributed-optimizer" in problem
+    (problem,) = problems_of(hf, [*words, "--fp8-param-gather", "--fp8-recipe", "mxfp8"])
+    assert "--fp8-param-gather is not supported with --fp8-recipe mxfp8" in problem
+    (problem,) = problems_of(hf, [*words, "--fp8-param-gather", *_OFFLOAD.split()])
+    assert "exclude each other" in problem
+    custom, factory = ["--fp8-recipe", "custom"], ["--fp8-quantizer-factory", "some.module.function"]
+    assert problems_of(hf, [*words, *custom, *factory]) == []
+    for lonely in (custom, factory):
+        (problem,) = problems_of(hf, [*words, *lonely])
+        assert "need each other" in problem

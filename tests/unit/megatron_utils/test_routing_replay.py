@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -214,3 +215,37 @@ def test_given_choices_are_taken_whatever_the_routers_prefer(tmp_path: Path) -> 
     with torch.no_grad():
         own = _forward(model, batches[0])
     assert not torch.equal(own, outputs[0])
+
+
+class OwnRouter(torch.nn.Module):
+    """A router of a user's model, which is none of Megatron's."""
+
+    def __init__(self) -> None:
+        from slime.utils.routing_replay import get_routing_replay_compute_topk, register_routing_replay
+
+        super().__init__()
+        self.layer_number, self.config = 2, SimpleNamespace(num_moe_experts=4)
+        self.choose = get_routing_replay_compute_topk(lambda scores, topk, **groups: torch.topk(scores, topk))
+        register_routing_replay(self)
+
+    def forward(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.choose(scores, 2)
+
+
+def test_a_router_of_ones_own_replays_once_it_is_registered() -> None:
+    from slime.utils.routing_replay import RoutingReplay
+
+    router = OwnRouter()
+    first, later = torch.tensor([[4.0, 3, 2, 1]]), torch.tensor([[1.0, 2, 3, 4]])
+    assert router(later)[1].tolist() == [[3, 2]], "nothing is replayed yet"
+    model = torch.nn.Module()
+    model.decoder = torch.nn.ModuleList([router])
+    replay = RoutingReplay([model])
+    assert [choices.layer for choices in replay.routers] == [1]
+    with replay.recording():
+        router(first)
+    with replay.replaying():
+        scores, experts = router(later)
+    assert (scores.tolist(), experts.tolist()) == ([[1.0, 2.0]], [[0, 1]])
+    assert router(later)[1].tolist() == [[3, 2]]
+    assert router.choose(first, 1)[1].tolist() == [[0]], "outside of a registered router it is the function itself"

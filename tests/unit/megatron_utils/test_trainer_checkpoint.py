@@ -132,6 +132,18 @@ def test_a_torch_dist_reference_is_used_for_kl_and_as_start_while_load_is_empty(
     assert trainer.train(0, make_batch()).steps[0]["kl_loss"] == 0.0
 
 
+def test_a_converted_checkpoint_in_load_is_where_a_new_run_starts(hf_path: Path, tmp_path: Path) -> None:
+    base, _ = _trainer(hf_path, save=str(tmp_path / "run"), no_save_optim=True, no_save_rng=True)
+    base.train(0, make_batch())
+    base.save(0)
+    (tmp_path / "run" / "iter_0000000").rename(tmp_path / "run" / "release")
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("release")
+    trainer, start = _trainer(hf_path, load=str(tmp_path / "run"))
+    assert start == 0
+    assert all(torch.equal(value, _weights(base)[name]) for name, value in _weights(trainer).items())
+    assert trainer.train(0, make_batch()).steps[0]["lr-pg_0"] == 0.0  # of the warm-up's first step
+
+
 def test_a_checkpoint_of_another_model_names_the_field_and_both_values(hf_path: Path, tmp_path: Path) -> None:
     trainer, _ = _trainer(hf_path, save=str(tmp_path / "ck"))
     trainer.save(0)

@@ -51,7 +51,7 @@ def _changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) ->
 
 
 @pytest.mark.parametrize("precision", [{}, {"fp32": False, "bf16": True}], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4", "glm4_moe", "deepseek_v3", "mimo"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4", "glm4_moe", "deepseek_v3", "mimo", "qwen3_next"])
 def test_a_resumed_run_of_any_family_equals_the_uninterrupted_one_bit_for_bit(
     kind: str, precision: dict[str, Any], checkpoint: Any, tmp_path: Path
 ) -> None:
@@ -72,6 +72,27 @@ def test_a_resumed_run_of_any_family_equals_the_uninterrupted_one_bit_for_bit(
     assert start == 1
     assert resumed.train(1, make_batch(seed=1)).steps == expected
     assert _changed(_weights(straight), _weights(resumed)) == set()
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_the_decay_of_delta_nets_is_kept_and_trained_in_fp32_in_a_16_bit_model(
+    distributed: bool, checkpoint: Any
+) -> None:
+    trainer, _ = _trainer(
+        checkpoint("qwen3_next"), fp32=False, bf16=True, lr=1e-6, use_distributed_optimizer=distributed
+    )
+    source = saved_tensors(checkpoint("qwen3_next"))
+    wide = [name for name in source if name.endswith((".A_log", ".dt_bias"))]
+    before = _weights(trainer)
+    assert wide
+    assert {name for name, value in before.items() if value.dtype == torch.float32} == set(wide)
+    assert all(torch.equal(before[name], source[name]) for name in wide)
+    trainer.train(0, make_batch())
+    after = _weights(trainer)
+    for name in wide:  # a step of Adam is as large as the rate, which is nothing in bfloat16
+        steps = (after[name] - before[name]).abs()
+        assert steps.min() > 1e-7, name
+        assert steps.max() < 1e-5, name
 
 
 @pytest.mark.parametrize("kind", ["mimo", "deepseek_v3"])

@@ -58,7 +58,10 @@ _DELTA = {
 }
 _GATED_SHARED = {"num_experts": 8, "shared_expert_intermediate_size": 40, **_EXPERTS}
 _VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
-_TOWER = {"vision_config": _VISION | {"num_position_embeddings": 16, "patch_size": 2}}
+_PATCHES = {"num_position_embeddings": 16, "patch_size": 2}
+_TOWER = {"vision_config": _VISION | _PATCHES}
+_DEEPSTACK = {"deepstack_visual_indexes": [0]}
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
 _LINEAR, _FULL = "linear_attention", "full_attention"
 _INDEXER = {"index_n_heads": 24, "index_head_dim": 16, "index_topk": 12, "num_nextn_predict_layers": 1}
 _GROUPED = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
@@ -132,6 +135,11 @@ KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
         {**_DELTA, **_TOWER, **_GATED_SHARED, "layer_types": [_LINEAR, _FULL, _LINEAR]},
         "qwen3_5_moe",
     ),
+    "qwen3_vl": (
+        "Qwen3VLConfig",
+        {"head_dim": 16, "rope_parameters": _MROPE, "vision_config": _VISION | _PATCHES | _DEEPSTACK},
+        "qwen3_vl",
+    ),
     "mimo": ("Qwen2Config", {"num_nextn_predict_layers": 1}, "mimo"),
     # so many heads that no two keys have the score zero: which of them is chosen would be left to the library
     "deepseek_v32": (
@@ -186,7 +194,7 @@ def make_family_checkpoint(kind: str, path: Path, dtype: torch.dtype = torch.flo
     if FAMILIES[model_type].has_delta_nets:
         _as_released(path, config.get_text_config())
     else:
-        _add_prediction_layer(model_type, path, config)
+        _add_prediction_layer(model_type, path, config.get_text_config())
     return model.eval()
 
 
@@ -221,7 +229,7 @@ def _add_prediction_layer(model_type: str, path: Path, config: Any) -> None:
     tensors = load_file(path / "model.safetensors")
     last = f"model.layers.{config.num_hidden_layers - 1}."
     hidden = config.hidden_size
-    dtype = tensors["model.norm.weight"].dtype
+    dtype = next(value.dtype for name, value in tensors.items() if name.endswith("norm.weight"))
     match model_type:
         case "mimo":
             own, names = (

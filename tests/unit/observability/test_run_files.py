@@ -143,6 +143,7 @@ def test_the_command_of_a_run_is_kept_without_its_secrets(tmp_path: Path) -> Non
     ("words", "kept"),
     [
         (["--a-secret", "s9", "--b"], ["--a-secret", "***", "--b"]),
+        (["HF_TOKEN=s10", "NCCL_DEBUG=INFO"], ["HF_TOKEN=***", "NCCL_DEBUG=INFO"]),
         (["--hf-token=s9"], ["--hf-token=***"]),
         (["--router-oracle-password", "s9"], ["--router-oracle-password", "***"]),
         (["--wandb-key", "--lr", "1"], ["--wandb-key", "--lr", "1"]),

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import socket
 import subprocess
 import sys
 from argparse import Namespace
@@ -16,8 +17,10 @@ import numpy as np
 import pytest
 
 from slime.config.groups import add_group
+from slime.config.plan.files import plan_files
 from slime.config.resolve import paths
 from slime.observability import arguments, logging_utils, tracking
+from slime.observability.run_lock import RunLock
 from slime.observability.sinks.jsonl import JsonlSink
 from slime.observability.tracking import Tracker, create_tracker
 from slime.utils.errors import ConfigError
@@ -83,6 +86,32 @@ def test_use_tensorboard_takes_the_project_layout_and_the_environment_beats_it(
     monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "here"))
     assert tracking.event_directory(args, "now") == tmp_path / "here"
     assert tracking.event_directory(parsed(), "now") == tmp_path / "here"
+
+
+@pytest.mark.parametrize("variable", [None, "", "here"])
+@pytest.mark.parametrize("flags", ["", "--use-tensorboard", "--use-wandb", "--use-wandb --use-tensorboard"])
+def test_the_plan_names_the_folder_of_the_events(
+    flags: str, variable: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv("TENSORBOARD_DIR", variable)
+    args = parsed("--experiment-name", "mine", *flags.split())
+    planned = {output.what: output.where for output in plan_files(args, None)}.get("TensorBoard events")
+    place = tracking.event_directory(args, "now")
+    assert planned == (None if place is None else str(place))
+
+
+def test_a_folder_whose_tracker_could_not_be_made_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(args: Namespace) -> None:
+        raise ConfigError("no W&B")
+
+    monkeypatch.setattr(tracking, "WandbSink", broken)
+    args = parsed("--experiment-name", "mine", "--use-wandb")
+    with pytest.raises(ConfigError, match="no W&B"):
+        create_tracker(args)
+    folder = tracking.run_directory(args)
+    (folder / "run.lock").write_text("somebody else")  # one process may hold the lock several times
+    RunLock(folder).close()
 
 
 def test_wandb_alone_writes_no_events(tmp_path: Path) -> None:
@@ -196,6 +225,21 @@ def test_a_live_run_keeps_others_out_of_its_folder_and_a_dead_one_does_not(tmp_p
         other.kill()
         other.wait(10)
     create_tracker(args).close()
+
+
+def test_a_driver_in_another_container_is_another_one_even_with_the_same_host_name_and_pid(tmp_path: Path) -> None:
+    twin = (
+        f"import os, socket\nos.getpid = lambda: {os.getpid()}\nsocket.gethostname = lambda: {socket.gethostname()!r}\n"
+    )
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    (tmp_path / "mine").mkdir()
+    command = [sys.executable, "-c", twin + HOLD, str(tmp_path / "mine")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match=rf"process {os.getpid()} on host .* right now"):
+            create_tracker(parsed("--output-dir", str(tmp_path), "--experiment-name", "mine"))
+        other.kill()
 
 
 def test_a_driver_may_open_its_own_folder_again(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from slime.utils.net import free_port
 from slime_plugins.rollout_buffer import rollout_buffer_example
 from slime_plugins.rollout_buffer.buffer import RolloutBuffer, discover_generators, make_app
 from slime_plugins.rollout_buffer.generator import base_generator
+from slime_plugins.rollout_buffer.generator_turns import GeneratorTurns
 from tests.unit.rollout.fake_engine import FakeEngine, make_args
 
 
@@ -126,6 +127,107 @@ def test_a_request_to_start_that_is_sent_again_starts_no_second_generator() -> N
     assert all(reply["success"] for reply in replies)
     assert {starts.get(timeout=20), starts.get(timeout=20)} == {"a", "b"}
     assert starts.empty()
+
+
+def test_a_reply_that_was_lost_is_sent_again_and_what_follows_lets_it_go() -> None:
+    buffer = RolloutBuffer()
+    write_group(buffer, "a")
+    first = buffer.take(wait_s=0.0, client="me", received=0)
+    write_group(buffer, "b")
+    again = buffer.take(wait_s=0.0, client="me", received=0)
+    assert [item["instance_id"] for item in first[0]] == [item["instance_id"] for item in again[0]] == ["a"]
+    assert [item["instance_id"] for item in buffer.take(wait_s=0.0, client="me", received=1)[0]] == ["b"]
+    assert buffer.take(wait_s=0.0, client="me", received=2)[0] == []
+
+
+def test_two_attempts_of_one_request_that_wait_side_by_side_get_the_same_groups() -> None:
+    buffer, replies = RolloutBuffer(), queue.Queue[list[Any]]()
+    attempts = [
+        threading.Thread(target=lambda: replies.put(buffer.take(wait_s=20.0, client="me", received=0)[0]), daemon=True)
+        for _ in range(2)
+    ]
+    for attempt in attempts:
+        attempt.start()
+    write_group(buffer, "a")
+    assert [[item["instance_id"] for item in replies.get(timeout=20)] for _ in attempts] == [["a"], ["a"]]
+
+
+def test_the_next_trainer_gets_what_the_one_before_it_may_not_have_got() -> None:
+    buffer, waited = RolloutBuffer(), queue.Queue[list[Any]]()
+    for name in ("finished", "sent"):
+        write_group(buffer, name)
+    buffer.take(wait_s=0.0, client="before", received=0)
+    buffer.begin_run(finished=["finished"])
+    assert buffer.made() == ["finished", "sent"]
+    assert [item["instance_id"] for item in buffer.take(wait_s=0.0, client="after", received=0)[0]] == ["sent"]
+    # a request of a trainer that is gone: it must not take what comes for the new one
+    waiting = threading.Thread(target=lambda: waited.put(buffer.take(wait_s=60.0, client="gone", received=1)[0]))
+    waiting.start()
+    while not buffer._change._waiters:  # type: ignore[attr-defined]
+        assert waiting.is_alive()
+    buffer.begin_run(finished=[])
+    assert waited.get(timeout=20) == []
+    write_group(buffer, "next")
+    assert {item["instance_id"] for item in buffer.take(wait_s=0.0, client="new", received=0)[0]} == {"next", "sent"}
+
+
+def write_group(buffer: RolloutBuffer, instance_id: str) -> None:
+    buffer.write({"uid": f"of {instance_id}", "instance_id": instance_id, "messages": [], "reward": 1.0})
+
+
+class SlowGenerators:
+    """``run_rollout`` that ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.payloads: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.ends: queue.Queue[Exception | None] = queue.Queue()
+
+    def run_rollout(self, data: dict[str, Any]) -> None:
+        self.payloads.put(data)
+        error = self.ends.get(timeout=20)
+        if error is not None:
+            raise error
+
+
+def test_a_trainer_that_is_started_again_starts_its_generator_when_the_one_before_has_ended() -> None:
+    slow, buffer = SlowGenerators(), RolloutBuffer()
+    turns = GeneratorTurns({"own": slow}, buffer)  # type: ignore[dict-item]
+    task = {"task_type": "own", "input_file": "rows.jsonl", "num_repeat_per_sample": "2"}
+    assert turns.start(task | {"start_id": "first"})[0]
+    assert slow.payloads.get(timeout=20)["start_id"] == "first"
+    for name in ("lost", "lost", "finished", "finished", "half"):
+        buffer.write({"instance_id": name, "messages": [], "reward": 1.0})
+    buffer.take(wait_s=0.0, client="first", received=0)
+    buffer.take(wait_s=0.0, client="first", received=1)  # it has got them, and dies before it has trained on "lost"
+    success, message = turns.start(task | {"start_id": "second", "skip_instance_ids": ["finished"]})
+    assert (success, "is running" in message) == (True, True)
+    for name in ("whole", "whole"):
+        buffer.write({"instance_id": name, "messages": [], "reward": 1.0})
+    slow.ends.put(ConnectionError("the engines of the run before are gone"))
+    second = slow.payloads.get(timeout=20)
+    assert (second["start_id"], second["skip_instance_ids"]) == ("second", ["finished", "whole"])
+    items, meta, end = buffer.take(wait_s=0.0, client="second", received=0)
+    assert ({item["instance_id"] for item in items}, meta["num_waiting_groups"], end) == ({"whole"}, 0, "")
+    assert slow.payloads.empty()
+    slow.ends.put(None)
+    assert "made all" in buffer.take(wait_s=20.0, client="second", received=1)[2]
+
+
+def test_runs_of_different_tasks_do_not_share_a_service_at_the_same_time() -> None:
+    slow, buffer = SlowGenerators(), RolloutBuffer()
+    turns = GeneratorTurns({"own": slow}, buffer)  # type: ignore[dict-item]
+    assert turns.start({"task_type": "own", "input_file": "a.jsonl", "start_id": "a"})[0]
+    write_group(buffer, "of a.jsonl")
+    other = {"task_type": "own", "input_file": "b.jsonl", "start_id": "b"}
+    success, message = turns.start(other)
+    assert not success
+    assert "a generator with input_file 'a.jsonl' is still running, this one has 'b.jsonl'" in message
+    assert slow.payloads.get(timeout=20)["start_id"] == "a"
+    slow.ends.put(None)
+    while not turns.start(other)[0]:  # until the generator's thread has ended
+        assert slow.payloads.empty()
+    assert buffer.take(wait_s=0.0)[0] == []
+    slow.ends.put(None)
 
 
 def test_rewards_that_are_no_numbers_are_handed_out_all_the_same() -> None:

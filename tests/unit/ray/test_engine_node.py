@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from slime.ray.engine_node import EngineNodeActor
+from slime.ray.engine_node import EngineNodeActor, pull_in_time
+from slime.utils.errors import ConfigError, DeadlineExceeded
+from slime.weight_sync import local_checkpoint
 
 _DEADLINE_S = 20.0
 
@@ -52,3 +55,24 @@ def test_a_part_is_lost_with_any_of_its_schedulers_even_if_its_server_goes_on(
         assert time.monotonic() < ends_at
     assert server.poll() is None
     assert lost.startswith("engine 3 node 1 lost its process sglang::tp1 (")
+
+
+def test_a_copy_of_weights_that_a_file_system_holds_up_ends_with_its_deadline(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    is_over = threading.Event()
+    monkeypatch.setattr(local_checkpoint, "pull", lambda *args, timeout_s: is_over.wait(_DEADLINE_S))
+    started = time.monotonic()
+    with pytest.raises(
+        DeadlineExceeded, match=r"engine 3 to bring its weights in /local to version 7 .*--weight-sync-t"
+    ):
+        pull_in_time("engine 3", "/shared", "/local", 7, timeout_s=0.1)
+    assert time.monotonic() - started < _DEADLINE_S / 2
+    is_over.set()
+
+
+def test_an_error_of_the_copy_itself_is_what_the_caller_sees(tmp_path: Path) -> None:
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "stranger").touch()
+    with pytest.raises(ConfigError, match="holds 'stranger' and was not made by slime"):
+        pull_in_time("engine 3", str(tmp_path), str(tmp_path / "local"), 7, timeout_s=20.0)

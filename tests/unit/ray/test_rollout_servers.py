@@ -9,6 +9,7 @@ import pytest
 
 from slime.backends.protocols import EngineInfo
 from slime.backends.sglang_utils.topology import EnginePlace, WorkerType
+from slime.ray import rollout_servers
 from slime.ray.engine_actor import ForkAddress
 from slime.ray.engine_slots import WaitingEngines
 from slime.ray.fleet import RayEngineFleet
@@ -161,3 +162,15 @@ def test_an_engine_over_several_nodes_is_refused_where_rays_nodes_are_smaller_th
     several._gpus = GpuSlots(None, range(8), [0, 1, 2, 0, 1, 2, 0, 1])
     with pytest.raises(ConfigError, match=r"--num-gpus-per-node 4: engine 0 got the devices \[0, 1, 2, 0\]"):
         several._check_nodes(wide)
+
+
+def test_an_engine_whose_devices_have_a_gap_is_refused_for_its_server_would_take_those_of_others(monkeypatch):
+    monkeypatch.setattr(rollout_servers.accelerator, "current", lambda: SimpleNamespace(is_cpu=False))
+    several = servers(num_gpus_per_node=8)
+    engine = EnginePlace(0, WorkerType.REGULAR, 0, 3, {})
+    several._gpus = GpuSlots(None, range(3), [0, 2, 3], [0, 2, 3])
+    with pytest.raises(ConfigError, match=r"--rollout-num-gpus-per-engine 3: engine 0 got the devices \[0, 2, 3\]"):
+        several._check_nodes(engine)
+    several._check_nodes(EnginePlace(0, WorkerType.REGULAR, 1, 2, {}))  # 2 and 3
+    several._gpus = GpuSlots(None, range(3), [0, 2, 3], [0, 1, 2])  # CUDA_VISIBLE_DEVICES=0,2,3
+    several._check_nodes(engine)

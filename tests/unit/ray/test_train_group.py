@@ -44,6 +44,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[FakeRank]:
 def test_a_trainer_that_was_released_starts_again_from_what_it_saved(started):
     args = SimpleNamespace(
         train_env_vars={},
+        sglang_argv=[],
+        deterministic_mode=False,
         trainer_start_timeout=1.0,
         load="/first",
         save="/saved",

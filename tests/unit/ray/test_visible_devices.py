@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ray._private.accelerators import amd_gpu, nvidia_gpu
 
-from slime.ray.actor_group import NOSET_VISIBLE_DEVICES
+from slime.ray.cluster import NOSET_VISIBLE_DEVICES
 
 
 @pytest.mark.parametrize(

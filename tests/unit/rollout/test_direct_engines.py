@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from slime.data.sample import Sample
 from slime.rollout.direct_engines import DirectEngines
 from slime.rollout.sglang_rollout import GenerateState, generate
 from slime.rollout.sglang_streaming_rollout import generate_streaming
+from slime.utils import http_utils
 from slime.utils.async_utils import run
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import post
@@ -194,3 +196,14 @@ def test_tokens_of_a_request_aborted_in_the_queue_are_dropped_as_they_come_witho
     args = _args(tiny_task, router, use_rollout_routing_replay=False, rollout_top_p=0.9)
     sample = _generate(args, Sample(prompt="1+1="), function)
     assert (sample.status, sample.response, sample.response_length) == (Sample.Status.ABORTED, "", 0)
+
+
+def test_an_engine_in_the_place_of_a_router_is_the_only_choice_and_other_errors_stay_errors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    status = [404, 503]
+    transport = httpx.MockTransport(lambda request: httpx.Response(status.pop(0), text="no such route"))
+    monkeypatch.setattr(http_utils, "_http_client", httpx.AsyncClient(transport=transport))
+    assert run(DirectEngines("http://engine:1").choose()()) == "http://engine:1/generate"
+    with pytest.raises(EngineError, match="503"):
+        run(DirectEngines("http://engine:1").choose()())

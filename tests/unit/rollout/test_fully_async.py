@@ -79,6 +79,29 @@ def test_no_more_groups_are_begun_than_the_staleness_bound_allows(setup):
     assert not worker.worker_thread.is_alive()
 
 
+def test_what_the_batch_of_this_rollout_has_already_counts_as_under_way(setup):
+    args, source = setup(max_weight_staleness=1)
+    worker = AsyncRolloutWorker(args, source, concurrency=100)
+    worker.start()
+    wait_until(lambda: worker.queue_size() == 4, Deadline(10, "four groups"))  # (1 + 1) batches of two
+    assert len(worker.get_completed_groups(3, is_held=True)) == 3
+    worker.release(1)  # a filter dropped it
+    wait_until(lambda: worker.queue_size() == 2, Deadline(10, "its place to be taken again"))
+    assert worker._free_places() == 0
+    worker.release()  # the batch is complete
+    wait_until(lambda: worker.queue_size() == 4, Deadline(10, "the places of the batch to be taken again"))
+    worker.stop()
+    assert len(source.drawn) == 7
+
+
+def test_a_whole_run_has_never_begun_more_groups_than_its_batches_and_the_bound(setup):
+    args, source = setup(max_weight_staleness=0)
+    for rollout_id in range(4):
+        groups = generate_rollout_fully_async(args, rollout_id, source).samples
+        assert len(groups) == 2
+        assert len(source.drawn) <= 2 * (rollout_id + 2)  # complete batches, and the one that may be under way
+
+
 def test_responses_begun_too_long_ago_are_thrown_away_and_their_prompts_drawn_again(setup):
     asked = Counter()
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 import time
 from types import SimpleNamespace
@@ -325,10 +326,28 @@ def test_f1_is_squads():
 
 @pytest.mark.parametrize("response", [r"\boxed{9^{9^{9^9}}}", r"\boxed{" * 140_000], ids=["bomb", "boxes"])
 def test_math_verify_gives_up_on_what_it_cannot_compute_and_goes_on(monkeypatch, response):
-    monkeypatch.setattr(math_verify_grader, "_LIMIT_S", 1)
+    monkeypatch.setattr(math_verify_grader, "_LIMIT_S", 1.0)
     math_verify_grader._graders.cache_clear()
     started = time.monotonic()
     assert grade_math_verify(response, "7") == 0.0
     assert grade_math_verify(r"\boxed{7}", "7") == 1.0
     assert time.monotonic() - started < 30
     math_verify_grader._graders.cache_clear()
+
+
+def test_waiting_for_a_free_process_does_not_count_as_grading(monkeypatch):
+    monkeypatch.setattr(math_verify_grader, "_MAX_PROCESSES", 1)
+    math_verify_grader._graders.cache_clear()
+    assert grade_math_verify(r"\boxed{7}", "7") == 1.0  # it has started
+    args, hard = rm_args(rm_type="math_verify", rm_timeout=0.7), r"\boxed{9^{9^{9^9}}}"
+    hard_ones = [Sample(response=hard, label="7"), Sample(response=hard, label="7")]  # each busy until its limit
+    rewards = asyncio.run(batched_async_rm(args, [*hard_ones, Sample(response=r"\boxed{7}", label="7")]))
+    assert rewards == [0.0, 0.0, 1.0]
+    math_verify_grader._graders.cache_clear()
+
+
+def test_a_response_that_finds_no_free_process_is_a_failure_and_no_zero(monkeypatch):
+    monkeypatch.setattr(math_verify_grader, "_WAIT_S", 0.0)
+    monkeypatch.setattr(math_verify_grader, "_graders", lambda: queue.SimpleQueue())
+    with pytest.raises(ScoringError, match="processes was free for 0 s"):
+        score(rm_args(rm_type="math_verify"), Sample(response=r"\boxed{7}", label="7"))

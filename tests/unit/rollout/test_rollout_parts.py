@@ -264,6 +264,23 @@ def test_a_client_that_users_code_installed_is_used(monkeypatch):
     assert asyncio.run(http_utils.post("http://nowhere/x", {})) == "plain"
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_reply_that_was_damaged_on_the_way_is_asked_for_again(monkeypatch, is_stream):
+    replies = [
+        httpx.Response(200, headers={"content-encoding": "gzip"}, stream=httpx.ByteStream(b"no gzip at all")),
+        httpx.Response(200, stream=httpx.ByteStream(b'data: {"text": "7"}\n\n' if is_stream else b'{"text": "7"}')),
+    ]
+    transport = httpx.MockTransport(lambda request: replies.pop(0))
+    monkeypatch.setattr(http_utils, "_http_client", httpx.AsyncClient(transport=transport))
+    if is_stream:
+        events = []
+        asyncio.run(http_utils.receive_stream("http://x/y", {}, lambda event: not events.append(event), max_retries=1))
+        assert events == [{"text": "7"}]
+    else:
+        assert asyncio.run(http_utils.post("http://x/y", {}, max_retries=1)) == {"text": "7"}
+    assert replies == []
+
+
 @pytest.mark.parametrize(("gpus", "per_engine", "engines"), [(None, 1, 0), (0, 1, 0), (4, 2, 2), (1, 2, 1)])
 def test_the_number_of_engines_follows_from_the_devices(gpus, per_engine, engines):
     args = SimpleNamespace(rollout_num_gpus=gpus, rollout_num_gpus_per_engine=per_engine)

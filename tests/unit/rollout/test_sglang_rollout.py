@@ -232,10 +232,14 @@ def test_a_silent_engine_is_given_up_at_the_deadline(setup):
     assert time.monotonic() - started < 3
 
 
-def test_model_urls_come_from_the_named_router_or_the_default_one():
+def test_model_urls_come_from_the_named_router_or_else_the_default_one_with_a_warning(caplog):
     args = SimpleNamespace(sglang_router_ip="a", sglang_router_port=1, sglang_model_routers={"judge": ("b", 2)})
     assert get_model_url(args, "judge", "/x") == "http://b:2/x"
-    assert get_model_url(args, "other") == "http://a:1/generate"
+    assert get_model_url(args, "default") == "http://a:1/generate"
+    assert not caplog.text
+    for _ in range(2):  # told once
+        assert get_model_url(args, "jugde") == "http://a:1/generate"
+    assert caplog.text.count("the run serves no model 'jugde' but judge") == 1
 
 
 # --- whole rollouts

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from slime.data.sample import Sample
+from slime.data.sampling_mask import OUTPUT_LISTS
 from slime.hooks.load import check_hooks
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.sglang_rollout import GenerateState, generate, generate_rollout
@@ -168,14 +169,60 @@ def test_events_of_another_kind_are_named(serve: Any, event: Any, message: str) 
         run(generate_streaming(args, Sample(prompt="1+1="), dict(PARAMS)))
 
 
-def test_events_that_hold_only_what_is_new_are_refused(serve: Any) -> None:
-    def partial(payload: dict[str, Any], number: int) -> tuple[int, Any]:
-        event = completion(payload, [6])
-        event["meta_info"]["completion_tokens"] = 2
-        return 200, iter([event])
+def with_sets(event: dict[str, Any]) -> dict[str, Any]:
+    tokens = [item[1] for item in event["meta_info"]["output_token_logprobs"]]
+    event["meta_info"]["output_token_sampling_mask"] = [[token, 1] for token in tokens]
+    event["meta_info"]["output_token_sampling_logprobs"] = [-token / 100 for token in tokens]
+    return event
 
-    _, args = serve(partial)
-    with pytest.raises(EngineError, match="--sglang-incremental-streaming-output"):
+
+def only_new(whole: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The events ``whole`` as ``--sglang-incremental-streaming-output`` sends them."""
+    for number, event in enumerate(whole):
+        new = copy.deepcopy(event)
+        new["text"] = event["text"][number:]
+        for key in OUTPUT_LISTS:
+            if key in event["meta_info"]:
+                new["meta_info"][key] = event["meta_info"][key][number:]
+        yield new
+
+
+@pytest.mark.parametrize("flags", [{}, {"rollout_top_p": 0.9}])
+def test_events_that_hold_only_what_is_new_make_the_same_sample(serve: Any, flags: dict[str, Any]) -> None:
+    def reply(payload: dict[str, Any], number: int) -> tuple[int, Any]:
+        whole = events(payload, [5, 6, 7])
+        if flags:
+            whole = [with_sets(event) for event in whole]
+        return 200, iter(whole if number == 0 else only_new(whole))
+
+    _, args = serve(reply, **flags)
+    first, second = (run(generate_streaming(args, Sample(prompt="1+1="), dict(PARAMS))) for _ in range(2))
+    assert first.tokens[-3:] == second.tokens[-3:] == [5, 6, 7]
+    assert first.response == second.response == "777"
+    assert first.rollout_log_probs == second.rollout_log_probs
+    if flags:
+        assert second.rollout_top_p_token_ids.tolist() == first.rollout_top_p_token_ids.tolist() == [5, 1, 6, 1, 7, 1]
+        assert second.rollout_top_p_token_offsets.tolist() == [0, 2, 4, 6]
+
+
+def test_an_abort_without_the_sets_of_its_tokens_leaves_those_that_came_with_theirs(serve: Any) -> None:
+    def reply(payload: dict[str, Any], number: int) -> tuple[int, Any]:
+        begun = [with_sets(event) for event in events(payload, [5, 6, 7])[:2]]
+        return 200, iter([*only_new(begun), completion(payload, [5, 6], "abort", text="77")])
+
+    _, args = serve(reply, rollout_top_p=0.9)
+    sample = run(generate_streaming(args, Sample(prompt="1+1="), dict(PARAMS)))
+    assert (sample.status, sample.tokens[-2:], sample.response) == (Sample.Status.ABORTED, [5, 6], "77")
+    assert sample.rollout_top_p_token_ids.tolist() == [5, 1, 6, 1]
+
+
+def test_a_stream_that_lacks_an_event_is_refused(serve: Any) -> None:
+    def reply(payload: dict[str, Any], number: int) -> tuple[int, Any]:
+        first, _, third = only_new(events(payload, [5, 6, 7]))
+        return 200, iter([first, third])
+
+    _, args = serve(reply)
+    with pytest.raises(EngineError, match="holds 1 tokens after 1, of 3 in all"):
         run(generate_streaming(args, Sample(prompt="1+1="), dict(PARAMS)))
 
 

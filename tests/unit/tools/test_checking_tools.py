@@ -181,6 +181,10 @@ def test_what_engines_hold_in_16_bits_and_stacked_experts_are_not_made_8_bits(tm
         "model.layers.0.block_sparse_moe.gate.weight",
         "mtp.fc.weight",
         "model.mtp_layers.0.input_proj.weight",
+        "model.visual.blocks.0.mlp.linear_fc1.weight",
+        "model.visual.merger.linear_fc2.weight",
+        "vision_tower.encoder.blocks.0.wqkv.weight",
+        "mm_projector.proj.0.weight",
     }
     quantised = {
         "model.layers.0.mlp.shared_expert.gate_proj.weight",
@@ -191,6 +195,8 @@ def test_what_engines_hold_in_16_bits_and_stacked_experts_are_not_made_8_bits(tm
     assert done.returncode == 0, done.stderr
     stored = load_file(tmp_path / "fp8" / "model.safetensors")
     assert {name for name, tensor in stored.items() if tensor.dtype == torch.float8_e4m3fn} == quantised
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
+    assert set(config["modules_to_not_convert"]) == {name.removesuffix(".weight") for name in kept}
     save_file({"model.layers.0.mlp.experts.down_proj": torch.randn(2, 4, 8)}, source / "model.safetensors")
     refused = run("convert_hf_to_fp8.py", "--model-dir", source, "--save-dir", tmp_path / "stacked")
     assert refused.returncode == 2

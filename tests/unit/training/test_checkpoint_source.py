@@ -45,6 +45,15 @@ def test_a_release_checkpoint_counts_as_iteration_zero(tmp_path: Path) -> None:
     assert _start(load=str(tmp_path)) == ("torch_dist", f"{tmp_path}/release", "--load", 0)
 
 
+@pytest.mark.parametrize("name", ["", "release"])
+def test_a_release_is_no_run_to_go_on_with_but_the_first_checkpoint_of_a_run_is(name: str, tmp_path: Path) -> None:
+    _megatron(tmp_path, 0)
+    assert find_start(CheckpointArgs(load=str(tmp_path)), "/hf").is_training_state
+    (tmp_path / "iter_0000000").rename(tmp_path / "release")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    assert not find_start(CheckpointArgs(load=str(tmp_path / name)), "/hf").is_training_state
+
+
 def test_an_iteration_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
     root = _megatron(tmp_path, 3, 7)
     with pytest.raises(ConfigError, match=r"--ckpt-step asks for iteration 5.*iter_0000003, iter_0000007"):

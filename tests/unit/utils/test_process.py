@@ -9,10 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from slime.utils.net import free_port, is_port_free
-from slime.utils.process import GuardedProcess, log_tail
+from slime.utils.process import GuardedProcess, has_ended, kill_group, log_tail
 
 CHILD = (
     "import time, os, sys; from slime.utils.process import watch_owner; watch_owner(in_child={}); "
@@ -29,12 +30,17 @@ OWNER = (
 def group_is_gone(leader: int, within_s: float = 5.0) -> bool:
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
-        try:
-            os.killpg(leader, 0)
-        except ProcessLookupError:
+        if not any(is_in_group(process.pid, leader) and not has_ended(process) for process in psutil.process_iter()):
             return True
         time.sleep(0.02)
     return False
+
+
+def is_in_group(pid: int, leader: int) -> bool:
+    try:
+        return os.getpgid(pid) == leader
+    except ProcessLookupError:
+        return False
 
 
 def wait_for_text(path: Path, text: str) -> None:
@@ -63,6 +69,27 @@ def test_stop_ends_the_whole_group(tmp_path: Path):
     process.stop()
     assert process.exit_code() is not None
     assert group_is_gone(process.pid, within_s=1.0)
+
+
+PARENT_THAT_DOES_NOT_LOOK = (
+    "import subprocess, sys, time; "
+    "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'], start_new_session=True).pid, "
+    "flush=True); time.sleep(100)"
+)
+
+
+def test_the_end_of_a_process_is_enough_when_its_parent_does_not_notice_it():
+    parent = subprocess.Popen([sys.executable, "-c", PARENT_THAT_DOES_NOT_LOOK], stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout is not None
+        leader = int(parent.stdout.readline())
+        started = time.monotonic()
+        kill_group(leader)
+        assert time.monotonic() < started + 2.5, "half of what it waits for one that does not end"
+        assert psutil.Process(leader).status() == psutil.STATUS_ZOMBIE
+    finally:
+        parent.kill()
+        parent.wait()
 
 
 def test_stopping_again_leaves_alone_what_has_its_descriptor_now(tmp_path: Path):

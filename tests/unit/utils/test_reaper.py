@@ -10,7 +10,7 @@ import time
 
 import psutil
 
-from slime.utils.reaper import SharedMemory
+from slime.utils.reaper import SharedMemory, reap
 
 SLEEP = "import time; time.sleep(100)"
 HOLD = """
@@ -51,6 +51,27 @@ def test_descendants_of_a_killed_driver_are_ended_and_others_are_not():
         driver.kill()
         bystander.kill()
         bystander.wait()
+
+
+def test_what_has_ended_unnoticed_by_its_parent_is_not_waited_for():
+    start_and_look_away = (
+        "import subprocess, sys, time; print(subprocess.Popen([sys.executable, '-c', '']).pid, flush=True); "
+        "time.sleep(100)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", start_and_look_away], stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout is not None
+        process = psutil.Process(int(parent.stdout.readline()))
+        deadline = time.monotonic() + 15
+        while process.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        started = time.monotonic()
+        reap({process}, grace_s=5.0)
+        assert time.monotonic() < started + 2.5
+    finally:
+        parent.kill()
+        parent.wait()
 
 
 def test_shared_memory_of_the_run_is_removed_and_that_of_others_is_not(tmp_path):

@@ -94,6 +94,7 @@ class Family:
         expert_width: the config field that says how wide an expert is.
         is_mla: multi-latent attention.
         is_sparse: an indexer chooses the keys that a query sees.
+        vision_tower: ``model_type`` of the vision tower in transformers; None where the family has none.
         rope_types: ``rope_type`` values that build.
         supports_llama3_rope: ``rope_type`` llama3 is understood besides default.
         defaults: values of config fields that a config.json may leave out, per the family's config class.
@@ -117,6 +118,7 @@ class Family:
     expert_width: str = "moe_intermediate_size"
     is_mla: bool = False
     is_sparse: bool = False
+    vision_tower: str | None = None
     rope_types: frozenset[str] = frozenset({"default"})
     supports_llama3_rope: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)

@@ -1,7 +1,7 @@
-"""Qwen3.5, the text model: dense and with experts. Layers as Qwen3-Next's, the delta nets' projections kept apart.
+"""Qwen3.5: dense and with experts. Layers as Qwen3-Next's, the delta nets' projections kept apart.
 
-The checkpoints are those of a vision-language model: names have a prefix, and a vision tower stands beside them. They
-have the experts of a layer as one tensor.
+The checkpoints are those of a vision-language model: names have a prefix, and a vision tower stands beside them, which
+is built for runs with images. They have the experts of a layer as one tensor.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from slime.backends.megatron_utils.families.base import (
     mtp_rules,
 )
 from slime.backends.megatron_utils.families.qwen3_next import GATED_ATTENTION, HYBRID_DEFAULTS, MTP_NAMES, delta_net
+from slime.backends.megatron_utils.families.vision import VISION_TOWER, in_language_model
 
 __all__ = ["QWEN3_5", "QWEN3_5_MOE"]
 
@@ -38,19 +39,10 @@ def _stacked(rule: Rule) -> Rule:
     return replace(rule, stacked=f"model.layers.{{layer}}.mlp.experts.{name}")
 
 
-def _in_language_model(rule: Rule) -> Rule:
-    def prefixed(name: str) -> str:
-        inner = name.removeprefix("model.")
-        return name if inner == name else f"model.language_model.{inner}"
-
-    stacked = None if rule.stacked is None else prefixed(rule.stacked)
-    return replace(rule, hf=tuple(prefixed(name) for name in rule.hf), stacked=stacked)
-
-
 def _table(mlps: tuple[Rule, ...]) -> tuple[Rule, ...]:
     decoder = EMBEDDINGS + GATED_ATTENTION + _DELTA_NET + mlps
     prediction = mtp_rules(GATED_ATTENTION + mlps, "mtp.", MTP_NAMES, layer_prefix="mtp.layers.{mtp}.")
-    return tuple(map(_in_language_model, decoder)) + prediction
+    return tuple(map(in_language_model, decoder)) + prediction + VISION_TOWER
 
 
 QWEN3_5 = Family(
@@ -60,6 +52,7 @@ QWEN3_5 = Family(
     has_delta_nets=True,
     has_output_gate=True,
     has_zero_centred_norms=True,
+    vision_tower="qwen3_5_vision",
     defaults=HYBRID_DEFAULTS,
     refuses=(("attention_bias", "biases in attention"),),
     ignored=(r"mtp\..*",),
@@ -73,4 +66,5 @@ QWEN3_5_MOE = replace(
     rules=_table(DENSE_MLP[:1] + tuple(map(_stacked, EXPERTS)) + GATED_SHARED_EXPERT),
     has_shared_gate=True,
     is_moe=True,
+    vision_tower="qwen3_5_moe_vision",
 )

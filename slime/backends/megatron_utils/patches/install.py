@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 
-from slime.backends.megatron_utils.patches import cpu_import, moe, repairs
+from slime.backends.megatron_utils.patches import cpu_import, moe, pipeline, repairs
 from slime.utils import accelerator
 
 __all__ = ["install"]
@@ -28,7 +28,9 @@ def install() -> None:
     moe.repair_missing_transformer_engine()
     if accelerator.current().is_cpu:
         moe.repair_expert_dispatch_on_cpu()
+        pipeline.repair_overlapped_sends_on_cpu()
     repairs.repair_save_writers()
+    repairs.repair_mixed_precision_groups()
     repairs.repair_distributed_optimizer_checkpoints()
 
 

@@ -12,7 +12,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["repair_distributed_optimizer_checkpoints", "repair_reduce", "repair_save_writers"]
+__all__ = [
+    "repair_distributed_optimizer_checkpoints",
+    "repair_mixed_precision_groups",
+    "repair_reduce",
+    "repair_save_writers",
+]
 
 
 def repair_reduce() -> None:
@@ -61,6 +66,29 @@ def repair_save_writers() -> None:
 
     filesystem_async._results_queue = queue.Queue()
     filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(write)
+
+
+def repair_mixed_precision_groups() -> None:
+    """``DistributedOptimizer`` mixes up the states of a model whose parameters have several dtypes.
+
+    Why: it hands its inner optimizer the fp32 parameters of a group first, then the 16-bit ones, but remembers each
+    parameter's place in the order of the gradient buffers. A checkpoint then holds the states of other parameters
+    where their sizes happen to be equal, and cannot be written where they are not.
+    Upstream: core_v0.16.1. Delete when ``model_param_group_index_map`` says where ``param_groups`` has a parameter.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    stock = DistributedOptimizer._build_optimizer_group_ranges
+
+    def build(cls: Any, param_groups: Any, gbuf_ranges: Any) -> Any:
+        _, group_ranges = stock(param_groups, gbuf_ranges)
+        places = {}
+        for index, group in enumerate(group_ranges):
+            group["params"].sort(key=lambda parameter: parameter.dtype != torch.float32)
+            places.update({parameter: (index, place) for place, parameter in enumerate(group["params"])})
+        return places, group_ranges
+
+    DistributedOptimizer._build_optimizer_group_ranges = classmethod(build)
 
 
 def repair_distributed_optimizer_checkpoints() -> None:

@@ -14,6 +14,11 @@ from slime.utils.errors import DataError
 
 __all__ = ["Round", "RoundSettings", "Score", "ScoreRequest", "TooLong", "parse_request", "plan_round"]
 
+_MAX_DRAWS = 1024
+"""For each position. A micro-batch has as many columns as its request with the most."""
+_MAX_DRAWS_IN_ALL = 2**22
+"""Of a request: about 100 MB of JSON."""
+
 
 class TooLong(DataError):
     """A request with more tokens than ``--megatron-server-max-length``."""
@@ -83,8 +88,13 @@ def parse_request(body: Any, *, vocab_size: int, temperature: float, max_length:
     if max_length and len(ids) > max_length:
         raise TooLong(len(ids), max_length)
     number = body.get("sample_n", 0)
-    if type(number) is not int or not 0 <= number <= vocab_size:
-        raise DataError(f"sample_n {number!r} must be an integer from 0 to the {vocab_size} ids of the vocabulary.")
+    most = min(vocab_size, _MAX_DRAWS, _MAX_DRAWS_IN_ALL // (len(ids) - 1))
+    if type(number) is not int or not 0 <= number <= most:
+        raise DataError(
+            f"sample_n {number!r} must be an integer from 0 to {most}: at most {_MAX_DRAWS} for each of the "
+            f"{len(ids) - 1} tokens after the first, {_MAX_DRAWS_IN_ALL} together, and the {vocab_size} ids of the "
+            "vocabulary."
+        )
     labels = body.get("label_token_ids") or ()
     if labels:
         _check_labels(labels, len(ids) - 1, vocab_size)

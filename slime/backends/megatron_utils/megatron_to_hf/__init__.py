@@ -1,4 +1,4 @@
-"""Public name of :mod:`slime.backends.megatron_utils.conversion`."""
+"""Public name of :mod:`slime.backends.megatron_utils.conversion`, and of its ``convert_to_hf`` for each family."""
 
 from slime.backends.megatron_utils.conversion import convert_to_hf, remove_padding
 

@@ -1,0 +1,1 @@
+"""Layers that compute as the engines do, so that both sides give a token the same probability."""

@@ -1,0 +1,86 @@
+"""Where the engines of a CPU are forked from: a process that imports SGLang, as early as it can.
+
+The import takes longer than anything else in the start of a run, and needs nothing of Ray: in a cluster of this run's
+own it begins before Ray does (``cluster``). In a cluster that was there before, the rollout manager starts the process
+where it runs (``rollout_servers``).
+"""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from slime.backends.sglang_utils.fork_server import ForkServer
+from slime.backends.sglang_utils.server_args import server_env
+from slime.observability.tracking import run_directory
+from slime.utils.errors import EngineError
+from slime.utils.process import has_ended, log_tail
+
+__all__ = ["FORK_SERVER", "ClusterForkServer", "engine_log_directory", "fork_server_of", "sglang_preloading"]
+
+FORK_SERVER = "SLIME_FORK_SERVER"
+"""Environment variable of all processes of a run: pid and socket of the fork server that its cluster has, if it has."""
+
+
+@contextmanager
+def sglang_preloading(args: Namespace, env: Mapping[str, str]) -> Iterator[None]:
+    """SGLang is being imported, then ready to be forked.
+
+    Args:
+        env: of the processes of the run, on top of this one's.
+    """
+    server = ForkServer(_log(args), {**env, **server_env()})
+    os.environ[FORK_SERVER] = f"{server.pid} {server.socket_path}"
+    try:
+        yield
+    finally:
+        del os.environ[FORK_SERVER]
+        server.stop()
+
+
+class ClusterForkServer:
+    """The one that the cluster has, for those who use it and do not own it."""
+
+    def __init__(self, pid: int, socket_path: str, log_path: Path) -> None:
+        self._pid = pid
+        self.socket_path = socket_path
+        self._log_path = log_path
+
+    def raise_if_dead(self) -> None:
+        if _is_gone(self._pid):
+            raise EngineError(
+                f"the process that preloads SGLang (pid {self._pid}) has ended. Its last lines:\n"
+                + log_tail(self._log_path)
+            )
+
+    def stop(self) -> None:
+        """It ends with the cluster."""
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return has_ended(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return True
+
+
+def fork_server_of(args: Namespace) -> ForkServer | ClusterForkServer:
+    """The one that the cluster has, or a new one."""
+    if FORK_SERVER not in os.environ:
+        return ForkServer(_log(args), server_env())
+    pid, socket_path = os.environ[FORK_SERVER].split(maxsplit=1)
+    return ClusterForkServer(int(pid), socket_path, _log(args))
+
+
+def _log(args: Namespace) -> Path:
+    return engine_log_directory(args) / "fork_server.log"
+
+
+def engine_log_directory(args: Namespace) -> Path:
+    """Where engines and routers write what they say."""
+    return run_directory(args, args.experiment_name) / "engines"

@@ -1,0 +1,10 @@
+"""Interleaved pipeline stages go on while they send; what they send arrives however late it leaves."""
+
+from __future__ import annotations
+
+from tests.dist.ranks import ForkServer
+
+
+def test_an_output_given_up_before_it_is_sent_arrives_as_it_was(ranks: ForkServer) -> None:
+    _, received = ranks.run("tests.dist.pipeline_cases:send_and_give_up", 2)
+    assert received == [7.0]

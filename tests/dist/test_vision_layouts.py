@@ -1,0 +1,66 @@
+"""Images: tower, positions and features of the first layers train on every layout as on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.dist.comparison import PLAIN, Result, assert_equal, assert_replicas_agree, layout_args, main_rank
+from tests.dist.ranks import ForkServer
+from tests.unit.megatron_utils.tiny_vision_models import make_vision_batch, make_vision_model
+
+Train = Callable[..., list[Result]]
+
+_GRIDS = [[[1, 4, 4]], [], [[1, 4, 6], [1, 2, 2]], [[1, 6, 4]], [], [[1, 2, 8]], [[1, 8, 8]], []] * 2
+_VIDEOS = {1: [2, 4, 4], 3: [3, 2, 4]}
+_RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+@pytest.fixture(scope="module")
+def train(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    directory = tmp_path_factory.mktemp("vision_layouts")
+    batch = make_vision_batch(_GRIDS, seed=1, videos=_VIDEOS)
+    references: dict[str, list[Result]] = {}
+
+    def run(kind: str, world_size: int, layout: str, **arguments: Any) -> list[Result]:
+        if (key := f"{kind}{layout}") in references and world_size == 1:
+            return references[key]
+        if not (directory / kind).exists():
+            make_vision_model(kind, directory / kind, tie_word_embeddings=True)
+        settings = PLAIN | layout_args(layout) | {"multimodal_keys": {"image": "images"}} | arguments
+        settings["output_dir"] = str(directory)
+        size = settings.pop("size", 3)
+        case = {"hf": str(directory / kind), "batch": batch, "num_steps": 2, "args": settings, "size": size}
+        results = ranks.run("tests.dist.layout_cases:train", world_size, **case)
+        if world_size == 1:
+            references[key] = results
+        return results
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "layout", "settings"),
+    [
+        ("qwen3_vl", 2, "", {}),
+        ("qwen3_vl", 2, "tp2", {}),
+        ("qwen3_vl", 2, "tp2 sp", _RECOMPUTED),
+        ("qwen3_vl", 2, "cp2", {}),
+        ("qwen3_vl", 2, "pp2", _RECOMPUTED),
+        ("qwen3_vl", 4, "tp2 sp cp2 distopt", {}),
+        ("qwen3_vl", 4, "tp2 pp2 distopt", {}),
+        ("qwen3_5", 4, "tp2 sp cp2", {}),
+        ("qwen3_5_moe", 4, "pp2 ep2", {}),
+    ],
+)
+def test_images_train_like_on_one_rank(
+    kind: str, world_size: int, layout: str, settings: dict[str, Any], train: Train
+) -> None:
+    reference = main_rank(train(kind, 1, "size16"))
+    assert sum(".visual." in name for name in reference["gradients"]) > 20
+    assert all(gradient.any() for name, gradient in reference["gradients"].items() if ".visual." in name)
+    results = train(kind, world_size, layout, **settings)
+    assert_equal(reference, results)
+    assert_replicas_agree(results)

@@ -1,0 +1,131 @@
+"""Commands of the pages that a small machine can execute are executed, block by block, as a reader would type them.
+
+Their models, data and runs are made beforehand (``readers_place``). A command that serves until it is stopped is asked
+for its page and stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slime.utils.net import free_port
+from tests.doc_commands import census
+from tests.unit.docs.readers_place import add_missing_flags, in_place, prepare
+from tools.make_tiny_task import TinyTask
+
+SERVERS = re.compile(r"slime board|tensorboard |python tools/trace_timeline_viewer\.py (?!.*--no-serve)")
+TIMEOUT_S = 120.0
+
+
+def blocks_to_run() -> Iterator[tuple[str, list[str]]]:
+    """(page and number of the block, its commands that are executed here)."""
+    found: dict[tuple[str, int], list[str]] = {}
+    for command, executed in census().items():
+        if executed == "here":
+            found.setdefault((command.page, command.block), []).append(command.text)
+    yield from ((f"{page}-{block}", texts) for (page, block), texts in found.items())
+
+
+BLOCKS = dict(blocks_to_run())
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """An empty folder in which ``slime`` is a command, also where the package was not installed by pip."""
+    program = tmp_path / "bin" / "slime"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m slime "$@"\n')
+    program.chmod(0o755)
+    return tmp_path
+
+
+def environment(place: Path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "SLIME", "RANK"))}
+    path = f"{place / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return kept | {"PATH": path, "BASE_DIR": str(place), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+
+
+def typed(command: str, place: Path) -> str:
+    """The command for the shell: its paths in the folder, ``...`` filled in."""
+    command = in_place(command, place)
+    if " ..." in command:
+        command = shlex.join(add_missing_flags(shlex.split(command)))
+    return command
+
+
+def is_report(command: str, output: str) -> bool:
+    """Did a doctor do its work, and find something to repair on this machine?"""
+    return command.startswith("slime doctor") and re.search(r"^\d+ ok, .*\d+ failed$", output, re.MULTILINE) is not None
+
+
+def run(commands: list[str], place: Path) -> None:
+    """One shell for all, so that variables last; the shell's trace shows which one failed."""
+    script = "\n".join(typed(command, place) for command in commands)
+    done = subprocess.run(
+        ["bash", "-euxc", script],
+        cwd=place,
+        env=environment(place),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0 or is_report(commands[-1], output), output[-6000:]
+
+
+def serve(command: str, place: Path) -> None:
+    """A server answers, and ends when it is interrupted."""
+    port = free_port()
+    words = [*shlex.split(typed(command, place)), "--port", str(port)]
+    with (place / "server.log").open("w") as log:
+        process = subprocess.Popen(words, cwd=place, env=environment(place), stdout=log, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not answers(port):
+            assert process.poll() is None, (place / "server.log").read_text()
+            assert time.monotonic() < deadline, (place / "server.log").read_text()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        process.wait(30)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def answers(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=10) as reply:
+            return reply.status == 200
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_block_of_commands_runs_as_it_stands(block: str, place: Path, tiny_task: TinyTask) -> None:
+    commands = BLOCKS[block]
+    prepare(place, commands, tiny_task)
+    servers = [command for command in commands if SERVERS.match(command)]
+    for command in servers:
+        serve(command, place)
+    if others := [command for command in commands if command not in servers]:
+        run(others, place)
+
+
+def test_a_command_that_fails_is_found(place: Path, tiny_task: TinyTask) -> None:
+    prepare(place, [], tiny_task)
+    with pytest.raises(AssertionError, match="no command of slime"):
+        run(["slime bord", "true"], place)
+    with pytest.raises(AssertionError, match="no number"):
+        run(["slime plan train.py ... --num-rollout three"], place)

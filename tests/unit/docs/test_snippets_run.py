@@ -1,0 +1,141 @@
+"""Python of the pages is run: here what stands outside the pages about hooks, which ``test_customization`` runs."""
+
+from __future__ import annotations
+
+import asyncio
+import textwrap
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.data.chat import load_tokenizer
+from slime.data.sample import Sample
+from slime.testing import check_plugin
+from tests.doc_commands import PAGES, ROOT, blocks
+from tests.unit.rollout.fake_engine import FakeEngine
+from tools.make_tiny_task import TinyTask
+
+OF_HOOKS = ("docs/customization.md", "docs/trainer_hooks.md")
+
+
+def snippet(page: str, words: str) -> str:
+    [code] = [code for code in blocks(ROOT / page, "python") if words in code]
+    return code
+
+
+def names_of(page: str, words: str, **given: Any) -> dict[str, Any]:
+    """What the snippet defines, with ``given`` names in its reach."""
+    scope = dict(given)
+    exec(snippet(page, words), scope)
+    return scope
+
+
+def run_inside(code: str, **given: Any) -> dict[str, Any]:
+    """The names of a snippet that awaits at its top level."""
+    body = f"async def whole():\n{textwrap.indent(code, '    ')}\n    return locals()\n"
+    scope = dict(given)
+    exec(body, scope)
+    return asyncio.run(scope["whole"]())
+
+
+@pytest.mark.parametrize(
+    ("page", "words", "flag", "name"),
+    [
+        ("docs/quick_start.md", "def reward_func", "--custom-rm-path", "reward_func"),
+        ("docs/algorithms/custom.md", "policy_loss_function", "--custom-loss-function-path", "loss"),
+    ],
+)
+def test_a_function_of_a_page_keeps_the_contract_of_its_flag(
+    page: str, words: str, flag: str, name: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "snippet.py"
+    file.write_text(snippet(page, words))
+    assert check_plugin(flag, f"{file}:{name}") == []
+
+
+def test_a_reward_that_asks_another_model_sums_its_log_probs() -> None:
+    def answer(payload: dict[str, Any], number: int) -> tuple[int, Any]:
+        assert payload["input_ids"] == [5, 6, 7]
+        return 200, {"meta_info": {"input_token_logprobs": [[None, 5, None], [-1.0, 6, None], [-0.5, 7, None]]}}
+
+    engine = FakeEngine(answer)
+    reward = names_of("docs/engines.md", "get_model_url")["reward"]
+    args = Namespace(sglang_model_routers={"ref": ("127.0.0.1", engine.port)})
+    assert asyncio.run(reward(args, Sample(tokens=[5, 6, 7]))) == -1.5
+    engine.close()
+
+
+def test_spans_of_a_function_are_in_the_sample_s_trace() -> None:
+    async def search(query: str) -> list[str]:
+        return [query]
+
+    made = names_of("docs/tracing.md", "trace_span", search=search)
+    sample = asyncio.run(made["generate"](None, Sample(), {}))
+    assert asyncio.run(made["reward"](None, sample)) == 1.0
+    trace = repr(sample.trace)
+    for word in ("search", "capital of France", "num_hits", "answered", "grade"):
+        assert word in trace
+
+
+def test_the_test_of_a_reward_passes_for_one_that_keeps_its_contract(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_pkg").mkdir()
+    (tmp_path / "my_pkg" / "rewards.py").write_text("def score(args, sample, **kwargs):\n    return {'score': 1.0}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = names_of("docs/plugin_tests.md", "def test_the_reward")
+    made["test_the_reward_keeps_its_contract"]()
+
+
+def test_an_adapter_serves_a_session_and_gives_its_samples(tiny_task: TinyTask) -> None:
+    code = snippet("docs/agents.md", "OpenAIAdapter(")
+    args = Namespace(rollout_max_context_len=None)
+    given = {
+        "args": args,
+        "sid": "s",
+        "sampling_params": {"temperature": 1.0},
+        "sample": Sample(index=3),
+        "reward": 0.5,
+    }
+    made = run_inside(code, tokenizer=load_tokenizer(tiny_task.model), **given)
+    assert made["server"].port > 0
+    assert made["samples"] == [], "no program talked to it"
+    made["server"].stop()
+
+
+def test_a_harness_runs_its_program_in_a_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[str] = []
+    for name in ("SLIME_AGENT_NODE_TARBALL", "SLIME_AGENT_CC_TARBALL"):
+        (tmp_path / f"{name}.tar").write_bytes(b"")
+        monkeypatch.setenv(name, str(tmp_path / f"{name}.tar"))
+
+    class Sandbox:
+        sandbox_id = "fake"
+
+        def __init__(self, image: str) -> None:
+            assert image == "image"
+
+        async def __aenter__(self) -> Sandbox:
+            return self
+
+        async def __aexit__(self, *error: object) -> None: ...
+
+        async def exec(self, cmd: str, **options: Any) -> tuple[int, str, str]:
+            commands.append(cmd)
+            return 0, "0\n" if "test -f" in cmd else "", ""
+
+        async def write_file(self, path: str, content: Any, **options: Any) -> None: ...
+
+    monkeypatch.setattr("slime.agent.sandbox.E2BSandbox", Sandbox)
+    made = run_inside(snippet("docs/agents.md", "ClaudeCodeHarness"), image="image", sid="s", url="http://a:1")
+    assert made["code"] == 0
+    assert any("setsid" in cmd for cmd in commands)
+
+
+def test_no_page_has_python_that_nobody_runs() -> None:
+    here = Path(__file__).read_text()
+    pages = {str(page.relative_to(ROOT)): len(blocks(page, "python")) for page in PAGES}
+    others = {page: number for page, number in pages.items() if number and page not in OF_HOOKS}
+    assert {page: here.count(f'"{page}", "') for page in others} == others

@@ -1,0 +1,51 @@
+"""What the processes of a run are told on machines with GPUs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from slime.ray import cluster
+from slime.ray.cluster import nccl_as_engines, worker_env
+from slime.utils import accelerator
+from slime.utils.accelerator import CUDAAccelerator
+from slime.utils.errors import ConfigError
+
+_AGREED = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
+
+
+@pytest.fixture(autouse=True)
+def gpus(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cluster, "_is_on_loopback", lambda: False)
+    for name in _AGREED:
+        monkeypatch.delenv(name, raising=False)
+    accelerator.set_accelerator(CUDAAccelerator())
+    yield
+    accelerator.reset_accelerator()
+
+
+def test_trainer_and_engines_are_told_the_same_about_nccl():
+    assert [worker_env()[name] for name in _AGREED] == ["0", "0"], "what an engine would choose for itself"
+
+
+def test_what_the_user_says_about_nccl_reaches_every_process(monkeypatch):
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
+    assert [worker_env()[name] for name in _AGREED] == ["1", "0"]
+
+
+def test_the_trainer_follows_engines_that_overrule_the_environment():
+    assert nccl_as_engines(SimpleNamespace(sglang_argv=["--enable-symm-mem"])) == dict.fromkeys(_AGREED, "1")
+    assert nccl_as_engines(SimpleNamespace(sglang_argv=["--tp-size", "2"])) == {}
+
+
+def test_a_driver_without_a_gpu_does_not_take_a_cluster_of_gpus_for_cpus(monkeypatch):
+    monkeypatch.delenv("SLIME_ACCELERATOR", raising=False)
+    resources = {"GPU": 8.0, "accelerator_type:H100": 1.0}
+    cluster.check_devices(resources)  # this machine has GPUs as well
+    accelerator.set_accelerator(accelerator.CPUAccelerator())
+    with pytest.raises(ConfigError, match="SLIME_ACCELERATOR=cuda"):
+        cluster.check_devices(resources)
+    cluster.check_devices({"GPU": 8.0})  # announced by a cluster without any
+    monkeypatch.setenv("SLIME_ACCELERATOR", "cpu")
+    cluster.check_devices(resources)

@@ -1,0 +1,60 @@
+"""What slime's rollout functions need is said before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.config.tiny_command import TinyCommand, make_command
+
+_FULLY_ASYNC = "--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+_SUPERVISED = "--loss-type sft_loss --rollout-function-path slime.rollout.sft_rollout:generate_rollout"
+_READ_ONLY = "--data-source-path slime.rollout.data_source.RolloutDataSource"
+_EVALUATES = "--eval-prompt-data held {dir}/prompts.jsonl --eval-interval 1"
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> TinyCommand:
+    made = make_command(tmp_path)
+    messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    made.write("chat.jsonl", json.dumps({"messages": messages, "label": "2"}) + "\n")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (f"{_FULLY_ASYNC} {_EVALUATES}", "cannot evaluate: its worker never stops. Give --eval-function-path slime.r"),
+        (_SUPERVISED, "--n-samples-per-prompt 4 must be 1"),
+        (f"{_SUPERVISED} --n-samples-per-prompt 1 --apply-chat-template", "--apply-chat-template makes text of the"),
+        (f"{_SUPERVISED} --disable-rollout-global-dataset", "drop --disable-rollout-global-dataset"),
+        (f"--partial-rollout {_READ_ONLY}", "is read-only, but --partial-rollout returns unfinished groups to it"),
+        (f"{_FULLY_ASYNC} {_READ_ONLY}", "is read-only, but --rollout-function-path slime.rollout.fully_async"),
+        ("--prompt-data {dir}/chat.jsonl --input-key messages", "prompts are lists of messages: use --apply-chat-te"),
+        (
+            "--eval-prompt-data held {dir}/chat.jsonl --eval-interval 1 --eval-input-key messages",
+            "evaluation set held: {dir}/chat.jsonl: prompts are lists of messages",
+        ),
+    ],
+)
+def test_what_a_rollout_function_would_refuse_is_a_problem_of_the_command(
+    tiny: TinyCommand, flags: str, problem: str
+) -> None:
+    assert problem.replace("{dir}", str(tiny.directory)) in tiny.run(*flags.split())[1]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{_FULLY_ASYNC} {_EVALUATES} --eval-function-path slime.rollout.sglang_rollout.generate_rollout",
+        f"{_FULLY_ASYNC} --partial-rollout",
+        f"{_SUPERVISED} --n-samples-per-prompt 1 --prompt-data {{dir}}/chat.jsonl --input-key messages",
+        _READ_ONLY,
+        "--prompt-data {dir}/chat.jsonl --input-key messages --custom-generate-function-path "
+        "slime.rollout.sglang_streaming_rollout.generate_streaming",
+    ],
+)
+def test_what_works_is_no_problem_of_a_rollout_function(tiny: TinyCommand, flags: str) -> None:
+    assert tiny.run(*flags.split())[1] == ""

@@ -1,0 +1,56 @@
+"""A run that cannot be started leaves nothing open."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slime.ray import loop, placement_group
+from slime.utils.errors import DeadlineExceeded
+
+STEPS = ("create_tracker", "create_placement_groups", "create_data_buffer", "create_rollout_manager")
+
+
+@pytest.mark.parametrize("breaks", STEPS)
+def test_what_was_made_before_a_start_failed_is_ended_in_the_reverse_order(
+    breaks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+    made = {
+        "create_tracker": SimpleNamespace(close=lambda: ended.append("create_tracker")),
+        "create_placement_groups": {"rollout": None},
+        "create_data_buffer": SimpleNamespace(kill=lambda: ended.append("create_data_buffer")),
+    }
+
+    def step(name: str) -> Any:
+        def make(*arguments: Any) -> Any:
+            if name == breaks:
+                raise DeadlineExceeded(name)
+            return made[name]
+
+        return make
+
+    for name in STEPS:
+        monkeypatch.setattr(loop, name, step(name))
+    monkeypatch.setattr(loop, "release_placement_groups", lambda slots: ended.append("create_placement_groups"))
+    monkeypatch.setattr(loop, "run_directory", lambda args: None)
+    monkeypatch.setattr(loop, "ledger_path", lambda save, directory: "ledger")
+    monkeypatch.setattr(loop, "Progress", lambda directory, ledger: None)
+    with pytest.raises(DeadlineExceeded, match=breaks):
+        loop.start_run(SimpleNamespace(save=None))  # type: ignore[arg-type]
+    assert ended == list(STEPS[: STEPS.index(breaks)])[::-1]
+
+
+def test_slots_that_do_not_come_in_time_are_not_asked_for_any_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    removed: list[Any] = []
+    group = SimpleNamespace(wait=lambda timeout_seconds: False)
+    monkeypatch.setattr(placement_group, "placement_group", lambda bundles, strategy: group)
+    monkeypatch.setattr(placement_group, "remove_placement_group", removed.append)
+    monkeypatch.setattr(
+        placement_group, "ray", SimpleNamespace(cluster_resources=lambda: {}, available_resources=lambda: {})
+    )
+    with pytest.raises(DeadlineExceeded, match="to reserve 2 device slots"):
+        placement_group._reserve(2, 0.0)
+    assert removed == [group]
