@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-# Tests that share nothing; the others start several processes each and come one after the other.
+# The other tests start several processes each. Two of them at a time still share two cores well, as a run waits much;
+# those that are marked "alone" come one after the other.
 FAST_TESTS := tests/architecture tests/unit tests/contracts tests/examples
 # One thread per process: several engines and trainers share the cores.
 export OMP_NUM_THREADS ?= 1
@@ -18,7 +19,8 @@ demo: setup  ## a tiny language model learns to add, by reinforcement learning, 
 
 test: setup  ## every test that needs no GPU, the real engines included
 	$(BIN)/python -m pytest -q -n 2 $(FAST_TESTS)
-	$(BIN)/python -m pytest -q --durations=15 tests/dist tests/e2e
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --durations=15 -m "not alone" tests/dist tests/e2e
+	$(BIN)/python -m pytest -q --durations=15 -m alone tests/e2e
 
 check: setup  ## format, lint, types, architecture, unit tests: no network, no engine
 	$(BIN)/ruff format --check .

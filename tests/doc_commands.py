@@ -54,7 +54,7 @@ QWEN3_4B = {
     "torch_dtype": "bfloat16",
 }
 
-_MARK = re.compile(r"# needs (a GPU|a cluster|the network)\b")
+_MARK = re.compile(r"# needs (a GPU|a cluster|Docker|the network)\b")
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _COMMENT = re.compile(r"\s+#\s.*$")
 
@@ -82,12 +82,15 @@ RUNS: dict[tuple[str, str], str] = {
     ("docs/many_nodes.md", "--rollout-data-transport"): "tests/e2e/test_data_transport.py",
     ("docs/quick_start.md", "--debug-rollout-only"): "tests/e2e/test_shown_commands.py",
     ("docs/quick_start.md", "train.py --hf-checkpoint MODEL"): "tests/e2e/test_loop_ppo.py",
+    ("README.md", "make demo"): "tests/e2e/test_shown_commands.py",
+    ("docs/quick_start.md", "make demo"): "tests/e2e/test_shown_commands.py",
+    ("examples/demo/README.md", "run_demo.py"): "tests/e2e/test_shown_commands.py",
     ("docs/reproducibility.md", "--deterministic-mode"): "tests/e2e/test_chaos.py",
     ("docs/usage.md", "--advantage-estimator ppo"): "tests/e2e/test_loop_ppo.py",
 }
 """(page, words of the command) -> the file that runs it, smaller."""
 
-UP_TO_TRAINING = re.compile(r"make demo|python (examples/\w+/run_(tiny|demo)|benchmarks/algorithm_curves)\.py")
+UP_TO_TRAINING = re.compile(r"python (examples/\w+/run_tiny|benchmarks/algorithm_curves)\.py")
 
 
 @dataclass(frozen=True)

@@ -40,12 +40,12 @@ class Size:
     eval_interval: int
 
 
-def size_for(num_cores: int, grpo_rollouts: int) -> Size:
+def size_for(num_cores: int, grpo_rollouts: int, warm_start_rollouts: int) -> Size:
     processes = 2 if num_cores >= 4 else 1
     return Size(
         processes,
         processes,
-        warm_start_rollouts=6,
+        warm_start_rollouts=warm_start_rollouts,
         grpo_rollouts=grpo_rollouts,
         eval_interval=max(1, grpo_rollouts // 4),
     )
@@ -148,6 +148,7 @@ def ask(checkpoint: Path, questions: list[str]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("outputs/demo"))
+    parser.add_argument("--warm-start-rollouts", type=int, default=6, help="of 50 steps each")
     parser.add_argument("--grpo-rollouts", type=int, default=80)
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)), help="cores to plan for")
     options = parser.parse_args()
@@ -155,7 +156,7 @@ def main() -> None:
     output.mkdir(parents=True, exist_ok=True)
     for part in PARTS:  # of an earlier demo, whose metrics would mix with these
         shutil.rmtree(output / part, ignore_errors=True)
-    size = size_for(options.cores, options.grpo_rollouts)
+    size = size_for(options.cores, options.grpo_rollouts, options.warm_start_rollouts)
 
     started = time.monotonic()
     task = make_tiny_task(output / "task")

@@ -180,6 +180,10 @@ stop_what_we_started() {
       deadline=$((SECONDS + RAY_STOP_TIMEOUT_S))
       while kill -0 "${RAY_PID}" 2>/dev/null && ((SECONDS < deadline)); do sleep 0.2; done
       kill -KILL -- "-${RAY_PID}" 2>/dev/null || true # what is left of our own process group
+      for _ in {1..10}; do # the kernel takes a moment
+         kill -0 -- "-${RAY_PID}" 2>/dev/null || break
+         sleep 0.05
+      done
    fi
    exit "${status}"
 }

@@ -60,6 +60,11 @@ class AlgorithmArgs:
     log_probs_chunk_size: int = _flag(-1, "Rows of logits turned into log-probs at a time; -1 means all at once.")
     gamma: float = _flag(1.0, "Discount per token (reinforce_plus_plus and ppo).")
     lambd: float = _flag(1.0, "Lambda of generalised advantage estimation (ppo).")
+    gae_trained_tokens_only: bool = _flag(
+        False,
+        "Advantages step from one trained token to the next: values of tool and environment tokens, which no loss "
+        "trains, stay out (ppo).",
+    )
     normalize_advantages: bool = _flag(
         False, "Shift and scale advantages to mean 0 and variance 1 over the trained tokens of all ranks."
     )

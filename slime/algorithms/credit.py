@@ -90,6 +90,7 @@ def estimate(data: CreditData, kl: Ragged, settings: AlgorithmArgs) -> Credit:
                 kl_coef=settings.kl_coef,
                 gamma=settings.gamma,
                 lambd=settings.lambd,
+                only=data.loss_masks if settings.gae_trained_tokens_only else None,
             )
         case other:
             raise ValueError(f"--advantage-estimator {other!r} is unknown")

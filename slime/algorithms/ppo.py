@@ -26,20 +26,34 @@ def credit(
     kl_coef: float,
     gamma: float,
     lambd: float,
+    only: Sequence[torch.Tensor] | None = None,
 ) -> Credit:
     """GAE over token rewards ``-kl_coef kl_t``, plus the sample's reward at its final response token.
 
     Source: Ziegler et al. 2019, arXiv:1909.08593, eq. 2 (KL as a reward); Schulman et al. 2015, arXiv:1506.02438.
-    Every response token takes part, tokens of tools and environments too.
+    Every response token takes part, tokens of tools and environments too, unless ``only`` leaves them out.
 
     Args:
         rewards: one per sample.
         values: per sample ``[R_i]``, the critic's estimate before each response token.
         kl: per sample ``[R_i]``.
+        only: per sample ``[R_i]``, 1 where a token takes part. The others are not steps of the process: the next state
+            is that of the next token which does, and the last of those gets the reward.
 
     Returns:
-        fp32 tensors ``[R_i]``: advantages, and returns (advantage + value), the critic's target.
+        fp32 tensors ``[R_i]``: advantages, and returns (advantage + value), the critic's target. Advantage 0 where a
+        token takes no part.
     """
+    if only is not None:
+        parts = [mask.to(estimate.device) != 0 for mask, estimate in zip(only, kl, strict=True)]
+        inside = credit(
+            rewards, _selected(values, parts), _selected(kl, parts), kl_coef=kl_coef, gamma=gamma, lambd=lambd
+        )
+        wholes = [value.float() for value in values]
+        return Credit(
+            advantages=_put(inside.advantages, parts, [torch.zeros_like(value) for value in wholes]),
+            returns=_put(inside.returns, parts, wholes),
+        )
     rows = []
     for reward, estimate in zip(rewards, kl, strict=True):
         row = -kl_coef * estimate.float()
@@ -57,6 +71,20 @@ def credit(
         advantages=[row[:n].clone() for row, n in zip(advantages, lengths, strict=True)],
         returns=[row[:n].clone() for row, n in zip(returns, lengths, strict=True)],
     )
+
+
+def _selected(rows: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [row[part] for row, part in zip(rows, parts, strict=True)]
+
+
+def _put(
+    rows: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """``wholes`` with ``rows`` at the places of ``parts``."""
+    return [
+        whole.masked_scatter(part.to(whole.device), row.to(whole.device))
+        for row, part, whole in zip(rows, parts, wholes, strict=True)
+    ]
 
 
 def value_loss(

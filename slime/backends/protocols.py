@@ -105,7 +105,13 @@ class Trainer(WeightExporter, Protocol):
         """Remember the live weights as those that generate from now on, for batches whose ``generated_by`` says so."""
 
     def save(self, rollout_id: int) -> None:
-        """Write a checkpoint whose iteration is ``rollout_id``; it is complete when this returns on all ranks."""
+        """Write a checkpoint whose iteration is ``rollout_id``.
+
+        It is complete when this returns on all ranks, unless ``--async-save`` goes on with it in the background.
+        """
+
+    def finish_saves(self) -> None:
+        """Return when no checkpoint is being written in the background any more."""
 
     def offload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
         """Give the device memory of ``parts`` back to the driver; again is fine.

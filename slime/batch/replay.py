@@ -65,7 +65,7 @@ def load_debug_rollout_data(
         return samples
     if not 0 < subsample_ratio <= 1:
         raise ConfigError(f"--load-debug-rollout-data-subsample {subsample_ratio} must be above 0 and at most 1.")
-    keep = int(len(samples) * subsample_ratio)
+    keep = max(1, int(len(samples) * subsample_ratio))
     head = keep // 2
     return samples[:head] + samples[len(samples) - (keep - head) :]
 

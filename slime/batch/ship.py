@@ -7,6 +7,7 @@ Called after scheduling, where the rollout lives; the trainer receives the dicts
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +77,21 @@ def split_by_dp(
             len(data["tokens"]),
             global_batch_size,
         )
+    _warn_of_long_samples(data["total_lengths"], settings, layout)
     return Shipment([tensorize(slice_batch(data, plan, rank)) for rank in range(layout.dp_size)], plan)
+
+
+def _warn_of_long_samples(total_lengths: Sequence[int], settings: MicroBatchArgs, layout: ParallelLayout) -> None:
+    """A sample is never cut, so one above the budget takes the memory that it takes."""
+    if not settings.use_dynamic_batch_size or settings.max_tokens_per_gpu is None:
+        return
+    budget = settings.max_tokens_per_gpu * layout.cp_size
+    if too_long := [length for length in total_lengths if length > budget]:
+        logger.warning(
+            "%d samples, the longest of %d tokens, exceed --max-tokens-per-gpu %d x --context-parallel-size %d: each "
+            "is a micro-batch of its own and may not fit the device.",
+            *(len(too_long), max(too_long), settings.max_tokens_per_gpu, layout.cp_size),
+        )
 
 
 def slice_batch(data: TrainData, plan: StepPlan, rank: int) -> RankBatch:

@@ -25,7 +25,7 @@ from slime.config.groups import flag_of
 from slime.config.yaml_file import read_mapping
 from slime.utils.errors import ConfigError
 
-__all__ = ["Role", "RoleConfig", "check_roles", "parse_megatron_role_args", "read_roles", "role_args"]
+__all__ = ["NoRoles", "Role", "RoleConfig", "check_roles", "parse_megatron_role_args", "read_roles", "role_args"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,10 @@ _CRITIC: dict[str, Any] = {
 """What a critic is whatever the file says: it has no reference, no teacher, and an output layer of its own."""
 
 
+class NoRoles(ConfigError, AssertionError):
+    """The file has no list of roles. Also an AssertionError: callers of older versions catch that."""
+
+
 @dataclass(frozen=True)
 class RoleConfig:
     """One entry of the file: what ``role`` sees differently."""
@@ -82,7 +86,7 @@ def read_roles(path: str) -> dict[str, RoleConfig]:
     root = read_mapping(_FLAG, path)
     entries = root.get("megatron")
     if not isinstance(entries, list):
-        raise ConfigError(f"{where}: the file must have the key megatron with a list of entries, not {entries!r}.")
+        raise NoRoles(f"{where}: the file must have a top-level 'megatron' list of entries, not {entries!r}.")
     problems: list[str] = []
     roles: dict[str, RoleConfig] = {}
     for number, entry in enumerate(entries, start=1):

@@ -37,6 +37,7 @@ __all__ = [
     "media_to_state",
     "process_vision_info",
     "run_processor",
+    "with_single_placeholders",
 ]
 
 DEFAULT_PATCH_SIZE = 14
@@ -224,6 +225,12 @@ def run_processor(processor: Any, text: str, inputs: Mapping[str, Any]) -> tuple
     ids = output["input_ids"][0]
     rest = {name: value for name, value in output.items() if name not in ("input_ids", "attention_mask")}
     return [int(i) for i in ids], rest or None
+
+
+def with_single_placeholders(processor: Any, ids: Sequence[int]) -> list[int]:
+    """Token ids where each image is one token again: what an engine makes as many of as the image needs."""
+    kinds = {getattr(processor, f"{name}_token_id", None) for name in ("image", "video")}
+    return [token for before, token in zip((None, *ids), ids, strict=False) if token != before or token not in kinds]
 
 
 @functools.lru_cache(maxsize=8)

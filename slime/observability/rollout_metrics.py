@@ -22,7 +22,7 @@ from slime.observability.metric_utils import (
     has_repetition,
 )
 from slime.observability.request_metrics import request_metrics
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from slime.data.sample import Sample
@@ -148,8 +148,9 @@ def eval_metrics(args: Namespace, data: Mapping[str, Mapping[str, Any]]) -> dict
     metrics: dict[str, float] = {}
     own_group_size = {dataset.name: dataset.n_samples_per_eval_prompt for dataset in args.eval_datasets}
     for name, result in data.items():
-        rewards = [float(reward) for reward in result["rewards"]]
+        rewards = _numbers(name, result["rewards"])
         if not rewards:
+            logger.warning("eval/%s: no metrics, because the evaluation function returned no rewards", name)
             continue
         metrics[f"eval/{name}"] = statistics.fmean(rewards)
         samples = result.get("samples")
@@ -165,6 +166,19 @@ def eval_metrics(args: Namespace, data: Mapping[str, Mapping[str, Any]]) -> dict
                 continue
             metrics |= dict_add_prefix(compute_pass_rate(rewards, group_size), f"eval/{name}-")
     return metrics
+
+
+def _numbers(name: str, rewards: Sequence[Any]) -> list[float]:
+    numbers: list[float] = []
+    for position, reward in enumerate(rewards):
+        try:
+            numbers.append(float(reward))
+        except (TypeError, ValueError):
+            raise DataError(
+                f"evaluation set {name}: reward {position} is {reward!r}, which is no number: name the key of a reward "
+                "that is a dict with --eval-reward-key, or return numbers"
+            ) from None
+    return numbers
 
 
 @contextmanager

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slime.utils import accelerator
+
 __all__ = ["gather_and_reduce_log_dict", "reduce_train_step_metrics", "rollout_log_metric_contribution"]
 
 
@@ -35,6 +37,7 @@ def reduce_train_step_metrics(
     names = list(losses_reduced[0]["keys"])
     total = torch.stack([torch.as_tensor(loss["values"], dtype=torch.float32) for loss in losses_reduced]).sum(0)
     if dp_with_cp_group is not None:
+        total = total.to(accelerator.current().device())  # where the group communicates
         dist.all_reduce(total, group=dp_with_cp_group)
     tokens, *values = total.tolist()
     if calculate_per_token_loss:

@@ -109,6 +109,9 @@ class RayTrainGroup:
     def save(self, rollout_id: int) -> None:
         get(self._all("save", rollout_id), self._args.train_timeout, f"the checkpoint of rollout {rollout_id}")
 
+    def finish_saves(self, timeout_s: float) -> None:
+        get(self._all("finish_saves"), timeout_s, "the checkpoint that is written in the background")
+
     def save_hf(self, path: str) -> None:
         get(self._all("save_hf", path), self._args.train_timeout, f"the Hugging Face export to {path}")
 

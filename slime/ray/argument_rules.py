@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import os
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 from slime.backends.sglang_utils.topology import topology_of
 from slime.config import notices
@@ -228,7 +230,17 @@ def _transport(args: Namespace) -> Iterator[str]:
         )
 
 
-MACHINE_RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = (_transport,)
+def _writable(args: Namespace) -> Iterator[str]:
+    """H1: before hours of training end at the first checkpoint. How much room there is, ``slime doctor`` says."""
+    for flag, path in (("--output-dir", args.output_dir), ("--save", args.save)):
+        if path is None:
+            continue
+        place = next(parent for parent in (Path(path), *Path(path).parents) if parent.is_dir())
+        if not os.access(place, os.W_OK):
+            yield f"{flag} {path}: {place} cannot be written: name another directory, or change its rights."
+
+
+MACHINE_RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = (_transport, _writable)
 """What needs something of the machine that a run starts on."""
 
 RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = (

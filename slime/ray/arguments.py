@@ -144,6 +144,7 @@ STEPS: tuple[config_resolve.Step, ...] = (
     trainer_rules.other_model_flags,
     *sglang_rules.STEPS,
     argument_rules.reward_type,
+    data_rules.chat_template,
     argument_rules.what_can_be_replaced,
 )
 """The derivations that only other rooms know, in order, after those of ``slime.config.resolve``."""

@@ -1,4 +1,4 @@
-"""Rules about what stands in the data files: the keys of the first row, and rows enough for an epoch.
+"""What follows from the data files, and rules about what stands in them: the first row, and rows enough for an epoch.
 
 Called by ``slime.ray.arguments`` after the flags are resolved. Later rows are the data source's business. What cannot
 be read at all is reported by :mod:`slime.ray.argument_rules`.
@@ -10,12 +10,13 @@ import itertools
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 
+from slime.config import notices
 from slime.data.arguments import PromptDataArgs
 from slime.ray.rollout_rules import FULLY_ASYNC
 from slime.rollout.arguments import DEFAULT_ROLLOUT_FUNCTION
 from slime.utils.errors import DataError
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "chat_template"]
 
 
 def _reads_prompts(args: Namespace) -> bool:
@@ -25,12 +26,29 @@ def _reads_prompts(args: Namespace) -> bool:
     return is_ours and not replays and args.rollout_global_dataset and bool(args.prompt_data)
 
 
+def chat_template(args: Namespace) -> None:
+    """D4: prompts that are messages get the template where nothing else could make text of them."""
+    from slime.data.prompts import prompt_key_of, read_file
+
+    generates = args.rollout_function_path.replace(":", ".") in (DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC)
+    has_own = args.custom_generate_function_path is not None
+    if args.apply_chat_template or has_own or not generates or not _reads_prompts(args):
+        return
+    try:
+        row = next(iter(read_file(args.prompt_data)), {})
+    except (DataError, ImportError, OSError):
+        return  # reported by the rules
+    if args.multimodal_keys is not None or isinstance(row.get(prompt_key_of(row, args.input_key) or ""), list):
+        args.apply_chat_template = True
+        notices.warn(
+            args, "--apply-chat-template", "not given, but prompts are lists of messages: the template is used"
+        )
+
+
 def _training_rows(args: Namespace) -> Iterator[str]:
     if _reads_prompts(args):
-        is_ours = args.rollout_function_path.replace(":", ".") in (DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC)
-        needs_text = is_ours and args.custom_generate_function_path is None and not args.apply_chat_template
         keys = (args.input_key, args.label_key, args.tool_key)
-        yield from _first_row("--prompt-data", args.prompt_data, keys, needs_text=needs_text)
+        yield from _first_row("--prompt-data", args.prompt_data, keys)
 
 
 def _evaluation_rows(args: Namespace) -> Iterator[str]:
@@ -42,7 +60,9 @@ def _evaluation_rows(args: Namespace) -> Iterator[str]:
         yield from _first_row(f"evaluation set {dataset.name}", dataset.path, keys, needs_text=needs_text)
 
 
-def _first_row(where: str, path: str, keys: tuple[str, str | None, str | None], *, needs_text: bool) -> Iterator[str]:
+def _first_row(
+    where: str, path: str, keys: tuple[str, str | None, str | None], *, needs_text: bool = False
+) -> Iterator[str]:
     """D4: what the keys of prompt, label and tools name is in the first row, and the prompt can be generated from.
 
     Args:

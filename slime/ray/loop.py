@@ -52,6 +52,7 @@ __all__ = ["Run", "is_due", "start_run"]
 logger = logging.getLogger(__name__)
 
 _DISPOSE_TIMEOUT_S = 20.0
+_FINISH_SAVES_TIMEOUT_S = 120.0
 
 
 def is_due(rollout_id: int, interval: int | None, last: int | None = None) -> bool:
@@ -80,6 +81,7 @@ class Run:
     _num_synced_bytes: int = 0
     _version: str | None = None
     _num_trained: int = 0
+    _next_step: int = 0
     _ahead: RolloutsAhead[RolloutResult] | None = None
     _recovery: Recovery | None = None
     _evaluation: tuple[Any, int] | None = None
@@ -261,7 +263,10 @@ class Run:
         if training is not None:
             metrics |= {f"rollout/{name}": value for name, value in training.rollout.items()}
             warn_if_mismatched(rollout_id, training.steps, self.tracker.directory)
-            for number, step in enumerate(training.steps, start=rollout_id * len(training.steps)):
+            # rollouts may have different numbers of steps, and an axis must not go back
+            first = max(self._next_step, rollout_id * len(training.steps))
+            self._next_step = first + len(training.steps)
+            for number, step in enumerate(training.steps, start=first):
                 values = {f"train/{name}": value for name, value in step.items()}
                 self.tracker.log(values | {"train/step": number}, step_key="train/step")
         self.tracker.log(metrics | {"rollout/step": rollout_id}, step_key="rollout/step")
@@ -287,7 +292,20 @@ class Run:
                 raise_if_dead(actors, f"a process of the run, which failed with {type(error).__name__}")
         finally:
             self.progress.update(state=state)
+            self._finish_saves()
             self.dispose()
+
+    def _finish_saves(self) -> None:
+        """What was being written when the run ended is a checkpoint as well, unless a rank that it needs is gone."""
+        if self.trainer is None or not self.args.async_save:
+            return
+        acknowledge()
+        try:
+            raise_if_dead(self._ranks(), "a checkpoint that was being written")
+            self.trainer.finish_saves(_FINISH_SAVES_TIMEOUT_S)
+        except Exception as error:
+            told = message_of(error) or str(error)
+            logger.warning("the checkpoint that was being written does not count: %s", told.partition("\n")[0])
 
     def _ranks(self) -> list[Any]:
         return [rank for group in (self.trainer, self.critic) if group is not None for rank in group.ranks]

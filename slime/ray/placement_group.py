@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from slime.ray.cluster import NOSET_VISIBLE_DEVICES, slot_layout, worker_env
 from slime.ray.waiting import get
 from slime.utils import accelerator
 from slime.utils.deadline import Deadline
+from slime.utils.errors import ConfigError
 
 __all__ = ["GpuSlots", "create_placement_groups", "release_placement_groups"]
 
@@ -121,11 +123,22 @@ class _Place:
 @ray.remote(num_gpus=1)
 class _Probe:
     def locate(self) -> _Place:
-        device_ids = ray.get_gpu_ids()
+        device_id = _number_of(ray.get_gpu_ids())
         node_id = ray.get_runtime_context().get_node_id()
-        device_id = int(device_ids[0]) if device_ids else 0
         visible_id = accelerator.resolve_visible_device_id(device_id)
         return _Place(ray.util.get_node_ip_address(), node_id, device_id, visible_id)
+
+
+def _number_of(device_ids: Sequence[int | str]) -> int:
+    """Of the device that Ray gave to a process; 0 where it gave none."""
+    name = str(device_ids[0]) if device_ids else "0"
+    if not name.isdecimal():
+        variable = accelerator.visible_devices_env_key()
+        raise ConfigError(
+            f"{variable}={os.environ.get(variable)} names the device {name}: start Ray on that node with numbers, such "
+            f"as {variable}=0,1, by which engines and trainer ranks are given devices that follow one another."
+        )
+    return int(name)
 
 
 def _ordered(group: PlacementGroup, count: int) -> GpuSlots:

@@ -28,7 +28,7 @@ from slime.ray.weight_updates import weight_updater
 from slime.rollout.arguments import DEFAULT_ROLLOUT_FUNCTION
 from slime.utils import accelerator
 from slime.utils.errors import DataError
-from slime.utils.net import free_port
+from slime.utils.net import PortClaim, claim_ports
 from slime.weight_sync.session import WeightUpdate
 
 __all__ = ["SyncReport", "TrainActor", "check_provenance", "trainer_class"]
@@ -72,10 +72,16 @@ class TrainActor:
         self._trainer: Trainer | None = None
         self._weight_updater = weight_updater(args, rank, world_size)
         self._kept_version: str | None = None
+        self._rendezvous: PortClaim | None = None
 
     def rendezvous(self) -> tuple[str, int]:
-        """Address and a free port of this rank's node; asked of rank 0."""
-        return node_address(), free_port()
+        """Address and a port of this rank's node; asked of rank 0.
+
+        The port is claimed: rank 0 listens there seconds later, when it has imported its trainer.
+        """
+        host = node_address()
+        self._rendezvous = claim_ports(host)
+        return host, self._rendezvous.first
 
     def setup(self, master_address: str, master_port: int, with_ref: bool) -> int:
         """Join the other ranks and build the model. Returns the rollout id to start with."""
@@ -130,6 +136,9 @@ class TrainActor:
 
     def save(self, rollout_id: int) -> None:
         self.trainer.save(rollout_id)
+
+    def finish_saves(self) -> None:
+        self.trainer.finish_saves()
 
     def save_hf(self, path: str) -> None:
         self.trainer.save_hf(path)

@@ -9,7 +9,7 @@ from slime.backends.fsdp_utils import argument_rules as fsdp_rules
 from slime.backends.megatron_utils import argument_rules as megatron_rules
 from slime.backends.megatron_utils.families.registry import FAMILIES
 from slime.backends.megatron_utils.model_shape import check_against_hf, read_shape
-from slime.backends.megatron_utils.precision_rules import int4
+from slime.backends.megatron_utils.precision_rules import int4, kv_fp8
 from slime.config import notices
 from slime.config.groups import flag_of
 from slime.utils.errors import ConfigError
@@ -85,10 +85,11 @@ def other_model_flags(args: Namespace) -> None:
         notices.warn(args, flag, f"{rest} It is ignored: --train-backend fsdp builds the model of config.json.")
 
 
-def _fake_int4(args: Namespace) -> Iterator[str]:
-    """Not a rule of the offline tools: they do not train."""
+def _fake_quantisation(args: Namespace) -> Iterator[str]:
+    """Not rules of the offline tools: they do not train."""
     if not args.debug_rollout_only and args.hf_checkpoint is not None:
         yield from int4(args)
+        yield from kv_fp8(args)
 
 
-RULES = (_backend, _balance, _converter, _fake_int4)
+RULES = (_backend, _balance, _converter, _fake_quantisation)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from slime.data.media import encode_image_for_rollout_engine
+from slime.data.media import encode_image_for_rollout_engine, load_processor, with_single_placeholders
 from slime.data.sample import Sample
 from slime.data.sampling_mask import LACKS_SETS, cuts_vocabulary, lacks_sets
 from slime.rollout.direct_engines import PAST_THE_ROUTER
@@ -62,7 +62,7 @@ def build_request(
         sample.status = Sample.Status.TRUNCATED
         return None
     payload = {
-        **_prompt(sample, ids),
+        **_prompt(args, sample, ids),
         "sampling_params": {**sampling_params, "max_new_tokens": room},
         "return_logprob": True,
     }
@@ -95,11 +95,13 @@ def check_reply(request: EngineRequest, sample: Sample, reply: Any) -> dict[str,
     return reply
 
 
-def _prompt(sample: Sample, ids: Sequence[int]) -> dict[str, Any]:
-    """Token ids; with images the text, whose placeholders the engine fills in itself, until there is a response."""
+def _prompt(args: Namespace, sample: Sample, ids: Sequence[int]) -> dict[str, Any]:
+    """Token ids; with images the text until there is a response. The engine fills in the placeholders of images."""
     images = (sample.multimodal_inputs or {}).get("images")
     if not images:
         return {"input_ids": ids}
     image_data = [encode_image_for_rollout_engine(image) for image in images]
-    begun = sample.response_length > 0
-    return {"image_data": image_data} | ({"input_ids": ids} if begun else {"text": sample.prompt})
+    if sample.response_length == 0:
+        return {"image_data": image_data, "text": sample.prompt}
+    processor = load_processor(args.hf_checkpoint, trust_remote_code=True)
+    return {"image_data": image_data, "input_ids": with_single_placeholders(processor, ids)}

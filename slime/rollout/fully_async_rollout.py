@@ -158,8 +158,8 @@ class AsyncRolloutWorker:
         staleness = setting(self.args, "max_weight_staleness")
         if staleness is None:
             return free
-        under_way = len(self._active) + self.queue_size() + self._num_held
-        return min(free, (staleness + 1) * self.args.rollout_batch_size - under_way)
+        most: int = (staleness + 1) * self.args.rollout_batch_size
+        return min(free, most - len(self._active) - self.queue_size() - self._num_held)
 
     async def _main(self) -> None:
         self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
@@ -51,6 +52,9 @@ def init_default_group(backend: str, *, timeout_s: float) -> None:
             f"gave up after {timeout_s:.0f} s waiting for the other trainer ranks: {error}. "
             "Look for the rank that failed to start, or raise --distributed-timeout-minutes."
         ) from error
+    if dist.get_backend() == "nccl":
+        # until a collective has shown the device, a barrier takes the one numbered like the rank: perhaps an engine's
+        dist.all_reduce(torch.zeros(1, device=accelerator.current().device()))
 
 
 def join_group(

@@ -1,7 +1,8 @@
 """HTTP to engines, router and reward services: shared clients per event loop, deadlines, retries by kind.
 
     connection errors, 5xx   retried with exponential backoff; so are replies that were damaged on the way
-    4xx                      raised at once: the request itself is wrong
+    408, 429                 retried: the server wants to be asked later
+    other 4xx                raised at once: the request itself is wrong
     deadline                 covers all attempts of a call; afterwards the error names the url
 
 Attempts of ``post`` are made by this process, or by whoever :func:`set_sender` names (``--use-distributed-post``);
@@ -80,6 +81,7 @@ Sender: TypeAlias = Callable[[str, Any, dict[str, str] | None, float], Awaitable
 """Makes one attempt: (url, JSON value, headers, seconds) -> reply. Raises ``TimeoutError`` when the seconds passed."""
 
 DEFAULT_TIMEOUT_S = 1800.0
+_LATER = (408, 429)
 _BROKEN = (httpx.TransportError, httpx.DecodingError)
 _FIRST_BACKOFF_S = 0.25
 _LAST_BACKOFF_S = 5.0
@@ -187,13 +189,13 @@ async def post(
 
     Args:
         payload: the JSON value, or a function that makes one for each attempt (ids that must not repeat).
-        max_retries: attempts after the first one for connection errors and 5xx; the pause between them doubles from
+        max_retries: attempts after the first one where that may help; the pause between them doubles from
             0.25 s to 5 s.
         timeout_s: seconds for all attempts together. None: the value of :func:`init_http_client`.
 
     Raises:
-        RequestRefused: 4xx, at once; with url, status and reply.
-        EngineError: 5xx and connection errors, after the last attempt.
+        RequestRefused: 4xx but 408 and 429, at once; with url, status and reply.
+        EngineError: those, 5xx and connection errors, after the last attempt.
         DeadlineExceeded: ``timeout_s`` passed.
     """
     deadline = Deadline(timeout_s or _clients.timeout_s, f"the reply of POST {url}")
@@ -216,7 +218,7 @@ async def post(
         if reply.status is not None and 200 <= reply.status < 300:
             return reply.content
         problem = str(reply.content)
-        if reply.status is not None and reply.status < 500:
+        if reply.status is not None and _is_final(reply.status):
             raise RequestRefused(f"POST {url} was refused with {problem}")
     raise EngineError(f"POST {url} failed {max_retries + 1} times in {deadline.elapsed:.1f} s, last with {problem}")
 
@@ -258,7 +260,7 @@ async def receive_stream(
                 if not response.is_success:
                     await response.aread()
                     problem = _problem(response)
-                    if response.status_code < 500:
+                    if _is_final(response.status_code):
                         raise RequestRefused(f"POST {url} was refused with {problem}")
                     continue
                 async for event in _events(response):
@@ -317,6 +319,11 @@ async def get(url: str, *, timeout_s: float = 30.0) -> Any:
     except httpx.HTTPError as error:
         raise EngineError(f"GET {url} failed: {type(error).__name__}: {error}") from error
     return _content(response)
+
+
+def _is_final(status: int) -> bool:
+    """Whether the same request would be refused again."""
+    return status < 500 and status not in _LATER
 
 
 def _problem(response: httpx.Response) -> str:

@@ -24,6 +24,15 @@ import torch
 
 __all__ = ["main"]
 
+_IMPORTED = (
+    *(f"slime.backends.megatron_utils.{name}" for name in ("actor", "setup", "step", "forward", "offload")),
+    *(f"slime.backends.megatron_utils.{name}" for name in ("checkpoint", "hf_checkpoint")),
+    *("slime.backends.fsdp_utils.actor", "transformers.models.qwen3.modeling_qwen3"),
+    *("torch._dynamo", "torch.onnx"),  # imported by the first optimizer that is made
+    "tests.unit.megatron_utils.tiny_trainer",
+)
+"""What every rank would import again otherwise: more than half of the time of a small case."""
+
 _GRACE_S = 3.0
 """How long the other ranks may go on after one has failed: enough to report what they saw."""
 
@@ -34,8 +43,8 @@ def main() -> None:
     from slime.backends.megatron_utils.patches.install import install
 
     install()
-    for name in ("actor", "setup", "step", "forward", "checkpoint", "hf_checkpoint"):
-        importlib.import_module(f"slime.backends.megatron_utils.{name}")
+    for name in _IMPORTED:
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()
     print("ready", flush=True)

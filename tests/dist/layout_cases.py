@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 from slime.backends.megatron_utils.actor import MegatronTrainer
 from slime.backends.training.credit import needs_reference
 from slime.utils.errors import SlimeError
+from tests.unit.megatron_utils.fake_deep_gemm import make_package
 from tests.unit.megatron_utils.tiny_trainer import make_args, split_batch
 
-__all__ = ["head_rows", "poisoned", "train", "train_critic"]
+__all__ = ["head_rows", "poisoned", "train", "train_critic", "train_with_deep_gemm"]
 
 
 def train(
@@ -47,6 +49,14 @@ def train(
         "num_states": _num_states(trainer),
         "weights": {name: value.clone() for name, value in trainer.export_weights()},
     }
+
+
+def train_with_deep_gemm(rank: int, world_size: int, **case: Any) -> dict[str, Any]:
+    """:func:`train` where a stand-in of the package is installed."""
+    package = sys.modules["deep_gemm"] = make_package()
+    result = train(rank, world_size, **case)
+    assert package.calls
+    return result
 
 
 def _log_probs(trainer: MegatronTrainer, part: dict[str, Any]) -> list[torch.Tensor]:

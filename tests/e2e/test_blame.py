@@ -19,6 +19,8 @@ from slime.ray.waiting import get, raise_if_dead
 from slime.utils.deadline import Deadline, wait_until
 from slime.utils.errors import DeadlineExceeded, ProcessDied
 
+pytestmark = pytest.mark.alone
+
 
 class Worker:
     def __init__(self, name: str, silence_s: float = SILENCE_S) -> None:

@@ -22,6 +22,8 @@ from tests.e2e.faults import Broken, broken, shared_memory
 from tests.e2e.running import Finished, metrics
 from tests.e2e.test_loop import grpo_flags
 
+pytestmark = pytest.mark.alone
+
 ROLLOUTS = 4
 
 ORDERLY_S = 10.0

@@ -9,8 +9,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.e2e.running import PLUGINS, Finished, metrics, values
 from tests.e2e.watching import Running, is_generating, read, running, scheduler_of, server_of
+
+pytestmark = pytest.mark.alone
 
 ROLLOUTS = 8
 
@@ -60,6 +64,8 @@ def seconds_to_recovery(output: str) -> list[float]:
 def test_engines_that_die_during_rollouts_serve_again_and_nothing_is_lost(tiny_task, tmp_path):
     with running(flags_for(tiny_task, tmp_path, "--rollout-num-gpus", 2), tmp_path, "train_async.py") as run:
         router, first, second = run.urls()
+        fork_server = server_of(first).parent()
+        assert fork_server.ppid() == run.process.pid, "SGLang is imported while Ray starts"
         run.wait(lambda: is_generating(first) and is_generating(second))
         server_of(second).kill()  # one of two: the rollout ends on the other one
         run.wait(lambda: "engine 1 serves again" in run.text())

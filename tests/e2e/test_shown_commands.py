@@ -1,7 +1,8 @@
-"""Commands of the pages that no other run is made of: engines without a trainer, a service that makes conversations."""
+"""Commands of the pages that no other run is made of: the demo, engines alone, a service that makes conversations."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -17,35 +18,42 @@ from tests.e2e.running import ROOT, Finished, kill_marked, start_train
 SMALL = ("--num-rollout", 1, "--rollout-batch-size", 4, "--sglang-context-length", 128)
 SMALL += ("--sglang-max-total-tokens", 8192, "--fp32")
 
+SHORT = ("--cores", 1, "--warm-start-rollouts", 1, "--grpo-rollouts", 1)
+
 
 @pytest.mark.slow
-def test_samples_come_from_engines_alone_and_from_a_service_as_the_pages_say(tiny_task, tmp_path: Path):
+def test_the_demo_engines_alone_and_a_service_of_conversations_run_as_the_pages_say(tiny_task, tmp_path: Path):
     port = free_port()
     server = [sys.executable, "-m", "slime_plugins.rollout_buffer.buffer"]
     server += [*shown_flags("docs/data.md", "rollout_buffer.buffer")[:-1], "--port", str(port)]
-    dumps = {"engines": "samples/{rollout_id}.pt", "service": "conversations/{rollout_id}.pt"}
     alone = shown_flags("docs/quick_start.md", "--debug-rollout-only")
     alone += ["--hf-checkpoint", tiny_task.model, "--prompt-data", tiny_task.train]
     served = shown_flags("docs/data.md", "--rollout-buffer-url")
     served += ["--rollout-buffer-url", f"http://127.0.0.1:{port}"]
-    flags = {"engines": alone, "service": alone + served}
+    dumps = {"engines": alone, "service": alone + served}
     for name in ("examples", "slime_plugins"):
         (tmp_path / name).symlink_to(ROOT / name)
     started = {}
     with (tmp_path / "server.log").open("w") as log:
         service = subprocess.Popen(server, cwd=ROOT, env=os.environ, stdout=log, stderr=subprocess.STDOUT)
     try:
-        for name, words in flags.items():
-            words = [*words, *SMALL, "--save-debug-rollout-data", tmp_path / dumps[name]]
+        for name, words in dumps.items():
+            words += [*SMALL, "--save-debug-rollout-data", tmp_path / name / "{rollout_id}.pt"]
             started[name] = start_train(words, tmp_path, tmp_path / f"{name}.log")
+        demo = [*shown_flags("examples/demo/README.md", "run_demo.py"), "--output", tmp_path / "demo", *SHORT]
+        started["demo"] = start_train(demo, tmp_path, tmp_path / "demo.log", "examples/demo/run_demo.py")
         for name, (process, mark) in started.items():
-            status = process.wait(120)
+            status = process.wait(180)
             text = (tmp_path / f"{name}.log").read_text()
             assert status == 0, f"{name}:\n{text[-4000:]}\n{(tmp_path / 'server.log').read_text()[-2000:]}"
             assert Finished(status, text, mark, 0.0).survivors() == []
-            samples = torch.load(str(tmp_path / dumps[name]).format(rollout_id=0), weights_only=True)["samples"]
+        for name in dumps:
+            samples = torch.load(tmp_path / name / "0.pt", weights_only=True)["samples"]
             assert len(samples) == 16
             assert all(sample["response_length"] > 0 for sample in samples)
+        summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
+        assert summary["max_train_rollout_logprob_abs_diff"] < 1e-5
+        assert "the exported checkpoint answers: 12+34=" in (tmp_path / "demo.log").read_text()
     finally:
         service.kill()
         service.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,7 +113,8 @@ def test_broadcasts_arrive_bit_for_bit(engine, tiny_task, monkeypatch, small_byt
 
 
 def shared_files() -> list[str]:
-    return sorted(path.name for path in Path("/dev/shm").glob("torch_*"))
+    """Of this process, which sends."""
+    return sorted(path.name for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
 
 
 @pytest.mark.parametrize("encoding", [None, "xor", "overwrite"])

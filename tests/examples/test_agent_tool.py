@@ -125,7 +125,7 @@ print(message["content"])
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_what_an_agent_said_is_trained_on_with_the_very_probabilities_it_was_sampled_with(tiny_task, tmp_path):
-    """Two rollouts on the real stack, by a program of two turns."""
+    """Two rollouts on the real stack, by a program of two turns, sampled from a part of the vocabulary."""
     settings = {"agent_command": [sys.executable, "-c", TWO_TURNS], "agent_processes": 4}
     config = tmp_path / "agent.yaml"
     config.write_text(json.dumps(settings | {"agent_timeout": 60.0, "agent_max_turns": 2}))
@@ -134,7 +134,7 @@ def test_what_an_agent_said_is_trained_on_with_the_very_probabilities_it_was_sam
         *("--num-rollout", 2, "--rollout-batch-size", 4, "--n-samples-per-prompt", 4, "--rollout-max-response-len", 6),
         *("--custom-generate-function-path", "examples.agent_tool.generate_with_agent.generate"),
         *("--custom-config-path", config, "--rollout-num-gpus", 1, "--actor-num-gpus-per-node", 1, "--fp32"),
-        *("--sglang-context-length", 256, "--sglang-max-total-tokens", 16384, "--lr", "1e-4"),
+        *("--sglang-context-length", 256, "--sglang-max-total-tokens", 16384, "--lr", "1e-4", "--rollout-top-p", 0.9),
         *("--save-debug-rollout-data", tmp_path / "{rollout_id}.pt", "--output-dir", tmp_path),
         *("--experiment-name", "run"),
     ]
@@ -148,3 +148,4 @@ def test_what_an_agent_said_is_trained_on_with_the_very_probabilities_it_was_sam
     assert {sample["rollout_id"] for sample in first} == set(range(16))
     assert all("sure?" in sample["response"] or sample["response_length"] <= 6 for sample in first)
     assert any(0 in sample["loss_mask"] and 1 in sample["loss_mask"] for sample in first)
+    assert all(len(sample["rollout_top_p_token_ids"]) >= sum(sample["loss_mask"]) for sample in first)

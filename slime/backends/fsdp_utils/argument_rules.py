@@ -39,6 +39,8 @@ _ABSENT: dict[str, str] = {
     "custom_megatron_init_path": "there is no Megatron",
     "custom_megatron_before_log_prob_hook_path": "there is no Megatron",
     "custom_megatron_before_train_step_hook_path": "there is no Megatron",
+    "megatron_deepgemm_forward_layers": "there is no Megatron",
+    "megatron_deepgemm_moe_forward_layers": "there is no Megatron",
 }
 """Flags that ask for what this backend does not have, and why."""
 

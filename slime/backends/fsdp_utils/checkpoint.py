@@ -156,7 +156,7 @@ def _generators() -> dict[str, Any]:
         "random": random.getstate(),
         "numpy": (numpy_kind, torch.from_numpy(np.asarray(numpy_keys).astype(np.int64)), *numpy_rest),
         "torch": torch.get_rng_state(),
-        "device": None if accelerator.current().is_cpu else torch.cuda.get_rng_state(),
+        "device": accelerator.current().rng_state(),
     }
 
 
@@ -171,5 +171,4 @@ def _restore_generators(source: Source, num_ranks: int) -> None:
     numpy_kind, numpy_keys, *numpy_rest = state["numpy"]
     np.random.set_state((numpy_kind, numpy_keys.numpy().astype(np.uint32), *numpy_rest))
     torch.set_rng_state(state["torch"])
-    if state["device"] is not None:
-        torch.cuda.set_rng_state(state["device"])
+    accelerator.current().set_rng_state(state["device"])

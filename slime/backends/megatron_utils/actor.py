@@ -230,6 +230,11 @@ class MegatronTrainer(TrainerBase):
         in_background = checkpoint.async_save and not is_last and not self.is_critic
         self._writer.save(self._ready, self._shape, self._args, rollout_id, content, in_background=in_background)
 
+    def finish_saves(self) -> None:
+        """Complete the checkpoint that ``--async-save`` is writing, if there is one."""
+        if self._writer is not None:
+            self._writer.finish()
+
     def save_hf(self, path: str) -> None:
         """Write a Hugging Face checkpoint at ``path``; an error on the writing rank is raised on all."""
         from slime.backends.megatron_utils.hf_checkpoint import export_weights

@@ -1,7 +1,7 @@
 """What the Megatron flags mean together: derived values (``STEPS``) and rules (``RULES``) of the trainer.
 
 Hooked into the command line by ``slime.ray.arguments``; the offline tools have the same steps and rules. So they read
-Megatron's flags, ``hf_checkpoint``, ``debug_rollout_only`` and ``world_size``, and ``multimodal_keys`` if it is there. A step derives and
+Megatron's flags, ``hf_checkpoint``, ``debug_rollout_only``, ``world_size`` and, if it is there, ``multimodal_keys``. A step derives and
 tells; a rule returns one sentence per problem. Imports neither torch nor megatron.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from slime.backends.megatron_utils.attention_rules import joint_norm, sparse
 from slime.backends.megatron_utils.model_shape import ModelShape, check_against_hf, read_shape, resolve_model
 from slime.backends.megatron_utils.optimizer_rules import instances, optimizer, schedule, weight_decay
-from slime.backends.megatron_utils.precision_rules import deepgemm, fp8, int4_group_size
+from slime.backends.megatron_utils.precision_rules import deepgemm, fake_quantisation, fp8
 from slime.backends.megatron_utils.transformer_config import expert_tensor_parallel_size
 from slime.backends.megatron_utils.vision_rules import VISION_SPECS, vision
 from slime.config import notices
@@ -406,7 +406,7 @@ def _for_trainer(rule: Callable[[Namespace], Iterable[str]]) -> Callable[[Namesp
 STEPS: tuple[Callable[[Namespace], None], ...] = (
     resolve_model,
     _precision,
-    int4_group_size,
+    fake_quantisation,
     _parallel,
     _experts,
     _tokenizer_and_spec,

@@ -27,6 +27,7 @@ from slime.backends.megatron_utils.model_shape import ModelShape
 from slime.backends.megatron_utils.step import TrainState
 from slime.backends.megatron_utils.tensor_plan import chunks_of
 from slime.backends.training.checkpoint_source import Source
+from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 
 __all__ = [
@@ -214,6 +215,7 @@ def _rng_state() -> ShardedObject:
         "random": random.getstate(),
         "numpy": (numpy_kind, torch.from_numpy(numpy_keys.astype(np.int64)), *numpy_rest),
         "torch": torch.get_rng_state(),
+        "device": accelerator.current().rng_state(),
         "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
     replica = mpu.get_data_parallel_rank(with_context_parallel=True)
@@ -226,4 +228,5 @@ def _set_rng_state(loaded: list[dict[str, Any]]) -> None:
     numpy_kind, numpy_keys, *numpy_rest = state["numpy"]
     np.random.set_state((numpy_kind, numpy_keys.numpy().astype(np.uint32), *numpy_rest))
     torch.set_rng_state(state["torch"])
+    accelerator.current().set_rng_state(state.get("device"))
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])

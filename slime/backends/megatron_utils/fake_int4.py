@@ -21,7 +21,7 @@ from slime.backends.megatron_utils.tensor_plan import ModelTensors, chunks_of
 from slime.utils.errors import ConfigError
 from slime.weight_sync.quantize import find_quantizer, int4_scale, round_int4
 
-__all__ = ["fake_int4", "fake_quantize"]
+__all__ = ["fake_int4", "fake_quantize_experts"]
 
 
 def fake_int4(weight: torch.Tensor, group_size: int) -> torch.Tensor:
@@ -63,7 +63,7 @@ def _multiply(group_size: int, *, input: torch.Tensor, weight: torch.Tensor, **o
     return product
 
 
-def fake_quantize(chunks: Any, shape: ModelShape, hf_checkpoint: str, group_size: int) -> int:
+def fake_quantize_experts(chunks: Any, shape: ModelShape, hf_checkpoint: str, group_size: int) -> int:
     """Let the layers whose weights are INT4 in ``hf_checkpoint`` compute with rounded ones. Returns how many do here.
 
     Raises:

@@ -21,6 +21,7 @@ from slime.backends.megatron_utils.patches.install import install
 from slime.backends.megatron_utils.vision_rules import sees_media
 from slime.backends.training.checkpoint_source import Source, inspect_checkpoint
 from slime.config.groups import add_group, from_args, unsupported_flags
+from slime.config.model_config import text_part
 from slime.config.parse import EngineNamespace, parse
 from slime.utils.errors import ConfigError, SlimeError
 from slime.utils.net import free_port
@@ -72,7 +73,8 @@ def read_options(
         read_engine=lambda tokens, known: EngineNamespace(rest=list(tokens)),
         add_arguments=prepare,
     )
-    config = model_shape.read_hf_config(args.hf_checkpoint)
+    whole = model_shape.read_hf_config(args.hf_checkpoint)
+    config = {**whole, **text_part(whole)}
     if not (args.bf16 or args.fp16 or args.fp32):
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
         setattr(args, _FLOATS.get(dtype, "bf16"), True)
@@ -108,7 +110,8 @@ def _default_layout(args: argparse.Namespace, config: dict[str, Any]) -> None:
     if world_size == 1 or any(getattr(args, f"{size}_{_suffix(size)}") > 1 for size in sizes):
         return
     stages = world_size
-    while config["num_hidden_layers"] % stages or world_size % stages:
+    layers = int(config.get("num_hidden_layers") or 1)  # a rule says what is wrong with such a model
+    while layers % stages or world_size % stages:
         stages -= 1
     args.pipeline_model_parallel_size = stages
 

@@ -111,6 +111,8 @@ def reset_moments(optimizer: Any) -> None:
     """Forget what earlier steps left: Adam's moments and step counts (--reset-optimizer-states), momentum of sgd."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = part.optimizer
+        if inner is None:  # nothing to train on this rank
+            continue
         for state in inner.state.values():
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and name != "master_param":

@@ -1,6 +1,7 @@
 """Rules of training in low precision: what the machine and the checkpoint must have. Called by ``argument_rules``.
 
-INT4 has no flag: launch scripts switch it on with ``OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1``. Imports no torch.
+Fake quantisation has no flags: launch scripts set ``OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1``, ``DSA_KV_FP8_QAT=1``. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator
 
-from slime.backends.megatron_utils.hf_shape import read_hf_config
+from slime.backends.megatron_utils.hf_shape import read_hf_config, read_shape
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 
-__all__ = ["deepgemm", "fp8", "int4", "int4_group_size"]
+__all__ = ["deepgemm", "fake_quantisation", "fp8", "int4", "kv_fp8"]
 
 _INT4 = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG"
 _INT4_GROUP = "OPEN_TRAINING_INT4_GROUP_SIZE"
-_INT4_DEFAULT_GROUP = 128
+_KV = "DSA_KV_FP8_QAT"
+_KV_BLOCK = "DSA_KV_FP8_QAT_BLOCK_SIZE"
+_DEFAULT_SIZE = "128"
 
 
 def fp8(args: Namespace) -> Iterator[str]:
@@ -83,18 +86,23 @@ def deepgemm(args: Namespace) -> Iterator[str]:
         yield f"{used[0]} and {_INT4}=1 exclude each other: a product is one or the other."
 
 
-def int4_group_size(args: Namespace) -> None:
-    """A step: values of a row that share a scale, or None without fake INT4.
+def fake_quantisation(args: Namespace) -> None:
+    """A step: values that share a scale, or None where nothing is rounded.
 
     Raises:
         ConfigError: a variable is neither on nor off, or no size.
     """
-    switch, size = os.environ.get(_INT4, "0"), os.environ.get(_INT4_GROUP, str(_INT4_DEFAULT_GROUP))
-    if switch not in ("", "0", "1"):
-        raise ConfigError(f"{_INT4}={switch} in the environment: 1 is on, 0 is off.")
-    if not size.isdecimal() or int(size) < 1:
-        raise ConfigError(f"{_INT4_GROUP}={size} in the environment must be a number of columns, such as 128.")
-    args.int4_group_size = int(size) if switch == "1" else None
+    args.int4_group_size = _size_if_on(_INT4, _INT4_GROUP)
+    args.kv_fp8_block_size = _size_if_on(_KV, _KV_BLOCK)
+
+
+def _size_if_on(switch: str, size: str) -> int | None:
+    is_on, columns = os.environ.get(switch, "0"), os.environ.get(size, _DEFAULT_SIZE)
+    if is_on not in ("", "0", "1"):
+        raise ConfigError(f"{switch}={is_on} in the environment: 1 is on, 0 is off.")
+    if not columns.isdecimal() or int(columns) < 1:
+        raise ConfigError(f"{size}={columns} in the environment must be a number of columns, such as {_DEFAULT_SIZE}.")
+    return int(columns) if is_on == "1" else None
 
 
 def int4(args: Namespace) -> Iterator[str]:
@@ -125,4 +133,21 @@ def int4(args: Namespace) -> Iterator[str]:
         yield (
             f"{_INT4_GROUP}={args.int4_group_size}: --hf-checkpoint {args.hf_checkpoint} has groups of "
             f"{', '.join(map(str, sorted(sizes, key=str)))}; the trainer must round as its engines do."
+        )
+
+
+def kv_fp8(args: Namespace) -> Iterator[str]:
+    """Latent key-values are rounded as in the engines' FP8 cache."""
+    if args.kv_fp8_block_size is None:
+        return
+    if args.train_backend != "megatron":
+        yield f"{_KV}=1 is not supported with --train-backend {args.train_backend}; use megatron."
+    try:
+        is_sparse = read_shape(args.hf_checkpoint).sparse is not None
+    except ConfigError:
+        return  # reported elsewhere
+    if not is_sparse:
+        yield (
+            f"{_KV}=1 rounds the key-values of sparse attention, which the model of --hf-checkpoint "
+            f"{args.hf_checkpoint} does not have: unset it."
         )

@@ -30,7 +30,8 @@ from slime.backends.megatron_utils.arguments import (
     PredictionArgs,
     TrainerArgs,
 )
-from slime.backends.megatron_utils.fake_int4 import fake_quantize
+from slime.backends.megatron_utils.fake_fp8_kv import fake_quantize_latents
+from slime.backends.megatron_utils.fake_int4 import fake_quantize_experts
 from slime.backends.megatron_utils.fp8_layers import token_multiple
 from slime.backends.megatron_utils.freezing import freeze_parameters
 from slime.backends.megatron_utils.model import build_chunks, wrap_data_parallel
@@ -92,7 +93,9 @@ def build_train_state(args: Namespace, shape: ModelShape, *, is_critic: bool = F
     state = build_model_state(args, shape)
     config = state.config
     if precision.int4_group_size is not None and not is_critic:  # no engine has the critic
-        fake_quantize(state.chunks, shape, args.hf_checkpoint, precision.int4_group_size)
+        fake_quantize_experts(state.chunks, shape, args.hf_checkpoint, precision.int4_group_size)
+    if precision.kv_fp8_block_size is not None and not is_critic:
+        fake_quantize_latents(state.chunks, precision.kv_fp8_block_size)
     plugins, prediction = from_args(PluginArgs, args), from_args(PredictionArgs, args)
     if is_critic:
         add_value_head(state.chunks, init_std=from_args(ModelArgs, args).init_method_std, seed=args.seed)

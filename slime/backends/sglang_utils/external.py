@@ -178,6 +178,8 @@ def apply_external_engine_info_to_args(args: Namespace, logger: logging.Logger |
 
     Sets ``rollout_external_engine_infos``, ``rollout_num_engines`` and ``rollout_num_gpus``.
     """
+    if not args.rollout_external_engine_addrs:
+        raise ConfigError(f"{_FLAG} names no engine: give HOST:PORT of one or more, or leave it out.")
     infos = discover_external_engines(args.rollout_external_engine_addrs)
     args.rollout_external_engine_infos = [info.to_dict() for info in infos]
     args.rollout_num_engines = len(infos)

@@ -308,5 +308,29 @@ def _external(args: Namespace) -> Iterator[str]:
         )
 
 
+def _shared_with_source(args: Namespace) -> Iterator[str]:
+    """Such an engine is sent weights over NCCL, by trainer rank 0, and NCCL refuses two members on one GPU."""
+    if not args.colocate or args.update_weight_transport != "nccl" or accelerator.current().is_cpu:
+        return
+    if args.debug_train_only or args.debug_rollout_only:
+        return
+    try:
+        topology = topology_of(args)
+    except ConfigError:  # reported by the rule of the file
+        return
+    for name, places in topology.places(args.hf_checkpoint).items():
+        for place in places:
+            if place.first_slot == 0 and place.num_gpus > args.world_size and _is_trained(topology, name):
+                yield (
+                    f"--colocate: engine {place.rank} has {place.num_gpus} GPUs and the trainer only "
+                    f"{args.world_size} of them, so they cannot exchange weights on the GPUs they share: make engines "
+                    f"smaller ({_WIDTH}), or use --update-weight-transport disk."
+                )
+
+
+def _is_trained(topology: Topology, name: str) -> bool:
+    return any(model.updates_weights for model in topology.models if model.name == name)
+
+
 RULES: tuple[Rule, ...] = (_sizes, _router, _exclusions, _prefill, _deployment, _external, _direct_requests)
-MACHINE_RULES: tuple[Rule, ...] = (_pd_devices,)
+MACHINE_RULES: tuple[Rule, ...] = (_pd_devices, _shared_with_source)

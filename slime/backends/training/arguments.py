@@ -81,6 +81,7 @@ class PrecisionArgs:
         False, "The model's weights are kept and gathered in FP8; main weights stay in fp32. See docs/low_precision.md."
     )
     int4_group_size: int | None = flag(None, "Values that share a scale in experts of fake INT4.", derived=True)
+    kv_fp8_block_size: int | None = flag(None, "Columns that share a scale in latents of fake FP8.", derived=True)
     fp16_lm_cross_entropy: bool = flag(False, "Cross entropy in half precision.", no_effect=_FUSED_LOSS)
     accumulate_allreduce_grads_in_fp32: bool = flag(False, "Gradient buffers in fp32; implied by bf16.")
     gradient_accumulation_fusion: bool = flag(

@@ -29,6 +29,8 @@ __all__ = ["AttentionPlan", "Piece", "gather_keys", "packed_attention", "plan_at
 
 _SHORT = 32
 """Up to this many tokens of difference in length sequences share a padded call; else up to a quarter."""
+_WIDEST_HEAD = 256
+"""That flash attention has."""
 
 
 def packed_attention(
@@ -48,7 +50,7 @@ def packed_attention(
     """
     if cp_group is not None:
         key, value = gather_keys(key, value, cp_group)
-    if dropout == 0.0 and _has_varlen_kernel(query.dtype):
+    if dropout == 0.0 and _has_varlen_kernel(query.dtype, query.size(-1)):
         return _varlen(query, key, value, plan, scale)
     return _padded(query, key, value, plan.padding, scale, dropout)
 
@@ -245,6 +247,9 @@ class _GatherKeys(torch.autograd.Function):
 def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
+    width = v.size(-1)
+    if width != q.size(-1):  # latent attention; the kernel knows one width
+        v = F.pad(v, (0, q.size(-1) - width))
     if plan.is_sharded:
         k, v = k.index_select(0, plan.key_rows), v.index_select(0, plan.key_rows)
     q_bounds, k_bounds, longest_q, longest_k = plan.lengths
@@ -261,7 +266,7 @@ def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPl
         enable_gqa=q.size(1) != k.size(1),
     )
     assert isinstance(out, torch.Tensor), "only asked for, it comes with the normaliser"
-    return out
+    return out[..., :width]
 
 
 def _padded(
@@ -308,8 +313,10 @@ def gather_keys(key: torch.Tensor, value: torch.Tensor, group: Any) -> tuple[tor
     return keys.reshape(-1, *key.shape[1:]), values.reshape(-1, *value.shape[1:])
 
 
-def _has_varlen_kernel(dtype: torch.dtype) -> bool:
-    return not accelerator.current().is_cpu and dtype in (torch.bfloat16, torch.float16) and _varlen_is_importable()
+def _has_varlen_kernel(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether torch's flash attention runs here and takes such heads."""
+    fits = dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= _WIDEST_HEAD
+    return fits and not accelerator.current().is_cpu and _varlen_is_importable()
 
 
 @functools.cache

@@ -25,6 +25,12 @@ __all__ = ["BadSteps"]
 logger = logging.getLogger(__name__)
 
 _MOST_IN_A_ROW = 10
+_MORE_ROOM = (
+    " The device's memory is full: lower --max-tokens-per-gpu (or --micro-batch-size), recompute activations "
+    "(--recompute-granularity full --recompute-method uniform --recompute-num-layers 1), cut the softmax into chunks "
+    "(--log-probs-chunk-size), share sequences or the model among more ranks (--context-parallel-size, "
+    "--tensor-model-parallel-size), or keep the optimizer on the host (--optimizer-cpu-offload)."
+)
 
 
 class BadSteps:
@@ -47,9 +53,10 @@ class BadSteps:
             yield
         except Exception as error:
             path = self._dump(rollout_id, batch, str(error))
+            fix = _MORE_ROOM if isinstance(error, torch.OutOfMemoryError) else ""
             raise SlimeError(
                 f"trainer rank {self._rank} failed on rollout {rollout_id}: {type(error).__name__}: {error} "
-                f"Its batch is in {path}."
+                f"Its batch is in {path}.{fix}"
             ) from error
 
     def count(self, rollout_id: int, step: int, batch: dict[str, Any], reason: str | None) -> float:

@@ -198,9 +198,8 @@ def save_hf_directory(
         except Exception as error:
             logger.exception("writing a Hugging Face checkpoint at %s failed", path)
             failure[0] = f"{type(error).__name__}: {error}"
-    else:
-        for _ in weights:
-            pass
+    for _ in weights:  # a writer that failed, too: the others wait for it at every tensor
+        pass
     dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
         raise SlimeError(f"--save-hf {path}: {failure[0]}")
@@ -227,7 +226,7 @@ def write_hf_directory(
     """
     target = Path(path)
     if target.resolve() == Path(source).resolve():
-        raise ConfigError(f"--save-hf {path} is the --hf-checkpoint itself; name another directory.")
+        raise ConfigError(f"--save-hf {path} is the same directory as --hf-checkpoint; name another one.")
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

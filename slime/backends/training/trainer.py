@@ -286,6 +286,9 @@ class TrainerBase(ABC):
             warn_if_off_policy(rollout_id, report)
         return report
 
+    def finish_saves(self) -> None:  # noqa: B027 - a backend that saves in the foreground has nothing to do
+        """Nothing is written in the background, unless a backend says otherwise."""
+
     # ------------------------------------------------------------------------------------------------ memory
 
     @property

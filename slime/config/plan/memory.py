@@ -179,7 +179,9 @@ def _held(shape: Shape, layers: range, *, is_first: bool, is_last: bool) -> list
     """The weights of a stage. A tied head on another stage than the embedding is a second copy."""
     ends = [weight for weight in model_weights(shape, is_padded=True) if weight.where != "layer"]
     held = [weight for weight in ends if weight.where == "head" and is_last]
-    held += [weight for weight in ends if weight.where == "embedding" and (is_first or (is_last and shape.is_tied))]
+    held += [weight for weight in ends if weight.where == "embedding" and is_first]
+    if is_last and not is_first and shape.is_tied:
+        held += [weight for weight in ends if weight.name == "embed_tokens"]
     for layer in layers:
         held += layer_weights(shape, layer)
     return held

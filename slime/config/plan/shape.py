@@ -15,6 +15,7 @@ from typing import Any, Literal
 from slime.config.groups import flag_of
 from slime.config.model_config import indexer_layers, read_model_config, text_part
 from slime.config.plan.values import PlanError, number, read
+from slime.config.plan.vision import tower_parameters
 
 __all__ = ["DeltaNet", "Experts", "Latent", "Shape", "Split", "Weight", "layer_weights", "model_weights", "read_shape"]
 
@@ -119,6 +120,8 @@ class Shape:
     delta_net: DeltaNet | None = None
     experts: Experts | None = None
     num_mtp_layers: int = 0
+    vision_tower: int = 0
+    """Its number of parameters; 0 without."""
 
     def is_expert_layer(self, layer: int) -> bool:
         return self.experts is not None and self.experts.layers[layer]
@@ -145,6 +148,8 @@ class Shape:
 def model_weights(shape: Shape, *, is_padded: bool = False) -> Iterator[Weight]:
     """Every weight, in the order of the layers. ``is_padded``: with Megatron's padding rows of the vocabulary."""
     vocab = shape.padded_vocab if is_padded else shape.vocab
+    if shape.vision_tower:
+        yield Weight("vision_tower", shape.vision_tower, where="embedding")
     yield Weight("embed_tokens", vocab * shape.hidden, split="tensor", where="embedding")
     for layer in range(shape.num_layers):
         yield from layer_weights(shape, layer)
@@ -326,7 +331,14 @@ def read_shape(args: Namespace) -> Shape:
         delta_net=_delta_net(config, values["num_layers"]) if model_type in _HYBRID else None,
         experts=_experts(args, config, values),
         num_mtp_layers=number(args, "mtp_num_layers", 0),
+        vision_tower=_vision_tower(args),
     )
+
+
+def _vision_tower(args: Namespace) -> int:
+    """Built for runs with images only."""
+    config = read_model_config(read(args, "hf_checkpoint")).get("vision_config")
+    return tower_parameters(config) if read(args, "multimodal_keys") and isinstance(config, dict) else 0
 
 
 def _require(values: dict[str, Any], what: str, *names: str) -> None:

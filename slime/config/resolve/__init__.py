@@ -3,6 +3,7 @@
     paths        names and absolute paths           batches      batch sizes, length of the run
     cluster      modes, devices, offloading         generation   lengths, evaluation, rewards
     objective    what follows from the algorithm    checkpoints  where weights come from and go to
+    environment  variables that launch scripts set
 
 A step looks at local files at most. Wherever it replaces something that the user did not say, it leaves a notice
 (:mod:`slime.config.notices`): a warning where the command probably meant something else. Comments name the decision
@@ -16,7 +17,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 
-from slime.config.resolve import batches, checkpoints, cluster, generation, objective, paths
+from slime.config.resolve import batches, checkpoints, cluster, environment, generation, objective, paths
 
 __all__ = ["STEPS", "Step", "resolve"]
 
@@ -47,6 +48,8 @@ STEPS: tuple[Step, ...] = (
     checkpoints.saving,
     checkpoints.initial_weights,
     checkpoints.reference,
+    environment.allocator,
+    environment.unread_variables,
 )
 
 

@@ -44,6 +44,12 @@ def kl_estimator(args: Namespace) -> None:
     if args.kl_coef != 0 and not is_read:
         text = f"{args.kl_coef} has no effect with --advantage-estimator {args.advantage_estimator}; use --use-kl-loss"
         notices.warn(args, "--kl-coef", text)
+    if args.kl_coef != 0 and args.advantage_estimator == "ppo" and args.lambd < 1:
+        text = "the critic learns the task's reward alone: advantages miss the penalty of tokens beyond --lambd's reach"
+        notices.info(args, "--kl-coef", text)
+    if args.gae_trained_tokens_only and args.advantage_estimator != "ppo":
+        text = f"no effect with --advantage-estimator {args.advantage_estimator}"
+        notices.warn(args, "--gae-trained-tokens-only", text)
 
 
 def group_normalization(args: Namespace) -> None:

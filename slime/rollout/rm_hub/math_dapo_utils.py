@@ -83,17 +83,26 @@ def is_correct_minerva(
 ) -> tuple[bool, str]:
     """Compare the last ``Answer:`` line with the ground truth, both normalised.
 
-    A number as ground truth is cut to its integer part, the rule of the original; any other text is compared as it is.
+    A whole number as ground truth loses its spelling (``042``, ``42.0``); any other text is compared as it is. The
+    original cuts fractions to their integer part, so that 42 answers a question whose answer is 42.7.
     """
     found = re.findall(answer_pattern, solution_str)
     prediction = normalize_final_answer(found[-1] if found else _INVALID)
     truth = str(gt)
     if gt_need_extract:
         truth = remove_boxed(last_boxed_only_string(truth) or "")
-    truth = normalize_final_answer(truth)
-    with contextlib.suppress(ValueError, OverflowError):  # a label that is no number must not end the run
-        truth = str(int(float(truth)))
+    truth = _whole_number(normalize_final_answer(truth))
     return prediction == truth, prediction
+
+
+def _whole_number(text: str) -> str:
+    """A whole number in its shortest spelling, any other text as it is."""
+    with contextlib.suppress(ValueError):
+        return str(int(text))  # a float knows no more than 15 digits
+    with contextlib.suppress(ValueError):
+        number = float(text)
+        return str(int(number)) if number.is_integer() else text
+    return text
 
 
 def is_correct_strict_box(

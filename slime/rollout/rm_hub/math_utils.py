@@ -33,11 +33,15 @@ _THOUSANDS = re.compile(r"(\d)(,)(\d\d\d)($|\D)")
 _FRACTION = re.compile(r"^-?[0-9]+.?/0*[1-9][0-9]*.?$")
 _INTEGER_TOLERANCE = 1e-7
 _MAX_LETTERS = 2
-_BAD_SUBSTRINGS = ("^{", "^(")
-_BAD_PATTERNS = tuple(map(re.compile, (r"\^[0-9]+\^", r"\^[0-9][0-9]+")))
-# What a model can write to keep sympy busy for ever: factorials of large numbers and towers of powers.
+# What a model can write to keep sympy busy for ever, in one call that no deadline ends: an exponent that is more than
+# one digit or letter, factorials of large numbers or of powers, powers of powers of long numbers, and Python that is no
+# formula (shifts, texts and lists to repeat, methods).
+_FORMULA = re.compile(r"([\w+\-*/^(),!]|\.(?![^\W\d]))*")
+_COSTLY_POWER = re.compile(r"\^(?!-?([0-9](?![0-9!^])|[a-z](?![a-z])))")
 _COSTLY_FACTORIAL = re.compile(r"[0-9]{4,}!|\)!|!!")
-_MAX_POWERED_PARENTHESES = 6
+_MAX_DIGITS = 20_000
+_NAMES = frozenset({"pi", "ln", "re", "im", "oo", "nan", "zoo", "csc", "sqrt"})
+_NAMES_OF_THE_PARSER = frozenset({"Symbol", "Integer", "Float", "Rational", "Function", "factorial", "factorial2"})
 
 
 # --- extraction
@@ -297,15 +301,21 @@ def _split_tuple(expr: str) -> list[str]:
 
 def _may_be_evaluated(expr: str) -> bool:
     letters = {c for c in expr.replace("sqrt", "").replace("frac", "") if c.isalpha()}
-    if len(letters) > _MAX_LETTERS or any(bad in expr for bad in _BAD_SUBSTRINGS):
+    if len(letters) > _MAX_LETTERS or not _FORMULA.fullmatch(expr):
         return False
-    if any(pattern.search(expr) for pattern in _BAD_PATTERNS):
+    if _COSTLY_POWER.search(expr) or _COSTLY_FACTORIAL.search(expr):
         return False
-    return not _COSTLY_FACTORIAL.search(expr) and expr.count(")^") <= _MAX_POWERED_PARENTHESES
+    return _digits_at_most(expr) <= _MAX_DIGITS
+
+
+def _digits_at_most(expr: str) -> int:
+    """How long an integer can become: n! has fewer than 3n digits (n < 1000), a power at most nine times as many."""
+    digits = len(expr) + sum(3 * int(number) for number in re.findall(r"([0-9]+)!", expr))
+    return digits * 9 ** (expr.count(")^") + ("^" in expr))
 
 
 def _are_equal_under_sympy(truth: str, given: str) -> bool:
-    expr = f"({truth})-({given})"
+    expr = f"({truth})-({given})".replace("**", "^")
     if not _may_be_evaluated(expr):
         return False
     import sympy
@@ -331,7 +341,7 @@ def _parse(expr: str) -> Any:
 
 @functools.cache
 def _sympy_names() -> Mapping[str, Any]:
-    """What a formula may refer to: sympy's public names and no builtins."""
+    """What a formula may refer to: a few of sympy's names, and no builtins."""
     import sympy
 
-    return {name: getattr(sympy, name) for name in dir(sympy) if not name.startswith("_")} | {"__builtins__": {}}
+    return {name: getattr(sympy, name) for name in _NAMES | _NAMES_OF_THE_PARSER} | {"__builtins__": {}}

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from slime.data.sample import Sample
+from slime.rollout.settings import setting
 from slime.utils.errors import DataError, RequestRefused, ScoringError
 from slime.utils.http_utils import post
 
 __all__ = ["remote_rm"]
 
 _TIMEOUT_S = 120.0
+"""Unless ``--rm-timeout`` is longer."""
 
 
 async def remote_rm(args: Any, sample: Sample, max_retries: int = 10) -> Any:
@@ -24,6 +26,7 @@ async def remote_rm(args: Any, sample: Sample, max_retries: int = 10) -> Any:
         raise DataError("--rm-type remote_rm needs --rm-url, the address of the service")
     payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
     try:
-        return await post(args.rm_url, payload, max_retries=max_retries, timeout_s=_TIMEOUT_S)
+        timeout_s = max(_TIMEOUT_S, setting(args, "rm_timeout"))
+        return await post(args.rm_url, payload, max_retries=max_retries, timeout_s=timeout_s)
     except RequestRefused as error:
         raise ScoringError(f"--rm-type remote_rm on sample {sample.index}: {error}") from error

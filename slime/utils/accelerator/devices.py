@@ -84,6 +84,13 @@ class Accelerator:
 
         torch.default_generator.manual_seed(seed)
 
+    def rng_state(self) -> torch.Tensor | None:
+        """Where the device's own generator stands; None on cpu, which has torch's and no other."""
+        return None
+
+    def set_rng_state(self, state: torch.Tensor | None) -> None:
+        """Continue from what :meth:`rng_state` returned. That of another kind of device means nothing here."""
+
     def resolve_visible_device_id(self, physical_device_id: int | float | str) -> int:
         """Number within this process of the device that the host, or Ray, calls ``physical_device_id``.
 
@@ -170,6 +177,17 @@ class CUDAAccelerator(Accelerator):
         import torch
 
         torch.cuda.manual_seed(seed)
+
+    def rng_state(self) -> torch.Tensor | None:
+        import torch
+
+        return torch.cuda.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor | None) -> None:
+        import torch
+
+        if state is not None:
+            torch.cuda.set_rng_state(state)
 
 
 class MUSAAccelerator(Accelerator):

@@ -14,6 +14,7 @@ from uuid import uuid4
 
 from slime.data.prompts import read_file
 from slime.rollout.rm_hub.math_utils import grade_answer_verl
+from slime.utils.errors import RequestRefused
 from slime.utils.http_utils import post
 
 __all__ = [
@@ -104,7 +105,11 @@ class BaseGenerator:
 
         async def one(instance_id: str, row: dict[str, Any]) -> None:
             async with places:
-                item = await self.converse(row)
+                try:
+                    item = await self.converse(row)
+                except RequestRefused as error:  # the others go on, and the trainer gets groups that are complete
+                    logger.warning("instance %s is left out: %s", instance_id, error)
+                    return
                 item["extra_info"] = {"timestamp": time.time(), "round_number": 1} | item.get("extra_info", {})
                 item |= {"uid": uuid4().hex, "instance_id": instance_id}
                 await post(f"{self.buffer_url}/buffer/write", item, max_retries=_RETRIES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import statistics
@@ -114,6 +115,30 @@ def test_a_kl_coefficient_without_its_log_probs_is_an_error(missing, who):
     data = CreditData(**(vars(make_data()) | {missing: None}))
     with pytest.raises(ValueError, match=rf"--kl-coef 0\.1 .* {who}"):
         formulae.reward_kl(data, AlgorithmArgs(kl_coef=0.1))
+
+
+def test_gae_over_trained_tokens_is_that_of_the_responses_without_the_others():
+    data = make_data()
+    settings = AlgorithmArgs(advantage_estimator="ppo", kl_coef=0.1, gamma=0.97, lambd=0.9)
+    kl = formulae.reward_kl(data, settings)
+    only = dataclasses.replace(settings, gae_trained_tokens_only=True)
+    credit = formulae.estimate(data, kl, only)
+    trained = [mask != 0 for mask in data.loss_masks]
+    shorter = dataclasses.replace(
+        data,
+        response_lengths=[int(part.sum()) for part in trained],
+        values=[row[part] for row, part in zip(data.values, trained, strict=True)],
+    )
+    alone = formulae.estimate(shorter, [row[part] for row, part in zip(kl, trained, strict=True)], settings)
+    for i, part in enumerate(trained):
+        torch.testing.assert_close(credit.advantages[i][part], alone.advantages[i])
+        torch.testing.assert_close(credit.returns[i][part], alone.returns[i])
+        assert not credit.advantages[i][~part].any()
+        torch.testing.assert_close(credit.returns[i][~part], data.values[i][~part])  # a target that asks for nothing
+    noisy = dataclasses.replace(
+        data, values=[torch.where(part, row, 1e6) for row, part in zip(data.values, trained, strict=True)]
+    )
+    assert_rows(formulae.estimate(noisy, kl, only).advantages, [row.tolist() for row in credit.advantages])
 
 
 def test_ppo_without_values_is_an_error():

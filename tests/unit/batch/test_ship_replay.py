@@ -76,6 +76,14 @@ def test_trailing_rollouts_are_counted_and_reported(caplog):
     assert "1 trailing rollouts (1 of 7 samples) do not fill a step of --global-batch-size 3" in caplog.text
 
 
+@pytest.mark.parametrize(("cp_size", "is_told"), [(1, True), (2, False)])
+def test_samples_above_the_token_budget_are_told(caplog, cp_size, is_told):
+    settings = MicroBatchArgs(use_dynamic_batch_size=True, max_tokens_per_gpu=8)
+    split_by_dp(compiled(8), layout=ParallelLayout(1, cp_size=cp_size), global_batch_size=8, settings=settings)
+    told = "2 samples, the longest of 10 tokens, exceed --max-tokens-per-gpu 8 x --context-parallel-size 1"
+    assert (told in caplog.text) is is_told
+
+
 def test_a_view_does_not_carry_the_storage_of_the_whole_rollout():
     big = torch.zeros(1_000_000)
     batch = tensorize({"rollout_log_probs": [big[:3]]})
@@ -142,7 +150,7 @@ def test_a_dump_with_objects_of_user_code_is_loaded_with_a_warning(tmp_path, cap
     assert "runs that code" in caplog.text
 
 
-@pytest.mark.parametrize(("ratio", "kept"), [(1.0, [0, 1, 2, 3, 4, 5]), (0.5, [0, 4, 5]), (0.34, [0, 5]), (0.2, [5])])
+@pytest.mark.parametrize(("ratio", "kept"), [(1.0, [0, 1, 2, 3, 4, 5]), (0.5, [0, 4, 5]), (0.34, [0, 5]), (0.01, [5])])
 def test_a_subsample_keeps_both_ends(tmp_path, ratio, kept):
     template = str(tmp_path / "{rollout_id}.pt")
     save_debug_rollout_data(template, make_samples(6), rollout_id=0, evaluation=False)

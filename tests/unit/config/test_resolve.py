@@ -335,8 +335,31 @@ def test_b7_an_engine_that_would_stand_on_two_nodes_is_a_warning(flags: str, is_
     [
         ("--eval-prompt-data a {dir}/prompts.jsonl", "--eval-interval: not given: the evaluation sets are never used"),
         ("--tis-threshold 1.5", "--tis-threshold 1.5: no effect without --use-tis"),
+        ("--gae-trained-tokens-only", "--gae-trained-tokens-only: no effect with --advantage-estimator grpo"),
         ("--rollout-max-response-len 4096", "--rollout-max-response-len 4096: the model of --hf-checkpoint takes 4096"),
     ],
 )
 def test_what_was_probably_not_meant_is_a_warning(flags: str, warning: str, command: TinyCommand):
     assert warning in command.warnings(*flags.split())
+
+
+# --- the environment
+
+
+def test_a_variable_that_means_nothing_here_is_told(command: TinyCommand, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("INDEXER_ROPE_NEOX_STYLE", "0")
+    assert "INDEXER" not in command.warnings()
+    monkeypatch.setenv("INDEXER_ROPE_NEOX_STYLE", "1")
+    assert "INDEXER_ROPE_NEOX_STYLE: has no effect: config.json says" in command.warnings()
+
+
+def test_expandable_segments_are_switched_on_in_the_trainers_environment(
+    command: TinyCommand, monkeypatch: pytest.MonkeyPatch
+):
+    assert command.resolve().train_env_vars == {}
+    monkeypatch.setenv("SLIME_ENABLE_EXPANDABLE_SEGMENTS", "1")
+    assert command.resolve().train_env_vars == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    own = ("--train-env-vars", '{"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}')
+    assert command.resolve(*own).train_env_vars == {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
+    monkeypatch.setenv("SLIME_ENABLE_EXPANDABLE_SEGMENTS", "yes")
+    assert "SLIME_ENABLE_EXPANDABLE_SEGMENTS=yes" in str(command.run()[1])

@@ -184,7 +184,8 @@ def test_the_engine_gets_text_and_image_and_the_sample_the_processors_outputs(
     sample.status = Sample.Status.ABORTED
     run(sglang_rollout.generate(args, sample, params))
     rest = engine.requests[1]
-    assert rest["input_ids"] == sample.tokens[:-2]
+    places = [index for index, token in enumerate(sample.tokens[:-2]) if token == pad]
+    assert rest["input_ids"] == [t for i, t in enumerate(sample.tokens[:-2]) if i not in places[1:]]
     assert len(rest["image_data"]) == 1
     assert "text" not in rest
     assert sample.response_length == 4
@@ -212,11 +213,20 @@ def test_media_of_a_state_come_back_pixel_by_pixel() -> None:
     assert media_to_state(None) is media_from_state(None) is None
 
 
-def test_training_on_images_is_refused_at_the_start_and_generating_is_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ((), "no vision tower that can be trained, which images need: drop --multimodal-keys"),
+        (("--train-backend", "fsdp"), "--multimodal-keys is not supported yet with --train-backend fsdp"),
+    ],
+)
+def test_training_on_images_needs_a_tower_and_generating_does_not(
+    flags: tuple[str, ...], problem: str, tmp_path: Path
+) -> None:
     command = make_command(tmp_path)
-    keys = ("--multimodal-keys", json.dumps(KEYS))
+    keys = ("--multimodal-keys", json.dumps(KEYS), *flags)
     _, problems = command.run(*keys)
-    assert "--multimodal-keys is not supported in training yet" in problems
+    assert problem in problems
     _, problems = command.run(*keys, "--debug-rollout-only")
     assert "--multimodal-keys" not in problems
 

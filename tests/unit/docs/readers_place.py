@@ -70,8 +70,8 @@ def prepare(place: Path, commands: Sequence[str], task: TinyTask) -> None:
         _write_rows(place / name)
     [reward] = [code for code in blocks(ROOT / "docs" / "quick_start.md", "python") if "def reward_func" in code]
     (place / "my_reward.py").write_text(reward)
-    for name in ("MODEL", "Qwen3-4B"):
-        make_model(place / name)
+    (place / "MODEL").symlink_to(task.model)
+    make_model(place / "Qwen3-4B")
     for command in commands:
         _make_models(place, command, task)
         if "convert_torch_dist_to_hf" in command:

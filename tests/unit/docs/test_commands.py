@@ -1,7 +1,7 @@
-"""Every command on a page can be read: train commands would start, programs and files exist and have the flags.
+"""Commands that are not executed as they stand can be read: programs and files exist, train commands would start.
 
-That also goes for commands that nobody executes here, because the page says what they need: of their train commands
-every flag must exist, of everything else the files. ``...`` in a command stands for the flags of a run that works.
+That also goes for commands that nobody executes, because the page says what they need: of their train commands every
+flag must exist, of everything else the files. ``...`` in a command stands for the flags of a run that works.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from slime.config.parse import parse
 from slime.observability.metric_table import describe
 from slime.ray.arguments import GROUPS, parse_only
 from tests.doc_commands import PAGES as ALL_PAGES
-from tests.doc_commands import ROOT, blocks, commands_of_page, make_model
+from tests.doc_commands import ROOT, blocks, census, commands_of_page, make_model
 from tests.unit.docs.readers_place import add_missing_flags
 from tests.unit.scripts.bash_arrays import model_words
 
@@ -46,10 +46,13 @@ def name_of(page: Path) -> str:
 
 
 def all_commands() -> list[tuple[str, str, bool]]:
-    """(page, command, whether it is for another machine), from blocks and from code inside sentences."""
-    found = []
+    """(page, command, whether it is for another machine), from blocks and from code inside sentences.
+
+    Without those of ``test_shown_commands_run``, which is the stronger test.
+    """
+    found, executed = [], census()
     for page in PAGES:
-        for command in commands_of_page(page):
+        for command in (command for command in commands_of_page(page) if executed[command] != "here"):
             parts = [part.strip() for part in _OPERATORS.split(command.text) if part.strip()]
             found += [(name_of(page), part, bool(command.needs)) for part in parts]
         text = _FENCE.sub("", page.read_text(encoding="utf-8"))

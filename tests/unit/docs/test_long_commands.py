@@ -16,14 +16,13 @@ from typing import Any
 import pytest
 
 from benchmarks import algorithm_curves
-from examples.demo import run_demo
 from slime.ray.arguments import parse_only
 from tests.doc_commands import census
 
 COMMANDS = [command.text for command, executed in census().items() if executed == "up to training"]
 CURVES = [text for text in COMMANDS if "algorithm_curves.py" in text]
 METRICS = ("eval/addition", "rollout/raw_reward", "train/train_rollout_logprob_abs_diff", "train/loss")
-METRICS += ("train/critic-value_loss", "train/opd_reverse_kl", "perf/first_step_time")
+METRICS += ("train/critic-value_loss", "train/opd_reverse_kl")
 
 
 class Training:
@@ -53,11 +52,10 @@ def learned(output: Path, name: str) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Training:
-    """Both programs with the replacement, in an empty folder."""
+    """The program with the replacement, in an empty folder."""
     made = Training()
-    for program in (algorithm_curves, run_demo):
-        monkeypatch.setattr(program, "run_train", made)
-        monkeypatch.setattr(program, "read_metrics", learned)
+    monkeypatch.setattr(algorithm_curves, "run_train", made)
+    monkeypatch.setattr(algorithm_curves, "read_metrics", learned)
     monkeypatch.chdir(tmp_path)
     return made
 
@@ -84,20 +82,7 @@ def test_a_curve_is_made_of_runs_that_would_start(
         assert "1.000 → 2.000" in (pages / f"{algorithm_curves.ALGORITHMS[name].page}.md").read_text()
 
 
-def test_the_demo_is_made_of_runs_that_would_start(
-    training: Training, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    [command] = [text for text in COMMANDS if "run_demo.py" in text]
-    monkeypatch.setattr(run_demo, "ask", lambda checkpoint, questions: [str(checkpoint.name)] * len(questions))
-    monkeypatch.setattr(sys, "argv", shlex.split(command)[1:])
-    run_demo.main()
-    assert training.started == ["supervised warm start", "GRPO"]
-    assert {"summary.json", "reward_curve.png"} <= {path.name for path in (tmp_path / "outputs" / "demo").iterdir()}
-    assert "accuracy_after" in capsys.readouterr().out
-
-
 def test_no_long_command_is_left_out() -> None:
     of_examples = [text for text in COMMANDS if "/run_tiny.py" in text]
-    others = {text for text in COMMANDS if text not in CURVES and text not in of_examples}
-    assert others == {"make demo", "python examples/demo/run_demo.py --output outputs/demo"}
+    assert set(COMMANDS) == {*CURVES, *of_examples}
     assert {text.split()[1].split("/")[1] for text in of_examples} >= {"search_r1", "retool"}

@@ -1,4 +1,4 @@
-"""A package ``deep_gemm`` on any device: the kernels that the trainer calls, as plain products of what they are given."""
+"""A package ``deep_gemm`` on any device: the kernels that the trainer calls, as plain products."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from tests.unit.megatron_utils.hub_hybrid import HYBRID_MODELS
 from tests.unit.megatron_utils.hub_sparse import SPARSE_MODELS
+from tests.unit.megatron_utils.hub_vision import VISION_MODELS
 
 __all__ = [
     "DEEPSEEK_V3",
@@ -337,5 +338,6 @@ HUB_MODELS: dict[str, Config] = {
     "mimo-7B-rl": MIMO_7B,
     **HYBRID_MODELS,
     **SPARSE_MODELS,
+    **VISION_MODELS,
 }
 """By the name of the preset that goes with it."""

@@ -12,7 +12,7 @@ import torch
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
 from slime.backends.megatron_utils.patches.install import install
-from slime.backends.megatron_utils.precision_rules import int4, int4_group_size
+from slime.backends.megatron_utils.precision_rules import fake_quantisation, int4
 from slime.backends.training.data import TrainBatch
 from slime.backends.training.hf_files import TensorReader
 from slime.utils.errors import ConfigError
@@ -111,15 +111,15 @@ def _args(path: Path, **overrides: Any) -> Namespace:
 
 def test_the_environment_switches_fake_int4_on(monkeypatch: pytest.MonkeyPatch, checkpoints: tuple[Path, Path]) -> None:
     args = _args(checkpoints[1])
-    int4_group_size(args)
+    fake_quantisation(args)
     assert args.int4_group_size is None
     assert not list(int4(args))
     monkeypatch.setenv("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "1")
-    int4_group_size(args)
+    fake_quantisation(args)
     assert args.int4_group_size == 128
     assert "has groups of 8" in next(int4(args))
     monkeypatch.setenv("OPEN_TRAINING_INT4_GROUP_SIZE", "8")
-    int4_group_size(args)
+    fake_quantisation(args)
     assert not list(int4(args))
 
 
@@ -147,4 +147,4 @@ def test_a_variable_of_fake_int4_with_another_value_is_named(
 ) -> None:
     monkeypatch.setenv(f"OPEN_TRAINING_INT4_{name}", value)
     with pytest.raises(ConfigError, match=f"OPEN_TRAINING_INT4_{name}={value}"):
-        int4_group_size(Namespace())
+        fake_quantisation(Namespace())

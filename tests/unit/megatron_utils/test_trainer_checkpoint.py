@@ -231,6 +231,14 @@ def test_a_background_save_is_completed_by_the_next_training_step_that_finds_it_
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "0"
 
 
+def test_a_background_save_is_completed_when_the_run_ends(hf_path: Path, tmp_path: Path) -> None:
+    trainer, _ = _trainer(hf_path, save=str(tmp_path), async_save=True, num_rollout=10)
+    trainer.finish_saves()  # there is none yet
+    trainer.save(0)
+    trainer.finish_saves()
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "0"
+
+
 def test_a_torn_latest_checkpoint_gives_way_to_the_one_before_and_says_so(
     hf_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

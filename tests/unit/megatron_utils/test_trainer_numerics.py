@@ -142,7 +142,7 @@ def test_an_export_of_several_files_has_an_index_that_names_every_tensor(
 
 def test_save_hf_refuses_to_overwrite_its_own_source(checkpoint: Any) -> None:
     path, _ = checkpoint("qwen3")
-    with pytest.raises(SlimeError, match="is the --hf-checkpoint itself"):
+    with pytest.raises(SlimeError, match="is the same directory as --hf-checkpoint"):
         _trainer(path).save_hf(str(path))
 
 

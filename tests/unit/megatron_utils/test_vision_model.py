@@ -183,3 +183,14 @@ def test_a_family_without_a_tower_refuses_images(tmp_path: Path) -> None:
     make_hf_model("qwen3", tmp_path)
     with pytest.raises(ConfigError, match="no vision tower that can be trained"):
         read_shape(str(tmp_path), with_vision=True)
+
+
+def test_the_provider_of_a_launch_script_builds_the_tower(tmp_path: Path) -> None:
+    from slime_plugins.models.qwen3_5_vl import get_qwen3_5_vl_model_provider
+
+    make_vision_model("qwen3_5", tmp_path)
+    trainer = _trainer(tmp_path, multimodal_keys=None)  # starts the process
+    provided = get_qwen3_5_vl_model_provider(trainer._args)()
+    names = {name for name, _ in provided.named_parameters() if name.startswith("vision_model.")}
+    assert len(names) > 20
+    assert not any("vision_model" in name for name, _ in trainer._state.chunks[0].named_parameters())

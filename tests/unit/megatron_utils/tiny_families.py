@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime.backends.megatron_utils.families.registry import FAMILIES
-from tests.unit.megatron_utils.tiny_trainer import VOCAB, _let_torchvision_import
+from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
+from tests.unit.megatron_utils.tiny_trainer import VOCAB
 
 __all__ = ["KINDS", "is_left_out", "make_family_checkpoint", "packed_logits", "saved_tensors"]
 
@@ -167,7 +168,7 @@ def make_family_checkpoint(kind: str, path: Path, dtype: torch.dtype = torch.flo
     Tensors of a multi-token-prediction layer are added where the family's checkpoints have them; ``transformers``
     itself leaves them out.
     """
-    _let_torchvision_import()
+    allow_torchvision_on_cpu()
     import transformers
 
     class_name, settings, model_type = KINDS[kind]

@@ -19,6 +19,7 @@ from slime.backends.megatron_utils import arguments as megatron_arguments
 from slime.batch.arguments import BatchArgs, ReplayArgs
 from slime.config.groups import add_group
 from slime.observability.arguments import OutputArgs, ProfileArgs
+from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 
 __all__ = [
     "VOCAB",
@@ -34,7 +35,6 @@ __all__ = [
 VOCAB = 61
 """Not a multiple of 128: the padding of the vocabulary takes part in every test."""
 
-_LIBRARIES: list[Any] = []
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -60,7 +60,7 @@ _LLAMA3 = {
 
 def make_hf_model(kind: str, path: Path, **overrides: Any) -> Any:
     """A random fp32 ``transformers`` model of ``kind`` (qwen3, qwen2, llama, llama3), saved at ``path``."""
-    _let_torchvision_import()
+    allow_torchvision_on_cpu()
     import transformers
 
     settings = _COMMON | overrides
@@ -86,15 +86,6 @@ def make_hf_model(kind: str, path: Path, **overrides: Any) -> Any:
                 parameter.copy_(0.15 * noise)  # logits far from uniform, biases not zero
     model.save_pretrained(path)
     return model.eval()
-
-
-def _let_torchvision_import() -> None:
-    """transformers imports torchvision, whose CUDA wheel wants an operator that a CPU-only torch does not have."""
-    for name in ("nms", "qnms"):
-        if not hasattr(torch.ops.torchvision, name):
-            library = torch.library.Library("torchvision", "FRAGMENT")
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            _LIBRARIES.append(library)  # the operator lives as long as this object
 
 
 def make_args(hf_checkpoint: Path | str, **overrides: Any) -> argparse.Namespace:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from slime.backends.megatron_utils.families.registry import FAMILIES
-from tests.unit.megatron_utils.tiny_trainer import VOCAB, _let_torchvision_import, make_batch, schedule
+from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
+from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_batch, schedule
 
 __all__ = ["IMAGE", "START", "VIDEO", "VISION_KINDS", "make_vision_batch", "make_vision_model", "reference_logits"]
 
@@ -67,7 +68,7 @@ VISION_KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 def make_vision_model(kind: str, path: Path, dtype: torch.dtype = torch.float32, **text: Any) -> Any:
     """A random model of ``kind``, saved at ``path``; every part of it matters for its logits."""
-    _let_torchvision_import()
+    allow_torchvision_on_cpu()
     import transformers
 
     class_name, own, tower = VISION_KINDS[kind]

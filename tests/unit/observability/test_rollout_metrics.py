@@ -18,6 +18,7 @@ from slime.observability.rollout_metrics import (
     eval_metrics,
 )
 from slime.observability.timers import Timer
+from slime.utils.errors import DataError
 
 
 def settings(**more: Any) -> Namespace:
@@ -138,6 +139,17 @@ def test_evaluation_reports_mean_truncation_and_pass_rate_of_each_set() -> None:
     assert metrics["eval/math/response_len/mean"] == 7.0
     assert [metrics[f"eval/math-pass@{k}"] for k in (1, 2, 4)] == [0.125, 0.25, 0.5]
     assert (metrics["eval/plain"], metrics["eval/plain-pass@2"]) == (0.5, 1.0)
+
+
+@pytest.mark.parametrize("reward", [None, {"acc": 1.0}, "right"])
+def test_an_evaluation_reward_that_is_no_number_names_its_set(reward: Any) -> None:
+    with pytest.raises(DataError, match=r"evaluation set math: reward 1 is .* --eval-reward-key"):
+        eval_metrics(settings(), {"math": {"rewards": [1.0, reward]}})
+
+
+def test_an_evaluation_without_rewards_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    assert eval_metrics(settings(), {"empty": {"rewards": []}, "full": {"rewards": [1]}}) == {"eval/full": 1.0}
+    assert "eval/empty: no metrics" in caplog.text
 
 
 @pytest.mark.parametrize("num_correct", range(7))

@@ -269,6 +269,29 @@ def test_the_viewer_reads_a_dump_and_writes_page_cache_and_perfetto_file(tmp_pat
     assert "no.pt" in missing.stderr
 
 
+class _RunsCode:
+    """What a dump from somebody else may hold: loading it calls a function with arguments."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_the_viewer_runs_no_code_of_a_dump(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    dump = tmp_path / "3.pt"
+    sample = open_span_sample()
+    sample.metadata = {"theirs": _RunsCode(made), "numbers": torch.ones(2, dtype=torch.bfloat16)}
+    torch.save({"rollout_id": 3, "samples": [sample.to_dict(), sample]}, dump)
+    command = [sys.executable, str(ROOT / "tools" / "trace_timeline_viewer.py"), str(dump), "--no-serve"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert "samples: 2" in done.stdout
+    assert "pathlib.Path is not known here" in done.stderr
+    assert not made.exists()
+
+
 def test_a_repeated_generation_goes_on_in_the_same_trace() -> None:
     sample = Sample(index=2)
     calls = []

@@ -270,6 +270,39 @@ def test_a_group_that_a_generator_s_function_breaks_on_is_not_lost() -> None:
     assert len(buffer.take(wait_s=0.0)[0]) == 1
 
 
+def test_groups_that_did_not_reach_the_data_buffer_are_sent_again(
+    tiny_task: Any, tmp_path: Path, engine: FakeEngine, service: str
+) -> None:
+    args = args_for(tiny_task, tmp_path, engine, service, rollout_batch_size=6, n_samples_per_prompt=1)
+    source = RolloutDataSourceWithBuffer(args)
+    keep = source.add_samples
+
+    def breaks_once(groups: Any) -> None:
+        source.add_samples = keep  # type: ignore[method-assign]
+        raise ConnectionError("the Data Buffer is being started again")
+
+    source.add_samples = breaks_once  # type: ignore[method-assign]
+    with pytest.raises(ConnectionError):
+        rollout_buffer_example.generate_rollout(args, 0, source)
+    groups = rollout_buffer_example.generate_rollout(args, 0, source)
+    assert sorted(sample.label for group in groups for sample in group) == ["1", "2", "3", "4", "5", "6"]
+
+
+def test_an_instance_that_the_engines_refuse_is_left_out_and_the_others_are_answered(
+    tiny_task: Any, tmp_path: Path, engine: FakeEngine, service: str
+) -> None:
+    answer = engine.on_generate
+
+    def refuse_the_third(payload: dict[str, Any], number: int) -> tuple[int, Any]:
+        is_third = payload["messages"][-1]["content"] == "say 3"
+        return (400, {"error": "too long"}) if is_third else answer(payload, number)
+
+    engine.on_generate = refuse_the_third
+    args = args_for(tiny_task, tmp_path, engine, service, rollout_batch_size=5, n_samples_per_prompt=2)
+    groups = rollout_buffer_example.generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert {sample.label for group in groups for sample in group} == {"1", "2", "4", "5", "6"}
+
+
 def test_a_generator_that_is_done_leaves_nobody_waiting(
     tiny_task: Any, tmp_path: Path, engine: FakeEngine, service: str
 ) -> None:

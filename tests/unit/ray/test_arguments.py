@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -129,3 +130,9 @@ def test_streams_are_not_posted_from_every_node(tiny_task):
     notices = parse(tiny_task, "--use-distributed-post", *streams).notices
     assert "no effect on streams" in next(n.text for n in notices if n.flag == "--use-distributed-post")
     assert not any(n.flag == "--use-distributed-post" for n in parse(tiny_task, "--use-distributed-post").notices)
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_anything_starts(tiny_task, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    save = ("--save", tmp_path / "not" / "there", "--save-interval", "1")
+    assert f"--save {tmp_path}/not/there: {tmp_path} cannot be written" in problems(tiny_task, capsys, *save)

@@ -13,6 +13,7 @@ from slime.config.plan.placement import plan_placement
 from slime.ray import placement_group
 from slime.ray.cluster import engines_take_turns, slot_layout
 from slime.ray.placement_group import GpuSlots, create_placement_groups
+from slime.utils.errors import ConfigError
 from tests.unit.config.plan_args import plan_args
 
 
@@ -116,3 +117,10 @@ def test_the_plan_shows_the_slots_that_the_run_takes(flags, tmp_path):
     }
     assert shown == taken
     assert plan.num_slots == count
+
+
+def test_devices_that_are_named_by_uuid_are_refused_with_what_names_them(monkeypatch):
+    assert [placement_group._number_of(ids) for ids in ([], [3], ["3"])] == [0, 3, 3]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8a,GPU-9b")
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES=GPU-8a,GPU-9b names the device GPU-9b"):
+        placement_group._number_of(["GPU-9b"])

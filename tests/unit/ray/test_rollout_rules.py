@@ -32,7 +32,6 @@ def tiny(tmp_path: Path) -> TinyCommand:
         (f"{_SUPERVISED} --disable-rollout-global-dataset", "drop --disable-rollout-global-dataset"),
         (f"--partial-rollout {_READ_ONLY}", "is read-only, but --partial-rollout returns unfinished groups to it"),
         (f"{_FULLY_ASYNC} {_READ_ONLY}", "is read-only, but --rollout-function-path slime.rollout.fully_async"),
-        ("--prompt-data {dir}/chat.jsonl --input-key messages", "prompts are lists of messages: use --apply-chat-te"),
         (
             "--eval-prompt-data held {dir}/chat.jsonl --eval-interval 1 --eval-input-key messages",
             "evaluation set held: {dir}/chat.jsonl: prompts are lists of messages",
@@ -52,9 +51,28 @@ def test_what_a_rollout_function_would_refuse_is_a_problem_of_the_command(
         f"{_FULLY_ASYNC} --partial-rollout",
         f"{_SUPERVISED} --n-samples-per-prompt 1 --prompt-data {{dir}}/chat.jsonl --input-key messages",
         _READ_ONLY,
-        "--prompt-data {dir}/chat.jsonl --input-key messages --custom-generate-function-path "
-        "slime.rollout.sglang_streaming_rollout.generate_streaming",
+        "--prompt-data {dir}/chat.jsonl --input-key messages",
     ],
 )
 def test_what_works_is_no_problem_of_a_rollout_function(tiny: TinyCommand, flags: str) -> None:
     assert tiny.run(*flags.split())[1] == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_used"),
+    [
+        ("--prompt-data {dir}/chat.jsonl --input-key messages", True),
+        (f"--prompt-data {{dir}}/chat.jsonl --input-key messages {_FULLY_ASYNC}", True),
+        ("--prompt-data {dir}/chat.jsonl --input-key messages --custom-generate-function-path a.b", False),
+        (f"--prompt-data {{dir}}/chat.jsonl --input-key messages {_SUPERVISED}", False),
+        ("", False),
+    ],
+)
+def test_prompts_that_are_messages_get_the_template_unless_something_else_takes_them(
+    tiny: TinyCommand, flags: str, is_used: bool
+) -> None:
+    args, _ = tiny.run(*flags.split())
+    assert args is not None
+    assert args.apply_chat_template is is_used
+    told = "--apply-chat-template: not given, but prompts are lists of messages: the template is used"
+    assert (told in tiny.warnings(*flags.split())) is is_used

@@ -10,6 +10,7 @@ import pytest
 from slime.ray import actor_group
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.placement_group import GpuSlots
+from slime.ray.train_actor import TrainActor
 
 
 class FakeRank:
@@ -63,3 +64,8 @@ def test_a_trainer_that_was_released_starts_again_from_what_it_saved(started):
     assert [rank.rank for rank in started] == [0, 1, 0, 1]
     assert [rank.args.load for rank in started] == ["/first", "/first", "/saved", "/saved"]
     assert group.ranks == started[2:]
+
+
+def test_ranks_of_two_trainers_on_a_host_never_meet_at_one_port():
+    firsts = [object.__new__(TrainActor) for _ in range(3)]  # nobody listens yet
+    assert len({first.rendezvous() for first in firsts}) == 3

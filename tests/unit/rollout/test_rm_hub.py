@@ -290,7 +290,14 @@ def test_a_boxed_truth_is_unboxed_and_an_empty_one_matches_nothing():
     assert not grade_answer_verl("3", "3")
 
 
-@pytest.mark.parametrize("bomb", ["99999999!", "(9*9*9*9*9*9*9)!", "9!!!!", "(" * 12 + "9" + ")^9" * 12])
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        *("99999999!", "(9*9*9*9*9*9*9)!", "9!!!!", "(" * 12 + "9" + ")^9" * 12),
+        *("9**9**9", "99999999**99999999", "9^9!^9", "9^-9^9", "((((999!^9)^9)^9)^9)^9", "2^sqrt(9999999999999999)"),
+        *("ff(999999999,9999999)", "1<<99999999999", "'9'*99999999999", "[9]*9999999999", "sqrt(2).n(9999999)"),
+    ],
+)
 def test_expressions_that_would_keep_sympy_busy_are_not_evaluated(bomb):
     started = time.monotonic()
     assert not grade_answer_sympy(bomb, "x")
@@ -351,3 +358,16 @@ def test_a_response_that_finds_no_free_process_is_a_failure_and_no_zero(monkeypa
     monkeypatch.setattr(math_verify_grader, "_graders", lambda: queue.SimpleQueue())
     with pytest.raises(ScoringError, match="processes was free for 0 s"):
         score(rm_args(rm_type="math_verify"), Sample(response=r"\boxed{7}", label="7"))
+
+
+def test_a_remote_service_has_two_minutes_or_rm_timeout_if_that_is_longer(monkeypatch):
+    given = []
+
+    async def post(url, payload, **kwargs):
+        given.append(kwargs["timeout_s"])
+        return 1.0
+
+    monkeypatch.setattr("slime.rollout.rm_hub.remote.post", post)
+    for seconds in (5.0, 300.0):
+        score(rm_args(rm_type="remote_rm", rm_url="http://x", rm_timeout=seconds), Sample())
+    assert given == [120.0, 300.0]

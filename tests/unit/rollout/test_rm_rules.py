@@ -51,7 +51,12 @@ def test_dapo_normalises_an_answer_as_minerva_does(text: str, normal: str):
         ("Answer: 42.0", "42", -1.0, "42.0"),
         ("**Answer:** 42", "42", -1.0, "**42"),
         ("Answer: 42 apples", "42", -1.0, "42apples"),
-        ("Answer: 42", "42.7", 1.0, "42"),  # the integer part decides
+        ("Answer: 42", "42.7", -1.0, "42"),
+        ("Answer: 42.7", "42.7", 1.0, "42.7"),
+        ("Answer: 42", "42.0", 1.0, "42"),
+        ("Answer: 12345678901234567890", "12345678901234567890", 1.0, "12345678901234567890"),
+        ("Answer: 7", "inf", -1.0, "7"),
+        ("Answer: 7", "7" * 5000, -1.0, "7"),
         ("no answer here", "42", -1.0, "[INVALID]"),
         ("Answer: 42" + " " * 400, "42", -1.0, "[INVALID]"),  # only the last 300 characters count
         (r"Answer: \frac12", r"\frac{1}{2}", 1.0, r"\frac{1}{2}"),

@@ -264,6 +264,15 @@ def test_a_client_that_users_code_installed_is_used(monkeypatch):
     assert asyncio.run(http_utils.post("http://nowhere/x", {})) == "plain"
 
 
+@pytest.mark.parametrize("status", [408, 429])
+def test_a_server_that_wants_to_be_asked_later_is(monkeypatch, status):
+    statuses = [status, 200]
+    transport = httpx.MockTransport(lambda request: httpx.Response(statuses.pop(0), text="later"))
+    monkeypatch.setattr(http_utils, "_http_client", httpx.AsyncClient(transport=transport))
+    assert asyncio.run(http_utils.post("http://x/y", {}, max_retries=1)) == "later"
+    assert statuses == []
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_reply_that_was_damaged_on_the_way_is_asked_for_again(monkeypatch, is_stream):
     replies = [

@@ -44,7 +44,7 @@ def hub_config(facts: Facts) -> dict[str, Any]:
         config["num_nextn_predict_layers"] = num_mtp_layers
     if (facts["hf_type"], facts["hidden"]) in _DELTA_NET_VALUE_HEADS:
         config["linear_num_value_heads"] = _DELTA_NET_VALUE_HEADS[facts["hf_type"], facts["hidden"]]
-    return config | _attention(facts) | _experts(facts)
+    return config | _attention(facts) | _experts(facts) | _vision(facts)
 
 
 def _attention(facts: Facts) -> dict[str, Any]:
@@ -58,6 +58,17 @@ def _attention(facts: Facts) -> dict[str, Any]:
         scaling |= {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
         keys["rope_scaling"] = scaling
     return keys
+
+
+def _vision(facts: Facts) -> dict[str, Any]:
+    sections = {"qwen3_vl": [24, 20, 20], "qwen3_5": [11, 11, 10], "qwen3_5_moe": [11, 11, 10]}.get(facts["hf_type"])
+    if sections is None:
+        return {}
+    return {
+        "rope_scaling": {"rope_type": "default", "mrope_section": sections, "mrope_interleaved": True},
+        "vision_config": {"depth": 27, "hidden_size": 1152, "spatial_merge_size": 2},
+        **{"image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652},
+    }
 
 
 def _experts(facts: Facts) -> dict[str, Any]:

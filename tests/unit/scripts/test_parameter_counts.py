@@ -23,7 +23,13 @@ from tools.make_presets import load_presets
 PRESETS = {name: preset.facts for name, preset in load_presets().items()}
 
 # Model types of transformers whose layers are those of another name.
-TYPES = {"kimi_k2": "deepseek_v3", "mimo": "qwen2", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+TYPES = {
+    "kimi_k2": "deepseek_v3",
+    "mimo": "qwen2",
+    "qwen3_vl": "qwen3",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 # Names give rounded sizes, some with a vision tower or an MTP layer; the others are published to four digits.
 ROUGH = {"qwen3.5-0.8B": 0.1, "qwen3.5-4B": 0.06}
 # What flags alone do not say: sizes of delta nets and of the sparse-attention indexer, norms over all heads together.

@@ -11,6 +11,8 @@ import pytest
 
 from slime.backends.sglang_utils.namespace import read_engine
 from slime.backends.sglang_utils.rules import MACHINE_RULES, RULES, STEPS, engine_width
+from slime.utils import accelerator
+from slime.utils.accelerator import CUDAAccelerator
 
 SPLIT = "{name: a, server_groups: [{worker_type: prefill, num_gpus: 4}, {worker_type: decode, num_gpus: 4}]}"
 """A model of a deployment file: prefill and decode on different engines."""
@@ -167,6 +169,22 @@ def test_prefill_and_decode_apart_can_be_planned_anywhere_but_not_started_withou
         args.debug_train_only = True
         assert [problem for rule in MACHINE_RULES for problem in rule(args)] == []
     assert [problem for rule in MACHINE_RULES for problem in rule(resolved(""))] == []
+
+
+def test_an_engine_that_shares_the_sending_gpu_must_share_all_of_them(monkeypatch: pytest.MonkeyPatch):
+    shared = {"colocate": True, "world_size": 4, "update_weight_transport": "nccl"}
+    wide = resolved("", rollout_num_gpus_per_engine=8, **shared)
+    fitting = resolved("", rollout_num_gpus_per_engine=4, **shared)
+
+    def found(args: Namespace) -> list[str]:
+        return [problem for rule in MACHINE_RULES for problem in rule(args)]
+
+    assert found(wide) == [], "gloo does not mind"
+    monkeypatch.setattr(accelerator, "current", CUDAAccelerator)
+    assert [problem.partition(":")[0] for problem in found(wide)] == ["--colocate"]
+    assert found(fitting) == []
+    wide.update_weight_transport = "disk"
+    assert found(wide) == []
 
 
 def test_expert_choices_cannot_be_asked_of_prefill_and_decode_engines(tmp_path: Path):

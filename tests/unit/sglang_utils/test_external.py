@@ -123,6 +123,8 @@ def test_the_arguments_learn_how_many_engines_and_devices_there_are(server):
     args = Namespace(rollout_external_engine_addrs=[server.url])
     with pytest.raises(RuntimeError, match="comes first"):
         external_engine_infos_from_args(args)
+    with pytest.raises(ConfigError, match="--rollout-external-engine-addrs names no engine"):
+        apply_external_engine_info_to_args(Namespace(rollout_external_engine_addrs=None))
     apply_external_engine_info_to_args(args)
     assert (args.rollout_num_engines, args.rollout_num_gpus) == (1, 2)
     assert external_engine_infos_from_args(args) == discover_external_engines([server.url])

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from slime.backends.training import hf_files
-from slime.backends.training.hf_files import TensorReader, write_hf_directory
+from slime.backends.training.hf_files import TensorReader, save_hf_directory, write_hf_directory
+from slime.utils.errors import SlimeError
 
 WEIGHTS = {f"layers.{i}.weight": torch.full((4, 4), float(i)) for i in range(9)}
 FILE_BYTES = 2 * 4 * 4 * 4
@@ -47,3 +48,18 @@ def test_a_file_that_cannot_be_written_leaves_nothing(
             WEIGHTS.items(), source, str(tmp_path / "out"), max_file_bytes=FILE_BYTES, num_writers=num_writers
         )
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_writer_that_fails_takes_part_to_the_end_because_the_other_ranks_wait_for_it_at_every_tensor(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(hf_files, "save_file", fail)
+    monkeypatch.setattr(hf_files, "_MAX_FILE_BYTES", FILE_BYTES)
+    monkeypatch.setattr(hf_files.dist, "broadcast_object_list", lambda *_, **__: None)
+    weights = iter(WEIGHTS.items())
+    with pytest.raises(SlimeError, match=r"--save-hf .*the disk is full"):
+        save_hf_directory(weights, source, str(tmp_path / "out"), is_writer=True)
+    assert list(weights) == []

@@ -121,7 +121,7 @@ class _Product(torch.autograd.Function):
         ctx.counts = counts
         flat = tokens.flatten(0, -2)
         out = products.of_one(flat, weights[0]) if len(weights) == 1 else products.of_many(flat, counts, weights)
-        return out.view(*tokens.shape[:-1], -1)
+        return out.view(*tokens.shape[:-1], out.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

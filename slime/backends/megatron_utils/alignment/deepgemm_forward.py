@@ -48,8 +48,8 @@ def install_deepgemm(chunks: Any, plugins: PluginArgs, hf_checkpoint: str) -> li
         Names of the exchanged modules on this rank, such as ``3.mlp.linear_fc1``; layers as the whole model counts.
 
     Raises:
-        ConfigError: a layer without such modules, a name that fits none, or sizes that deep_gemm cannot multiply. On all
-            ranks.
+        ConfigError: a layer without such modules, a name that fits none, or sizes that deep_gemm cannot multiply. On
+            all ranks.
     """
     dense, experts = plugins.megatron_deepgemm_forward_layers, plugins.megatron_deepgemm_moe_forward_layers
     if not dense and not experts:

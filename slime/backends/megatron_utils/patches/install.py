@@ -30,7 +30,7 @@ def install() -> None:
         moe.repair_expert_dispatch_on_cpu()
         pipeline.repair_overlapped_sends_on_cpu()
     repairs.repair_save_writers()
-    repairs.repair_mixed_precision_groups()
+    repairs.repair_mixed_precision_optimizers()
     repairs.repair_distributed_optimizer_checkpoints()
 
 

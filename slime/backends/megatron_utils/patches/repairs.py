@@ -14,7 +14,7 @@ import torch
 
 __all__ = [
     "repair_distributed_optimizer_checkpoints",
-    "repair_mixed_precision_groups",
+    "repair_mixed_precision_optimizers",
     "repair_reduce",
     "repair_save_writers",
 ]
@@ -68,27 +68,48 @@ def repair_save_writers() -> None:
     filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(write)
 
 
-def repair_mixed_precision_groups() -> None:
-    """``DistributedOptimizer`` mixes up the states of a model whose parameters have several dtypes.
+def repair_mixed_precision_optimizers() -> None:
+    """Optimizers mix up the states of a model whose parameters have several dtypes.
 
-    Why: it hands its inner optimizer the fp32 parameters of a group first, then the 16-bit ones, but remembers each
-    parameter's place in the order of the gradient buffers. A checkpoint then holds the states of other parameters
-    where their sizes happen to be equal, and cannot be written where they are not.
-    Upstream: core_v0.16.1. Delete when ``model_param_group_index_map`` says where ``param_groups`` has a parameter.
+    Why: both keep fp32 parameters apart from 16-bit ones, and count a parameter's place in another order than the inner
+    optimizer has it. ``DistributedOptimizer`` counts in the order of the gradient buffers, but hands over the fp32
+    parameters of a group first; ``Float16OptimizerWithFloat16Params`` counts 16-bit ones only. A checkpoint then holds
+    the states of other parameters where their sizes happen to be equal, and cannot be written where they are not.
+    Upstream: core_v0.16.1. Delete when a model with parameters of two dtypes is resumed bit for bit without this.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params as WholeOptimizer
 
-    stock = DistributedOptimizer._build_optimizer_group_ranges
+    stock_ranges = DistributedOptimizer._build_optimizer_group_ranges
+    stock_init, stock_sharded = WholeOptimizer.__init__, WholeOptimizer.sharded_state_dict
 
-    def build(cls: Any, param_groups: Any, gbuf_ranges: Any) -> Any:
-        _, group_ranges = stock(param_groups, gbuf_ranges)
+    def build_ranges(cls: Any, param_groups: Any, gbuf_ranges: Any) -> Any:
+        _, group_ranges = stock_ranges(param_groups, gbuf_ranges)
         places = {}
         for index, group in enumerate(group_ranges):
             group["params"].sort(key=lambda parameter: parameter.dtype != torch.float32)
             places.update({parameter: (index, place) for place, parameter in enumerate(group["params"])})
         return places, group_ranges
 
-    DistributedOptimizer._build_optimizer_group_ranges = classmethod(build)
+    def __init__(self: Any, *args: Any, **kw: Any) -> None:
+        stock_init(self, *args, **kw)
+        if not self.is_stub_optimizer:
+            for group, wide in zip(self.optimizer.param_groups, self.fp32_from_fp32_groups, strict=True):
+                apart = {id(parameter) for parameter in wide}
+                group["params"] = [main for main in group["params"] if id(main) not in apart] + wide
+
+    def sharded_state_dict(self: Any, *args: Any, **kw: Any) -> Any:
+        if self.is_stub_optimizer:
+            return stock_sharded(self, *args, **kw)
+        groups = self.float16_groups
+        self.float16_groups = [[*a, *b] for a, b in zip(groups, self.fp32_from_fp32_groups, strict=True)]
+        try:
+            return stock_sharded(self, *args, **kw)
+        finally:
+            self.float16_groups = groups
+
+    DistributedOptimizer._build_optimizer_group_ranges = classmethod(build_ranges)
+    WholeOptimizer.__init__, WholeOptimizer.sharded_state_dict = __init__, sharded_state_dict
 
 
 def repair_distributed_optimizer_checkpoints() -> None:

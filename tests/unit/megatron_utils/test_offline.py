@@ -1,0 +1,30 @@
+"""What the conversion tools make of a command line under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from slime.backends.megatron_utils.offline import read_options
+
+_TEXT = {
+    **{"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 128, "head_dim": 8},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "dtype": "float32"},
+}
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--hf-checkpoint", required=True)
+
+
+@pytest.mark.parametrize("config", [{"model_type": "qwen3", **_TEXT}, {"model_type": "qwen3_vl", "text_config": _TEXT}])
+def test_processes_become_stages_of_the_language_model_in_its_precision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, object]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    args = read_options(_add_checkpoint, "a tool", ["--hf-checkpoint", str(tmp_path)])
+    assert (args.pipeline_model_parallel_size, args.fp32, args.bf16) == (2, True, False)

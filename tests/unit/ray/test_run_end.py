@@ -1,0 +1,43 @@
+"""The end of a run: checkpoints that are still being written count, if the ranks that write them live."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slime.ray import loop
+from slime.utils.errors import DataError, ProcessDied
+
+
+def _end(monkeypatch: pytest.MonkeyPatch, *, async_save: bool = True, death: Exception | None = None) -> list[str]:
+    """What a run does that ends with an error."""
+    story: list[str] = []
+
+    def look(actors: Any, what: str) -> None:
+        if death is not None:
+            raise death
+
+    monkeypatch.setattr(loop, "raise_if_dead", look)
+    monkeypatch.setattr(loop.Run, "dispose", lambda self: story.append("disposed"))
+    run = object.__new__(loop.Run)
+    run.args = SimpleNamespace(async_save=async_save)  # type: ignore[assignment]
+    run.progress = SimpleNamespace(update=lambda state: story.append(state))  # type: ignore[assignment]
+    run.critic = None
+    run.trainer = SimpleNamespace(ranks=[], finish_saves=lambda seconds: story.append("saved"))  # type: ignore[assignment]
+    with pytest.raises(DataError), run:
+        raise DataError("a reward failed")
+    return story
+
+
+def test_a_checkpoint_in_the_background_is_completed_before_the_ranks_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _end(monkeypatch) == ["failed", "saved", "disposed"]
+    assert _end(monkeypatch, async_save=False) == ["failed", "disposed"]
+
+
+def test_without_a_rank_that_it_needs_it_is_given_up_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert _end(monkeypatch, death=ProcessDied("trainer rank 1 died")) == ["failed", "disposed"]
+    assert "the checkpoint that was being written does not count: trainer rank 1 died" in caplog.text

@@ -1,0 +1,97 @@
+"""The way to torch's variable-length kernel, which needs a GPU: a reference stands in, with the same demands."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import varlen
+
+from slime.backends.training import attention
+from slime.backends.training.attention import packed_attention, plan_attention
+from slime.backends.training.context_parallel import zigzag_rows
+from slime.utils import accelerator
+from slime.utils.accelerator import CUDAAccelerator
+
+LENGTHS = (8, 24, 4)
+SCALE = 0.3
+
+
+def played_kernel(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_bounds: torch.Tensor, k_bounds: torch.Tensor, *more: Any, **how
+) -> torch.Tensor:
+    """Causal from the last query and key of each sequence; refuses what flash attention refuses."""
+    longest_q, longest_k = more
+    assert how.pop("window_size") == (-1, 0)
+    assert how.pop("enable_gqa") == (q.size(1) != k.size(1))
+    scale = how.pop("scale")
+    assert not how, "no other setting"
+    assert {q.dtype, k.dtype, v.dtype} == {torch.bfloat16}
+    assert q.size(-1) == k.size(-1) == v.size(-1) <= 256
+    assert q.size(-1) % 8 == 0
+    assert all(x.stride(-1) == 1 for x in (q, k, v))
+    assert q_bounds.dtype == k_bounds.dtype == torch.int32
+    out = torch.empty_like(q)
+    groups = q.size(1) // k.size(1)
+    for (q0, q1), (k0, k1) in zip(
+        itertools.pairwise(q_bounds.tolist()), itertools.pairwise(k_bounds.tolist()), strict=True
+    ):
+        assert q1 - q0 <= longest_q
+        assert k1 - k0 <= longest_k
+        keys, values = (x[k0:k1].repeat_interleave(groups, dim=1).float() for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[q0:q1].float(), keys) * scale
+        rows, columns = torch.arange(q1 - q0)[:, None], torch.arange(k1 - k0)
+        scores.masked_fill_(columns > rows + (k1 - k0) - (q1 - q0), -math.inf)
+        out[q0:q1] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(out.dtype)
+    return out
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(varlen, "varlen_attn", played_kernel)
+    accelerator.set_accelerator(CUDAAccelerator())
+    yield
+    accelerator.reset_accelerator()
+
+
+def heads(number: int, width: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number * width)
+    return torch.randn(sum(LENGTHS), number, width, generator=generator).to(dtype)
+
+
+def bounds() -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
+
+
+def padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """By the path that needs no kernel."""
+    return packed_attention(q.float(), k.float(), v.float(), plan_attention(bounds()), scale=SCALE)
+
+
+@pytest.mark.parametrize(("num_groups", "value_width"), [(4, 16), (2, 16), (4, 8)])
+def test_the_kernel_gets_what_it_takes_and_gives_what_the_padded_path_gives(kernel, num_groups, value_width):
+    q, k, v = heads(4, 16), heads(num_groups, 16), heads(num_groups, value_width)
+    out = packed_attention(q, k, v, plan_attention(bounds()), scale=SCALE)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), padded(q, k, v), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_context_parallel_rank_sees_the_keys_up_to_its_chunks(kernel, rank, monkeypatch):
+    q, k, v = heads(4, 16), heads(2, 16), heads(2, 16)
+    rows = [zigzag_rows(bounds(), one, 2) for one in range(2)]
+    everybody = torch.cat(rows)
+    monkeypatch.setattr(attention, "gather_keys", lambda key, value, group: (k[everybody], v[everybody]))
+    plan = plan_attention(bounds(), rank, 2)
+    out = packed_attention(q[rows[rank]], k[rows[rank]], v[rows[rank]], plan, scale=SCALE, cp_group="both")
+    torch.testing.assert_close(out.float(), padded(q, k, v)[rows[rank]], atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(20, torch.bfloat16), (264, torch.bfloat16), (16, torch.float32)])
+def test_what_the_kernel_does_not_take_goes_the_padded_way(kernel, width, dtype):
+    q, k, v = (heads(2, width, dtype) for _ in range(3))
+    out = packed_attention(q, k, v, plan_attention(bounds()), scale=SCALE)
+    torch.testing.assert_close(out.float(), padded(q, k, v), atol=3e-2, rtol=3e-2)
