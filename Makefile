@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-# The other tests start several processes each. Two of them at a time still share two cores well, as a run waits much;
-# those that are marked "alone" come one after the other.
+# Tests that start few processes. The others start several each: two of those at a time share two cores well, as a run
+# waits much, and those that are marked "alone" come one after the other.
 FAST_TESTS := tests/architecture tests/unit tests/contracts tests/examples
 # One thread per process: several engines and trainers share the cores.
 export OMP_NUM_THREADS ?= 1

@@ -46,7 +46,7 @@ def convert(args: argparse.Namespace, num_writers: int = 1) -> None:
     target = Path(args.output_dir)
     if target.exists() and not args.force:
         raise ConfigError(f"--output-dir {target} exists already: -f replaces it.")
-    with OfflineModel(args) as model:
+    with OfflineModel(args, reads=("--input-dir", args.input_dir)) as model:
         from slime.backends.training.hf_files import write_hf_directory
 
         source = model.load_torch_dist("--input-dir", args.input_dir)

@@ -53,7 +53,7 @@ class AppHandle:
 def run_app_in_thread(
     app: web.Application,
     *,
-    host: str = "0.0.0.0",
+    host: str = "127.0.0.1",
     port: int = 0,
     thread_name: str = "aiohttp-app",
     start_timeout_sec: float = 15.0,
@@ -62,6 +62,7 @@ def run_app_in_thread(
     """Serve ``app`` from a daemon thread; returns when it listens.
 
     Args:
+        host: this machine only; "0.0.0.0" where sandboxes are elsewhere, for everybody who reaches this machine.
         port: 0 takes a free one; the handle has the real number.
         runner_kwargs: of ``web.AppRunner``; ``{"handler_cancellation": True}`` ends the handlers of clients that left.
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -16,13 +17,17 @@ __all__ = ["DockerSandbox"]
 
 _START_TIMEOUT_S = 600  # the image may have to be fetched
 _FILE_TIMEOUT_S = 120
+_LINGER_S = 5  # what a command gets after SIGTERM
+_MOST_BYTES = 256 << 20
+_READ_BY_THE_CLIENT = ("PATH", "HOME", "XDG_", "LD_", "DOCKER_", "CONTAINER", "PODMAN_")
+"""Beginnings of variables that are meant for the container and would change what the program on this machine does."""
 
 
 class DockerSandbox:
     """Implements :class:`slime.agent.sandbox.Sandbox`.
 
     Args:
-        image: must have bash.
+        image: must have bash, and ``timeout`` of coreutils or busybox.
         timeout: seconds that the container lives, whatever happens to us.
         command: the program that runs containers.
         run_args: further words for ``docker run``, such as ``("--network=host",)`` so that the adapter of this machine
@@ -68,9 +73,15 @@ class DockerSandbox:
         check: bool = False,
         idempotent: bool = True,
     ) -> ExecResult:
-        variables = [word for name, value in (env or {}).items() for word in ("--env", f"{name}={value}")]
-        words = ["exec", "--user", user, *variables, self._id, "bash", "-c", cmd]
-        code, out, err = await self._run(words, timeout)
+        # names only: values, such as keys, stand in no command line, which every user of this machine may read
+        env = env or {}
+        hidden = {name: value for name, value in env.items() if not name.startswith(_READ_BY_THE_CLIENT)}
+        shown = [name if name in hidden else f"{name}={value}" for name, value in env.items()]
+        variables = [word for variable in shown for word in ("--env", variable)]
+        # ends the command where our wait has ended: a client that is killed leaves it running
+        limit = ["timeout", "-k", str(_LINGER_S), str(timeout + 1)]
+        words = ["exec", "--user", user, *variables, self._id, *limit, "bash", "-c", cmd]
+        code, out, err = await self._run(words, timeout, env=hidden)
         if check and code != 0:
             raise RuntimeError(f"container {self._id[:12]}: {cmd[:200]!r} ended with {code}: {(err or out)[-500:]}")
         return code, out, err
@@ -89,22 +100,57 @@ class DockerSandbox:
             raise FileNotFoundError(f"container {self._id[:12]}: {path}: {err.strip()}")
         return out
 
-    async def _run(self, words: Sequence[str], timeout: float, data: bytes = b"") -> ExecResult:
+    async def _run(
+        self, words: Sequence[str], timeout: float, data: bytes = b"", env: Mapping[str, str] | None = None
+    ) -> ExecResult:
         process = await asyncio.create_subprocess_exec(
             self.command,
             *words,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
+            env=os.environ | dict(env or {}),
         )
         try:
-            out, err = await asyncio.wait_for(process.communicate(data), timeout)
+            out, err = await asyncio.wait_for(_communicate(process, data), timeout)
         except TimeoutError:
             raise DeadlineExceeded(f"{self.command} {words[0]} took more than {timeout} s: {words[-1][:200]}") from None
         finally:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
-                await process.wait()
+                await process.communicate()  # an end is noticed only when everything before it is read
         assert process.returncode is not None
+        if max(len(out), len(err)) > _MOST_BYTES:
+            raise RuntimeError(f"{self.command} {words[0]} wrote more than {_MOST_BYTES >> 20} MiB: {words[-1][:200]}")
         return process.returncode, out.decode(errors="replace"), err.decode(errors="replace")
+
+
+async def _communicate(process: asyncio.subprocess.Process, data: bytes) -> tuple[bytes, bytes]:
+    """(stdout, stderr) as ``process.communicate`` has them; a process that writes more than we keep is killed."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    out, err, _ = await asyncio.gather(
+        _read(process.stdout, process), _read(process.stderr, process), _write(process.stdin, data)
+    )
+    await process.wait()
+    return out, err
+
+
+async def _read(stream: asyncio.StreamReader, process: asyncio.subprocess.Process) -> bytes:
+    read = bytearray()
+    while part := await stream.read(1 << 16):
+        if len(read) <= _MOST_BYTES:
+            read += part
+        elif process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+    return bytes(read)
+
+
+async def _write(stream: asyncio.StreamWriter, data: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it does not read its input
+        stream.write(data)
+        await stream.drain()
+    stream.close()

@@ -14,6 +14,7 @@ from slime.ray.cards import cards_of
 from slime.ray.pulse import Watch
 from slime.utils.deadline import Deadline
 from slime.utils.errors import SlimeError
+from slime.utils.interrupt import raise_if_interrupted
 
 __all__ = ["get", "raise_if_dead"]
 
@@ -59,9 +60,9 @@ def get(
     while pending:
         done, pending = ray.wait(pending, num_returns=1, timeout=min(slice_s, deadline.remaining))
         if not done:
+            raise_if_interrupted()
             if not deadline.remaining:
                 raise blame_late(pending, count, deadline)
-            deadline.check()
             if meanwhile is not None:
                 meanwhile()
             if gone := watch.look(pending):

@@ -25,6 +25,7 @@ _PATIENCE_S = 2.0
 _REPEAT_S = 0.1
 _REQUEST_TIMEOUT_S = 5.0
 _CANCEL_TIMEOUT_S = 10.0
+_MOST_AT_ONCE = 64
 
 
 async def end_tasks(
@@ -80,17 +81,26 @@ async def _abort_requests(
     disconnects what still runs, and engines drop requests of clients that are gone.
     """
     started = time.monotonic()
+    places = asyncio.Semaphore(_MOST_AT_ONCE)
+    told: set[str] = set()
     while time.monotonic() - started < patience_s and not all(task.done() for task in running):
         try:
             workers = (await get(workers_url, timeout_s=_REQUEST_TIMEOUT_S))["workers"]
-            rids = None if requests is None else [rid for request in requests for rid in request.rids]
-            bodies = [{"abort_all": True}] if rids is None else [{"rid": rid} for rid in rids]
-            await asyncio.gather(*(_abort(worker["url"], body) for worker in workers for body in bodies))
+            bodies = [{"abort_all": True}] if requests is None else [{"rid": rid} for rid in _rids(requests, told)]
+            await asyncio.gather(*(_abort(worker["url"], body, places) for worker in workers for body in bodies))
         except (EngineError, DeadlineExceeded, KeyError, TypeError) as error:
             logger.warning("running requests could not be aborted and are disconnected instead: %s", error)
             return
         await asyncio.wait(running, timeout=_REPEAT_S)
 
 
-async def _abort(url: str, body: dict[str, Any]) -> None:
-    await post(f"{url}/abort_request", body, max_retries=0, timeout_s=_REQUEST_TIMEOUT_S)
+def _rids(requests: Collection[EngineRequest], told: set[str]) -> list[str]:
+    """Ids to abort now: those of attempts that got lost once, the last one of each request again and again."""
+    rids = [rid for request in requests for rid in request.rids if rid not in told or rid == request.rids[-1]]
+    told.update(rids)
+    return rids
+
+
+async def _abort(url: str, body: dict[str, Any], places: asyncio.Semaphore) -> None:
+    async with places:
+        await post(f"{url}/abort_request", body, max_retries=0, timeout_s=_REQUEST_TIMEOUT_S)

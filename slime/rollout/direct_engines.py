@@ -13,6 +13,7 @@ Used by ``sglang_rollout``, by agents' adapters and by custom generate functions
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from collections import OrderedDict
@@ -41,6 +42,7 @@ class DirectEngines:
         self.router_url = router_url
         self._urls: list[str] = []
         self._listed = float("-inf")
+        self._listing: dict[asyncio.AbstractEventLoop, asyncio.Task[None]] = {}
         self._turn = itertools.count()
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._failed: dict[str, float] = {}
@@ -72,15 +74,27 @@ class DirectEngines:
         self._listed = float("-inf")
 
     async def _usable(self) -> Sequence[str]:
+        if time.monotonic() - self._listed > _LIST_AGE_S:
+            await self._refresh()
         now = time.monotonic()
-        if now - self._listed > _LIST_AGE_S:
-            self._urls = await self._list()
-            self._listed = now
         self._failed = {url: since for url, since in self._failed.items() if now - since < _AVOIDED_S}
         usable = [url for url in self._urls if url not in self._failed]
         return usable or [min(self._urls, key=lambda url: self._failed[url])]  # the one that failed longest ago
 
-    async def _list(self) -> list[str]:
+    async def _refresh(self) -> None:
+        """One question to the router for all requests of the event loop that wait for its answer."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._listing:
+            self._listing[loop] = loop.create_task(self._list())
+            self._listing[loop].add_done_callback(lambda _: self._listing.pop(loop))
+        await asyncio.shield(self._listing[loop])  # the others still wait when one is cancelled
+
+    async def _list(self) -> None:
+        asked = time.monotonic()
+        self._urls = await self._ask()
+        self._listed = asked
+
+    async def _ask(self) -> list[str]:
         try:
             reply = await get(f"{self.router_url}/workers", timeout_s=_LIST_TIMEOUT_S)
         except EngineError as error:

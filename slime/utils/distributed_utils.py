@@ -36,7 +36,8 @@ _GLOO_INTERFACES = "GLOO_SOCKET_IFNAME"
 
 
 def init_default_group(backend: str, *, timeout_s: float) -> None:
-    """Initialise the default group from ``MASTER_ADDR``, ``MASTER_PORT``, ``RANK`` and ``WORLD_SIZE``.
+    """Initialise the default group from ``MASTER_ADDR``, ``MASTER_PORT``, ``RANK`` and ``WORLD_SIZE``, on the
+    device number ``LOCAL_RANK``, which torchrun sets, where that is said.
 
     Does nothing when it already exists. ``timeout_s`` bounds the meeting and every later collective.
 
@@ -45,6 +46,8 @@ def init_default_group(backend: str, *, timeout_s: float) -> None:
     """
     if dist.is_initialized():
         return
+    if "LOCAL_RANK" in os.environ:
+        accelerator.current().set_device(int(os.environ["LOCAL_RANK"]))
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     except dist.DistStoreError as error:

@@ -83,8 +83,8 @@ def serialized(flat: torch.Tensor, chunk: WeightChunk) -> str:
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
     """Torch's own, but a GPU is named by its UUID: the engine may count devices differently."""
     rebuild, arguments = reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
-    if tensor.is_cuda:
-        uuid = str(torch.cuda.get_device_properties(tensor.device).uuid)
+    if rebuild is reductions.rebuild_cuda_tensor:
+        uuid = str(torch.cuda.get_device_properties(arguments[_DEVICE_ARGUMENT]).uuid)
         arguments = (*arguments[:_DEVICE_ARGUMENT], uuid, *arguments[_DEVICE_ARGUMENT + 1 :])
     return rebuild, arguments
 

@@ -136,7 +136,7 @@ PARAMETERS = {
     "slime.agent.adapters.anthropic:_fold_mid_list_system_into_user": "body_obj",
     "slime.agent.adapters.anthropic:_request_session_id": "request",
     "slime.agent.aiohttp_threaded:run_app_in_thread": (
-        "app, *, host='0.0.0.0', port=0, thread_name='aiohttp-app', start_timeout_sec=15.0, runner_kwargs=None"
+        "app, *, host='127.0.0.1', port=0, thread_name='aiohttp-app', start_timeout_sec=15.0, runner_kwargs=None"
     ),
     "slime.agent.harness.common:run_agent": "sb, *, workdir, start_cmd, env, time_budget_sec",
     "slime.agent.harness.common:install_npm_cli": "sb, *, node_runtime, npm_package, check_cmd",

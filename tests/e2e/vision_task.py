@@ -18,7 +18,8 @@ _SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|
 _TEXT = {
     **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "max_position_embeddings": 512},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": False},
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+    | {"mrope_interleaved": True},
 }
 _TOWER = {
     **{"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64},
@@ -49,7 +50,9 @@ def make_vision_task(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
     names = ("vision_start", "vision_end", "image", "video")
-    ids = {f"{name}_token_id": len(words) + index for index, name in enumerate(names)}
+    ids = {
+        f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in zip(names, _SPECIAL, strict=False)
+    }
     config = transformers.Qwen3VLConfig(
         text_config=_TEXT | {"vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": tokenizer.eos_token_id},
         vision_config=_TOWER,

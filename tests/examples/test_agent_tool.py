@@ -131,7 +131,7 @@ def test_what_an_agent_said_is_trained_on_with_the_very_probabilities_it_was_sam
     config.write_text(json.dumps(settings | {"agent_timeout": 60.0, "agent_max_turns": 2}))
     flags = [
         *("--hf-checkpoint", tiny_task.model, "--prompt-data", tiny_task.train, "--label-key", "label"),
-        *("--num-rollout", 2, "--rollout-batch-size", 4, "--n-samples-per-prompt", 4, "--rollout-max-response-len", 6),
+        *("--num-rollout", 2, "--rollout-batch-size", 4, "--n-samples-per-prompt", 2, "--rollout-max-response-len", 6),
         *("--custom-generate-function-path", "examples.agent_tool.generate_with_agent.generate"),
         *("--custom-config-path", config, "--rollout-num-gpus", 1, "--actor-num-gpus-per-node", 1, "--fp32"),
         *("--sglang-context-length", 256, "--sglang-max-total-tokens", 16384, "--lr", "1e-4", "--rollout-top-p", 0.9),
@@ -145,7 +145,7 @@ def test_what_an_agent_said_is_trained_on_with_the_very_probabilities_it_was_sam
     assert len(differences) == 2
     assert max(differences) < 1e-4
     (first, _) = (torch.load(tmp_path / f"{i}.pt", weights_only=True)["samples"] for i in range(2))
-    assert {sample["rollout_id"] for sample in first} == set(range(16))
+    assert {sample["rollout_id"] for sample in first} == set(range(8))
     assert all("sure?" in sample["response"] or sample["response_length"] <= 6 for sample in first)
     assert any(0 in sample["loss_mask"] and 1 in sample["loss_mask"] for sample in first)
     assert all(len(sample["rollout_top_p_token_ids"]) >= sum(sample["loss_mask"]) for sample in first)

@@ -30,7 +30,7 @@ from slime.agent.adapters.generation import (
     Session,
     call_sglang_generate,
 )
-from slime.agent.adapters.wire import error_reply, health, sid_from_bearer, sid_from_body
+from slime.agent.adapters.wire import error_reply, health, is_from_here, sid_from_bearer, sid_from_body
 from slime.agent.parsing import ParsedModelOutput, parse_model_output
 from slime.agent.trajectory import Message, RewardSplit, TrajectoryManager, TurnRecord
 from slime.data.sample import Sample
@@ -100,7 +100,8 @@ class BaseAdapter(ABC):
         client_sampling: whether clients may set temperature, top_p and top_k. Off: what they send is ignored, because
             samples drawn otherwise than the rollout says make training off-policy. On: top_p and top_k are refused
             all the same where the run does not cut the vocabulary, because the trainer would not know.
-        needs_session: whether sessions must be opened first. Off: a turn with an unknown id opens one.
+        needs_session: whether sessions must be opened first. False: a turn with an unknown id opens one, whoever
+            sends it; None: one over loopback does.
         request_timeout_s: seconds for the engine's reply.
         request_options: added to the body of every ``/generate``. Requests with fields that the router drops go past
             it, to the engines that it lists.
@@ -124,7 +125,7 @@ class BaseAdapter(ABC):
         reward_split: RewardSplit = "full",
         args: Any = None,
         client_sampling: bool = False,
-        needs_session: bool = False,
+        needs_session: bool | None = None,
         request_timeout_s: float = DEFAULT_REQUEST_TIMEOUT_S,
         request_options: dict[str, Any] | None = None,
     ) -> None:
@@ -264,7 +265,7 @@ class BaseAdapter(ABC):
                 raise ValueError("the body must be a JSON object")
             self._preprocess_body(body)
             sid = self._session_id(request, body)
-            refusal = self._refusal(sid)
+            refusal = self._refusal(request, sid)
             if refusal is not None:
                 return refusal
             messages, tools = self._translate(body)
@@ -292,10 +293,11 @@ class BaseAdapter(ABC):
             if not running:
                 del self.inflight[sid]
 
-    def _refusal(self, sid: str) -> web.Response | None:
+    def _refusal(self, request: web.Request, sid: str) -> web.Response | None:
         if sid in self.closed:
             return error_reply(503, "overloaded_error", "session closed")
-        if self.needs_session and sid not in self.store:
+        needs_session = not is_from_here(request) if self.needs_session is None else self.needs_session
+        if needs_session and sid not in self.store:
             return error_reply(401, "authentication_error", "there is no such session")
         if self.max_turns_per_sid is not None and self._num_accepted.get(sid, 0) >= self.max_turns_per_sid:
             return error_reply(429, "rate_limit_error", f"the session has had its {self.max_turns_per_sid} turns")

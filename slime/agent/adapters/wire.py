@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 from collections.abc import Iterable
 from typing import Any
 
 from aiohttp import web
 
-__all__ = ["dumps", "error_reply", "health", "send_events", "send_json", "sid_from_bearer", "sid_from_body"]
+__all__ = [
+    "dumps",
+    "error_reply",
+    "health",
+    "is_from_here",
+    "send_events",
+    "send_json",
+    "sid_from_bearer",
+    "sid_from_body",
+]
 
 
 async def health(request: web.Request) -> web.Response:
@@ -35,6 +45,14 @@ async def send_events(request: web.Request, events: Iterable[str]) -> web.Stream
         await response.write(event.encode())
     await response.write_eof()
     return response
+
+
+def is_from_here(request: web.Request) -> bool:
+    """Whether the client is a program of this machine, over loopback or a socket file."""
+    if not request.remote:
+        return True  # a socket file: its clients have no address
+    address = ipaddress.ip_address(request.remote.partition("%")[0])
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def sid_from_bearer(request: web.Request) -> str:

@@ -27,6 +27,7 @@ _ABSENT: dict[str, str] = {
     "use_critic": "a critic is trained with --train-backend megatron only",
     "fp16": "there is no loss scale: bf16 is the default, --fp32 the alternative",
     "fp8": "layers of transformers compute in bf16",
+    "fp8_param_gather": "layers of transformers compute in bf16",
     "optimizer_cpu_offload": "its states stay on the device",
     "async_save": "training waits for its checkpoints",
     "use_routing_replay": "the routers of transformers decide by themselves",

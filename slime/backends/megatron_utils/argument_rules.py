@@ -1,8 +1,8 @@
 """What the Megatron flags mean together: derived values (``STEPS``) and rules (``RULES``) of the trainer.
 
 Hooked into the command line by ``slime.ray.arguments``; the offline tools have the same steps and rules. So they read
-Megatron's flags, ``hf_checkpoint``, ``debug_rollout_only``, ``world_size`` and, if it is there, ``multimodal_keys``. A step derives and
-tells; a rule returns one sentence per problem. Imports neither torch nor megatron.
+Megatron's flags, ``hf_checkpoint``, ``debug_rollout_only``, ``world_size`` and, if it is there, ``multimodal_keys``. A
+step derives and tells; a rule returns one sentence per problem. Imports neither torch nor megatron.
 """
 
 from __future__ import annotations

@@ -199,6 +199,9 @@ def _load(source: Source, shape: ModelShape, sharded: dict[str, Any]) -> dict[st
 
 def _shape_differences(saved: dict[str, Any] | None, shape: ModelShape, where: str) -> list[str]:
     current = describe_shape(shape)
+    if saved is not None and bool(saved.get("vision")) != bool(current["vision"]):
+        has, builds, fix = ("a", "builds none", "give") if saved.get("vision") else ("no", "builds one", "drop")
+        return [f"{where} has {has} vision tower, but this run {builds}: {fix} --multimodal-keys."]
     return [
         f"{where} was saved with {name} {value}, but --hf-checkpoint describes a model with {name} {current[name]}."
         for name, value in (saved or {}).items()

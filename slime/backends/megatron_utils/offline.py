@@ -12,6 +12,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -120,12 +121,27 @@ def _suffix(size: str) -> str:
     return "parallel_size" if size == "context" else "model_parallel_size"
 
 
-class OfflineModel:
-    """This process's part of the model that ``args.hf_checkpoint`` describes, as a context manager."""
+def _has_tower(flag: str, path: str) -> bool:
+    import torch
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    source = inspect_checkpoint(flag, path)
+    common = None if source is None else Path(source.directory) / "common.pt"
+    if common is None or not common.is_file():
+        return False  # reading the checkpoint says what it is
+    return bool(torch.load(common, map_location="cpu", weights_only=False).get("model_shape", {}).get("vision"))
+
+
+class OfflineModel:
+    """This process's part of the model that ``args.hf_checkpoint`` describes, as a context manager.
+
+    Args:
+        reads: flag and path of the Megatron checkpoint to be read, which has a vision tower or has none.
+    """
+
+    def __init__(self, args: argparse.Namespace, *, reads: tuple[str, str] | None = None) -> None:
         self._args = args
-        self.shape = model_shape.read_shape(args.hf_checkpoint, with_vision=sees_media(args))
+        with_vision = sees_media(args) or (reads is not None and _has_tower(*reads))
+        self.shape = model_shape.read_shape(args.hf_checkpoint, with_vision=with_vision)
         self._state: TrainState | None = None
 
     def __enter__(self) -> OfflineModel:

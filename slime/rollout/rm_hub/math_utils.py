@@ -311,7 +311,8 @@ def _may_be_evaluated(expr: str) -> bool:
 def _digits_at_most(expr: str) -> int:
     """How long an integer can become: n! has fewer than 3n digits (n < 1000), a power at most nine times as many."""
     digits = len(expr) + sum(3 * int(number) for number in re.findall(r"([0-9]+)!", expr))
-    return digits * 9 ** (expr.count(")^") + ("^" in expr))
+    times: int = 9 ** (expr.count(")^") + ("^" in expr))
+    return digits * times
 
 
 def _are_equal_under_sympy(truth: str, given: str) -> bool:

@@ -7,12 +7,14 @@ import json
 import threading
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from aiohttp.test_utils import make_mocked_request
 
-from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter, common
+from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter, common, wire
 from slime.agent.adapters.anthropic import _fold_mid_list_system_into_user
 from slime.agent.adapters.anthropic import _translate_messages as from_anthropic
 from slime.agent.adapters.common import flatten_content
@@ -57,9 +59,7 @@ class Agent:
 
         self.engine = FakeEngine(on_generate)
         self.adapter = kind(tokenizer=Tokenizer(), sglang_url=self.engine.url, **settings)
-        self.handle: AppHandle = run_app_in_thread(
-            self.adapter.app, host="127.0.0.1", runner_kwargs={"handler_cancellation": True}
-        )
+        self.handle: AppHandle = run_app_in_thread(self.adapter.app, runner_kwargs={"handler_cancellation": True})
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.handle.port}", timeout=10.0, trust_env=False)
 
     def chat(self, messages: list[dict], sid: str = "s", **body: Any) -> httpx.Response:
@@ -281,6 +281,30 @@ def test_sessions_close_count_turns_and_can_be_required(make):
     closed = agent.chat([Q])
     assert (closed.status_code, closed.json()["error"]["message"]) == (503, "session closed")
     assert agent.finish() == []
+
+
+def test_other_machines_cannot_open_sessions_by_using_them(make, monkeypatch):
+    agent = make(OpenAIAdapter, ["a", "b", "c"])
+    assert agent.handle.host == "127.0.0.1"
+    assert agent.chat([Q], sid="").status_code == 200
+    monkeypatch.setattr(common, "is_from_here", lambda request: False)
+    assert agent.chat([Q], sid="guess").status_code == 401
+    agent.adapter.open_session("s")
+    assert agent.chat([Q]).status_code == 200
+    agent.adapter.needs_session = False
+    assert agent.chat([Q], sid="guess").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("peer", "is_here"),
+    [
+        *(("127.0.0.1", True), ("::1", True), ("::ffff:127.0.0.1", True), ("", True)),
+        *(("10.1.2.3", False), ("fe80::1%eth0", False), ("::ffff:10.1.2.3", False)),
+    ],
+)
+def test_a_client_is_of_this_machine_where_it_comes_over_loopback(peer, is_here):
+    transport = SimpleNamespace(get_extra_info=lambda name, default=None: (peer, 5) if name == "peername" else default)
+    assert wire.is_from_here(make_mocked_request("GET", "/", transport=transport)) is is_here
 
 
 def test_the_session_is_named_by_token_or_body(make):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.agent import sandbox
+from slime.agent import docker_sandbox, sandbox
 from slime.agent.docker_sandbox import DockerSandbox
 from slime.agent.sandbox import EXIT_TIME_BUDGET_EXCEEDED, E2BSandbox, Sandbox, ensure_agent_user, exec_and_wait
 from slime.utils.errors import DeadlineExceeded
@@ -255,6 +255,7 @@ def test_a_container_runs_commands_keeps_files_and_is_removed(docker, tmp_path):
             assert isinstance(sb, Sandbox)
             assert sb.sandbox_id == "c0ffee"
             assert await sb.exec("echo a; echo b >&2; exit 3", user="agent", env={"X": "1 2"}) == (3, "a\n", "b\n")
+            assert await sb.exec('echo "$X"', env={"X": "1 2", "PATH": "/none"}) == (0, "1 2\n", "")
             with pytest.raises(RuntimeError, match="ended with 3"):
                 await sb.exec("exit 3", check=True)
             for content in ("text", b"text", Path(__file__)):
@@ -268,10 +269,27 @@ def test_a_container_runs_commands_keeps_files_and_is_removed(docker, tmp_path):
     asyncio.run(use())
     calls = (tmp_path / "calls").read_text().splitlines()
     assert calls[0] == "run --detach --rm --init --network=host --entrypoint sleep img 9"
-    assert calls[1].startswith("exec --user agent --env X=1 2 c0ffee bash -c echo a")
+    assert calls[1].startswith("exec --user agent --env X c0ffee timeout -k 5 121 bash -c echo a")
+    assert calls[2].startswith("exec --user root --env X --env PATH=/none c0ffee timeout -k 5 121 bash -c echo")
+    assert not any("1 2" in call for call in calls), "values are not for everybody to read"
     assert calls[-1] == "rm --force c0ffee"
 
 
 def test_a_container_that_does_not_start_is_an_error(docker):
     with pytest.raises(RuntimeError, match="run missing ended with 1"):
         asyncio.run(DockerSandbox("missing", command=str(docker)).__aenter__())
+
+
+def test_a_command_in_a_container_ends_with_the_wait_for_it_and_may_not_fill_our_memory(docker, tmp_path, monkeypatch):
+    monkeypatch.setattr(docker_sandbox, "_MOST_BYTES", 1000)
+
+    async def use():
+        sb = DockerSandbox("img", command=str(docker))
+        with pytest.raises(DeadlineExceeded):
+            await sb.exec("exec sleep 30", timeout=0.2)
+        with pytest.raises(RuntimeError, match="wrote more than 0 MiB"):
+            await sb.exec("exec yes")
+
+    asyncio.run(use())
+    limits = [call.split("timeout")[1].split()[:3] for call in (tmp_path / "calls").read_text().splitlines()]
+    assert limits == [["-k", "5", "1.2"], ["-k", "5", "121"]]

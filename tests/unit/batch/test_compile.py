@@ -131,6 +131,15 @@ def test_removed_samples_are_masked_but_count_in_their_group():
     assert removed.loss_mask == [1, 1]  # samples are not changed
 
 
+def test_samples_that_failed_do_not_count_in_their_group():
+    failed = make_sample(0, reward=0.0, remove_sample=True)
+    failed.status = Sample.Status.FAILED
+    others = [make_sample(1, reward=2.0), make_sample(2, reward=4.0)]
+    data = compile_train_data([failed, *others], rewards=RewardArgs(grpo_std_normalization=False))
+    assert data["rewards"] == [0.0, -1.0, 1.0]
+    assert data["raw_reward"] == [0.0, 2.0, 4.0]
+
+
 def test_rollout_ids_are_filled_with_unused_numbers():
     assert fill_rollout_ids([None, 1, None, 0, None]) == [2, 1, 3, 0, 4]
     assert fill_rollout_ids([None, None]) == [0, 1]

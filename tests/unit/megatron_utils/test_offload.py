@@ -14,13 +14,16 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
-from slime.backends.megatron_utils.offload import device_memory
+from slime.backends.megatron_utils.patches.install import install
 from slime.backends.protocols import TRAINER_PARTS
 from slime.backends.training.offload import DeviceMemory
 from slime.utils.errors import SlimeError
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint
 from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, single_rank
 from tests.verification import verify
+
+install()
+from slime.backends.megatron_utils.offload import device_memory  # noqa: E402  # needs megatron repaired
 
 _SETTINGS: dict[str, dict[str, Any]] = {
     "fp32": {},

@@ -143,6 +143,9 @@ def test_a_checkpoint_of_megatron_has_the_tower(tmp_path: Path) -> None:
     trainer.train(0, make_vision_batch(GRIDS))
     trainer.save(0)
     trained = {name: value.clone() for name, value in trainer.export_weights()}
+    blind = {"load": str(tmp_path / "save"), "multimodal_keys": None}
+    with pytest.raises(ConfigError, match="has a vision tower, but this run builds none: give --multimodal-keys"):
+        _trainer(tmp_path / "hf", **blind)
     again = _trainer(tmp_path / "hf", load=str(tmp_path / "save"))
     for name, value in again.export_weights():
         assert torch.equal(value, trained[name]), name
@@ -194,3 +197,20 @@ def test_the_provider_of_a_launch_script_builds_the_tower(tmp_path: Path) -> Non
     names = {name for name, _ in provided.named_parameters() if name.startswith("vision_model.")}
     assert len(names) > 20
     assert not any("vision_model" in name for name, _ in trainer._state.chunks[0].named_parameters())
+
+
+def test_a_checkpoint_with_its_tower_is_converted_there_and_back_bit_for_bit(tmp_path: Path) -> None:
+    from slime.backends.megatron_utils.offline import OfflineModel
+
+    make_vision_model("qwen3_vl", tmp_path / "hf")
+    spec = ["slime_plugins.models.qwen3_vl", "get_qwen3_vl_model_provider"]
+    with OfflineModel(make_args(tmp_path / "hf", spec=spec)) as there:
+        there.load_hf()
+        there.save_release(str(tmp_path / "dist"))
+    dist = ("--input-dir", str(tmp_path / "dist" / "release"))
+    with OfflineModel(make_args(tmp_path / "hf"), reads=dist) as back:
+        back.load_torch_dist(*dist)
+        exported = dict(back.export())
+    saved = load_file(tmp_path / "hf" / "model.safetensors")
+    assert exported.keys() == saved.keys()
+    assert all(torch.equal(exported[name], saved[name]) for name in saved)

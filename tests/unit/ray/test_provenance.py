@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from slime.ray.train_actor import check_provenance
+from slime.ray import train_actor
+from slime.ray.train_actor import TrainActor, check_provenance
+from slime.rollout.arguments import DEFAULT_ROLLOUT_FUNCTION
 from slime.utils.errors import DataError
 
 
@@ -28,3 +32,21 @@ def test_a_continued_response_may_have_begun_with_older_weights_but_not_with_new
     for versions in (["2", "5"], ["default", "4"]):
         with pytest.raises(DataError, match="sample 7"):
             check_provenance(4, {"sample_indices": [7], "weight_versions": [versions]}, "4", allows_older=True)
+
+
+@pytest.mark.parametrize(("partial_rollout", "is_refused"), [(False, True), (True, False)])
+def test_a_rank_checks_its_batch_before_it_trains(
+    partial_rollout: bool, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+):
+    batch = {"sample_indices": [7], "weight_versions": [["2"]]}
+    monkeypatch.setattr(train_actor, "process_rollout_data", lambda *arguments: batch)
+    rank = object.__new__(TrainActor)
+    rank._args = SimpleNamespace(
+        partial_rollout=partial_rollout, rollout_function_path=DEFAULT_ROLLOUT_FUNCTION, train_timeout=1.0
+    )
+    rank._trainer = SimpleNamespace(data_parallel=(0, 1), train=lambda rollout_id, batch: batch["generated_by"])
+    if is_refused:
+        with pytest.raises(DataError, match="sample 7"):
+            rank.train(4, [], ("4", "4"))
+    else:
+        assert rank.train(4, [], ("4", "4")) == "4"

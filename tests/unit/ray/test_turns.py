@@ -101,7 +101,13 @@ def story_of(
             "debug_train_only": False,
             "rollout_timeout": 1.0,
         },
-        **{"save_hf": None, "num_critic_only_steps": 0, "release_train": False, "offload_train": True},
+        **{
+            "save_hf": None,
+            "async_save": False,
+            "num_critic_only_steps": 0,
+            "release_train": False,
+            "offload_train": True,
+        },
         **{"offload_rollout": True, "background_eval": False, **more},
     }
     args = SimpleNamespace(**settings)

@@ -52,6 +52,23 @@ def test_a_wait_looks_up_every_second_at_least_and_ends_with_the_report(slices):
     assert max(slices) <= 1.0
 
 
+class OverInAMoment(Deadline):
+    """Its time is over between a look at what remains and the next line."""
+
+    looks = 0
+
+    @property
+    def remaining(self) -> float:
+        self.looks += 1
+        return 1e-6 if self.looks <= 2 else super().remaining
+
+
+def test_a_deadline_that_passes_between_two_lines_ends_with_the_report_as_well(monkeypatch):
+    monkeypatch.setattr(waiting, "Deadline", OverInAMoment)
+    with pytest.raises(DeadlineExceeded, match=r"rollout 3. 1 of 1"):
+        get(["ref"], 0.0, "rollout 3")
+
+
 def test_what_is_done_meanwhile_may_end_the_wait(slices):
     def fail() -> None:
         raise ProcessDied("engine 0 died")

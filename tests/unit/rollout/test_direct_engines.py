@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 from slime.data.sample import Sample
+from slime.rollout import direct_engines
 from slime.rollout.direct_engines import DirectEngines
 from slime.rollout.sglang_rollout import GenerateState, generate
 from slime.rollout.sglang_streaming_rollout import generate_streaming
@@ -207,3 +210,31 @@ def test_an_engine_in_the_place_of_a_router_is_the_only_choice_and_other_errors_
     assert run(DirectEngines("http://engine:1").choose()()) == "http://engine:1/generate"
     with pytest.raises(EngineError, match="503"):
         run(DirectEngines("http://engine:1").choose()())
+
+
+def test_requests_that_come_together_ask_the_router_once_and_share_its_answer_or_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers: list[Any] = [EngineError("no router"), {"workers": [{"url": "http://one"}, {"url": "http://two"}]}]
+
+    async def ask(url: str, **_: Any) -> Any:
+        await asyncio.sleep(0)
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(direct_engines, "get", ask)
+
+    async def choose() -> None:
+        engines = DirectEngines("http://router")
+        failed = await asyncio.gather(*(engines.next_url(None) for _ in range(50)), return_exceptions=True)
+        assert {str(error) for error in failed} == {"no router"}
+        first, *others = [asyncio.create_task(engines.next_url(None)) for _ in range(50)]
+        await asyncio.sleep(0)
+        first.cancel()
+        urls = await asyncio.gather(*others)
+        assert Counter(urls) == {"http://one": 25, "http://two": 24}
+
+    asyncio.run(choose())
+    assert answers == []
