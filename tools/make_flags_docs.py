@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -59,7 +58,7 @@ def page() -> str:
 def _groups(flags: list[Flag]) -> Iterator[str]:
     values = _values()
     for title, members in groupby(flags, key=lambda flag: flag.group):
-        shown = [flag for flag in members if flag.later is None or flag.later not in _crowds(flags)]
+        shown = [flag for flag in members if flag.later is None]
         rows = [[_names(flag), values[flag.spellings[0]], _default(flag), flag.help] for flag in shown]
         if rows:
             yield f"## {title}\n\n{_table(['flag', 'value', 'default', 'meaning'], rows)}"
@@ -73,30 +72,19 @@ def _differences() -> str:
 
 
 def _later(flags: list[Flag]) -> str:
-    crowds = _crowds(flags)
-    rows = [[_names(flag), flag.later] for flag in flags if flag.later and flag.later not in crowds]
-    rows += [
-        [f"`{flag.spellings[0]}{'' if value is True else f' {value}'}`", why]
-        for flag in flags
-        for value, why in flag.later_values.items()
-    ]
+    by_reason: dict[str, list[str]] = {}
+    for flag in flags:
+        if flag.later:
+            by_reason.setdefault(flag.later, []).append(_names(flag))
     text = "These parse, and asking for what they do is an error: it is never ignored.\n\n"
-    rest = [
-        f"{why[0].upper()}{why[1:]}: {', '.join(_names(flag) for flag in flags if flag.later == why)}.\n"
-        for why in crowds
-    ]
-    return "\n".join([f"## Not supported yet\n\n{text}{_table(['flag', 'because'], rows)}", *rest])
+    lines = [f"{why[0].upper()}{why[1:]}: {', '.join(names)}.\n" for why, names in by_reason.items()]
+    return f"## Not supported yet\n\n{text}" + "\n".join(lines)
 
 
 def _no_effect(flags: list[Flag]) -> str:
     rows = [[_names(flag), flag.no_effect] for flag in flags if flag.no_effect]
     text = "Accepted because launch scripts pass them.\n\n"
     return f"## Accepted without effect\n\n{text}{_table(['flag', 'because'], rows)}"
-
-
-def _crowds(flags: list[Flag]) -> list[str]:
-    """Reasons that so many flags share that a list reads better than a table."""
-    return [why for why, count in Counter(flag.later for flag in flags).items() if why and count > 40]
 
 
 def _values() -> dict[str, str]:

@@ -96,7 +96,7 @@ def _default_columns(
 ) -> TrainData:
     raw, normalized = _rewards(samples, rewards, post_process, args)
     if any("raw_reward" in s.metadata for s in samples):
-        raw = [s.metadata.get("raw_reward", value) for s, value in zip(samples, raw, strict=True)]
+        raw = [_logged_reward(s, value) for s, value in zip(samples, raw, strict=True)]
     masks = [_loss_mask(s) for s in samples]
     data: TrainData = {
         "tokens": [s.tokens for s in samples],
@@ -140,6 +140,18 @@ def _rewards(
     for i, value in zip(scored, relative, strict=True):
         processed[i] = value
     return raw, processed
+
+
+def _logged_reward(sample: Sample, raw: float) -> float:
+    """What a user's code, or the data set, says that the grader said, else ``raw``."""
+    value = sample.metadata.get("raw_reward")
+    try:
+        return raw if value is None else float(value)
+    except (TypeError, ValueError):
+        raise DataError(
+            f"sample {sample.index} (group {sample.group_index}) has metadata raw_reward {value!r}: it is logged in "
+            "the place of the reward, and must be a number"
+        ) from None
 
 
 def _has_failed(sample: Sample) -> bool:

@@ -19,9 +19,8 @@ becomes ``--eval-interval N``. The option's type follows the annotation:
 Other metadata: ``flags`` (more spellings), ``metavar``, ``required``, ``derived`` (no flag: resolved from others), and
 what a flag can do here today:
 
-    later         "what is missing": the flag parses, but a value other than the default is an error
-    later_values  {value: "what is missing"}: the same for single values of a choice
-    no_effect     "why": accepted for the launch scripts that pass it; the plan lists it as ignored
+    later      "what is missing": the flag parses, but a value other than the default is an error
+    no_effect  "why": accepted for the launch scripts that pass it; the plan lists it as ignored
 """
 
 from __future__ import annotations
@@ -61,7 +60,6 @@ class Flag:
     default: Any
     help: str
     later: str | None
-    later_values: dict[Any, str]
     no_effect: str | None
 
 
@@ -77,7 +75,6 @@ def flags_of(groups: Sequence[type]) -> Iterator[Flag]:
                     default=_default(item),
                     help=item.metadata.get("help", ""),
                     later=item.metadata.get("later"),
-                    later_values=item.metadata.get("later_values", {}),
                     no_effect=item.metadata.get("no_effect"),
                 )
 
@@ -86,12 +83,9 @@ def unsupported_flags(args: argparse.Namespace, groups: Sequence[type]) -> Itera
     """One problem per flag whose value asks for something that does not exist yet."""
     for flag in flags_of(groups):
         value = getattr(args, flag.name)
-        reason = flag.later if value != flag.default else None
-        if isinstance(value, str | int | float):
-            reason = reason or flag.later_values.get(value)
-        if reason:
+        if flag.later and value != flag.default:
             shown = "" if isinstance(value, bool) else f" {value}"
-            yield f"{flag.spellings[0]}{shown} is not supported yet: {reason.rstrip('.')}. Leave it out."
+            yield f"{flag.spellings[0]}{shown} is not supported yet: {flag.later.rstrip('.')}. Leave it out."
 
 
 def ignored_flags(args: argparse.Namespace, groups: Sequence[type]) -> Iterator[tuple[str, str]]:

@@ -26,6 +26,7 @@ __all__ = [
     "give_up",
     "is_given_up",
     "request_retries",
+    "reward_keys",
     "without_response",
 ]
 
@@ -154,8 +155,13 @@ def is_given_up(sample: Sample) -> bool:
 
 def failed_reward(args: Any) -> Any:
     """The reward of a failed sample: 0, under the keys that are read."""
-    keys = [key for key in (setting(args, "reward_key"), setting(args, "eval_reward_key")) if key]
+    keys = reward_keys(args)
     return dict.fromkeys(keys, 0.0) if keys else 0.0
+
+
+def reward_keys(args: Any) -> list[str]:
+    """The entries of reward dicts that are read; none where rewards are numbers."""
+    return [key for key in (setting(args, "reward_key"), setting(args, "eval_reward_key")) if key]
 
 
 class FailureBudget:

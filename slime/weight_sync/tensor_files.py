@@ -42,6 +42,7 @@ Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 Checksum: TypeAlias = Callable[[Bytes], str]
 
 _MAX_THREADS = 16
+_MAX_HEADER_BYTES = 100_000_000  # as safetensors itself
 _LENGTH = struct.Struct("<Q")
 _POPULATE_WRITE = 23
 """``MADV_POPULATE_WRITE`` of Linux, which Python has no name for."""
@@ -67,16 +68,18 @@ def spans_of(directory: Path) -> dict[str, Span]:
         try:
             with file.open("rb") as source:
                 (length,) = _LENGTH.unpack(source.read(_LENGTH.size))
-                header = json.loads(source.read(length))
-        except (OSError, ValueError, struct.error) as error:
+                if length > _MAX_HEADER_BYTES:
+                    raise ValueError(f"its header would have {length} bytes")
+                header = dict(json.loads(source.read(length)))
+            header.pop("__metadata__", None)
+            offsets = {name: tuple(map(int, entry["data_offsets"])) for name, entry in header.items()}
+            data = _LENGTH.size + length
+            here = {name: Span(file, data + begin, data + end) for name, (begin, end) in offsets.items()}
+        except (OSError, ValueError, TypeError, KeyError, struct.error) as error:
             raise EngineError(f"{file} is not a complete safetensors file: {error}") from None
-        data = _LENGTH.size + length
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            begin, end = entry["data_offsets"]
-            found[name] = Span(file, data + begin, data + end)
+        found |= here
         size = file.stat().st_size
-        if header and max(data + entry["data_offsets"][1] for entry in header.values()) > size:
+        if here and max(span.end for span in here.values()) > size:
             raise EngineError(f"{file} ends after {size} bytes, before the tensors that its header names.")
     return found
 

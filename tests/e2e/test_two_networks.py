@@ -74,7 +74,7 @@ def test_an_engine_with_a_part_in_each_of_two_networks_is_trained(tiny_task, tmp
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=150,
+            timeout=240,
         )
     assert done.returncode == 0, done.stdout[-6000:]
     (engine,) = set(re.findall(r"engines http://([\d.]+):\d+", done.stdout))

@@ -214,7 +214,7 @@ class TrainerBase(ABC):
     def _refresh_copies(self, rollout_id: int) -> None:
         interval = self._copies.ref_update_interval
         if self._reference is not None and interval is not None and (rollout_id + 1) % interval == 0:
-            self._reference = self._copied_weights()
+            self._reference.refresh()
 
     def _prepare_policy(self, batch: TrainBatch, seconds: dict[str, float]) -> None:
         """Everything the loss needs besides the current log-probs: those of other weights, and advantages."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.data.sample import Sample
-from slime.rollout.failures import fresh_copy
+from slime.rollout.failures import fresh_copy, reward_keys
 from slime.utils.async_utils import call_user, is_async
 from slime.utils.errors import DataError, ScoringError
 
@@ -91,16 +91,23 @@ def _take_back(arg: Any, copied: Any) -> None:
             _take_back(item, twin)
 
 
-def reward_value(value: Any, what: str) -> Any:
+def reward_value(args: Any, value: Any, what: str) -> Any:
     """A reward as a plain number; dicts stay dicts.
 
     Raises:
-        ScoringError: anything else.
+        ScoringError: anything else, or a number that is not finite, also as the entry of a dict that is read.
     """
     if hasattr(value, "item") and not isinstance(value, dict):
-        value = value.item()  # numpy and torch scalars
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ScoringError(f"{what} returned {value}; a reward is a finite number")
+        try:
+            value = value.item()  # numpy and torch scalars
+        except (ValueError, RuntimeError):
+            shape = tuple(getattr(value, "shape", ()))
+            raise ScoringError(
+                f"{what} returned {type(value).__name__} of shape {shape}; a reward is one number"
+            ) from None
+    for number in [value.get(key) for key in reward_keys(args)] if isinstance(value, dict) else [value]:
+        if isinstance(number, float) and not math.isfinite(number):
+            raise ScoringError(f"{what} returned {value}; a reward is a finite number")
     if isinstance(value, bool | int | float | dict):
         return value
     raise ScoringError(f"{what} returned {type(value).__name__}; a reward is a number or a dict of numbers")

@@ -32,7 +32,7 @@ async def score_one(args: Any, path: str, sample: Sample, **kwargs: Any) -> Any:
     value = await call_scorer(
         function, args, sample, what=what, timeout_s=setting(args, "rm_timeout"), **accepted_kwargs(function, kwargs)
     )
-    return reward_value(value, what)
+    return reward_value(args, value, what)
 
 
 async def score_batch(args: Any, path: str, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
@@ -70,7 +70,7 @@ async def _call_batch(
         raise ScoringError(f"{what} returned {type(result).__name__}; it must return a list with one reward per sample")
     if len(result) != len(samples):
         raise ScoringError(f"{what} returned {len(result)} rewards for {len(samples)} samples")
-    return [reward_value(value, what) for value in result]
+    return [reward_value(args, value, what) for value in result]
 
 
 _instances: dict[type, Any] = {}

@@ -93,7 +93,7 @@ async def _by_type(args: Namespace, sample: Sample) -> Any:
     name = rm_type.removeprefix(_BOXED)
     what = f"--rm-type {rm_type} on sample {sample.index}"
     if name == "remote_rm":
-        return reward_value(await remote_rm(args, sample), what)
+        return reward_value(args, await remote_rm(args, sample), what)
     if name not in _RULES:
         known = ", ".join(sorted(known_rm_types()))
         raise NotImplementedError(f"reward type {rm_type!r} is unknown; use one of {known}, or --custom-rm-path")

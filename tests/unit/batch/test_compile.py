@@ -113,6 +113,15 @@ def test_reward_key_selects_from_a_dict_and_metadata_raw_reward_replaces_what_is
     assert data["rewards"] == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)], rel=1e-5)
 
 
+def test_a_raw_reward_of_the_data_set_that_is_no_number_names_the_sample():
+    samples = [make_sample(0, metadata={"raw_reward": None}), make_sample(1, reward=2.0, metadata={"raw_reward": "3"})]
+    assert compile_train_data(samples, rewards=RAW)["raw_reward"] == [samples[0].reward, 3.0]
+    for value in ("good", [1.0]):
+        sample = make_sample(7, metadata={"raw_reward": value})
+        with pytest.raises(DataError, match=r"sample 7 .* raw_reward .*must be a number"):
+            compile_train_data([sample], rewards=RAW)
+
+
 def test_every_required_column_is_there_and_nested_groups_are_flattened_in_order():
     a, b, c = (make_sample(i, response=i + 1) for i in range(3))
     data = compile_train_data([[a, [b]], [c]], rewards=RAW)

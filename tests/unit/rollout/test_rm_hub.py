@@ -81,6 +81,14 @@ def marks_when_released(args, sample):
     return 1.0
 
 
+def one_per_token(args, sample):
+    return np.ones(3)
+
+
+def not_finite(args, sample):
+    return {"acc": float("nan"), "seconds": 1.0}
+
+
 def own_timeout(args, sample):
     raise TimeoutError("socket")
 
@@ -130,12 +138,14 @@ def test_every_convention_scores_a_list(name, group_rm, expected):
     [
         ("too_few", "returned 1 rewards for 2 samples"),
         ("nothing", "returned NoneType; a reward is a number"),
+        ("one_per_token", r"returned ndarray of shape \(3,\); a reward is one number"),
+        ("not_finite", "returned {'acc': nan.*; a reward is a finite number"),
         ("own_timeout", "raised TimeoutError: socket"),
     ],
 )
 def test_unusable_results_name_function_and_sample(name, message):
     with pytest.raises(DataError, match=f"{name} on samples? 7.*{message}"):
-        score_all(rm_args(custom_rm_path=here(name)), [Sample(index=7), Sample(index=7)])
+        score_all(rm_args(custom_rm_path=here(name), reward_key="acc"), [Sample(index=7), Sample(index=7)])
 
 
 def test_an_async_reward_has_a_deadline_too():
