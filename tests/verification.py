@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from benchmarks.marked_part import with_part
+
 __all__ = ["PAGE", "Row", "rows_of_page", "verify", "write_page"]
 
 PAGE = Path(__file__).parents[1] / "docs" / "verification.md"
@@ -103,6 +105,6 @@ def write_page() -> None:
     ran = {row.test for row, _ in _seen.values()}
     rows = {(row.what, row.against): row for row in rows_of_page() if row.test not in ran}
     rows |= {key: row for key, (row, _) in _seen.items()}
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(_BEGIN)
     lines = [*_HEAD, *map(str, sorted(rows.values(), key=lambda row: (row.test, row.what)))]
-    PAGE.write_text(f"{before}{_BEGIN}\n\n{chr(10).join(lines)}\n\n{_END}{rest.partition(_END)[2]}", encoding="utf-8")
+    page = with_part(str(PAGE), PAGE.read_text(encoding="utf-8"), (_BEGIN, _END), "\n".join(lines))
+    PAGE.write_text(page, encoding="utf-8")

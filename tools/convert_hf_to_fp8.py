@@ -95,12 +95,12 @@ def _config(options: argparse.Namespace, kept: Sequence[str]) -> dict[str, Any]:
 
 
 def _is_quantised(name: str, reader: TensorReader) -> bool:
-    if ".experts." in name and reader.get(name).dim() > 2:
+    if ".experts." in name and len(reader.shape(name)) > 2:
         raise ConfigError(
             f"--model-dir {reader.directory}: {name} holds all experts of a layer, which is not supported yet: engines "
             "would take these 16-bit weights for 8-bit ones. Use a checkpoint with a tensor per expert."
         )
-    return name.endswith(".weight") and not any(part in name for part in _KEPT) and reader.get(name).dim() == 2
+    return name.endswith(".weight") and not any(part in name for part in _KEPT) and len(reader.shape(name)) == 2
 
 
 def _quantised(reader: TensorReader, kept: set[str], options: argparse.Namespace) -> Iterator[NamedTensor]:

@@ -83,7 +83,7 @@ def _compiled(rule: str) -> re.Pattern[str]:
 def _is_quantised(name: str, reader: TensorReader, rules: Sequence[re.Pattern[str]]) -> bool:
     module = name.removesuffix(".weight")
     is_kept = module == name or any(rule.search(module) for rule in rules)
-    return not is_kept and reader.get(name).dim() == 2
+    return not is_kept and len(reader.shape(name)) == 2
 
 
 def _quantised(reader: TensorReader, quantised: set[str], group_size: int) -> Iterator[NamedTensor]:

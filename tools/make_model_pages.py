@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.marked_part import with_part
 from slime.config.plan.build import Plan, build
 from slime.ray.arguments import parse_only
 from tests.unit.scripts.bash_arrays import model_words
@@ -292,11 +293,7 @@ LEGEND = (
 
 
 def _with_table(path: Path, table: str) -> str:
-    text = path.read_text(encoding="utf-8")
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"{path} needs the lines {BEGIN} and {END}: the table comes between them.")
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}"
+    return with_part(str(path), path.read_text(encoding="utf-8"), (BEGIN, END), table)
 
 
 def main() -> int:

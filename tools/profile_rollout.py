@@ -30,6 +30,15 @@ def main() -> int:
     parser.add_argument("--with-stack", action="store_true")
     parser.add_argument("--record-shapes", action="store_true")
     options = parser.parse_args()
+    try:
+        return run(options)
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:  # or no answer of a router
+        print(f"--router-url {options.router_url}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def run(options: argparse.Namespace) -> int:
+    """Tell every engine; the exit status."""
     with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:
         workers = worker_urls(client, options.router_url.rstrip("/"))
         if not workers:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from slime.utils.errors import ConfigError, SlimeError
+from slime.utils.files import replacing
 
 if TYPE_CHECKING:
     from slime.data.sample import Sample
@@ -56,13 +57,8 @@ def write(dumps: list[str], target: Path, *, reward_key: str | None, with_tokens
             )
     names = dict.fromkeys(name for row in rows for name in row)  # a sample may lack parts that others have
     table = pa.table({name: [row.get(name) for row in rows] for name in names})
-    partial = target.with_name(f".{target.name}.partial")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with replacing(target) as partial:
         parquet.write_table(table, partial, compression="zstd")
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
     return len(rows)
 
 

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ParsedModelOutput", "ToolUse", "parse_model_output", "parse_tool_uses", "parse_xml_tool_uses"]
+__all__ = ["ParsedModelOutput", "ToolUse", "as_object", "parse_model_output", "parse_tool_uses", "parse_xml_tool_uses"]
 
 logger = logging.getLogger(__name__)
 
@@ -88,18 +88,21 @@ def _parse_by_sglang(body: str, tools_schema: list[dict[str, Any]], name: str) -
         return body, [], False
     uses, ill_formed = [], False
     for call in calls:
-        arguments, is_object = _arguments(call.parameters)
+        arguments, is_object = as_object(call.parameters)
         uses.append({"name": call.name or "", "input": arguments})
         ill_formed |= not is_object
     return text, uses, ill_formed
 
 
-def _arguments(text: str | None) -> tuple[dict[str, Any], bool]:
+def as_object(arguments: Any) -> tuple[dict[str, Any], bool]:
+    """(a tool call's arguments as an object, whether they are one); what is none is kept under ``_raw_arguments``."""
+    if isinstance(arguments, dict):
+        return arguments, True
     try:
-        value = json.loads(text or "{}")
-    except ValueError:
+        value = json.loads(arguments or "{}")
+    except (TypeError, ValueError):
         value = None
-    return (value, True) if isinstance(value, dict) else ({"_raw_arguments": text}, False)
+    return (value, True) if isinstance(value, dict) else ({"_raw_arguments": arguments}, False)
 
 
 def parse_xml_tool_uses(body_text: str, tools_schema: list[dict[str, Any]]) -> tuple[str, list[ToolUse]]:

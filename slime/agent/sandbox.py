@@ -8,6 +8,7 @@ once behind a lock, so that a retried call cannot start it twice, and its end is
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 import shlex
@@ -15,6 +16,8 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+
+from slime.utils.errors import DeadlineExceeded
 
 __all__ = [
     "AGENT_HOME",
@@ -26,6 +29,8 @@ __all__ = [
     "ensure_agent_user",
     "exec_and_wait",
 ]
+
+logger = logging.getLogger(__name__)
 
 ExecResult: TypeAlias = tuple[int, str, str]
 """(exit code, stdout, stderr)"""
@@ -39,6 +44,8 @@ AGENT_HOME = str(HOMES / "agent")
 _POLL_S = 5
 _TAIL_BYTES = 512
 _FIRST_BACKOFF_S, _LAST_BACKOFF_S = 1.0, 32.0
+_CREATE_TIMEOUT_S = 600.0  # the image may have to be fetched
+_CALL_TIMEOUT_S = 120.0
 
 
 @runtime_checkable
@@ -212,12 +219,17 @@ class E2BSandbox:
 
         prefix = self.image_metadata_key.rpartition("/")[0]
         metadata = {self.image_metadata_key: self.image, f"{prefix}/size" if prefix else "size": self.size}
-        self._sandbox = await self._call(lambda: AsyncSandbox.create(timeout=self.timeout, metadata=metadata))
+        self._sandbox = await self._call(
+            lambda: AsyncSandbox.create(timeout=self.timeout, metadata=metadata), timeout_s=_CREATE_TIMEOUT_S
+        )
         return self
 
     async def __aexit__(self, *exc_info: Any) -> None:
         if self._sandbox is not None:
-            await self._sandbox.kill()
+            try:
+                await self._call(self._sandbox.kill, idempotent=False)
+            except DeadlineExceeded as error:  # what the block raised says more
+                logger.warning("%s; it ends by itself %d s after its start", error, self.timeout)
             self._sandbox = None
 
     async def exec(
@@ -239,7 +251,7 @@ class E2BSandbox:
                 result = error  # e2b raises for a non-zero exit, with the fields of a result
             return int(result.exit_code), str(result.stdout or ""), str(result.stderr or "")
 
-        code, out, err = await self._call(run, idempotent)
+        code, out, err = await self._call(run, idempotent, timeout_s=timeout + _CALL_TIMEOUT_S)
         if check and code != 0:
             raise RuntimeError(f"sandbox {self.sandbox_id}: {cmd[:200]!r} ended with {code}: {(err or out)[-500:]}")
         return code, out, err
@@ -254,12 +266,19 @@ class E2BSandbox:
         except Exception as error:
             raise FileNotFoundError(f"sandbox {self.sandbox_id}: {path}: {error}") from error
 
-    async def _call(self, function: Callable[[], Awaitable[Result]], idempotent: bool = True) -> Result:
-        attempt = 0
+    async def _call(
+        self, function: Callable[[], Awaitable[Result]], idempotent: bool = True, timeout_s: float | None = None
+    ) -> Result:
+        timeout_s, attempt = timeout_s or _CALL_TIMEOUT_S, 0
         while True:
+            limit = asyncio.timeout(timeout_s)
             try:
-                return await function()
+                async with limit:
+                    return await function()
             except Exception as error:
+                if limit.expired():
+                    sandbox = f"sandbox {self.sandbox_id}" if self._sandbox is not None else f"sandbox of {self.image}"
+                    raise DeadlineExceeded(f"{sandbox}: the service did not answer in {timeout_s:g} s") from None
                 if not idempotent or attempt >= self.rpc_retries or not _is_transient(error):
                     raise
             await asyncio.sleep(random.uniform(0, min(_LAST_BACKOFF_S, _FIRST_BACKOFF_S * 2**attempt)))

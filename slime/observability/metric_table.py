@@ -70,7 +70,7 @@ _TRAIN = (
     _M("train/opsm_clipfrac", "sequences masked for being off-policy", "share", _PER_ROLLOUT, "--use-opsm"),
     _M("train/opd_reverse_kl", "student minus teacher log-prob", "nats", _PER_ROLLOUT, "--use-opd"),
     _M("train/grad_norm", "norm of the gradient before clipping; NaN for a skipped step", "", "all parameters"),
-    _M("train/skipped_steps", "steps that were skipped because gradients were not finite", "steps", "last"),
+    _M("train/skipped_steps", "steps that were skipped: gradients were not finite, or no token is trained", "steps", "last"),
     _M("train/lr-pg_*", "learning rate of a parameter group", "", "last"),
     _M("train/global_batch_size", "rollouts in the step", "rollouts", "sum over ranks"),
     _M("train/mtp_loss", "loss of multi-token prediction", "nats", "mean over tokens", "--enable-mtp-training"),

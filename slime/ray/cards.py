@@ -83,10 +83,8 @@ def introduce(name: str, silence_s: float = SILENCE_S) -> None:
     """In an actor's constructor: from now on others know this process by ``name``, and feel its pulse."""
     if not ray.is_initialized():
         return  # the body of an actor, used without Ray
-    stack = Path(tempfile.gettempdir()) / f"slime-stack-{os.getpid()}.txt"
-    _stack_file[:] = [stack.open("a", encoding="utf-8")]
+    _stack_file[:] = [_nameless_file()]
     faulthandler.register(STACK_SIGNAL, _stack_file[0], all_threads=True)
-    stack.unlink()  # found through /proc: nothing stays behind when the process is killed
     log = os.path.realpath("/proc/self/fd/2")
     context = ray.get_runtime_context()
     card = Card(
@@ -104,6 +102,15 @@ def introduce(name: str, silence_s: float = SILENCE_S) -> None:
     if silence_s:
         beat = (card.actor_id, silence_s / _BEATS)
         threading.Thread(target=_beat, args=beat, name="slime-pulse", daemon=True).start()
+
+
+def _nameless_file() -> IO[str]:
+    """Found through /proc: nothing stays behind when the process is killed. To append to, as readers empty it."""
+    descriptor, name = tempfile.mkstemp(prefix="slime-stack-")
+    os.close(descriptor)
+    file = open(name, "a", encoding="utf-8")  # noqa: SIM115 - stays open with the process
+    os.unlink(name)
+    return file
 
 
 def card_of(actor_id: str | None) -> Card | None:

@@ -21,6 +21,7 @@ import psutil
 import ray
 
 from slime.backends.protocols import TrainReport
+from slime.config.resolve.checkpoints import needs_reference
 from slime.config.roles import role_args
 from slime.data.ledger import ledger_path
 from slime.observability.console import step_line
@@ -388,7 +389,7 @@ def _start_trainer(run: Run, slots: GpuSlots) -> list[Any]:
     of_actor = role_args(args, "actor")
     run.trainer = run.turns.trainer = RayTrainGroup(of_actor, slots)
     run.turns.moves_trainer, run.turns.ends_trainer = args.offload_train, args.release_train
-    starts = run.trainer.start_setup(of_actor.use_kl_loss or of_actor.kl_coef != 0)
+    starts = run.trainer.start_setup(needs_reference(of_actor))
     if not needs_critic(args):
         return starts
     if args.offload_train:  # one after the other

@@ -11,6 +11,7 @@ Trainer and engines have a lane each, since with ``train_async.py`` they work at
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -23,6 +24,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
 import psutil
 
+from slime.utils.files import replacing
 from slime.utils.interrupt import raise_if_interrupted
 
 __all__ = ["PROGRESS", "Lane", "Phase", "Progress", "phase"]
@@ -72,12 +74,8 @@ class Progress:
         self.update(**{lane: _entry("idle", rollout_id)})
 
     def _write(self) -> None:
-        temporary = self._path.with_name(f".{PROGRESS}.partial")
-        try:
-            temporary.write_text(json.dumps(self._content, indent=1) + "\n", encoding="utf-8")
-            temporary.replace(self._path)
-        except OSError:
-            return
+        with contextlib.suppress(OSError), replacing(self._path) as partial:
+            partial.write_text(json.dumps(self._content, indent=1) + "\n", encoding="utf-8")
 
 
 class _HasProgress(Protocol):

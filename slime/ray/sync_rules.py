@@ -7,6 +7,7 @@ Called by ``slime.ray.arguments`` after the flags are resolved. What a transport
 from __future__ import annotations
 
 import importlib.util
+import os
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ _ONLY_FILES = (
 
 
 _SENDABLE = ("fp8", "compressed-tensors")
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def _unused(args: Namespace) -> Iterator[str]:
@@ -60,6 +62,22 @@ def _files(args: Namespace) -> Iterator[str]:
             f"--update-weight-local-checkpoint-dir {local} does not work with --rollout-external-engine-addrs: nobody "
             "keeps the copy on the hosts of engines that slime did not start. Use --update-weight-mode full without it."
         )
+
+
+def _allocator(args: Namespace) -> Iterator[str]:
+    """Engines on the trainer's GPUs open its memory; growing segments are opened by way of the sender's process."""
+    if not args.colocate or args.update_weight_transport != "nccl" or args.debug_train_only or args.debug_rollout_only:
+        return
+    settings = {name: args.train_env_vars.get(name, os.environ.get(name, "")) for name in _ALLOCATOR}
+    for name, value in settings.items():
+        if "expandable_segments:true" in str(value).lower():
+            notices.warn(
+                args,
+                "--colocate",
+                f"{name}={value}: engines may open such memory of the trainer only where they may trace its process "
+                "(CAP_SYS_PTRACE, kernel.yama.ptrace_scope 0); otherwise the first weight sync fails",
+            )
+    yield from ()
 
 
 def _checksum_library(args: Namespace) -> Iterator[str]:
@@ -101,4 +119,10 @@ def _quantization_config(hf_checkpoint: str | None) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = (_unused, _files, _checksum_library, _quantisation)
+RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = (
+    _unused,
+    _files,
+    _allocator,
+    _checksum_library,
+    _quantisation,
+)

@@ -6,9 +6,9 @@ out has the default that the flag was declared with, and no other.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
+from slime.config.groups import flags_of
 from slime.data.arguments import BatchSizeArgs, PromptDataArgs
 from slime.rollout.arguments import EvalArgs, FilterArgs, GenerationArgs, RewardModelArgs
 
@@ -17,11 +17,7 @@ __all__ = ["setting"]
 _GROUPS = (GenerationArgs, RewardModelArgs, FilterArgs, EvalArgs, PromptDataArgs, BatchSizeArgs)
 
 
-def _default(item: dataclasses.Field[Any]) -> Any:
-    return item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default
-
-
-_DEFAULTS = {item.name: _default(item) for group in _GROUPS for item in dataclasses.fields(group)}
+_DEFAULTS = {flag.name: flag.default for flag in flags_of(_GROUPS)}
 
 
 def setting(args: Any, name: str) -> Any:

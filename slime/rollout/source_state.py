@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
+import pickle
 from pathlib import Path
 from typing import Any
 
 from slime.data.media import media_from_state, media_to_state
 from slime.data.sample import Sample, SampleGroup, iter_samples
 from slime.utils.errors import DataError
+from slime.utils.files import replacing
 
 __all__ = [
     "group_from_dicts",
@@ -22,6 +22,9 @@ __all__ = [
     "state_path",
     "write_state",
 ]
+
+
+_FIX = "delete it to start from the first prompt"
 
 
 def state_path(directory: str, rollout_id: int | None) -> Path:
@@ -69,7 +72,6 @@ def load_groups(path: Path) -> list[SampleGroup]:
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
     """Write ``path.json``, or ``path.pt`` where JSON would change the values."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
         text: str | None = json.dumps(state)
         if json.loads(text or "") != state:
@@ -79,14 +81,13 @@ def write_state(path: Path, state: dict[str, Any]) -> None:
     target, other = path.with_suffix(".json"), path.with_suffix(".pt")
     if text is None:
         target, other = other, target
-    with tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=f".{target.name}.", delete=False) as file:
+    with replacing(target) as partial:
         if text is not None:
-            file.write(text.encode())
+            partial.write_text(text, encoding="utf-8")
         else:
             import torch
 
-            torch.save(state, file)
-    os.replace(file.name, target)  # whole or not at all
+            torch.save(state, partial)
     other.unlink(missing_ok=True)
 
 
@@ -94,17 +95,20 @@ def read_state(path: Path) -> dict[str, Any] | None:
     """What :func:`write_state` wrote, None where there is nothing.
 
     Raises:
-        DataError: a file that is not JSON.
+        DataError: a file that is damaged.
     """
     as_json, as_torch = path.with_suffix(".json"), path.with_suffix(".pt")
     if as_json.is_file():
         try:
-            state: dict[str, Any] = json.loads(as_json.read_text())
-        except json.JSONDecodeError as error:
-            raise DataError(f"{as_json}: not valid JSON: {error}; delete it to start from the first prompt") from None
+            state: dict[str, Any] = json.loads(as_json.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise DataError(f"{as_json}: not valid JSON: {error}; {_FIX}") from None
         return state
     if as_torch.is_file():
         import torch
 
-        return dict(torch.load(as_torch, weights_only=True))
+        try:
+            return dict(torch.load(as_torch, weights_only=True))
+        except (EOFError, RuntimeError, ValueError, TypeError, pickle.UnpicklingError) as error:
+            raise DataError(f"{as_torch}: damaged ({type(error).__name__}); {_FIX}") from error
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import traceback
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from slime.testing.checks import CHECKS, Call
 from slime.testing.engine import pretend_engine
 from slime.testing.inputs import GROUP_SIZE, QUESTION
 from slime.testing.trainer_checks import SIGNATURE_ONLY, TRAINER_CHECKS
+from slime.utils.async_utils import call_in_thread, run
 from slime.utils.errors import ConfigError
 
 __all__ = ["Outcome", "check_command", "check_plugin"]
@@ -29,6 +31,7 @@ _NEEDS_ENGINE = ("custom_generate_function_path", "rollout_function_path", "eval
 _NEEDS_DATA = {"data_source_path": "prompt_data", "eval_function_path": "eval_datasets"}
 _MAX_RESPONSE_LEN = 16
 _TRACEBACK_LINES = 6
+_PATIENCE_S = 300.0
 
 
 @dataclass
@@ -89,7 +92,7 @@ def _check(hook: Hook, path: str, args: Namespace) -> Outcome:
     if why_not:
         return Outcome(hook.flag, path, "signature", note=why_not)
     try:
-        problems = [f"{hook.flag} {path}: {problem}" for problem in _run(hook, path, args)]
+        problems = [f"{hook.flag} {path}: {problem}" for problem in run(_run_in_time(hook, path, args))]
     except Exception:  # the user's code may raise anything
         lines = traceback.format_exc().strip().splitlines()
         return Outcome(
@@ -106,6 +109,17 @@ def _why_not_called(hook: Hook, args: Namespace) -> str:
     if hook.dest in _NEEDS_DATA and not vars(args)[_NEEDS_DATA[hook.dest]]:
         return "its signature fits; give --prompt-data (--eval-prompt-data for evaluation) and it is called"
     return ""
+
+
+async def _run_in_time(hook: Hook, path: str, args: Namespace) -> list[str]:
+    limit = asyncio.timeout(_PATIENCE_S)
+    try:
+        async with limit:
+            return await call_in_thread(list, _run(hook, path, args))
+    except TimeoutError:
+        if not limit.expired():  # its own
+            raise
+        return [f"it has not returned after {_PATIENCE_S:g} s"]
 
 
 def _run(hook: Hook, path: str, args: Namespace) -> Iterator[str]:

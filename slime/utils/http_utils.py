@@ -198,7 +198,7 @@ async def post(
         EngineError: those, 5xx and connection errors, after the last attempt.
         DeadlineExceeded: ``timeout_s`` passed.
     """
-    deadline = Deadline(timeout_s or _clients.timeout_s, f"the reply of POST {url}")
+    deadline = Deadline(_clients.timeout_s if timeout_s is None else timeout_s, f"the reply of POST {url}")
     problem = ""
     for attempt in range(max_retries + 1):
         if attempt:
@@ -244,7 +244,7 @@ async def receive_stream(
         EngineError, DeadlineExceeded: as :func:`post`.
         ConnectionError: the stream broke off.
     """
-    deadline = Deadline(timeout_s or _clients.timeout_s, f"the stream of POST {url}")
+    deadline = Deadline(_clients.timeout_s if timeout_s is None else timeout_s, f"the stream of POST {url}")
     problem, has_begun = "", False
     for attempt in range(max_retries + 1):
         if attempt:

@@ -66,21 +66,26 @@ def spans_of(directory: Path) -> dict[str, Span]:
     found: dict[str, Span] = {}
     for file in sorted(directory.glob("*.safetensors")):
         try:
-            with file.open("rb") as source:
-                (length,) = _LENGTH.unpack(source.read(_LENGTH.size))
-                if length > _MAX_HEADER_BYTES:
-                    raise ValueError(f"its header would have {length} bytes")
-                header = dict(json.loads(source.read(length)))
-            header.pop("__metadata__", None)
-            offsets = {name: tuple(map(int, entry["data_offsets"])) for name, entry in header.items()}
-            data = _LENGTH.size + length
-            here = {name: Span(file, data + begin, data + end) for name, (begin, end) in offsets.items()}
+            found |= _spans_in(file)
         except (OSError, ValueError, TypeError, KeyError, struct.error) as error:
             raise EngineError(f"{file} is not a complete safetensors file: {error}") from None
-        found |= here
-        size = file.stat().st_size
-        if here and max(span.end for span in here.values()) > size:
-            raise EngineError(f"{file} ends after {size} bytes, before the tensors that its header names.")
+    return found
+
+
+def _spans_in(file: Path) -> dict[str, Span]:
+    with file.open("rb") as source:
+        (length,) = _LENGTH.unpack(source.read(_LENGTH.size))
+        if length > _MAX_HEADER_BYTES:
+            raise ValueError(f"its header would have {length} bytes")
+        header = dict(json.loads(source.read(length)))
+    header.pop("__metadata__", None)
+    data, size = _LENGTH.size + length, file.stat().st_size
+    found: dict[str, Span] = {}
+    for name, entry in header.items():
+        begin, end = map(int, entry["data_offsets"])
+        if not 0 <= begin <= end <= size - data:
+            raise ValueError(f"it has {size} bytes, and the tensor {name} does not lie within them")
+        found[name] = Span(file, data + begin, data + end)
     return found
 
 

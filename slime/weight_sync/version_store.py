@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slime.utils.errors import ConfigError, EngineError
+from slime.utils.files import replacing
 
 __all__ = ["MANIFEST", "Manifest", "VersionStore", "read_manifest", "version_path", "write_json"]
 
@@ -144,9 +145,8 @@ class VersionStore:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Replace ``path`` as a whole: a reader finds the old or the new content, unless the host has lost power since."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content), encoding="utf-8")
-    partial.replace(path)
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(content), encoding="utf-8")
 
 
 def _to_disk(path: Path) -> None:

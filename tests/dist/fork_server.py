@@ -12,7 +12,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -21,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from slime.utils.net import claim_ports
 
 __all__ = ["main"]
 
@@ -54,8 +55,8 @@ def main() -> None:
 
 
 def _run(directory: Path, case: str, world_size: int, timeout_s: float) -> dict[str, Any]:
-    port = _free_port()
-    ranks = {_fork(directory, case, rank, world_size, port): rank for rank in range(world_size)}
+    port = claim_ports("127.0.0.1")  # no other case gets it meanwhile, nor does the kernel hand it out
+    ranks = {_fork(directory, case, rank, world_size, port.first): rank for rank in range(world_size)}
     deadline = time.monotonic() + timeout_s
     codes: dict[int, int] = {}
     is_late = False
@@ -73,6 +74,7 @@ def _run(directory: Path, case: str, world_size: int, timeout_s: float) -> dict[
                 if rank not in codes:
                     os.kill(pid, signal.SIGKILL)
         time.sleep(0.005)
+    port.release()
     return {"codes": [codes[rank] for rank in range(world_size)], "is_late": is_late}
 
 
@@ -104,12 +106,6 @@ def _die_with_parent() -> None:
     """Nothing is left behind, however the tests end (Linux)."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

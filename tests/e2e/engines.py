@@ -12,7 +12,7 @@ from slime.backends.protocols import EngineInfo
 from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
 from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.backends.sglang_utils.server_args import build_argv, server_env
-from slime.utils.net import free_port
+from slime.utils.net import claim_ports
 from slime.weight_sync.local_checkpoint import pull
 
 
@@ -60,9 +60,11 @@ def make_engine(
     flags = ["--context-length", "128", "--max-total-tokens", "8192", *user_flags]
     args = Namespace(hf_checkpoint=task.model, sglang_argv=flags, seed=1, num_gpus_per_node=8, sglang_dtype="float32")
     vars(args).update(offload_rollout=False, use_rollout_routing_replay=False)
-    port = port or free_port()
-    argv = build_argv(args, rank=0, host="127.0.0.1", port=port, nccl_port=free_port(), base_gpu_id=0, tp_size=tp_size)
+    host, claims = "127.0.0.1", [claim_ports("127.0.0.1") for _ in range(2)]
+    port, nccl_port = port or claims[0].first, claims[1].first
+    argv = build_argv(args, rank=0, host=host, port=port, nccl_port=nccl_port, base_gpu_id=0, tp_size=tp_size)
     path = fork_server.socket_path
-    return SGLangEngine(
-        EngineSpec(0, "127.0.0.1", port, argv, server_env(), log, start_timeout_s=120, fork_server_socket=path)
-    )
+    spec = EngineSpec(0, host, port, argv, server_env(), log, start_timeout_s=120, fork_server_socket=path)
+    engine = SGLangEngine(spec)
+    engine.claims = claims  # as long as the engine: it binds them seconds from now
+    return engine

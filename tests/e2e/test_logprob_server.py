@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from slime.utils.deadline import Deadline, wait_until
-from slime.utils.net import free_port
+from slime.utils.net import claim_ports
 from tests.doc_commands import commands_of_page, shown_flags
 from tests.e2e.running import MARK, ROOT, Finished, metrics, run_train, values
 
@@ -31,7 +31,8 @@ class LogProbServer:
     """The command, and its answers."""
 
     def __init__(self, directory: Path, *flags: str) -> None:
-        self.port, self.mark = free_port(), uuid.uuid4().hex
+        self.claim, self.mark = claim_ports("127.0.0.1"), uuid.uuid4().hex
+        self.port = self.claim.first
         self.log = directory / "server.log"
         ports = ("--teacher-port", self.port, "--teacher-warmup-port", self.port)
         command = [sys.executable, "-m", ENTRY, *map(str, (*ports, *flags))]

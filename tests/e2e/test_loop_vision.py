@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import torch
 from safetensors.torch import load_file
 
+from slime.data.dump_file import load_saved
 from tests.e2e.running import metrics, run_train, values
 from tests.e2e.test_loop import grpo_flags
 from tests.e2e.vision_task import make_vision_prompts, make_vision_task
@@ -21,12 +22,13 @@ def test_engine_and_trainer_agree_on_prompts_with_images_while_all_weights_learn
         *(task, tmp_path, "--input-key", "prompt", "--multimodal-keys", '{"image": "images"}', "--num-rollout", 2),
         *("--rollout-batch-size", 6, "--n-samples-per-prompt", 4, "--tensor-model-parallel-size", 2),
         *("--sequence-parallel", "--check-weight-update-equal", "--save-hf", tmp_path / "hf_{rollout_id}"),
+        *("--save", tmp_path / "checkpoints", "--save-interval", 2),
         *("--save-debug-rollout-data", tmp_path / "dump" / "{rollout_id}.pt"),
     )
     finished = run_train(flags, tmp_path)
     assert finished.status == 0, finished.output[-4000:]
     assert max(values(metrics(tmp_path / "run"), "train/train_rollout_logprob_abs_diff")) < 1e-4
-    samples = torch.load(tmp_path / "dump" / "1.pt", weights_only=True)["samples"]
+    samples = load_saved(tmp_path / "dump" / "1.pt")["samples"]
     assert {sample["prompt"].count("<|image_pad|>") for sample in samples} == {0, 1, 2}
 
     before, after = load_file(checkpoint / "model.safetensors"), {}

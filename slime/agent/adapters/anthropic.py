@@ -14,7 +14,7 @@ from aiohttp import web
 
 from slime.agent.adapters.common import BaseAdapter, Reply
 from slime.agent.adapters.content import flatten_content, manager_finish_reason, tool_call_dict
-from slime.agent.adapters.wire import dumps, send_events, send_json, sid_from_bearer
+from slime.agent.adapters.wire import dumps, messages_of, send_events, send_json, sid_from_bearer
 from slime.agent.parsing import ParsedModelOutput
 from slime.agent.trajectory import Message
 
@@ -45,10 +45,7 @@ class AnthropicAdapter(BaseAdapter):
         _fold_mid_list_system_into_user(body)
 
     def _translate(self, body: dict[str, Any]) -> tuple[list[Message], list[dict[str, Any]] | None]:
-        messages = body.get("messages")
-        if not isinstance(messages, list):
-            raise ValueError(f"messages must be a list, got {type(messages).__name__}")
-        return _translate_messages(messages, body.get("system")), _tools_to_chat_tools(body.get("tools"))
+        return _translate_messages(messages_of(body), body.get("system")), _tools_to_chat_tools(body.get("tools"))
 
     def _build_reply(
         self,

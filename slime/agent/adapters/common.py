@@ -312,7 +312,8 @@ class BaseAdapter(ABC):
         messages: list[Message],
         tools: list[dict[str, Any]] | None,
     ) -> web.StreamResponse:
-        prompt_ids = _render_token_ids(self.tokenizer, messages, tools)
+        # in a thread: a long conversation would keep the turns of all other sessions waiting
+        prompt_ids = await asyncio.to_thread(_render_token_ids, self.tokenizer, messages, tools)
         turn = await call_sglang_generate(prompt_ids, session, body, adapter=self, session_id=sid)
         text = self.tokenizer.decode(turn.output_ids, skip_special_tokens=False)
         parsed = parse_model_output(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 from uuid import uuid4
@@ -152,7 +153,7 @@ def _sampling_params(session: Session, body: dict[str, Any], adapter: _Adapter) 
     key = next((key for key in adapter.max_token_keys if body.get(key) is not None), None)
     if key is not None:
         cap = body[key]
-        if isinstance(cap, bool) or not isinstance(cap, int | float) or cap < 1:
+        if isinstance(cap, bool) or not isinstance(cap, int | float) or not 1 <= cap < math.inf:
             raise SamplingRefused(f"{key} must be a positive number, got {cap!r}")
         params["max_new_tokens"] = min(params["max_new_tokens"], int(cap))
     for key in _CLIENT_SAMPLING_KEYS:

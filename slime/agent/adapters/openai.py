@@ -16,8 +16,8 @@ from aiohttp import web
 
 from slime.agent.adapters.common import BaseAdapter, Reply
 from slime.agent.adapters.content import flatten_content, manager_finish_reason, tool_call_dict
-from slime.agent.adapters.wire import dumps, send_events, send_json, sid_from_bearer, sid_from_body
-from slime.agent.parsing import ParsedModelOutput
+from slime.agent.adapters.wire import dumps, messages_of, send_events, send_json, sid_from_bearer, sid_from_body
+from slime.agent.parsing import ParsedModelOutput, as_object
 from slime.agent.trajectory import Message
 
 __all__ = ["OpenAIAdapter"]
@@ -40,10 +40,7 @@ class OpenAIAdapter(BaseAdapter):
         return _request_session_id(request, body)
 
     def _translate(self, body: dict[str, Any]) -> tuple[list[Message], list[dict[str, Any]] | None]:
-        messages = body.get("messages")
-        if not isinstance(messages, list):
-            raise ValueError(f"messages must be a list, got {type(messages).__name__}")
-        return _translate_messages(messages), _tools_to_chat_tools(body.get("tools"))
+        return _translate_messages(messages_of(body)), _tools_to_chat_tools(body.get("tools"))
 
     def _build_reply(
         self,
@@ -91,20 +88,9 @@ def _translate_assistant(message: dict[str, Any]) -> Message:
     functions = [call.get("function") or {} for call in message.get("tool_calls") or ()]
     if functions:
         translated["tool_calls"] = [
-            tool_call_dict(str(call.get("name") or ""), _arguments_as_dict(call.get("arguments"))) for call in functions
+            tool_call_dict(str(call.get("name") or ""), as_object(call.get("arguments"))[0]) for call in functions
         ]
     return translated
-
-
-def _arguments_as_dict(arguments: Any) -> dict[str, Any]:
-    """Arguments as an object; what is none is kept under ``_raw_arguments``."""
-    if isinstance(arguments, dict):
-        return arguments
-    try:
-        value = json.loads(arguments or "{}")
-    except (TypeError, ValueError):
-        value = None
-    return value if isinstance(value, dict) else {"_raw_arguments": arguments}
 
 
 def _tools_to_chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:

@@ -14,6 +14,7 @@ __all__ = [
     "error_reply",
     "health",
     "is_from_here",
+    "messages_of",
     "send_events",
     "send_json",
     "sid_from_bearer",
@@ -66,6 +67,18 @@ def sid_from_body(body: dict[str, Any]) -> str:
     metadata = body.get("metadata")
     named = metadata.get("session_id") if isinstance(metadata, dict) else None
     return str(named or body.get("user") or "")
+
+
+def messages_of(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The conversation of a request.
+
+    Raises:
+        ValueError: it is no list of messages.
+    """
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ValueError("messages must be a list of objects")
+    return messages
 
 
 def dumps(value: Any) -> str:

@@ -18,6 +18,7 @@ from typing import ClassVar
 from slime.agent import sandbox
 from slime.agent.sandbox import Sandbox
 from slime.utils.errors import ConfigError
+from slime.utils.files import is_private_directory, replacing
 from slime.utils.misc import SingletonMeta
 
 __all__ = [
@@ -128,15 +129,20 @@ async def install_node22(sb: Sandbox, host_tarball: Path) -> None:
 
 
 def _decompressed(tarball: Path) -> Path:
-    """The archive without xz, in the temporary directory; made once per version of the file."""
+    """The archive without xz, in a directory of ours in the temporary one; made once per version of the file.
+
+    Raises:
+        ConfigError: somebody else made that directory.
+    """
     stat = tarball.stat()
     key = hashlib.sha1(f"{tarball.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:12]
-    target = Path(tempfile.gettempdir()) / f"{tarball.stem}-{key}.tar"
+    directory = Path(tempfile.gettempdir()) / f"slime-{os.getuid()}"
+    if not is_private_directory(directory):  # it is unpacked into every sandbox
+        raise ConfigError(f"{directory} can be written by other users: delete it, or set TMPDIR to another place")
+    target = directory / f"{tarball.stem}-{key}.tar"
     if not target.exists():
-        partial = target.with_suffix(f".{os.getpid()}")
-        with lzma.open(tarball) as source, partial.open("wb") as sink:
+        with replacing(target) as partial, lzma.open(tarball) as source, partial.open("wb") as sink:
             shutil.copyfileobj(source, sink)
-        partial.replace(target)  # whole or not at all: several processes may do this at a time
     return target
 
 

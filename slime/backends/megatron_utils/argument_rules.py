@@ -12,14 +12,18 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 
 from slime.backends.megatron_utils.attention_rules import joint_norm, sparse
-from slime.backends.megatron_utils.model_shape import ModelShape, check_against_hf, read_shape, resolve_model
+from slime.backends.megatron_utils.model_shape import (
+    ModelShape,
+    check_against_hf,
+    resolve_model,
+    shape_or_none,
+)
 from slime.backends.megatron_utils.optimizer_rules import instances, optimizer, schedule, weight_decay
 from slime.backends.megatron_utils.precision_rules import deepgemm, fake_quantisation, fp8
 from slime.backends.megatron_utils.transformer_config import expert_tensor_parallel_size
 from slime.backends.megatron_utils.vision_rules import VISION_SPECS, vision
 from slime.config import notices
 from slime.config.groups import flag_of
-from slime.utils.errors import ConfigError
 
 __all__ = ["RULES", "STEPS", "TRAINING_RULES", "virtual_stages"]
 
@@ -127,7 +131,7 @@ def _spelling(name: str) -> str:
 
 def _tensor(args: Namespace) -> Iterator[str]:
     ranks = args.tensor_model_parallel_size
-    shape = _shape(args)
+    shape = shape_or_none(args)
     if ranks <= 1 or shape is None:
         return
     where = f"the model of --hf-checkpoint {args.hf_checkpoint}"
@@ -148,7 +152,7 @@ def _tensor(args: Namespace) -> Iterator[str]:
 
 
 def _attention(args: Namespace) -> Iterator[str]:
-    shape = _shape(args)
+    shape = shape_or_none(args)
     if shape is not None:
         yield from joint_norm(args, shape)
         yield from sparse(args, shape)
@@ -156,7 +160,7 @@ def _attention(args: Namespace) -> Iterator[str]:
 
 def _delta_nets(args: Namespace) -> Iterator[str]:
     """Tensor- and context-parallel ranks share the key heads."""
-    shape, tensor, context = _shape(args), args.tensor_model_parallel_size, args.context_parallel_size
+    shape, tensor, context = shape_or_none(args), args.tensor_model_parallel_size, args.context_parallel_size
     if shape is None or shape.delta_net is None or min(tensor, context) < 1:
         return
     groups, heads = shape.num_query_groups, shape.delta_net.num_key_heads
@@ -175,7 +179,7 @@ def _delta_nets(args: Namespace) -> Iterator[str]:
 def _expert_ranks(args: Namespace) -> Iterator[str]:
     expert, pipeline = args.expert_model_parallel_size, args.pipeline_model_parallel_size
     tensor = expert_tensor_parallel_size(args)
-    shape = _shape(args)
+    shape = shape_or_none(args)
     if min(expert, pipeline, tensor) < 1:
         return  # reported with the other sizes
     if expert > 1 and shape is not None:
@@ -216,7 +220,7 @@ def _stages(args: Namespace) -> Iterator[str]:
             if value is not None:
                 yield f"{flag} {value} needs --pipeline-model-parallel-size above 1."
         return
-    shape = _shape(args)
+    shape = shape_or_none(args)
     if ranks < 1 or shape is None:
         return
     if ranks > shape.num_layers:
@@ -254,7 +258,7 @@ def _interleaving(args: Namespace) -> Iterator[str]:
         flag = f"--num-layers-per-virtual-pipeline-stage {per_chunk}"
     elif per_chunk is not None:
         yield f"{flag} and --num-layers-per-virtual-pipeline-stage {per_chunk} say the same twice: drop one."
-    ranks, shape = args.pipeline_model_parallel_size, _shape(args)
+    ranks, shape = args.pipeline_model_parallel_size, shape_or_none(args)
     if ranks < 2:
         yield f"{flag} needs --pipeline-model-parallel-size above 1."
         return
@@ -310,7 +314,7 @@ def _rampup(args: Namespace) -> Iterator[str]:
 
 def _split_queries(args: Namespace) -> Iterator[str]:
     """Muon takes the heads of a rank apart into queries, keys and values."""
-    ranks, shape = args.tensor_model_parallel_size, _shape(args)
+    ranks, shape = args.tensor_model_parallel_size, shape_or_none(args)
     if "muon" not in args.optimizer or not args.muon_split_qkv or shape is None or shape.mla is not None:
         return
     if ranks > shape.num_query_groups:
@@ -381,16 +385,6 @@ def _counted_layers(args: Namespace, num_layers: int) -> int:
     """Layers that the stages share, with the embedding and the loss where they count as one."""
     extra = int(args.account_for_embedding_in_pipeline_split) + int(args.account_for_loss_in_pipeline_split)
     return num_layers + extra
-
-
-def _shape(args: Namespace) -> ModelShape | None:
-    """None where the config cannot be read: another rule reports that."""
-    if args.hf_checkpoint is None:
-        return None
-    try:
-        return read_shape(args.hf_checkpoint)
-    except ConfigError:
-        return None
 
 
 def _for_trainer(rule: Callable[[Namespace], Iterable[str]]) -> Callable[[Namespace], Iterable[str]]:

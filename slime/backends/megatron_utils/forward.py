@@ -18,6 +18,7 @@ from megatron.core.transformer.module import Float16Module
 
 from slime.algorithms.arguments import AlgorithmArgs
 from slime.backends.megatron_utils.attention import PackedSegments, segments_of
+from slime.backends.megatron_utils.gpt import unwrap
 from slime.backends.training.data import MicroBatch, TrainBatch
 from slime.backends.training.loss import response_log_probs, response_values
 from slime.backends.training.steps import split_by_sample
@@ -131,10 +132,7 @@ def run_model(model: Any, micro_batch: MicroBatch, segments: PackedSegments) -> 
     is_ours = segments.head_rows is not None
     dtype = {"fp32_output": False} if is_ours and isinstance(getattr(model, "module", None), Float16Module) else {}
     output = model(packed.tokens, packed.position_ids, None, packed_seq_params=segments, **dtype)
-    inner = model
-    while hasattr(inner, "module"):
-        inner = inner.module
-    return output.squeeze(0) if inner.post_process and segments.head_rows is not None else output
+    return output.squeeze(0) if unwrap(model).post_process and segments.head_rows is not None else output
 
 
 def tensor_group() -> dist.ProcessGroup | None:

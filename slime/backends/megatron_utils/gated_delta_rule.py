@@ -85,12 +85,13 @@ def gated_delta_rule(
 
     queries, keys, values = chunks(query * query.size(-1) ** -0.5), chunks(key), chunks(value)
     strength = chunks(beta.unsqueeze(-1))
-    decay = chunks(log_decay.unsqueeze(-1)).cumsum(2)  # [chunks, heads, chunk_size, 1]: log of a_1 ... a_i
+    later = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=value.device).triu(1)
+    # [chunks, heads, chunk_size, 1]: log of a_1 ... a_i. No cumsum: on a GPU it has no deterministic kernel
+    decay = (~later).float() @ chunks(log_decay.unsqueeze(-1))
 
     # Inside a chunk (arXiv 2406.06484, section 3.2): what token i writes is b_i (v_i - what is stored under k_i), which
     # depends on what the tokens j < i wrote. With A_ij = b_i (k_i . k_j) a_{j+1} ... a_i below the diagonal:
     #     (I + A) writes = diag(b) V - diag(b) diag(a_1 ... a_i) K S      S: the state before the chunk
-    later = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=value.device).triu(1)
     between = (decay - decay.mT).masked_fill(later, -torch.inf).exp()
     overlap = (strength * keys) @ keys.mT * between
     right = torch.cat([strength * values, strength * decay.exp() * keys], dim=-1)

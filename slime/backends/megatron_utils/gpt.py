@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from slime.backends.megatron_utils.mtp import attach_prediction_loss
 
-__all__ = ["PackedGPTModel"]
+__all__ = ["PackedGPTModel", "unwrap"]
 
 
 class PackedGPTModel(GPTModel):
@@ -52,3 +52,10 @@ class PackedGPTModel(GPTModel):
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits, _ = self.output_layer(hidden_states, weight=tied)
         return logits.transpose(0, 1).contiguous()
+
+
+def unwrap(model: Any) -> GPTModel:
+    """The model inside Megatron's wrappers."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model

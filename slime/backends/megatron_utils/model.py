@@ -15,7 +15,6 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.fp8_utils import correct_amax_history_if_needed
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -39,7 +38,6 @@ __all__ = [
     "build_chunks",
     "build_model",
     "params_dtype",
-    "unwrap",
     "uses_distributed_optimizer",
     "wrap_data_parallel",
 ]
@@ -184,13 +182,6 @@ def uses_distributed_optimizer(optimizer: OptimizerArgs) -> bool:
     if optimizer.use_distributed_optimizer is None:
         return optimizer.optimizer == "adam"
     return optimizer.use_distributed_optimizer
-
-
-def unwrap(model: Any) -> GPTModel:
-    """The GPTModel inside the wrappers."""
-    while hasattr(model, "module"):
-        model = model.module
-    return model
 
 
 def _mark_shards(model: torch.nn.Module) -> None:

@@ -37,6 +37,7 @@ __all__ = [
     "read_hf_config",
     "read_shape",
     "resolve_model",
+    "shape_or_none",
 ]
 
 _SEQ_LENGTH = 4096
@@ -171,7 +172,7 @@ def resolve_model(args: Namespace) -> None:
     Given ones stay as they are: :func:`check_against_hf` compares them. Does nothing where the config cannot be read or
     the model cannot be trained; the check says so, and generation alone needs none of this.
     """
-    shape = _shape_or_none(args)
+    shape = shape_or_none(args)
     if shape is None:
         return
     derived: dict[str, Any] = {field.dest: field.value(shape) for field in _FIELDS}
@@ -268,7 +269,8 @@ def _evaluate(node: ast.expr) -> Any:
             return None
 
 
-def _shape_or_none(args: Namespace) -> ModelShape | None:
+def shape_or_none(args: Namespace) -> ModelShape | None:
+    """Of the run's model; None where the config cannot be read: a rule reports that."""
     if args.hf_checkpoint is None:
         return None
     try:

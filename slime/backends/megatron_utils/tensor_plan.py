@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from slime.backends.megatron_utils.families.base import Family, Rule
+from slime.backends.megatron_utils.gpt import unwrap
 from slime.backends.megatron_utils.tensor_layouts import Dimensions
 from slime.backends.megatron_utils.value_head import VALUE_HEAD_PARAMETERS, ValueHead
 from slime.utils.errors import ConfigError
@@ -71,13 +72,7 @@ class Owned:
 def chunks_of(model: Any) -> list[Any]:
     """The GPTModels inside the wrappers: one, or with interleaved pipelines one per virtual stage."""
     chunks = list(model) if isinstance(model, Sequence | torch.nn.ModuleList) else [model]
-    return [_unwrap(chunk) for chunk in chunks]
-
-
-def _unwrap(model: Any) -> Any:
-    while hasattr(model, "module"):
-        model = model.module
-    return model
+    return [unwrap(chunk) for chunk in chunks]
 
 
 def dimensions_of(config: Any, vocab_size: int) -> Dimensions:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 
+from slime.backends.megatron_utils.gpt import unwrap
+
 __all__ = ["VALUE_HEAD_PARAMETERS", "ValueHead", "add_value_head"]
 
 VALUE_HEAD_PARAMETERS = ("output_layer.weight", "output_layer.bias")
@@ -37,9 +39,7 @@ class ValueHead(torch.nn.Linear):
 def add_value_head(chunks: Sequence[torch.nn.Module], *, init_std: float, seed: int) -> None:
     """Replace the output layer of the chunk that has one (last pipeline stage only)."""
     for chunk in chunks:
-        model: Any = chunk
-        while hasattr(model, "module"):
-            model = model.module
+        model: Any = unwrap(chunk)
         assert isinstance(model, GPTModel), f"a {type(model).__name__} has no output layer to replace"
         if model.post_process:
             old = next(model.decoder.parameters())

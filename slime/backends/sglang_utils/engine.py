@@ -342,7 +342,11 @@ class SGLangEngine:
 
     def weights_checksum(self) -> dict[str, str]:
         """Tensor name -> checksum of what the engine holds."""
-        return dict(self._post("weights_checker", {"action": "checksum"})["ranks"][0]["checksums"])
+        ranks = self._request("POST", "/weights_checker", {"action": "checksum"}, needs="ranks")["ranks"]
+        try:
+            return dict(ranks[0]["checksums"])
+        except (LookupError, TypeError, ValueError):
+            raise EngineError(f"engine {self._spec.rank} ({self.url}): no checksums in {str(ranks)[:500]}") from None
 
     def reset_weights(self) -> None:
         """Overwrite every tensor with random values."""

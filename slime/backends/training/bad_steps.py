@@ -52,11 +52,11 @@ class BadSteps:
         try:
             yield
         except Exception as error:
-            path = self._dump(rollout_id, batch, str(error))
+            dump = self._dump(rollout_id, batch, str(error))
             fix = _MORE_ROOM if isinstance(error, torch.OutOfMemoryError) else ""
             raise SlimeError(
                 f"trainer rank {self._rank} failed on rollout {rollout_id}: {type(error).__name__}: {error} "
-                f"Its batch is in {path}.{fix}"
+                f"Its batch {dump}.{fix}"
             ) from error
 
     def count(self, rollout_id: int, step: int, batch: dict[str, Any], reason: str | None) -> float:
@@ -81,12 +81,16 @@ class BadSteps:
                 f"rollout {rollout_id}, step {step}: {reason}; the step was skipped, as were the "
                 f"{self._num_in_a_row - 1} before it. The weights do not change any more."
             )
-        path = self._dump(rollout_id, batch, reason)
-        logger.warning("rollout %d, step %d skipped: %s; its batch is in %s", rollout_id, step, reason, path)
+        dump = self._dump(rollout_id, batch, reason)
+        logger.warning("rollout %d, step %d skipped: %s; its batch %s", rollout_id, step, reason, dump)
         return float(self._num_skipped)
 
-    def _dump(self, rollout_id: int, batch: dict[str, Any], error: str) -> Path:
-        self._directory.mkdir(parents=True, exist_ok=True)
+    def _dump(self, rollout_id: int, batch: dict[str, Any], error: str) -> str:
+        """What became of the batch, as the end of a sentence. Never raises: why it is dumped matters more."""
         path = self._directory / f"rollout_{rollout_id}_rank_{self._rank}.pt"
-        torch.save({"rollout_id": rollout_id, "rank": self._rank, "error": error, "batch": batch}, path)
-        return path
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            torch.save({"rollout_id": rollout_id, "rank": self._rank, "error": error, "batch": batch}, path)
+        except (OSError, RuntimeError) as failure:  # PyTorch has the latter for a full disk
+            return f"could not be written to {path} ({failure})"
+        return f"is in {path}"

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from slime.utils.files import replacing
 
 __all__ = [
     "CRITIC",
@@ -45,6 +46,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 CRITIC = "critic"
 _FORMAT = 1
+_REMOVED = ".removed"
 _ITERATION = re.compile(r"iter_(\d{7})")
 
 
@@ -122,12 +124,8 @@ def write_tracker(root: Path, text: str) -> None:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.partial")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    with replacing(path, sync=True) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def make_empty(directory: Path) -> None:
@@ -160,15 +158,22 @@ def publish(
     version = None if is_iteration else "0"
     write_manifest(partial, iteration, root=root, layout=layout, content=content, weight_version=version)
     if final.exists():  # saved again by a resumed run; the old one goes only when the new one is complete
-        old = final.with_name(f".{final.name}.removed")
-        shutil.rmtree(old, ignore_errors=True)
-        final.rename(old)
+        old = _set_aside(final)
         partial.rename(final)
         shutil.rmtree(old)
     else:
         partial.rename(final)
     write_tracker(root, str(iteration) if is_iteration else name)
+    for left in root.glob(f".iter_*{_REMOVED}"):  # by a process that died while it deleted
+        shutil.rmtree(left, ignore_errors=True)
     return prune(root, keep)
+
+
+def _set_aside(directory: Path) -> Path:
+    """Rename ``directory`` before it is deleted: there is never half a checkpoint under its own name."""
+    aside = directory.with_name(f".{directory.name}{_REMOVED}")
+    shutil.rmtree(aside, ignore_errors=True)
+    return directory.rename(aside)
 
 
 def read_manifest(directory: Path) -> Manifest | None:
@@ -237,9 +242,7 @@ def prune(root: Path, keep: int | None) -> list[int]:
         assert manifest is not None, f"{directory} was complete a moment ago"
         if str(manifest.iteration) == tracked:
             continue
-        doomed = directory.with_name(f".{directory.name}.removed")
-        directory.rename(doomed)  # never half a checkpoint under its own name
-        shutil.rmtree(doomed)
+        shutil.rmtree(_set_aside(directory))
         for name in manifest.data_state:
             (root / name).unlink(missing_ok=True)
         if manifest.has_critic:

@@ -37,7 +37,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_LEFT_BY_US = re.compile(r"\.?iter_\d{7}")
+_LEFT_BY_US = re.compile(rf"\.?iter_\d{{7}}|\.{TRACKER}\.|rollout$")
 _RELEASE = "release"
 
 
@@ -178,7 +178,7 @@ def _inspect(flag: str, path: str, step_flag: str, step: int | None) -> Source |
 
 def _is_ours(entry: Path) -> bool:
     """What an interrupted first save leaves: it does not count as a checkpoint."""
-    return _LEFT_BY_US.match(entry.name) is not None or entry.name in ("rollout", f".{TRACKER}.partial")
+    return _LEFT_BY_US.match(entry.name) is not None
 
 
 def _tracked(flag: str, root: Path, step_flag: str, step: int | None) -> Source:

@@ -15,10 +15,11 @@ from slime.algorithms import credit as formulae
 from slime.algorithms.arguments import AlgorithmArgs, DistillationArgs
 from slime.algorithms.types import Credit
 from slime.backends.training.custom import CustomFunctions
+from slime.config.resolve.checkpoints import needs_reference
 from slime.utils import accelerator
 from slime.utils.errors import DataError
 
-__all__ = ["Passes", "add_credit", "needs_reference", "passes_needed"]
+__all__ = ["Passes", "add_credit", "passes_needed"]
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,6 @@ class Passes:
     teacher: bool = False
     old: bool = False
     credit: bool = False
-
-
-def needs_reference(settings: AlgorithmArgs) -> bool:
-    """Whether the run needs a reference model."""
-    return settings.use_kl_loss or settings.kl_coef != 0
 
 
 def passes_needed(

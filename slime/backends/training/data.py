@@ -165,7 +165,10 @@ class TrainBatch:
         inputs = self.media_inputs(indices)
         if not inputs or self._media_tokens is None:
             return None
-        return place_media(inputs, packed.tokens, packed.cu_seqlens, self._media_tokens, self._device)
+        try:
+            return place_media(inputs, packed.tokens, packed.cu_seqlens, self._media_tokens, self._device)
+        except DataError as error:
+            raise DataError(f"samples {self.select('sample_indices', indices)}: {error}") from None
 
     def _sampling(self, indices: Sequence[int], part: ShardedSequences) -> SamplingMask | None:
         if self.columns.get("rollout_top_p_token_offsets") is None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import os
 import shutil
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,6 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from slime.backends.protocols import NamedTensor
+from slime.backends.training.checkpoint_files import make_empty
 from slime.utils.errors import ConfigError, SlimeError
 
 __all__ = ["TensorReader", "raise_everywhere", "save_hf_directory", "write_hf_directory"]
@@ -32,7 +32,8 @@ _INDEX = "model.safetensors.index.json"
 _SCALES = ("_scale_inv", "_scale")
 """What a quantised weight's scales are called: by blocks, and of the whole tensor or its rows."""
 _PACKED = "_packed"
-_PARTS_OF_PACKED = ("_scale", "_shape")
+_SHAPE = "_shape"
+_PARTS_OF_PACKED = ("_scale", _SHAPE)
 _OF_OTHER_PACKINGS = ("_zero_point", "_g_idx")
 _MAX_FILE_BYTES = 5 * 1024**3
 _NAMED_PROBLEMS = 8
@@ -64,8 +65,13 @@ class TensorReader:
         """The file of every stored tensor."""
         index = self.directory / _INDEX
         if index.is_file():
-            found: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            return found
+            try:
+                return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConfigError(
+                    f"{self.where}: {_INDEX} is damaged ({type(error).__name__}: {error}): it must hold a weight_map "
+                    "from tensors to files."
+                ) from None
         files = sorted(self.directory.glob("*.safetensors"))
         if not files:
             raise ConfigError(f"{self.where}: there is no .safetensors file; other formats are not read.")
@@ -93,6 +99,12 @@ class TensorReader:
         raise ConfigError(
             f"{self.where}: {name} has 8 bits per number, but there is no {name}{_SCALES[0]} to scale it."
         )
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of ``get(name)``, without reading it."""
+        if name in self._packed:
+            return tuple(int(size) for size in self._stored(name + _SHAPE))
+        return tuple(self._handle(self._files[name]).get_slice(name).get_shape())
 
     def row(self, name: str, index: int) -> torch.Tensor:
         """``get(name)[index]``; of a plain tensor nothing else is read."""
@@ -227,9 +239,8 @@ def write_hf_directory(
     target = Path(path)
     if target.resolve() == Path(source).resolve():
         raise ConfigError(f"--save-hf {path} is the same directory as --hf-checkpoint; name another one.")
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial, old = (target.with_name(f".{target.name}.{end}") for end in ("partial", "old"))
+    make_empty(partial)  # of what a process that died has left
     try:
         for file in Path(source).iterdir():
             if file.is_file() and file.suffix not in _WEIGHT_FILES and file.name != _INDEX:
@@ -237,12 +248,10 @@ def write_hf_directory(
         _write_tensors(_with_remainder(weights, source), partial, max_file_bytes or _MAX_FILE_BYTES, num_writers)
         _note_quantization(partial / "config.json", quantization)
         if target.exists():
-            old = target.with_name(f".{target.name}.old-{os.getpid()}")
+            shutil.rmtree(old, ignore_errors=True)
             target.rename(old)
-            partial.rename(target)
-            shutil.rmtree(old)
-        else:
-            partial.rename(target)
+        partial.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -101,7 +101,7 @@ def place_media(
     try:
         of_images, of_videos = _runs(flat, borders, images, videos, ids)
     except ValueError as error:
-        raise DataError(f"{error}: the samples' tokens and multimodal_train_inputs do not belong together") from None
+        raise DataError(f"{error}: their tokens and multimodal_train_inputs do not belong together") from None
     rows = [torch.arange(run.begin, run.end) for run in (*of_images, *of_videos)]
     pixels = [inputs[name] for name in ("pixel_values", "pixel_values_videos") if name in inputs]
     grids = [grid for grid in (images, videos) if grid is not None]

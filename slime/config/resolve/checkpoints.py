@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 from slime.config import notices
 
@@ -65,8 +66,12 @@ def reference(args: Namespace) -> None:
         notices.info(args, "--ref-load", f"not given: the reference model is --hf-checkpoint {args.hf_checkpoint}")
 
 
-def needs_reference(args: Namespace) -> bool:
-    """Whether a reference model takes part in the objective, as a loss or in the rewards."""
+def needs_reference(args: Any) -> bool:
+    """Whether a reference model takes part in the objective, as a loss or in the rewards.
+
+    Args:
+        args: the run's arguments, or those of the algorithm alone.
+    """
     return bool(args.use_kl_loss or args.kl_coef != 0)
 
 

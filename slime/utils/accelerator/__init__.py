@@ -11,7 +11,7 @@ before anything asks, for example by an installed ``sitecustomize``.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
+import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -52,6 +52,8 @@ __all__ = [
 
 _DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/kfd"))
 """What a loaded driver leaves: NVIDIA's two, and AMD's, whose devices torch calls cuda as well."""
+
+_CUDA_LIBRARIES = ("libtorch_cuda.so", "libtorch_hip.so")
 
 _registry = Registry()
 
@@ -116,13 +118,21 @@ def is_musa_available() -> bool:
     return MUSAAccelerator.is_available()
 
 
+def _torch_library() -> Path:
+    """Where wheels of torch have their libraries; found without importing it."""
+    spec = importlib.util.find_spec("torch")
+    return Path(spec.origin or "").parent / "lib" if spec is not None else Path()
+
+
 def _has_cuda() -> bool:
     """A driver is loaded, a device is visible and the installed torch was built for it."""
     if not has_driver():
         return False
     if any(os.environ.get(name) in ("", "-1") for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")):
         return False
-    return not importlib.metadata.version("torch").endswith("+cpu")
+    library = _torch_library()
+    # not the version: wheels for arm64 have no "+cpu" in it
+    return not (library / "libtorch_cpu.so").exists() or any((library / name).exists() for name in _CUDA_LIBRARIES)
 
 
 register_accelerator("cpu", CPUAccelerator, priority=-100)

@@ -7,6 +7,7 @@ import json
 import threading
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -220,10 +221,13 @@ def test_an_engine_that_does_not_tell_the_sets_is_an_answer_502_at_the_first_tur
     assert "did not say which ids it sampled from" in reply.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("cap", ["9", 0, True, [1]])
+@pytest.mark.parametrize("cap", ["9", "NaN", "Infinity", 0, True, [1]])
 def test_a_cap_that_is_no_positive_number_is_an_answer_400(make, cap):
     agent = make(OpenAIAdapter, [])
-    reply = agent.chat([Q], max_tokens=cap)
+    content = json.dumps({"messages": [Q], "max_tokens": cap})
+    if cap in ("NaN", "Infinity"):  # as Python's JSON writes and reads them
+        content = content.replace(f'"{cap}"', cap)
+    reply = agent.client.post("/v1/chat/completions", content=content)
     assert reply.status_code == 400
     assert "max_tokens must be a positive number" in reply.json()["error"]["message"]
 
@@ -260,7 +264,7 @@ def test_an_engine_that_fails_is_tried_again_and_one_that_refuses_is_not(make):
     assert "too long" in refused.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("body", ["[1]", "{", '{"messages": 1}'])
+@pytest.mark.parametrize("body", ["[1]", "{", '{"messages": 1}', '{"messages": ["hi"]}'])
 def test_a_body_that_is_no_request_is_an_answer_400(make, body):
     agent = make(OpenAIAdapter, [])
     reply = agent.client.post("/v1/chat/completions", content=body)
@@ -495,6 +499,25 @@ def test_content_of_every_shape_is_flattened():
     assert flatten_content(7) == "7"
     nested = {"type": "tool_result", "content": [{"type": "output_text", "text": "a"}, {"type": "image"}]}
     assert flatten_content([nested, {"type": "text", "text": ""}, {"content": "b"}]) == "a\n[image omitted]\nb"
+
+
+def test_a_conversation_that_takes_long_to_tokenize_keeps_no_other_session_waiting(make):
+    agent = make(OpenAIAdapter, ["a"])
+    has_begun, may_end = threading.Event(), threading.Event()
+    render = agent.adapter.tokenizer.apply_chat_template
+
+    def slow(*args, **values):
+        has_begun.set()
+        assert may_end.wait(10)
+        return render(*args, **values)
+
+    agent.adapter.tokenizer.apply_chat_template = slow
+    with ThreadPoolExecutor(1) as pool:
+        turn = pool.submit(agent.chat, [Q])
+        assert has_begun.wait(10)
+        assert agent.client.get("/healthz", timeout=5.0).json() == {"ok": True}
+        may_end.set()
+        assert turn.result(10).status_code == 200
 
 
 def test_a_server_that_cannot_start_says_why(make):

@@ -116,6 +116,10 @@ def test_a_program_is_installed_from_files_of_this_machine(tmp_path, monkeypatch
     assert sb.files["/tmp/harness-node.tar"].read_bytes() == b"archive"
     assert sb.files["/tmp/harness-cli.tgz"] == package
     assert no_pauses == [2]
+    sb.files["/tmp/harness-node.tar"].parent.chmod(0o777)
+    with pytest.raises(ConfigError, match="can be written by other users"):
+        asyncio.run(ClaudeCodeHarness().install_cli(Recorder()))
+    sb.files["/tmp/harness-node.tar"].parent.chmod(0o700)
     broken = Recorder({"npm install": [(1, "", "no network")]})
     with pytest.raises(RuntimeError, match=r"cli\.tgz failed 3 times: no network"):
         asyncio.run(ClaudeCodeHarness().install_cli(broken))

@@ -227,6 +227,24 @@ def test_what_may_not_run_twice_is_not_retried_and_retries_end(remote):
     assert sb._sandbox.calls == 7
 
 
+def test_a_service_that_is_silent_is_not_waited_for_for_ever(remote, monkeypatch, caplog):
+    async def forever(*args, **values):
+        await asyncio.Event().wait()
+
+    sb = remote([])
+    monkeypatch.setattr(sandbox, "_CALL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(sandbox, "_CREATE_TIMEOUT_S", 0.05)
+    sb._sandbox.files.write = sb._sandbox.kill = forever
+    with pytest.raises(DeadlineExceeded, match=r"sandbox remote: the service did not answer in 0\.05 s"):
+        asyncio.run(sb.write_file("/a", "b"))
+    asyncio.run(sb.__aexit__())
+    assert sb.sandbox_id == ""
+    assert "it ends by itself 9 s after its start" in caplog.text
+    monkeypatch.setitem(sys.modules, "e2b", SimpleNamespace(AsyncSandbox=SimpleNamespace(create=forever)))
+    with pytest.raises(DeadlineExceeded, match=r"sandbox of img: the service did not answer in 0\.05 s"):
+        asyncio.run(E2BSandbox("img").__aenter__())
+
+
 def test_a_failed_command_is_a_result_or_an_error_and_a_missing_file_an_error(remote):
     assert asyncio.run(remote([CommandExit()]).exec("false")) == (3, "out", "err")
     with pytest.raises(RuntimeError, match="ended with 3: err"):

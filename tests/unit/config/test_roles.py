@@ -138,6 +138,17 @@ def test_the_critic_saves_below_the_actor_unless_it_has_a_directory_of_its_own(w
     assert critic_args(namespace(write(BOTH))).lr == 1e-5
 
 
+def test_the_critic_continues_from_its_own_checkpoint_or_starts_as_the_policy_did(write, tmp_path):
+    args = namespace(write("megatron: [{role: actor}]"))
+    (tmp_path / "old").mkdir()
+    args.load = str(tmp_path / "old")
+    assert critic_args(args).load is None  # the policy's checkpoint holds no critic
+    (tmp_path / "old" / "critic").mkdir()
+    assert critic_args(args).load == f"{args.load}/critic"
+    args.load = args.save  # a run that resumes itself, and may not have begun
+    assert critic_args(args).load == f"{args.save}/critic"
+
+
 @pytest.mark.parametrize(
     ("name", "value", "rule"),
     [

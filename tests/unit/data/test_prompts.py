@@ -136,6 +136,23 @@ def test_rows_become_samples_with_template_label_metadata_and_tools(rows_file, t
     assert data[0].metadata == {"level": 2, "tools": [{"f": 1}]}
 
 
+def test_the_template_gets_the_tools_of_a_row_and_the_users_arguments(rows_file):
+    seen = []
+
+    class Template:
+        chat_template = "x"
+
+        def apply_chat_template(self, messages, **kwargs):
+            seen.append(kwargs)
+            return "rendered"
+
+    path = rows_file([{"text": "1+1=", "tools": [{"f": 1}]}])
+    options = {"apply_chat_template": True, "apply_chat_template_kwargs": {"enable_thinking": False}}
+    assert Dataset(path, Template(), None, None, tool_key="tools", **options)[0].prompt == "rendered"
+    expected = {"tools": [{"f": 1}], "tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
+    assert seen == [expected]
+
+
 def test_text_prompts_are_wrapped_for_the_template_and_kept_without_it(rows_file, tokenizer):
     path = rows_file([{"text": "1+1="}])
     assert Dataset(path, tokenizer, None, None)[0].prompt == "1+1="

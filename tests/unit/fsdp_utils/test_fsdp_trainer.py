@@ -115,6 +115,23 @@ def test_a_step_without_a_trained_token_moves_no_weight_by_momentum_or_decay(
     assert trainer.train(2, make_batch()).steps[0]["skipped_steps"] == 1
 
 
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_the_learning_rate_reaches_its_minimum_with_the_last_rollout(checkpoint: Path, backend: str) -> None:
+    trainer = _trainer(checkpoint, backend, lr=1.0, min_lr=0.2, lr_decay_style="linear", num_rollout=4)
+    batches = [make_batch(seed=i) for i in range(5)]
+    rates = [trainer.train(i, batch).steps[0]["lr-pg_0"] for i, batch in enumerate(batches)]
+    assert rates == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_a_cut_vocabulary_is_not_trained_as_if_it_had_been_whole(
+    checkpoint: Path, tmp_path: Path, backend: str
+) -> None:
+    trainer = _trainer(checkpoint, backend, rollout_top_p=0.9, rollout_top_k=-1, save=str(tmp_path))
+    with pytest.raises(SlimeError, match=r"--rollout-top-p 0\.9 .*no sample of the rollout says which ids"):
+        trainer.train(0, make_batch())
+
+
 def test_a_checkpoint_that_does_not_fit_is_refused_with_its_name(checkpoint: Path, tmp_path: Path) -> None:
     _trainer(checkpoint, save=str(tmp_path / "whole")).save(0)
     _trainer(checkpoint, save=str(tmp_path / "weights"), no_save_optim=True).save(0)

@@ -295,6 +295,7 @@ def test_every_route_answers_with_its_statuses() -> None:
             assert (status, reply["input_length"], reply["max_length"]) == (413, 6, 5)
             assert (await call("/generate", {"input_ids": []}))[0] == 400
             assert (await call("/generate", data=b"{"))[0] == 400
+            assert (await call("/generate", data=b'{"a": "\xff"}'))[0] == 400
             assert (await call("/generate", {"input_ids": [1, 13]}))[0] == 500
             assert (await call("/nothing"))[0] == 404
             assert (await call("/update_weights_from_disk", {}))[0] == 400

@@ -92,6 +92,8 @@ def test_the_cache_is_not_used_when_others_can_write_it(tmp_path: Path, monkeypa
     fallback = cpu_import._cache_directory()
     assert fallback is not None
     assert fallback.is_relative_to(tmp_path / "temporary")
+    fallback.parent.chmod(0o777)  # others could put a directory of theirs in its place
+    assert cpu_import._cache_directory() is None
 
 
 def test_a_reduction_of_a_non_contiguous_tensor_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,7 +175,7 @@ def test_media_that_are_not_among_the_tokens_are_an_error(tmp_path: Path) -> Non
     batch = make_vision_batch(GRIDS)
     tokens = batch["tokens"][0]
     batch["tokens"][0] = tokens.masked_fill(tokens == IMAGE, START)
-    with pytest.raises(DataError, match="Unused image grids"):
+    with pytest.raises(DataError, match=r"samples \[0, 1, 2\]: Unused image grids"):
         trainer._log_probs(trainer._train_batch(batch))
 
 

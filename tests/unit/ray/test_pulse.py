@@ -13,7 +13,7 @@ import pytest
 from ray.exceptions import RpcError
 
 from slime.ray import pulse
-from slime.ray.cards import Card
+from slime.ray.cards import Card, _nameless_file
 from slime.ray.pulse import Vitals, Watch, _kill, _vitals
 from slime.utils.deadline import Deadline, wait_until
 
@@ -117,3 +117,16 @@ def test_the_kernel_is_asked_about_this_very_process():
         _kill(process.pid, created)
         assert process.wait(10) == -signal.SIGKILL
     assert _vitals(process.pid, created) is None
+
+
+def test_the_file_for_stacks_has_no_name_and_may_be_emptied_by_its_reader(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with _nameless_file() as file:
+        assert list(tmp_path.iterdir()) == []
+        path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        for text in ("first stacks", "second"):
+            os.truncate(path, 0)
+            file.write(text)
+            file.flush()
+            with open(path) as opened:
+                assert opened.read() == text

@@ -89,3 +89,14 @@ def test_quantisation_inside_the_engine_is_refused_unless_sglang_can_load_into_i
     assert "--sglang-quantization fp8 does not work" in problems
     _, problems = command.run("--sglang-quantization", "fp8", "--sglang-load-format", "flash_rl")
     assert "does not work" not in problems
+
+
+def test_growing_segments_are_told_of_where_engines_open_the_trainers_memory(
+    command: TinyCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in command.warnings("--colocate")
+    assert "expandable_segments" not in command.warnings()
+    assert "expandable_segments" not in command.warnings("--colocate", *DISK)
+    other = ("--train-env-vars", '{"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}')
+    assert "expandable_segments" not in command.warnings("--colocate", *other)

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from slime.data.sample import Sample, iter_samples
+from slime.rollout import source_state
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, make_data_source, pop_first
 from slime.utils.errors import DataError
 from tests.unit.rollout.fake_engine import make_args
@@ -185,3 +187,30 @@ def test_a_users_source_is_made_in_the_way_it_wants(tiny_task):
     theirs, ours = make_data_source(OfADataset, args), make_data_source(RolloutDataSourceWithBuffer, args)
     assert [g[0].prompt for g in theirs.get_samples(5)] == [g[0].prompt for g in ours.get_samples(5)]
     assert make_data_source(OfNothing, args).args is args
+
+
+@pytest.mark.parametrize("value", [1, (1, 2)])  # as JSON, and as what JSON would change
+def test_a_state_is_for_whoever_may_read_files_and_a_write_that_fails_leaves_the_old_one(tmp_path, value, monkeypatch):
+    path = source_state.state_path(str(tmp_path), 3)
+    source_state.write_state(path, {"value": value})
+    (file,) = path.parent.iterdir()
+    (tmp_path / "any").touch()
+    assert file.stat().st_mode == (tmp_path / "any").stat().st_mode
+
+    def full(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="no space"):
+        source_state.write_state(path, {"value": value})
+    assert list(path.parent.iterdir()) == [file]
+    assert source_state.read_state(path) == {"value": value}
+
+
+@pytest.mark.parametrize(("suffix", "content"), [(".json", b"{"), (".json", b"\xff"), (".pt", b""), (".pt", b"PK\x03")])
+def test_a_damaged_state_is_named(tmp_path, suffix, content):
+    path = source_state.state_path(str(tmp_path), 3)
+    path.parent.mkdir()
+    path.with_suffix(suffix).write_bytes(content)
+    with pytest.raises(DataError, match=rf"state_dict_3\{suffix}: .*delete it to start from the first prompt"):
+        source_state.read_state(path)

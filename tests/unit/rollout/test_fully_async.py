@@ -190,6 +190,22 @@ def broken(args, sample, sampling_params):
     raise EngineError("tool server is gone")
 
 
+def test_more_failed_samples_than_allowed_end_the_rollout(setup):
+    flags = {"custom_generate_function_path": f"{__file__}:unlucky", "max_sample_retries": 0}
+    args, source = setup(**flags, max_failed_share=1.0)
+    output = generate_rollout_fully_async(args, 0, source)
+    assert output.metrics["rollout/failed_samples"] == 4
+    fully_async_rollout._stop_global_worker()
+    GenerateState.clear_instances()
+    args, source = setup(**flags, max_failed_share=0.5)
+    with pytest.raises(DataError, match=r"no luck.*--max-failed-share 0\.5 allows 2"):
+        generate_rollout_fully_async(args, 0, source)
+
+
+def unlucky(args, sample, sampling_params):
+    raise LookupError("no luck")
+
+
 def test_a_source_without_prompts_is_an_error_and_not_a_wait(setup):
     args, source = setup()
     source.get_samples = lambda count: []

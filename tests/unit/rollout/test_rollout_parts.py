@@ -33,7 +33,7 @@ from slime.rollout.filter_hub.dynamic_sampling_filters import (
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id, set_evaluated_rollout_id
 from slime.rollout.settings import setting
 from slime.utils import http_utils
-from slime.utils.errors import ConfigError, DataError, EngineError
+from slime.utils.errors import ConfigError, DataError, DeadlineExceeded, EngineError
 from tests.unit.rollout.fake_engine import FakeEngine, make_args
 
 NO_KEY = SimpleNamespace(reward_key=None)
@@ -296,3 +296,8 @@ def test_the_number_of_engines_follows_from_the_devices(gpus, per_engine, engine
     assert http_utils.get_rollout_num_engines(args) == engines
     args.rollout_num_engines = 7
     assert http_utils.get_rollout_num_engines(args) == 7
+
+
+def test_no_time_at_all_for_a_request_is_a_deadline_and_not_the_default():
+    with pytest.raises(DeadlineExceeded, match="gave up after 0"):
+        asyncio.run(http_utils.post("http://127.0.0.1:9", {}, timeout_s=0))

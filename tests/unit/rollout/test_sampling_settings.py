@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
+
 from slime.data.sample import Sample
+from slime.rollout.engine_request import build_request
 from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.evaluate import _with_eval_limits
 from slime.rollout.sampling import eval_sampling_params, response_room, train_sampling_params
 from slime.rollout.sft_rollout import _fill
+from slime.rollout.sglang_rollout import _seeded
 from tests.unit.rollout.fake_engine import make_args
 
 
@@ -47,3 +51,22 @@ def test_a_conversation_that_is_trained_from_its_first_token_keeps_it_as_the_pro
     sample = Sample(prompt=[{"role": "assistant", "content": "hello"}])
     assert _fill(sample, generator)  # type: ignore[arg-type]
     assert (sample.tokens, sample.response_length, sample.loss_mask) == ([5, 6, 7], 2, [1, 1])
+
+
+@pytest.mark.parametrize(("policy", "headers"), [("consistent_hashing", {"X-SMG-Routing-Key": "s1"}), (None, None)])
+def test_the_requests_of_a_session_name_it_to_a_router_that_keeps_sessions_together(
+    policy: str | None, headers: dict[str, str] | None
+) -> None:
+    args = make_args("/model", 0, router_policy=policy)
+    request = build_request(args, Sample(prompt="1+1=", session_id="s1"), {"max_new_tokens": 4}, [5, 6])
+    assert request is not None
+    assert request.headers == headers
+
+
+def test_deterministic_engines_get_another_seed_for_every_member_of_a_group() -> None:
+    state = SimpleNamespace(group_sampling_seeds=[7, 8], args=SimpleNamespace(rollout_seed=7))
+    params = {"temperature": 1.0}
+    assert [_seeded(state, params, position)["sampling_seed"] for position in (0, 1)] == [7, 8]  # type: ignore[arg-type]
+    assert params == {"temperature": 1.0}
+    state.group_sampling_seeds = None
+    assert _seeded(state, params, 1) == params  # type: ignore[arg-type]

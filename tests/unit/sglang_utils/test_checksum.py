@@ -61,3 +61,18 @@ def test_the_experts_of_a_layer_are_one_tensor_in_order_of_their_numbers(names: 
         prefix + "w13_weight": tensor_checksum(torch.cat([gates, rows, ups, rows], dim=1)),
         prefix + "w2_weight": tensor_checksum(torch.cat([downs, rows.mT], dim=2)),
     }
+
+
+def test_a_vision_language_model_has_the_engines_names_and_its_padding():
+    qkv, positions, up = torch.randn(6, 2), torch.randn(16, 2), torch.randn(4, 8)
+    weights = [
+        ("model.visual.blocks.0.attn.qkv.weight", qkv),
+        ("model.visual.pos_embed.weight", positions),
+        ("model.language_model.layers.1.mlp.gate_proj.weight", up),
+        ("model.language_model.layers.1.mlp.up_proj.weight", up),
+    ]
+    assert expected_checksums(weights) == {
+        "visual.blocks.0.attn.qkv_proj.weight": tensor_checksum(qkv),
+        "visual.pos_embed.weight": tensor_checksum(torch.cat([positions, torch.zeros(48, 2)])),
+        "model.layers.1.mlp.gate_up_proj.weight": tensor_checksum(torch.cat([up, up])),
+    }

@@ -143,3 +143,14 @@ def test_a_proxy_in_the_environment_is_ignored(server: Server, tmp_path: Path, m
 
 def test_an_ipv6_address_is_bracketed_in_the_url(tmp_path: Path):
     assert SGLangEngine(EngineSpec(0, "::1", 80, [], {}, tmp_path / "log")).url == "http://[::1]:80"
+
+
+@pytest.mark.parametrize("answer", [{}, {"ranks": []}, {"ranks": [{}]}, {"ranks": {}}, {"ranks": [{"checksums": 1}]}])
+def test_checksums_that_are_not_in_the_answer_are_an_error_that_quotes_it(
+    engine: SGLangEngine, server: Server, answer: dict[str, Any]
+):
+    server.answers["POST /weights_checker"] = (200, {"ranks": [{"checksums": {"w": "1"}}]})
+    assert engine.weights_checksum() == {"w": "1"}
+    server.answers["POST /weights_checker"] = (200, answer)
+    with pytest.raises(EngineError, match=r"engine 4 .*no ('ranks'|checksums) in "):
+        engine.weights_checksum()

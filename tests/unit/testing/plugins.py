@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import torch
 
@@ -210,3 +211,7 @@ def postprocess_drops(args, rollout_id, rollout_data):
 
 def megatron_init(args):
     raise AssertionError("not called without a trainer")
+
+
+def waits_for_ever(args, all_samples, data_source):
+    threading.Event().wait()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from slime.testing import check_command, check_plugin
+from slime.testing import run as testing_run
 from slime.testing.__main__ import main
 from slime.utils.errors import ConfigError
 
@@ -63,6 +64,12 @@ BAD = [
 def more(tiny_task) -> list[str]:
     data = ["--prompt-data", tiny_task.train, "--label-key", "label", "--apply-chat-template"]
     return ["--hf-checkpoint", tiny_task.model, *data]
+
+
+def test_a_function_that_never_returns_is_named_and_does_not_stop_the_check(monkeypatch):
+    monkeypatch.setattr(testing_run, "_PATIENCE_S", 0.3)
+    (problem,) = check_plugin("--rollout-all-samples-process-path", f"{PLUGINS}:waits_for_ever")
+    assert problem.endswith("plugins.py:waits_for_ever: it has not returned after 0.3 s")
 
 
 @pytest.mark.parametrize(("flag", "name"), GOOD)

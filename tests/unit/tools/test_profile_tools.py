@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -88,3 +89,13 @@ def test_every_engine_of_the_router_is_asked() -> None:
     assert [path for path, _ in asked] == ["/start_profile"] * 2 + ["/stop_profile"] * 2
     body = asked[0][1]
     assert (body["output_dir"], body["num_steps"], body["activities"]) == ("/p", 3, ["GPU", "CPU"])
+
+
+def test_a_router_that_does_not_answer_is_one_line() -> None:
+    with socket.socket() as taken:  # bound, and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        tried = run_tool("profile_rollout.py", "--router-url", url)
+    assert (tried.returncode, tried.stdout) == (1, "")
+    assert tried.stderr.startswith(f"--router-url {url}: ConnectError: ")
+    assert "Traceback" not in tried.stderr

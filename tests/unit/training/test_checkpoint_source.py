@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from slime.backends.megatron_utils.arguments import CheckpointArgs
-from slime.backends.training.checkpoint_files import iteration_directory, prune, write_manifest
+from slime.backends.training.checkpoint_files import (
+    TRACKER,
+    iteration_directory,
+    partial_directory,
+    prune,
+    publish,
+    write_manifest,
+)
 from slime.backends.training.checkpoint_source import check_checkpoints, find_reference, find_start
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.tiny_trainer import make_args
@@ -60,7 +67,9 @@ def test_an_iteration_that_is_not_there_names_those_that_are(tmp_path: Path) -> 
         _start(load=str(root), ckpt_step=5)
 
 
-@pytest.mark.parametrize("left", [None, [], ["rollout"], [".iter_0000000.partial", "rollout"]])
+@pytest.mark.parametrize(
+    "left", [None, [], ["rollout"], [".iter_0000000.partial", "rollout"], [f".{TRACKER}.7.partial"]]
+)
 def test_while_load_holds_no_checkpoint_yet_the_reference_is_the_start(left: list[str] | None, tmp_path: Path) -> None:
     load = tmp_path / "run"
     for name in left or []:
@@ -181,6 +190,16 @@ def test_a_checkpoint_that_is_deleted_takes_the_critics_part_with_it(tmp_path: P
     for iteration in (3, 5):
         _with_manifest(critic, iteration)
         _with_manifest(root, iteration)
+    (root / ".iter_0000003.removed" / "half").mkdir(parents=True)  # a process died here, and the run resumed before 3
     assert prune(root, 1) == [3]
+    assert not list(root.glob(".*.removed"))
     assert not (critic / "iter_0000003").exists()
     assert _start(load=str(root))[3] == _start(load=str(critic))[3] == 5
+
+
+def test_what_a_process_that_died_was_deleting_goes_with_the_next_save(tmp_path: Path) -> None:
+    (tmp_path / ".iter_0000001.removed" / "half").mkdir(parents=True)
+    for _ in range(2):  # the second replaces the first, as a run that was resumed does
+        partial_directory(tmp_path, "iter_0000002").mkdir()
+        assert publish(tmp_path, "iter_0000002", 2, layout={}, content={}) == []
+    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000002", "latest_checkpointed_iteration.txt"}

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from slime.backends.training import hf_files
 from slime.backends.training.hf_files import TensorReader, save_hf_directory, write_hf_directory
-from slime.utils.errors import SlimeError
+from slime.utils.errors import ConfigError, SlimeError
+from slime.weight_sync.quantize import quantize_int4
 
 WEIGHTS = {f"layers.{i}.weight": torch.full((4, 4), float(i)) for i in range(9)}
 FILE_BYTES = 2 * 4 * 4 * 4
@@ -48,6 +50,35 @@ def test_a_file_that_cannot_be_written_leaves_nothing(
             WEIGHTS.items(), source, str(tmp_path / "out"), max_file_bytes=FILE_BYTES, num_writers=num_writers
         )
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_what_a_process_that_died_left_beside_the_target_is_gone_after_the_next_one(
+    source: str, tmp_path: Path
+) -> None:
+    for name in ("out", ".out.partial", ".out.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "of the one before").touch()
+    write_hf_directory(WEIGHTS.items(), source, str(tmp_path / "out"))
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
+    assert not (tmp_path / "out" / "of the one before").exists()
+
+
+@pytest.mark.parametrize("content", ["{", "{}", "[]", '{"weight_map": 1}'])
+def test_a_damaged_index_is_an_error_that_names_it(source: str, content: str) -> None:
+    (Path(source) / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"--model-dir .*model\.safetensors\.index\.json is damaged"):
+        TensorReader(source, "--model-dir")
+
+
+def test_shapes_are_known_without_reading_the_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words, scale = quantize_int4(torch.randn(6, 64), 32)
+    packed = {"m.weight_packed": words, "m.weight_scale": scale, "m.weight_shape": torch.tensor([6, 64])}
+    save_file(packed | {"e.weight": torch.zeros(2, 3, 4), "n.weight": torch.zeros(5)}, tmp_path / "model.safetensors")
+    reader = TensorReader(tmp_path, "--model-dir")
+    shapes = {name: tuple(reader.get(name).shape) for name in reader.names}
+    monkeypatch.setattr(TensorReader, "get", None)
+    assert {name: reader.shape(name) for name in reader.names} == shapes
+    assert shapes == {"m.weight": (6, 64), "e.weight": (2, 3, 4), "n.weight": (5,)}
 
 
 def test_a_writer_that_fails_takes_part_to_the_end_because_the_other_ranks_wait_for_it_at_every_tensor(

@@ -191,6 +191,24 @@ def test_a_version_that_lost_a_part_of_a_file_is_not_complete(tmp_path):
 # ------------------------------------------------------------------------------------------------------------- delta
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xff" * 8 + b"{}",
+        (1 << 40).to_bytes(8, "little") + b"{}",
+        (3).to_bytes(8, "little") + b"[1]",
+        (11).to_bytes(8, "little") + b'{"a": null}',
+        (9).to_bytes(8, "little") + b'{"a": {}}',
+        (30).to_bytes(8, "little") + b'{"a": {"data_offsets":[2, 1]}}' + b"1234",
+        (30).to_bytes(8, "little") + b'{"a": {"data_offsets":[0, 9]}}' + b"1234",
+    ],
+)
+def test_a_header_that_makes_no_sense_is_an_error_that_names_the_file(tmp_path, content):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(EngineError, match=r"model\.safetensors is not a complete safetensors file"):
+        tensor_files.spans_of(tmp_path)
+
+
 def test_the_first_version_is_the_real_weights_and_the_others_are_small(run):
     assert run.versions() == [(0, False), (1, True), (2, True)]
     sizes = [sum(file.stat().st_size for file in path.iterdir()) for path in sorted(run.root.glob("weight_v*"))]

@@ -21,7 +21,6 @@ import importlib.machinery
 import importlib.util
 import marshal
 import os
-import stat
 import sys
 import tempfile
 import types
@@ -31,6 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from slime.utils.files import is_private_directory, replacing
 
 __all__ = ["install", "light_import"]
 
@@ -233,8 +234,8 @@ class _Loader(importlib.machinery.SourceFileLoader):
         tree = ast.fix_missing_locations(_Rewrite().visit(ast.parse(self.get_data(path), path)))
         code = compile(tree, path, "exec", dont_inherit=True)
         if cached is not None:
-            with contextlib.suppress(OSError):
-                _write_atomically(cached, head + marshal.dumps(code))
+            with contextlib.suppress(OSError), replacing(cached) as partial:
+                partial.write_bytes(head + marshal.dumps(code))
         return code
 
 
@@ -251,23 +252,11 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _write_atomically(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.write_bytes(data)
-    temporary.replace(path)
-
-
 def _cache_directory() -> Path | None:
     """A directory only this user can write, since code is loaded from it. None when there is no such place."""
     home_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     for place in (Path(home_cache).expanduser() / "slime", Path(tempfile.gettempdir()) / f"slime-{os.getuid()}"):
         directory = place / "megatron_cpu"
-        try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = directory.lstat()
-        except OSError:
-            continue
-        is_private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
-        if is_private and os.access(directory, os.W_OK):
+        if is_private_directory(place) and is_private_directory(directory):
             return directory
     return None

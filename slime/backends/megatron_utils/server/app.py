@@ -10,7 +10,6 @@ JSON in, JSON out. Knows a queue; started by ``slime.ray.logprob_server``.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -104,7 +103,7 @@ def make_app(queue: ScoreQueue, model: ServedModel, settings: TeacherServerArgs)
 async def _body(request: web.Request) -> dict[str, Any]:
     try:
         body = await request.json()
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # no JSON, or no text
         raise DataError(f"the body is not JSON: {error}.") from None
     if not isinstance(body, dict):
         raise DataError("the body must be a JSON object.")

@@ -1,0 +1,53 @@
+"""Weights that take turns with a copy: which ones compute, and how much memory waits in between."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+
+from slime.backends.training.weight_backup import WeightBackup
+
+
+def test_a_copy_computes_inside_the_block_and_the_own_weights_afterwards_also_after_an_error() -> None:
+    weights = [torch.nn.Parameter(torch.randn(4, 3)), torch.nn.Parameter(torch.randn(5).bfloat16())]
+    reference = [weight.detach().clone() for weight in weights]
+    backup = WeightBackup(weights)
+    for _ in range(2):
+        with torch.no_grad():
+            for weight in weights:
+                weight.add_(1.0)
+        own = [weight.detach().clone() for weight in weights]
+        with backup.swapped_in():
+            torch.testing.assert_close([weight.detach() for weight in weights], reference, rtol=0, atol=0)
+        torch.testing.assert_close([weight.detach() for weight in weights], own, rtol=0, atol=0)
+        with pytest.raises(KeyError), backup.swapped_in():
+            {}["a pass that fails"]
+        torch.testing.assert_close([weight.detach() for weight in weights], own, rtol=0, atol=0)
+    backup.refresh()
+    with torch.no_grad():
+        weights[0].zero_()
+    with backup.swapped_in():
+        torch.testing.assert_close(weights[0].detach(), own[0], rtol=0, atol=0)
+
+
+def test_several_copies_need_one_place_each_and_none_for_the_weights_they_replace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+    empty = torch.empty
+
+    def counted(*args: object, **values: object) -> torch.Tensor:
+        tensor = empty(*args, **values)  # type: ignore[call-overload]
+        made.append(weakref.ref(tensor))
+        return tensor  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(torch, "empty", counted)
+    weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(5)]
+    copies = [WeightBackup(weights) for _ in range(3)]
+    for copy in copies:
+        with copy.swapped_in():
+            assert sum(ref() is not None for ref in made) == 5 * (3 + 1)
+        copy.refresh()
+    assert sum(ref() is not None for ref in made) == 5 * 3
