@@ -88,9 +88,14 @@ def _translate_assistant(message: dict[str, Any]) -> Message:
     functions = [call.get("function") or {} for call in message.get("tool_calls") or ()]
     if functions:
         translated["tool_calls"] = [
-            tool_call_dict(str(call.get("name") or ""), as_object(call.get("arguments"))[0]) for call in functions
+            tool_call_dict(str(call.get("name") or ""), _arguments_as_dict(call.get("arguments"))) for call in functions
         ]
     return translated
+
+
+def _arguments_as_dict(arguments: Any) -> dict[str, Any]:
+    """Arguments as an object; what is none is kept under ``_raw_arguments``."""
+    return as_object(arguments)[0]
 
 
 def _tools_to_chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
