@@ -241,6 +241,7 @@ def measure(options: argparse.Namespace, root: Path) -> dict[str, list[Sync]]:
                 syncs[name].append(Sync(broadcast.seconds, broadcast.seconds, broadcast.seconds))
             for name, (fleet, updater) in ways.items():
                 update = WeightUpdate(str(number), max_chunk_bytes=options.buffer_size, timeout_s=_TIMEOUT_S)
+                os.sync()  # nobody pays for what the way before has left to the disk
                 started = time.perf_counter()
                 updater.update(fleet, weights, update)
                 total = time.perf_counter() - started

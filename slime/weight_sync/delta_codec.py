@@ -33,7 +33,7 @@ _Positions: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 _LEVEL = 1
 _LINE = 64
-_BLOCK = 1 << 21
+_BLOCK = 1 << 24
 """Work goes block by block: memory of a tensor's size would cost more in page faults than all the work on it. With
 smaller blocks threads wait for each other: each call of numpy takes Python's lock once."""
 _HEADER = 8
