@@ -4,27 +4,27 @@
     python tools/trace_timeline_viewer.py dump/3.pt --perfetto trace.json --no-serve
 
 Reads a rollout that ``--save-debug-rollout-data`` dumped (``.pt``) or that the run recorded (``.parquet``). Writes
-``<stem>.trace_timeline_cache.json`` and ``<stem>.trace_timeline_viewer.html`` beside it and serves that folder on
-loopback until interrupted. The page of one rollout's slowest samples; for curves and texts use ``slime board``.
+``<stem>.trace_timeline_cache.json`` and ``<stem>.trace_timeline_viewer.html`` beside it and serves these two
+on loopback until interrupted. The page of one rollout's slowest samples; for curves and texts use ``slime board``.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import html
-import http.server
 import json
 import pickle
 import sys
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from slime.observability.trace_rows import perfetto_events, timeline_rows  # noqa: E402 - the repository's root first
+from slime.board.server import OwnHost  # noqa: E402 - the repository's root first
+from slime.observability.trace_rows import perfetto_events, timeline_rows  # noqa: E402
 
 CACHE_VERSION = 1
 
@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--rebuild", action="store_true", help="read the dump again although the cache is newer")
     parser.add_argument("--serve", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--port", type=int, default=9999)
-    parser.add_argument("--host", default="127.0.0.1", help="every file of the folder can be read through it")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
     parser.add_argument("--perfetto", type=Path, metavar="FILE", help="also write a trace for ui.perfetto.dev")
     options = parser.parse_args()
     dump: Path = options.dump
@@ -50,7 +50,7 @@ def main() -> int:
     page.write_text(_page(dump.name, cache.name), encoding="utf-8")
     print(f"pt: {dump}\ncache: {cache}\nhtml: {page}\nsamples: {data['sample_count']}", flush=True)
     if options.serve:
-        _serve(dump.parent, page.name, options.host, options.port)
+        _serve(page, cache, options.host, options.port)
     return 0
 
 
@@ -139,14 +139,22 @@ def _build_cache_data(pt_path: Path | str) -> dict[str, Any]:
     }
 
 
-def _serve(folder: Path, page: str, host: str, port: int) -> None:
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
-    with http.server.ThreadingHTTPServer((host, port), handler) as server:
-        print(f"http://{host}:{server.server_address[1]}/{page}  (end with Ctrl-C)", flush=True)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            print()
+def _serve(page: Path, cache: Path, host: str, port: int) -> None:
+    """Serve these two files, and nothing else of their folder, until Ctrl-C."""
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.middleware import Middleware
+    from starlette.requests import Request
+    from starlette.responses import FileResponse
+    from starlette.routing import Route
+
+    def answer(request: Request) -> FileResponse:
+        return FileResponse(page if request.url.path.endswith(".html") else cache)
+
+    routes = [Route(f"/{quote(file.name)}", answer) for file in (page, cache)]
+    app = Starlette(routes=routes, middleware=[Middleware(OwnHost, names={"localhost", host.lower()})])
+    print(f"http://{host}:{port}/{quote(page.name)}  (end with Ctrl-C)", flush=True)
+    uvicorn.run(app, host=host, port=port, log_level="warning", lifespan="off")
 
 
 def _page(title: str, cache: str) -> str:

@@ -39,7 +39,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from slime.board.run_data import RunData, SampleQuery
 from slime.utils.errors import DataError
 
-__all__ = ["make_app", "serve"]
+__all__ = ["OwnHost", "make_app", "serve"]
 
 _STATIC = Path(__file__).with_name("static")
 _POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -84,7 +84,7 @@ def make_app(data: RunData, *names: str) -> Starlette:
         Mount("/static", StaticFiles(directory=_STATIC)),
     ]
     middleware = [
-        Middleware(_OwnHost, names={"localhost", *(name.lower() for name in names)}),
+        Middleware(OwnHost, names={"localhost", *(name.lower() for name in names)}),
         Middleware(GZipMiddleware, minimum_size=2000, compresslevel=3),
     ]
     return Starlette(routes=routes, middleware=middleware)
@@ -97,7 +97,7 @@ def serve(data: RunData, host: str, port: int) -> None:
     uvicorn.run(app, host=host, port=port, log_level="warning", lifespan="off")
 
 
-class _OwnHost:
+class OwnHost:
     """Refuses requests for other names. Starlette's own middleware cannot say "any address"."""
 
     def __init__(self, app: ASGIApp, names: Set[str]) -> None:

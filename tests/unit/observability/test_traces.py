@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -28,6 +29,7 @@ from slime.observability.trace_utils import (
     trace_span,
 )
 from slime.rollout.failures import generate_with_retries
+from slime.utils.net import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -290,6 +292,25 @@ def test_the_viewer_runs_no_code_of_a_dump(tmp_path: Path) -> None:
     assert "samples: 2" in done.stdout
     assert "pathlib.Path is not known here" in done.stderr
     assert not made.exists()
+
+
+def test_the_viewer_serves_its_two_files_and_no_other_under_the_names_of_this_machine(tmp_path: Path) -> None:
+    dump = tmp_path / "3.pt"
+    torch.save({"rollout_id": 3, "samples": [open_span_sample().to_dict()]}, dump)
+    (tmp_path / "secret.txt").touch()
+    address = f"http://127.0.0.1:{free_port()}"
+    command = [sys.executable, str(ROOT / "tools" / "trace_timeline_viewer.py"), str(dump)]
+    with subprocess.Popen([*command, "--port", address.rpartition(":")[2]], stdout=subprocess.DEVNULL) as viewer:
+        try:
+            transport = httpx.HTTPTransport(retries=10)  # with growing pauses: until it listens
+            with httpx.Client(base_url=address, transport=transport, timeout=30) as client:
+                page = "/3.trace_timeline_viewer.html"
+                assert "3.trace_timeline_cache.json" in client.get(page).text
+                assert client.get("/3.trace_timeline_cache.json").json()["sample_count"] == 1
+                assert client.get("/secret.txt").status_code == client.get("/").status_code == 404
+                assert client.get(page, headers={"Host": "rebound.example"}).status_code == 400
+        finally:
+            viewer.kill()
 
 
 def test_a_repeated_generation_goes_on_in_the_same_trace() -> None:
