@@ -149,11 +149,11 @@ def _serve(page: Path, cache: Path, host: str, port: int) -> None:
     from starlette.routing import Route
 
     def answer(request: Request) -> FileResponse:
-        return FileResponse(page if request.url.path.endswith(".html") else cache)
+        return FileResponse(cache if request.url.path.endswith(".json") else page)
 
-    routes = [Route(f"/{quote(file.name)}", answer) for file in (page, cache)]
+    routes = [Route(path, answer) for path in ("/", f"/{quote(page.name)}", f"/{quote(cache.name)}")]
     app = Starlette(routes=routes, middleware=[Middleware(OwnHost, names={"localhost", host.lower()})])
-    print(f"http://{host}:{port}/{quote(page.name)}  (end with Ctrl-C)", flush=True)
+    print(f"http://{host}:{port}  (end with Ctrl-C)", flush=True)
     uvicorn.run(app, host=host, port=port, log_level="warning", lifespan="off")
 
 
