@@ -15,17 +15,12 @@ _SEGMENTS = "SLIME_ENABLE_EXPANDABLE_SEGMENTS"
 _UNREAD = {
     "SLIME_DESTROY_WORLD_PROCESS_GROUP": "process groups stay while a trainer has given its memory away",
     "SLIME_GRAD_COALESCE_CHUNK_BYTES": "gradients are reduced by Megatron's buckets: see --ddp-bucket-size",
-    "SLIME_LAYERWISE_ALIGNMENT_DUMP_DIR": "outputs of layers are not written; slime doctor mismatch compares log-probs",
-    "SLIME_LAYERWISE_ALIGNMENT_MODULE_SUFFIXES": "outputs of layers are not written",
-    "SLIME_DEEPGEMM_MOE_EXPERTS_PER_GROUP": "grouped products take all experts of a rank",
-    "MEGATRON_USE_SGLANG_FUSED_RESIDUAL_RMS": "the trainer has none of SGLang's kernels",
-    "MEGATRON_USE_SGLANG_FP8_INDEXER": "the trainer has none of SGLang's kernels",
-    "MEGATRON_USE_SGLANG_ROUTER_GEMM": "the trainer has none of SGLang's kernels",
-    "MEGATRON_USE_SGLANG_ROPE": "the trainer has none of SGLang's kernels",
-    "MEGATRON_USE_SGLANG_SPARSE_MLA": "the trainer has none of SGLang's kernels",
+    "SLIME_LAYERWISE_ALIGNMENT_": "outputs of layers are not written; slime doctor mismatch compares log-probs",
+    "SLIME_DEEPGEMM_MOE_": "grouped products take all experts of a rank, backward is that of the usual layers",
+    "MEGATRON_USE_SGLANG_": "the trainer has none of SGLang's kernels",
     "INDEXER_ROPE_NEOX_STYLE": "config.json says how the indexer's heads turn (indexer_rope_interleave)",
 }
-"""Why a variable has no effect. Those that would make a run train something else are no part of this."""
+"""What names begin with -> why they have no effect. Those that would make a run train something else are no part."""
 
 
 def allocator(args: Namespace) -> None:
@@ -43,6 +38,7 @@ def allocator(args: Namespace) -> None:
 
 def unread_variables(args: Namespace) -> None:
     """Tell which variables that are set have no effect."""
-    for name, why in _UNREAD.items():
-        if os.environ.get(name, "0") not in ("", "0"):
+    for name, value in sorted(os.environ.items()):
+        why = next((why for beginning, why in _UNREAD.items() if name.startswith(beginning)), None)
+        if why is not None and value not in ("", "0"):
             notices.warn(args, name, f"has no effect: {why}.")
