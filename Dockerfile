@@ -1,8 +1,8 @@
 # slime on a machine with NVIDIA GPUs, from stock packages: nothing is patched, nothing is built from a fork.
 #
-#   docker build -f docker/Dockerfile -t slime .
+#   docker build -t slime .
 #   docker run --rm -it --gpus all --ipc=host --shm-size=16g --ulimit memlock=-1 --ulimit stack=67108864 \
-#       -v /data/models:/models -v "$PWD/outputs:/workspace/slime/outputs" slime bash
+#       -v /data/models:/models -v "$PWD/outputs:/root/slime/outputs" slime bash
 #
 # The CUDA version of the base must be the one that SGLang's wheels on PyPI are built for.
 ARG CUDA_IMAGE=nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04
@@ -19,10 +19,10 @@ ENV VIRTUAL_ENV=/opt/slime-venv
 ENV PATH=${VIRTUAL_ENV}/bin:${PATH} \
     PYTHONUNBUFFERED=1 \
     CUDA_DEVICE_MAX_CONNECTIONS=1
-WORKDIR /workspace/slime
+WORKDIR /root/slime
 
-# Dependencies first: a change of the sources alone builds in seconds. pyproject.toml pins what must be pinned.
-COPY pyproject.toml LICENSE README.md ./
+# Dependencies first: a change of the sources alone builds in seconds. requirements.txt pins what must be pinned.
+COPY pyproject.toml requirements.txt LICENSE README.md ./
 # hadolint ignore=DL3013
 RUN mkdir slime && touch slime/__init__.py \
     && python3 -m venv "${VIRTUAL_ENV}" \
@@ -40,11 +40,13 @@ RUN if [[ -n "${TRAINING_KERNELS}" ]]; then \
 COPY . .
 RUN pip install --no-cache-dir --no-deps --editable . && slime --help > /dev/null
 
-# Any user may run it: `docker run --user "$(id -u):$(id -g)" ...` writes outputs that belong to you.
+# Any user may run it: `docker run --user "$(id -u):$(id -g)" ...` writes outputs that belong to you. /root is open to
+# all users, as /tmp is: commands of slime's guides put models and data there.
 RUN useradd --create-home --uid 10001 slime \
     && mkdir -p outputs \
-    && chmod 0777 outputs
-ENV HOME=/tmp
+    && chmod 0777 outputs \
+    && chmod 1777 /root
+ENV HOME=/root
 USER 10001
 
 CMD ["slime", "doctor"]

@@ -80,17 +80,17 @@ RUNS: dict[tuple[str, str], str] = {
     ("docs/logprob_server.md", "curl"): "tests/e2e/test_logprob_server.py",
     ("docs/logprob_server.md", "--use-opd"): "tests/e2e/test_logprob_server.py",
     ("docs/many_nodes.md", "--rollout-data-transport"): "tests/e2e/test_data_transport.py",
-    ("docs/quick_start.md", "--debug-rollout-only"): "tests/e2e/test_shown_commands.py",
-    ("docs/quick_start.md", "train.py --hf-checkpoint MODEL"): "tests/e2e/test_loop_ppo.py",
+    ("docs/en/get_started/quick_start.md", "--debug-rollout-only"): "tests/e2e/test_shown_commands.py",
+    ("docs/en/get_started/quick_start.md", "train.py --hf-checkpoint MODEL"): "tests/e2e/test_loop_ppo.py",
     ("README.md", "make demo"): "tests/e2e/test_shown_commands.py",
-    ("docs/quick_start.md", "make demo"): "tests/e2e/test_shown_commands.py",
+    ("docs/en/get_started/quick_start.md", "make demo"): "tests/e2e/test_shown_commands.py",
     ("examples/demo/README.md", "run_demo.py"): "tests/e2e/test_shown_commands.py",
     ("docs/reproducibility.md", "--deterministic-mode"): "tests/e2e/test_chaos.py",
-    ("docs/usage.md", "--advantage-estimator ppo"): "tests/e2e/test_loop_ppo.py",
+    ("docs/en/get_started/usage.md", "--advantage-estimator ppo"): "tests/e2e/test_loop_ppo.py",
 }
 """(page, words of the command) -> the file that runs it, smaller."""
 
-UP_TO_TRAINING = re.compile(r"python (examples/\w+/run_tiny|benchmarks/algorithm_curves)\.py")
+UP_TO_TRAINING = re.compile(r"python (examples/[\w-]+/run_tiny|benchmarks/algorithm_curves)\.py")
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements" / "cpu.txt"
+TORCHVISION_FIX = ROOT / "tools" / "torchvision_fix.py"
 OLDEST = (3, 11)
 
 
@@ -63,7 +64,7 @@ def find_device() -> str:
 
 def fingerprint(device: str) -> str:
     digest = hashlib.sha256(device.encode())
-    for path in (ROOT / "pyproject.toml", REQUIREMENTS, ROOT / "tools" / "torchvision_fix.py", Path(__file__)):
+    for path in (ROOT / "pyproject.toml", ROOT / "requirements.txt", REQUIREMENTS, TORCHVISION_FIX, Path(__file__)):
         digest.update(path.read_bytes())
     digest.update(str(ROOT).encode())  # the editable install points here
     return digest.hexdigest() + "\n"
@@ -124,7 +125,7 @@ def repair_torchvision(python: Path) -> None:
         return
     say("adding the repair of torchvision for a CPU-only torch")
     where = site_packages(python)
-    shutil.copyfile(ROOT / "tools" / "torchvision_fix.py", where / "_slime_torchvision_fix.py")
+    shutil.copyfile(TORCHVISION_FIX, where / "_slime_torchvision_fix.py")
     (where / "_slime_torchvision_fix.pth").write_text("import _slime_torchvision_fix\n", encoding="utf-8")
     if not can_import(python, "torchvision"):
         sys.exit(fail("torchvision cannot be imported beside this torch; remove .venv and run again"))

@@ -6,9 +6,9 @@
 
 The form of Search-R1 (Jin et al. 2025, arXiv:2503.09516, sec. 3.2): retrieved tokens are context, never a target.
 
-    --custom-generate-function-path examples.search_r1.generate_with_search.generate
-    --custom-rm-path examples.search_r1.generate_with_search.reward_func
-    --custom-config-path examples/search_r1/search.yaml
+    --custom-generate-function-path examples.search-r1.generate_with_search.generate
+    --custom-rm-path examples.search-r1.generate_with_search.reward_func
+    --custom-config-path examples/search-r1/search.yaml
 
 Knows neither engine nor tokenizer details: ``slime.rollout.sglang_rollout.generate`` continues a sample from the tokens
 it has, and ``Sample.append_response_tokens`` keeps tokens, mask and log-probs aligned.
@@ -90,7 +90,7 @@ async def search(args: Namespace, query: str) -> list[str]:
     if not url:
         raise ConfigError(
             "searching needs the server's address: put search_url into the file of --custom-config-path "
-            "(examples/search_r1/search.yaml)"
+            "(examples/search-r1/search.yaml)"
         )
     loop = asyncio.get_running_loop()
     places = _places.setdefault(loop, asyncio.Semaphore(args.search_concurrency))

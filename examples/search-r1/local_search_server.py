@@ -1,6 +1,6 @@
 """A search engine over a file of passages, good enough to learn with: BM25, standard library only.
 
-    python examples/search_r1/local_search_server.py --corpus corpus.jsonl --port 8000
+    python examples/search-r1/local_search_server.py --corpus corpus.jsonl --port 8000
 
 The corpus has one JSON object per line with ``contents``. ``POST /retrieve`` with ``{"queries": [..], "topk": 3}``
 answers ``{"result": [[{"document": {"contents": ..}, "score": ..}, ..], ..]}``, the protocol of Search-R1's retrievers:

@@ -1,6 +1,6 @@
 """Search-R1 on one machine without a GPU, in about a minute: a tiny model learns to look up what it cannot know.
 
-    python examples/search_r1/run_tiny.py --output outputs/search_r1
+    python examples/search-r1/run_tiny.py --output outputs/search-r1
 
 1. A corpus of invented facts ("code of amber is 47."), questions about them, and a random model.
 2. A supervised warm start from a teacher who looks up four times in ten and guesses otherwise.
@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import sys
 import threading
@@ -19,7 +20,6 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from examples.search_r1.local_search_server import Bm25, make_server, read_corpus
 from examples.tiny.recipe import (
     ROWS_PER_ROLLOUT,
     learn,
@@ -29,6 +29,8 @@ from examples.tiny.recipe import (
     warm_start,
     write_rows,
 )
+
+search_server = importlib.import_module("examples.search-r1.local_search_server")  # no name for an import statement
 
 NAMES = (
     *("amber", "basil", "cedar", "dahlia", "ebony", "fennel", "ginger", "hazel", "indigo", "jasmine", "kelp", "laurel"),
@@ -77,7 +79,7 @@ def demonstrations(count: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    output = options(__doc__, "search_r1").output
+    output = options(__doc__, "search-r1").output
     codes = facts()
     corpus = write_rows(
         output / "corpus.jsonl", ({"contents": f"code of {name} is {code}."} for name, code in codes.items())
@@ -87,7 +89,7 @@ def main() -> None:
     )
     model = warm_start(make_model(output, WORDS), demonstrations(4 * ROWS_PER_ROLLOUT), output, rollouts=4)
 
-    server = make_server(Bm25(read_corpus(Path(corpus))), "127.0.0.1", 0)
+    server = search_server.make_server(search_server.Bm25(search_server.read_corpus(Path(corpus))), "127.0.0.1", 0)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     settings = yaml.safe_load((Path(__file__).parent / "search.yaml").read_text(encoding="utf-8"))
     settings |= {"search_url": f"http://127.0.0.1:{server.server_address[1]}/retrieve", "search_topk": 1}
@@ -95,8 +97,8 @@ def main() -> None:
     flags = [
         *("--apply-chat-template", "--rollout-max-response-len", 48),
         *("--max-turns", 2, "--custom-config-path", output / "search.yaml"),
-        *("--custom-generate-function-path", "examples.search_r1.generate_with_search.generate"),
-        *("--custom-rm-path", "examples.search_r1.generate_with_search.reward_func", "--reward-key", "score"),
+        *("--custom-generate-function-path", "examples.search-r1.generate_with_search.generate"),
+        *("--custom-rm-path", "examples.search-r1.generate_with_search.reward_func", "--reward-key", "score"),
     ]
     try:
         records = learn("GRPO with a search server", model, data, flags, output, rollouts=10)

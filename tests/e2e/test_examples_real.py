@@ -11,7 +11,7 @@ import torch
 from tests.e2e.running import Finished, kill_marked, metrics, start_train, values
 
 RUN_TIMEOUT_S = 240.0
-USED = {"search_r1": "<information>", "retool": "<interpreter>"}
+USED = {"search-r1": "<information>", "retool": "<interpreter>"}
 """Example -> what stands in a response that made use of the example's tool."""
 
 

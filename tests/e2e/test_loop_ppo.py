@@ -10,20 +10,22 @@ from tests.e2e.running import metrics, run_train, values
 
 def readers_files(directory: Path) -> None:
     """What the pages write beside their commands: a reward, and where actor and critic differ."""
-    [reward] = [code for code in blocks(ROOT / "docs" / "quick_start.md", "python") if "def reward_func" in code]
+    [reward] = [
+        code for code in blocks(ROOT / "docs/en/get_started/quick_start.md", "python") if "def reward_func" in code
+    ]
     (directory / "my_reward.py").write_text(reward)
-    [roles] = [code for code in blocks(ROOT / "docs" / "usage.md", "yaml") if "role: critic" in code]
+    [roles] = [code for code in blocks(ROOT / "docs/en/get_started/usage.md", "yaml") if "role: critic" in code]
     (directory / "roles.yaml").write_text(roles)
 
 
 def test_ppo_trains_policy_and_critic_and_resumes_both(tiny_task, tmp_path):
     readers_files(tmp_path)
     flags = [
-        *shown_flags("docs/quick_start.md", "train.py --hf-checkpoint MODEL"),
+        *shown_flags("docs/en/get_started/quick_start.md", "train.py --hf-checkpoint MODEL"),
         *("--hf-checkpoint", tiny_task.model, "--prompt-data", tiny_task.train, "--rollout-batch-size", 16),
         *("--rollout-max-response-len", 8, "--rollout-num-gpus", 1, "--fp32", "--max-tokens-per-gpu", 4096),
         *("--use-dynamic-batch-size", "--sglang-context-length", 128, "--sglang-max-total-tokens", 16384),
-        *shown_flags("docs/usage.md", "--advantage-estimator ppo"),
+        *shown_flags("docs/en/get_started/usage.md", "--advantage-estimator ppo"),
         *("--gamma", 1.0, "--lambd", 0.95, "--normalize-advantages", "--num-critic-only-steps", 1),
         *("--kl-coef", 0.001, "--load", "outputs/my_task/checkpoints", "--save-interval", 3),
     ]

@@ -26,7 +26,7 @@ def test_the_demo_engines_alone_and_a_service_of_conversations_run_as_the_pages_
     port = free_port()
     server = [sys.executable, "-m", "slime_plugins.rollout_buffer.buffer"]
     server += [*shown_flags("docs/data.md", "rollout_buffer.buffer")[:-1], "--port", str(port)]
-    alone = shown_flags("docs/quick_start.md", "--debug-rollout-only")
+    alone = shown_flags("docs/en/get_started/quick_start.md", "--debug-rollout-only")
     alone += ["--hf-checkpoint", tiny_task.model, "--prompt-data", tiny_task.train]
     served = shown_flags("docs/data.md", "--rollout-buffer-url")
     served += ["--rollout-buffer-url", f"http://127.0.0.1:{port}"]

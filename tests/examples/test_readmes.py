@@ -1,7 +1,7 @@
 """Every command in a README of the examples is tried: offline runs up to the driver's start, GPU commands as a plan.
 
 An offline run is executed with the driver replaced: its flags are resolved and checked, functions included, and the
-files that the real driver would leave are put there. With the real driver run search_r1 and retool, as they are, in
+files that the real driver would leave are put there. With the real driver run search-r1 and retool, as they are, in
 ``tests/e2e/test_examples_real.py``, and the functions of agent_tool in ``test_agent_tool.py``.
 """
 
@@ -165,7 +165,7 @@ def readers_place(tmp_path_factory):
     for data in ("dapo-math-17k.jsonl", "nq_hotpotqa_train.jsonl", "train.jsonl", made / "short.jsonl"):
         (place / data).write_text(row * 64)
     shutil.copy(made / "short.jsonl", made / "overlap.jsonl")
-    shutil.copy(EXAMPLES / "search_r1" / "search.yaml", place / "my_search.yaml")
+    shutil.copy(EXAMPLES / "search-r1" / "search.yaml", place / "my_search.yaml")
     shutil.copy(EXAMPLES / "agent_tool" / "agent_tool.yaml", place / "my_agent.yaml")
     (place / "my_eval.yaml").write_text("datasets: [{name: a, path: train.jsonl}]")
     return place

@@ -68,7 +68,9 @@ def prepare(place: Path, commands: Sequence[str], task: TinyTask) -> None:
     (place / ".venv").symlink_to(sys.prefix)
     for name in DATA:
         _write_rows(place / name)
-    [reward] = [code for code in blocks(ROOT / "docs" / "quick_start.md", "python") if "def reward_func" in code]
+    [reward] = [
+        code for code in blocks(ROOT / "docs/en/get_started/quick_start.md", "python") if "def reward_func" in code
+    ]
     (place / "my_reward.py").write_text(reward)
     (place / "MODEL").symlink_to(task.model)
     make_model(place / "Qwen3-4B")

@@ -71,7 +71,9 @@ def readers_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     row = {"prompt": [{"role": "user", "content": "q"}], "input": "q", "label": "1", "images": []}
     (place / "prompts.jsonl").write_text((json.dumps(row) + "\n") * 64)
     (place / "roles.yaml").write_text("megatron: [{name: default, role: critic, overrides: {lr: 1e-5}}]\n")
-    [reward] = [code for code in blocks(ROOT / "docs" / "quick_start.md", "python") if "def reward_func" in code]
+    [reward] = [
+        code for code in blocks(ROOT / "docs/en/get_started/quick_start.md", "python") if "def reward_func" in code
+    ]
     (place / "my_reward.py").write_text(reward)
     return place
 
@@ -270,7 +272,7 @@ def test_what_snippets_import_exists() -> None:
 
 
 INLINE = re.compile(r"`([^`\n]+)`")
-FOLDERS = ("slime/", "slime_plugins/", "tests/", "tools/", "examples/", "benchmarks/", "scripts/", "docs/", "docker/")
+FOLDERS = ("slime/", "slime_plugins/", "tests/", "tools/", "examples/", "benchmarks/", "scripts/", "docs/")
 OF_READERS = {"dir/file.py", "file.py", "run_tiny.py"}
 
 

@@ -11,7 +11,7 @@ from slime.hooks.protocols import HOOKS
 from slime.testing import check_plugin
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
-PAGES = (DOCS / "customization.md", DOCS / "trainer_hooks.md")
+PAGES = (DOCS / "en" / "get_started" / "customization.md", DOCS / "trainer_hooks.md")
 SECTION = re.compile(r"^### `(--[a-z-]+)`\n(.*?)(?=^#)", re.MULTILINE | re.DOTALL)
 SNIPPET = re.compile(r"```python\n(.*?)```", re.DOTALL)
 

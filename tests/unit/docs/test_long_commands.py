@@ -85,4 +85,4 @@ def test_a_curve_is_made_of_runs_that_would_start(
 def test_no_long_command_is_left_out() -> None:
     of_examples = [text for text in COMMANDS if "/run_tiny.py" in text]
     assert set(COMMANDS) == {*CURVES, *of_examples}
-    assert {text.split()[1].split("/")[1] for text in of_examples} >= {"search_r1", "retool"}
+    assert {text.split()[1].split("/")[1] for text in of_examples} >= {"search-r1", "retool"}

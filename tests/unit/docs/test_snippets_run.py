@@ -17,7 +17,7 @@ from tests.doc_commands import PAGES, ROOT, blocks
 from tests.unit.rollout.fake_engine import FakeEngine
 from tools.make_tiny_task import TinyTask
 
-OF_HOOKS = ("docs/customization.md", "docs/trainer_hooks.md")
+OF_HOOKS = ("docs/en/get_started/customization.md", "docs/trainer_hooks.md")
 
 
 def snippet(page: str, words: str) -> str:
@@ -43,7 +43,7 @@ def run_inside(code: str, **given: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("page", "words", "flag", "name"),
     [
-        ("docs/quick_start.md", "def reward_func", "--custom-rm-path", "reward_func"),
+        ("docs/en/get_started/quick_start.md", "def reward_func", "--custom-rm-path", "reward_func"),
         ("docs/algorithms/custom.md", "policy_loss_function", "--custom-loss-function-path", "loss"),
     ],
 )

@@ -9,7 +9,7 @@ from importlib.metadata import requires
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[3]
-_DOCKERFILE = _ROOT / "docker" / "Dockerfile"
+_DOCKERFILE = _ROOT / "Dockerfile"
 
 
 def test_the_linter_finds_nothing():

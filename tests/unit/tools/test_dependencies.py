@@ -1,4 +1,4 @@
-"""A machine with a GPU installs what pyproject.toml lists: that must be all that slime imports."""
+"""A machine with a GPU installs what requirements.txt lists: that must be all that slime imports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
-import tomllib
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -30,11 +29,11 @@ def _normal(name: str) -> str:
 
 
 def _required() -> set[str]:
-    """Packages of pyproject.toml and of what it pins, one level deep."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    direct = [Requirement(line) for line in project["dependencies"]]
-    lines = [Requirement(line) for each in direct for line in importlib.metadata.requires(each.name) or ()]
-    deeper = [each for each in lines if each.marker is None or each.marker.evaluate({"extra": ""})]
+    """Packages of requirements.txt and of what it pins, one level deep."""
+    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    direct = [Requirement(line) for line in lines if not line.startswith("#")]
+    theirs = [Requirement(line) for each in direct for line in importlib.metadata.requires(each.name) or ()]
+    deeper = [each for each in theirs if each.marker is None or each.marker.evaluate({"extra": ""})]
     return {_normal(each.name) for each in (*direct, *deeper)}
 
 
