@@ -90,7 +90,14 @@ class BatchSizeArgs:
     """Batch sizes."""
 
     rollout_batch_size: int | None = field(default=None, metadata={"help": "Prompts per rollout."})
-    n_samples_per_prompt: int = field(default=1, metadata={"help": "Responses per prompt."})
+    n_samples_per_prompt: int | None = field(
+        default=None,
+        metadata={
+            "help": "Responses per prompt. Default: 1; for group-relative advantages (grpo, gspo, cispo, "
+            "reinforce_plus_plus_baseline) --global-batch-size x --num-steps-per-rollout / --rollout-batch-size where "
+            "that is a whole number of at least 2, else 8."
+        },
+    )
     global_batch_size: int | None = field(default=None, metadata={"help": "Responses per optimizer step."})
     num_steps_per_rollout: int | None = field(
         default=None, metadata={"help": "Optimizer steps per rollout; decides the global batch size."}

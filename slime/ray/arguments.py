@@ -124,6 +124,7 @@ def parse_only(
     problems = list(unsupported_flags(args, GROUPS))  # what was asked for, not what is derived from it
     try:
         sglang_rules.engine_width(args)  # before the steps that count engines
+        sglang_rules.engine_devices(args)
         config_resolve.resolve(args, (*STEPS, *(LIVE_STEPS if loads_hooks else ())))
         args.eval_datasets = build_eval_datasets(args)
     except SlimeError as error:

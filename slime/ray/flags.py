@@ -34,7 +34,11 @@ class ClusterArgs:
     actor_num_gpus_per_node: int = _flag(
         8, "Trainer ranks on each of its nodes. Without a GPU a slot is one CPU process."
     )
-    rollout_num_gpus: int | None = _flag(None, "Device slots for inference engines.")
+    rollout_num_gpus: int | None = _flag(
+        None,
+        "Device slots for inference engines. Default: those of --sglang-config, else as many as the trainer has. 0 "
+        "starts the router only: engines register with it later.",
+    )
     rollout_num_gpus_per_engine: int = _flag(1, "Tensor-parallel size of one engine.")
     num_gpus_per_node: int = _flag(8, "Devices of a node that hosts engines.")
     colocate: bool = _flag(False, "Trainer and engines take turns on the same devices.")

@@ -1,6 +1,7 @@
-"""The commands that people bring: each parses and resolves with nothing changed but paths.
+"""The commands that people bring, word for word: real paths are all that is added.
 
-E19, the converter, has tests of its own; E21 and E22 are the presets and launch scripts.
+What a command leaves out is derived. E19, the converter, has tests of its own; E21 and E22 are the presets and launch
+scripts.
 """
 
 from __future__ import annotations
@@ -31,9 +32,7 @@ QWEN3_4B = {
 }
 
 MODEL = "--hf-checkpoint {model} --prompt-data {prompts}"
-PLACES = "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --rollout-num-gpus 8"
-GRPO = "--advantage-estimator grpo --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 256"
-RUN = f"{MODEL} {PLACES} {GRPO} --num-rollout 3000"
+"""The real paths: the only words that are added to the commands, except for E13: a stream needs --num-rollout."""
 
 COMMANDS = {
     "E1": "train.py --actor-num-nodes 1 --actor-num-gpus-per-node 4 --rollout-num-gpus 4 --advantage-estimator grpo "
@@ -43,45 +42,47 @@ COMMANDS = {
     "--use-kl-loss --kl-loss-coef 0.001 --prompt-data {prompts} --input-key prompt --label-key label "
     "--apply-chat-template --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 256 "
     "--num-rollout 3000 --save-interval 100 --eval-interval 50 ${MODEL_ARGS}",
-    "E3": f"train_async.py {MODEL} {PLACES} --advantage-estimator grpo --n-samples-per-prompt 8 --async-buffer-size 4",
-    "E3-interval": f"train_async.py {RUN} --async-buffer-size 4 --update-weights-interval 2",
-    "E4": f"train.py {MODEL} {PLACES} --n-samples-per-prompt 8 --custom-generate-function-path custom_generate.py "
-    "--max-turns 5",
-    "E5": f"train.py {MODEL} --colocate --actor-num-gpus-per-node 8 --n-samples-per-prompt 8 "
-    "--sglang-mem-fraction-static 0.4",
-    "E6": f"train.py {RUN} --custom-rm-path custom_rm_class.py",
-    "E7": f"train.py {RUN} --custom-rm-path custom_rm.py --group-rm",
-    "E8": f"train.py {RUN} --eval-prompt-data aime {{prompts}} --eval-prompt-data gsm8k {{prompts}} "
+    "E3": f"train_async.py {MODEL} --actor-num-nodes 1 --actor-num-gpus-per-node 8 --rollout-num-gpus 8 "
+    "--advantage-estimator grpo --async-buffer-size 4",
+    "E3-interval": f"train_async.py {MODEL} --actor-num-nodes 1 --actor-num-gpus-per-node 8 --rollout-num-gpus 8 "
+    "--advantage-estimator grpo --async-buffer-size 4 --update-weights-interval 2",
+    "E4": f"train.py {MODEL} --custom-generate-function-path custom_generate.py --max-turns 5",
+    "E5": f"train.py {MODEL} --colocate --actor-num-gpus-per-node 8 --sglang-mem-fraction-static 0.4",
+    "E6": f"train.py {MODEL} --custom-rm-path custom_rm_class.py",
+    "E7": f"train.py {MODEL} --custom-rm-path custom_rm.py --group-rm",
+    "E8": f"train.py {MODEL} --eval-prompt-data aime {{prompts}} --eval-prompt-data gsm8k {{prompts}} "
     "--n-samples-per-eval-prompt 16 --eval-interval 50 --eval-temperature 0.0",
-    "E9": f"train.py {RUN} --sglang-mem-fraction-static 0.8 --sglang-context-length 8192 --sglang-log-level INFO "
+    "E9": f"train.py {MODEL} --sglang-mem-fraction-static 0.8 --sglang-context-length 8192 --sglang-log-level INFO "
     "--sglang-tp-size 2 --sglang-disable-cuda-graph",
-    "E10-tis": f"train.py {RUN} --use-tis --tis-threshold 0.9",
-    "E10-policy": f"train.py {RUN} --true-on-policy-mode",
-    "E11": f"train.py {RUN} --use-fault-tolerance --sglang-mem-fraction-static 0.85 --rollout-batch-size 16 "
-    "--global-batch-size 128",
-    "E12": f"train.py {RUN} --recompute-activations --micro-batch-size 1 --sequence-parallel",
-    "E13": f"train.py {RUN} --num-data-workers 4 --streaming-data",
-    "E14": f"train.py {RUN} --train-backend fsdp --gradient-checkpointing --context-parallel-size 2",
-    "E15": f"train.py {RUN} --over-sampling-batch-size 64 --dynamic-sampling-filter-path "
+    "E10-tis": f"train.py {MODEL} --use-tis --tis-threshold 0.9",
+    "E10-policy": f"train.py {MODEL} --true-on-policy-mode",
+    "E11": f"train.py {MODEL} --use-fault-tolerance --sglang-mem-fraction-static 0.85 --rollout-batch-size 16",
+    "E12": f"train.py {MODEL} --recompute-activations --micro-batch-size 1 --sequence-parallel",
+    "E12-full": f"train.py {MODEL} --recompute-granularity full",
+    "E13": f"train.py {MODEL} --num-rollout 3000 --num-data-workers 4 --streaming-data",
+    "E14": f"train.py --train-backend fsdp {MODEL} --gradient-checkpointing --context-parallel-size 2",
+    "E15": f"train.py {MODEL} --over-sampling-batch-size 64 --rollout-batch-size 32 --dynamic-sampling-filter-path "
     "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
-    "E16": f"train.py {RUN} --custom-generate-function-path my_module.generate --custom-rm-path my_module.reward_func "
-    "--metadata-key metadata",
-    "E17": f"train.py {RUN} --custom-rm-path my_module:my_reward_func --custom-generate-function-path "
+    "E16": f"train.py {MODEL} --custom-generate-function-path my_module.generate --custom-rm-path "
+    "my_module.reward_func --metadata-key metadata",
+    "E17": f"train.py {MODEL} --custom-rm-path my_module:my_reward_func --custom-generate-function-path "
     "my_module:my_generate --dynamic-sampling-filter-path my_module:my_filter",
-    "E18": f"train.py {RUN} --sglang-server-concurrency 160 --sglang-cuda-graph-bs 1 2 4 8 16 24 32",
+    "E18": f"train.py {MODEL} --sglang-server-concurrency 160 --sglang-cuda-graph-bs 1 2 4 8 "
+    + " ".join(map(str, range(16, 257, 8))),
     "E20": f"ray job submit --address=http://127.0.0.1:8265 --runtime-env-json={{{{}}}} -- python3 "
-    f"train.py {RUN} --actor-num-nodes 8 --actor-num-gpus-per-node 8 --rollout-num-gpus 64",
+    f"train.py {MODEL} --actor-num-nodes 8 --actor-num-gpus-per-node 8",
 }
 
-WARNED: dict[str, tuple[str, ...]] = {
-    "E1": ("--kl-loss-type", "--rm-type", "--rollout-max-response-len"),
-    "E2": ("--kl-loss-type", "--rm-type", "--rollout-max-response-len", "--eval-interval 50", "--save"),
-    "E3": ("--rollout-batch-size", "--num-rollout", "--rm-type", "--rollout-max-response-len"),
-    "E4": ("--rollout-batch-size", "--num-rollout", "--rm-type", "--rollout-max-response-len"),
-    "E5": ("--rollout-batch-size", "--num-rollout", "--rm-type", "--rollout-max-response-len"),
+_COMMON = {"--rollout-batch-size", "--num-rollout", "--rm-type", "--rollout-max-response-len"}
+_LEFT_OUT = _COMMON | {"--n-samples-per-prompt", "--rollout-num-gpus"}
+WARNED: dict[str, set[str]] = {
+    "E1": {"--kl-loss-type", "--rm-type", "--rollout-max-response-len"},
+    "E2": {"--kl-loss-type", "--rm-type", "--rollout-max-response-len", "--eval-interval 50", "--save"},
+    "E3": _COMMON | {"--n-samples-per-prompt"},
+    "E3-interval": _COMMON | {"--n-samples-per-prompt"},
+    "E5": _COMMON | {"--n-samples-per-prompt"},
 }
-"""Command -> the flags whose values it leaves to us, each with a warning; the others leave the two in common."""
-_COMMON = ("--rm-type", "--rollout-max-response-len")
+"""Command -> the flags whose values it leaves to us, each with a warning; the others leave out at most _LEFT_OUT."""
 
 FILES = {
     "custom_generate.py": "async def custom_generate(args, samples, evaluation=False): return samples\n",
@@ -139,7 +140,7 @@ def test_a_command_works_with_nothing_changed_but_paths(name: str, place: Place)
     assert problems == []
     assert args is not None
     warned = {notice.flag for notice in args.notices if notice.level == "warning"}
-    assert warned <= set(WARNED.get(name, _COMMON))
+    assert warned <= WARNED.get(name, _LEFT_OUT)
 
 
 def test_e2_without_any_checkpoint_names_the_missing_flag(place: Place):
@@ -149,7 +150,25 @@ def test_e2_without_any_checkpoint_names_the_missing_flag(place: Place):
     args, problems = parse_only([*flags, "--hf-checkpoint", place.model])
     assert problems == []
     assert args is not None
-    assert {notice.flag for notice in args.notices if notice.level == "warning"} == set(WARNED["E2"])
+    assert {notice.flag for notice in args.notices if notice.level == "warning"} == WARNED["E2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("E3", (8, 256, 1, 8)),
+        ("E4", (8, 256, 1, 8)),
+        ("E5", (8, 256, 1, 8)),
+        ("E11", (8, 128, 1, 8)),
+        ("E20", (8, 256, 1, 64)),
+    ],
+)
+def test_a_short_command_gets_a_group_and_engines(name: str, values: tuple[int, ...], place: Place):
+    flags, is_async = command_of(name, place)
+    args, _ = parse_only(flags, is_async=is_async)
+    assert args is not None
+    sizes = (args.n_samples_per_prompt, args.global_batch_size, args.num_steps_per_rollout, args.rollout_num_gpus)
+    assert sizes == values
 
 
 def unknown_flags(words: list[str]) -> list[str]:

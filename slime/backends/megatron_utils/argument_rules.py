@@ -291,10 +291,8 @@ def _recompute(args: Namespace) -> Iterator[str]:
     if args.recompute_activations and granularity == "full":
         yield "--recompute-activations means --recompute-granularity selective, but full is given: drop one."
     if granularity == "full":
-        if args.recompute_method is None:
-            yield "--recompute-granularity full needs --recompute-method uniform or block."
         if args.recompute_num_layers is None:
-            yield "--recompute-granularity full needs --recompute-num-layers N: layers per recompute unit."
+            yield "--recompute-method block needs --recompute-num-layers N: the first N layers are recomputed."
         return
     for name in ("recompute_method", "recompute_num_layers"):
         if getattr(args, name) is not None:

@@ -1,9 +1,9 @@
 """What follows from the engine's flags, and what they must satisfy. B70-B74 and D6 of the table of rules.
 
-:func:`engine_width` runs before every other derivation, because the others count engines with its result; :data:`STEPS`
-run after them, :data:`LIVE_STEPS` when the run really starts: they ask engines of others. :data:`RULES` hold anywhere,
-so that a plan works on any machine; :data:`MACHINE_RULES` are about the one that a run starts on. Called by
-``slime.ray.arguments``.
+:func:`engine_width` and :func:`engine_devices` run before every other derivation, which count engines with their
+results; :data:`STEPS` run after them, :data:`LIVE_STEPS` when the run really starts: they ask engines of others.
+:data:`RULES` hold anywhere, so that a plan works on any machine; :data:`MACHINE_RULES` are about the one that a run
+starts on. Called by ``slime.ray.arguments``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 from slime.utils.net import url_host
 
-__all__ = ["LIVE_STEPS", "MACHINE_RULES", "RULES", "STEPS", "engine_width"]
+__all__ = ["LIVE_STEPS", "MACHINE_RULES", "RULES", "STEPS", "engine_devices", "engine_width"]
 
 Step = Callable[[Namespace], None]
 Rule = Callable[[Namespace], Iterator[str]]
@@ -44,6 +44,17 @@ def engine_width(args: Namespace) -> None:
     args.rollout_num_gpus_per_engine = args.sglang_tp_size * args.sglang_pp_size
     args.given |= {"rollout_num_gpus_per_engine"}
     notices.info(args, _WIDTH, f"{args.rollout_num_gpus_per_engine}, from --sglang-tp-size {args.sglang_tp_size}")
+
+
+def engine_devices(args: Namespace) -> None:
+    """``--sglang-config`` lists every device of the engines, so that the flag may be left out."""
+    if args.sglang_config is None or args.rollout_num_gpus is not None or args.colocate or args.debug_train_only:
+        return
+    try:
+        args.rollout_num_gpus = topology_of(args).num_gpus
+    except ConfigError:  # a rule reports it
+        return
+    notices.info(args, "--rollout-num-gpus", f"{args.rollout_num_gpus}: all devices of --sglang-config")
 
 
 def _parallel_sizes(args: Namespace) -> None:

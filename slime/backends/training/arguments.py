@@ -91,8 +91,12 @@ class PrecisionArgs:
         None, "Recompute activations in the backward pass: whole layers, or parts of them."
     )
     recompute_activations: bool = flag(False, "Older spelling of --recompute-granularity selective.")
-    recompute_method: Literal["uniform", "block"] | None = flag(None, "How recomputed layers are chosen.")
-    recompute_num_layers: int | None = flag(None, "Layers per recompute unit.")
+    recompute_method: Literal["uniform", "block"] | None = flag(
+        None, "How recomputed layers are chosen. Default with --recompute-granularity full: uniform."
+    )
+    recompute_num_layers: int | None = flag(
+        None, "Layers per recompute unit. Default with --recompute-granularity full: 1."
+    )
     recompute_modules: list[str] | None = field(
         default=None, metadata={"help": "Parts that selective recomputation covers. Default: the core attention."}
     )

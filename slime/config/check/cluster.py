@@ -22,12 +22,7 @@ def _devices(args: Namespace) -> Iterator[str]:
     total, per_engine, per_node = args.rollout_num_gpus, args.rollout_num_gpus_per_engine, args.num_gpus_per_node
     if args.rollout_external or min(per_engine, per_node) < 1:
         return
-    if total is None:  # B77
-        yield (
-            "--rollout-num-gpus is required: the number of devices for the inference engines (or --colocate, "
-            "--debug-train-only)."
-        )
-    elif total < 0:
+    if total < 0:
         yield f"--rollout-num-gpus {total} must not be negative."
     elif total % per_engine and args.sglang_config is None:  # groups of a file have widths of their own
         yield (

@@ -6,11 +6,9 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from slime.config import notices
+from slime.config.resolve.batches import is_group_relative
 
 __all__ = ["RULES"]
-
-_CENTRED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
-"""Estimators whose advantage is the distance from the mean of the group."""
 
 
 def _estimator(args: Namespace) -> Iterator[str]:
@@ -22,9 +20,7 @@ def _estimator(args: Namespace) -> Iterator[str]:
         )
     if args.advantage_estimator.startswith("reinforce_plus_plus") and not args.normalize_advantages:
         yield f"--advantage-estimator {args.advantage_estimator} needs --normalize-advantages."
-    is_centred = args.rewards_normalization and args.advantage_estimator in _CENTRED
-    learns = args.loss_type == "policy_loss" and args.compute_advantages_and_returns and not args.debug_rollout_only
-    if is_centred and learns and args.n_samples_per_prompt == 1 and args.custom_advantage_function_path is None:
+    if args.n_samples_per_prompt == 1 and is_group_relative(args) and not args.debug_rollout_only:
         yield (
             "--n-samples-per-prompt 1 makes every group-relative advantage zero, so nothing would be learned: "
             "use at least 2, or --disable-rewards-normalization."

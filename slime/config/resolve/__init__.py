@@ -33,6 +33,7 @@ STEPS: tuple[Step, ...] = (
     cluster.devices,
     cluster.node_borders,
     batches.rollout_batch,
+    batches.group_size,
     batches.global_batch,
     batches.micro_batch_budget,
     batches.run_length,

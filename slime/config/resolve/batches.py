@@ -9,9 +9,12 @@ from argparse import Namespace
 
 from slime.config import notices
 
-__all__ = ["global_batch", "micro_batch_budget", "rollout_batch", "run_length"]
+__all__ = ["global_batch", "group_size", "is_group_relative", "micro_batch_budget", "rollout_batch", "run_length"]
 
 _DEFAULT_ROLLOUT_BATCH = 32
+_DEFAULT_GROUP = 8
+_CENTERED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
+"""Estimators whose advantage is the distance from the mean of the group."""
 
 
 def rollout_batch(args: Namespace) -> None:
@@ -20,6 +23,32 @@ def rollout_batch(args: Namespace) -> None:
         notices.warn(args, "--rollout-batch-size", f"not given: {_DEFAULT_ROLLOUT_BATCH} prompts per rollout")
     if args.over_sampling_batch_size is None:  # B36
         args.over_sampling_batch_size = args.rollout_batch_size
+
+
+def is_group_relative(args: Namespace) -> bool:
+    """Whether a sample's advantage is relative to the other samples of its prompt."""
+    is_centered = args.rewards_normalization and args.advantage_estimator in _CENTERED
+    has_advantages = args.loss_type == "policy_loss" and args.compute_advantages_and_returns
+    return bool(is_centered and has_advantages and args.custom_advantage_function_path is None)
+
+
+def group_size(args: Namespace) -> None:
+    """A group-relative advantage of a single sample is zero, so a group that was not given has several."""
+    if args.n_samples_per_prompt is not None:
+        return
+    if not is_group_relative(args):
+        args.n_samples_per_prompt = 1
+        return
+    prompts, samples = args.rollout_batch_size, (args.global_batch_size or 0) * (args.num_steps_per_rollout or 1)
+    if prompts > 0 and samples >= 2 * prompts and not samples % prompts:
+        args.n_samples_per_prompt = samples // prompts
+        steps = args.num_steps_per_rollout or "one step"
+        text = f"{args.n_samples_per_prompt}: --global-batch-size {args.global_batch_size} x {steps} per rollout / "
+        notices.info(args, "--n-samples-per-prompt", f"{text}--rollout-batch-size {prompts}")
+        return
+    args.n_samples_per_prompt = _DEFAULT_GROUP
+    text = f"not given: {_DEFAULT_GROUP} responses per prompt, because {args.advantage_estimator} compares them"
+    notices.warn(args, "--n-samples-per-prompt", text)
 
 
 def global_batch(args: Namespace) -> None:

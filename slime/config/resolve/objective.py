@@ -78,7 +78,17 @@ def routing_replay(args: Namespace) -> None:
 
 
 def recomputation(args: Namespace) -> None:
-    """--gradient-checkpointing is Megatron's full recomputation of every layer, unless it was told in its own words."""
+    """--gradient-checkpointing is Megatron's full recomputation of every layer, unless other flags say otherwise."""
+    if args.recompute_granularity == "full" and args.recompute_method is None:
+        args.recompute_method = "uniform"
+        notices.info(args, "--recompute-method", "uniform: --recompute-granularity full does not say which layers")
+    if (
+        args.recompute_granularity == "full"
+        and args.recompute_method == "uniform"
+        and args.recompute_num_layers is None
+    ):
+        args.recompute_num_layers = 1
+        notices.info(args, "--recompute-num-layers", "1: every layer is a recompute unit")
     if not args.gradient_checkpointing:
         return
     own = sorted(name for name in args.given if name.startswith("recompute_"))

@@ -55,11 +55,49 @@ def attributes(args: Namespace | None, names: str) -> tuple[Any, ...]:
             "recompute_granularity recompute_method",
             ("selective", None),
         ),
+        ("65", "--recompute-granularity full", "recompute_method recompute_num_layers", ("uniform", 1)),
+        (
+            "65-size",
+            "--recompute-granularity full --recompute-num-layers 2",
+            "recompute_method recompute_num_layers",
+            ("uniform", 2),
+        ),
     ],
 )
 def test_a_value_follows_from_others(rule: str, flags: str, names: str, values: tuple[Any, ...], command: TinyCommand):
     args, _ = command.run(*flags.split())
     assert attributes(args, names) == values
+
+
+@pytest.mark.parametrize(
+    ("flags", "values"),
+    [
+        ("", (8, 64, 1)),
+        ("--global-batch-size 32", (4, 32, 1)),
+        ("--global-batch-size 32 --num-steps-per-rollout 2", (8, 32, 2)),
+        ("--num-steps-per-rollout 2", (8, 32, 2)),
+        ("--global-batch-size 8", (8, 8, 8)),  # one sample per prompt would teach nothing
+        ("--global-batch-size 20", (8, 20, 3)),  # not a whole number per prompt
+        ("--advantage-estimator ppo", (1, 8, 1)),
+        ("--advantage-estimator reinforce_plus_plus --normalize-advantages", (1, 8, 1)),
+        ("--loss-type sft_loss", (1, 8, 1)),
+        ("--disable-rewards-normalization", (1, 8, 1)),
+    ],
+)
+def test_a_group_that_is_not_given_follows_from_the_batch_or_is_8(
+    flags: str, values: tuple[int, ...], command: TinyCommand
+):
+    args, _ = command.run(*flags.split(), without=("--n-samples-per-prompt",))
+    assert attributes(args, "n_samples_per_prompt global_batch_size num_steps_per_rollout") == values
+
+
+def test_engines_that_are_not_given_have_as_many_devices_as_the_trainer(command: TinyCommand):
+    without = ("--rollout-num-gpus",)
+    assert command.resolve(without=without).rollout_num_gpus == 2
+    assert command.run("--rollout-num-gpus-per-engine", "4", without=without)[0].rollout_num_gpus == 4
+    text = "sglang: [{name: actor, server_groups: [{worker_type: regular, num_gpus: 3}]}]"
+    config = command.write("engines.yaml", text)
+    assert command.resolve("--sglang-config", config, without=without).rollout_num_gpus == 3
 
 
 def test_33_evaluation_uses_the_rollout_function_unless_told_otherwise(command: TinyCommand):

@@ -119,13 +119,6 @@ _PP4 = "--pipeline-model-parallel-size 4"
             id="64-context",
         ),
         pytest.param(
-            QWEN3_4B,
-            "--recompute-granularity full --recompute-num-layers 1",
-            1,
-            "needs --recompute-method",
-            id="65-how",
-        ),
-        pytest.param(
             QWEN3_4B, "--recompute-granularity full --recompute-method block", 1, "num-layers N", id="65-layers"
         ),
         pytest.param(QWEN3_4B, "--recompute-method uniform", 1, "needs --recompute-granularity full", id="65-method"),
