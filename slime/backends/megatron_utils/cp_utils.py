@@ -1,13 +1,16 @@
 """Context parallelism for users' functions: public name of ``slime.backends.training.context_parallel``, and the verbs
 that importance weights and reducers written elsewhere call.
 
-What slime gives to a user's function is whole on every context-parallel rank: nothing has to be gathered or cut.
+What slime gives to a user's function is whole on every context-parallel rank: nothing has to be gathered or cut. The
+zigzag layout of the ranks themselves is what :func:`slice_with_cp` cuts and what
+:func:`get_logits_and_tokens_offset_with_cp` describes. Importable without megatron.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,13 +28,16 @@ __all__ = [
     "Sharding",
     "all_gather_with_cp",
     "gather_responses",
+    "get_logits_and_tokens_offset_with_cp",
     "get_sum_of_sample_mean",
     "shard",
     "slice_log_prob_with_cp",
+    "slice_with_cp",
     "zigzag_rows",
 ]
 
 Values = TypeVar("Values", torch.Tensor, list[float])
+Span = tuple[int, int]
 
 
 def all_gather_with_cp(tensor: torch.Tensor, total_length: int, response_length: int) -> torch.Tensor:
@@ -48,6 +54,63 @@ def _whole(values: Values, response_length: int) -> Values:
     if len(values) != response_length:
         raise ValueError(f"expected the {response_length} values of a whole response, got {len(values)}")
     return values
+
+
+def get_logits_and_tokens_offset_with_cp(
+    total_length: int, response_length: int
+) -> tuple[int, tuple[Span, Span], tuple[Span, Span], tuple[Span, Span]]:
+    """Where this rank's two chunks of a sample lie, in positions of the whole sample; ends are exclusive.
+
+    Returns:
+        The size of a chunk; its two chunks; the rows in them whose logits predict response tokens; those tokens.
+        A chunk without such a row has ``(0, 0)`` in the last two.
+
+    Raises:
+        ValueError: there is one context-parallel rank, which holds the whole sample.
+    """
+    rank, size = _place()
+    if size == 1:
+        raise ValueError("get_logits_and_tokens_offset_with_cp: --context-parallel-size is 1, so nothing is cut.")
+    chunk = -(-total_length // (2 * size))
+    chunks = _span(rank, chunk), _span(2 * size - 1 - rank, chunk)
+    rows = tuple(_cut(span, total_length - response_length - 1, total_length - 1) for span in chunks)
+    tokens = tuple((first + 1, end + 1) if end else (0, 0) for first, end in rows)
+    return chunk, chunks, (rows[0], rows[1]), (tokens[0], tokens[1])
+
+
+def slice_with_cp(tokens: torch.Tensor, pad_value: float | Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+    """This rank's two chunks of a sample, one behind the other; the whole of it where there is one rank.
+
+    Args:
+        tokens: ``[L, ...]``.
+        pad_value: what fills the last chunks up; or a function of ``tokens`` and a number of rows that returns
+            ``tokens`` with as many more.
+    """
+    rank, size = _place()
+    if size == 1:
+        return tokens
+    whole = -(-len(tokens) // (2 * size)) * 2 * size
+    missing = whole - len(tokens)
+    if callable(pad_value):
+        tokens = pad_value(tokens, missing)
+    elif missing:
+        tokens = torch.cat([tokens, tokens.new_full((missing, *tokens.shape[1:]), pad_value)])
+    return tokens[zigzag_rows(torch.tensor([0, whole], device=tokens.device), rank, size)]
+
+
+def _place() -> tuple[int, int]:
+    """(rank, size) of context parallelism; one rank in a process without Megatron or before its groups exist."""
+    mpu: Any = getattr(sys.modules.get("megatron.core"), "mpu", None)
+    return (0, 1) if mpu is None else (mpu.get_context_parallel_rank(), max(1, mpu.get_context_parallel_world_size()))
+
+
+def _span(index: int, chunk: int) -> Span:
+    return index * chunk, (index + 1) * chunk
+
+
+def _cut(span: Span, first: int, end: int) -> Span:
+    low, high = max(span[0], first), min(span[1], end)
+    return (low, high) if low < high else (0, 0)
 
 
 def get_sum_of_sample_mean(
