@@ -23,7 +23,11 @@ _OF_REQUEST = {
     "queue_time": "request/queue_time",
     "decode_throughput": "decode/throughput",
 }
-_OF_SUMMARY = ("transfer_speed_gb_s", "transfer_total_mb", "retry_count")
+_OF_SUMMARY = {
+    "pd_transfer_speed_gb_s": "prefill/transfer_speed_gb_s",
+    "pd_transfer_total_mb": "prefill/transfer_total_mb",
+    "pd_prefill_retry_count": "prefill/retry_count",
+}
 _PHASE = "sglang_pd_"
 
 
@@ -47,9 +51,9 @@ def request_metrics(samples: Sequence[Sample]) -> dict[str, float]:
             if segment:
                 found[f"{phase}/{segment}_duration"].append(float(attrs["duration_s"]))
         elif name == "sglang_pd_summary":
-            for key in _OF_SUMMARY:
+            for key, metric in _OF_SUMMARY.items():
                 if _is_number(attrs.get(key)):
-                    found[f"prefill/{key}"].append(float(attrs[key]))
+                    found[metric].append(float(attrs[key]))
     metrics: dict[str, float] = {}
     if count:
         metrics = {"request/count": float(count), "request/profiled_count": float(profiled)}

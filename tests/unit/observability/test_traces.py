@@ -214,6 +214,21 @@ def test_phases_of_separated_engines_become_spans_and_no_attributes() -> None:
     assert metrics["decode/forward_duration/min"] == pytest.approx(0.4)
     assert metrics["prefill/transfer_speed_gb_s/mean"] == 3.0
     assert "prefill/duration/mean" not in metrics
+    ended = of(sample, "span_end", "sglang_pd_prefill_forward")["attrs"]
+    assert ended["pd_prefill_forward_duration"] == 0.2
+
+
+@pytest.mark.parametrize("prefix", ["pd_", "pd_prefill_"])
+def test_speed_and_size_of_the_transfer_are_read_under_both_of_their_names(prefix: str) -> None:
+    sample = Sample()
+    meta = {f"{prefix}transfer_speed_gb_s": 3.0, f"{prefix}transfer_total_mb": 12.0, "pd_prefill_retry_count": 1}
+    with trace_span(sample, "sglang_generate") as span:
+        span.update(build_sglang_meta_trace_attrs(meta))
+    attrs = of(sample, "event", "sglang_pd_summary")["attrs"]
+    assert attrs == {"pd_transfer_speed_gb_s": 3.0, "pd_transfer_total_mb": 12.0, "pd_prefill_retry_count": 1}
+    metrics = request_metrics([sample])
+    found = [metrics[f"prefill/{name}/mean"] for name in ("transfer_speed_gb_s", "transfer_total_mb", "retry_count")]
+    assert found == [3.0, 12.0, 1.0]
 
 
 def test_requests_of_streams_count_and_nonsense_does_not() -> None:
