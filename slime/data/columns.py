@@ -160,6 +160,9 @@ _TABLE = (
     ),
     _optional("metadata", "Sample.train_metadata", "plain", "a sample has it", sample_field="train_metadata"),
     _optional("round_number", "turns of a conversation", "plain", "metadata['round_number'] is set"),
+    _optional(
+        "local_raw_reward", "raw_reward of the rank's samples", "plain", "with raw_reward", producer="ray.shards"
+    ),
     _optional("source_names", "data source of the prompt", "plain", "a sample names its source"),
     _scheduled("partition", "global positions of the rank's samples"),
     _scheduled("micro_batch_indices", "local positions per micro-batch, all steps in order"),

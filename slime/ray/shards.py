@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slime.config.groups import from_args
+from slime.ray.flags import ClusterArgs
 from slime.utils.errors import DataError
 
 __all__ = ["Box", "RolloutResult", "process_rollout_data"]
@@ -48,9 +50,12 @@ class RolloutResult:
 
 
 def process_rollout_data(
-    args: Namespace, rollout_data_ref: Sequence[Box], dp_rank: int, dp_size: int
+    args: Namespace | None, rollout_data_ref: Sequence[Box], dp_rank: int, dp_size: int
 ) -> dict[str, Any]:
     """The columns of data-parallel rank ``dp_rank``.
+
+    Args:
+        args: None where the caller has no arguments; Ray's own deadlines hold then.
 
     Raises:
         DataError: the rollout was split for another number of ranks.
@@ -60,5 +65,9 @@ def process_rollout_data(
         raise DataError(f"the rollout was split for {len(rollout_data_ref)} data-parallel ranks, there are {dp_size}.")
     import ray  # the box itself needs none of it
 
-    columns: dict[str, Any] = ray.get(rollout_data_ref[dp_rank].inner, timeout=args.train_timeout)
+    deadline = {} if args is None else {"timeout": from_args(ClusterArgs, args).train_timeout}
+    columns: dict[str, Any] = ray.get(rollout_data_ref[dp_rank].inner, **deadline)
+    raw = columns.get("raw_reward")
+    if raw is not None and "partition" in columns:
+        columns = columns | {"local_raw_reward": [raw[position] for position in columns["partition"]]}
     return columns

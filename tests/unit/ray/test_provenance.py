@@ -5,8 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import ray
 
 from slime.ray import train_actor
+from slime.ray.shards import Box, process_rollout_data
 from slime.ray.train_actor import TrainActor, check_provenance
 from slime.rollout.arguments import DEFAULT_ROLLOUT_FUNCTION
 from slime.utils.errors import DataError
@@ -50,3 +52,19 @@ def test_a_rank_checks_its_batch_before_it_trains(
             rank.train(4, [], ("4", "4"))
     else:
         assert rank.train(4, [], ("4", "4")) == "4"
+
+
+def test_a_rank_sees_its_own_raw_rewards_beside_those_of_the_batch(monkeypatch: pytest.MonkeyPatch):
+    shards = [{"partition": [0, 2], "raw_reward": [0.5, 1.0, 0.0]}, {"partition": [1]}]
+    monkeypatch.setattr(ray, "get", lambda ref: ref)
+    columns = process_rollout_data(None, [Box(shard) for shard in shards], 0, 2)
+    assert (columns["raw_reward"], columns["local_raw_reward"]) == ([0.5, 1.0, 0.0], [0.5, 0.0])
+    assert "local_raw_reward" not in process_rollout_data(None, [Box(shard) for shard in shards], 1, 2)
+
+
+def test_the_wait_for_a_shard_has_the_deadline_of_the_flag_or_its_default(monkeypatch: pytest.MonkeyPatch):
+    seen = []
+    monkeypatch.setattr(ray, "get", lambda ref, timeout: seen.append(timeout) or ref)
+    for args in (SimpleNamespace(train_timeout=3.0), SimpleNamespace()):
+        process_rollout_data(args, [Box({})], 0, 1)
+    assert seen == [3.0, 14400.0]
