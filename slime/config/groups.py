@@ -34,7 +34,17 @@ import typing
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
-__all__ = ["Flag", "add_group", "flag_of", "flags_of", "from_args", "ignored_flags", "json_object", "unsupported_flags"]
+__all__ = [
+    "Flag",
+    "add_group",
+    "defaults_of",
+    "flag_of",
+    "flags_of",
+    "from_args",
+    "ignored_flags",
+    "json_object",
+    "unsupported_flags",
+]
 
 Group = TypeVar("Group")
 
@@ -96,8 +106,17 @@ def ignored_flags(args: argparse.Namespace, groups: Sequence[type]) -> Iterator[
 
 
 def from_args(group: type[Group], args: argparse.Namespace) -> Group:
-    """The instance of ``group`` that the flat namespace describes."""
-    return group(**{item.name: getattr(args, item.name) for item in dataclasses.fields(group)})  # type: ignore[arg-type]
+    """The instance of ``group`` that the flat namespace describes; a field that ``args`` lacks keeps its default.
+
+    Parsed arguments lack none. Plain namespaces of users' programs and tests do.
+    """
+    names = (item.name for item in dataclasses.fields(group))  # type: ignore[arg-type]
+    return group(**{name: getattr(args, name) for name in names if hasattr(args, name)})
+
+
+def defaults_of(groups: Sequence[type]) -> dict[str, Any]:
+    """Field -> default of every group: what a parser gives without a single flag."""
+    return {item.name: _default(item) for group in groups for item in dataclasses.fields(group)}
 
 
 def flag_of(name: str) -> str:

@@ -17,7 +17,7 @@ from slime.backends.fsdp_utils import arguments as fsdp
 from slime.backends.megatron_utils import argument_rules as megatron_rules
 from slime.backends.megatron_utils import arguments as megatron
 from slime.backends.megatron_utils.server import arguments as server
-from slime.backends.sglang_utils import arguments as sglang
+from slime.backends.sglang_utils import flags as sglang
 from slime.backends.sglang_utils import rules as sglang_rules
 from slime.backends.sglang_utils.namespace import read_engine
 from slime.backends.training import checkpoint_source
@@ -26,7 +26,7 @@ from slime.config import arguments as command
 from slime.config import check as config_check
 from slime.config import parse as config_parse
 from slime.config import resolve as config_resolve
-from slime.config.groups import unsupported_flags
+from slime.config.groups import defaults_of, unsupported_flags
 from slime.config.parse import AddArguments
 from slime.data import arguments as data
 from slime.hooks.load import check_hooks
@@ -46,7 +46,7 @@ from slime.rollout import arguments as rollout
 from slime.rollout.eval_config import build_eval_datasets
 from slime.utils.errors import ConfigError, SlimeError
 
-__all__ = ["GROUPS", "ClusterArgs", "SyncArgs", "parse_args", "parse_only"]
+__all__ = ["GROUPS", "ClusterArgs", "SyncArgs", "parse_args", "parse_only", "validate_sglang_args"]
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +134,28 @@ def parse_only(
         warnings = (notice for notice in args.notices if notice.level == "warning")
         problems += [f"{notice} (an error because of --strict-args)." for notice in warnings]
     return args, problems
+
+
+def validate_sglang_args(args: Namespace) -> None:
+    """Derive and check what is about engines, for parsers of other programs; ``parse_args`` has done it already.
+
+    Args:
+        args: changed in place. Flags that it lacks have their defaults; those with other values count as given.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    defaults = read_engine([], ()).attributes | defaults_of(GROUPS) | {"notices": [], "world_size": 0}
+    defaults["given"] = frozenset(name for name, value in vars(args).items() if value != defaults.get(name))
+    for name, value in defaults.items():
+        if not hasattr(args, name):
+            setattr(args, name, value)
+    sglang_rules.engine_width(args)
+    for step in sglang_rules.STEPS:
+        step(args)
+    problems = [problem for rule in sglang_rules.RULES for problem in rule(args)]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _sentences(error: SlimeError) -> list[str]:

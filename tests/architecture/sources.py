@@ -13,7 +13,7 @@ __all__ = ["ROOT", "Module", "modules"]
 ROOT = Path(__file__).resolve().parents[2]
 
 # Names of slime/backends/<name> are rooms of their own.
-_ALIASES_LIVE_IN = ("utils", "observability")
+_ALIASES_LIVE_IN = ("utils", "observability", "backends/sglang_utils")
 
 
 @dataclass(frozen=True)

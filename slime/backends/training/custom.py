@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
+from slime.algorithms.arguments import AlgorithmArgs
 from slime.algorithms.off_policy import Correct, Correction
 from slime.algorithms.policy_loss import MakeReducer
 from slime.algorithms.reduce import Reducer, Samples
 from slime.algorithms.types import LossOutput
+from slime.config.groups import from_args
 from slime.hooks.load import load_function
 from slime.hooks.signature import can_be_called
 from slime.utils.errors import ConfigError
@@ -56,16 +58,18 @@ class CustomFunctions:
             ConfigError: a path that cannot be loaded.
         """
 
+        paths = from_args(AlgorithmArgs, args)
+
         def function(path: str | None) -> UserFunction | None:
             return None if path is None else load_function(path)
 
         return cls(
             args=args if vocab_size is None else Namespace(**(vars(args) | {"vocab_size": vocab_size})),
-            loss=function(args.custom_loss_function_path),
-            advantages=function(args.custom_advantage_function_path),
-            tis=function(args.custom_tis_function_path),
-            pg_reducer=function(args.custom_pg_loss_reducer_function_path),
-            postprocess=function(args.rollout_data_postprocess_path),
+            loss=function(paths.custom_loss_function_path),
+            advantages=function(paths.custom_advantage_function_path),
+            tis=function(paths.custom_tis_function_path),
+            pg_reducer=function(paths.custom_pg_loss_reducer_function_path),
+            postprocess=function(paths.rollout_data_postprocess_path),
         )
 
     def correct(self, samples: Samples, total_lengths: Sequence[int]) -> Correct | None:

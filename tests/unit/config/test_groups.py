@@ -62,6 +62,10 @@ def test_a_value_outside_the_choices_is_refused():
         parse("--kind", "c")
 
 
+def test_a_plain_namespace_that_lacks_a_field_gives_its_default():
+    assert from_args(ExampleArgs, argparse.Namespace(steps=7, foreign=1)) == ExampleArgs(steps=7)
+
+
 @dataclass(frozen=True)
 class UnfinishedArgs:
     """Unfinished."""

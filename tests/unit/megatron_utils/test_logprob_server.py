@@ -381,6 +381,12 @@ def test_flags_are_added_to_a_parser_of_users_and_force_what_a_server_is(monkeyp
     assert "use_opd is True; in the log-prob server it must stay False" in str(caught.value)
 
 
+def test_a_plain_namespace_without_the_servers_flags_is_valid() -> None:
+    validate_megatron_server_args(argparse.Namespace(teacher_port=8000))
+    with pytest.raises(ValueError, match="--teacher-port 0 must be above 0"):
+        validate_megatron_server_args(argparse.Namespace(teacher_port=0))
+
+
 def test_the_environment_gives_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEACHER_PORT", "82")
     monkeypatch.setenv("MEGATRON_SERVER_WARMUP", "false")

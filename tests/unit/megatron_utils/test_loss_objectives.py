@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from slime.algorithms.arguments import AlgorithmArgs, DistillationArgs
 from slime.backends.megatron_utils.actor import MegatronTrainer
+from slime.backends.megatron_utils.loss import compute_advantages_and_returns
 from slime.backends.training.credit import Passes, add_credit, passes_needed
 from slime.backends.training.custom import CustomFunctions
 from slime.utils.errors import ConfigError, DataError, SlimeError
@@ -289,3 +291,15 @@ def test_true_on_policy_mode_says_when_trainer_and_engine_differ(
     caplog.clear()
     train(checkpoint, make_batch(with_rollout=False), true_on_policy_mode=True)
     assert "no log-probs of the engine" in caplog.text
+
+
+def test_advantages_are_computed_for_a_plain_namespace_of_a_users_program() -> None:
+    args = argparse.Namespace(advantage_estimator="grpo", kl_coef=0.0, normalize_advantages=False)
+    batch: dict[str, Any] = {
+        "rewards": [1.0, -1.0],
+        "response_lengths": [2, 1],
+        "loss_masks": [torch.ones(2), torch.ones(1)],
+        "log_probs": [torch.zeros(2), torch.zeros(1)],
+    }
+    compute_advantages_and_returns(args, batch)
+    assert [row.tolist() for row in batch["advantages"]] == [[1.0, 1.0], [-1.0]]

@@ -57,3 +57,13 @@ def test_a_parser_of_ones_own_gets_every_problem_in_one_error() -> None:
     validate_args(resolved())
     with pytest.raises(ConfigError, match="2 problems"):
         validate_args(resolved(sglang_router_port=99999, prefill_num_servers=0))
+
+
+def test_a_plain_namespace_is_checked_with_the_defaults_of_what_it_lacks() -> None:
+    args = Namespace(rollout_num_gpus_per_engine=4, sglang_pp_size=1, sglang_router_ip="::1", sglang_router_port=3000)
+    validate_args(args)
+    assert (args.sglang_tp_size, args.sglang_tensor_parallel_size, args.sglang_router_ip) == (4, 4, "[::1]")
+    with pytest.raises(ConfigError, match="--sglang-dp-size 2 needs --sglang-enable-dp-attention"):
+        validate_args(Namespace(rollout_num_gpus_per_engine=4, sglang_dp_size=2))
+    with pytest.raises(ConfigError, match=r"--sglang-tp-size 2 times .* is 2, but .* is 4"):
+        validate_args(Namespace(rollout_num_gpus_per_engine=4, sglang_tp_size=2))

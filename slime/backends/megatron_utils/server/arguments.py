@@ -6,11 +6,11 @@ import argparse
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from slime.config import notices
-from slime.config.groups import add_group, flag_of
+from slime.config.groups import add_group, flag_of, from_args
 from slime.utils.errors import ConfigError
 
 __all__ = [
@@ -105,16 +105,15 @@ def configure_megatron_server_args(args: Namespace) -> Namespace:
 
 def server_problems(args: Namespace) -> Iterator[str]:
     """Rule over the resolved arguments."""
-    for item in fields(TeacherServerArgs):
-        value = getattr(args, item.name)
+    for name, value in asdict(from_args(TeacherServerArgs, args)).items():
         if isinstance(value, bool | str) or value is None:
             continue
-        if value < 0 or (value == 0 and item.name not in _MAY_BE_ZERO):
-            least = "at least 0" if item.name in _MAY_BE_ZERO else "above 0"
-            yield f"{flag_of(item.name)} {value} must be {least} ({item.name})."
-    for name, value in _FORCED.items():
-        if getattr(args, name) != value:
-            yield f"{name} is {getattr(args, name)!r}; in the log-prob server it must stay {value!r}."
+        if value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
+            least = "at least 0" if name in _MAY_BE_ZERO else "above 0"
+            yield f"{flag_of(name)} {value} must be {least} ({name})."
+    for name, value in vars(args).items():
+        if value != _FORCED.get(name, value):
+            yield f"{name} is {value!r}; in the log-prob server it must stay {_FORCED[name]!r}."
 
 
 def unused(args: Namespace) -> Iterator[str]:
