@@ -147,7 +147,7 @@ def end_with_errors(task: TinyTask, process: str, phases: Sequence[str], table: 
             with broken(flags, output) as run:
                 killed_at = run.break_in(phase, 2 * number + 1, process)
                 status = run.process.wait(90)
-                survivors = Finished(status, "", run.mark, 0.0).survivors(within_s=30.0)
+                survivors = Finished(status, "", run.mark).survivors(within_s=30.0)
                 table.add(Cell(process, phase, "end", time.time() - killed_at), run.text())
                 assert not survivors, survivors
                 if process != "driver":

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import pytest_timeout
 
+from tests.limits import Limit
 from tests.verification import write_page
 from tools.make_tiny_task import TinyTask, make_tiny_task
 
@@ -20,6 +24,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_sessionfinish() -> None:
     write_page()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: Any, settings: Any) -> bool:
+    """The limit of a test counts seconds of an otherwise idle machine."""
+    limit = Limit(settings.timeout)
+
+    def look(*_: Any) -> None:
+        if limit.is_over:
+            pytest_timeout.timeout_sigalrm(item, settings)
+        signal.setitimer(signal.ITIMER_REAL, max(1.0, limit.seconds - limit.used))
+
+    def cancel() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+    item.cancel_timeout = cancel
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, settings.timeout)
+    return True
 
 
 @pytest.fixture(scope="module", autouse=True)

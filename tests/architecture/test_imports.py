@@ -173,6 +173,6 @@ def test_flags_are_declared_without_importing_a_heavy_library() -> None:
             heavy = [top for top in ("torch", "ray", "megatron", "sglang", "transformers") if top in sys.modules]
             assert not heavy, f"importing {{name}} imported {{heavy}}"
     """)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "slime.utils.arguments" in names

@@ -149,7 +149,7 @@ def test_git_ignores_no_source() -> None:
         "slime_plugins",
         "tests",
     ]
-    ignored = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
+    ignored = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert [line for line in ignored.splitlines() if "__pycache__" not in line] == []
 
 

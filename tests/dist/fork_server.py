@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from slime.utils.net import claim_ports
+from tests.limits import Limit
 
 __all__ = ["main"]
 
@@ -57,7 +58,7 @@ def main() -> None:
 def _run(directory: Path, case: str, world_size: int, timeout_s: float) -> dict[str, Any]:
     port = claim_ports("127.0.0.1")  # no other case gets it meanwhile, nor does the kernel hand it out
     ranks = {_fork(directory, case, rank, world_size, port.first): rank for rank in range(world_size)}
-    deadline = time.monotonic() + timeout_s
+    limit = Limit(timeout_s)
     codes: dict[int, int] = {}
     is_late = False
     while len(codes) < world_size:
@@ -67,8 +68,8 @@ def _run(directory: Path, case: str, world_size: int, timeout_s: float) -> dict[
                 if done:
                     codes[rank] = os.waitstatus_to_exitcode(status)
                     if codes[rank] != 0:
-                        deadline = min(deadline, time.monotonic() + _GRACE_S)
-        if time.monotonic() > deadline:
+                        limit.seconds = min(limit.seconds, limit.used + _GRACE_S)
+        if limit.is_over:
             is_late = is_late or not any(codes.values())
             for pid, rank in ranks.items():
                 if rank not in codes:

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from tests.limits import Limit
+
 __all__ = ["ForkServer"]
 
 _ROOT = Path(__file__).parents[2]
@@ -76,7 +78,10 @@ class ForkServer:
         assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
-            if not selector.select(timeout_s):
+            limit = Limit(timeout_s)
+            while not selector.select(0.2):
+                if not limit.is_over:
+                    continue
                 self.close()
                 raise AssertionError(f"the fork server did not answer within {timeout_s:.0f} s")
         line = self._process.stdout.readline()

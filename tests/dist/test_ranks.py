@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.limits import unloaded_time
+
 import time
 
 import pytest
@@ -26,7 +28,7 @@ def test_the_error_of_one_rank_ends_the_case_with_its_traceback(ranks: ForkServe
 
 
 def test_a_rank_that_hangs_is_ended_at_the_deadline(ranks: ForkServer) -> None:
-    started = time.monotonic()
+    started = unloaded_time()
     with pytest.raises(AssertionError, match="not finished in time"):
         ranks.run(f"{_CASES}:hang_on_one", 2, timeout_s=1.0)
-    assert time.monotonic() - started < 10
+    assert unloaded_time() - started < 10

@@ -13,7 +13,7 @@ _EXPECTED = {f"w{index}": [float(value + index) for value in range(8)] for index
 
 
 def _run(ranks: ForkServer, **arguments: Any) -> list[dict[str, Any]]:
-    return ranks.run(_CASE, 4, timeout_s=60.0, **arguments)
+    return ranks.run(_CASE, 4, timeout_s=600, **arguments)
 
 
 def _held(seen: dict[str, Any], version: str, slot: int) -> dict[str, list[float]]:

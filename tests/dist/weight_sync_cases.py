@@ -66,11 +66,11 @@ def send_to_colocated(
         return shareable(chunk)
 
     send_tensor.shareable = scarce
-    ranks = TrainerRanks(rank, world_size, timeout_s=20.0)
-    updater = WeightUpdater(ranks, address="127.0.0.1", shares_devices=True, timeout_s=20.0)
+    ranks = TrainerRanks(rank, world_size, timeout_s=600)
+    updater = WeightUpdater(ranks, address="127.0.0.1", shares_devices=True, timeout_s=600)
     trainer, errors = Trainer(), []
     for version in ("1", "2"):
-        update = WeightUpdate(version, max_chunk_bytes=32, timeout_s=20.0)
+        update = WeightUpdate(version, max_chunk_bytes=32, timeout_s=600)
         try:
             updater.update(fleet, trainer, update)
         except EngineError as error:

@@ -64,7 +64,7 @@ def make_engine(
     port, nccl_port = port or claims[0].first, claims[1].first
     argv = build_argv(args, rank=0, host=host, port=port, nccl_port=nccl_port, base_gpu_id=0, tp_size=tp_size)
     path = fork_server.socket_path
-    spec = EngineSpec(0, host, port, argv, server_env(), log, start_timeout_s=120, fork_server_socket=path)
+    spec = EngineSpec(0, host, port, argv, server_env(), log, start_timeout_s=600, fork_server_socket=path)
     engine = SGLangEngine(spec)
     engine.claims = claims  # as long as the engine: it binds them seconds from now
     return engine

@@ -21,6 +21,7 @@ from typing import Any
 
 from slime.data.ledger import Entry, read_ledger
 from tests.e2e.running import marked, start_train
+from tests.limits import Limit
 
 PROCESSES = {
     "trainer rank": "ray::TrainActor",
@@ -49,8 +50,7 @@ class Broken:
     mark: str
     output: Path
     log: Path
-    timeout_s: float = 200.0
-    started: float = field(default_factory=time.monotonic)
+    limit: Limit = field(default_factory=lambda: Limit(200.0))
 
     def text(self) -> str:
         return self.log.read_text()
@@ -59,7 +59,7 @@ class Broken:
         """What ``ready`` returns, once it is true. The run must live until then."""
         while not (found := ready()):
             assert self.process.poll() is None, self.text()[-6000:]
-            assert time.monotonic() < self.started + self.timeout_s, self.text()[-6000:]
+            assert not self.limit.is_over, self.text()[-6000:]
             time.sleep(_POLL_S)
         return found
 

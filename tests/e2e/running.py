@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.limits import Limit, wait_for_exit
+
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "SLIME_TEST_RUN"
 PLUGINS = str(Path(__file__).with_name("plugin_functions.py"))
@@ -23,12 +25,11 @@ class Finished:
     status: int
     output: str
     mark: str
-    seconds: float
 
     def survivors(self, within_s: float = 10.0) -> list[str]:
         """Command lines of processes that still carry the run's mark after ``within_s`` seconds."""
-        deadline = time.monotonic() + within_s
-        while (left := marked_processes(self.mark)) and time.monotonic() < deadline:
+        limit = Limit(within_s)
+        while (left := marked_processes(self.mark)) and not limit.is_over:
             time.sleep(0.1)
         return left
 
@@ -44,14 +45,17 @@ def start_train(flags: list[Any], cwd: Path, log: Path, script: str = "train.py"
 
 def run_train(flags: list[Any], cwd: Path, timeout_s: float = 240.0, script: str = "train.py") -> Finished:
     log = cwd / f"train-{uuid.uuid4().hex[:6]}.log"
-    started = time.monotonic()
     process, mark = start_train(flags, cwd, log, script)
-    try:
-        status = process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
+    return Finished(exit_status(process, log, timeout_s), log.read_text(), mark)
+
+
+def exit_status(process: subprocess.Popen, log: Path, timeout_s: float = 240.0) -> int:
+    """Exit status of a run. A run that takes longer is killed; the error has the end of its log."""
+    status = wait_for_exit(process, timeout_s)
+    if status is None:
         process.kill()
-        raise AssertionError(f"{script} did not end within {timeout_s} s:\n{log.read_text()[-4000:]}") from None
-    return Finished(status, log.read_text(), mark, time.monotonic() - started)
+        raise AssertionError(f"{process.args[1]} did not end within {timeout_s} s:\n{log.read_text()[-4000:]}")
+    return status
 
 
 def marked_processes(mark: str) -> list[str]:

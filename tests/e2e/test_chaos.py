@@ -19,8 +19,9 @@ from safetensors.torch import load_file
 from slime.doctor.ledger import examine_ledger
 from tests.doc_commands import shown_flags
 from tests.e2e.faults import Broken, broken, shared_memory
-from tests.e2e.running import Finished, metrics
+from tests.e2e.running import Finished, exit_status, metrics
 from tests.e2e.test_loop import grpo_flags
+from tests.limits import Limit
 
 pytestmark = pytest.mark.alone
 
@@ -59,15 +60,15 @@ def battered(tiny_task, tmp_path_factory):
     flags = exact_flags(tiny_task, output)
     seen: dict[str, dict[str, Any]] = {}
     with broken(flags, output) as run:
-        killed_at = run.break_in("train", 2, "Data Buffer")
-        seen["killed buffer"] = ended(run, killed_at)
+        run.break_in("train", 2, "Data Buffer")
+        seen["killed buffer"] = ended(run)
     with broken(flags, output) as run:
         seen["killed driver"] = end_driver(run, signal.SIGKILL, 2)
     with broken([*flags, "--use-fault-tolerance"], output) as run:
-        stopped_at = run.break_in("train", 3, "trainer rank", signal.SIGSTOP)
+        run.break_in("train", 3, "trainer rank", signal.SIGSTOP)
+        since = Limit(HEARTBEAT_S + ORDERLY_S)
         run.wait(lambda: run.progress().get("restarts") == 1)
-        noticed_s = run.progress()["started"] - stopped_at
-        seen["healed"] = ended(run, stopped_at) | {"noticed_s": noticed_s, "progress": run.progress()}
+        seen["healed"] = {"is_late": since.is_over} | ended(run) | {"progress": run.progress()}
     return output, seen
 
 
@@ -76,20 +77,20 @@ def end_driver(run: Broken, how: signal.Signals, rollout_id: int) -> dict[str, A
     run.wait(lambda: run.is_in("train", rollout_id))
     memory = shared_memory(run.mark)
     os.kill(run.process.pid, how)
-    return ended(run, time.time()) | {"memory": memory, "files": left_of(memory)}
+    return ended(run) | {"memory": memory, "files": left_of(memory)}
 
 
-def ended(run: Broken, since: float) -> dict[str, Any]:
+def ended(run: Broken) -> dict[str, Any]:
     """How the run ended, and which of its processes have not."""
-    status = run.process.wait(120)
-    seconds = time.time() - since
-    survivors = Finished(status, "", run.mark, 0.0).survivors(within_s=ORDERLY_S)
-    return {"status": status, "text": run.text(), "seconds": seconds, "survivors": survivors}
+    since = Limit(ORDERLY_S)
+    status = exit_status(run.process, run.log)
+    survivors = Finished(status, "", run.mark).survivors(within_s=ORDERLY_S)
+    return {"status": status, "text": run.text(), "seconds": since.used, "survivors": survivors}
 
 
 def left_of(files: set[Path]) -> list[Path]:
-    deadline = time.monotonic() + ORDERLY_S
-    while (left := [path for path in files if path.exists()]) and time.monotonic() < deadline:
+    limit = Limit(ORDERLY_S)
+    while (left := [path for path in files if path.exists()]) and not limit.is_over:
         time.sleep(0.1)
     return left
 
@@ -124,7 +125,7 @@ def test_a_run_outlives_a_stopped_trainer_rank_and_says_where_the_others_were(ba
     assert "its last lines" in report
     assert "is at:\n" in report, "where the surviving rank is"
     assert "/slime/" in report[report.index("is at:") :]
-    assert healed["noticed_s"] < HEARTBEAT_S + ORDERLY_S
+    assert not healed["is_late"]
     assert healed["progress"]["restarts"] == 1
     assert healed["progress"]["state"] == "finished"
     assert healed["survivors"] == []

@@ -107,9 +107,9 @@ def test_an_engine_gives_its_memory_back_and_serves_again_after_a_sync(tiny_task
 
         memory.onload_weights()
         fleet = LocalFleet([engine])
-        sender = DistributedSender(fleet, group_name="again", timeout_s=60)
+        sender = DistributedSender(fleet, group_name="again", timeout_s=600)
         sender.connect("127.0.0.1", free_port())
-        update = WeightUpdate("7", max_chunk_bytes=1 << 20, timeout_s=60, continues=False)
+        update = WeightUpdate("7", max_chunk_bytes=1 << 20, timeout_s=600, continues=False)
         weights = [(name, tensor) for name, tensor in model.state_dict().items() if name != "lm_head.weight"]
         push_weights(fleet, sender, weights, update)
         sender.disconnect()

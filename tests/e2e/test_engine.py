@@ -65,7 +65,7 @@ def model_of(task: Any) -> Any:
 def generate(engine: SGLangEngine, ids: list[int]) -> tuple[list[int], list[float], str]:
     parameters = {"max_new_tokens": 16, "temperature": 1.0, "ignore_eos": True}
     body = {"input_ids": ids, "sampling_params": parameters, "return_logprob": True}
-    response = httpx.post(f"{engine.url}/generate", json=body, timeout=60).raise_for_status().json()
+    response = httpx.post(f"{engine.url}/generate", json=body, timeout=600).raise_for_status().json()
     pairs = response["meta_info"]["output_token_logprobs"]
     return [pair[1] for pair in pairs], [pair[0] for pair in pairs], response["meta_info"]["weight_version"]
 
@@ -92,7 +92,7 @@ def test_the_ids_that_a_cut_vocabulary_leaves_are_told_and_give_the_log_probabil
     parameters = {"max_new_tokens": 16, "temperature": 0.7, "ignore_eos": True, "top_p": top_p, "top_k": top_k}
     asks = {"return_logprob": True, "return_sampling_mask": True}
     body = {"input_ids": ids, "sampling_params": parameters} | asks
-    meta = httpx.post(f"{engine.url}/generate", json=body, timeout=60).raise_for_status().json()["meta_info"]
+    meta = httpx.post(f"{engine.url}/generate", json=body, timeout=600).raise_for_status().json()["meta_info"]
     sample = Sample(tokens=list(ids))
     tokens, log_probs = sampled_tokens(meta)
     sample.append_response_tokens(tokens=tokens, log_probs=log_probs, meta_info=meta)
@@ -127,10 +127,10 @@ def test_a_stream_makes_the_sample_that_one_reply_makes(engine, tiny_task):
 def sync(engine: SGLangEngine, weights: list[tuple[str, torch.Tensor]]) -> int:
     """Send ``weights`` as version 41 and have the engine's checksums compared. Returns the number of bytes."""
     fleet = LocalFleet([engine])
-    sender = DistributedSender(fleet, group_name="test", timeout_s=60)
+    sender = DistributedSender(fleet, group_name="test", timeout_s=600)
     sender.connect("127.0.0.1", free_port())
     try:
-        update = WeightUpdate("41", max_chunk_bytes=1 << 20, timeout_s=60, checksums=expected_checksums)
+        update = WeightUpdate("41", max_chunk_bytes=1 << 20, timeout_s=600, checksums=expected_checksums)
         return push_weights(fleet, sender, weights, update)
     finally:
         sender.disconnect()
@@ -204,7 +204,7 @@ def test_an_engine_does_not_take_another_server_on_its_port_for_its_own(tiny_tas
 
 @pytest.mark.alone
 def test_the_fork_server_survives_clients_that_vanish_or_keep_silent(tiny_task, fork_server, tmp_path):
-    wait_until(Path(fork_server.socket_path).exists, Deadline(60, "the fork server to listen"))
+    wait_until(Path(fork_server.socket_path).exists, Deadline(600, "the fork server to listen"))
     with socket.socket(socket.AF_UNIX) as vanishing:
         vanishing.connect(fork_server.socket_path)
     request = {"argv": ["--model-path", "/nowhere"], "env": {}, "log": str(tmp_path / "lost")}
@@ -230,7 +230,7 @@ def test_the_router_learns_and_forgets_an_engine_whatever_the_proxy(engine, tmp_
         engine.register(router.url)
         assert known(router) == [engine.url]
         remove_worker(router.url, engine.url)
-        wait_until(lambda: known(router) == [], Deadline(10, "the router to forget the engine"))
+        wait_until(lambda: known(router) == [], Deadline(600, "the router to forget the engine"))
     finally:
         router.stop()
 
@@ -243,11 +243,11 @@ def test_the_number_of_requests_is_the_schedulers(engine):
     assert engine.num_requests() == 0
     body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 120, "ignore_eos": True}}
     with ThreadPoolExecutor(8) as pool:
-        calls = [pool.submit(httpx.post, f"{engine.url}/generate", json=body, timeout=60) for _ in range(8)]
-        wait_until(lambda: engine.num_requests() > 0, Deadline(30, "requests to arrive"), poll_s=0.001)
+        calls = [pool.submit(httpx.post, f"{engine.url}/generate", json=body, timeout=600) for _ in range(8)]
+        wait_until(lambda: engine.num_requests() > 0, Deadline(600, "requests to arrive"), poll_s=0.001)
         engine.abort_all()
         assert [call.result().status_code for call in calls] == [200] * 8
-    wait_until(lambda: engine.num_requests() == 0, Deadline(30, "requests to end"))
+    wait_until(lambda: engine.num_requests() == 0, Deadline(600, "requests to end"))
 
 
 def test_a_server_that_is_gone_is_an_engine_error_from_every_call(tmp_path):
@@ -289,7 +289,7 @@ print(json.dumps({
 def seen_inside_sglang() -> dict[str, Any]:
     """What only a process that imports SGLang can tell; one for all, it takes seconds."""
     command = [sys.executable, "-c", INSIDE_SGLANG]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 

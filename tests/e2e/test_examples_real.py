@@ -8,9 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.e2e.running import Finished, kill_marked, metrics, start_train, values
+from tests.e2e.running import Finished, exit_status, kill_marked, metrics, start_train, values
 
-RUN_TIMEOUT_S = 240.0
 USED = {"search-r1": "<information>", "retool": "<interpreter>"}
 """Example -> what stands in a response that made use of the example's tool."""
 
@@ -25,8 +24,8 @@ def test_tiny_models_learn_to_use_a_search_server_and_a_python_sandbox(tmp_path)
         started[name] = (*start_train(flags, tmp_path, log, f"examples/{name}/run_tiny.py"), log)
     try:
         for name, (process, mark, log) in started.items():
-            status = process.wait(RUN_TIMEOUT_S)
-            finished = Finished(status, log.read_text(), mark, 0.0)
+            status = exit_status(process, log)
+            finished = Finished(status, log.read_text(), mark)
             assert status == 0, f"{name}:\n{finished.output[-4000:]}"
             assert "reward of a response: " in finished.output.splitlines()[-1]
             assert finished.survivors() == []
@@ -34,7 +33,7 @@ def test_tiny_models_learn_to_use_a_search_server_and_a_python_sandbox(tmp_path)
     finally:
         for process, mark, _ in started.values():
             kill_marked(mark, "")  # nothing is left of a run that came to its end
-            process.wait(60)
+            process.wait()
 
 
 def assert_learned(output, tag: str) -> None:

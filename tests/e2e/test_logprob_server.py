@@ -46,11 +46,11 @@ class LogProbServer:
 
     def call(self, path: str, body: Any = None) -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()
-        with urllib.request.urlopen(urllib.request.Request(self.url + path, data), timeout=60) as response:
+        with urllib.request.urlopen(urllib.request.Request(self.url + path, data), timeout=600) as response:
             return json.load(response)
 
     def wait_ready(self) -> None:
-        wait_until(self._answers, Deadline(120.0, "the log-prob server"))
+        wait_until(self._answers, Deadline(600, "the log-prob server"))
 
     def _answers(self) -> bool:
         assert self.process.poll() is None, self.log.read_text()[-4000:]
@@ -117,5 +117,5 @@ def test_a_student_learns_from_a_teacher_behind_the_server(server, tiny_task, tm
     assert server.call("/update_weights_from_disk", {"model_path": str(tmp_path / "hf_2")})["ok"]
     assert server.call("/generate", asked)["log_probs"] != before["log_probs"]
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(30) == 0, server.log.read_text()[-4000:]
-    assert Finished(0, "", server.mark, 0.0).survivors() == []
+    assert server.process.wait() == 0, server.log.read_text()[-4000:]
+    assert Finished(0, "", server.mark).survivors() == []

@@ -98,7 +98,7 @@ def used(posters: Posters) -> list[str]:
 def test_requests_are_posted_in_turn_and_their_errors_are_those_of_one_process(posters, server):
     actors = dict(posters._actors)
     names = used(posters)
-    nodes = ray.get([actor.node_id.remote() for actor in actors.values()], timeout=60)
+    nodes = ray.get([actor.node_id.remote() for actor in actors.values()])
     assert sorted(nodes) == sorted(node["NodeID"] for node in ray.nodes()), "one on each, as it has one device slot"
     assert post(server.url, {"a": [1, 2]}) == {"seen": {"a": [1, 2]}}
     with pytest.raises(RequestRefused, match="status 400"):
@@ -124,7 +124,7 @@ def test_a_request_that_nobody_waits_for_any_more_ends_at_the_poster(posters, se
             await task
 
     asyncio.run(asyncio.wait_for(give_up(), 30))
-    assert server.disconnected.wait(20), "the poster still reads the reply"
+    assert server.disconnected.wait(120), "the poster still reads the reply"
 
 
 def test_posters_that_die_are_left_out_and_without_any_the_process_posts_itself(posters, server):

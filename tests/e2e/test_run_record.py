@@ -56,7 +56,7 @@ def run(tiny_task, tmp_path_factory) -> Path:
 
 def slime(*words: Any, typed: str | None = None, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "slime", *map(str, words)]
-    kwargs = {"capture_output": True, "text": True, "timeout": 200, "cwd": ROOT, "input": typed}
+    kwargs = {"capture_output": True, "text": True, "cwd": ROOT, "input": typed}
     return subprocess.run(command, env=os.environ | env, **kwargs)
 
 

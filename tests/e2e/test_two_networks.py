@@ -50,7 +50,7 @@ python "$@"
 def is_allowed() -> bool:
     if shutil.which("ip") is None or shutil.which("unshare") is None:
         return False
-    return subprocess.run([*NAMESPACES, "bash", "-c", TWO_NODES], capture_output=True, timeout=20).returncode == 0
+    return subprocess.run([*NAMESPACES, "bash", "-c", TWO_NODES], capture_output=True).returncode == 0
 
 
 def test_an_engine_with_a_part_in_each_of_two_networks_is_trained(tiny_task, tmp_path):
@@ -74,7 +74,6 @@ def test_an_engine_with_a_part_in_each_of_two_networks_is_trained(tiny_task, tmp
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=240,
         )
     assert done.returncode == 0, done.stdout[-6000:]
     (engine,) = set(re.findall(r"engines http://([\d.]+):\d+", done.stdout))

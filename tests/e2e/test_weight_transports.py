@@ -79,10 +79,10 @@ class StubTrainer:
 def test_tensors_in_shared_memory_arrive_bit_for_bit_and_leave_no_memory_behind(engine, tiny_task):
     trainer = StubTrainer(tiny_task.model)
     fleet = LocalFleet([engine], [EngineInfo(engine.url, 1, first_slot=0)])
-    updater = WeightUpdater(ALONE, address="127.0.0.1", shares_devices=True, timeout_s=60)
+    updater = WeightUpdater(ALONE, address="127.0.0.1", shares_devices=True, timeout_s=600)
     engine.reset_weights()
     before = shared_files()
-    update = WeightUpdate("1", max_chunk_bytes=1 << 16, timeout_s=60, checksums=expected_checksums)
+    update = WeightUpdate("1", max_chunk_bytes=1 << 16, timeout_s=600, checksums=expected_checksums)
     for version in ("1", "2"):
         trainer.step()
         num_bytes = updater.update(fleet, trainer, dataclasses.replace(update, version=version))
@@ -99,9 +99,9 @@ def test_broadcasts_arrive_bit_for_bit(engine, tiny_task, monkeypatch, small_byt
     monkeypatch.setattr(send_distributed, "_SMALL_BYTES", small_bytes)
     monkeypatch.setattr(send_distributed, "_FEW", 0)
     trainer = StubTrainer(tiny_task.model)
-    updater = WeightUpdater(ALONE, address="127.0.0.1", shares_devices=False, timeout_s=60)
+    updater = WeightUpdater(ALONE, address="127.0.0.1", shares_devices=False, timeout_s=600)
     engine.reset_weights()
-    update = WeightUpdate("1", max_chunk_bytes=1 << 16, timeout_s=60, checksums=expected_checksums)
+    update = WeightUpdate("1", max_chunk_bytes=1 << 16, timeout_s=600, checksums=expected_checksums)
     try:
         for version in ("1", "2"):
             trainer.step()
@@ -123,7 +123,7 @@ def test_files_arrive_bit_for_bit_in_full_or_as_differences(engine, tiny_task, t
     settings = DiskSettings(tmp_path / "shared", None if encoding is None else tmp_path / "local")
     updater = DiskUpdater(ALONE, settings) if encoding is None else DeltaUpdater(ALONE, settings, encoding=encoding)
     engine.reset_weights()
-    update = WeightUpdate("1", max_chunk_bytes=1 << 16, timeout_s=60, checksums=expected_checksums)
+    update = WeightUpdate("1", max_chunk_bytes=1 << 16, timeout_s=600, checksums=expected_checksums)
     sizes = []
     for version in ("1", "2", "3"):
         trainer.step(only=None if version == "1" else "layers.1.mlp.down_proj")
@@ -140,16 +140,16 @@ def test_engines_of_different_width_get_the_same_mixture_of_experts(tiny_task, p
     wide = make_engine(task, preloaded, tmp_path / "wide.log", "--tp-size", "2", "--ep-size", "2")
     narrow = make_engine(task, preloaded, tmp_path / "narrow.log")
     trainer = StubTrainer(model_path)
-    updater = WeightUpdater(ALONE, address="127.0.0.1", shares_devices=False, timeout_s=60, changed_only=True)
+    updater = WeightUpdater(ALONE, address="127.0.0.1", shares_devices=False, timeout_s=600, changed_only=True)
     fleet = LocalFleet([wide, narrow], [EngineInfo(wide.url, 2), EngineInfo(narrow.url, 1)])
     sizes = []
     try:
         for start in [fleet.pool.submit(each.start) for each in (wide, narrow)]:
-            start.result(120)
+            start.result()
         fleet.start("reset_weights").wait(60)
         for version, only in (("0", "nothing"), ("1", None), ("2", "experts.3.")):
             trainer.step(only=only)
-            update = WeightUpdate(version, max_chunk_bytes=1 << 14, timeout_s=60, restores=version == "0")
+            update = WeightUpdate(version, max_chunk_bytes=1 << 14, timeout_s=600, restores=version == "0")
             sizes.append(updater.update(fleet, trainer, update))
         with pytest.raises(EngineError, match="refused weights_checker"):
             fleet.start("compare_weights").wait(60)

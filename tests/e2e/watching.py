@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from tests.e2e.running import Finished, metrics, start_train, values
+from tests.e2e.running import Finished, exit_status, metrics, start_train, values
+from tests.limits import Limit
 
 
 @dataclass
@@ -26,8 +27,7 @@ class Running:
     mark: str
     output: Path
     log: Path
-    timeout_s: float = 150.0
-    started: float = field(default_factory=time.monotonic)
+    limit: Limit = field(default_factory=lambda: Limit(150.0))
     versions: list[set[str]] = field(default_factory=list)
 
     def text(self) -> str:
@@ -36,7 +36,7 @@ class Running:
     def wait(self, ready: Callable[[], Any]) -> Any:
         while not (found := ready()):
             assert self.process.poll() is None, self.text()[-6000:]
-            assert time.monotonic() < self.started + self.timeout_s, self.text()[-6000:]
+            assert not self.limit.is_over, self.text()[-6000:]
             time.sleep(0.05)
         return found
 
@@ -57,8 +57,7 @@ class Running:
         return len(values(metrics(self.output / "run"), "train/loss")) if path.exists() else 0
 
     def end(self) -> Finished:
-        status = self.process.wait(self.timeout_s)
-        return Finished(status, self.text(), self.mark, time.monotonic() - self.started)
+        return Finished(exit_status(self.process, self.log), self.text(), self.mark)
 
 
 @contextmanager

@@ -112,7 +112,7 @@ TWO_TURNS = """
 import os, sys, httpx
 url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
 messages = [{"role": "user", "content": sys.argv[-1]}]
-with httpx.Client(headers={"Authorization": "Bearer " + key}, timeout=60, trust_env=False, verify=False) as client:
+with httpx.Client(headers={"Authorization": "Bearer " + key}, timeout=600, trust_env=False, verify=False) as client:
     for _ in range(2):
         reply = client.post(url + "/chat/completions", json={"messages": messages})
         reply.raise_for_status()

@@ -103,12 +103,12 @@ def test_a_broken_corpus_names_file_and_line(tmp_path):
 
 def test_the_server_answers_every_query_and_refuses_what_is_no_query(server):
     body = json.dumps({"queries": ["amber", "zebra"], "topk": 2}).encode()
-    with urllib.request.urlopen(urllib.request.Request(server, body), timeout=5) as reply:
+    with urllib.request.urlopen(urllib.request.Request(server, body), timeout=600) as reply:
         found = json.load(reply)["result"]
     assert [len(hits) for hits in found] == [1, 0]
     assert found[0][0]["document"]["contents"] == CORPUS[0]
     with pytest.raises(urllib.error.HTTPError, match="400"):
-        urllib.request.urlopen(urllib.request.Request(server, b"[]"), timeout=5)
+        urllib.request.urlopen(urllib.request.Request(server, b"[]"), timeout=600)
 
 
 def test_retrieved_tokens_are_in_the_context_but_not_in_the_loss(run_turns):

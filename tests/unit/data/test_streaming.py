@@ -140,7 +140,7 @@ def test_the_order_does_not_depend_on_the_number_of_workers(rows: str) -> None:
     workers = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
     assert len(workers) == 2
     helped.close()
-    assert psutil.wait_procs(workers, timeout=20)[1] == []
+    assert psutil.wait_procs(workers)[1] == []
     whole = Dataset(rows, PlainTokenizer(), None, 10, prompt_key="prompt", num_workers=2)
     assert numbers(whole.samples) == SHORT
 

@@ -158,7 +158,7 @@ def _in_four_bits(source: Path, path: Path) -> None:
 
 
 def _tool(name: str, *flags: object) -> None:
-    subprocess.run([sys.executable, ROOT / "tools" / name, *map(str, flags)], check=True, timeout=60)
+    subprocess.run([sys.executable, ROOT / "tools" / name, *map(str, flags)], check=True)
 
 
 WEIGHTS: dict[str, Callable[[Path, Path], None]] = {

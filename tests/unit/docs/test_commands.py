@@ -134,7 +134,7 @@ def help_of(*program: str) -> str:
     """What a program says when it is started with --help."""
     command = [sys.executable, *program, "--help"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -109,7 +109,7 @@ def serve(command: str, place: Path) -> None:
         wait_until(lambda: process.poll() is not None or answers(port), Deadline(TIMEOUT_S, command))
         assert process.poll() is None, (place / "server.log").read_text()
         process.send_signal(signal.SIGINT)
-        process.wait(30)
+        process.wait()
     finally:
         process.kill()
         process.wait()
@@ -117,7 +117,7 @@ def serve(command: str, place: Path) -> None:
 
 def answers(port: int) -> bool:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=10) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=600) as reply:
             return reply.status == 200
     except OSError:
         return False

@@ -215,4 +215,4 @@ def test_the_flags_need_neither_torch_nor_megatron() -> None:
         "slime.backends.megatron_utils.transformer_config, slime.backends.training.checkpoint_source; "
         "bad = {'torch', 'megatron', 'transformers', 'ray', 'sglang'} & set(sys.modules); assert not bad, bad"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True)

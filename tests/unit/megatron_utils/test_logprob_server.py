@@ -103,7 +103,7 @@ class Model:
         requests = [request for rank in ranks for part in rank for request in part]
         self.rounds.append(len(requests))
         self.busy.set()
-        assert self.go_on.wait(20)
+        assert self.go_on.wait(120)
         if self.death is not None:
             raise self.death
         if any(13 in request.input_ids for request in requests):
@@ -117,7 +117,7 @@ class Model:
 
     def load(self, path: str, timeout_s: float) -> None:
         self.busy.set()
-        assert self.go_on.wait(20)
+        assert self.go_on.wait(120)
         if self.load_error is not None:
             raise self.load_error
         self.loaded.append(path)

@@ -114,7 +114,7 @@ def make_args(hf_checkpoint: Path | str, **overrides: Any) -> argparse.Namespace
         "rollout_temperature": 1.0,
         "output_dir": "outputs",
         "record_samples": 0,
-        "distributed_timeout_minutes": 1.0,
+        "distributed_timeout_minutes": 10.0,
     }
     for name, value in (settings | overrides).items():
         setattr(args, name, value)

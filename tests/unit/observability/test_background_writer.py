@@ -47,7 +47,7 @@ def test_a_disk_that_hangs_costs_a_deadline_and_a_record_but_not_the_run(
     writer, goes_on = BackgroundWriter(room=1), threading.Event()
     is_busy = threading.Event()
     writer.submit(lambda: (is_busy.set(), goes_on.wait(60)))
-    assert is_busy.wait(30)
+    assert is_busy.wait(120)
     writer.submit(lambda: None)  # the one that may wait
     with pytest.raises(TimeoutError, match="1 files have waited for the disk"):
         writer.submit(lambda: None, timeout_s=0.01)
@@ -105,5 +105,5 @@ def test_a_process_that_ends_has_written_its_files(tmp_path: Path, end: str, cod
     assert process.stdout.readline() == "ready\n"
     if end == "wait":
         process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == code
+    assert process.wait() == code
     assert (tmp_path / "file").read_text() == "whole"

@@ -273,7 +273,7 @@ def test_the_viewer_reads_a_dump_and_writes_page_cache_and_perfetto_file(tmp_pat
     torch.save({"rollout_id": 3, "samples": [sample.to_dict()]}, dump)
     command = [sys.executable, str(ROOT / "tools" / "trace_timeline_viewer.py"), str(dump), "--no-serve"]
     done = subprocess.run(
-        [*command, "--perfetto", str(tmp_path / "p.json")], capture_output=True, text=True, check=True, timeout=120
+        [*command, "--perfetto", str(tmp_path / "p.json")], capture_output=True, text=True, check=True
     )
     assert "samples: 1" in done.stdout
     cache = json.loads((tmp_path / "3.trace_timeline_cache.json").read_text())
@@ -281,7 +281,7 @@ def test_the_viewer_reads_a_dump_and_writes_page_cache_and_perfetto_file(tmp_pat
     assert not [item for item in cache["rows"][0]["items"] if item["name"].startswith("[")]
     assert "3.trace_timeline_cache.json" in (tmp_path / "3.trace_timeline_viewer.html").read_text()
     assert json.loads((tmp_path / "p.json").read_text())["traceEvents"][-1]["name"] == "sglang_generate"
-    missing = subprocess.run([*command[:2], str(tmp_path / "no.pt")], capture_output=True, text=True, timeout=120)
+    missing = subprocess.run([*command[:2], str(tmp_path / "no.pt")], capture_output=True, text=True)
     assert missing.returncode == 1
     assert "no.pt" in missing.stderr
 
@@ -303,7 +303,7 @@ def test_the_viewer_runs_no_code_of_a_dump(tmp_path: Path) -> None:
     sample.metadata = {"theirs": _RunsCode(made), "numbers": torch.ones(2, dtype=torch.bfloat16)}
     torch.save({"rollout_id": 3, "samples": [sample.to_dict(), sample]}, dump)
     command = [sys.executable, str(ROOT / "tools" / "trace_timeline_viewer.py"), str(dump), "--no-serve"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "samples: 2" in done.stdout
     assert "pathlib.Path is not known here" in done.stderr
     assert not made.exists()
@@ -318,7 +318,7 @@ def test_the_viewer_serves_its_two_files_and_no_other_under_the_names_of_this_ma
     with subprocess.Popen([*command, "--port", address.rpartition(":")[2]], stdout=subprocess.DEVNULL) as viewer:
         try:
             transport = httpx.HTTPTransport(retries=10)  # with growing pauses: until it listens
-            with httpx.Client(base_url=address, transport=transport, timeout=30) as client:
+            with httpx.Client(base_url=address, transport=transport, timeout=600) as client:
                 page = "/3.trace_timeline_viewer.html"
                 assert "3.trace_timeline_cache.json" in client.get(page).text == client.get("/").text
                 assert client.get("/3.trace_timeline_cache.json").json()["sample_count"] == 1

@@ -223,7 +223,7 @@ def test_a_live_run_keeps_others_out_of_its_folder_and_a_dead_one_does_not(tmp_p
         with pytest.raises(ConfigError, match=rf"--experiment-name mine: process {other.pid} on host .* right now"):
             create_tracker(args)
         other.kill()
-        other.wait(10)
+        other.wait()
     create_tracker(args).close()
 
 
@@ -316,7 +316,7 @@ sink.log({{"a": 1.0}}, "x", 0)
 sink.close()
 assert not {{"torch", "tensorflow"}} & set(sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert scalars(tmp_path) == {"a": [(0, 1.0)]}
 
@@ -342,7 +342,7 @@ configure_logger(" second")
 logging.getLogger("x").info("hello")
 logging.getLogger("httpx").info("noise")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     (line,) = done.stderr.splitlines()
     assert line.endswith(" 100%] <string>:6 - hello")
     assert logging.getLogger("slime").level == logging.NOTSET
@@ -388,7 +388,7 @@ tracker.close()
 """
     root = Path(__file__).parents[3]
     env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": str(root), "WANDB_SILENT": "true"}
-    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, check=True)
     (run,) = (tmp_path / "wandb").glob("offline-run-*")
     (file,) = run.glob("*.wandb")
     content = file.read_bytes()

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from slime.ray.arguments import parse_args
+from tests.limits import unloaded_time
 
 
 def flags(task: Any, *more: Any) -> list[str]:
@@ -96,17 +96,17 @@ def test_a_checkpoint_of_another_model_names_field_and_both_values(tiny_task, ca
 
 
 def test_help_answers_without_loading_the_engines():
-    started = time.monotonic()
+    started = unloaded_time()
     code = (
         "import sys, slime.utils.arguments as a\n"
         "try: a.parse_args(argv=['--help'])\n"
         "except SystemExit: pass\n"
         "print(sorted({'torch', 'ray', 'sglang', 'megatron', 'transformers'} & set(sys.modules)), file=sys.stderr)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stderr.strip() == "[]", result.stderr
     assert "--eps-clip" in result.stdout
-    assert time.monotonic() - started < 30
+    assert unloaded_time() - started < 30
 
 
 def test_a_transport_whose_package_is_missing_is_refused_before_anything_starts(tiny_task, capsys, monkeypatch):

@@ -21,7 +21,7 @@ from slime.weight_sync.session import WeightUpdate
 from tests.unit.weight_sync.fakes import Done, RecordingFleet
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [2, 2]}
-UPDATE = WeightUpdate("1", max_chunk_bytes=1 << 20, timeout_s=5.0)
+UPDATE = WeightUpdate("1", max_chunk_bytes=1 << 20, timeout_s=600)
 WEIGHT, NORM = "layers.0.mlp.weight", "layers.0.norm.weight"
 
 
@@ -129,7 +129,7 @@ def test_through_files(checkpoint: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert (again.float() - trainer.weights[WEIGHT].float()).abs().max() < 0.2
     if mode == "delta":
         trainer.weights[WEIGHT][0, 0] = 9.0
-        updater.update(fleet, trainer, WeightUpdate("2", max_chunk_bytes=1 << 20, timeout_s=5.0))
+        updater.update(fleet, trainer, WeightUpdate("2", max_chunk_bytes=1 << 20, timeout_s=600))
         manifest = json.loads((tmp_path / "shared" / "weight_v000002" / "slime_weights.json").read_text())
         assert set(manifest["tensors"]) == {WEIGHT, WEIGHT + "_scale_inv"}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.eval_config import build_eval_datasets
 from slime.rollout.sample_hooks import set_current_rollout_id, set_evaluated_rollout_id
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
+from tests.limits import unloaded_time
 from tests.unit.rollout.fake_engine import FakeEngine, completion, make_args
 
 
@@ -28,10 +28,10 @@ def test_the_end_of_a_rollout_does_not_touch_an_evaluation_that_runs_beside_it(t
     def answer(payload: dict[str, Any], number: int) -> tuple[int, Any]:
         if payload["sampling_params"]["temperature"] == 0.0:
             evaluates.set()
-            is_trained.wait(10)  # the evaluation is under way until the rollout is over
+            is_trained.wait(120)  # the evaluation is under way until the rollout is over
             return 200, completion(payload, [7])
         if number % 5 == 4:
-            engine.aborted.wait(10)  # what over-sampling leaves running
+            engine.aborted.wait(120)  # what over-sampling leaves running
             return 200, completion(payload, [5], reason="abort")
         return 200, completion(payload, [5, 6])
 
@@ -48,11 +48,11 @@ def test_the_end_of_a_rollout_does_not_touch_an_evaluation_that_runs_beside_it(t
     try:
         evaluation = threading.Thread(target=lambda: results.append(generate_rollout(args, 7, None, evaluation=True)))
         evaluation.start()
-        assert evaluates.wait(10)
+        assert evaluates.wait(120)
         output = generate_rollout(args, 8, RolloutDataSourceWithBuffer(args))
         assert GenerateState(args).num_evaluations == 1
         is_trained.set()
-        evaluation.join(10)
+        evaluation.join(120)
         assert [sample.tokens[-1] for sample in iter_samples(output.samples)] == [6] * 4
         assert [sample.tokens[-1] for sample in results[0].data["a"]["samples"]] == [7] * 3
         assert not any("failed_attempts" in s.metadata for s in results[0].data["a"]["samples"])
@@ -79,17 +79,17 @@ def test_without_an_evaluation_the_end_of_a_rollout_empties_the_engines(tiny_tas
             if len(quick) < 2 and payload["input_ids"] not in quick:
                 quick.append(payload["input_ids"])
         if payload["input_ids"] not in quick:
-            engine.aborted.wait(10)
+            engine.aborted.wait(120)
         return 200, completion(payload, [5])
 
     engine = FakeEngine(answer)
     args = make_args(tiny_task.model, engine.port, prompt_data=tiny_task.train)
     args.apply_chat_template, args.rollout_max_prompt_len, args.over_sampling_batch_size = True, None, 4
-    started = time.monotonic()
+    started = unloaded_time()
     try:
         generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
         assert {"abort_all": True} in engine.aborts
-        assert time.monotonic() - started < 8
+        assert unloaded_time() - started < 8
     finally:
         engine.close()
         GenerateState.clear_instances()

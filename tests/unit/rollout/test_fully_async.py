@@ -70,10 +70,10 @@ def test_no_more_groups_are_begun_than_the_staleness_bound_allows(setup):
     args, source = setup(max_weight_staleness=1)
     worker = AsyncRolloutWorker(args, source, concurrency=100)
     worker.start()
-    wait_until(lambda: worker.queue_size() == 4, Deadline(10, "four groups"))  # (1 + 1) batches of two
+    wait_until(lambda: worker.queue_size() == 4, Deadline(600, "four groups"))  # (1 + 1) batches of two
     assert len(source.drawn) == 4
     worker.get_completed_groups(1)
-    wait_until(lambda: worker.queue_size() == 4, Deadline(10, "the place to be taken again"))
+    wait_until(lambda: worker.queue_size() == 4, Deadline(600, "the place to be taken again"))
     worker.stop()
     assert len(source.drawn) == 5
     assert not worker.worker_thread.is_alive()
@@ -83,13 +83,13 @@ def test_what_the_batch_of_this_rollout_has_already_counts_as_under_way(setup):
     args, source = setup(max_weight_staleness=1)
     worker = AsyncRolloutWorker(args, source, concurrency=100)
     worker.start()
-    wait_until(lambda: worker.queue_size() == 4, Deadline(10, "four groups"))  # (1 + 1) batches of two
+    wait_until(lambda: worker.queue_size() == 4, Deadline(600, "four groups"))  # (1 + 1) batches of two
     assert len(worker.get_completed_groups(3, is_held=True)) == 3
     worker.release(1)  # a filter dropped it
-    wait_until(lambda: worker.queue_size() == 2, Deadline(10, "its place to be taken again"))
+    wait_until(lambda: worker.queue_size() == 2, Deadline(600, "its place to be taken again"))
     assert worker._free_places() == 0
     worker.release()  # the batch is complete
-    wait_until(lambda: worker.queue_size() == 4, Deadline(10, "the places of the batch to be taken again"))
+    wait_until(lambda: worker.queue_size() == 4, Deadline(600, "the places of the batch to be taken again"))
     worker.stop()
     assert len(source.drawn) == 7
 
@@ -168,12 +168,12 @@ def test_groups_go_on_while_one_is_given_back_to_a_slow_data_source(setup):
     worker = AsyncRolloutWorker(args, source, concurrency=3)
 
     def add_samples(groups):
-        wait_until(lambda: worker.queue_size() >= 2, Deadline(10, "two groups to finish meanwhile"))
+        wait_until(lambda: worker.queue_size() >= 2, Deadline(600, "two groups to finish meanwhile"))
 
     source.add_samples = add_samples
     worker.start()
-    worker.wait_completed(Deadline(20, "a group"))
-    wait_until(lambda: worker.queue_size() >= 3, Deadline(20, "three groups"))
+    worker.wait_completed(Deadline(600, "a group"))
+    wait_until(lambda: worker.queue_size() >= 3, Deadline(600, "three groups"))
     worker.stop()
     assert worker._error is None
 

@@ -25,6 +25,7 @@ from slime.rollout.rm_hub.math_utils import (
 )
 from slime.rollout.rm_hub.math_verify_grader import grade_math_verify
 from slime.utils.errors import DataError, ScoringError
+from tests.limits import unloaded_time
 from tests.unit.rollout.fake_engine import FakeEngine
 
 # --- the conventions of users' rewards
@@ -74,7 +75,7 @@ async def slow_async(args, sample):
 
 
 def marks_when_released(args, sample):
-    args.released.wait(10)
+    args.released.wait(120)
     sample.remove_sample = True
     sample.metadata["seen"] = 1
     args.marked.set()
@@ -149,10 +150,10 @@ def test_unusable_results_name_function_and_sample(name, message):
 
 
 def test_an_async_reward_has_a_deadline_too():
-    started = time.monotonic()
+    started = unloaded_time()
     with pytest.raises(DataError, match=r"slow_async on sample 2 did not return within 0.2 s"):
         score(rm_args(custom_rm_path=here("slow_async"), rm_timeout=0.2), Sample(index=2))
-    assert time.monotonic() - started < 2
+    assert unloaded_time() - started < 2
 
 
 def test_a_late_reward_changes_nothing_and_one_in_time_may_change_the_sample():
@@ -163,7 +164,7 @@ def test_a_late_reward_changes_nothing_and_one_in_time_may_change_the_sample():
             score(rm_args(custom_rm_path=here("marks_when_released"), rm_timeout=0.2, **events), sample)
     finally:
         events["released"].set()
-    assert events["marked"].wait(10)
+    assert events["marked"].wait(120)
     assert (sample.remove_sample, sample.metadata) == (False, {})
     assert score(rm_args(custom_rm_path=here("marks_when_released"), **events), sample) == 1.0
     assert (sample.remove_sample, sample.metadata) == (True, {"seen": 1})
@@ -174,9 +175,9 @@ def test_sync_rewards_run_side_by_side():
         args = rm_args(custom_rm_path=here("sleeping"))
         await asyncio.gather(*(async_rm(args, Sample()) for _ in range(20)))
 
-    started = time.monotonic()
+    started = unloaded_time()
     asyncio.run(many())
-    assert time.monotonic() - started < 1.5
+    assert unloaded_time() - started < 1.5
 
 
 def sleeping(args, sample):
@@ -309,9 +310,9 @@ def test_a_boxed_truth_is_unboxed_and_an_empty_one_matches_nothing():
     ],
 )
 def test_expressions_that_would_keep_sympy_busy_are_not_evaluated(bomb):
-    started = time.monotonic()
+    started = unloaded_time()
     assert not grade_answer_sympy(bomb, "x")
-    assert time.monotonic() - started < 2
+    assert unloaded_time() - started < 2
 
 
 @pytest.mark.parametrize(
@@ -345,10 +346,10 @@ def test_f1_is_squads():
 def test_math_verify_gives_up_on_what_it_cannot_compute_and_goes_on(monkeypatch, response):
     monkeypatch.setattr(math_verify_grader, "_LIMIT_S", 1.0)
     math_verify_grader._graders.cache_clear()
-    started = time.monotonic()
+    started = unloaded_time()
     assert grade_math_verify(response, "7") == 0.0
     assert grade_math_verify(r"\boxed{7}", "7") == 1.0
-    assert time.monotonic() - started < 30
+    assert unloaded_time() - started < 30
     math_verify_grader._graders.cache_clear()
 
 

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import httpx
@@ -34,6 +33,7 @@ from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_r
 from slime.rollout.settings import setting
 from slime.utils import http_utils
 from slime.utils.errors import ConfigError, DataError, DeadlineExceeded, EngineError
+from tests.limits import unloaded_time
 from tests.unit.rollout.fake_engine import FakeEngine, make_args
 
 NO_KEY = SimpleNamespace(reward_key=None)
@@ -252,10 +252,10 @@ def test_every_event_loop_gets_a_working_client_and_replies_may_be_text():
 def test_a_closed_port_is_tried_as_often_as_asked_and_named():
     server = FakeEngine()
     server.close()
-    started = time.monotonic()
+    started = unloaded_time()
     with pytest.raises(EngineError, match=rf"{server.url}/x failed 3 times.*ConnectError"):
         asyncio.run(http_utils.post(f"{server.url}/x", {}, max_retries=2))
-    assert time.monotonic() - started < 3
+    assert unloaded_time() - started < 3
 
 
 def test_a_client_that_users_code_installed_is_used(monkeypatch):

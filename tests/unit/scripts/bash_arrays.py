@@ -33,7 +33,6 @@ def source(script: str, *, env: Mapping[str, str] | None = None, cwd: Path = ROO
         env={"PATH": "/usr/bin:/bin", **(env or {})},
         capture_output=True,
         text=True,
-        timeout=30,
     )
     assert result.returncode == 0, result.stderr
     assert not result.stderr, result.stderr
@@ -50,7 +49,6 @@ def model_words() -> dict[str, list[str]]:
         env={"PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=60,
     )
     assert result.returncode == 0, result.stderr
     records = [record.split("\037")[:-1] for record in result.stdout.split("\036")[:-1]]

@@ -14,7 +14,7 @@ _DOCKERFILE = _ROOT / "Dockerfile"
 
 def test_the_linter_finds_nothing():
     hadolint = Path(sys.executable).parent / "hadolint"
-    done = subprocess.run([hadolint, _DOCKERFILE], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([hadolint, _DOCKERFILE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

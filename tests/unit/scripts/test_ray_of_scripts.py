@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.limits import unloaded_time
 from tests.unit.scripts.bash_arrays import ROOT
 from tests.unit.scripts.dry_run import SCRIPTS
 
@@ -105,9 +106,9 @@ def is_running(pid: int) -> bool:
 
 
 def wait_until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = unloaded_time() + DEADLINE_S
     while not condition():
-        assert time.monotonic() < deadline, what
+        assert unloaded_time() < deadline, what
         time.sleep(0.02)
 
 

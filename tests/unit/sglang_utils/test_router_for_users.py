@@ -18,7 +18,7 @@ def test_a_router_serves_in_a_process_of_its_own_until_that_is_ended():
     process = multiprocessing.get_context("spawn").Process(target=run_router, args=(args,), daemon=True)
     process.start()
     try:
-        wait_until(lambda: _is_alive(f"http://127.0.0.1:{port}"), Deadline(30.0, "the router to answer"))
+        wait_until(lambda: _is_alive(f"http://127.0.0.1:{port}"), Deadline(600, "the router to answer"))
     finally:
         terminate_process(process)
     assert not process.is_alive()

@@ -26,7 +26,6 @@ def run(tool: str, *arguments: object) -> subprocess.CompletedProcess[str]:
         cwd=_ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
 

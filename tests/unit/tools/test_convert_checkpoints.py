@@ -25,7 +25,6 @@ def _run(tool: str, *arguments: object) -> subprocess.CompletedProcess[str]:
         env=environment | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
 

@@ -19,7 +19,7 @@ TOOLS = Path(__file__).parents[3] / "tools"
 
 def run_tool(name: str, *words: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(TOOLS / name), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 def operator(name: str, ts: float, dur: float, tid: int = 1) -> dict[str, Any]:

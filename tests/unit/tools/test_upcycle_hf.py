@@ -24,7 +24,7 @@ def test_the_first_logits_are_those_of_the_dense_model(copies: int, slices: int,
     (tmp_path / "dense" / "tokenizer_config.json").write_text("{}")
     words = ["--copies", str(copies), "--slices", str(slices), "--topk", str(topk)]
     paths = ["--input", str(tmp_path / "dense"), "--output", str(tmp_path / "moe")]
-    subprocess.run([sys.executable, str(_TOOL), *paths, *words], check=True, timeout=60)
+    subprocess.run([sys.executable, str(_TOOL), *paths, *words], check=True)
     sparse = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "moe", dtype=torch.float32)
     assert sparse.config.num_experts == copies * slices
     assert (tmp_path / "moe" / "tokenizer_config.json").exists()

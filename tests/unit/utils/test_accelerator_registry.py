@@ -115,4 +115,4 @@ def test_a_device_of_moore_threads_is_noticed_and_refused(monkeypatch: pytest.Mo
 
 def test_asking_for_the_device_imports_no_torch() -> None:
     script = "import sys; from slime.utils import accelerator; accelerator.current(); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True)

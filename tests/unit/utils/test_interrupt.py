@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
@@ -16,6 +15,7 @@ from slime.ray.ahead import RolloutsAhead
 from slime.ray.failures import exit_status
 from slime.utils.deadline import Deadline, wait_until
 from slime.utils.interrupt import Interrupted, acknowledge, interruptible, raise_if_interrupted
+from tests.limits import unloaded_time
 
 
 class Swallows:
@@ -43,10 +43,10 @@ lost = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarni
 def test_an_interruption_that_a_destructor_swallowed_ends_the_next_wait(number, status):
     with interruptible():
         lose_an_interruption(number)
-        started = time.monotonic()
+        started = unloaded_time()
         with pytest.raises(Interrupted) as caught:
-            wait_until(lambda: False, Deadline(30.0, "something that never comes"))
-        assert time.monotonic() < started + 5
+            wait_until(lambda: False, Deadline(600, "something that never comes"))
+        assert unloaded_time() < started + 5
         assert caught.value.status == status
 
 
@@ -54,7 +54,7 @@ def test_an_interruption_that_a_destructor_swallowed_ends_the_next_wait(number, 
 @pytest.mark.parametrize("wait", ["take", "engines_idle"])
 def test_waits_for_rollouts_ahead_look_at_it_too(wait):
     release: queue.Queue[int] = queue.Queue()
-    ahead = RolloutsAhead(lambda rollout_id: release.get(timeout=30), [0], capacity=1, timeout_s=30.0)
+    ahead = RolloutsAhead(lambda rollout_id: release.get(), [0], capacity=1, timeout_s=30.0)
     try:
         with interruptible():
             lose_an_interruption()
@@ -72,7 +72,7 @@ def test_waits_that_the_stop_itself_needs_are_not_ended():
         acknowledge()
         ready = threading.Event()
         threading.Timer(0.1, ready.set).start()
-        wait_until(ready.is_set, Deadline(10.0, "the stop"))
+        wait_until(ready.is_set, Deadline(600, "the stop"))
 
 
 def test_nothing_is_left_of_an_interruption_after_the_block_and_the_handlers_are_the_old_ones():
@@ -111,4 +111,4 @@ with interrupt.interruptible():
 )
 def test_a_second_interruption(forwarded, pause, status):
     source = STUBBORN.format(forwarded=forwarded, pause=pause)
-    assert subprocess.run([sys.executable, "-c", source], timeout=30, check=False).returncode == status
+    assert subprocess.run([sys.executable, "-c", source], check=False).returncode == status

@@ -58,7 +58,7 @@ def test_a_killed_process_leaves_no_claim_behind():
         other.release()
     finally:
         os.kill(holder.pid, signal.SIGKILL)
-        holder.wait(10)
+        holder.wait(120)
     assert claim_ports(HOST, start=port).first == port
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from slime.utils.net import free_port, is_port_free
 from slime.utils.process import GuardedProcess, has_ended, kill_group, log_tail
+from tests.limits import unloaded_time
 
 CHILD = (
     "import time, os, sys; from slime.utils.process import watch_owner; watch_owner(in_child={}); "
@@ -28,8 +29,8 @@ OWNER = (
 
 
 def group_is_gone(leader: int, within_s: float = 5.0) -> bool:
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
+    deadline = unloaded_time() + within_s
+    while unloaded_time() < deadline:
         if not any(is_in_group(process.pid, leader) and not has_ended(process) for process in psutil.process_iter()):
             return True
         time.sleep(0.02)
@@ -44,9 +45,9 @@ def is_in_group(pid: int, leader: int) -> bool:
 
 
 def wait_for_text(path: Path, text: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = unloaded_time() + 20
     while not path.exists() or text not in path.read_text():
-        assert time.monotonic() < deadline
+        assert unloaded_time() < deadline
         time.sleep(0.02)
 
 
@@ -83,9 +84,9 @@ def test_the_end_of_a_process_is_enough_when_its_parent_does_not_notice_it():
     try:
         assert parent.stdout is not None
         leader = int(parent.stdout.readline())
-        started = time.monotonic()
+        started = unloaded_time()
         kill_group(leader)
-        assert time.monotonic() < started + 2.5, "half of what it waits for one that does not end"
+        assert unloaded_time() < started + 2.5, "half of what it waits for one that does not end"
         assert psutil.Process(leader).status() == psutil.STATUS_ZOMBIE
     finally:
         parent.kill()

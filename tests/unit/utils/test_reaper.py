@@ -11,6 +11,7 @@ import time
 import psutil
 
 from slime.utils.reaper import SharedMemory, reap
+from tests.limits import unloaded_time
 
 SLEEP = "import time; time.sleep(100)"
 HOLD = """
@@ -41,8 +42,8 @@ def test_descendants_of_a_killed_driver_are_ended_and_others_are_not():
         assert len(reapers) == 1
         os.kill(driver.pid, signal.SIGKILL)
         driver.wait()
-        deadline = time.monotonic() + 15
-        while (left_behind.is_running() or reapers[0].is_running()) and time.monotonic() < deadline:
+        deadline = unloaded_time() + 15
+        while (left_behind.is_running() or reapers[0].is_running()) and unloaded_time() < deadline:
             time.sleep(0.05)
         assert not left_behind.is_running()
         assert not reapers[0].is_running(), "the reaper ends as well"
@@ -62,13 +63,13 @@ def test_what_has_ended_unnoticed_by_its_parent_is_not_waited_for():
     try:
         assert parent.stdout is not None
         process = psutil.Process(int(parent.stdout.readline()))
-        deadline = time.monotonic() + 15
+        deadline = unloaded_time() + 15
         while process.status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < deadline
+            assert unloaded_time() < deadline
             time.sleep(0.01)
-        started = time.monotonic()
+        started = unloaded_time()
         reap({process}, grace_s=5.0)
-        assert time.monotonic() < started + 2.5
+        assert unloaded_time() < started + 2.5
     finally:
         parent.kill()
         parent.wait()

@@ -63,7 +63,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
 
 
 def _sender(engines: Engines) -> DistributedSender:
-    sender = DistributedSender(engines, group_name="g", timeout_s=5.0)
+    sender = DistributedSender(engines, group_name="g", timeout_s=600)
     sender.connect("127.0.0.1", 1)
     return sender
 

@@ -14,7 +14,7 @@ from slime.weight_sync.session import WeightUpdate, load_files, push_weights
 from tests.unit.weight_sync.fakes import RecordingFleet, RecordingSender
 
 WEIGHTS = [("w", torch.arange(6.0)), ("v", torch.ones(2))]
-UPDATE = WeightUpdate(version="7", max_chunk_bytes=1 << 20, timeout_s=5.0)
+UPDATE = WeightUpdate(version="7", max_chunk_bytes=1 << 20, timeout_s=600)
 ORDER = [
     "pause_generation",
     "begin_weight_update",

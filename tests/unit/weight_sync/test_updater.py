@@ -15,7 +15,7 @@ from slime.weight_sync.session import WeightUpdate
 from slime.weight_sync.updater import WeightUpdater
 from tests.unit.weight_sync.fakes import RecordingFleet, RecordingSender, StubTrainer
 
-UPDATE = WeightUpdate("1", max_chunk_bytes=1 << 20, timeout_s=5.0)
+UPDATE = WeightUpdate("1", max_chunk_bytes=1 << 20, timeout_s=600)
 
 
 class Network(RecordingSender):
@@ -44,8 +44,8 @@ def network(monkeypatch: pytest.MonkeyPatch) -> type[Network]:
 
 
 def _updater(*, shares_devices: bool = False, **more: Any) -> WeightUpdater:
-    ranks = TrainerRanks(0, 1, timeout_s=5.0)
-    return WeightUpdater(ranks, address="127.0.0.1", shares_devices=shares_devices, timeout_s=5.0, **more)
+    ranks = TrainerRanks(0, 1, timeout_s=600)
+    return WeightUpdater(ranks, address="127.0.0.1", shares_devices=shares_devices, timeout_s=600, **more)
 
 
 def _fleet(*engines: EngineInfo, **answers: Any) -> RecordingFleet:

@@ -23,7 +23,7 @@ from slime.weight_sync.session import WeightUpdate
 from slime.weight_sync.version_store import MANIFEST, read_manifest, version_path
 from tests.unit.weight_sync.fakes import RecordingFleet, StubTrainer
 
-UPDATE = WeightUpdate("1", max_chunk_bytes=1 << 20, timeout_s=5.0)
+UPDATE = WeightUpdate("1", max_chunk_bytes=1 << 20, timeout_s=600)
 
 
 class Run:
