@@ -117,10 +117,11 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Apply the gradients."""
         assert closure is None, "Megatron gives none"
-        with _matmul_precision(self._precision):
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    # On a CPU with AMX, oneDNN would multiply in bf16 at "medium": the update depends on the CPU model.
+                    with _matmul_precision("highest" if parameter.device.type == "cpu" else self._precision):
                         self._update(parameter, group)
 
     def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:

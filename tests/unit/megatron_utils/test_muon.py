@@ -56,6 +56,22 @@ def test_the_iteration_does_to_singular_values_what_its_polynomial_says(shape: t
     assert values.max() < 1.3
 
 
+@pytest.mark.parametrize("asked", ["medium", "highest"])
+def test_a_cpu_multiplies_in_fp32_whatever_precision_is_asked_for(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN multiplies fp32 matrices in bf16 on a CPU with AMX if the precision is "medium"."""
+    seen: list[str] = []
+
+    def observed(matrix: torch.Tensor, *_: Any) -> torch.Tensor:
+        seen.append(torch.get_float32_matmul_precision())
+        return matrix
+
+    monkeypatch.setattr("slime.backends.megatron_utils.muon.orthogonalize", observed)
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    weight.grad = torch.ones(2, 2)
+    Muon([weight], **SETTINGS | {"fp32_matmul_prec": asked}).step()
+    assert seen == ["highest"]
+
+
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_two_updates_are_those_of_the_paper(nesterov: bool) -> None:
     generator = torch.Generator().manual_seed(2)

@@ -33,5 +33,5 @@ class MuonArgs:
         "products are summed over the ranks.",
     )
     muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = flag(
-        "medium", "Precision of the matrix products, as in torch.set_float32_matmul_precision."
+        "medium", "Precision of matrix products on a GPU, as in torch.set_float32_matmul_precision. A CPU uses fp32."
     )
