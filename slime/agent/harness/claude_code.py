@@ -7,38 +7,39 @@ Environment: ``SLIME_AGENT_NODE_TARBALL``, ``SLIME_AGENT_CC_TARBALL`` (files of 
 from __future__ import annotations
 
 import json
-import os
 import shlex
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from slime.agent.harness.common import (
-    BaseHarness,
-    HarnessContext,
-    extra_environment,
-    host_file,
-    install_npm_cli,
-    run_agent,
-)
+from slime.agent.harness.common import BaseHarness, HarnessContext, host_file, install_npm_cli, run_agent
 from slime.agent.sandbox import AGENT_HOME, Sandbox
 
 __all__ = ["ClaudeCodeHarness"]
 
 _PROGRAM = "/usr/local/bin/claude"
-_FLAGS = (
-    "--permission-mode bypassPermissions --output-format stream-json --include-partial-messages "
-    "--include-hook-events --verbose"
-)
 _CONFIG = json.dumps({"hasCompletedOnboarding": True, "bypassPermissionsModeAccepted": True})
 
 
 class ClaudeCodeHarness(BaseHarness):
-    name: ClassVar[str] = "claude-code"
+    name: ClassVar[str] = "claude_code"
+    cli_tarball_env: ClassVar[str] = "SLIME_AGENT_CC_TARBALL"
+    extra_args_env: ClassVar[str] = "SLIME_AGENT_CC_EXTRA_ARGS"
+    extra_envs_env: ClassVar[str] = "SLIME_AGENT_CC_EXTRA_ENVS"
+    launch_flags: ClassVar[str | Sequence[str]] = (
+        "--permission-mode bypassPermissions --output-format stream-json --include-partial-messages "
+        "--include-hook-events --verbose"
+    )
+    static_env: ClassVar[Mapping[str, str]] = {
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS": "1",
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+    }
 
     async def install_cli(self, sb: Sandbox) -> None:
         await install_npm_cli(
             sb,
-            node_runtime=host_file("SLIME_AGENT_NODE_TARBALL"),
-            npm_package=host_file("SLIME_AGENT_CC_TARBALL"),
+            node_runtime=host_file(self.node_tarball_env),
+            npm_package=host_file(self.cli_tarball_env),
             check_cmd=f"{_PROGRAM} --version",
         )
 
@@ -49,14 +50,8 @@ class ClaudeCodeHarness(BaseHarness):
             await sb.write_file(path, _CONFIG, user="agent")
 
     async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: int) -> int:
-        extra = os.environ.get("SLIME_AGENT_CC_EXTRA_ARGS", "")
-        command = f"{_PROGRAM} -p {shlex.quote(prompt)} {_FLAGS} {extra}".rstrip()
-        env = {
-            "ANTHROPIC_BASE_URL": ctx.adapter_url,
-            "ANTHROPIC_AUTH_TOKEN": ctx.session_id,
-            "ANTHROPIC_MODEL": ctx.model_label,
-            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-            "CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS": "1",
-            "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
-        } | extra_environment("SLIME_AGENT_CC_EXTRA_ENVS")
+        command = f"{_PROGRAM} -p {shlex.quote(prompt)} {self.launch_words()}".rstrip()
+        env = self.environment(
+            ANTHROPIC_BASE_URL=ctx.adapter_url, ANTHROPIC_AUTH_TOKEN=ctx.session_id, ANTHROPIC_MODEL=ctx.model_label
+        )
         return await run_agent(sb, workdir=ctx.workdir, start_cmd=command, env=env, time_budget_sec=time_budget_sec)

@@ -8,18 +8,11 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import shlex
+from collections.abc import Sequence
 from typing import ClassVar
 
-from slime.agent.harness.common import (
-    BaseHarness,
-    HarnessContext,
-    extra_environment,
-    host_file,
-    install_npm_cli,
-    run_agent,
-)
+from slime.agent.harness.common import BaseHarness, HarnessContext, host_file, install_npm_cli, run_agent
 from slime.agent.sandbox import AGENT_HOME, Sandbox
 
 __all__ = ["CodexHarness"]
@@ -29,12 +22,16 @@ _FOLDER = f"{AGENT_HOME}/.codex"
 
 class CodexHarness(BaseHarness):
     name: ClassVar[str] = "codex"
+    cli_tarball_env: ClassVar[str] = "SLIME_AGENT_CODEX_TARBALL"
+    extra_args_env: ClassVar[str] = "SLIME_AGENT_CODEX_EXTRA_ARGS"
+    extra_envs_env: ClassVar[str] = "SLIME_AGENT_CODEX_EXTRA_ENVS"
+    launch_flags: ClassVar[str | Sequence[str]] = "--skip-git-repo-check"
 
     async def install_cli(self, sb: Sandbox) -> None:
         await install_npm_cli(
             sb,
-            node_runtime=host_file("SLIME_AGENT_NODE_TARBALL"),
-            npm_package=host_file("SLIME_AGENT_CODEX_TARBALL"),
+            node_runtime=host_file(self.node_tarball_env),
+            npm_package=host_file(self.cli_tarball_env),
             check_cmd="codex --version",
         )
 
@@ -55,12 +52,6 @@ class CodexHarness(BaseHarness):
         )
 
     async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: int) -> int:
-        extra = os.environ.get("SLIME_AGENT_CODEX_EXTRA_ARGS", "")
-        words = ["codex exec --skip-git-repo-check", *filter(None, [extra]), shlex.quote(prompt)]
-        env = {
-            "OPENAI_API_KEY": ctx.session_id,
-            "OPENAI_BASE_URL": f"{ctx.adapter_url}/v1",
-        } | extra_environment("SLIME_AGENT_CODEX_EXTRA_ENVS")
-        return await run_agent(
-            sb, workdir=ctx.workdir, start_cmd=" ".join(words), env=env, time_budget_sec=time_budget_sec
-        )
+        command = " ".join(filter(None, ["codex exec", self.launch_words(), shlex.quote(prompt)]))
+        env = self.environment(OPENAI_API_KEY=ctx.session_id, OPENAI_BASE_URL=f"{ctx.adapter_url}/v1")
+        return await run_agent(sb, workdir=ctx.workdir, start_cmd=command, env=env, time_budget_sec=time_budget_sec)

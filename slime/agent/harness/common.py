@@ -11,6 +11,7 @@ import shlex
 import shutil
 import tempfile
 from abc import ABC, ABCMeta, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -25,7 +26,6 @@ __all__ = [
     "BaseHarness",
     "HarnessContext",
     "SingletonABCMeta",
-    "extra_environment",
     "host_file",
     "install_node22",
     "install_npm_cli",
@@ -54,9 +54,23 @@ class HarnessContext:
 
 
 class BaseHarness(ABC, metaclass=SingletonABCMeta):
-    """An agent's program. ``install_cli`` once per sandbox, then ``run``."""
+    """An agent's program. ``install_cli`` once per sandbox, then ``run``. Subclasses may replace the class attributes.
+
+    Attributes:
+        node_tarball_env, cli_tarball_env: variables that name files of this machine, for ``install_cli``.
+        extra_args_env: variable with further words of the command line.
+        extra_envs_env: variable with further variables of the program, as a JSON object; they override ``static_env``.
+        launch_flags: flags of the program, as shell text or as words.
+        static_env: variables of the program that are the same in every run.
+    """
 
     name: ClassVar[str] = ""
+    node_tarball_env: ClassVar[str] = "SLIME_AGENT_NODE_TARBALL"
+    cli_tarball_env: ClassVar[str] = ""
+    extra_args_env: ClassVar[str] = ""
+    extra_envs_env: ClassVar[str] = ""
+    launch_flags: ClassVar[str | Sequence[str]] = ""
+    static_env: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod
     async def install_cli(self, sb: Sandbox) -> None: ...
@@ -76,6 +90,26 @@ class BaseHarness(ABC, metaclass=SingletonABCMeta):
         await sandbox.ensure_agent_user(sb, workdir)
         await self.write_config(sb, ctx)
         return await self.launch_and_wait(sb, ctx, prompt, time_budget_sec)
+
+    def launch_words(self) -> str:
+        """``launch_flags`` and the words of ``extra_args_env``, as shell text."""
+        flags = self.launch_flags if isinstance(self.launch_flags, str) else shlex.join(self.launch_flags)
+        return " ".join(filter(None, [flags, os.environ.get(self.extra_args_env, "")]))
+
+    def environment(self, **variables: str) -> dict[str, str]:
+        """``variables`` of a run, ``static_env``, then those of ``extra_envs_env``: the later one wins.
+
+        Raises:
+            ConfigError: the variable holds no JSON object.
+        """
+        text = os.environ.get(self.extra_envs_env, "")
+        try:
+            extra = json.loads(text or "{}")
+        except ValueError:
+            extra = None
+        if not isinstance(extra, dict):
+            raise ConfigError(f'{self.extra_envs_env}={text!r} must be a JSON object such as {{"NAME": "value"}}')
+        return variables | dict(self.static_env) | {name: str(value) for name, value in extra.items()}
 
 
 async def run_agent(sb: Sandbox, *, workdir: str, start_cmd: str, env: dict[str, str], time_budget_sec: int) -> int:
@@ -156,19 +190,3 @@ def host_file(variable: str) -> Path:
     if not value or not Path(value).is_file():
         raise ConfigError(f"{variable}={value!r} must name a file on this machine that is copied into the sandbox")
     return Path(value)
-
-
-def extra_environment(variable: str) -> dict[str, str]:
-    """Further variables for the program, a JSON object in an environment variable.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    text = os.environ.get(variable, "")
-    try:
-        value = json.loads(text or "{}")
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise ConfigError(f'{variable}={text!r} must be a JSON object such as {{"NAME": "value"}}')
-    return {name: str(item) for name, item in value.items()}

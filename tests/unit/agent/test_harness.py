@@ -6,6 +6,7 @@ import asyncio
 import base64
 import lzma
 import tomllib
+from typing import ClassVar
 
 import pytest
 
@@ -77,6 +78,33 @@ def test_claude_code_is_configured_and_started_against_the_adapter(monkeypatch):
     assert "/repo/.harness/trajectory.jsonl" in spawn
     assert (env["ANTHROPIC_BASE_URL"], env["ANTHROPIC_AUTH_TOKEN"]) == ("http://a:1", "sid")
     assert (env["ANTHROPIC_MODEL"], env["N"]) == ("other", "1"), "the user's variables come last"
+
+
+def test_a_subclass_replaces_flags_and_variables_by_class_attributes(monkeypatch):
+    class Quiet(ClaudeCodeHarness):
+        launch_flags = ("--output-format", "json")
+        static_env: ClassVar = {"CLAUDE_CODE_ATTRIBUTION_HEADER": "1", "ANTHROPIC_MODEL": "mine"}
+        extra_args_env = "MY_ARGS"
+        extra_envs_env = "MY_ENVS"
+        node_tarball_env = "MY_NODE"
+
+    assert ClaudeCodeHarness.name == "claude_code"
+    monkeypatch.setenv("MY_ARGS", "--max-turns 3")
+    monkeypatch.setenv("MY_ENVS", '{"N": 1}')
+    monkeypatch.setenv("SLIME_AGENT_CC_EXTRA_ARGS", "--not-read")
+    sb = Recorder(DONE)
+    assert asyncio.run(Quiet().launch_and_wait(sb, CTX, "go", 5)) == 0
+    assert "/usr/local/bin/claude -p go --output-format json --max-turns 3\n" in sb.files["/tmp/.run.sh"]
+    _, _, env = spawn_of(sb)
+    assert env == {
+        "ANTHROPIC_BASE_URL": "http://a:1",
+        "ANTHROPIC_AUTH_TOKEN": "sid",
+        "ANTHROPIC_MODEL": "mine",
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "1",
+        "N": "1",
+    }
+    with pytest.raises(ConfigError, match="MY_NODE"):
+        asyncio.run(Quiet().install_cli(Recorder()))
 
 
 def test_codex_is_configured_and_started_against_the_adapter():
