@@ -5,6 +5,10 @@ BIN    := $(VENV)/bin
 # Tests that start few processes. The others start several each: two of those at a time share two cores well, as a run
 # waits much, and those that are marked "alone" come one after the other.
 FAST_TESTS := tests/architecture tests/unit tests/contracts tests/examples
+# Tests that compare numbers. They run twice: with the best instructions of this CPU, and with those of an older one.
+NUMERIC_TESTS := tests/unit/algorithms tests/unit/megatron_utils tests/unit/fsdp_utils \
+	$(patsubst %,tests/dist/test_%.py,context_parallel families_sharded fsdp layouts layouts_moe mtp_layouts optimizer_layouts)
+OLDER_CPU := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
 # One thread per process: several engines and trainers share the cores.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -21,6 +25,7 @@ test: setup  ## every test that needs no GPU, the real engines included
 	$(BIN)/python -m pytest -q -n 2 $(FAST_TESTS)
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --durations=15 -m "not alone" tests/dist tests/e2e
 	$(BIN)/python -m pytest -q --durations=15 -m alone tests/e2e
+	$(OLDER_CPU) $(BIN)/python -m pytest -q -n 2 --dist loadfile $(NUMERIC_TESTS)
 
 check: setup  ## format, lint, types, architecture, unit tests: no network, no engine
 	$(BIN)/ruff format --check .

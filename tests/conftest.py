@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ import pytest_timeout
 from tests.limits import Limit
 from tests.verification import write_page
 from tools.make_tiny_task import TinyTask, make_tiny_task
+
+_ISA_LIMITS = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -24,6 +27,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_sessionfinish() -> None:
     write_page()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The instructions that numbers are computed with: oneDNN, ATen and MKL each have their own limit."""
+    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+    best = [name for name in ("amx_bf16", "amx_tile", "avx512_bf16", "avx512f", "avx2") if name in flags]
+    limits = [f"{name}={os.environ[name]}" for name in _ISA_LIMITS if name in os.environ]
+    terminalreporter.write_line(f"CPU: {' '.join(best)}; limits: {' '.join(limits) or 'none'}")
 
 
 @pytest.hookimpl(tryfirst=True)
