@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
+from argparse import Namespace
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from slime.data.sample import Sample
 from slime.utils.errors import DataError
 
-__all__ = ["RewardArgs", "group_keys", "normalize_by_group", "raw_rewards"]
+__all__ = ["RewardArgs", "SignalWatch", "group_keys", "normalize_by_group", "raw_rewards"]
 
 _CENTERED = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"})
 _SCALED = frozenset({"grpo", "gspo", "cispo"})
 _STD_EPSILON = 1e-6
+_PATIENCE = 3
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,32 @@ class RewardArgs:
     @property
     def is_scaled(self) -> bool:
         return self.is_centered and self.grpo_std_normalization and self.advantage_estimator in _SCALED
+
+
+class SignalWatch:
+    """Warns after every third rollout in a row without a group whose rewards differ: nothing is learned from them."""
+
+    def __init__(self, args: Namespace, settings: RewardArgs) -> None:
+        is_replaced = getattr(args, "use_opd", False) or getattr(args, "custom_advantage_function_path", None)
+        is_policy_loss = getattr(args, "loss_type", "policy_loss") == "policy_loss"
+        self._applies = settings.is_centered and is_policy_loss and not is_replaced
+        self._num_flat = 0
+
+    def check(self, rollout_id: int, rewards: Sequence[float], raw: Sequence[float]) -> None:
+        """
+        Args:
+            rewards: of one rollout, normalized by group; a group of equal rewards has 0 exactly.
+            raw: the same as the reward function gave them.
+        """
+        self._num_flat = 0 if any(rewards) else self._num_flat + 1
+        if self._applies and self._num_flat and self._num_flat % _PATIENCE == 0:
+            logger.warning(
+                "rollout %d: nothing is learned: for %d rollouts no prompt had responses with different rewards (here "
+                "all are between %g and %g). Compare responses, labels and rewards in the logged samples or with "
+                "slime board: the reward function may not fit the format of the responses, or the prompts may be too "
+                "easy or too hard",
+                *(rollout_id, self._num_flat, min(raw, default=0), max(raw, default=0)),
+            )
 
 
 def raw_rewards(samples: Sequence[Sample], settings: RewardArgs) -> list[float]:

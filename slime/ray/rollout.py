@@ -18,7 +18,7 @@ from slime.backends.megatron_utils.model_shape import read_shape
 from slime.batch.compile import compile_train_data
 from slime.batch.flops import calculate_fwd_flops
 from slime.batch.replay import load_debug_rollout_data, save_debug_rollout_data, save_tokenizer
-from slime.batch.rewards import RewardArgs
+from slime.batch.rewards import RewardArgs, SignalWatch
 from slime.batch.schedule import MicroBatchArgs
 from slime.batch.ship import split_by_dp
 from slime.config.groups import from_args
@@ -72,6 +72,7 @@ class RolloutManager:
         self._servers: RolloutServers | None = None
         self._posters: Posters | None = None
         self._records = BackgroundWriter()
+        self._signal = SignalWatch(args, from_args(RewardArgs, args))
         self._stops_an_engine = args.ci_test and args.use_fault_tolerance
 
     def start(self) -> None:
@@ -185,6 +186,7 @@ class RolloutManager:
             convert=self._convert,
             args=self._args,
         )
+        self._signal.check(rollout_id, data["rewards"], data["raw_reward"])
         shipment = split_by_dp(
             data,
             layout=self._layout,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from argparse import Namespace
 
 import pytest
 
 from slime.batch.compile import compile_train_data, fill_rollout_ids, rollout_mask_sums
-from slime.batch.rewards import RewardArgs, group_keys, normalize_by_group
+from slime.batch.rewards import RewardArgs, SignalWatch, group_keys, normalize_by_group
 from slime.data.columns import COLUMNS
 from slime.data.sample import Sample
 from slime.utils.errors import DataError
@@ -284,3 +285,21 @@ def test_rows_of_one_execution_must_say_that_they_belong_together(ids, fits):
         return
     with pytest.raises(DataError, match="rows that one execution made of sample 1"):
         compile_train_data([[single, rows]], rewards=RewardArgs())
+
+
+def test_three_rollouts_without_a_difference_between_rewards_are_reported(caplog):
+    args = Namespace(loss_type="policy_loss", use_opd=False, custom_advantage_function_path=None)
+    watch = SignalWatch(args, RewardArgs(n_samples_per_prompt=2))
+    flat, useful = ([0.0, 0.0], [1.0, 1.0]), ([0.7, -0.7], [1.0, 0.0])
+    for number, rewards in enumerate([flat, flat, useful, flat, flat]):
+        watch.check(number, *rewards)
+    assert not caplog.text
+    watch.check(5, *flat)
+    assert "rollout 5: nothing is learned: for 3 rollouts" in caplog.text
+    assert "between 1 and 1" in caplog.text
+    caplog.clear()
+    for quiet in (Namespace(loss_type="sft_loss"), Namespace(use_opd=True)):
+        watch = SignalWatch(quiet, RewardArgs(n_samples_per_prompt=2))
+        for number in range(3):
+            watch.check(number, *flat)
+    assert not caplog.text
