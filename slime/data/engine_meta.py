@@ -61,6 +61,8 @@ def append_response_tokens(
     new_tokens = [] if tokens is None else [int(token) for token in _flat_list(tokens)]
     new_log_probs = _checked_log_probs(sample, new_tokens, log_probs, trainable)
     old_length = sample.response_length
+    if new_tokens or text:
+        _restore_stop_text(sample)
     if text is not None:
         sample.response += text
     if new_tokens:
@@ -81,6 +83,13 @@ def append_response_tokens(
     if meta_info is not None or (new_tokens and not trainable):
         _apply_meta(sample, args, meta_info or {}, len(new_tokens), trainable, update_terminal_info)
     _check_lengths(sample)
+
+
+def _restore_stop_text(sample: Sample) -> None:
+    """The response goes on behind a stop token, whose text ``slime.rollout.stop_tokens`` removed: put it back."""
+    length, text = vars(sample).pop("stop_text", (None, ""))
+    if length == len(sample.response):  # otherwise a custom function appended text by itself
+        sample.response += text
 
 
 def _flat_list(values: Any) -> Sequence[Any]:

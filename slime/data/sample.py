@@ -100,7 +100,7 @@ class Sample:
         multimodal_train_inputs: what the processor made of them, besides ids and mask.
         multimodal_train_input_id: reserved.
         apply_chat_template_kwargs: reserved.
-        response: decoded response.
+        response: decoded response, without the stop token that ended it (``--keep-stop-token-text`` keeps it).
         response_length: ``R``: everything after the first turn's prompt, tool output included.
         label: ground truth, any type.
         reward: a number, or a dict of numbers out of which ``--reward-key`` selects.

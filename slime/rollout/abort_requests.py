@@ -17,7 +17,7 @@ from slime.rollout.engine_request import EngineRequest
 from slime.utils.errors import DeadlineExceeded, EngineError
 from slime.utils.http_utils import get, post
 
-__all__ = ["end_tasks", "mask_older_tokens", "note_start"]
+__all__ = ["end_tasks", "gather", "mask_older_tokens", "note_start"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,17 @@ async def end_tasks(
     # One error is raised by the rollout itself; asyncio would report the others as never retrieved.
     failed = {task for task in tasks if task.done() and not task.cancelled() and task.exception() is not None}
     return [task.result() for task in returned if task not in failed]
+
+
+async def gather(tasks: list[asyncio.Task[Any]]) -> list[Any]:
+    """Results in order; the first failure cancels the others."""
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 def note_start(groups: list[SampleGroup], rollout_id: int) -> None:

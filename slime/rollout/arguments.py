@@ -45,6 +45,10 @@ class GenerationArgs:
     rollout_skip_special_tokens: bool = field(
         default=False, metadata={"help": "Leave special tokens out of the decoded response text."}
     )
+    keep_stop_token_text: bool = field(
+        default=False,
+        metadata={"help": "sample.response ends with the text of the stop token (<|im_end|>), as in upstream slime."},
+    )
     partial_rollout: bool = field(
         default=False,
         metadata={"help": "Responses cut off at the end of a rollout are kept and continued by the next one."},

@@ -18,7 +18,7 @@ from slime.data.chat import render_chat
 from slime.data.sample import Sample, iter_samples
 from slime.hooks.signature import accepts, annotation
 from slime.rollout.failures import fresh_copy
-from slime.rollout.settings import setting
+from slime.rollout.settings import is_ending, setting
 from slime.utils.async_utils import call_user, is_async
 from slime.utils.errors import DataError
 
@@ -130,7 +130,7 @@ def refuse_stray_abort(state: Any, result: Any, evaluation: bool) -> None:
     Raises:
         RuntimeError: a sample was aborted although the rollout goes on.
     """
-    is_expected = state.is_ending or (state.requeues_aborted and not evaluation)
+    is_expected = is_ending(state) or (getattr(state, "requeues_aborted", False) and not evaluation)
     if not is_expected and any(sample.status is Sample.Status.ABORTED for sample in iter_samples(result)):
         raise RuntimeError("the engine aborted the request although the rollout goes on")
 

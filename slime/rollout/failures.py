@@ -71,6 +71,7 @@ def without_response(sample: Sample) -> Sample:
     blank = Sample()
     for name in _GENERATED:
         setattr(copied, name, getattr(blank, name))
+    vars(copied).pop("stop_text", None)
     copied.tokens = sample.tokens[: len(sample.tokens) - sample.response_length]
     copied.metadata.pop("start_rollout_id", None)
     return copied

@@ -17,7 +17,8 @@ from slime.rollout.custom_generate import call_group_generate, complete, name_of
 from slime.rollout.failures import generate_with_retries, is_given_up
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.rollout.scoring import score
-from slime.rollout.settings import setting
+from slime.rollout.settings import is_ending, setting
+from slime.rollout.stop_tokens import cut_stop_token
 
 __all__ = ["generate_whole_group"]
 
@@ -45,11 +46,12 @@ async def generate_whole_group(
         result = await call_group_generate(function, args, list(unfinished), dict(sampling_params), evaluation)
         for entry, source in zip(result, unfinished, strict=True):
             complete(entry, source, lambda: state.tokenizer)
+            cut_stop_token(args, entry, sampling_params, state.tokenizer)
         refuse_stray_abort(state, result, evaluation)
         return result
 
     async with state.places.of_a_group(len(unfinished)):
-        if state.is_ending:
+        if is_ending(state):
             return group
         made: list[Any] | None = None
         if unfinished:

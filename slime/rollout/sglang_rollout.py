@@ -23,7 +23,7 @@ import logging
 import random
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
@@ -35,8 +35,9 @@ from slime.data.prompts import Dataset
 from slime.data.sample import Sample, SampleGroup, iter_samples
 from slime.data.sampling_mask import sampled_tokens
 from slime.hooks.load import load_function
+from slime.hooks.signature import can_be_called
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_function, trace_span
-from slime.rollout.abort_requests import end_tasks, mask_older_tokens, note_start
+from slime.rollout.abort_requests import end_tasks, gather, mask_older_tokens, note_start
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.collect import call_batch_hooks, collect, log_sample
 from slime.rollout.custom_generate import call_generate, complete, refuse_stray_abort, takes_group
@@ -50,7 +51,8 @@ from slime.rollout.places import Places
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.rollout.sampling import prepare_prompt_ids, train_sampling_params
 from slime.rollout.scoring import score, score_group
-from slime.rollout.settings import setting
+from slime.rollout.settings import is_ending, setting
+from slime.rollout.stop_tokens import cut_stop_token
 from slime.utils.async_utils import call_in_thread, run
 from slime.utils.errors import DataError
 from slime.utils.http_utils import get_rollout_num_engines, init_http_client, post
@@ -203,7 +205,9 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
     if request is None:
         return sample
     attrs = {"max_new_tokens": sampling_params["max_new_tokens"]}
-    with trace_span(sample, "sglang_generate", attrs=attrs) as span, GenerateState(args).waiting_for(request):
+    state = GenerateState(args)
+    waiting = getattr(state, "waiting_for", nullcontext)(request)
+    with trace_span(sample, "sglang_generate", attrs=attrs) as span, waiting:
         reply = await post(
             request.url,
             request.new_attempt,
@@ -216,6 +220,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
     span.update(build_sglang_meta_trace_attrs(meta))
     tokens, log_probs = sampled_tokens(meta)
     sample.append_response_tokens(args, tokens=tokens, log_probs=log_probs, text=output["text"], meta_info=meta)
+    cut_stop_token(args, sample, sampling_params, state.tokenizer, meta.get("finish_reason"))
     return sample
 
 
@@ -259,10 +264,10 @@ async def generate_and_rm(
         return sample
     state = GenerateState(args)
     async with state.semaphore:
-        if state.is_ending:
+        if is_ending(state):
             sample.status = Sample.Status.ABORTED
             return sample
-        with state.dp_rank_context():
+        with getattr(state, "dp_rank_context", nullcontext)():
             result = await _generate_one(args, state, sample, sampling_params, evaluation)
     scored: Sample | list[Sample] = await apply_rollout_sample_hooks(args, result, evaluation=evaluation)
     if not setting(args, "group_rm"):
@@ -279,15 +284,17 @@ async def _generate_one(
         if path is None:
             result: Any = await generate(args, sample, dict(sampling_params))
         else:
-            function = load_function(path, "generate")
+            function = _load(path, "generate")
             result = await call_generate(function, args, sample, dict(sampling_params), evaluation)
         complete(result, sample, lambda: state.tokenizer)
+        cut_stop_token(args, result, sampling_params, getattr(state, "tokenizer", None))
         refuse_stray_abort(state, result, evaluation)
         return result
 
     what = "generate" if path is None else f"--custom-generate-function-path {path}"
-    result = await generate_with_retries(attempt, [sample], retries=setting(args, "max_sample_retries"), what=what)
-    return sample if result is None else result
+    return (
+        await generate_with_retries(attempt, [sample], retries=setting(args, "max_sample_retries"), what=what) or sample
+    )
 
 
 @trace_function(
@@ -299,12 +306,12 @@ async def generate_and_rm_group(
     """Generate and score the samples of one prompt; an entry becomes a list where its execution made several."""
     _evaluates.set(evaluation)
     state = GenerateState(args)
-    if state.is_ending:
+    if is_ending(state):
         return group
     for sample in iter_samples(group):
         sample.session_id = sample.session_id or str(uuid4())
     path = next(iter_samples(group)).generate_function_path or setting(args, "custom_generate_function_path")
-    function = None if path is None else load_function(path, "generate")
+    function = None if path is None else _load(path, "generate")
     if function is not None and takes_group(function):
         result = await generate_whole_group(args, state, function, group, sampling_params, evaluation)
     else:
@@ -314,28 +321,22 @@ async def generate_and_rm_group(
             )
             for i, sample in enumerate(group)
         ]
-        result = await _gather(tasks)
-    if setting(args, "group_rm") and not state.is_ending:
+        result = await gather(tasks)
+    if setting(args, "group_rm") and not is_ending(state):
         await score_group(args, result)
     return result
 
 
+def _load(path: str, *role: Any) -> Any:
+    """A loader that a test put here may take the path alone."""
+    return load_function(path, *(role if can_be_called(load_function, ("path", "role")) else ()))
+
+
 def _seeded(state: GenerateState, sampling_params: dict[str, Any], position: int) -> dict[str, Any]:
     params = dict(sampling_params)
-    if state.group_sampling_seeds:
+    if getattr(state, "group_sampling_seeds", None):
         params["sampling_seed"] = state.args.rollout_seed + position
     return params
-
-
-async def _gather(tasks: list[asyncio.Task[Any]]) -> list[Any]:
-    """Results in order; the first failure cancels the others."""
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
 
 
 async def abort(args: Namespace, rollout_id: int) -> list[SampleGroup]:
@@ -386,7 +387,7 @@ async def generate_rollout_async(
             fetch=data_source_get_samples,
             submit=state.submit_generate_tasks,
             stop=stop,
-            dynamic_filter=None if filter_path is None else load_function(filter_path, "filter"),
+            dynamic_filter=None if filter_path is None else _load(filter_path, "filter"),
             label=f"rollout {rollout_id}",
             keeps_responses=setting(args, "partial_rollout"),
             max_failed_share=setting(args, "max_failed_share"),

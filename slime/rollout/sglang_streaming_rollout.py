@@ -20,6 +20,7 @@ from slime.rollout import sglang_rollout
 from slime.rollout.engine_request import EngineRequest, check_reply
 from slime.rollout.failures import request_retries
 from slime.rollout.settings import setting
+from slime.rollout.stop_tokens import cut_stop_token
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import receive_stream
 
@@ -73,6 +74,7 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
             meta_info=meta,
             update_terminal_info=is_finished,
         )
+        cut_stop_token(args, sample, sampling_params, state.tokenizer, meta.get("finish_reason"))
     if not is_finished:
         sample.status = Sample.Status.ABORTED
     return sample

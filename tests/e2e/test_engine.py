@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from slime.backends.sglang_utils.router import Router, RouterProcess, remove_wor
 from slime.backends.sglang_utils.server_args import server_env
 from slime.data.sample import Sample
 from slime.data.sampling_mask import sampled_tokens
-from slime.rollout.sglang_rollout import GenerateState
+from slime.rollout.sglang_rollout import GenerateState, generate_and_rm_group
 from slime.rollout.sglang_rollout import generate as rollout_generate
 from slime.rollout.sglang_streaming_rollout import generate_streaming
 from slime.utils.async_utils import run
@@ -120,6 +121,44 @@ def test_a_stream_makes_the_sample_that_one_reply_makes(engine, tiny_task):
         assert (streamed.tokens, streamed.response) == (whole.tokens, whole.response)
         assert streamed.rollout_log_probs == pytest.approx(whole.rollout_log_probs, abs=1e-5)
         assert (streamed.status, streamed.weight_versions) == (whole.status, whole.weight_versions)
+    finally:
+        GenerateState.clear_instances()
+
+
+GUIDE = Path(__file__).parents[2] / "docs" / "quick_start.md"
+
+
+@pytest.mark.parametrize("function", [None, "slime.rollout.sglang_streaming_rollout.generate_streaming"])
+@pytest.mark.parametrize("ends", ["eos", "stop_token_ids"])
+def test_the_reward_of_the_quick_start_pays_for_a_right_answer(engine, tiny_task, tmp_path, function, ends):
+    (snippet,) = re.findall(r"```python\n(async def reward_func.*?)```", GUIDE.read_text(), re.DOTALL)
+    (tmp_path / "my_reward.py").write_text(snippet)
+    port = urlsplit(engine.url).port
+    args = make_args(tiny_task.model, port, custom_rm_path=f"{tmp_path}/my_reward.py:reward_func")
+    args.custom_generate_function_path = function
+    GenerateState.clear_instances()
+    try:
+        state = GenerateState(args)
+        greedy = {"temperature": 0.0, "no_stop_trim": True, "skip_special_tokens": False}
+        greedy["spaces_between_special_tokens"] = False
+        free = Sample(index=0, prompt="12+34=")
+        run(rollout_generate(args, free, greedy | {"max_new_tokens": 8, "ignore_eos": True}))
+        written = free.tokens[-8:]
+        if ends == "eos":
+            # the engine is made to write two tokens and then the end-of-turn token
+            end, count = state.tokenizer.eos_token_id, 2
+            params = greedy | {"max_new_tokens": 8, "min_new_tokens": 2, "logit_bias": {str(end): 1000.0}}
+        else:
+            count = next(i for i in range(1, 8) if written[i] not in written[:i])
+            end = written[count]
+            params = greedy | {"max_new_tokens": 8, "stop_token_ids": [end]}
+        answer = state.tokenizer.decode(written[:count])
+        group = [Sample(index=i, prompt="12+34=", label=label) for i, label in enumerate([answer.strip(), "other"])]
+        right, wrong = run(generate_and_rm_group(args, group, params))
+        assert right.tokens[-1] == end
+        assert right.response_length == len(right.rollout_log_probs) == len(right.loss_mask) == count + 1
+        assert right.response == answer
+        assert (right.reward, wrong.reward) == (1.0, 0.0)
     finally:
         GenerateState.clear_instances()
 

@@ -99,7 +99,7 @@ def play(model: str, answers: list[tuple[str, str]], path: str = GENERATE, group
 
 def test_a_second_turn_continues_the_first_and_its_hint_is_not_trained(tiny_task):
     (sample,), requests = play(tiny_task.model, [("45<|im_end|>", "stop"), ("46<|im_end|>", "stop")])
-    assert sample.response == "45<|im_end|>\n<|im_start|>user\nno.<|im_end|>\n<|im_start|>assistant\n46<|im_end|>"
+    assert sample.response == "45<|im_end|>\n<|im_start|>user\nno.<|im_end|>\n<|im_start|>assistant\n46"
     hinted = sample.response_length - 6
     assert sample.loss_mask == [1] * 3 + [0] * hinted + [1] * 3
     assert requests[1]["input_ids"] == sample.tokens[:-3]

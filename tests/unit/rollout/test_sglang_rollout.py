@@ -11,10 +11,16 @@ import pytest
 from slime.batch.compile import compile_train_data
 from slime.batch.rewards import RewardArgs
 from slime.data.sample import Sample, iter_samples
-from slime.rollout import collect
+from slime.rollout import collect, sglang_rollout
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.eval_config import build_eval_dataset_configs, build_eval_datasets
-from slime.rollout.sglang_rollout import GenerateState, generate, generate_rollout, get_model_url
+from slime.rollout.sglang_rollout import (
+    GenerateState,
+    generate,
+    generate_and_rm_group,
+    generate_rollout,
+    get_model_url,
+)
 from slime.utils import async_utils
 from slime.utils.async_utils import run
 from slime.utils.errors import DataError, DeadlineExceeded, EngineError
@@ -673,3 +679,131 @@ def test_a_prompt_of_an_evaluation_that_takes_too_long_counts_as_failed(setup, t
     result = one_set(tiny_task, args, eval_task_timeout=1)
     assert result["rewards"] == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
     assert "eval_task_timeout 1 s" in result["samples"][0].metadata["failure"]["message"]
+
+
+# --- the stop token at the end of a response
+
+
+EXACT = "def reward_func(args, sample, **kwargs):\n    return float(sample.response.strip() == sample.label)\n"
+
+
+async def two_turns(args, sample, sampling_params):
+    sample = await generate(args, sample, sampling_params)
+    assert sample.response == "46", "what a function sees between its turns has no stop token either"
+    sample.append_response_tokens(args, tokens=[9], text="\nagain: ", trainable=False)
+    sample.status = Sample.Status.PENDING
+    return await generate(args, sample, sampling_params)
+
+
+async def by_hand(args, sample, sampling_params):
+    end = GenerateState(args).tokenizer.eos_token_id
+    sample.tokens = [1, 5, end]
+    sample.response, sample.response_length, sample.loss_mask = "46<|im_end|>", 2, [1, 1]
+    return sample
+
+
+async def group_by_hand(args, samples, sampling_params):
+    return [await by_hand(args, sample, sampling_params) for sample in samples]
+
+
+@pytest.fixture
+def answers_46(setup, tiny_task, tmp_path):
+    """``answers_46(**flags) -> (server, args)``: every request is answered with "46<|im_end|>"."""
+    from slime.data.chat import load_tokenizer
+
+    end = load_tokenizer(tiny_task.model, trust_remote_code=True).eos_token_id
+    reward = tmp_path / "reward.py"
+    reward.write_text(EXACT)
+
+    def make(reason="stop", **flags):
+        def answer(payload, number):
+            return 200, completion(payload, [5, end], reason, text="46<|im_end|>")
+
+        return setup(answer, custom_rm_path=str(reward), **flags)
+
+    return make
+
+
+def rewarded(args, sample=None):
+    (done,) = run(generate_and_rm_group(args, [sample or Sample(prompt="12+34=", label="46")], {"max_new_tokens": 8}))
+    return done
+
+
+@pytest.mark.parametrize("function", [None, "two_turns", "by_hand", "group_by_hand"])
+def test_the_reward_of_the_users_guide_pays_for_a_right_answer_of_a_chat_model(answers_46, function):
+    _, args = answers_46(custom_generate_function_path=None if function is None else here(function))
+    done = rewarded(args)
+    if function == "two_turns":
+        assert done.response == "46<|im_end|>\nagain: 46", "the end of an earlier turn is text between two turns"
+    else:
+        assert (done.response, done.reward) == ("46", 1.0)
+    end = GenerateState(args).tokenizer.eos_token_id
+    assert done.tokens[-1] == end
+    assert done.response_length == len(done.loss_mask)
+    if "hand" not in (function or ""):
+        assert len(done.rollout_log_probs) == done.response_length
+
+
+def test_upstreams_text_with_the_stop_token_can_be_had(answers_46):
+    _, args = answers_46(keep_stop_token_text=True)
+    done = rewarded(args)
+    assert (done.response, done.reward) == ("46<|im_end|>", 0.0)
+
+
+def test_only_the_token_that_ended_the_response_leaves_its_text(setup, answers_46):
+    _, args = answers_46("length")
+    assert rewarded(args).response == "46<|im_end|>", "a response that was cut has not ended"
+    GenerateState.clear_instances()
+
+    def stops_at_a_string(payload, number):
+        reply = completion(payload, [5, 6], text="46</answer>")
+        reply["meta_info"]["finish_reason"]["matched"] = "</answer>"
+        return 200, reply
+
+    _, args = setup(stops_at_a_string)
+    assert rewarded(args).response == "46</answer>"
+    GenerateState.clear_instances()
+
+    def stops_at_a_token_of_the_engine(payload, number):
+        state = GenerateState(args)
+        ids = state.tokenizer.encode("46", add_special_tokens=False)
+        reply = completion(payload, ids, text=state.tokenizer.decode(ids))
+        reply["meta_info"]["finish_reason"]["matched"] = ids[-1]
+        return 200, reply
+
+    _, args = setup(stops_at_a_token_of_the_engine)
+    done = rewarded(args)
+    assert done.response == "4"
+    assert done.response_length == 2
+
+
+def test_a_function_that_appends_text_by_itself_gets_no_stop_token_in_a_wrong_place():
+    sample = Sample(tokens=[1, 2], response="46 and 47", response_length=1, loss_mask=[1])
+    sample.stop_text = [2, "<|im_end|>"]
+    sample.append_response_tokens(tokens=[3], trainable=False, text="!")
+    assert sample.response == "46 and 47!"
+    assert "stop_text" not in sample.to_dict()
+
+
+# --- stand-ins of users' tests
+
+
+def test_a_state_and_a_loader_made_by_hand_are_enough(monkeypatch, setup):
+    _, args = setup()
+
+    async def custom(args, sample, sampling_params):
+        sample.tokens, sample.response, sample.response_length = [1, 2], "7", 1
+        sample.reward = 1.0
+        return sample
+
+    state = SimpleNamespace(tokenizer=None, processor=None, semaphore=asyncio.Semaphore(2), aborted=False)
+    monkeypatch.setattr(sglang_rollout, "GenerateState", lambda args: state)
+    monkeypatch.setattr(sglang_rollout, "load_function", lambda path: custom)
+    args.custom_generate_function_path = "pkg.custom"
+    assert rewarded(args).reward == 1.0
+    state.aborted = True
+    (untouched,) = run(sglang_rollout.generate_and_rm_group(args, [Sample(prompt="1")], {}))
+    assert untouched.status is Sample.Status.PENDING
+    state.aborted = False
+    state.tokenizer = SimpleNamespace(encode=lambda text, **kwargs: [1, 2])
+    assert run(generate(args, Sample(prompt="12"), {"max_new_tokens": 8})).response == "7"
