@@ -1,7 +1,8 @@
-"""Repairs of SGLang on a CPU that replace a kernel."""
+"""Repairs of SGLang on a CPU."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 
@@ -21,3 +22,14 @@ def test_the_gate_of_a_shared_expert_is_what_the_kernel_computes_and_takes_its_p
     finally:
         elementwise.fused_gate_sigmoid_mul_add = kernel
     torch.testing.assert_close(out, expected)
+
+
+def test_an_engine_on_a_cpu_keeps_fp32_products_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slime.backends.sglang_utils.cpu_platform.platform import _full_precision
+
+    monkeypatch.setattr(
+        torch, "set_float32_matmul_precision", torch.set_float32_matmul_precision
+    )  # put back at the end
+    _full_precision()
+    torch.set_float32_matmul_precision("high")  # as SGLang's model runner does for GLM-4 MoE and MiniMax-M2
+    assert torch.get_float32_matmul_precision() == "highest"

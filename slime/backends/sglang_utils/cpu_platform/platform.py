@@ -64,6 +64,7 @@ class SlimeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         """Runs once per process, when SGLang's model runner is imported."""
         # With more, OpenMP's spinning barriers collapse as soon as anything else runs: 69 instead of 3900 tokens/s.
         torch.set_num_threads(1)
+        _full_precision()
         _default_device_module()
         _weight_comparison()
         _host_buffers()
@@ -71,6 +72,15 @@ class SlimeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         _batched_attention()
         _experts_elsewhere()
         _gated_shared_experts()
+
+
+def _full_precision() -> None:
+    """Keep fp32 products in fp32. SGLang asks for TF32 for some models, such as GLM-4 MoE and MiniMax-M2.
+
+    The request is meant for CUDA. On a CPU with AMX, oneDNN lowers the precision too: results depend on the CPU.
+    """
+    torch.set_float32_matmul_precision("highest")
+    torch.set_float32_matmul_precision = lambda precision: None
 
 
 def _default_device_module() -> None:
