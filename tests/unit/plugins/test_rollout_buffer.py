@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import queue
 import threading
@@ -11,11 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import uvicorn
+from openai import OpenAI
 
 from slime.batch.compile import compile_train_data
 from slime.batch.rewards import RewardArgs
+from slime.ray.arguments import parse_only
 from slime.rollout.arguments import RolloutBufferArgs
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.utils.errors import ConfigError, EngineError
@@ -25,6 +27,8 @@ from slime_plugins.rollout_buffer.buffer import RolloutBuffer, discover_generato
 from slime_plugins.rollout_buffer.generator import base_generator
 from slime_plugins.rollout_buffer.generator_turns import GeneratorTurns
 from tests.unit.rollout.fake_engine import FakeEngine, make_args
+from tests.unit.scripts.bash_arrays import ROOT
+from tests.unit.scripts.dry_run import dry_run
 
 
 @pytest.fixture
@@ -323,14 +327,79 @@ def test_a_turn_that_an_engine_gives_up_goes_on_where_it_stopped() -> None:
 
     engine, question = FakeEngine(answer), {"role": "user", "content": "6 * 7 ="}
     try:
-        turn = base_generator.query_single_turn(f"http://127.0.0.1:{engine.port}", [question], {"max_tokens": 20})
-        assert asyncio.run(turn) == ({"role": "assistant", "content": "\\boxed{42}"}, "stop")
+        client = OpenAI(base_url=f"http://127.0.0.1:{engine.port}/v1", api_key="none")
+        messages = base_generator.query_single_turn(client, [question], {"max_tokens": 20, "top_k": 5})
+        assert messages == [question, {"role": "assistant", "content": "\\boxed{42}", "finish_reason": "stop"}]
     finally:
         engine.close()
     first, second, third = engine.requests
-    assert first == second == {"model": "default", "messages": [question], "max_tokens": 20}
+    assert first == second == {"model": "default", "messages": [question], "max_tokens": 20, "top_k": 5}
     assert third["messages"] == [question, {"role": "assistant", "content": "\\boxed{4"}]
     assert (third["continue_final_message"], third["max_tokens"]) == (True, 12)
+
+
+def test_a_generator_holds_the_conversations_of_a_users_functions(tmp_path: Path, engine: FakeEngine) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "say 3", "label": "3", "bonus": 2}\n')
+
+    def two_turns(client: OpenAI, messages: list[Any], sampling_params: dict[str, Any]) -> list[Any]:
+        for _ in range(2):
+            reply = client.chat.completions.create(model="default", messages=messages, **sampling_params)
+            answer = {"role": "assistant", "content": reply.choices[0].message.content}
+            messages = [*messages, answer, {"role": "user", "content": "say 3"}]
+        return messages[:-1]
+
+    sent: list[dict[str, Any]] = []
+
+    class Kept(base_generator.BaseGenerator):
+        def send_data_to_buffer(self, data: dict[str, Any]) -> None:
+            sent.append(data)
+
+    generator = Kept(f"http://127.0.0.1:{engine.port}", "http://unused", 2, num_repeats=2, num_process=1)
+    generator.run(str(rows), two_turns, lambda item: item["bonus"] * len(item["messages"]))
+    assert [item["instance_id"] for item in sent] == ["0-0", "0-0", "1-0", "1-0"]
+    assert [item["reward"] for item in sent] == [8] * 4
+    assert sent[0]["messages"][-1] == {"role": "assistant", "content": "\\boxed{3}"}
+    assert (sent[0]["extra_info"]["round_number"], sent[0]["extra_info"]["finish_reason"]) == (2, "stop")
+    generator.entry(str(rows), two_turns, lambda item: 0.0)
+    assert sent[-1]["instance_id"] == "3-0"
+
+
+def test_an_exception_of_a_users_function_ends_the_generator(tmp_path: Path, engine: FakeEngine) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "say 3"}\n' * 50)
+    generator = base_generator.BaseGenerator("http://unused", "http://unused", num_process=1)
+    calls: list[Any] = []
+
+    def broken(client: OpenAI, messages: list[Any], sampling_params: dict[str, Any]) -> list[Any]:
+        calls.append(messages)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        generator.run(str(rows), broken, lambda item: 0.0)
+    assert len(calls) == 1
+
+
+def test_the_launch_script_passes_flags_that_fit_each_other(tmp_path: Path) -> None:
+    script = ROOT / "slime_plugins" / "rollout_buffer" / "rollout_buffer_example.sh"
+    command = dry_run(script, env={"BASE_DIR": str(tmp_path)})
+    assert command.entry.endswith("/train_async.py")
+    _, problems = parse_only(command.argv, is_async=True)
+    missing = [problem for problem in problems if str(tmp_path) in problem]
+    assert problems == missing, "only models and data are missing"
+
+
+def test_the_generator_of_the_readme_runs(tmp_path: Path, engine: FakeEngine, service: str) -> None:
+    text = (ROOT / "slime_plugins" / "rollout_buffer" / "README.md").read_text()
+    module: dict[str, Any] = {}
+    exec(text.split("```python")[1].split("```")[0], module)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "say 3"}\n')
+    counts = dict.fromkeys(("num_repeat_per_sample", "num_process", "max_tokens", "num_epoch"), "1")
+    urls = {"remote_engine_url": f"http://127.0.0.1:{engine.port}", "remote_buffer_url": service}
+    module["run_rollout"](counts | urls | {"input_file": str(rows), "sampling_params": {}, "skip_instance_ids": []})
+    reply = httpx.post(f"{service}/get_rollout_data", json={"wait_s": 20}).json()
+    assert [item["reward"] for item in reply["data"]["data"]] == [0.0]
 
 
 def test_generators_are_found_by_their_task_type() -> None:
