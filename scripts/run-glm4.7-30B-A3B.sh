@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # shellcheck disable=SC2034  # launch reads the arrays by name
 # GLM-4.7-Flash, GRPO on math, on eight shared GPUs. Its MTP layer drafts tokens for the engines and is trained along.
+# slime's recipe has two pipeline stages and spreads the experts over eight GPUs: that takes 16 GPUs, since a stage holds
+# all of its experts. On eight GPUs one stage keeps EP 8.
 # shellcheck source=lib/launch.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/launch.sh"
 
@@ -21,12 +23,12 @@ ROLLOUT_ARGS=(
 EVAL_ARGS=("${AIME_EVAL[@]}" --eval-max-response-len 32768)
 PERF_ARGS=(
    --tensor-model-parallel-size 2 --sequence-parallel
-   --pipeline-model-parallel-size 2
-   --decoder-last-pipeline-num-layers 23
+   --pipeline-model-parallel-size 1
    --context-parallel-size 2
-   --expert-model-parallel-size 4 --expert-tensor-parallel-size 1
+   --expert-model-parallel-size 8 --expert-tensor-parallel-size 1
    "${RECOMPUTE_ALL[@]}"
    --use-dynamic-batch-size --max-tokens-per-gpu 32768
+   --log-probs-chunk-size 1024
 )
 ALGO_ARGS=(--advantage-estimator grpo --entropy-coef 0.00 "${KL_ARGS[@]}")
 OPTIMIZER_ARGS+=("${CPU_OPTIMIZER[@]}")

@@ -16,10 +16,11 @@ ROLLOUT_ARGS=(
    "${DYNAMIC_SAMPLING[@]}"
    --n-samples-per-prompt 8
    --rollout-max-response-len 32768
+   --rollout-stop-token-ids 151329 151336 151338 # end of text, user, observation
    --num-steps-per-rollout 4
    --balance-data
 )
-EVAL_ARGS=("${AIME_EVAL[@]}" --eval-max-response-len 32768)
+EVAL_ARGS=("${AIME_EVAL[@]}" --n-samples-per-eval-prompt 8 --eval-max-response-len 32768)
 PERF_ARGS=(
    --tensor-model-parallel-size 8 --sequence-parallel
    --pipeline-model-parallel-size 4

@@ -30,6 +30,7 @@ PERF_ARGS=(
    --expert-model-parallel-size 32 --expert-tensor-parallel-size 1
    "${RECOMPUTE_ALL[@]}"
    --use-dynamic-batch-size --max-tokens-per-gpu 16384
+   --log-probs-chunk-size 1024
 )
 ALGO_ARGS=("${GRPO_ARGS[@]}" --kl-loss-coef 0.00 --kl-loss-type low_var_kl)
 OPTIMIZER_ARGS+=("${CPU_OPTIMIZER[@]}")

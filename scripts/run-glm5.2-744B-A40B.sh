@@ -33,8 +33,9 @@ PERF_ARGS=(
    --expert-model-parallel-size 32 --expert-tensor-parallel-size 1
    "${RECOMPUTE_ALL[@]}"
    --use-dynamic-batch-size --max-tokens-per-gpu 8192
+   --log-probs-chunk-size 1024
 )
-ALGO_ARGS=("${GRPO_ARGS[@]}" --kl-loss-coef 0.00 --kl-loss-type low_var_kl --use-tis)
+ALGO_ARGS=("${GRPO_ARGS[@]}" --kl-loss-coef 0.00 --kl-loss-type low_var_kl --use-tis --tis-clip-low 0.5)
 OPTIMIZER_ARGS+=("${CPU_OPTIMIZER[@]}")
 SGLANG_ARGS=(
    --rollout-num-gpus-per-engine 64

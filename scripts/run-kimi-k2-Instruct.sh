@@ -2,6 +2,8 @@
 # shellcheck disable=SC2034  # launch reads the arrays by name
 # Kimi K2 Instruct (1T), GRPO on math, on 32 nodes of eight shared GPUs. The engines serve FP8 weights, the trainer
 # starts from a BF16 copy converted to a Megatron checkpoint.
+# The recipe needs GPUs of more than 90 GiB: 63 GiB of weights per GPU exceed 70% of 80 GiB. For smaller GPUs add
+# --rollout-num-gpus-per-engine 32 --sglang-ep-size 32.
 # shellcheck source=lib/launch.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/launch.sh"
 
@@ -21,7 +23,7 @@ ROLLOUT_ARGS=(
    --num-steps-per-rollout 4
    --balance-data
 )
-EVAL_ARGS=("${AIME_EVAL[@]}" --eval-max-response-len 32768)
+EVAL_ARGS=("${AIME_EVAL[@]}" --n-samples-per-eval-prompt 8 --eval-max-response-len 32768)
 PERF_ARGS=(
    --tensor-model-parallel-size 8 --sequence-parallel
    --pipeline-model-parallel-size 8
@@ -40,6 +42,7 @@ SGLANG_ARGS=(
    "${DP_ATTENTION[@]}"
    --sglang-ep-size 16
    --sglang-server-concurrency 1024
+   --update-weight-buffer-size $((2 * 1024 ** 3))
 )
 MISC_ARGS+=("${DEEPEP[@]}")
 

@@ -2,6 +2,8 @@
 # shellcheck disable=SC2034  # launch reads the arrays by name
 # Kimi K2 Thinking (1T), GRPO on math, on 32 nodes of eight shared GPUs. The model is published in INT4: the engines
 # serve an FP8 conversion (Kimi-K2-Thinking-fp8), the trainer starts from a BF16 one as a Megatron checkpoint.
+# The recipe needs GPUs of more than 90 GiB: 63 GiB of weights per GPU exceed 70% of 80 GiB. For smaller GPUs add
+# --rollout-num-gpus-per-engine 32 --sglang-ep-size 32.
 # shellcheck source=lib/launch.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/launch.sh"
 
@@ -20,7 +22,7 @@ ROLLOUT_ARGS=(
    --num-steps-per-rollout 4
    --balance-data
 )
-EVAL_ARGS=("${AIME_EVAL[@]}" --eval-max-response-len 16384)
+EVAL_ARGS=("${AIME_EVAL[@]}" --n-samples-per-eval-prompt 8 --eval-max-response-len 16384)
 PERF_ARGS=(
    --tensor-model-parallel-size 8 --sequence-parallel
    --pipeline-model-parallel-size 8
@@ -39,6 +41,7 @@ SGLANG_ARGS=(
    "${DP_ATTENTION[@]}"
    --sglang-ep-size 16
    --sglang-server-concurrency 1024
+   --update-weight-buffer-size $((2 * 1024 ** 3))
 )
 
 launch train.py "$@"

@@ -39,6 +39,7 @@ SGLANG_ARGS=(
    --sglang-moe-a2a-backend deepep
    --sglang-deepep-mode auto
    "${CUDA_GRAPH_SIZES[@]}"
+   --update-weight-buffer-size $((4 * 1024 ** 3))
 )
 
 launch train.py "$@"

@@ -36,6 +36,7 @@ SGLANG_ARGS=(
    --rollout-num-gpus-per-engine 2
    --sglang-mem-fraction-static 0.7
 )
-MISC_ARGS+=(--no-gradient-accumulation-fusion)
+# Trainer and engines keep their memory: giving it back takes torch_memory_saver, which not every ROCm has.
+MISC_ARGS+=(--no-gradient-accumulation-fusion --no-offload-train --no-offload-rollout)
 
 launch train.py "$@"

@@ -24,10 +24,11 @@ PERF_ARGS=(
    --tensor-model-parallel-size 2 --sequence-parallel
    --pipeline-model-parallel-size 4
    --decoder-last-pipeline-num-layers 9
-   --context-parallel-size "${CP_SIZE:-2}"
+   --context-parallel-size "${CP_SIZE:-4}"
    --expert-model-parallel-size 8 --expert-tensor-parallel-size 1
    "${RECOMPUTE_ALL[@]}"
    --use-dynamic-batch-size --max-tokens-per-gpu 8192
+   --log-probs-chunk-size 1024
 )
 ALGO_ARGS=(--advantage-estimator gspo --eps-clip 4e-4 --entropy-coef 0.00 --kl-loss-coef 0.00 --kl-loss-type low_var_kl)
 OPTIMIZER_ARGS+=("${CPU_OPTIMIZER[@]}")

@@ -6,7 +6,7 @@
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/launch.sh"
 
 model qwen3.5-27B Qwen3.5-27B
-colocate "${ACTOR_NUM_NODES:-2}" "${ACTOR_NUM_GPUS_PER_NODE:-8}"
+colocate "${ACTOR_NUM_NODES:-4}" "${ACTOR_NUM_GPUS_PER_NODE:-8}"
 
 ROLLOUT_ARGS=(
    "${MATH_PROMPTS[@]}"
@@ -23,10 +23,11 @@ PERF_ARGS=(
    --tensor-model-parallel-size 4 --sequence-parallel
    --pipeline-model-parallel-size 2
    --decoder-last-pipeline-num-layers 30
-   --context-parallel-size "${CP_SIZE:-2}"
+   --context-parallel-size "${CP_SIZE:-4}"
    --expert-model-parallel-size 1 --expert-tensor-parallel-size 1
    "${RECOMPUTE_ALL[@]}"
    --use-dynamic-batch-size --max-tokens-per-gpu 8192
+   --log-probs-chunk-size 1024
 )
 ALGO_ARGS=(--advantage-estimator grpo --eps-clip 0.2 --entropy-coef 0.00 --kl-loss-coef 0.00 --kl-loss-type low_var_kl --calculate-per-token-loss)
 OPTIMIZER_ARGS+=("${CPU_OPTIMIZER[@]}")

@@ -9,7 +9,7 @@ train_only 1 8
 JOB_ENV+=("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
 JOB_ENV+=("NVSHMEM_DISABLE_NCCL=1")
 
-ROLLOUT_ARGS=("${SFT_ARGS[@]}")
+ROLLOUT_ARGS=("${SFT_ARGS[@]}" --loss-mask-type qwen3_5)
 PERF_ARGS=(
    --tensor-model-parallel-size 2 --sequence-parallel
    --pipeline-model-parallel-size 1

@@ -38,7 +38,7 @@ SFT_OPTIMIZER_ARGS=(
    --lr-warmup-fraction 0.1
    --weight-decay 0.1
    --adam-beta1 0.9
-   --adam-beta2 0.95
+   --adam-beta2 0.98
 )
 
 # Generate twice the prompts that a step needs and keep groups whose answers are neither all right nor all wrong.

@@ -2,6 +2,8 @@
 # shellcheck disable=SC2034  # launch reads the arrays by name
 # Kimi K2 Thinking (1T), GRPO on math, on 32 nodes of eight shared GPUs. The engines serve the published INT4 weights;
 # the trainer works in BF16 and rounds its weights to INT4 in every forward pass, as the engines will.
+# The recipe needs GPUs of more than 86 GiB: 60 GiB of weights per GPU exceed 70% of 80 GiB. For smaller GPUs add
+# --rollout-num-gpus-per-engine 16 --sglang-ep-size 16.
 # shellcheck source=../lib/launch.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/../lib/launch.sh"
 
@@ -12,6 +14,7 @@ JOB_ENV+=("OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1" "OPEN_TRAINING_INT4_GROUP_SIZE=32
 
 ROLLOUT_ARGS=(
    "${MATH_PROMPTS[@]}"
+   --rollout-temperature 0.8
    --rm-type math
    --num-rollout 100
    --rollout-batch-size 128
@@ -21,7 +24,7 @@ ROLLOUT_ARGS=(
    --num-steps-per-rollout 4
    --balance-data
 )
-EVAL_ARGS=("${AIME_EVAL[@]}" --eval-max-response-len 16384)
+EVAL_ARGS=("${AIME_EVAL[@]}" --n-samples-per-eval-prompt 8 --eval-top-p 0.7 --eval-max-response-len 16384)
 PERF_ARGS=(
    --tensor-model-parallel-size 8 --sequence-parallel
    --pipeline-model-parallel-size 8
@@ -38,6 +41,7 @@ SGLANG_ARGS=(
    --sglang-mem-fraction-static 0.7
    --sglang-ep-size 8
    --sglang-server-concurrency 1024
+   --update-weight-buffer-size $((2 * 1024 ** 3))
 )
 
 launch train.py "$@"

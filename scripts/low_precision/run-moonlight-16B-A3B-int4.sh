@@ -13,6 +13,7 @@ JOB_ENV+=("OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1" "OPEN_TRAINING_INT4_GROUP_SIZE=12
 
 ROLLOUT_ARGS=(
    "${MATH_PROMPTS[@]}"
+   --rollout-temperature 0.8
    --rm-type math
    --num-rollout 3000
    --rollout-batch-size 128
@@ -22,7 +23,7 @@ ROLLOUT_ARGS=(
    --num-steps-per-rollout 4
    --balance-data
 )
-EVAL_ARGS=("${AIME_EVAL[@]}" --eval-max-response-len 4096)
+EVAL_ARGS=("${AIME_EVAL[@]}" --n-samples-per-eval-prompt 8 --eval-top-p 0.7 --eval-max-response-len 4096)
 PERF_ARGS=(
    --tensor-model-parallel-size 2 --sequence-parallel
    --pipeline-model-parallel-size 1

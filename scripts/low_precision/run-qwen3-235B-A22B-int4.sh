@@ -12,6 +12,7 @@ JOB_ENV+=("OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1" "OPEN_TRAINING_INT4_GROUP_SIZE=12
 
 ROLLOUT_ARGS=(
    "${MATH_PROMPTS[@]}"
+   --rollout-temperature 0.8
    --rm-type deepscaler
    --num-rollout 300
    --rollout-batch-size 32
@@ -20,7 +21,7 @@ ROLLOUT_ARGS=(
    --global-batch-size 256
    --balance-data
 )
-EVAL_ARGS=("${AIME_EVAL[@]}" --eval-max-response-len 16384)
+EVAL_ARGS=("${AIME_EVAL[@]}" --eval-top-p 0.7 --eval-max-response-len 16384)
 PERF_ARGS=(
    --tensor-model-parallel-size 4 --sequence-parallel
    --pipeline-model-parallel-size 4
@@ -37,6 +38,7 @@ SGLANG_ARGS=(
    --sglang-mem-fraction-static 0.7
    --sglang-ep-size 8
    "${CUDA_GRAPH_SIZES[@]}"
+   --update-weight-buffer-size $((4 * 1024 ** 3))
 )
 
 launch train.py "$@"
