@@ -125,20 +125,30 @@ class EngineSlots:
         self._make = make
         self._router_url = router_url
         self._needs_weights = needs_weights
-        self._by_rank = {rank: _Slot(rank, make(rank, 0)) for rank in ranks}
-        self._slots = list(self._by_rank.values())
-        self._starting = [slot.handle.start_and_register.remote(router_url) for slot in self._slots]
-        self._guard = threading.Lock()  # states and handles of the slots, and the failure
+        self._by_rank: dict[int, _Slot] = {}
+        self._slots: list[_Slot] = []
+        self._starting: list[tuple[_Slot, Any]] = []
+        self._guard = threading.Lock()  # slots, their states and handles, and the failure
         self._failure: Exception | None = None
         self._progress_at = -math.inf
         self._stopping = threading.Event()
         self._settings: WatchSettings | None = None
         self._monitor: HealthMonitor | None = None
+        self.start(ranks)
+
+    def start(self, ranks: Sequence[int]) -> None:
+        """Start the engines of these numbers; :meth:`wait_ready` waits for them."""
+        slots = [_Slot(rank, self._make(rank, 0)) for rank in ranks]
+        with self._guard:
+            self._slots = [*self._slots, *slots]
+            self._by_rank |= {slot.rank: slot for slot in slots}
+        self._starting = [(slot, slot.handle.start_and_register.remote(self._router_url)) for slot in slots]
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Return when every engine is registered at the router."""
-        infos = get(self._starting, timeout_s, f"{len(self._slots)} engines to start")
-        for slot, info in zip(self._slots, infos, strict=True):
+        """Return when every engine that was started is registered at the router."""
+        starting, self._starting = self._starting, []
+        infos = get([ref for _, ref in starting], timeout_s, f"{len(starting)} engines to start")
+        for (slot, _), info in zip(starting, infos, strict=True):
             slot.info, slot.state = info, _State.SERVING
 
     def watch(self, settings: WatchSettings) -> None:

@@ -80,6 +80,8 @@ class RolloutManager:
         args = self._args
         if not args.debug_train_only:
             self._servers = RolloutServers(args, self._slots)
+            if self._servers.awaits_engines:
+                self._servers.await_engines()  # now: their number decides how many requests are sent at once
             if args.use_distributed_post:
                 self._posters = start_posters(args)
             GenerateState(args)  # loads the tokenizer while the engines start

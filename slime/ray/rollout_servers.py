@@ -2,6 +2,7 @@
 
     --sglang-config, --prefill-num-servers   topology: models -> groups -> places of engines on the run's devices
     --rollout-external-engine-addrs          one model; its engines run somewhere else already
+    --rollout-num-gpus 0                     one model; its engines are those that others register with its router
     model                                    a RolloutServer: one router, its engines
 
 Owned by the rollout manager. On a CPU engines are forked from a process that SGLang is preloaded in (``preloading``);
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,9 +23,14 @@ from typing import Any
 
 import ray
 
-from slime.backends.sglang_utils.external import external_engine_infos_from_args
+from slime.backends.sglang_utils.external import (
+    ExternalEngineInfo,
+    discover_external_engines,
+    external_engine_infos_from_args,
+    problems_of,
+)
 from slime.backends.sglang_utils.fork_server import ForkServer
-from slime.backends.sglang_utils.router import ExistingRouter, Router, RouterProcess
+from slime.backends.sglang_utils.router import ExistingRouter, Router, RouterProcess, registered_workers
 from slime.backends.sglang_utils.server_process import ForkAddress
 from slime.backends.sglang_utils.topology import EnginePlace, topology_of
 from slime.ray.cluster import NOSET_VISIBLE_DEVICES, node_address, slot_layout, worker_env
@@ -35,6 +42,7 @@ from slime.ray.placement_group import GpuSlots
 from slime.ray.preloading import ClusterForkServer, engine_log_directory, fork_server_of
 from slime.ray.server_group import RolloutServer
 from slime.utils import accelerator
+from slime.utils.deadline import Deadline
 from slime.utils.errors import ConfigError, EngineError
 
 __all__ = ["RolloutServers"]
@@ -43,6 +51,9 @@ logger = logging.getLogger(__name__)
 
 _ENGINE_THREADS = 4
 _DEFAULT_MODEL = "default"
+_LOOK_EVERY_S = 0.5
+_REPORT_EVERY_S = 60.0
+_REGISTERED = "the registered engine"
 
 
 class RolloutServers:
@@ -57,8 +68,12 @@ class RolloutServers:
         self._gpus = slots
         self._fork_server: ForkServer | ClusterForkServer | None = None
         self._servers: list[RolloutServer] = []
+        self._infos: list[ExternalEngineInfo] = []
         try:
             if args.rollout_external:
+                self._infos = external_engine_infos_from_args(args)
+                self._use_external()
+            elif self.awaits_engines:
                 self._use_external()
             else:
                 self._start_local()
@@ -79,17 +94,62 @@ class RolloutServers:
             server = RolloutServer(model.name, router, make, list(by_rank), updates_weights=model.updates_weights)
             self._servers.append(server)
 
+    @property
+    def awaits_engines(self) -> bool:
+        """Whether engines are those that others register with the router, sooner or later."""
+        return not self._args.rollout_external and self._args.rollout_num_gpus == 0
+
     def _use_external(self) -> None:
-        infos = external_engine_infos_from_args(self._args)
         actor = ray.remote(ExternalEngineActor).options(
             num_cpus=0, max_concurrency=_ENGINE_THREADS, runtime_env={"env_vars": worker_env()}
         )
 
         def make(rank: int, num_before: int) -> Any:
-            return actor.remote(self._args, rank, infos[rank])
+            return actor.remote(self._args, rank, self._infos[rank])
 
-        router = self._router(_DEFAULT_MODEL, has_pd=any(info.is_pd_worker for info in infos))
-        self._servers.append(RolloutServer(_DEFAULT_MODEL, router, make, range(len(infos)), updates_weights=True))
+        router = self._router(_DEFAULT_MODEL, has_pd=any(info.is_pd_worker for info in self._infos))
+        ranks, registers = range(len(self._infos)), not self.awaits_engines
+        server = RolloutServer(_DEFAULT_MODEL, router, make, ranks, updates_weights=True, registers=registers)
+        self._servers.append(server)
+
+    def await_engines(self) -> None:
+        """Return when an engine has registered with the router of a run that starts none.
+
+        Raises:
+            DeadlineExceeded: none has within ``--engine-start-timeout``.
+            ConfigError: it does not fit the run.
+        """
+        router = self._servers[0].router
+        router.wait_ready()
+        fix = (
+            f"Start SGLang servers and register each: curl {router.url}/workers -H 'Content-Type: application/json' -d "
+            '\'{"url": "http://HOST:PORT"}\'; --engine-start-timeout says how long the run waits'
+        )
+        what = f"an engine to register with the router at {router.url}, because --rollout-num-gpus 0 starts none"
+        deadline, report_at_s = Deadline(self._args.engine_start_timeout, what, fix), 0.0
+        while not self._adopt():
+            router.raise_if_dead()
+            if deadline.elapsed >= report_at_s:
+                logger.warning("waits for %s. %s", what, fix)
+                report_at_s += _REPORT_EVERY_S
+            deadline.check()
+            time.sleep(_LOOK_EVERY_S)
+
+    def _adopt(self) -> int:
+        """Take the engines that have registered since the last time into the run. Returns how many it has."""
+        (server,) = self._servers
+        known = {info.url for info in self._infos}
+        urls = [url for url in registered_workers(server.router.url) if url not in known]
+        if urls:
+            found = discover_external_engines(urls, source=_REGISTERED)
+            if problems := [text for info in found for text in problems_of(info, self._args, source=_REGISTERED)]:
+                raise ConfigError(problems)
+            self._infos += found
+            server.engines.start(range(len(known), len(self._infos)))
+            server.engines.wait_ready(self._args.engine_start_timeout)
+            self._args.rollout_num_engines = len(self._infos)
+            logger.info("engines that have registered with the router: %s", ", ".join(urls))
+        return len(self._infos)
 
     def _router(self, model: str, *, has_pd: bool) -> Router:
         """The router that the command line names for the first model, or one of our own on this node."""
@@ -270,6 +330,8 @@ class RolloutServers:
 
     def begin_sync(self) -> RayEngineFleet:
         """The engines that can take weights. Nobody is asked how he is until :meth:`end_sync`."""
+        if self.awaits_engines:
+            self._adopt()
         self.waiting()
         self.pause_watch()
         return self.fleet

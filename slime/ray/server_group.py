@@ -22,6 +22,7 @@ class RolloutServer:
         make: starts the actor for (rank, how many died there before); returns its handle without waiting.
         ranks: numbers of the engines in the run.
         updates_weights: False for a model that keeps the weights it was started with.
+        registers: the engines were not registered with the router before; a router that lives on forgets them again.
     """
 
     def __init__(
@@ -32,7 +33,9 @@ class RolloutServer:
         ranks: Sequence[int],
         *,
         updates_weights: bool,
+        registers: bool = True,
     ) -> None:
+        self._registers = registers
         self.name = name
         self.router = router
         self.updates_weights = updates_weights
@@ -53,5 +56,5 @@ class RolloutServer:
         self.engines.raise_if_dead()
 
     def stop(self) -> None:
-        self.engines.stop(leaves_router=not self.router.is_ours)
+        self.engines.stop(leaves_router=self._registers and not self.router.is_ours)
         self.router.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
@@ -15,7 +16,7 @@ from slime.utils.errors import EngineError
 from slime.utils.net import free_port
 from tests.doc_commands import shown_flags
 from tests.e2e.running import PLUGINS, metrics, values
-from tests.e2e.watching import is_generating, running
+from tests.e2e.watching import is_generating, read, running
 
 pytestmark = pytest.mark.alone
 
@@ -41,19 +42,26 @@ def started(task: Any, fork_server: ForkServer, log: Path, port: int) -> SGLangE
     return engine
 
 
+def run_flags(task: Any, directory: Path) -> list[Any]:
+    return [
+        *("--hf-checkpoint", task.model, "--prompt-data", task.train, "--label-key", "label"),
+        *("--apply-chat-template", "--rollout-batch-size", 8, "--n-samples-per-prompt", 4, "--num-rollout", ROLLOUTS),
+        *("--rollout-max-response-len", 100, "--custom-rm-path", f"{PLUGINS}:share_of_sevens", "--fp32"),
+        *("--actor-num-gpus-per-node", 1, "--use-dynamic-batch-size", "--max-tokens-per-gpu", 4096, "--lr", "1e-3"),
+        *("--check-weight-update-equal", "--output-dir", directory, "--experiment-name", "run"),
+    ]
+
+
 def test_engines_of_others_take_weights_are_waited_for_when_they_die_and_outlive_the_run(
     tiny_task, fork_server, tmp_path
 ):
     ports = [free_port(), free_port()]
     first, second = (started(tiny_task, fork_server, tmp_path / f"{port}.log", port) for port in ports)
     flags = [
-        *("--hf-checkpoint", tiny_task.model, "--prompt-data", tiny_task.train, "--label-key", "label"),
-        *("--apply-chat-template", "--rollout-batch-size", 8, "--n-samples-per-prompt", 4, "--num-rollout", ROLLOUTS),
-        *("--rollout-max-response-len", 100, "--custom-rm-path", f"{PLUGINS}:share_of_sevens", "--fp32"),
-        *("--actor-num-gpus-per-node", 1, "--use-dynamic-batch-size", "--max-tokens-per-gpu", 4096, "--lr", "1e-3"),
+        *run_flags(tiny_task, tmp_path),
         *shown_flags("docs/engines.md", "--rollout-external-engine-addrs"),
         *("--rollout-external-engine-addrs", *(f"127.0.0.1:{port}" for port in ports)),
-        *("--use-fault-tolerance", "--check-weight-update-equal", "--output-dir", tmp_path, "--experiment-name", "run"),
+        "--use-fault-tolerance",
     ]
     try:
         (info, _) = discover_external_engines([first.url, second.url])
@@ -80,3 +88,23 @@ def test_engines_of_others_take_weights_are_waited_for_when_they_die_and_outlive
     finally:
         first.stop()
         second.stop()
+
+
+def test_a_router_without_engines_gets_them_later(tiny_task, fork_server, tmp_path):
+    router_port, port = free_port(), free_port()
+    router = f"http://127.0.0.1:{router_port}"
+    flags = [*run_flags(tiny_task, tmp_path), "--rollout-num-gpus", 0, "--sglang-router-port", router_port]
+    engine = None
+    try:
+        with running(flags, tmp_path) as run:
+            run.wait(lambda: f"curl {router}/workers" in run.text())
+            assert read(f"{router}/workers")["workers"] == []
+            engine = started(tiny_task, fork_server, tmp_path / "engine.log", port)
+            httpx.post(f"{router}/workers", json={"url": engine.url}).raise_for_status()
+            finished = run.end()
+        assert finished.status == 0, finished.output[-6000:]
+        assert max(values(metrics(tmp_path / "run"), "train/train_rollout_logprob_abs_diff")) < 1e-4
+        assert engine.weight_version() == str(ROLLOUTS)
+    finally:
+        if engine is not None:
+            engine.stop()

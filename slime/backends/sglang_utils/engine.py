@@ -223,6 +223,8 @@ class SGLangEngine:
         worker: dict[str, Any] = {"url": self.url, "worker_type": self._spec.worker_type.value}
         if self._spec.bootstrap_port is not None:
             worker["bootstrap_port"] = self._spec.bootstrap_port
+        if self._is_known_to(router_url):
+            return
         self._request("POST", f"{router_url}/workers", worker)
         what = f"the router at {router_url} to take engine {self._spec.rank}"
         fix = f"It must reach {self.url} from where it runs; see its log"

@@ -98,8 +98,13 @@ def normalize_external_engine_addr(addr: str) -> str:
     return url
 
 
-def discover_external_engines(addrs: Sequence[str], timeout: float = _TIMEOUT_S) -> list[ExternalEngineInfo]:
+def discover_external_engines(
+    addrs: Sequence[str], timeout: float = _TIMEOUT_S, *, source: str = _FLAG
+) -> list[ExternalEngineInfo]:
     """Ask every engine at once what it is.
+
+    Args:
+        source: where the addresses come from, for messages.
 
     Raises:
         ConfigError: with one problem per address that is malformed, given twice, or does not answer in time.
@@ -113,14 +118,14 @@ def discover_external_engines(addrs: Sequence[str], timeout: float = _TIMEOUT_S)
             problems += error.problems
             continue
         if url in urls:
-            problems.append(f"{_FLAG} {addr} is given twice.")
+            problems.append(f"{source} {addr} is given twice.")
         urls.append(url)
 
     def ask(url: str) -> ExternalEngineInfo | str:
         try:
             return _info(url, get_server_info(url, timeout))
         except EngineError as error:
-            return f"{_FLAG} {url}: {error}"
+            return f"{source} {url}: {error}"
 
     if not problems:
         with ThreadPoolExecutor(min(32, len(urls) or 1)) as pool:
@@ -196,9 +201,9 @@ def external_engine_infos_from_args(args: Namespace) -> list[ExternalEngineInfo]
     return [ExternalEngineInfo(**info) for info in found]
 
 
-def problems_of(info: ExternalEngineInfo, args: Namespace) -> Iterator[str]:
+def problems_of(info: ExternalEngineInfo, args: Namespace, *, source: str = _FLAG) -> Iterator[str]:
     """How an engine differs from what the run needs, one sentence each."""
-    start = f"{_FLAG} {info.url}:"
+    start = f"{source} {info.url}:"
     seen = info.server_info
     if args.use_rollout_routing_replay and not seen.get("enable_return_routed_experts"):
         yield f"{start} it does not return its expert choices: start it with --enable-return-routed-experts."

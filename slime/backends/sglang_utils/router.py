@@ -14,7 +14,7 @@ from slime.utils.errors import ConfigError, EngineError, ProcessDied
 from slime.utils.net import claim_ports, is_port_free, url_host
 from slime.utils.process import GuardedProcess, log_tail
 
-__all__ = ["ExistingRouter", "Router", "RouterProcess", "remove_worker"]
+__all__ = ["ExistingRouter", "Router", "RouterProcess", "registered_workers", "remove_worker"]
 
 _START_TIMEOUT_S = 30.0
 _CONTROL_TIMEOUT_S = 10.0
@@ -46,6 +46,17 @@ def _is_alive(url: str) -> bool:
         return httpx.get(f"{url}/liveness", timeout=2.0, trust_env=False).status_code == 200
     except httpx.HTTPError:
         return False
+
+
+def registered_workers(router_url: str) -> list[str]:
+    """The engines that a router sends requests to. Raises EngineError when it does not answer."""
+    try:
+        reply = httpx.get(f"{router_url}/workers", timeout=_CONTROL_TIMEOUT_S, trust_env=False).raise_for_status()
+        return [worker["url"].rstrip("/") for worker in reply.json().get("workers", [])]
+    except (httpx.HTTPError, ValueError) as error:
+        raise EngineError(
+            f"the router at {router_url} does not list engines: {type(error).__name__}: {error}"
+        ) from error
 
 
 def remove_worker(router_url: str, worker_url: str) -> None:

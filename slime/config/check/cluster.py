@@ -29,10 +29,6 @@ def _devices(args: Namespace) -> Iterator[str]:
             f"--rollout-num-gpus {total} must be a multiple of --rollout-num-gpus-per-engine {per_engine}: the rest "
             f"would idle."
         )
-    elif total == 0 and args.debug_rollout_only:
-        yield "--rollout-num-gpus 0 with --debug-rollout-only leaves nothing to run: give the engines a device."
-    elif total == 0 and not args.debug_train_only:
-        yield "--rollout-num-gpus 0: training needs at least one engine, or --debug-train-only."
     if per_engine > per_node and per_engine % per_node:
         yield (
             f"--rollout-num-gpus-per-engine {per_engine} is more than --num-gpus-per-node {per_node}: it must then be "

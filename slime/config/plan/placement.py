@@ -109,6 +109,8 @@ def _engine_groups(args: Namespace, first_slot: int) -> list[EngineGroup]:
     total = number(args, "rollout_num_gpus", 0)
     num_engines, num_prefill = total // width, number(args, "prefill_num_servers", 0)
     if not num_prefill:
+        if total == 0:  # they register with the router later
+            return [EngineGroup(model, "external", 0, width, None)]
         return [EngineGroup(model, "regular", num_engines, width, first_slot)] if num_engines else []
     decode_slot = first_slot + num_prefill * width
     return [

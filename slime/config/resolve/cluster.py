@@ -28,6 +28,9 @@ def offloading(args: Namespace) -> None:
     """B26, B29-B32: the tri-state switches get their values."""
     if args.offload:
         args.offload_train = args.offload_rollout = True
+    if args.colocate and args.rollout_num_gpus == 0:
+        notices.warn(args, "--colocate", "no effect: --rollout-num-gpus 0 starts no engine on the trainer's devices")
+        args.colocate = args.offload_rollout = False
     if args.debug_rollout_only:  # B27: nobody to share devices with
         if args.colocate and args.rollout_num_gpus is None:
             args.rollout_num_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
@@ -61,6 +64,9 @@ def devices(args: Namespace) -> None:
         notices.info(args, "--rollout-num-gpus", f"{args.rollout_num_gpus}: one engine (--debug-rollout-only)")
     if args.debug_train_only:
         args.rollout_num_gpus = 0
+    elif args.rollout_num_gpus == 0 and not args.rollout_external:
+        text = "the router only: engines are those that others register with it, such as behind --sglang-router-ip"
+        notices.info(args, "--rollout-num-gpus 0", text)
     args.world_size = args.actor_num_nodes * args.actor_num_gpus_per_node
     if args.rollout_num_gpus is None and not args.rollout_external:
         width = max(1, args.rollout_num_gpus_per_engine)

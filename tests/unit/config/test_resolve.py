@@ -401,3 +401,16 @@ def test_expandable_segments_are_switched_on_in_the_trainers_environment(
     assert command.resolve(*own).train_env_vars == {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
     monkeypatch.setenv("SLIME_ENABLE_EXPANDABLE_SEGMENTS", "yes")
     assert "SLIME_ENABLE_EXPANDABLE_SEGMENTS=yes" in str(command.run()[1])
+
+
+@pytest.mark.parametrize(
+    "flags", ["", "--debug-rollout-only", "--sglang-router-ip 10.0.0.1 --sglang-router-port 30000"]
+)
+def test_a17_a_run_may_have_a_router_and_no_engine(flags: str, command: TinyCommand):
+    args = command.resolve("--rollout-num-gpus", "0", *flags.split(), without=("--rollout-num-gpus",))
+    assert args.rollout_num_gpus == 0
+
+
+def test_29_without_engines_nothing_shares_the_devices_of_the_trainer(command: TinyCommand):
+    args = command.resolve("--colocate", "--rollout-num-gpus", "0", without=("--rollout-num-gpus",))
+    assert attributes(args, "rollout_num_gpus colocate offload_train offload_rollout") == (0, False, False, False)

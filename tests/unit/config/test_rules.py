@@ -157,7 +157,6 @@ ERRORS = [
         "--rollout-num-gpus 16 --rollout-num-gpus-per-engine 16",
         "would begin in the middle of one (--num-gpus-per-node 8): give the trainer whole nodes",
     ),
-    case("A17", "--debug-rollout-only --rollout-num-gpus 0", "--rollout-num-gpus 0 with --debug-rollout-only"),
     case("A24-save", "--save-interval 0", "--save-interval 0 must be at least 1"),
     case("A24-eval", "--eval-interval 0", "--eval-interval 0 must be at least 1"),
     case("A24-sync", "--update-weights-interval 0", "--update-weights-interval 0 must be at least 1"),

@@ -155,6 +155,16 @@ def test_all_engines_serve_after_the_start(world, slots):
     assert slots.waiting().num_serving == 2
 
 
+def test_an_engine_that_comes_later_serves_beside_the_others_and_is_watched(world, slots):
+    kill(world, slots, 1)
+    until(lambda: slots.waiting().fleet.names)
+    slots.start([2])
+    slots.wait_ready(1.0)
+    assert slots.fleet().names == ("0.0", "1.1", "2.0")
+    assert slots.waiting().num_serving == 2, "the replaced one waits for weights as before"
+    assert kill(world, slots, 2) == ["2.0"]
+
+
 def test_a_dead_engine_leaves_the_router_and_another_waits_in_its_place_without_serving(world, slots):
     assert kill(world, slots, 1) == ["1.0"]
     until(lambda: slots.waiting().fleet.names)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from slime.backends.protocols import EngineInfo
+from slime.backends.sglang_utils.external import ExternalEngineInfo
 from slime.backends.sglang_utils.topology import EnginePlace, WorkerType
 from slime.ray import rollout_servers
 from slime.ray.engine_actor import ForkAddress
@@ -15,7 +16,7 @@ from slime.ray.engine_slots import WaitingEngines
 from slime.ray.fleet import RayEngineFleet
 from slime.ray.placement_group import GpuSlots
 from slime.ray.rollout_servers import RolloutServers
-from slime.utils.errors import ConfigError, EngineError
+from slime.utils.errors import ConfigError, DeadlineExceeded, EngineError
 
 
 def fleet(*names: str, slots: tuple[int | None, ...] = ()) -> RayEngineFleet:
@@ -174,3 +175,50 @@ def test_an_engine_whose_devices_have_a_gap_is_refused_for_its_server_would_take
     several._check_nodes(EnginePlace(0, WorkerType.REGULAR, 1, 2, {}))  # 2 and 3
     several._gpus = GpuSlots(None, range(3), [0, 2, 3], [0, 1, 2])  # CUDA_VISIBLE_DEVICES=0,2,3
     several._check_nodes(engine)
+
+
+# --- engines that others register (--rollout-num-gpus 0)
+
+
+class Registered:
+    """A router that lists ``urls``, and the engines behind it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *urls: str, dtype: str = "float32") -> None:
+        self.urls = list(urls)
+        self.started: list[list[int]] = []
+        info = {"dtype": dtype}
+        monkeypatch.setattr(rollout_servers, "registered_workers", lambda router: self.urls)
+        monkeypatch.setattr(
+            rollout_servers,
+            "discover_external_engines",
+            lambda urls, source: [ExternalEngineInfo(url, "h", 1, "regular", 1, None, info) for url in urls],
+        )
+        self.servers = servers((True, fleet(), NOBODY), rollout_num_gpus=0, engine_start_timeout=0.0)
+        self.servers._args.__dict__.update(bf16=False, fp16=False, fp32=True)
+        self.servers._infos = []
+        server = self.servers._servers[0]
+        server.router = SimpleNamespace(
+            is_ours=True, url="http://router:1", wait_ready=lambda: None, raise_if_dead=lambda: None
+        )
+        server.engines.start = lambda ranks: self.started.append(list(ranks))
+
+
+def test_a_run_without_engines_waits_for_one_and_says_how_to_register_it(monkeypatch: pytest.MonkeyPatch, caplog):
+    with pytest.raises(DeadlineExceeded, match=r"an engine to register with the router at http://router:1, because"):
+        Registered(monkeypatch).servers.await_engines()
+    assert "curl http://router:1/workers" in caplog.text
+
+
+def test_engines_are_taken_over_when_they_register_also_later(monkeypatch: pytest.MonkeyPatch):
+    world = Registered(monkeypatch, "http://a:1")
+    world.servers.await_engines()
+    world.urls.append("http://b:1")
+    world.servers.begin_sync()
+    world.servers.begin_sync()
+    assert world.started == [[0], [1]]
+    assert world.servers._args.rollout_num_engines == 2
+
+
+def test_a_registered_engine_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ConfigError, match=r"the registered engine http://a:1: its weights are bfloat16"):
+        Registered(monkeypatch, "http://a:1", dtype="bfloat16").servers.await_engines()
