@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from slime.backends.sglang_utils.option_table import server_options
+from slime.backends.sglang_utils.option_table import REMOVED, RENAMED, server_options
 from slime.config.yaml_file import read_mapping
 from slime.utils.errors import ConfigError
 
@@ -269,7 +269,11 @@ class _Reader:
         found: dict[str, Any] = {}
         known = server_options().defaults
         for key, value in entry.items():
-            name = str(key).replace("-", "_")
+            flag = "--" + str(key).replace("_", "-")
+            if str(key) not in known and flag not in server_options().by_flag and flag in REMOVED:
+                self.warnings.append(f"{self.path}: {where}: overrides: {key} is dropped: {REMOVED[flag]}")
+                continue
+            name = _field_of(str(key))
             if name != key:
                 self.warnings.append(f"{self.path}: {where}: overrides: {key} is read as {name}")
             if name not in known:
@@ -306,6 +310,16 @@ class _Reader:
 
     def _problem(self, where: str, text: str) -> None:
         self.problems.append(f"{_FLAG} {self.path}: {where}: {text}")
+
+
+def _field_of(key: str) -> str:
+    """The server field that ``key`` means: a name of the field, of its option, or of that option in an older server."""
+    name = key.replace("-", "_")
+    if name in server_options().defaults:
+        return name
+    flag = "--" + name.replace("_", "-")
+    option = server_options().by_flag.get(RENAMED.get(flag, flag))
+    return name if option is None or option.kind == "implies" else option.dest
 
 
 def override_argv(overrides: Mapping[str, Any]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from slime.backends.sglang_utils.option_table import RENAMED, server_options
 from slime.backends.sglang_utils.topology import (
     ServerGroupSpec,
     Topology,
@@ -165,6 +166,26 @@ def test_without_a_file_there_is_one_group_of_regular_engines():
 def test_prefill_servers_leave_the_other_devices_to_decoding():
     groups = topology_of(args(prefill_num_servers=1)).models[0].groups
     assert groups == (ServerGroupSpec(WorkerType.PREFILL, 2, 2), ServerGroupSpec(WorkerType.DECODE, 6, 2))
+
+
+@pytest.mark.parametrize(("old", "new"), sorted(RENAMED.items()))
+def test_overrides_know_the_older_names_that_flags_know(old: str, new: str, read):
+    name = old.removeprefix("--").replace("-", "_")
+    option = server_options().by_flag[new]
+    value = option.choices[0] if option.choices else [1, 2] if option.nargs else 1
+    topology = read(group(overrides={name: value}))
+    assert topology.models[0].groups[0].overrides == {option.dest: value}
+    assert name == option.dest or any(
+        f"overrides: {name} is read as {option.dest}" in text for text in topology.warnings
+    )
+
+
+def test_overrides_take_the_names_of_options_and_drop_those_that_are_gone(read):
+    topology = read(group(overrides={"data-parallel-size": 2, "enable_ep_moe": True}))
+    assert topology.models[0].groups[0].overrides == {"dp_size": 2}
+    assert any("enable_ep_moe is dropped: say --sglang-ep-size N" in text for text in topology.warnings)
+    with pytest.raises(ConfigError, match="tp_size cannot be set"):
+        read(group(overrides={"tensor_parallel_size": 2}))
 
 
 def test_overrides_become_words_of_the_servers_command_line():
