@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import ray
@@ -45,6 +45,7 @@ _LOOPBACK = "127.0.0.1"
 _INHERITED = ("SLIME_ACCELERATOR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HF_HUB_OFFLINE")
 _ONE_NODE = ("SLIME_HOST_IP", FORK_SERVER)
 """Passed on where there is one node: with several, each says it to its own processes."""
+_VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _EMBEDDED = "slime_embedded"
 """A resource that only the clusters have that :func:`running_cluster` starts."""
 _DEVICE_TYPE = "accelerator_type:"
@@ -99,16 +100,27 @@ def _start_embedded(args: Namespace) -> None:
     """Start Ray as children of this process."""
     slots, _ = slot_layout(args)
     is_cpu = accelerator.current().is_cpu
-    ray.init(
-        address="local",
-        num_cpus=max(os.cpu_count() or 1, slots + _DRIVER_CPUS),
-        num_gpus=slots if is_cpu else None,
-        object_store_memory=_OBJECT_STORE_BYTES if is_cpu else None,
-        include_dashboard=False,
-        log_to_driver=True,
-        logging_level=logging.WARNING,
-        resources={_EMBEDDED: 1},
-    )
+    with _without(_VISIBLE_DEVICES if is_cpu else ()):  # Ray would refuse more logical slots than they name
+        ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, slots + _DRIVER_CPUS),
+            num_gpus=slots if is_cpu else None,
+            object_store_memory=_OBJECT_STORE_BYTES if is_cpu else None,
+            include_dashboard=False,
+            log_to_driver=True,
+            logging_level=logging.WARNING,
+            resources={_EMBEDDED: 1},
+        )
+
+
+@contextmanager
+def _without(names: Iterable[str]) -> Iterator[None]:
+    """These variables are not set inside the block."""
+    kept = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
 
 
 def node_address() -> str:
@@ -149,6 +161,7 @@ def _worker_env(is_on_loopback: bool) -> dict[str, str]:
     env = {"RAY_USE_UVLOOP": "0", "TOKENIZERS_PARALLELISM": "false"}
     if accelerator.current().is_cpu:
         env["OMP_NUM_THREADS"] = "1"
+        env |= {name: os.environ[name] for name in _VISIBLE_DEVICES if name in os.environ}  # GPUs stay hidden
     else:
         env |= {name: os.environ.get(name, value) for name, value in _NCCL.items()}
     if is_on_loopback:

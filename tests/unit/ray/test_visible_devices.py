@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from ray._private.accelerators import amd_gpu, nvidia_gpu
 
 from slime.ray.cluster import NOSET_VISIBLE_DEVICES
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
@@ -14,3 +21,30 @@ from slime.ray.cluster import NOSET_VISIBLE_DEVICES
 )
 def test_the_variable_that_this_ray_reads_for_a_vendor_is_set(variable: str) -> None:
     assert NOSET_VISIBLE_DEVICES[variable] == "1"
+
+
+_COUNT = """
+import os
+import ray
+from argparse import Namespace
+from slime.ray.cluster import running_cluster, worker_env
+args = Namespace(debug_train_only=True, debug_rollout_only=False, world_size=2, rollout_external=False, colocate=False)
+with running_cluster(args):
+    seen = ray.remote(lambda: os.environ["CUDA_VISIBLE_DEVICES"]).options(runtime_env={"env_vars": worker_env()})
+    print("slots", ray.cluster_resources()["GPU"], "seen", repr(ray.get(seen.remote())))
+"""
+
+
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_hidden_gpus_leave_the_logical_slots_of_a_cpu_alone_and_stay_hidden(hidden: str) -> None:
+    env = {"CUDA_VISIBLE_DEVICES": hidden, "SLIME_ACCELERATOR": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", _COUNT],
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=ROOT,
+    )
+    assert f"slots 2.0 seen {hidden!r}" in done.stdout, done.stderr[-3000:]
