@@ -22,17 +22,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-dir", required=True, help="The checkpoint to read.")
     parser.add_argument("--output-dir", help="The directory to write. Default: MODEL_DIR_bf16.")
+    parser.add_argument(
+        "--files", nargs="+", metavar="FILE", help="Convert the tensors of these .safetensors files of MODEL_DIR only."
+    )
+    parser.add_argument("--config-path", help="The config.json of the result. Default: that of MODEL_DIR.")
     parser.add_argument("--overwrite", action="store_true", help="Replace --output-dir where it exists.")
     options = parser.parse_args()
     target = options.output_dir or f"{options.model_dir.rstrip('/')}_bf16"
+    if options.config_path is not None and not Path(options.config_path).is_file():
+        raise ConfigError(f"--config-path {options.config_path} is not a file.")
     if Path(target).exists() and not options.overwrite:
         raise ConfigError(f"--output-dir {target} exists already; --overwrite replaces it.")
     from slime.backends.training.hf_files import TensorReader, write_hf_directory
 
     reader = TensorReader(options.model_dir, "--model-dir")
-    weights = ((name, reader.get(name)) for name in sorted(reader.names))
-    write_hf_directory(weights, options.model_dir, target)
-    print(f"{len(reader.names)} tensors -> {target}")
+    names = sorted(reader.names if options.files is None else reader.names_in(options.files))
+    write_hf_directory(
+        ((name, reader.get(name)) for name in names),
+        options.model_dir,
+        target,
+        config_path=options.config_path,
+        keeps_rest=options.files is None,
+    )
+    print(f"{len(names)} tensors -> {target}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The extension points: one Protocol each, and the table of the flags that name functions for them.
 
 A flag's value is a path that :func:`slime.hooks.load.load_function` understands. What the table says about a hook is
-checked at start-up (:func:`slime.hooks.load.check_hooks`) and is the source of ``docs/hooks.md``.
+checked at start-up (:func:`slime.hooks.load.check_hooks`) and is tested against the snippets of
+``docs/en/get_started/customization.md``.
 """
 
 from __future__ import annotations

@@ -87,6 +87,17 @@ class TensorReader:
         parts = {name + suffix for name in self._packed for suffix in (_PACKED, *_PARTS_OF_PACKED, *_OF_OTHER_PACKINGS)}
         return {name for name in self._files if name not in scales | parts} | self._packed
 
+    def names_in(self, files: Iterable[str]) -> set[str]:
+        """Those of :attr:`names` that are stored in ``files``.
+
+        Raises:
+            ConfigError: there is no such file.
+        """
+        wanted = {Path(file).name for file in files}
+        if unknown := sorted(wanted - set(self._files.values())):
+            raise ConfigError(f"{self.where}: no tensor is in {', '.join(unknown)}.")
+        return {name for name in self.names if self._files[name + _PACKED if name in self._packed else name] in wanted}
+
     def get(self, name: str) -> torch.Tensor:
         if name in self._packed:
             return self._unpacked(name)
@@ -225,6 +236,8 @@ def write_hf_directory(
     max_file_bytes: int | None = None,
     quantization: Mapping[str, Any] | None = None,
     num_writers: int = 1,
+    config_path: str | None = None,
+    keeps_rest: bool = True,
 ) -> None:
     """Write a complete Hugging Face checkpoint at ``path``, with every file of ``source`` that holds no weights.
 
@@ -235,6 +248,8 @@ def write_hf_directory(
     Args:
         quantization: how ``weights`` are quantised, for config.json; None: they are not, whatever the source was.
         num_writers: files that are written at a time; they and the next one are held in memory.
+        config_path: the config.json to write instead of that of ``source``.
+        keeps_rest: False: only ``weights`` are written.
     """
     target = Path(path)
     if target.resolve() == Path(source).resolve():
@@ -245,7 +260,10 @@ def write_hf_directory(
         for file in Path(source).iterdir():
             if file.is_file() and file.suffix not in _WEIGHT_FILES and file.name != _INDEX:
                 shutil.copy2(file, partial / file.name)
-        _write_tensors(_with_remainder(weights, source), partial, max_file_bytes or _MAX_FILE_BYTES, num_writers)
+        if config_path is not None:
+            shutil.copy2(config_path, partial / "config.json")
+        written = _with_remainder(weights, source) if keeps_rest else weights
+        _write_tensors(written, partial, max_file_bytes or _MAX_FILE_BYTES, num_writers)
         _note_quantization(partial / "config.json", quantization)
         if target.exists():
             shutil.rmtree(old, ignore_errors=True)

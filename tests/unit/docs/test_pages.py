@@ -36,6 +36,14 @@ def test_every_link_leads_to_a_file_and_to_a_heading_in_it(page: Path):
     assert broken == []
 
 
+def test_every_page_that_the_code_names_exists():
+    places = ("slime", "slime_plugins", "tools", "examples", "scripts")
+    files = [path for place in places for path in (_ROOT / place).rglob("*") if path.suffix in (".py", ".sh", ".yaml")]
+    named = {name for path in files for name in re.findall(r"\bdocs/[\w./-]+\.md", path.read_text())}
+    assert len(named) > 5
+    assert [name for name in sorted(named) if not (_ROOT / name).is_file()] == []
+
+
 def test_the_site_builds_without_a_warning_and_holds_every_page(tmp_path: Path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)

@@ -24,6 +24,7 @@ from tests.unit.megatron_utils.tiny_families import (
     saved_tensors,
 )
 from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_args, use_single_rank_env
+from tests.unit.scripts.bash_arrays import model_words
 from tests.verification import verify
 
 
@@ -130,6 +131,29 @@ def test_the_spec_of_a_launch_script_is_what_the_family_builds(kind: str, tmp_pa
     is_delta_net = [layer.submodules.self_attention.module.__name__ == "GatedDeltaNet" for layer in block.layer_specs]
     assert shape.delta_net is not None
     assert tuple(is_delta_net) == shape.delta_net.layers
+
+
+def test_every_spec_that_a_preset_names_is_there() -> None:
+    named = {
+        tuple(words[i + 1 : i + 3])
+        for words in model_words().values()
+        for i, word in enumerate(words)
+        if word == "--spec"
+    }
+    assert len(named) >= 6
+    for module, function in named:
+        assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_glm4_s_spec_has_its_norms_behind_attention_and_mlp(tmp_path: Path) -> None:
+    from slime.backends.megatron_utils.layer_specs import PostNormLayer
+    from slime.backends.megatron_utils.transformer_config import build_config
+    from slime_plugins.models.glm4 import get_glm_spec
+    from tests.unit.megatron_utils.family_models import shape_of
+
+    make_family_checkpoint("glm4", tmp_path)
+    block = get_glm_spec(make_args(tmp_path), build_config(make_args(tmp_path), shape_of(tmp_path)))
+    assert {layer.module for layer in block.layer_specs} == {PostNormLayer}
 
 
 def test_a_family_that_cannot_be_built_says_what_is_missing() -> None:

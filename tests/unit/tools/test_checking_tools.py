@@ -243,6 +243,32 @@ def test_a_checkpoint_in_4_bits_reads_back_as_bf16_within_its_precision(tiny_tas
         assert ((before - after).abs() <= largest / 7.5 * 0.51 + largest / 128).all()
 
 
+def test_some_files_of_a_checkpoint_in_4_bits_are_converted_with_another_config(tmp_path: Path):
+    source, other = tmp_path / "int4", tmp_path / "other.json"
+    source.mkdir()
+    packed, scale, shape = torch.zeros(2, 4, dtype=torch.int32), torch.ones(2, 1), torch.tensor([2, 32])
+    quantised = {"a.weight_packed": packed, "a.weight_scale": scale, "a.weight_shape": shape}
+    save_file(quantised | {"a.bias": torch.ones(2)}, source / "model-1.safetensors")
+    save_file({"b.weight": torch.ones(2)}, source / "model-2.safetensors")
+    weight_map = dict.fromkeys((*quantised, "a.bias"), "model-1.safetensors") | {"b.weight": "model-2.safetensors"}
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (source / "config.json").write_text('{"model_type": "kimi_k2", "quantization_config": {}}')
+    other.write_text('{"model_type": "deepseek_v3", "quantization_config": {"bits": 4}}')
+    tool = ("convert_k2_thinking_int4_to_bf16.py", "--model-dir", source)
+    done = run(*tool, "--files", "model-1.safetensors", "--config-path", other)
+    assert done.returncode == 0, done.stderr
+    stored = load_file(tmp_path / "int4_bf16" / "model.safetensors")
+    assert {name: tensor.dtype for name, tensor in stored.items()} == {
+        "a.weight": torch.bfloat16,
+        "a.bias": torch.float32,
+    }
+    assert json.loads((tmp_path / "int4_bf16" / "config.json").read_text()) == {"model_type": "deepseek_v3"}
+    refused = run(*tool, "--overwrite", "--files", "model-3.safetensors")
+    assert (refused.returncode, "no tensor is in model-3.safetensors" in refused.stderr) == (2, True)
+    refused = run(*tool, "--overwrite", "--config-path", tmp_path / "none.json")
+    assert (refused.returncode, "--config-path" in refused.stderr) == (2, True)
+
+
 def test_gptq_writes_what_transformers_loads_and_leaves_less_error_than_rounding(tiny_task, tmp_path: Path):
     pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM
