@@ -193,7 +193,9 @@ class CustomLoss(Protocol):
 
     ``batch`` holds one micro-batch: packed ``tokens`` ``[1, T]``, and lists with one entry per sample (``loss_masks``,
     ``log_probs``, ``advantages``, ...), None where there is none. ``logits`` are fp32 ``[1, T, V / tensor ranks]``.
-    ``sum_of_sample_mean`` turns the response tokens' values ``[N]`` into the sum over rollouts of their means.
+    ``sum_of_sample_mean`` turns the response tokens' values ``[N]`` into the sum over rollouts of their means. Under
+    context parallelism tokens, logits and per-token values are this rank's part; lengths, masks and
+    ``unconcat_tokens`` are whole. The function returns this rank's part of the loss and metrics: both are summed.
     """
 
     def __call__(

@@ -158,15 +158,58 @@ def test_objectives_over_whole_sequences_do_not_see_context_parallelism(
     assert_replicas_agree(results)
 
 
-@pytest.mark.parametrize(("world_size", "layout"), [(2, "tp2"), (2, "tp2 sp"), (2, "pp2")])
-def test_a_users_loss_gets_the_logits_of_all_rows_on_any_layout(
+_BUILT_IN = "slime.backends.megatron_utils.loss.policy_loss_function"
+_USER = "tests/unit/megatron_utils/user_objectives.py"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [(2, "tp2"), (2, "tp2 sp"), (2, "pp2"), (2, "cp2"), (4, "cp4 size1"), (4, "tp2 sp cp2"), (4, "pp2 cp2 size1 token")],
+)
+def test_a_users_loss_that_is_the_builtin_one_trains_like_it_on_any_layout(
     world_size: int, layout: str, train: Train, table: ComparisonTable
 ) -> None:
-    function = "tests/unit/megatron_utils/user_objectives.py:same_loss"
-    custom = {"loss_type": "custom_loss", "custom_loss_function_path": function}
-    results = train(world_size, layout, **custom)
-    largest = assert_equal(main_rank(train(1, "size16", **custom)), results)
-    table.add(world_size, f"{layout} custom_loss", largest)
+    results = train(world_size, layout, loss_type="custom_loss", custom_loss_function_path=_BUILT_IN)
+    reference = "size16 token" if "token" in layout else "size16"
+    table.add(world_size, f"{layout} custom_loss", assert_equal(main_rank(train(1, reference)), results))
+    assert_replicas_agree(results)
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"advantage_estimator": "gspo", "eps_clip": 1e-3},
+        {"use_tis": True, "use_opsm": True, "opsm_delta": 1e-3, "entropy_coef": 0.01},
+        {"rollout_top_p": 0.9, "entropy_coef": 0.01, "recompute_loss_function": True},
+        {"custom_pg_loss_reducer_function_path": f"{_USER}:token_sum"},
+        {"custom_advantage_function_path": f"{_USER}:same_advantages", "use_tis": True}
+        | {"custom_tis_function_path": f"{_USER}:tis_of_gathered_parts"},
+    ],
+    ids=["gspo", "tis_opsm_entropy", "top_p", "reducer", "tis_function"],
+)
+def test_so_does_every_objective_under_context_parallelism(objective: dict[str, Any], train: Train) -> None:
+    custom = {"loss_type": "custom_loss", "custom_loss_function_path": _BUILT_IN}
+    assert_equal(main_rank(train(1, "size16", **objective)), train(2, "cp2", **objective, **custom))
+
+
+@pytest.mark.parametrize("layout", ["cp2", "cp2 token"])
+def test_a_loss_over_sequences_that_gathers_and_cuts_is_the_builtin_one(layout: str, train: Train) -> None:
+    objective = {"advantage_estimator": "gspo", "eps_clip": 1e-3, "use_kl_loss": False, "kl_loss_coef": 0.0}
+    custom = {"loss_type": "custom_loss", "custom_loss_function_path": f"{_USER}:sequence_loss"}
+    builtin = main_rank(train(1, f"size16 {layout[4:]}", **objective))
+    written = main_rank(train(2, layout, **objective, **custom))
+    for ours, theirs in zip(written["report"].steps, builtin["report"].steps, strict=True):
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+        assert ours["mine"] == pytest.approx(theirs["pg_loss"], rel=1e-4, abs=1e-6)
+    for name, gradient in builtin["gradients"].items():
+        torch.testing.assert_close(written["gradients"][name], gradient, atol=3e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("custom", [{}, {"loss_type": "custom_loss", "custom_loss_function_path": _BUILT_IN}], ids=str)
+def test_a_reducer_that_cuts_masks_for_its_rank_reduces_the_same(custom: dict[str, str], train: Train) -> None:
+    plain = {"custom_pg_loss_reducer_function_path": f"{_USER}:token_sum"}
+    cutting = {"custom_pg_loss_reducer_function_path": f"{_USER}:token_sum_of_parts"}
+    assert_equal(main_rank(train(1, "size16", **plain)), train(2, "cp2", **cutting, **custom))
 
 
 @pytest.mark.parametrize(

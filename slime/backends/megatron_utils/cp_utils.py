@@ -1,9 +1,9 @@
-"""Context parallelism for users' functions: public name of ``slime.backends.training.context_parallel``, and the verbs
-that importance weights and reducers written elsewhere call.
+"""Context parallelism for users' functions: public name of ``slime.backends.training.context_parallel``, and
+the functions that losses, importance weights and reducers written elsewhere call.
 
-What slime gives to a user's function is whole on every context-parallel rank: nothing has to be gathered or cut. The
-zigzag layout of the ranks themselves is what :func:`slice_with_cp` cuts and what
-:func:`get_logits_and_tokens_offset_with_cp` describes. Importable without megatron.
+A ``--custom-loss-function-path`` gets the part of each response whose logits its rank has; every other function of the
+user gets whole responses. The functions here follow ``seen_as``: whole responses are neither gathered nor cut. Outside
+of users' functions they describe Megatron's context-parallel rank. Importable without megatron.
 """
 
 from __future__ import annotations
@@ -16,9 +16,13 @@ import torch
 
 from slime.algorithms.reduce import Reducer, make_reducer
 from slime.backends.training.context_parallel import (
+    WHOLE,
     ShardedSequences,
     Sharding,
+    gather_parts,
     gather_responses,
+    held_tokens,
+    seen_sharding,
     shard,
     zigzag_rows,
 )
@@ -27,6 +31,7 @@ __all__ = [
     "ShardedSequences",
     "Sharding",
     "all_gather_with_cp",
+    "current_sharding",
     "gather_responses",
     "get_logits_and_tokens_offset_with_cp",
     "get_sum_of_sample_mean",
@@ -41,13 +46,34 @@ Span = tuple[int, int]
 
 
 def all_gather_with_cp(tensor: torch.Tensor, total_length: int, response_length: int) -> torch.Tensor:
-    """``tensor``, one value per response token of a sample, which is whole already."""
-    return _whole(tensor, response_length)
+    """The whole response ``[R]`` from the rank's part of it. Differentiable; a collective of the ranks."""
+    sharding = current_sharding()
+    if sharding.cp_size == 1:
+        return _whole(tensor, response_length)
+    return gather_parts(tensor, [total_length], [response_length], sharding)
 
 
 def slice_log_prob_with_cp(log_prob: Values, total_length: int, response_length: int) -> Values:
-    """``log_prob``: every rank works with the whole response."""
-    return _whole(log_prob, response_length)
+    """The rank's part of ``log_prob``, which has a value per token of the whole response."""
+    sharding, whole = current_sharding(), _whole(log_prob, response_length)
+    if sharding.cp_size == 1:
+        return whole
+    held = held_tokens([total_length], [response_length], sharding)
+    if isinstance(whole, torch.Tensor):
+        return whole[held.to(whole.device)]
+    return [whole[position] for position in held.tolist()]
+
+
+def current_sharding() -> Sharding:
+    """How the responses are divided that the running function of the user sees; else Megatron's ranks."""
+    seen = seen_sharding()
+    if seen is not None:
+        return seen
+    mpu: Any = getattr(sys.modules.get("megatron.core"), "mpu", None)
+    size = 1 if mpu is None else mpu.get_context_parallel_world_size()  # 0 before the groups exist
+    if size <= 1:
+        return WHOLE
+    return Sharding(mpu.get_context_parallel_rank(), size, mpu.get_context_parallel_group())
 
 
 def _whole(values: Values, response_length: int) -> Values:
@@ -63,13 +89,15 @@ def get_logits_and_tokens_offset_with_cp(
 
     Returns:
         The size of a chunk; its two chunks; the rows in them whose logits predict response tokens; those tokens.
-        A chunk without such a row has ``(0, 0)`` in the last two.
+        A chunk without such a row has ``(0, 0)`` in the last two. A function that gets whole responses gets two chunks
+        that are the whole sample.
 
     Raises:
-        ValueError: there is one context-parallel rank, which holds the whole sample.
+        ValueError: outside of users' functions, where one context-parallel rank holds the whole sample.
     """
-    rank, size = _place()
-    if size == 1:
+    sharding = current_sharding()
+    rank, size = sharding.cp_rank, sharding.cp_size
+    if size == 1 and seen_sharding() is None:
         raise ValueError("get_logits_and_tokens_offset_with_cp: --context-parallel-size is 1, so nothing is cut.")
     chunk = -(-total_length // (2 * size))
     chunks = _span(rank, chunk), _span(2 * size - 1 - rank, chunk)
@@ -86,7 +114,7 @@ def slice_with_cp(tokens: torch.Tensor, pad_value: float | Callable[[torch.Tenso
         pad_value: what fills the last chunks up; or a function of ``tokens`` and a number of rows that returns
             ``tokens`` with as many more.
     """
-    rank, size = _place()
+    rank, size = current_sharding().cp_rank, current_sharding().cp_size
     if size == 1:
         return tokens
     whole = -(-len(tokens) // (2 * size)) * 2 * size
@@ -96,12 +124,6 @@ def slice_with_cp(tokens: torch.Tensor, pad_value: float | Callable[[torch.Tenso
     elif missing:
         tokens = torch.cat([tokens, tokens.new_full((missing, *tokens.shape[1:]), pad_value)])
     return tokens[zigzag_rows(torch.tensor([0, whole], device=tokens.device), rank, size)]
-
-
-def _place() -> tuple[int, int]:
-    """(rank, size) of context parallelism; one rank in a process without Megatron or before its groups exist."""
-    mpu: Any = getattr(sys.modules.get("megatron.core"), "mpu", None)
-    return (0, 1) if mpu is None else (mpu.get_context_parallel_rank(), max(1, mpu.get_context_parallel_world_size()))
 
 
 def _span(index: int, chunk: int) -> Span:
@@ -120,14 +142,17 @@ def get_sum_of_sample_mean(
     sample_denoms: Sequence[torch.Tensor] | torch.Tensor | None = None,
     calculate_per_token_loss: bool = False,
 ) -> Reducer:
-    """See :func:`slime.algorithms.reduce.make_reducer`.
+    """See :func:`slime.algorithms.reduce.make_reducer`. In a custom loss it reduces the rank's part of the responses.
 
     Args:
-        total_lengths: not needed.
-        sample_denoms: what each sample's sum is divided by; its own trained tokens where nothing is said.
+        sample_denoms: divisor of each sample's sum (default: the sample's trained tokens).
     """
     if sample_denoms is None:
         sample_denoms = [mask.sum() for mask in loss_masks]
     if not isinstance(sample_denoms, torch.Tensor):
         sample_denoms = torch.tensor([float(denom) for denom in sample_denoms])
+    if current_sharding().cp_size > 1:
+        samples = zip(loss_masks, total_lengths, response_lengths, strict=True)
+        loss_masks = [slice_log_prob_with_cp(*sample) for sample in samples]
+        response_lengths = [len(mask) for mask in loss_masks]
     return make_reducer(response_lengths, loss_masks, sample_denoms, per_token=calculate_per_token_loss)

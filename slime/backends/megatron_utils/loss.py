@@ -2,6 +2,7 @@
 
 The functions behind the trainer take settings and flat tensors (``slime.algorithms``); these are the same with the
 arguments that a ``--custom-loss-function-path`` has at hand. ``batch`` is the dictionary that such a function receives.
+Under context parallelism logits, per-token values and losses are the rank's part (``cp_utils``): the parts add up.
 Importable without megatron.
 """
 
@@ -20,12 +21,14 @@ from slime.algorithms import off_policy
 from slime.algorithms.arguments import AlgorithmArgs, DistillationArgs
 from slime.algorithms.logprobs import log_probs_and_entropy
 from slime.algorithms.off_policy import Correction
-from slime.algorithms.policy_loss import PolicyTokens, policy_loss
+from slime.algorithms.policy_loss import MakeReducer, PolicyTokens, policy_loss
 from slime.algorithms.ppo import value_loss
 from slime.algorithms.reduce import Reducer, Samples
 from slime.algorithms.sampling_mask import SamplingMask
 from slime.algorithms.sft import sft_loss
 from slime.algorithms.types import LossOutput
+from slime.backends.megatron_utils.cp_utils import current_sharding, get_sum_of_sample_mean
+from slime.backends.training.context_parallel import gather_parts, held_spans, held_tokens
 from slime.backends.training.credit import add_credit
 from slime.backends.training.custom import CustomFunctions
 from slime.config.groups import from_args
@@ -63,20 +66,25 @@ def get_responses(
     response_lengths: Sequence[int],
     apply_temperature: bool = True,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Per sample (logits that predict its response ``[R_i, V / tensor ranks]``, response tokens ``[R_i]``).
+    """Per sample (logits that predict its response ``[r_i, V / tensor ranks]``, response tokens ``[r_i]``).
+
+    ``r_i`` is ``R_i``; under context parallelism it counts the tokens whose logits this rank has.
 
     Args:
         logits: ``[1, T, V / tensor ranks]`` of packed samples.
         apply_temperature: divide by ``--rollout-temperature``.
     """
-    rows = logits.squeeze(0)
-    end = 0
+    rows, sharding = logits.squeeze(0), current_sharding()
+    start = 0
     for tokens, total, response in zip(unconcat_tokens, total_lengths, response_lengths, strict=True):
-        end += total
-        part = rows[end - response - 1 : end - 1]
+        spans = held_spans(total, response, sharding)
+        parts = [rows[start + held.start : start + held.stop] for held, _ in spans]
+        targets = torch.cat([tokens[total - response :][held] for _, held in spans])
+        start += (total + -total % sharding.segment_multiple) // sharding.cp_size
+        part = parts[0] if len(parts) == 1 else torch.cat(parts)
         if apply_temperature and args.rollout_temperature != 1:
             part = part / args.rollout_temperature
-        yield part, tokens[total - response :].to(logits.device)
+        yield part, targets.to(logits.device)
 
 
 def get_log_probs_and_entropy(
@@ -91,7 +99,7 @@ def get_log_probs_and_entropy(
     top_p_token_ids: Sequence[torch.Tensor] | None = None,
     top_p_token_offsets: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, dict[str, list[torch.Tensor]]]:
-    """(an empty tensor, ``log_probs`` and on request ``entropy``: one fp32 ``[R_i]`` per sample, with graph).
+    """(an empty tensor, ``log_probs`` and on request ``entropy``: one fp32 ``[r_i]`` per sample, with graph).
 
     Args:
         top_p_token_ids, top_p_token_offsets: what the tokens were sampled from, see
@@ -109,7 +117,9 @@ def get_log_probs_and_entropy(
     parts, targets = zip(*responses, strict=True)
     keep = None
     if top_p_token_ids is not None and top_p_token_offsets is not None:
-        keep = SamplingMask.of(top_p_token_ids, top_p_token_offsets, device=logits.device)
+        sharding = current_sharding()
+        select = held_tokens(total_lengths, response_lengths, sharding) if sharding.cp_size > 1 else None
+        keep = SamplingMask.of(top_p_token_ids, top_p_token_offsets, select=select, device=logits.device)
     log_probs, entropy = log_probs_and_entropy(
         torch.cat(parts),
         torch.cat(targets),
@@ -121,7 +131,7 @@ def get_log_probs_and_entropy(
         with_entropy_grad=args.entropy_coef != 0,
         keep=keep,
     )
-    lengths = list(response_lengths)
+    lengths = [len(part) for part in parts]
     results = {"log_probs": list(torch.split(log_probs, lengths))}
     if entropy is not None:
         results["entropy"] = list(torch.split(entropy, lengths))
@@ -152,7 +162,7 @@ def get_values(
     with_entropy: bool = False,
     non_loss_data: bool = True,
 ) -> tuple[torch.Tensor, dict[str, list[torch.Tensor]]]:
-    """(an empty tensor, ``values``: one fp32 ``[R_i]`` per sample) from a value head's ``[1, T, 1]``."""
+    """(an empty tensor, ``values``: one fp32 ``[r_i]`` per sample) from a value head's ``[1, T, 1]``."""
     del with_entropy, non_loss_data
     responses = get_responses(
         logits,
@@ -169,42 +179,70 @@ def get_values(
 
 
 @dataclass(frozen=True)
-class _GivenReducer(Samples):
-    """Samples of a user's batch: reduced by the function the user passes on, unless a correction changed the masks."""
+class _UserSamples(Samples):
+    """Whole samples of a user's batch, whose reducers take whole responses and reduce this rank's part of them.
+
+    Attributes:
+        given: the function that the user passes on; not used where a correction changed the masks.
+        total_lengths: of prompt and response.
+        held: which of the response tokens this rank has; None means all.
+    """
 
     given: Reducer | None = None
+    total_lengths: Sequence[int] = ()
+    held: torch.Tensor | None = None
 
     def reducer(self, loss_masks: Sequence[torch.Tensor] | None = None) -> Reducer:
-        if self.given is not None and (loss_masks is None or loss_masks is self.loss_masks):
-            return self.given
-        return super().reducer(loss_masks)
+        masks, reduce = self.loss_masks if loss_masks is None else loss_masks, self.given
+        if reduce is None or masks is not self.loss_masks:
+            reduce = get_sum_of_sample_mean(
+                self.total_lengths, self.response_lengths, masks, self.rollout_mask_sums, self.per_token
+            )
+        held, of_part = self.held, reduce
+        return of_part if held is None else lambda values: of_part(values[held])
 
 
 def policy_loss_function(
     args: Namespace, batch: Mapping[str, Any], logits: torch.Tensor, sum_of_sample_mean: Reducer
 ) -> UserLoss:
     """The loss of ``--loss-type policy_loss`` on a user's batch: (loss, metrics)."""
-    settings = from_args(AlgorithmArgs, args)
+    settings, sharding = from_args(AlgorithmArgs, args), current_sharding()
     samples = _samples(batch, settings, sum_of_sample_mean)
     wants_entropy = settings.entropy_metric or settings.entropy_coef != 0
     columns = _from_logits(args, batch, logits, with_entropy=wants_entropy)
-    tokens = PolicyTokens(
-        log_probs=torch.cat(columns["log_probs"]),
-        entropy=torch.cat(columns["entropy"]) if wants_entropy else None,
-        advantages=torch.cat(batch["advantages"]),
-        old_log_probs=_flat(batch, "log_probs"),
-        rollout_log_probs=_flat(batch, "rollout_log_probs"),
-        ref_log_probs=_flat(batch, "ref_log_probs"),
-    )
+    known: dict[str, Any] = {
+        "log_probs": torch.cat(columns["log_probs"]),
+        "entropy": torch.cat(columns["entropy"]) if wants_entropy else None,
+        "advantages": torch.cat(batch["advantages"]),
+        "old_log_probs": _flat(batch, "log_probs"),
+        "rollout_log_probs": _flat(batch, "rollout_log_probs"),
+        "ref_log_probs": _flat(batch, "ref_log_probs"),
+    }
+    if sharding.cp_size > 1:  # objectives over sequences, corrections and reducers take whole responses
+        known = {name: values for name, values in known.items() if values is not None}
+        parts = torch.stack(list(known.values()), dim=-1)
+        whole = gather_parts(parts, batch["total_lengths"], batch["response_lengths"], sharding)
+        known = dict(zip(known, whole.unbind(-1), strict=True))
     custom = CustomFunctions.load(args)
+    make_pg_reducer = custom.make_pg_reducer(samples, batch["total_lengths"])
     output = policy_loss(
-        tokens,
+        PolicyTokens(**known),
         settings,
         samples,
         correct=custom.correct(samples, batch["total_lengths"]),
-        make_pg_reducer=custom.make_pg_reducer(samples, batch["total_lengths"]),
+        make_pg_reducer=None if make_pg_reducer is None else _shared(make_pg_reducer, sharding.cp_size),
     )
     return output.loss, output.metrics
+
+
+def _shared(make: MakeReducer, num_ranks: int) -> MakeReducer:
+    """The user's reducer sees the same on all context-parallel ranks; each has an equal part of what it returns."""
+
+    def made(masks: Sequence[torch.Tensor]) -> Reducer:
+        reduce = make(masks)
+        return lambda values: reduce(values) / num_ranks
+
+    return made
 
 
 def sft_loss_function(
@@ -289,12 +327,19 @@ def _as_hook(
 
 
 def _samples(batch: Mapping[str, Any], settings: AlgorithmArgs, reduce: Reducer) -> Samples:
-    return _GivenReducer(
+    held, sharding = None, current_sharding()
+    if sharding.cp_size > 1:
+        held = held_tokens(batch["total_lengths"], batch["response_lengths"], sharding).to(
+            batch["rollout_mask_sums"].device
+        )
+    return _UserSamples(
         batch["response_lengths"],
         batch["loss_masks"],
         batch["rollout_mask_sums"],
         per_token=settings.calculate_per_token_loss,
         given=reduce,
+        total_lengths=batch["total_lengths"],
+        held=held,
     )
 
 

@@ -4,13 +4,18 @@
     rank 0 holds chunks 0 and 3       | 0 1 |           | 6 7 |      so that both see about the same number
     rank 1 holds chunks 1 and 2             | 2 3 | 4 5 |            of keys under a causal mask ("zigzag")
 
-Every segment is padded to a multiple of ``2 * ranks`` before (``slime.batch.packing``). Called by ``data``. The maths
-of the losses only ever sees whole responses: :func:`gather_responses` is the one way from a rank's part to the whole.
+Every segment is padded to a multiple of ``2 * ranks`` before (``slime.batch.packing``). Called by ``data``. Built-in
+losses see whole responses: :func:`gather_responses` makes them from the ranks' parts, and every rank computes the same
+loss. A ``--custom-loss-function-path`` sees the rank's part of each response and returns the rank's part of the loss;
+:func:`gather_parts` is for such losses. :func:`seen_as` says which of the two a user's function gets.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +24,19 @@ import torch.distributed as dist
 
 from slime.batch.packing import PackedSequences
 
-__all__ = ["ShardedSequences", "Sharding", "gather_responses", "shard", "zigzag_rows"]
+__all__ = [
+    "WHOLE",
+    "ShardedSequences",
+    "Sharding",
+    "gather_parts",
+    "gather_responses",
+    "held_spans",
+    "held_tokens",
+    "seen_as",
+    "seen_sharding",
+    "shard",
+    "zigzag_rows",
+]
 
 
 @dataclass(frozen=True)
@@ -43,6 +60,27 @@ class Sharding:
     @property
     def pad_multiple(self) -> int:
         return math.lcm(self.segment_multiple, self.cp_size * self.sequence_multiple)
+
+
+WHOLE = Sharding()
+"""One rank that holds everything."""
+
+_SEEN: ContextVar[Sharding | None] = ContextVar("seen", default=None)
+
+
+@contextmanager
+def seen_as(sharding: Sharding) -> Iterator[None]:
+    """While a user's function runs: the part of each response that it gets and returns."""
+    token = _SEEN.set(sharding)
+    try:
+        yield
+    finally:
+        _SEEN.reset(token)
+
+
+def seen_sharding() -> Sharding | None:
+    """The argument of :func:`seen_as`; None outside of users' functions."""
+    return _SEEN.get()
 
 
 @dataclass(frozen=True)
@@ -96,6 +134,55 @@ def shard(packed: PackedSequences, sharding: Sharding) -> ShardedSequences:
     return ShardedSequences(local, index, num_tokens)
 
 
+def held_spans(total_length: int, response_length: int, sharding: Sharding) -> list[tuple[slice, slice]]:
+    """Per chunk of a sample that the rank holds: rows within the rank's part of the sample, and the positions in the
+    response of the tokens that they predict. Both are empty where the chunk predicts none.
+    """
+    rank, size, prompt = sharding.cp_rank, sharding.cp_size, total_length - response_length
+    chunk = total_length if size == 1 else -(-total_length // (2 * size))
+    spans = []
+    for place, index in enumerate((0,) if size == 1 else (rank, 2 * size - 1 - rank)):
+        first = max(index * chunk, prompt - 1)
+        end = max(first, min((index + 1) * chunk, total_length - 1))
+        shift = (place - index) * chunk
+        spans.append((slice(first + shift, end + shift), slice(first - prompt + 1, end - prompt + 1)))
+    return spans
+
+
+def held_tokens(total_lengths: Sequence[int], response_lengths: Sequence[int], sharding: Sharding) -> torch.Tensor:
+    """Which response tokens of some samples have their logits on the rank: increasing, int64 on the host."""
+    held, start = [], 0
+    for total, response in zip(total_lengths, response_lengths, strict=True):
+        spans = held_spans(total, response, sharding)
+        held += [torch.arange(start + tokens.start, start + tokens.stop) for _, tokens in spans]
+        start += response
+    return torch.cat(held)
+
+
+def gather_parts(
+    local: torch.Tensor, total_lengths: Sequence[int], response_lengths: Sequence[int], sharding: Sharding
+) -> torch.Tensor:
+    """The rank's values ``[n, ...]`` -> ``[N, ...]`` of the whole responses. Differentiable, a collective of the group.
+
+    For losses of which each rank computes its part: the backward pass is a collective as well and sums the cotangents.
+
+    Raises:
+        ValueError: the rank does not have ``n`` tokens.
+    """
+    if sharding.cp_size == 1:
+        return local
+    index, total = held_tokens(total_lengths, response_lengths, sharding), sum(response_lengths)
+    if len(local) != len(index):
+        raise ValueError(
+            f"context-parallel rank {sharding.cp_rank} of {sharding.cp_size} has {len(index)} of the {total} response "
+            f"tokens; got {len(local)} values"
+        )
+    whole: torch.Tensor = _Gather.apply(  # type: ignore[no-untyped-call]
+        local, index.to(local.device), total, sharding.cp_group, True
+    )
+    return whole
+
+
 def gather_responses(local: torch.Tensor, part: ShardedSequences, group: dist.ProcessGroup | None) -> torch.Tensor:
     """A value per response token: this rank's ``[n]`` -> everybody's ``[N]``, samples in order. Differentiable.
 
@@ -105,7 +192,7 @@ def gather_responses(local: torch.Tensor, part: ShardedSequences, group: dist.Pr
     if group is None:
         return local
     whole: torch.Tensor = _Gather.apply(  # type: ignore[no-untyped-call]
-        local, part.response_index, part.num_response_tokens, group
+        local, part.response_index, part.num_response_tokens, group, False
     )
     return whole
 
@@ -113,15 +200,19 @@ def gather_responses(local: torch.Tensor, part: ShardedSequences, group: dist.Pr
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, local: torch.Tensor, index: torch.Tensor, total: int, group: dist.ProcessGroup
+        ctx: Any, local: torch.Tensor, index: torch.Tensor, total: int, group: dist.ProcessGroup, has_parts: bool
     ) -> torch.Tensor:
         ctx.save_for_backward(index)
+        ctx.group = group if has_parts else None
         # each token has one owner, so the sum only copies
         whole = local.new_zeros((total, *local.shape[1:])).index_copy_(0, index, local)
         dist.all_reduce(whole, group=group)
         return whole
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         (index,) = ctx.saved_tensors
-        return grad.index_select(0, index), None, None, None
+        if ctx.group is not None:
+            grad = grad.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(grad, group=ctx.group)
+        return grad.index_select(0, index), None, None, None, None

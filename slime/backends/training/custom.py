@@ -2,7 +2,7 @@
 
 Loaded once per process by ``actor``; used by ``loss`` and ``credit``. Users' functions see lists with one tensor per
 sample and the whole ``args``; the maths sees flat tensors and settings. This module is the translation. Responses are
-whole on every rank, under context parallelism too.
+whole on every rank, under context parallelism too; only the loss sees the rank's part of them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from slime.algorithms.off_policy import Correct, Correction
 from slime.algorithms.policy_loss import MakeReducer
 from slime.algorithms.reduce import Reducer, Samples
 from slime.algorithms.types import LossOutput
+from slime.backends.training.context_parallel import WHOLE, Sharding, seen_as
 from slime.config.groups import from_args
 from slime.hooks.load import load_function
 from slime.hooks.signature import can_be_called
@@ -79,15 +80,16 @@ class CustomFunctions:
         user_tis = self.tis
 
         def correct(pg_loss: torch.Tensor, train: torch.Tensor, engine: torch.Tensor) -> Correction:
-            result = user_tis(
-                self.args,
-                pg_loss=pg_loss,
-                train_log_probs=samples.split(train),
-                rollout_log_probs=samples.split(engine),
-                loss_masks=list(samples.loss_masks),
-                total_lengths=list(total_lengths),
-                response_lengths=list(samples.response_lengths),
-            )
+            with seen_as(WHOLE):
+                result = user_tis(
+                    self.args,
+                    pg_loss=pg_loss,
+                    train_log_probs=samples.split(train),
+                    rollout_log_probs=samples.split(engine),
+                    loss_masks=list(samples.loss_masks),
+                    total_lengths=list(total_lengths),
+                    response_lengths=list(samples.response_lengths),
+                )
             return self._correction(result, pg_loss, samples)
 
         return correct
@@ -100,20 +102,33 @@ class CustomFunctions:
 
         def make(masks: Sequence[torch.Tensor]) -> Reducer:
             lengths = list(samples.response_lengths)
-            reducer: Reducer = user_reducer(list(total_lengths), lengths, list(masks), samples.per_token)
-            return reducer
+            with seen_as(WHOLE):
+                reducer = user_reducer(list(total_lengths), lengths, list(masks), samples.per_token)
+
+            def reduce(values: torch.Tensor) -> torch.Tensor:
+                with seen_as(WHOLE):
+                    result: torch.Tensor = reducer(values)
+                return result
+
+            return reduce
 
         return make
 
-    def run_loss(self, batch: Mapping[str, Any], logits: torch.Tensor, reduce: Reducer) -> LossOutput:
-        """The user's objective on all rows of the logits.
+    def run_loss(
+        self, batch: Mapping[str, Any], logits: torch.Tensor, reduce: Reducer, sharding: Sharding = WHOLE
+    ) -> LossOutput:
+        """The user's objective on all of this rank's rows of the logits: the rank's part of it.
+
+        Args:
+            sharding: how ``batch`` and ``logits`` are divided.
 
         Raises:
             ConfigError: no function is given, or it does not return (scalar loss, metrics).
         """
         if self.loss is None:
             raise ConfigError("--loss-type custom_loss needs --custom-loss-function-path.")
-        result = self.loss(self.args, batch, logits, reduce)
+        with seen_as(sharding):
+            result = self.loss(self.args, batch, logits, reduce)
         where = f"--custom-loss-function-path {self._path('custom_loss_function_path')}"
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], torch.Tensor):
             raise ConfigError(f"{where} must return (loss tensor, dict of metrics), got {type(result).__name__}.")
@@ -130,7 +145,8 @@ class CustomFunctions:
             ConfigError: one of them is missing or has not one entry per response token.
         """
         assert self.advantages is not None, "called only where there is one"
-        self.advantages(self.args, columns)
+        with seen_as(WHOLE):
+            self.advantages(self.args, columns)
         where = f"--custom-advantage-function-path {self._path('custom_advantage_function_path')}"
         for name in ("advantages", "returns"):
             rows = columns.get(name)
@@ -147,10 +163,11 @@ class CustomFunctions:
         """Show the user's function the batch between its advantages and the first step; it may change it in place."""
         if self.postprocess is None:
             return
-        if can_be_called(self.postprocess, ("args", "rollout_id", "rollout_data")):
-            self.postprocess(self.args, rollout_id, columns)
-        else:
-            self.postprocess(self.args, columns)
+        with seen_as(WHOLE):
+            if can_be_called(self.postprocess, ("args", "rollout_id", "rollout_data")):
+                self.postprocess(self.args, rollout_id, columns)
+            else:
+                self.postprocess(self.args, columns)
 
     def _correction(self, result: Any, pg_loss: torch.Tensor, samples: Samples) -> Correction:
         where = f"--custom-tis-function-path {self._path('custom_tis_function_path')}"

@@ -12,12 +12,13 @@ leave
 
 Context parallelism: each rank has the logits of some rows, makes the log-probs whole (``MicroBatch.gather``) and
 computes the same loss as the others; the backward pass keeps its own rows' share. So the loss is the same number on all
-of them, the gradients add up, and metrics must be counted once.
+of them, the gradients add up, and metrics must be counted once. A user's loss instead computes the part of its rank's
+rows: the parts add up to the loss, and their gradients to its gradient; metrics are summed over the ranks at once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ from slime.algorithms.ppo import value_loss
 from slime.algorithms.reduce import Samples, count_tokens
 from slime.algorithms.sft import sft_loss
 from slime.algorithms.types import LossOutput
+from slime.backends.training.context_parallel import held_tokens
 from slime.backends.training.custom import CustomFunctions
 from slime.backends.training.data import MicroBatch, TrainBatch
 
@@ -190,10 +192,7 @@ def _micro_batch_loss(
     if is_critic:
         output = _critic_loss(logits, micro_batch, batch, settings, samples)
     elif settings.loss_type == "custom_loss":
-        if scale.context_parallel_size > 1:
-            raise ValueError("--loss-type custom_loss sees one rank's rows only: use --context-parallel-size 1.")
-        view = _user_batch(micro_batch, batch, samples, packing)
-        output = custom.run_loss(view, logits, samples.reducer())
+        output = _custom_loss(logits, micro_batch, batch, samples, custom, packing)
     else:
         log_probs, entropy = response_log_probs(
             logits,
@@ -277,6 +276,42 @@ def _critic_loss(
     return value_loss(values, old_values, returns, settings.value_clip, samples.reducer())
 
 
+def _custom_loss(
+    logits: torch.Tensor,
+    micro_batch: MicroBatch,
+    batch: TrainBatch,
+    samples: Samples,
+    custom: CustomFunctions,
+    packing: Any,
+) -> LossOutput:
+    """The user's loss of this rank's rows; metrics of all context-parallel ranks together."""
+    sharding = micro_batch.sharding
+    held = _held(micro_batch, batch, samples)
+    view = _user_batch(micro_batch, batch, samples, held, packing)
+    output = custom.run_loss(view, logits, held.reducer(), sharding)
+    if sharding.cp_size == 1:
+        return output
+    loss = output.loss
+    if not sum(held.response_lengths):
+        loss = loss + logits[..., :0].sum()  # zero: the backward pass of a rank without tokens joins the collectives
+    names = sorted(output.metrics)
+    values = torch.stack([output.metrics[name].to(loss.device).float() for name in names] or [loss.detach()])
+    dist.all_reduce(values, group=sharding.cp_group)
+    return LossOutput(loss=loss, metrics={name: values[names.index(name)] for name in output.metrics})
+
+
+def _held(micro_batch: MicroBatch, batch: TrainBatch, samples: Samples) -> Samples:
+    """The response tokens whose logits this rank has; denominators stay those of whole rollouts."""
+    sharding = micro_batch.sharding
+    if sharding.cp_size == 1:
+        return samples
+    totals = batch.select("total_lengths", micro_batch.indices)
+    pairs = zip(totals, samples.response_lengths, strict=True)
+    lengths = [len(held_tokens([total], [response], sharding)) for total, response in pairs]
+    masks = torch.cat(list(samples.loss_masks))[micro_batch.part.response_index].split(lengths)
+    return replace(samples, response_lengths=lengths, loss_masks=list(masks))
+
+
 _PER_TOKEN_COLUMNS = (
     "log_probs",
     "ref_log_probs",
@@ -290,16 +325,23 @@ _PER_TOKEN_COLUMNS = (
 _SAMPLING_COLUMNS = ("rollout_top_p_token_ids", "rollout_top_p_token_offsets")
 
 
-def _user_batch(micro_batch: MicroBatch, batch: TrainBatch, samples: Samples, packing: Any) -> dict[str, Any]:
-    """The micro-batch as users' loss functions know it; a column that does not exist is None."""
+def _user_batch(
+    micro_batch: MicroBatch, batch: TrainBatch, samples: Samples, held: Samples, packing: Any
+) -> dict[str, Any]:
+    """The micro-batch as users' loss functions know it; a column that does not exist is None.
+
+    Packed tokens and per-token values are those of this rank; lengths, masks and ``unconcat_tokens`` are whole.
+    """
     packed, indices = micro_batch.packed, micro_batch.indices
 
     def column(name: str) -> list[torch.Tensor] | None:
         flat = batch.flat(name, indices)
-        return None if flat is None else samples.split(flat)
+        if flat is not None and held is not samples:
+            flat = flat[micro_batch.part.response_index]
+        return None if flat is None else held.split(flat)
 
     masks = torch.zeros(packed.tokens.shape[1], dtype=torch.int32, device=packed.tokens.device)
-    masks[packed.response_rows] = samples.mask.int()
+    masks[packed.response_rows] = held.mask.int()
     return {
         "tokens": packed.tokens,
         "unconcat_tokens": batch.select("tokens", indices),

@@ -27,11 +27,6 @@ def _estimator(args: Namespace) -> Iterator[str]:
         )
     if args.loss_type == "custom_loss" and args.custom_loss_function_path is None:
         yield "--loss-type custom_loss needs --custom-loss-function-path FUNCTION."
-    if args.loss_type == "custom_loss" and args.context_parallel_size > 1:
-        yield (
-            f"--context-parallel-size {args.context_parallel_size}: a custom loss sees the logits of one rank's tokens "
-            "only, so --loss-type custom_loss needs 1."
-        )
 
 
 def _clipping(args: Namespace) -> Iterator[str]:

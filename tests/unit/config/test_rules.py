@@ -182,11 +182,6 @@ ERRORS = [
     case("C-policy-partial", "--true-on-policy-mode --partial-rollout", "--partial-rollout is not possible"),
     case("C-policy-tis", "--true-on-policy-mode --use-tis", "--use-tis is not possible"),
     case("custom-loss", "--loss-type custom_loss", "--loss-type custom_loss needs --custom-loss-function-path"),
-    case(
-        "custom-loss-cp",
-        "--loss-type custom_loss --context-parallel-size 2",
-        "--context-parallel-size 2: a custom loss",
-    ),
     case("kl-coef-grpo", "--kl-coef 0.1 --strict-args", "--kl-coef: 0.1 has no effect with"),
     case("remote-rm", "--rm-type remote_rm", "--rm-type remote_rm needs --rm-url"),
     case("template", "--save-debug-rollout-data {dir}/{step}.pt", "only {rollout_id} can be replaced"),

@@ -46,7 +46,11 @@ def test_a_whole_response_stays_as_it_is_and_a_part_of_one_is_refused() -> None:
 
 
 def stand_on(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> Sharding:
-    mpu = SimpleNamespace(get_context_parallel_rank=lambda: rank, get_context_parallel_world_size=lambda: size)
+    mpu = SimpleNamespace(
+        get_context_parallel_rank=lambda: rank,
+        get_context_parallel_world_size=lambda: size,
+        get_context_parallel_group=lambda: None,
+    )
     monkeypatch.setitem(cp_utils.sys.modules, "megatron.core", SimpleNamespace(mpu=mpu))  # type: ignore[arg-type]
     return Sharding(cp_rank=rank, cp_size=size)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from slime.algorithms.arguments import AlgorithmArgs
+from slime.backends.training.context_parallel import Sharding
 from slime.backends.training.loss import LossScale, MicroBatchLoss, micro_batch_loss, needs_all_rows
 from slime.batch.packing import pack
 
@@ -44,7 +45,12 @@ def micro_batch(indices: list[int]) -> Any:
     lengths = [RESPONSES[i] for i in indices]
     packed = pack([tokens[i] for i in indices], lengths)
     return SimpleNamespace(
-        indices=indices, packed=packed, response_lengths=lengths, sampling=None, gather=lambda local: local
+        indices=indices,
+        packed=packed,
+        response_lengths=lengths,
+        sampling=None,
+        gather=lambda local: local,
+        sharding=Sharding(),
     )
 
 
@@ -125,9 +131,5 @@ def test_what_an_objective_lacks_is_named() -> None:
         micro_batch_loss(*arguments, AlgorithmArgs(), ALONE, vocab_size=VOCAB, temperature=1.0)
     with pytest.raises(ValueError, match="the critic needs values and returns"):
         micro_batch_loss(*arguments, AlgorithmArgs(), ALONE, vocab_size=VOCAB, temperature=1.0, is_critic=True)
-    custom = AlgorithmArgs(loss_type="custom_loss")
-    shared = replace(ALONE, context_parallel_size=2)
-    with pytest.raises(ValueError, match="--context-parallel-size 1"):
-        micro_batch_loss(*arguments, custom, shared, vocab_size=VOCAB, temperature=1.0)
-    assert needs_all_rows(custom)
+    assert needs_all_rows(AlgorithmArgs(loss_type="custom_loss"))
     assert not needs_all_rows(AlgorithmArgs())
