@@ -92,17 +92,19 @@ def plan(words: Sequence[str]) -> int:
         print(_HELP)
         return 0
     command = read_command(words)
-    args, problems, ignored = _resolve(command)
+    resolved = _resolve(command)
+    args = resolved.args
     if args is None:
-        return _refuse(problems, as_json)
+        return _refuse(resolved.problems, as_json)
     title = PurePath(str(args.hf_checkpoint)).name if args.hf_checkpoint else "no checkpoint"
     driver = "train_async.py" if command.is_async else "train.py"
     result = build(
         args,
         title=f"{driver} · {title}",
         device_bytes=round(memory_gib * 2**30),
-        ignored=ignored,
-        problems=problems,
+        ignored=resolved.ignored,
+        problems=resolved.problems,
+        missing=resolved.missing,
     )
     if as_json:
         print(json.dumps(result.as_dict(), indent=2, ensure_ascii=False, default=str))
@@ -125,8 +127,8 @@ def _doctor(words: Sequence[str]) -> int:
     if words[:1] in (["-h"], ["--help"]):
         print(_HELP)
         return 0
-    args, problems, _ = _resolve(read_command(words)) if words else (None, [], [])
-    findings = examine(Situation(args, tuple(problems), is_deep))
+    resolved = _resolve(read_command(words)) if words else _Resolved(None, [], [], [])
+    findings = examine(Situation(resolved.args, (*resolved.problems, *resolved.missing), is_deep))
     (render_json if as_json else render)(findings)
     return exit_status(findings)
 
@@ -159,13 +161,29 @@ def read_command(words: Sequence[str]) -> TrainCommand:
     return TrainCommand(flags, is_async=False)
 
 
-def _resolve(command: TrainCommand) -> tuple[Namespace | None, list[str], list[tuple[str, str]]]:
+@dataclass(frozen=True)
+class _Resolved:
+    """A command as far as it can be read: without ``args`` there are problems.
+
+    Attributes:
+        ignored: (flag, why) of flags that were given and have no effect.
+        missing: what the command needs and this machine does not have.
+    """
+
+    args: Namespace | None
+    problems: list[str]
+    ignored: list[tuple[str, str]]
+    missing: list[str]
+
+
+def _resolve(command: TrainCommand) -> _Resolved:
     from slime.config.groups import ignored_flags
     from slime.ray import arguments
 
     args, problems = arguments.parse_only(command.argv, is_async=command.is_async, loads_hooks=False)
-    ignored = list(ignored_flags(args, arguments.GROUPS)) if args is not None else []
-    return args, problems, ignored
+    if args is None:
+        return _Resolved(None, problems, [], [])
+    return _Resolved(args, problems, list(ignored_flags(args, arguments.GROUPS)), arguments.machine_problems(args))
 
 
 def _refuse(problems: Sequence[str], as_json: bool) -> int:

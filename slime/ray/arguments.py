@@ -16,6 +16,7 @@ from slime.algorithms import arguments as algorithms
 from slime.backends.fsdp_utils import arguments as fsdp
 from slime.backends.megatron_utils import argument_rules as megatron_rules
 from slime.backends.megatron_utils import arguments as megatron
+from slime.backends.megatron_utils import precision_rules
 from slime.backends.megatron_utils.server import arguments as server
 from slime.backends.sglang_utils import flags as sglang
 from slime.backends.sglang_utils import rules as sglang_rules
@@ -46,7 +47,7 @@ from slime.rollout import arguments as rollout
 from slime.rollout.eval_config import build_eval_datasets
 from slime.utils.errors import ConfigError, SlimeError
 
-__all__ = ["GROUPS", "ClusterArgs", "SyncArgs", "parse_args", "parse_only", "validate_sglang_args"]
+__all__ = ["GROUPS", "ClusterArgs", "SyncArgs", "machine_problems", "parse_args", "parse_only", "validate_sglang_args"]
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ def parse_args(
     words = sys.argv[1:] if argv is None else argv
     args, problems = parse_only(words, add_custom_arguments=add_custom_arguments, is_async=is_async)
     if args is not None:
-        problems += [problem for rule in MACHINE_RULES for problem in rule(args)]
+        problems += machine_problems(args)
     if args is None or problems:
         print(f"error: {ConfigError(problems)}", file=sys.stderr)
         raise SystemExit(2)
@@ -158,6 +159,11 @@ def validate_sglang_args(args: Namespace) -> None:
         raise ConfigError(problems)
 
 
+def machine_problems(args: Namespace) -> list[str]:
+    """What the machine of this process lacks for the run."""
+    return [problem for rule in MACHINE_RULES for problem in rule(args)]
+
+
 def _sentences(error: SlimeError) -> list[str]:
     return list(getattr(error, "problems", [str(error)]))
 
@@ -189,7 +195,11 @@ RULES: tuple[config_check.Rule, ...] = (
 )
 """The rules that only other rooms know."""
 
-MACHINE_RULES: tuple[config_check.Rule, ...] = (*sglang_rules.MACHINE_RULES, *argument_rules.MACHINE_RULES)
+MACHINE_RULES: tuple[config_check.Rule, ...] = (
+    precision_rules.low_precision_here,
+    *sglang_rules.MACHINE_RULES,
+    *argument_rules.MACHINE_RULES,
+)
 """What a run needs of the machine that it starts on; a plan of it works anywhere."""
 
 HOOK_RULES: tuple[config_check.Rule, ...] = (

@@ -15,7 +15,7 @@ from slime.backends.megatron_utils.hf_shape import read_hf_config, read_shape
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 
-__all__ = ["deepgemm", "fake_quantisation", "fp8", "int4", "kv_fp8"]
+__all__ = ["deepgemm", "fake_quantisation", "fp8", "int4", "kv_fp8", "low_precision_here"]
 
 _INT4 = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG"
 _INT4_GROUP = "OPEN_TRAINING_INT4_GROUP_SIZE"
@@ -33,10 +33,6 @@ def fp8(args: Namespace) -> Iterator[str]:
                 yield f"--{name.replace('_', '-')}{value} needs --fp8-format."
         return
     flag = f"--fp8-format {args.fp8}"
-    if accelerator.current().is_cpu:
-        yield f"{flag} needs a GPU with TransformerEngine; this run is on a CPU. Leave it out to train in bf16."
-    elif importlib.util.find_spec("transformer_engine") is None:
-        yield f"{flag} needs the package transformer_engine, which is not installed. Leave it out to train in bf16."
     if not args.bf16:
         yield f"{flag} is for weights in bf16: drop --fp16 or --fp32."
     if (args.fp8_recipe == "custom") != (args.fp8_quantizer_factory is not None):
@@ -74,16 +70,30 @@ def deepgemm(args: Namespace) -> Iterator[str]:
     used = [f"--megatron-deepgemm-{which}-layers" for which, (layers, _) in given.items() if layers]
     if not used:
         return
-    if accelerator.current().is_cpu:
-        yield f"{used[0]} needs a GPU of compute capability 9.0 or more; this run is on a CPU. Leave it out."
-    elif importlib.util.find_spec("deep_gemm") is None:
-        yield f"{used[0]} needs the package deep_gemm, which is not installed: pip install sgl-deep-gemm."
     if not args.bf16:
         yield f"{used[0]} is for weights in bf16: drop --fp16 or --fp32."
     if args.fp8 is not None:
         yield f"{used[0]} and --fp8-format {args.fp8} exclude each other: a product is one or the other."
     if args.int4_group_size is not None:
         yield f"{used[0]} and {_INT4}=1 exclude each other: a product is one or the other."
+
+
+def low_precision_here(args: Namespace) -> Iterator[str]:
+    """What low precision needs of the machine that trains."""
+    is_cpu = accelerator.current().is_cpu
+    if args.fp8 is not None:
+        flag = f"--fp8-format {args.fp8}"
+        if is_cpu:
+            yield f"{flag} needs a GPU with TransformerEngine; this machine has none. Leave it out to train in bf16."
+        elif importlib.util.find_spec("transformer_engine") is None:
+            yield f"{flag} needs the package transformer_engine, which is not installed. Leave it out to train in bf16."
+    if args.megatron_deepgemm_forward_layers or args.megatron_deepgemm_moe_forward_layers:
+        kind = "forward" if args.megatron_deepgemm_forward_layers else "moe-forward"
+        flag = f"--megatron-deepgemm-{kind}-layers"
+        if is_cpu:
+            yield f"{flag} needs a GPU of compute capability 9.0 or more; this machine has none. Leave it out."
+        elif importlib.util.find_spec("deep_gemm") is None:
+            yield f"{flag} needs the package deep_gemm, which is not installed: pip install sgl-deep-gemm."
 
 
 def fake_quantisation(args: Namespace) -> None:

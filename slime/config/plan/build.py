@@ -37,7 +37,8 @@ class Plan:
     Attributes:
         device_bytes: memory of one device, for which the estimates are judged.
         ignored: (flag, why) of flags that were given and have no effect.
-        problems: why the command would not start.
+        problems: why the command would not start anywhere.
+        missing: what it needs and this machine does not have.
     """
 
     title: str
@@ -56,6 +57,7 @@ class Plan:
     ignored: list[tuple[str, str]] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
     gaps: list[str] = field(default_factory=list)
 
     @property
@@ -80,6 +82,7 @@ def build(
     device_bytes: int,
     ignored: Sequence[tuple[str, str]] = (),
     problems: Sequence[str] = (),
+    missing: Sequence[str] = (),
 ) -> Plan:
     """Work out the plan. Never raises for a user's mistake: it becomes a gap beside the problems."""
     gaps: list[str] = []
@@ -121,5 +124,6 @@ def build(
         ignored=list(ignored),
         notices=list(read(args, "notices") or []),
         problems=list(problems),
+        missing=list(missing),
         gaps=gaps,
     )

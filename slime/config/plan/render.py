@@ -49,6 +49,7 @@ def render(plan: Plan, stream: IO[str] | None = None) -> None:
         ("Written to disk", _outputs(plan)),
         ("Decided for you", _decisions(plan)),
         ("Ignored here", _ignored(plan)),
+        ("Missing on this machine", (_bullets(plan.missing),) if plan.missing else ()),
         ("Not worked out", (_bullets(plan.gaps),) if plan.gaps else ()),
         ("Stands against starting", (_bullets(plan.problems, "red"),) if plan.problems else ()),
     ]

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.patches.install import install
+from slime.backends.megatron_utils.precision_rules import low_precision_here
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
-from tests.unit.megatron_utils.command_lines import problems_of, write_config
+from tests.unit.megatron_utils.command_lines import problems_of, resolved, write_config
 from tests.unit.megatron_utils.fake_deep_gemm import make_package
 from tests.unit.megatron_utils.hub_models import QWEN3_4B
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint
@@ -151,16 +152,18 @@ def test_the_product_is_the_one_of_engines_that_load_the_checkpoint(tmp_path: Pa
 def test_the_flags_ask_for_a_gpu_and_then_for_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hf = write_config(tmp_path / "hf", QWEN3_4B)
     words = ["--megatron-deepgemm-forward-layers", "0", "35"]
-    (problem,) = problems_of(hf, words)
+    assert problems_of(hf, words) == []
+    args = resolved(hf, words)
+    (problem,) = low_precision_here(args)
     assert problem.startswith(
-        "--megatron-deepgemm-forward-layers needs a GPU of compute capability 9.0 or more; this run"
+        "--megatron-deepgemm-forward-layers needs a GPU of compute capability 9.0 or more; this machine has none"
     )
     monkeypatch.setattr(accelerator, "current", lambda: SimpleNamespace(is_cpu=False))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    (problem,) = problems_of(hf, words)
+    (problem,) = low_precision_here(args)
     assert "needs the package deep_gemm, which is not installed: pip install sgl-deep-gemm" in problem
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert problems_of(hf, words) == []
+    assert list(low_precision_here(args)) == []
     for more, message in (
         (["36"], "layers 36 must be a layer of the model, from 0 to 35"),
         (["--fp16"], "is for weights in bf16"),

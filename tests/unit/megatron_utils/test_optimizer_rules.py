@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from slime.backends.megatron_utils.precision_rules import low_precision_here
 from slime.utils import accelerator
-from tests.unit.megatron_utils.command_lines import problems_of, write_config
+from tests.unit.megatron_utils.command_lines import problems_of, resolved, write_config
 from tests.unit.megatron_utils.hub_models import QWEN3_4B, QWEN3_30B
 
 _OFFLOAD = "--optimizer-cpu-offload --use-precision-aware-optimizer"
@@ -82,13 +83,15 @@ def test_what_works_is_no_problem(words: str, world_size: int, tmp_path: Path) -
 def test_fp8_asks_for_a_gpu_and_then_for_transformer_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hf = write_config(tmp_path / "hf", QWEN3_4B)
     words = ["--fp8-format", "hybrid"]
-    (problem,) = problems_of(hf, words)
-    assert problem.startswith("--fp8-format hybrid needs a GPU with TransformerEngine; this run is on a CPU.")
+    assert problems_of(hf, words) == []
+    args = resolved(hf, words)
+    (problem,) = low_precision_here(args)
+    assert problem.startswith("--fp8-format hybrid needs a GPU with TransformerEngine; this machine has none.")
     monkeypatch.setattr(accelerator, "current", lambda: SimpleNamespace(is_cpu=False))
-    (problem,) = problems_of(hf, words)
+    (problem,) = low_precision_here(args)
     assert "needs the package transformer_engine" in problem
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert problems_of(hf, words) == []
+    assert list(low_precision_here(args)) == []
     (problem,) = problems_of(hf, [*words, "--fp32"])
     assert "is for weights in bf16" in problem
     assert problems_of(hf, [*words, "--fp8-param-gather"]) == []

@@ -6,11 +6,10 @@ from typing import Any
 
 from tools.make_presets import Facts
 
-__all__ = ["NOT_HERE", "TO_COME", "hub_config"]
+__all__ = ["TO_COME", "hub_config"]
 
-# How the checks say that a command is right but asks for more than there is yet, or than this machine has.
+# How the checks say that a command is right but asks for more than there is yet.
 TO_COME = ("not supported yet", "cannot be trained")
-NOT_HERE = (*TO_COME, "needs a GPU with TransformerEngine; this run is on a CPU")
 
 # Value heads of the gated delta nets. No flag says it: the layers take it from the HF config; 32 is the default.
 _DELTA_NET_VALUE_HEADS = {("qwen3_5", 1024): 16, ("qwen3_5", 5120): 48}

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import csv
 import functools
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from slime.cli import main
 from slime.ray.arguments import parse_only
+from slime.utils import accelerator
 from tests.unit.scripts.bash_arrays import ROOT, model_words
 from tests.unit.scripts.dry_run import SCRIPTS, Command, dry_run, dry_run_with_files, launchers
-from tests.unit.scripts.hub_configs import NOT_HERE, hub_config
+from tests.unit.scripts.hub_configs import TO_COME, hub_config
 from tools.make_presets import load_presets
 
 with (Path(__file__).parent / "launchers.csv").open(encoding="utf-8", newline="") as _file:
@@ -139,9 +142,24 @@ def test_nothing_but_features_to_come_stands_between_a_recipe_and_its_run(script
     """Models and data are there, so what remains of the checks is what is not written yet."""
     made = dry_run_with_files(script, tmp_path, hub_config(PRESETS[ROWS[script]["preset"]].facts))
     args, problems = parse_only(made.argv, is_async=made.entry.endswith("train_async.py"))
-    assert [problem for problem in problems if not any(words in problem for words in NOT_HERE)] == []
+    assert [problem for problem in problems if not any(words in problem for words in TO_COME)] == []
     assert args is not None
     assert [str(notice) for notice in args.notices if "unknown flag" in str(notice)] == []
+
+
+@pytest.mark.parametrize("script", ROWS)
+def test_a_recipe_for_gpus_is_planned_on_a_machine_without_one(
+    script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = dry_run_with_files(script, tmp_path, hub_config(PRESETS[ROWS[script]["preset"]].facts))
+    status = main(["plan", "--json", made.entry, *made.argv])
+    plan = json.loads(capsys.readouterr().out)
+    assert [problem for problem in plan["problems"] if not any(words in problem for words in TO_COME)] == []
+    assert status == (2 if plan["problems"] else 0)
+    assert plan["gaps"] == []
+    assert plan["placement"]["num_nodes"] >= int(ROWS[script]["nodes"])
+    if "--fp8-format" in made.flags and accelerator.current().is_cpu:
+        assert any("needs a GPU" in text for text in plan["missing"])
 
 
 def test_recipes_share_what_is_constant() -> None:
