@@ -86,7 +86,7 @@ def _problem(hook: Hook, path: str, group_rm: bool) -> str | None:
         return None if _is_reward_class(function) else f"{hook.flag} {path}: the class needs a method compute_reward."
     if any(can_be_called(function, call) for call in hook.calls):
         return None
-    wanted = " or ".join(f"({', '.join(name.lstrip('*') for name in call)})" for call in hook.calls)
+    wanted = " or ".join(f"({', '.join(name.lstrip('*?') for name in call)})" for call in hook.calls)
     return (
         f"{hook.flag} {path} is called with {wanted}, but its signature is {inspect.signature(function)} "
         f"(see {hook.protocol.__name__} in slime/hooks/protocols.py)."

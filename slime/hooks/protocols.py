@@ -33,6 +33,7 @@ __all__ = [
     "LogEvalRollout",
     "LogRollout",
     "MegatronInit",
+    "ModelProvider",
     "ProcessAllSamples",
     "Reward",
     "RewardPostProcess",
@@ -171,6 +172,17 @@ class MegatronInit(Protocol):
     def __call__(self, args: Namespace) -> None: ...
 
 
+class ModelProvider(Protocol):
+    """Builds a rank's part of the model. A parameter that the function does not have is not passed.
+
+    ``config`` is Megatron's ``TransformerConfig``, ``vp_stage`` the virtual pipeline stage or None.
+    """
+
+    def __call__(
+        self, *, pre_process: bool, post_process: bool, vp_stage: int | None, config: Any, args: Namespace
+    ) -> Any: ...
+
+
 class BeforeLogProb(Protocol):
     """Called before every pass that computes log-probs or values.
 
@@ -269,7 +281,8 @@ class Hook:
     Attributes:
         dest: attribute of ``args`` that holds the path (a list of paths where the flag may be repeated).
         protocol: what the function must look like.
-        calls: the ways it may be called, as parameter names; ``*name`` is passed by keyword. One must fit.
+        calls: the ways it may be called, as parameter names; ``*name`` is passed by keyword, ``?name`` by keyword where
+            the function has such a parameter. One must fit.
         role: decides which name is taken from a path that is only a file.
     """
 
@@ -319,6 +332,11 @@ HOOKS: tuple[Hook, ...] = (
         "custom_eval_rollout_log_function_path",
         LogEvalRollout,
         (("rollout_id", "args", "data", "extra_metrics"),),
+    ),
+    Hook(
+        "custom_model_provider_path",
+        ModelProvider,
+        (("?pre_process", "?post_process", "?vp_stage", "?config", "?args"),),
     ),
     Hook("custom_megatron_init_path", MegatronInit, (("args",),)),
     Hook("custom_megatron_before_log_prob_hook_path", BeforeLogProb, (("args", "model", "store_prefix"),)),

@@ -58,12 +58,17 @@ def accepted_kwargs(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> 
 
 
 def can_be_called(function: Callable[..., Any], call: Sequence[str]) -> bool:
-    """Whether a call with these arguments fits; ``*name`` is passed by keyword, the others by position."""
+    """Whether a call with these arguments fits.
+
+    ``*name`` is passed by keyword, ``?name`` by keyword to functions that take it, the others by position.
+    """
     signature = _signature(function)
     if signature is None:
         return True
+    keywords = {name[1:]: None for name in call if name[0] == "*"}
+    keywords |= accepted_kwargs(function, {name[1:]: None for name in call if name[0] == "?"})
     try:
-        signature.bind(*(n for n in call if n[0] != "*"), **{n[1:]: None for n in call if n[0] == "*"})
+        signature.bind(*(name for name in call if name[0] not in "*?"), **keywords)
     except TypeError:
         return False
     return True

@@ -155,18 +155,14 @@ def _evaluation_fields(args: Namespace) -> Iterator[str]:
 
 def evaluation_hooks(args: Namespace) -> Iterator[str]:
     """Functions that only ``--eval-config`` names."""
-    from slime.hooks.load import load_function
+    from slime.hooks.load import check_hooks
 
     for dataset in args.eval_datasets:
-        own = (("custom_generate_function_path", "generate"), ("custom_rm_path", "reward"))
-        for name, role in own:
+        for name in ("custom_generate_function_path", "custom_rm_path"):
             path = getattr(dataset, name)
-            if path is None or path == getattr(args, name):
-                continue
-            try:
-                load_function(path, role)  # type: ignore[arg-type]
-            except ConfigError as error:
-                yield f"{_at(dataset, name)} {path}: {error}"
+            if path is not None and path != getattr(args, name):
+                hook = Namespace(**{name: path}, group_rm=args.group_rm)
+                yield from (f"{_at(dataset, name)}: {problem}" for problem in check_hooks(hook))
 
 
 def _at(dataset: EvalDatasetConfig, name: str) -> str:

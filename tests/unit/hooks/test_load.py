@@ -4,9 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from slime.config.groups import flags_of
 from slime.hooks.load import check_hooks, load_function
 from slime.hooks.protocols import HOOKS
 from slime.hooks.signature import accepted_kwargs, accepts, can_be_called
+from slime.ray.arguments import GROUPS
 from slime.utils.errors import ConfigError
 
 
@@ -131,6 +133,32 @@ def test_every_hook_names_its_flag_and_documents_its_protocol():
     for hook in HOOKS:
         assert hook.flag.startswith("--")
         assert hook.protocol.__doc__
+
+
+_FILES = {"custom_config_path", "megatron_config_path", "memory_snapshot_path"}
+"""Flags that name a file."""
+
+
+def test_every_flag_that_names_a_function_is_checked_at_the_start():
+    flags = [flag for flag in flags_of(GROUPS) if not flag.no_effect and not flag.later]
+    named = {flag.name for flag in flags if flag.name.endswith("_path")} - _FILES
+    named |= {flag.name for flag in flags if flag.help.startswith(("Function ", "Class "))}
+    assert named == {hook.dest for hook in HOOKS}
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.dest)
+def test_a_function_that_cannot_be_called_is_a_problem_whichever_flag_names_it(hook, user_file):
+    path = user_file("def f(*, nothing_of_this_name_is_passed): pass\n", f"{hook.dest}.py")
+    for wrong in (f"{path}:f", f"{path}:gone"):
+        (problem,) = check_hooks(SimpleNamespace(**{hook.dest: wrong}))
+        assert problem.startswith(f"{hook.flag} {wrong}")
+
+
+def test_a_model_provider_gets_the_arguments_that_it_takes(user_file):
+    text = "def upstream(pre_process=True, post_process=True, vp_stage=None): pass\ndef own(config, args): pass\n"
+    path = user_file(text, "provider.py")
+    for name in ("upstream", "own"):
+        assert check_hooks(SimpleNamespace(custom_model_provider_path=f"{path}:{name}")) == []
 
 
 def test_signature_questions():

@@ -136,3 +136,12 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_starts(tiny_t
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
     save = ("--save", tmp_path / "not" / "there", "--save-interval", "1")
     assert f"--save {tmp_path}/not/there: {tmp_path} cannot be written" in problems(tiny_task, capsys, *save)
+
+
+def test_functions_of_an_evaluation_set_are_compared_with_their_calls_as_well(tiny_task, capsys, tmp_path):
+    (tmp_path / "own.py").write_text("def score(no_sample): return 0.0\n")
+    sets = f"eval: {{datasets: [{{name: own, path: {tiny_task.train}, custom_rm_path: '{tmp_path}/own.py:score'}}]}}\n"
+    (tmp_path / "eval.yaml").write_text(sets)
+    text = problems(tiny_task, capsys, "--eval-config", tmp_path / "eval.yaml", "--eval-interval", 1)
+    assert "--eval-config, set own, custom_rm_path" in text
+    assert "is called with (args, sample)" in text
