@@ -12,7 +12,8 @@ FROM ${CUDA_IMAGE}
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends \
-        ca-certificates git libibverbs1 librdmacm1 libnuma1 ninja-build openssh-client python3 python3-dev python3-venv rsync \
+        ca-certificates git ibverbs-providers libibverbs1 librdmacm1 libnuma1 ninja-build openssh-client \
+        python3 python3-dev python3-venv rsync \
     && rm -rf /var/lib/apt/lists/*
 
 ENV VIRTUAL_ENV=/opt/slime-venv
@@ -30,7 +31,7 @@ RUN mkdir slime && touch slime/__init__.py \
     && pip uninstall --yes slime \
     && rm -rf slime build slime.egg-info
 
-# Kernels that training uses when they are there and never requires: --build-arg TRAINING_KERNELS="..." adds them.
+# Kernels that training uses when they are installed and never requires: --build-arg TRAINING_KERNELS="..." adds them.
 ARG TRAINING_KERNELS=""
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 RUN if [[ -n "${TRAINING_KERNELS}" ]]; then \

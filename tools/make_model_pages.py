@@ -1,10 +1,10 @@
-"""Write the tables of ``docs/models/*.md``: what ``slime plan`` says of every launch script of a model family.
+"""Write the tables of ``docs/models/*.md`` and ``docs/en/examples/*.md``: the plans of the launch scripts.
 
     python tools/make_model_pages.py            write the tables between the marks of the pages
     python tools/make_model_pages.py --check    exit with 1 and name the pages that are out of date
 
 Every script is run dry, with a model directory that holds nothing but the ``config.json`` of its preset; models that
-have no script get the layout of :data:`LAYOUTS`. Prose is written by hand and left alone.
+have no script get a layout of :data:`PAGES`. Prose is written by hand and left alone.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from tests.unit.scripts.dry_run import SCRIPTS, dry_run_with_files, launchers
 from tests.unit.scripts.hub_configs import TO_COME, hub_config
 from tools.make_presets import load_presets
 
-__all__ = ["BEGIN", "END", "PAGES", "pages"]
+__all__ = ["BEGIN", "DOCS", "END", "GUIDES", "PAGES", "SCRIPTS_OF_GUIDES", "pages"]
 
 ROOT = Path(__file__).resolve().parents[1]
 Section = TypeVar("Section")
 DOCS = ROOT / "docs" / "models"
+GUIDES = ROOT / "docs" / "en" / "examples"
 BEGIN, END = "<!-- plans: begin -->", "<!-- plans: end -->"
 DEVICE_GIB = 80
 
@@ -118,6 +119,12 @@ PAGES: dict[str, dict[str, Layout | None]] = {
     "minimax_m2": {"minimax-m2": None},
 }
 
+SCRIPTS_OF_GUIDES = {
+    "qwen3-4B": "run-qwen3-4B.sh",
+    "glm4-9B": "run-glm4-9B.sh",
+    "glm4.5-355B-A32B": "run-glm4.7-355B-A32B.sh",
+}
+
 
 @dataclass(frozen=True)
 class Row:
@@ -148,7 +155,10 @@ def pages() -> dict[Path, str]:
                 rows += [reader.script(script) for script in scripts if scripts[script] == preset]
                 rows += [reader.layout(preset, layout)] if layout else []
             path = DOCS / f"{page}.md"
-            result[path] = _with_table(path, _table(rows))
+            result[path] = _with_table(path, _table(rows, "README.md"))
+        for guide, script in SCRIPTS_OF_GUIDES.items():
+            path = GUIDES / f"{guide}.md"
+            result[path] = _with_table(path, _table([reader.script(script)], "../../models/README.md"))
         return result
 
 
@@ -204,9 +214,10 @@ def _plan(argv: list[str], *, is_async: bool) -> Plan:
     return build(args, title="", device_bytes=DEVICE_GIB * 2**30, problems=problems)
 
 
-def _table(rows: list[Row]) -> str:
+def _table(rows: list[Row], columns: str) -> str:
+    """``columns``: the page that explains them, relative to the page of the table."""
     heads = ("recipe", "GPUs", "trainer", "engines", "a rollout", "trainer rank, GiB", "GPU of an engine, GiB")
-    lines = [LEGEND, "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines = [LEGEND.format(columns=columns), "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     lines += [f"| {' | '.join((row.name, *_cells(row)))} |" for row in rows]
     missing = [f"* {row.name}: {problem}" for row in rows for problem in row.plan.problems if _is_to_come(problem)]
     if missing:
@@ -288,7 +299,7 @@ def _engine(row: Row) -> str:
 
 LEGEND = (
     f"Estimates of `slime plan` for GPUs of {DEVICE_GIB} GiB. A trainer rank holds weights + gradients + optimizer +\n"
-    "activations and logits, a GPU of an engine weights + cache ([all columns](README.md#the-tables))."
+    "activations and logits, a GPU of an engine weights + cache ([all columns]({columns}#the-tables))."
 )
 
 

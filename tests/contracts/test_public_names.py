@@ -6,9 +6,18 @@ import importlib
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+PATHS = """
+Dockerfile requirements.txt train.py train_async.py
+docs/en/get_started/quick_start.md docs/en/get_started/usage.md docs/en/get_started/customization.md
+docs/en/get_started/qa.md
+docs/en/examples/qwen3-4B.md docs/en/examples/glm4-9B.md docs/en/examples/glm4.5-355B-A32B.md
+examples/search-r1
+"""
+"""Files and folders that users' commands and links name."""
 NAMES = """
 slime.agent.adapters: AnthropicAdapter OpenAIAdapter
 slime.agent.adapters.anthropic: AnthropicAdapter _fold_mid_list_system_into_user _request_session_id
@@ -304,3 +313,8 @@ def test_fan_out_rewards_are_relative_to_their_group():
     )
     assert raw == [1.0, 0.0, 5.0, 5.0, 5.0]
     assert centered == [0.5, -0.5, 0.0, 0.0, 0.0]
+
+
+def test_the_files_and_folders_that_users_name_exist():
+    root = Path(__file__).resolve().parents[2]
+    assert [path for path in PATHS.split() if not (root / path).exists()] == []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.make_model_pages import DOCS, PAGES, pages
+from tools.make_model_pages import DOCS, GUIDES, PAGES, SCRIPTS_OF_GUIDES, pages
 from tools.make_presets import load_presets
 
 FOR_TESTS = {"deepseek-v3-5layer", "deepseek-v3-20layer", "glm4-32B"}
@@ -19,9 +19,11 @@ def made() -> dict[Path, str]:
     return pages()
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_the_table_of_a_page_is_what_the_plan_says(page: str) -> None:
-    path = DOCS / f"{page}.md"
+TABLES = [*(DOCS / f"{page}.md" for page in PAGES), *(GUIDES / f"{guide}.md" for guide in SCRIPTS_OF_GUIDES)]
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+def test_the_table_of_a_page_is_what_the_plan_says(path: Path) -> None:
     assert path.read_text(encoding="utf-8") == made()[path], "run: python tools/make_model_pages.py"
 
 

@@ -57,7 +57,7 @@ def test_the_site_builds_without_a_warning_and_holds_every_page(tmp_path: Path):
 def test_every_page_is_in_the_navigation():
     # pages are built also when nobody can find them
     config = yaml.safe_load((_ROOT / "mkdocs.yml").read_text())
-    listed = set(re.findall(r"[\w/\-]+\.md", str(config["nav"])))
+    listed = set(re.findall(r"[\w/.\-]+\.md", str(config["nav"])))
     pages = {str(path.relative_to(_ROOT / "docs")) for path in (_ROOT / "docs").rglob("*.md")}
     assert listed == pages
 

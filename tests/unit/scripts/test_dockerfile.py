@@ -36,3 +36,9 @@ def test_its_cuda_is_the_one_that_the_engine_s_wheels_are_built_for():
 def test_nothing_that_is_built_or_private_reaches_the_image():
     ignored = (_ROOT / ".dockerignore").read_text().split()
     assert {".git", ".venv", "outputs"} <= set(ignored)
+
+
+def test_any_user_of_the_image_works_in_root_slime():
+    text = _DOCKERFILE.read_text()
+    assert "\nWORKDIR /root/slime\n" in text
+    assert "chmod 1777 /root" in text, "/root is closed to the image's user otherwise"
