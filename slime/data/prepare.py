@@ -93,8 +93,13 @@ class PromptMaker:
             messages = [{"role": "user", "content": prompt}]
         elif isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt):
             messages = prompt
+        elif self.template_kwargs is None and self.multimodal_keys is None:
+            messages = []  # a custom generate function reads it, such as the number of a task
         else:
-            raise DataError(f"{where}: {key!r} must be text or a list of messages, not {type(prompt).__name__}")
+            raise DataError(
+                f"{where}: {key!r} must be text or a list of messages for the chat template and for media, not "
+                f"{type(prompt).__name__}"
+            )
         media = None
         if self.multimodal_keys is not None:
             messages = expand_media(where, messages, row, self.multimodal_keys)

@@ -214,6 +214,7 @@ class Dataset:
         self.samples = self.origin_samples
         self.epoch_id = -1
         self.seed = seed
+        self._num_drawn = 0
 
     def shuffle(self, new_epoch_id: int) -> None:
         """Bring the samples into the order of an epoch, whatever the order was before."""
@@ -223,6 +224,17 @@ class Dataset:
         random.Random(self.seed + new_epoch_id).shuffle(order)
         self.samples = [self.origin_samples[i] for i in order]
         self.epoch_id = new_epoch_id
+
+    def sample(self, num_samples: int) -> list[Any]:
+        """The next prompts (``Sample.prompt``) in the order of the samples; after the last one it begins again.
+
+        For users' data sources. Its position is not part of the saved state of a data source.
+        """
+        if not self.samples:
+            raise DataError("there is no prompt to draw")
+        begin = self._num_drawn
+        self._num_drawn += num_samples
+        return [self.samples[i % len(self.samples)].prompt for i in range(begin, self._num_drawn)]
 
     def __len__(self) -> int:
         return len(self.samples)

@@ -94,7 +94,7 @@ class Sample:
         group_index: number of the prompt's group, one per prompt draw, increasing over the whole run.
         index: number of the sample, increasing over the whole run.
         rollout_id: id of the execution the sample came from; samples made from one execution share it. None: its own.
-        prompt: text after templating, or chat messages.
+        prompt: text after templating, or chat messages; another value of the data row as it is.
         tokens: prompt ids followed by response ids, ``[L]``.
         multimodal_inputs: raw media by kind (``images``, ``videos``).
         multimodal_train_inputs: what the processor made of them, besides ids and mask.

@@ -314,7 +314,12 @@ HOOKS: tuple[Hook, ...] = (
         "reward",
     ),
     Hook("dynamic_sampling_filter_path", DynamicFilter, (("args", "samples"),), "filter"),
-    Hook("buffer_filter_path", BufferFilter, (("args", "rollout_id", "buffer", "num_samples"),), "filter"),
+    Hook(
+        "buffer_filter_path",
+        BufferFilter,
+        (("args", "rollout_id", "buffer", "num_samples"), ("args", "buffer", "num_samples")),
+        "filter",
+    ),
     Hook("data_source_path", DataSourceLike, (("args",), ("dataset", "args"), ()), "data_source"),
     Hook(
         "rollout_sample_hook_path", SampleHook, (("args", "sample"), ("args", "sample", "*rollout_id", "*evaluation"))

@@ -26,13 +26,17 @@ def _reads_prompts(args: Namespace) -> bool:
     return is_ours and not replays and args.rollout_global_dataset and bool(args.prompt_data)
 
 
+def _generates_from_text(args: Namespace) -> bool:
+    """Whether our generation gets the prompts, not a function of the user."""
+    is_ours = args.rollout_function_path.replace(":", ".") in (DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC)
+    return is_ours and args.custom_generate_function_path is None
+
+
 def chat_template(args: Namespace) -> None:
     """D4: prompts that are messages get the template where nothing else could make text of them."""
     from slime.data.prompts import prompt_key_of, read_file
 
-    generates = args.rollout_function_path.replace(":", ".") in (DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC)
-    has_own = args.custom_generate_function_path is not None
-    if args.apply_chat_template or has_own or not generates or not _reads_prompts(args):
+    if args.apply_chat_template or not _generates_from_text(args) or not _reads_prompts(args):
         return
     try:
         row = next(iter(read_file(args.prompt_data)), {})
@@ -48,7 +52,8 @@ def chat_template(args: Namespace) -> None:
 def _training_rows(args: Namespace) -> Iterator[str]:
     if _reads_prompts(args):
         keys = (args.input_key, args.label_key, args.tool_key)
-        yield from _first_row("--prompt-data", args.prompt_data, keys)
+        needs_text = _generates_from_text(args) and not args.apply_chat_template
+        yield from _first_row("--prompt-data", args.prompt_data, keys, needs_text=needs_text)
 
 
 def _evaluation_rows(args: Namespace) -> Iterator[str]:
@@ -66,7 +71,7 @@ def _first_row(
     """D4: what the keys of prompt, label and tools name is in the first row, and the prompt can be generated from.
 
     Args:
-        needs_text: nothing turns a list of messages into text.
+        needs_text: no function and no template turns another prompt into text.
     """
     from slime.data.prompts import open_prompts, read_file
 
@@ -91,10 +96,9 @@ def _first_row(
         yield f"{where}: {error}."
         return
     if needs_text and not isinstance(first.sample.prompt, str):
-        yield (
-            f"{where}: {path}: prompts are lists of messages: use --apply-chat-template, or a "
-            "--custom-generate-function-path that handles messages."
-        )
+        kind = type(first.sample.prompt).__name__
+        kind = "lists of messages: use --apply-chat-template" if kind == "list" else f"{kind}, not text: use text"
+        yield f"{where}: {path}: prompts are {kind}, or a --custom-generate-function-path that handles them."
 
 
 def _epoch(args: Namespace) -> Iterator[str]:

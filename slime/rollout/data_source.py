@@ -7,6 +7,8 @@ across a restart. Knows no rollout.
 from __future__ import annotations
 
 import abc
+import contextlib
+import functools
 import logging
 from argparse import Namespace
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from slime.data.sample import Sample, SampleGroup
 from slime.data.streaming import StreamingDataset
 from slime.hooks.load import load_function
 from slime.hooks.signature import can_be_called, parameter_names
+from slime.rollout.buffer_filter import choose, pop_first, takes_samples
 from slime.rollout.failures import fresh_copy
 from slime.rollout.grouping import as_groups
 from slime.rollout.settings import setting
@@ -59,6 +62,9 @@ class DataSource(abc.ABC):
 class RolloutDataSource(DataSource):
     """Prompts of ``--prompt-data``, epoch after epoch.
 
+    A subclass whose ``__init__`` does not call this one works: attributes that it does not set are made at their first
+    use, and :func:`make_data_source` sets ``args``.
+
     Attributes:
         epoch_id: current pass over the prompts.
         sample_offset: prompts of this pass that are already drawn; of a stream, rows, with those that were too long.
@@ -66,28 +72,40 @@ class RolloutDataSource(DataSource):
         metadata: free for plugins; saved with the state.
     """
 
-    def __init__(self, *positional: Any, args: Namespace | None = None, dataset: Dataset | None = None) -> None:
+    epoch_id = sample_offset = sample_group_index = sample_index = 0
+    args: Namespace
+
+    def __init__(self, args: Any, dataset: Any = None) -> None:
         """``(args)``, ``(dataset, args)`` or keywords. Without a dataset it is read from ``--prompt-data``."""
-        if len(positional) == 2:
-            dataset, args = positional
-        elif positional:
-            args = positional[0]
+        if hasattr(dataset, "n_samples_per_prompt"):
+            args, dataset = dataset, args
         if args is None:
             raise TypeError(f"{type(self).__name__} needs args")
         self.args = args
-        self.epoch_id = 0
-        self.sample_group_index = 0
-        self.sample_index = 0
-        self.sample_offset = 0
-        self.metadata: dict[str, Any] = {}
-        self.dataset = dataset
-        self.stream: StreamingDataset | None = None
-        if dataset is None and args.rollout_global_dataset and args.prompt_data is not None:
-            if args.streaming_data:
-                self.stream = _open_stream(args)
-            else:
-                self.dataset = _load_dataset(args)
-        if self.dataset is not None and args.rollout_shuffle:
+        if dataset is not None:
+            self.dataset = dataset
+        self._shuffle()  # reads the file: its errors belong to the start
+
+    @functools.cached_property
+    def dataset(self) -> Dataset | None:
+        return _load_dataset(self.args) if self._reads_prompts and not self.args.streaming_data else None
+
+    @functools.cached_property
+    def stream(self) -> StreamingDataset | None:
+        is_stream = self._reads_prompts and self.args.streaming_data and vars(self).get("dataset") is None
+        return _open_stream(self.args) if is_stream else None
+
+    @functools.cached_property
+    def metadata(self) -> dict[str, Any]:
+        return {}
+
+    @property
+    def _reads_prompts(self) -> bool:
+        return self.args.rollout_global_dataset and self.args.prompt_data is not None
+
+    def _shuffle(self) -> None:
+        """Bring the prompts into the order of the current epoch; cheap where they are in it."""
+        if self.stream is None and self.dataset is not None and self.args.rollout_shuffle:
             self.dataset.shuffle(self.epoch_id)
 
     def get_samples(self, num_samples: int) -> list[SampleGroup]:
@@ -100,6 +118,7 @@ class RolloutDataSource(DataSource):
             return prompts
         if self.dataset is None:
             return [Sample() for _ in range(count)]
+        self._shuffle()
         if len(self.dataset) == 0:
             raise DataError(f"--prompt-data {self.args.prompt_data}: there is no prompt to draw")
         drawn: list[Sample] = []
@@ -107,8 +126,7 @@ class RolloutDataSource(DataSource):
             if self.sample_offset >= len(self.dataset):
                 self.epoch_id += 1
                 self.sample_offset = 0
-                if self.args.rollout_shuffle:
-                    self.dataset.shuffle(self.epoch_id)
+                self._shuffle()
             part = self.dataset.samples[self.sample_offset : self.sample_offset + count - len(drawn)]
             self.sample_offset += len(part)
             drawn += part
@@ -168,25 +186,28 @@ class RolloutDataSource(DataSource):
             )
         if self.stream is not None:
             self.stream.seek(self.epoch_id, self.sample_offset)
-        if self.dataset is not None and self.args.rollout_shuffle:
-            self.dataset.shuffle(self.epoch_id)
+        self._shuffle()
 
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):
     """The default: groups that were returned are drawn before new prompts.
 
     A subclass may override ``buffer_filter(args, buffer, num_samples)``; ``--buffer-filter-path`` names a function
-    ``f(args, rollout_id, buffer, num_samples)``. The rollout id is None: a source is not told for whom it draws.
+    ``f(args, rollout_id, buffer, num_samples)``. The rollout id is None: a source does not know for which rollout it
+    draws. ``buffer`` holds groups, or samples for a filter that fails on groups (:mod:`slime.rollout.buffer_filter`).
     """
 
-    buffer_filter: Callable[..., list[SampleGroup]]
+    _filter_takes_samples = False
 
-    def __init__(self, *positional: Any, args: Namespace | None = None, dataset: Dataset | None = None) -> None:
-        super().__init__(*positional, args=args, dataset=dataset)
-        self.buffer: list[SampleGroup] = []
-        if not hasattr(type(self), "buffer_filter"):
-            path = self.args.buffer_filter_path
-            self.buffer_filter = pop_first if path is None else load_function(path, "filter")
+    @functools.cached_property
+    def buffer(self) -> list[SampleGroup]:
+        return []
+
+    @functools.cached_property
+    def buffer_filter(self) -> Callable[..., Any]:
+        path = self.args.buffer_filter_path
+        function: Callable[..., Any] = pop_first if path is None else load_function(path, "filter")
+        return function
 
     def get_samples(self, num_samples: int) -> list[SampleGroup]:
         groups = self._from_buffer(num_samples)
@@ -195,14 +216,17 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def _from_buffer(self, num_samples: int) -> list[SampleGroup]:
         if not self.buffer or num_samples <= 0:
             return []
-        if "rollout_id" in parameter_names(self.buffer_filter) or len(parameter_names(self.buffer_filter)) >= 4:
-            groups = self.buffer_filter(self.args, None, self.buffer, num_samples)
-        else:
-            groups = self.buffer_filter(self.args, self.buffer, num_samples)
-        if len(groups) > num_samples:
-            raise DataError(f"--buffer-filter-path returned {len(groups)} groups where {num_samples} were asked for")
-        chosen = {id(group) for group in groups}
-        self.buffer[:] = [group for group in self.buffer if id(group) not in chosen]
+        buffer, wants = list(self.buffer), (self.args, num_samples)
+        try:
+            groups = choose(self.buffer_filter, buffer, *wants, has_samples=self._filter_takes_samples)
+        except (AttributeError, TypeError):
+            if self._filter_takes_samples or not takes_samples(self.buffer_filter, self.args):
+                raise
+            logger.info("the buffer filter works on samples, not on groups: it gets the samples of the buffer")
+            self._filter_takes_samples = True
+            buffer = list(self.buffer)
+            groups = choose(self.buffer_filter, buffer, *wants, has_samples=True)
+        self.buffer[:] = buffer
         return groups
 
     def add_samples(self, samples: list[SampleGroup]) -> None:
@@ -230,23 +254,17 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 
 def make_data_source(maker: Callable[..., Any], args: Namespace) -> Any:
     """An object of what ``--data-source-path`` names: made with ``(args)``; with ``(dataset, args)``, the dataset being
-    the prompts of ``--prompt-data``; or with nothing, and then it gets an attribute ``args``.
+    the prompts of ``--prompt-data``; or with nothing. One that has no attribute ``args`` then gets it.
     """
     if parameter_names(maker)[:2] == ["dataset", "args"]:
-        return maker(None if args.prompt_data is None else _load_dataset(args), args)
-    if can_be_called(maker, ("args",)):
-        return maker(args)
-    source = maker()
-    source.args = args
+        dataset = None if args.prompt_data is None else _load_dataset(args)
+        source = maker(dataset, args)
+    else:
+        source = maker(args) if can_be_called(maker, ("args",)) else maker()
+    if not hasattr(source, "args"):
+        with contextlib.suppress(AttributeError):  # an object with __slots__ does without
+            source.args = args
     return source
-
-
-def pop_first(args: Any, rollout_id: Any, buffer: list[SampleGroup], num_samples: int) -> list[SampleGroup]:
-    """First in, first out; removes what it returns."""
-    count = min(len(buffer), num_samples)
-    taken = buffer[:count]
-    del buffer[:count]
-    return taken
 
 
 def _load_dataset(args: Namespace) -> Dataset:

@@ -18,6 +18,7 @@ from slime.batch.rewards import RewardArgs
 from slime.data.sample import Sample, iter_samples
 from slime.hooks.signature import accepts, parameter_names
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
+from slime.rollout.buffer_filter import call_filter, takes_samples
 from slime.rollout.custom_generate import call_generate, call_group_generate, complete, takes_group
 from slime.rollout.data_source import make_data_source
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
@@ -165,20 +166,22 @@ def dynamic_filter(call: Call) -> Iterator[str]:
 
 
 def buffer_filter(call: Call) -> Iterator[str]:
-    buffer = fresh_groups(call.row, count=3)
+    groups: list[Any] = finished_groups(call.args.reward_key)
+    has_samples = takes_samples(call.function, call.args)
+    buffer, kind = (list(iter_samples(groups)), "samples") if has_samples else (groups, "groups")
     before = list(buffer)
-    is_long = len(parameter_names(call.function)) >= 4
-    chosen = call.function(call.args, None, buffer, 2) if is_long else call.function(call.args, buffer, 2)
+    chosen = call_filter(call.function, call.args, buffer, 1)
     if not isinstance(chosen, list):
-        yield f"it returned {type(chosen).__name__}; it must return a list of groups"
+        yield f"it returned {type(chosen).__name__}; it must return a list of {kind}"
         return
-    if len(chosen) > 2:
-        yield f"it returned {len(chosen)} groups where 2 were asked for"
-    known = [id(group) for group in before]
-    if any(id(group) not in known for group in chosen):
-        yield "it returned groups that are not of the buffer"
-    if any(group is kept for group in chosen for kept in buffer):
-        yield "groups that it returned are still in the buffer: they would be drawn again"
+    if len(chosen) > 1:
+        yield f"it returned {len(chosen)} {kind} where 1 was asked for"
+    known = [id(item) for item in before]
+    if any(id(item) not in known for item in chosen):
+        yield f"it returned {kind} that are not of the buffer"
+    removes = len(parameter_names(call.function)) >= 4  # of the short form, the data source removes what it chose
+    if removes and any(item is kept for item in chosen for kept in buffer):
+        yield f"{kind} that it returned are still in the buffer: they would be drawn again"
 
 
 def data_source(call: Call) -> Iterator[str]:

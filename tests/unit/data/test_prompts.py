@@ -170,7 +170,7 @@ def test_default_keys_fall_back_to_prompt_and_label(rows_file, tokenizer):
     [
         ([{"x": 1}], {"prompt_key": "input"}, "rows.jsonl:1: there is no 'input' (--input-key) in this row; its keys"),
         ([{"text": "1", "y": 2}, {"text": "1"}], {"label_key": "y"}, "rows.jsonl:2: there is no 'y' (--label-key)"),
-        ([{"text": 3}], {}, "rows.jsonl:1: 'text' must be text or a list of messages, not int"),
+        ([{"text": 3}], {"apply_chat_template": True}, "rows.jsonl:1: 'text' must be text or a list of messages for"),
         ([{"text": None}], {}, "there is no 'text'"),
         ([{"text": "1", "metadata": "{broken"}], {}, "looks like JSON but is not"),
         ([{"text": "1", "metadata": [1]}], {}, "must be an object, not list"),
@@ -210,3 +210,18 @@ def test_the_order_depends_on_seed_and_epoch_only_and_global_randomness_is_untou
     expected = list(range(20))
     random.Random(7 + 3).shuffle(expected)
     assert [int(s.prompt) for s in one.samples] == expected
+
+
+@pytest.mark.parametrize("prompt", [3, 0, 2.5, {"task": "x"}, [1, 2], ["a", "b"]])
+def test_prompts_that_are_neither_text_nor_messages_pass_through_unchanged(rows_file, tokenizer, prompt):
+    path = rows_file([{"index": prompt}, {"index": prompt}])
+    for max_length in (None, 5):
+        data = Dataset(path, tokenizer, None, max_length, prompt_key="index")
+        assert [sample.prompt for sample in data] == [prompt, prompt]
+
+
+def test_a_dataset_gives_its_next_prompts_and_begins_again(rows_file, tokenizer):
+    data = Dataset(rows_file([{"text": str(i)} for i in range(3)]), tokenizer, None, None)
+    assert data.sample(2) == ["0", "1"]
+    assert data.sample(5) == ["2", "0", "1", "2", "0"]
+    assert data.sample(0) == []

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 
@@ -214,3 +215,105 @@ def test_a_damaged_state_is_named(tmp_path, suffix, content):
     path.with_suffix(suffix).write_bytes(content)
     with pytest.raises(DataError, match=rf"state_dict_3\{suffix}: .*delete it to start from the first prompt"):
         source_state.read_state(path)
+
+
+# --- sources and filters as users write them
+
+
+def test_the_first_parameter_is_args_and_the_other_forms_work():
+    assert list(inspect.signature(RolloutDataSource.__init__).parameters)[:2] == ["self", "args"]
+    assert list(inspect.signature(RolloutDataSourceWithBuffer.__init__).parameters)[:2] == ["self", "args"]
+
+
+@pytest.mark.parametrize("kind", [RolloutDataSource, RolloutDataSourceWithBuffer])
+def test_a_source_is_made_in_every_form_of_the_contract(args, kind):
+    dataset = kind(args).dataset
+    made = [kind(args), kind(dataset, args), kind(args=args), kind(args=args, dataset=dataset), kind(args, dataset)]
+    made += [kind(None, args)]
+    assert all(prompts(source.get_samples(2)) == [0, 1] and source.args is args for source in made)
+
+
+class WithoutSuper(RolloutDataSourceWithBuffer):
+    def __init__(self, args):
+        self.mine = 1
+
+
+class DrawsByItself(RolloutDataSource):
+    def __init__(self, dataset, args):
+        self.dataset = dataset
+
+    def get_samples(self, num_samples):
+        return [Sample(prompt=prompt) for prompt in self.dataset.sample(num_samples)]
+
+
+def test_a_subclass_need_not_call_the_constructor_of_its_base(args):
+    args.rollout_shuffle = True
+    theirs, ours = make_data_source(WithoutSuper, args), make_data_source(RolloutDataSourceWithBuffer, args)
+    drawn = [source.get_samples(7) for source in (theirs, ours)]
+    assert prompts(drawn[0]) == prompts(drawn[1])
+    theirs.add_samples(drawn[0][:2])
+    theirs.update_metadata({"seen": 1})
+    theirs.save(1)
+    again = make_data_source(WithoutSuper, args)
+    again.load(1)
+    assert (again.get_buffer_length(), again.get_metadata(), len(again)) == (2, {"seen": 1}, 5)
+    expected = drawn[0][:2] + ours.get_samples(1)
+    assert prompts(again.get_samples(3)) == prompts(expected)
+    assert WithoutSuper.epoch_id == 0, "counters belong to the object"
+    assert make_data_source(WithoutSuper, args).buffer == []
+
+
+def test_a_source_may_draw_prompts_from_its_dataset(args):
+    source = make_data_source(DrawsByItself, args)
+    assert [sample.prompt for sample in source.get_samples(6)] == ["0", "1", "2", "3", "4", "0"]
+
+
+def best_samples(args, buffer, n):
+    return sorted(buffer, key=lambda s: s.reward, reverse=True)[:n]
+
+
+def best_groups(args, buffer, n):
+    return sorted(buffer, key=lambda group: max(s.reward for s in group), reverse=True)[:n]
+
+
+def best_samples_in_place(args, rollout_id, buffer, num_samples):
+    buffer.sort(key=lambda s: -s.reward)
+    taken = buffer[:num_samples]
+    del buffer[:num_samples]
+    return taken
+
+
+@pytest.mark.parametrize("name", ["best_samples", "best_groups", "best_samples_in_place"])
+@pytest.mark.parametrize("is_method", [False, True])
+def test_a_buffer_filter_may_see_samples_or_groups(args, name, is_method):
+    function = globals()[name]
+    kind = RolloutDataSourceWithBuffer
+    if is_method:
+
+        class kind(RolloutDataSourceWithBuffer):
+            def buffer_filter(self, args, buffer, n):
+                return function(args, None, buffer, n) if name.endswith("place") else function(args, buffer, n)
+
+    else:
+        args.buffer_filter_path = f"{__file__}:{name}"
+    source = kind(args)
+    groups = source.get_samples(4)
+    for sample, reward in zip(iter_samples(groups), [0, 1, 5, 0, 0, 0, 4, 4], strict=True):
+        sample.reward = reward
+    source.add_samples(groups)
+    assert prompts(source.get_samples(2)) == [1, 3]
+    assert prompts(source.buffer) == [0, 2]
+    assert prompts(source.get_samples(3)) == [0, 2, 4]
+
+
+def broken_filter(args, buffer, n):
+    return buffer.nothing
+
+
+def test_a_filter_that_works_on_neither_shows_its_own_error(args):
+    args.buffer_filter_path = f"{__file__}:broken_filter"
+    source = RolloutDataSourceWithBuffer(args)
+    source.add_samples(source.get_samples(1))
+    with pytest.raises(AttributeError, match="nothing"):
+        source.get_samples(1)
+    assert source.get_buffer_length() == 1
