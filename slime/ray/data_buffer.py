@@ -14,13 +14,15 @@ from typing import Any
 import ray
 
 from slime.data.ledger import Event, Ledger
-from slime.data.sample import SampleGroup, iter_samples
+from slime.data.sample import Sample, SampleGroup, iter_samples
 from slime.hooks.load import load_function
 from slime.observability.logging_utils import configure_logger
 from slime.ray.cards import introduce
 from slime.ray.cluster import worker_env
 from slime.ray.waiting import get
 from slime.rollout.data_source import make_data_source
+from slime.rollout.failures import fresh_copy
+from slime.rollout.grouping import as_groups
 from slime.rollout.source_state import load_groups, outstanding_path, save_groups
 
 __all__ = ["DataBuffer", "DataBufferClient", "create_data_buffer"]
@@ -49,6 +51,7 @@ class DataBuffer:
         self._source: Any = None
         self._outstanding: dict[Any, SampleGroup] = {}
         self._given_back: list[Any] = []
+        self._next_group = self._next_sample = 0
 
     def start(self) -> None:
         """Read the prompts, open the ledger. Not in the constructor: Ray would report an error as an actor's death."""
@@ -57,18 +60,48 @@ class DataBuffer:
         self._source = make_data_source(load_function(self._args.data_source_path, "data_source"), self._args)
 
     def get_samples(self, num_samples: int) -> list[SampleGroup]:
-        groups: list[SampleGroup] = self._source.get_samples(num_samples)
+        groups = as_groups(self._source.get_samples(num_samples), self._copies)
+        self._number_all(groups)
         drawn = {_number(group): group for group in groups}
         self._outstanding |= drawn  # Ray sends copies: these stay as drawn
         self._record("drawn", groups=drawn)
         return groups
 
     def add_samples(self, groups: list[SampleGroup]) -> None:
-        self._source.add_samples(groups)
+        self._optional("add_samples", groups)
         numbers = [_number(group) for group in groups]
         for number in numbers:
             self._outstanding.pop(number, None)
         self._record("returned", groups=numbers)
+
+    def _copies(self, prompt: Sample) -> SampleGroup:
+        return [fresh_copy(prompt) for _ in range(self._args.n_samples_per_prompt)]
+
+    def _number_all(self, groups: list[SampleGroup]) -> None:
+        """Samples of a source that does not count get the numbers that follow."""
+        for group in groups:
+            for sample in iter_samples(group):
+                sample.group_index = self._next_group if sample.group_index is None else sample.group_index
+                sample.index = self._next_sample if sample.index is None else sample.index
+                self._next_sample = max(self._next_sample, int(sample.index) + 1)
+            self._next_group = max(self._next_group, int(_number(group)) + 1)
+
+    def _optional(self, method: str, *arguments: Any) -> Any:
+        """Call a method that a user's source may lack; then nothing is done."""
+        function = getattr(self._source, method, None)
+        return None if function is None else function(*arguments)
+
+    def look_up(self, name: str) -> tuple[str, Any]:
+        """Of the user's source: ``("method", None)``, ``("value", it)`` or ``("missing", names that exist)``."""
+        if not hasattr(self._source, name):
+            names = ", ".join(key for key in dir(self._source) if not key.startswith("_"))
+            return "missing", f"{type(self._source).__name__} (--data-source-path); it has {names}"
+        value = getattr(self._source, name)
+        return ("method", None) if callable(value) else ("value", value)
+
+    def call(self, method: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
+        """Call a method of the user's source by name."""
+        return getattr(self._source, method)(*arguments, **keywords)
 
     def settle(self, rollout_id: int, used: Sequence[Any], keeps_others: bool) -> None:
         """A rollout ended with the groups of these numbers as its batch.
@@ -106,31 +139,31 @@ class DataBuffer:
 
     def size(self) -> int:
         """Prompts in one epoch."""
-        return len(self._source)
+        return len(self._source) if hasattr(self._source, "__len__") else 0
 
     def save(self, rollout_id: int) -> None:
-        self._source.save(rollout_id)
+        self._optional("save", rollout_id)
         if self._args.save is not None:
             save_groups(outstanding_path(self._args.save, rollout_id), list(self._outstanding.values()))
         self._record("saved", rollout_id, self._outstanding)
 
     def load(self, rollout_id: int | None) -> None:
-        self._source.load(rollout_id)
+        self._optional("load", rollout_id)
         if self._args.load is not None:
             groups = load_groups(outstanding_path(self._args.load, rollout_id))
             if groups:
-                self._source.add_samples(groups)
+                self._optional("add_samples", groups)
                 self._given_back = [_number(group) for group in groups]
 
     def get_metadata(self) -> dict[str, Any]:
-        return self._source.get_metadata()
+        return self._optional("get_metadata") or {}
 
     def update_metadata(self, metadata: dict[str, Any]) -> None:
-        self._source.update_metadata(metadata)
+        self._optional("update_metadata", metadata)
 
 
 class DataBufferClient:
-    """The data source as rollout functions see it. Every call has a deadline."""
+    """The data source as rollout functions see it, with all methods of the user's. Every call has a deadline."""
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor
@@ -138,6 +171,19 @@ class DataBufferClient:
     def _call(self, method: str, *arguments: Any) -> Any:
         ref = getattr(self.actor, method).remote(*arguments)
         return get(ref, _CALL_TIMEOUT_S, f"the Data Buffer to answer {method}()")
+
+    def __getattr__(self, name: str) -> Any:
+        """A public method or attribute of the user's data source. Arguments and results are copies.
+
+        Raises:
+            AttributeError: the data source has no such name.
+        """
+        if name.startswith("_") or name == "actor":
+            raise AttributeError(f"{type(self).__name__} has no {name!r}")
+        kind, value = self._call("look_up", name)
+        if kind == "missing":
+            raise AttributeError(f"there is no {name!r} in the data source {value}")
+        return value if kind == "value" else lambda *args, **kwargs: self._call("call", name, args, kwargs)
 
     def start(self) -> Any:
         """Start reading the prompts; returns a ref to wait for."""

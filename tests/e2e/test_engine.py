@@ -125,7 +125,7 @@ def test_a_stream_makes_the_sample_that_one_reply_makes(engine, tiny_task):
         GenerateState.clear_instances()
 
 
-GUIDE = Path(__file__).parents[2] / "docs" / "quick_start.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "en" / "get_started" / "quick_start.md"
 
 
 @pytest.mark.parametrize("function", [None, "slime.rollout.sglang_streaming_rollout.generate_streaming"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ import pytest
 
 from slime.data.ledger import LEDGER, audit, read_ledger
 from slime.data.sample import Sample
-from slime.ray.data_buffer import DataBuffer
+from slime.ray import data_buffer
+from slime.ray.data_buffer import DataBuffer, DataBufferClient
+from tests.unit.rollout.fake_engine import make_args
 
 
 class CountingSource:
@@ -109,3 +112,72 @@ def test_groups_that_a_rollout_rejects_are_not_drawn_again_although_others_stay_
     second = buffer()
     second.begin(8)
     assert numbers(second._source.returned) == [2]
+
+
+class OfFlatSamples:
+    """A source that gives samples without numbers, and has no method but its own."""
+
+    level = 3
+
+    def get_samples(self, num_samples: int) -> list[Sample]:
+        return [Sample(prompt=f"p{i}") for i in range(num_samples)]
+
+    def raise_level(self, by: int, *, twice: bool = False) -> int:
+        self.level += by * (1 + twice)
+        return self.level
+
+
+class LocalActor:
+    """``actor.method.remote(...)`` without a process."""
+
+    def __init__(self, body: DataBuffer) -> None:
+        self._body = body
+
+    def __getattr__(self, name: str) -> Any:
+        return Namespace(remote=lambda *arguments: getattr(self._body, name)(*arguments))
+
+
+@pytest.fixture
+def client(monkeypatch, tmp_path: Path):
+    def make(source: str, **values: Any) -> DataBufferClient:
+        monkeypatch.setattr(data_buffer, "get", lambda ref, *_: ref)
+        values |= {"data_source_path": source, "heartbeat_timeout": 0, "save": str(tmp_path)}
+        args = make_args(values.pop("hf_checkpoint", ""), 0, **values)
+        body = DataBuffer(Namespace(**vars(args)))
+        body.start()
+        return DataBufferClient(LocalActor(body))
+
+    return make
+
+
+def test_a_rollout_function_reaches_every_public_method_of_the_users_source(client):
+    source = client(f"{__file__}:OfFlatSamples")
+    assert source.raise_level(2, twice=True) == 7
+    assert source.level == 7
+    assert not hasattr(source, "lower_level")
+    with pytest.raises(AttributeError, match=r"no 'lower_level' in the data source OfFlatSamples .*raise_level"):
+        source.lower_level()
+    with pytest.raises(AttributeError):
+        _ = source._source
+
+
+def test_the_buffer_of_the_default_source_can_be_measured_and_clients_travel(client, tiny_task):
+    path = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
+    source = client(path, prompt_data=tiny_task.train, hf_checkpoint=tiny_task.model)
+    source.add_samples(source.get_samples(2))
+    assert source.get_buffer_length() == 2
+    assert copy.copy(source).get_buffer_length() == 2
+
+
+def test_samples_of_a_source_that_counts_nothing_become_numbered_groups(client):
+    source = client(f"{__file__}:OfFlatSamples")
+    groups = source.get_samples(2) + source.get_samples(1)
+    assert [[(s.group_index, s.index, s.prompt) for s in group] for group in groups] == [
+        [(0, 0, "p0"), (0, 1, "p0")],
+        [(1, 2, "p1"), (1, 3, "p1")],
+        [(2, 4, "p0"), (2, 5, "p0")],
+    ]
+    source.add_samples(groups[:1])
+    source.save(0)
+    source.load(0)
+    assert (len(source), source.get_metadata()) == (0, {})
