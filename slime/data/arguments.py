@@ -66,6 +66,13 @@ class PromptDataArgs:
         default=False,
         metadata={"help": "A resumed run whose checkpoint has no data state is an error instead of a warning."},
     )
+    accept_changed_data: bool = field(
+        default=False,
+        metadata={
+            "help": "Resume although the prompt data, or a flag that decides their order, changed since the "
+            "checkpoint. Prompts continue at the saved row of the new order."
+        },
+    )
     rollout_global_dataset: bool = field(
         default=True,
         metadata={

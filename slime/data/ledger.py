@@ -1,6 +1,7 @@
 """The prompt ledger: an append-only file that says what became of every prompt, and the audit that reads it.
 
-    begin      {"rollout": R, "groups": ...}   the run starts, or starts again, at rollout R; groups given back to it
+    begin      {"rollout": R, "groups": ...}   the run starts, or starts again, at rollout R; groups given back to it;
+                                               "changed" if the data are not those of the run before
     drawn      {"groups": "0-15"}              handed out to a rollout function
     returned   {"groups": "3 9-11"}            given back, unfinished: they will be drawn again
     used       {"rollout": R, "groups": ...}   part of rollout R's batch
@@ -47,12 +48,15 @@ Event = Literal["begin", "drawn", "returned", "used", "dropped", "saved", "train
 
 
 class Entry(TypedDict, total=False):
-    """One line. ``at`` is in seconds since 1970; ``groups`` as :func:`format_numbers` writes them."""
+    """One line. ``at`` is in seconds since 1970; ``groups`` as :func:`format_numbers` writes them. ``changed`` of a
+    ``begin`` says why the prompts from here on may not continue those before.
+    """
 
     event: Event
     at: float
     rollout: int
     groups: str
+    changed: str
 
 
 def ledger_path(save: str | None, run: Path) -> Path:
@@ -69,7 +73,14 @@ class Ledger:
         _cut_torn_line(path)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
-    def write(self, event: Event, *, rollout: int | None = None, groups: Iterable[object] | None = None) -> None:
+    def write(
+        self,
+        event: Event,
+        *,
+        rollout: int | None = None,
+        groups: Iterable[object] | None = None,
+        changed: str | None = None,
+    ) -> None:
         """Append one line; events without a group leave none. On return a killed process loses nothing of it.
 
         Raises:
@@ -78,6 +89,8 @@ class Ledger:
         entry: Entry = {"event": event, "at": round(time.time(), 3)}
         if rollout is not None:
             entry["rollout"] = rollout
+        if changed is not None:
+            entry["changed"] = changed
         if groups is not None:
             entry["groups"] = format_numbers(groups)
             if not entry["groups"] and event in ("drawn", "returned", "dropped"):
@@ -153,6 +166,8 @@ class Audit:
         num_rollouts: rollouts that were trained on.
         num_starts: how often the run began.
         num_replayed: lines that a later start went back behind.
+        unknown: per start that continued with changed data, the reason: groups are numbers of draws, and which prompt
+            of the file a number is cannot be compared across such a start.
     """
 
     lost: dict[int, str] = field(default_factory=dict)
@@ -161,10 +176,11 @@ class Audit:
     num_rollouts: int = 0
     num_starts: int = 0
     num_replayed: int = 0
+    unknown: list[str] = field(default_factory=list)
 
     @property
     def is_clean(self) -> bool:
-        return not self.lost and not self.twice
+        return not self.lost and not self.twice and not self.unknown
 
 
 def audit(entries: Sequence[Entry]) -> Audit:
@@ -173,7 +189,9 @@ def audit(entries: Sequence[Entry]) -> Audit:
     books = _Books()
     for entry in effective:
         books.enter(entry)
-    return books.close(num_starts=sum(e["event"] == "begin" for e in entries), num_replayed=num_replayed)
+    result = books.close(num_starts=sum(e["event"] == "begin" for e in entries), num_replayed=num_replayed)
+    result.unknown = [f"rollout {e.get('rollout')}: {e['changed']}" for e in effective if "changed" in e]
+    return result
 
 
 def _without_replayed(entries: Sequence[Entry]) -> tuple[list[Entry], int]:

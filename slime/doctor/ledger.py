@@ -46,7 +46,7 @@ def examine_ledger(path: Path, stream: IO[str] | None = None) -> int:
     """Print what became of the prompts.
 
     Returns:
-        0 when none was lost and none was trained on twice, else 1.
+        0 when none was lost and none was trained on twice; 1 otherwise, or when that cannot be known.
     """
     stream = stream or sys.stdout
     found = find_ledger(path)
@@ -60,6 +60,8 @@ def examine_ledger(path: Path, stream: IO[str] | None = None) -> int:
     if result.twice:
         reasons = {number: f"trained on in rollouts {rollouts}" for number, rollouts in sorted(result.twice.items())}
         _list("TRAINED TWICE", reasons, stream)
+    for reason in result.unknown:
+        print(f"UNKNOWN: whether prompts were skipped or repeated at the start of {reason}", file=stream)
     if result.is_clean:
         print("ok: no prompt was lost, none was trained on twice", file=stream)
     return int(not result.is_clean)

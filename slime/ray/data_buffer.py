@@ -127,15 +127,17 @@ class DataBuffer:
         """The run starts at ``rollout_id``: continue from the state saved after the rollout before it."""
         if rollout_id > 0:
             self.load(rollout_id - 1)
-        self._record("begin", rollout_id, self._given_back)
+        self._record("begin", rollout_id, self._given_back, getattr(self._source, "data_changes", None))
 
     def trained(self, rollout_id: int) -> None:
         """The trainer took its steps on rollout ``rollout_id``."""
         self._record("trained", rollout_id)
 
-    def _record(self, event: Event, rollout: int | None = None, groups: Iterable[Any] | None = None) -> None:
+    def _record(
+        self, event: Event, rollout: int | None = None, groups: Iterable[Any] | None = None, changed: str | None = None
+    ) -> None:
         if self._ledger is not None:
-            self._ledger.write(event, rollout=rollout, groups=groups)
+            self._ledger.write(event, rollout=rollout, groups=groups, changed=changed)
 
     def size(self) -> int:
         """Prompts in one epoch."""

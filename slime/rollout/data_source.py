@@ -12,6 +12,7 @@ import functools
 import logging
 from argparse import Namespace
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from slime.data.chat import load_tokenizer
@@ -22,10 +23,11 @@ from slime.data.streaming import StreamingDataset
 from slime.hooks.load import load_function
 from slime.hooks.signature import can_be_called, parameter_names
 from slime.rollout.buffer_filter import choose, pop_first, takes_samples
+from slime.rollout.data_fingerprint import changes, fingerprint
 from slime.rollout.failures import fresh_copy
 from slime.rollout.grouping import as_groups
 from slime.rollout.settings import setting
-from slime.rollout.source_state import group_from_dicts, group_to_dicts, read_state, state_path, write_state
+from slime.rollout.source_state import FIX, group_from_dicts, group_to_dicts, read_state, state_path, write_state
 from slime.utils.errors import DataError
 
 __all__ = ["DataSource", "RolloutDataSource", "RolloutDataSourceWithBuffer", "make_data_source", "pop_first"]
@@ -70,7 +72,10 @@ class RolloutDataSource(DataSource):
         sample_offset: prompts of this pass that are already drawn; of a stream, rows, with those that were too long.
         sample_group_index, sample_index: numbers of the next group and sample.
         metadata: free for plugins; saved with the state.
+        data_changes: why prompts may be skipped or drawn twice after a resume; None if they are not.
     """
+
+    data_changes: str | None = None
 
     epoch_id = sample_offset = sample_group_index = sample_index = 0
     args: Namespace
@@ -168,22 +173,53 @@ class RolloutDataSource(DataSource):
             if setting(self.args, "strict_resume"):
                 raise DataError(f"--strict-resume: the checkpoint has no data state {path}.json")
             logger.warning("no data state %s.json: prompts start from the first row", path)
+            self.data_changes = "there was no data state: prompts started from the first row"
             return
+        self._check_state(path, state)
         self._set_state(state)
         logger.info("prompts continue at row %d of epoch %d (%s)", self.sample_offset, self.epoch_id, path.name)
 
     def _state(self) -> dict[str, Any]:
-        state = {name: getattr(self, name) for name in _COUNTERS} | {"metadata": self.metadata}
-        return state if self.stream is None else state | {"is_stream": True}
+        counters = {name: getattr(self, name) for name in _COUNTERS}
+        return counters | {"metadata": self.metadata, "data": self._fingerprint}
+
+    @functools.cached_property
+    def _fingerprint(self) -> dict[str, Any] | None:
+        return fingerprint(self.args, None if self.stream else len(self)) if self._reads_prompts else None
+
+    def _check_state(self, path: Path, state: dict[str, Any]) -> None:
+        """
+        Raises:
+            DataError: a counter that is none; data that changed since, without ``--accept-changed-data``.
+        """
+        for name in _COUNTERS:
+            value = state.get(name, 0)
+            if type(value) is not int or value < 0:
+                raise DataError(f"{path}: {name} is {value!r}, and it must be a whole number from 0 on; {FIX}")
+        if not self._reads_prompts:
+            return
+        if state.get("data") is None:
+            self.data_changes = "the data state has no fingerprint of the data: whether they changed is not known"
+            logger.warning("%s: %s", path, self.data_changes)
+            return
+        order, other = changes(state["data"], self._fingerprint or {})
+        if other:
+            logger.warning("since the checkpoint %s changed", ", ".join(other))
+        if order and not setting(self.args, "accept_changed_data"):
+            raise DataError(
+                f"{path}: since this state was saved, {', '.join(order)} changed, so row "
+                f"{state.get('sample_offset', 0)} of epoch {state.get('epoch_id', 0)} is another prompt: some would be "
+                "skipped and others drawn twice. "
+                "Use what the run was started with, or --accept-changed-data to go on at that row all the same"
+            )
+        if order:
+            self.data_changes = f"--accept-changed-data: since the checkpoint {', '.join(order)} changed"
+            logger.warning("%s: some prompts are skipped, others are drawn twice", self.data_changes)
 
     def _set_state(self, state: dict[str, Any]) -> None:
         for name in _COUNTERS:
             setattr(self, name, state.get(name, 0))
         self.metadata = state.get("metadata", {})
-        if bool(state.get("is_stream")) != (self.stream is not None):
-            logger.warning(
-                "--streaming-data was switched since the checkpoint: prompts come in another order from here"
-            )
         if self.stream is not None:
             self.stream.seek(self.epoch_id, self.sample_offset)
         self._shuffle()

@@ -13,6 +13,7 @@ from slime.utils.errors import DataError
 from slime.utils.files import replacing
 
 __all__ = [
+    "FIX",
     "group_from_dicts",
     "group_to_dicts",
     "load_groups",
@@ -24,7 +25,7 @@ __all__ = [
 ]
 
 
-_FIX = "delete it to start from the first prompt"
+FIX = "delete it to start from the first prompt"
 
 
 def state_path(directory: str, rollout_id: int | None) -> Path:
@@ -102,7 +103,7 @@ def read_state(path: Path) -> dict[str, Any] | None:
         try:
             state: dict[str, Any] = json.loads(as_json.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise DataError(f"{as_json}: not valid JSON: {error}; {_FIX}") from None
+            raise DataError(f"{as_json}: not valid JSON: {error}; {FIX}") from None
         return state
     if as_torch.is_file():
         import torch
@@ -110,5 +111,5 @@ def read_state(path: Path) -> dict[str, Any] | None:
         try:
             return dict(torch.load(as_torch, weights_only=True))
         except (EOFError, RuntimeError, ValueError, TypeError, pickle.UnpicklingError) as error:
-            raise DataError(f"{as_torch}: damaged ({type(error).__name__}); {_FIX}") from error
+            raise DataError(f"{as_torch}: damaged ({type(error).__name__}); {FIX}") from error
     return None

@@ -197,3 +197,21 @@ def test_a_disk_that_is_full_in_the_middle_of_a_line_leaves_nothing_of_it(ledger
     assert (tmp_path / LEDGER).read_bytes() == before
     rollout(ledger, 1)
     assert result(tmp_path).is_clean
+
+
+def test_the_ledger_does_not_claim_what_it_cannot_know_after_a_start_with_changed_data(tmp_path):
+    ledger = Ledger(tmp_path / LEDGER)
+    ledger.write("begin", rollout=0, groups=[])
+    ledger.write("drawn", groups=[0, 1])
+    ledger.write("used", rollout=0, groups=[0, 1])
+    ledger.write("trained", rollout=0)
+    ledger.write("saved", rollout=0, groups=[])
+    ledger.write("begin", rollout=1, groups=[], changed="--accept-changed-data: the content changed")
+    ledger.close()
+    found = audit(read_ledger(tmp_path / LEDGER)[0])
+    assert (found.lost, found.twice, found.is_clean) == ({}, {}, False)
+    printed = io.StringIO()
+    assert examine_ledger(tmp_path, printed) == 1
+    assert "UNKNOWN" in printed.getvalue()
+    assert "rollout 1: --accept-changed-data: the content changed" in printed.getvalue()
+    assert "no prompt was lost" not in printed.getvalue()

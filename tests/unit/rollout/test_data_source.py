@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 from slime.data.sample import Sample, iter_samples
-from slime.rollout import source_state
+from slime.rollout import data_fingerprint, source_state
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, make_data_source, pop_first
 from slime.utils.errors import DataError
 from tests.unit.rollout.fake_engine import make_args
@@ -317,3 +318,116 @@ def test_a_filter_that_works_on_neither_shows_its_own_error(args):
     with pytest.raises(AttributeError, match="nothing"):
         source.get_samples(1)
     assert source.get_buffer_length() == 1
+
+
+# --- a run that is resumed with other data
+
+
+def shuffled_file(args):
+    path = Path(args.prompt_data)
+    path.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
+
+
+def shortened_file(args):
+    path = Path(args.prompt_data)
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+
+
+def flags(**values):
+    def change(args):
+        vars(args).update(values)
+
+    return change
+
+
+CHANGES = {
+    "content of --prompt-data": shuffled_file,
+    "content of --prompt-data (it had": shortened_file,
+    "--rollout-seed (it was 42, now it is 43)": flags(rollout_seed=43),
+    "--n-samples-per-prompt (it was 2, now it is 4)": flags(n_samples_per_prompt=4),
+    "--rollout-shuffle (it was True, now it is False)": flags(rollout_shuffle=False),
+}
+
+
+@pytest.mark.parametrize("fragment", CHANGES)
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_run_is_not_resumed_with_other_data_unless_it_is_meant(args, fragment, is_stream, caplog):
+    args.rollout_shuffle, args.streaming_data = True, is_stream
+    first = RolloutDataSourceWithBuffer(args)
+    first.get_samples(3)
+    first.save(0)
+    same = RolloutDataSourceWithBuffer(args)
+    same.load(0)
+    assert same.data_changes is None
+    CHANGES[fragment](args)
+    other = RolloutDataSourceWithBuffer(args)
+    with pytest.raises(DataError, match=rf"state_dict_0: .*{re.escape(fragment)}.*--accept-changed-data"):
+        other.load(0)
+    args.accept_changed_data = True
+    other.load(0)
+    assert (other.sample_offset, len(other.get_samples(2))) == (3, 2)
+    assert fragment in other.data_changes
+
+
+def test_a_slice_is_part_of_the_data_and_a_file_may_move(args, tmp_path):
+    source = RolloutDataSource(args)
+    source.save(0)
+    moved = tmp_path / "moved.jsonl"
+    Path(args.prompt_data).rename(moved)
+    args.prompt_data = str(moved)
+    RolloutDataSource(args).load(0)
+    args.prompt_data = f"{moved}@[1:]"
+    with pytest.raises(DataError, match=r"slice of --prompt-data \(it was None, now it is \[1, None\]\)"):
+        RolloutDataSource(args).load(0)
+
+
+def test_what_does_not_decide_the_order_is_a_warning(args, caplog):
+    args.seed = 1
+    RolloutDataSource(args).save(0)
+    args.seed, args.rollout_seed = 2, 43
+    source = RolloutDataSource(args)
+    source.load(0)
+    assert "--seed (it was 1, now it is 2), --rollout-seed (it was 42, now it is 43)" in caplog.text
+    assert source.data_changes is None
+
+
+def test_a_state_of_an_earlier_version_says_that_it_cannot_tell(args):
+    RolloutDataSource(args).save(0)
+    (file,) = Path(args.save, "rollout").iterdir()
+    state = json.loads(file.read_text())
+    del state["data"]
+    file.write_text(json.dumps(state))
+    source = RolloutDataSource(args)
+    source.load(0)
+    assert "no fingerprint" in source.data_changes
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "3", True, None])
+@pytest.mark.parametrize("name", ["sample_offset", "epoch_id", "sample_group_index", "sample_index"])
+def test_counters_of_a_state_are_whole_numbers_from_0_on(args, name, value):
+    RolloutDataSource(args).save(0)
+    (file,) = Path(args.save, "rollout").iterdir()
+    file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
+    with pytest.raises(DataError, match=rf"state_dict_0: {name} is {value!r}, and it must be a whole number"):
+        RolloutDataSource(args).load(0)
+
+
+def test_a_large_file_is_read_in_blocks_and_its_ends_and_size_count(tmp_path, monkeypatch):
+    monkeypatch.setattr(data_fingerprint, "_BLOCK", 16)
+    monkeypatch.setattr(data_fingerprint, "_NUM_BLOCKS", 4)
+    path = tmp_path / "rows.jsonl"
+    args = make_args("", 0, prompt_data=str(path))
+
+    def digest(content):
+        path.write_bytes(content)
+        return data_fingerprint.fingerprint(args, None)["digest"]
+
+    for size in (0, 5, 16, 63, 64, 80, 1000):
+        content = bytes(i % 251 for i in range(size))
+        known = digest(content)
+        assert known == digest(content)
+        if size:
+            assert digest(content[:-1] + b"\xff") != known
+            assert digest(b"\xff" + content[1:]) != known
+        for place in range(size if size <= 64 else 0):
+            assert digest(content[:place] + b"\xff" + content[place + 1 :]) != known
