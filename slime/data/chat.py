@@ -12,9 +12,12 @@ from typing import Any, cast
 
 from slime.utils.errors import DataError
 
-__all__ = ["load_tokenizer", "render_chat", "tokenize_chat"]
+__all__ = ["load_tokenizer", "render_chat", "render_continuation", "tokenize_chat"]
 
 Messages = Sequence[Mapping[str, Any]]
+
+_TURN = "slime-assistant-turn"
+"""Stands for the assistant's turn in a conversation of which only the rest is wanted."""
 
 
 @functools.lru_cache(maxsize=8)
@@ -48,6 +51,29 @@ def render_chat(tokenizer: Any, messages: Messages, *, tools: list[Any] | None =
 def tokenize_chat(tokenizer: Any, messages: Messages, *, tools: list[Any] | None = None, **kwargs: Any) -> list[int]:
     """Like :func:`render_chat`, as token ids."""
     return list(_apply(tokenizer, messages, tools=tools, tokenize=True, return_dict=False, **kwargs))
+
+
+def render_continuation(
+    tokenizer: Any, messages: Messages, *, tokens: Sequence[int] = (), tools: list[Any] | None = None, **kwargs: Any
+) -> str:
+    """The text between a turn of the model and its next: the end of the turn, ``messages``, and the beginning.
+
+    The turn itself is not rendered, so the sampled tokens stay as they are.
+
+    Args:
+        messages: tool results, or a message of the user.
+        tokens: of the conversation so far. If the last one is the end token, the text begins after it.
+
+    Raises:
+        DataError: no chat template, one that refuses the messages, or one that leaves out the turn before them.
+    """
+    held = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}, *messages]
+    text = render_chat(tokenizer, held, tools=tools, add_generation_prompt=True, **kwargs)
+    _, mark, rest = text.rpartition(_TURN)
+    if not mark:
+        raise DataError("the chat template leaves out the assistant's turn before the last messages")
+    has_end = len(tokens) > 0 and tokens[-1] == tokenizer.eos_token_id
+    return rest.removeprefix(tokenizer.eos_token) if has_end else rest
 
 
 def _apply(tokenizer: Any, messages: Messages, **kwargs: Any) -> Any:
