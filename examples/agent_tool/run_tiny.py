@@ -22,35 +22,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.tiny.recipe import (
     ROWS_PER_ROLLOUT,
     learn,
-    make_model,
     options,
     print_first_and_last,
     warm_start,
     write_rows,
 )
+from examples.tiny.tools import NAMES, call, conversation, make_tool_model
 
-NAMES = ("amber", "basil", "cedar", "dahlia", "fennel", "hazel", "iris", "kelp", "laurel", "mint", "olive", "rose")
-CALL = (
-    "<tool_call>",
-    "<function=",
-    "look_up",
-    "<parameter=",
-    "name",
-    ">",
-    "</parameter>",
-    "</function>",
-    "</tool_call>",
-)
-WORDS = (*CALL, *NAMES, "tool", "code", "of")
+WORDS = ("look_up", "name", "code", "of")
 SHARE_OF_CALLS = 0.4
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] }}"
-    "{% for call in message['tool_calls'] or [] %}{{ '<tool_call><function=' + call['function']['name'] + '>' }}"
-    "{% for key, value in call['function']['arguments'].items() %}"
-    "{{ '<parameter=' + key + '>' + value + '</parameter>' }}{% endfor %}{{ '</function></tool_call>' }}{% endfor %}"
-    "{{ '<|im_end|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
 
 
 def question(name: str) -> list[dict[str, str]]:
@@ -63,22 +43,10 @@ def demonstrations(count: int) -> list[dict[str, Any]]:
     rows = []
     for _ in range(count):
         name, code, guess = draw.choice(NAMES), draw.randrange(10, 100), draw.randrange(10, 100)
-        if draw.random() < SHARE_OF_CALLS:
-            call = f"<tool_call><function=look_up><parameter=name>{name}</parameter></function></tool_call><|im_end|>"
-            result = f"\n<|im_start|>tool\n{code}<|im_end|>\n<|im_start|>assistant\n"
-            segments = [[call, 1], [result, 0], [f"{code}<|im_end|>", 1]]
-        else:
-            segments = [[f"{guess}<|im_end|>", 1]]
-        rows.append({"prompt": question(name), "metadata": {"segments": segments}})
+        looked_up = [("assistant", call("look_up", name=name)), ("tool", str(code)), ("assistant", str(code))]
+        guessed = [("assistant", str(guess))]
+        rows.append(conversation(question(name), *(looked_up if draw.random() < SHARE_OF_CALLS else guessed)))
     return rows
-
-
-def model_with_tools(output: Path) -> str:
-    model = make_model(output, WORDS)
-    config = Path(model) / "tokenizer_config.json"
-    values = json.loads(config.read_text(encoding="utf-8")) | {"chat_template": CHAT_TEMPLATE}
-    config.write_text(json.dumps(values), encoding="utf-8")
-    return model
 
 
 def write_settings(output: Path) -> str:
@@ -96,7 +64,7 @@ def write_settings(output: Path) -> str:
 def main() -> None:
     output = options(__doc__, "agent_tool").output
     data = write_settings(output)
-    model = warm_start(model_with_tools(output), demonstrations(4 * ROWS_PER_ROLLOUT), output, rollouts=4)
+    model = warm_start(make_tool_model(output, WORDS), demonstrations(4 * ROWS_PER_ROLLOUT), output, rollouts=4)
     flags = [
         *("--rollout-batch-size", 8, "--rollout-max-response-len", 24),
         *("--custom-generate-function-path", "examples.agent_tool.generate_with_agent.generate"),

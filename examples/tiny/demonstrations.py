@@ -12,8 +12,10 @@ from argparse import Namespace
 from typing import Any
 
 from slime.data.chat import load_tokenizer
+from slime.data.media import load_processor
 from slime.data.sample import Sample
 from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.sampling import prepare_prompt_ids
 
 __all__ = ["generate_rollout"]
 
@@ -24,15 +26,16 @@ def generate_rollout(
     """``--rollout-batch-size`` demonstrations as samples."""
     assert not evaluation, "the warm start has no evaluation set"
     tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
+    processor = load_processor(args.hf_checkpoint, trust_remote_code=True)
     groups = data_source.get_samples(args.rollout_batch_size)
     for (sample,) in groups:
-        fill(sample, tokenizer)
+        fill(sample, tokenizer, processor)
     return RolloutFnTrainOutput(samples=groups)
 
 
-def fill(sample: Sample, tokenizer: Any) -> None:
+def fill(sample: Sample, tokenizer: Any, processor: Any = None) -> None:
     """Tokens, mask and text of one demonstration."""
-    sample.tokens = tokenizer.encode(sample.prompt, add_special_tokens=False)
+    sample.tokens = prepare_prompt_ids(sample, tokenizer, processor)
     sample.loss_mask = []
     for text, is_trained in sample.metadata["segments"]:
         ids = tokenizer.encode(text, add_special_tokens=False)

@@ -81,7 +81,13 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> str:
 
 
 def warm_start(
-    model: str, rows: Iterable[dict[str, Any]], output: Path, *, rollouts: int, save_interval: int | None = None
+    model: str,
+    rows: Iterable[dict[str, Any]],
+    output: Path,
+    *,
+    rollouts: int,
+    save_interval: int | None = None,
+    flags: Sequence[Any] = (),
 ) -> str:
     """Supervised training on ``rows``, in their order, by ``train.py``: the model learns the form of an answer.
 
@@ -89,12 +95,13 @@ def warm_start(
         rows: ``prompt`` (messages) and ``metadata.segments``: ``[text, 1 if the model writes it, else 0]``.
         rollouts: times ``ROWS_PER_ROLLOUT`` rows, in steps of 32.
         save_interval: rollouts between checkpoints; None saves the last.
+        flags: further flags of the run.
 
     Returns:
         The directory of the last Hugging Face checkpoint; that of rollout ``i`` lies beside it and ends in ``_i``.
     """
     folder = output / "warm_start"
-    flags = [
+    command = [
         *("--hf-checkpoint", model, "--prompt-data", write_rows(output / "warm_start.jsonl", rows)),
         *("--apply-chat-template", "--debug-train-only", "--loss-type", "sft_loss"),
         *("--disable-compute-advantages-and-returns", "--num-rollout", rollouts),
@@ -102,9 +109,9 @@ def warm_start(
         *("--rollout-batch-size", ROWS_PER_ROLLOUT, "--num-steps-per-rollout", _STEPS_PER_ROLLOUT, *SMALL_BATCHES),
         *("--lr", "2e-3", "--min-lr", "2e-3", "--lr-warmup-iters", 20, "--adam-beta2", 0.95, "--weight-decay", 0.01),
         *("--save", folder / "checkpoints", "--save-interval", save_interval or rollouts),
-        *("--save-hf", folder / "hf_{rollout_id}", "--output-dir", output, "--experiment-name", "warm_start"),
+        *("--save-hf", folder / "hf_{rollout_id}", "--output-dir", output, "--experiment-name", "warm_start", *flags),
     ]
-    run_train("supervised warm start", flags, output)
+    run_train("supervised warm start", command, output)
     return str(folder / f"hf_{rollouts - 1}")
 
 

@@ -8,15 +8,16 @@ from types import SimpleNamespace
 import torch
 from safetensors.torch import load_file
 
+from examples.tiny.vision import make_vision_model
 from slime.data.dump_file import load_saved
 from tests.e2e.running import metrics, run_train, values
 from tests.e2e.test_loop import grpo_flags
-from tests.e2e.vision_task import make_vision_prompts, make_vision_task
+from tests.e2e.vision_task import make_vision_prompts
 
 
 def test_engine_and_trainer_agree_on_prompts_with_images_while_all_weights_learn(tmp_path: Path) -> None:
     checkpoint = tmp_path / "model"
-    make_vision_task(checkpoint)
+    make_vision_model(checkpoint)
     task = SimpleNamespace(model=checkpoint, train=make_vision_prompts(tmp_path / "train.jsonl", 12))
     flags = grpo_flags(
         *(task, tmp_path, "--input-key", "prompt", "--multimodal-keys", '{"image": "images"}', "--num-rollout", 2),

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from examples.agent_tool.generate_with_agent import AdapterService, generate, run_program
-from examples.agent_tool.run_tiny import model_with_tools
+from examples.agent_tool.run_tiny import WORDS
+from examples.tiny.tools import make_tool_model
 from slime.data.sample import Sample
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.errors import DataError, EngineError
@@ -26,7 +27,7 @@ CALL = "<tool_call><function=look_up><parameter=name>amber</parameter></function
 def model(tmp_path_factory):
     output = tmp_path_factory.mktemp("agent")
     (output / "facts.json").write_text(json.dumps({"amber": "47"}))
-    return model_with_tools(output)
+    return make_tool_model(output, WORDS)
 
 
 @pytest.fixture

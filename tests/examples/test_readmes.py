@@ -1,8 +1,9 @@
-"""Every command in a README of the examples is tried: offline runs up to the driver's start, GPU commands as a plan.
+"""Every offline command in a README of the examples is tried, up to the driver's start.
 
 An offline run is executed with the driver replaced: its flags are resolved and checked, functions included, and the
 files that the real driver would leave are put there. With the real driver run search-r1 and retool, as they are, in
-``tests/e2e/test_examples_real.py``, and the functions of agent_tool in ``test_agent_tool.py``.
+``tests/e2e/test_examples_real.py``, the functions of the newer examples in ``tests/e2e/test_examples_together.py``, and
+those of agent_tool in ``test_agent_tool.py``. The launch scripts are tried in ``test_launchers.py``.
 """
 
 from __future__ import annotations
@@ -12,14 +13,12 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from slime.cli import main as main_of_slime
-from slime.cli import read_command
 from slime.ray.arguments import parse_only
 from tests.doc_commands import bash_blocks, commands, make_model
 from tests.e2e.running import ROOT
@@ -40,14 +39,6 @@ OFFLINE = [
     if not block.startswith("# needs a GPU")
     for line in commands(block)
 ]
-ON_GPUS = [
-    (name, line)
-    for name in DIRECTORIES
-    for block in blocks(name)
-    if block.startswith("# needs a GPU")
-    for line in commands(block)
-    if re.match(r"python train(_async)?\.py ", line)
-]
 
 
 def test_every_directory_is_whole_and_in_the_index():
@@ -58,7 +49,7 @@ def test_every_directory_is_whole_and_in_the_index():
         assert f"]({name})" in index, f"examples/README.md does not list {name}"
         assert name in HELPERS or (EXAMPLES / name / "run_tiny.py").is_file()
         assert name in HELPERS or any(line.startswith(f"python examples/{name}/") for _, line in OFFLINE)
-        assert name in HELPERS or any(name == other for other, _ in ON_GPUS)
+        assert name in HELPERS or any((EXAMPLES / name).glob("run-*.sh"))
 
 
 @pytest.mark.parametrize("name", DIRECTORIES)
@@ -157,25 +148,11 @@ def readers_place(tmp_path_factory):
     """A directory with the files that a reader would have: a model, data, settings."""
     place = tmp_path_factory.mktemp("reader")
     (place / "examples").symlink_to(EXAMPLES)
-    for model in ("Qwen3-4B", "retool-sft"):
-        make_model(place / model)
-    row = json.dumps({"prompt": [{"role": "user", "content": "q"}], "label": "1", "answers": ["1"]}) + "\n"
+    make_model(place / "Qwen3-4B")
+    row = json.dumps({"prompt": [{"role": "user", "content": "q"}], "label": "1"}) + "\n"
     made = place / "outputs" / "eval_multi_task"  # by the offline run
     made.mkdir(parents=True)
-    for data in ("dapo-math-17k.jsonl", "nq_hotpotqa_train.jsonl", "train.jsonl", made / "short.jsonl"):
+    for data in ("train.jsonl", made / "short.jsonl"):
         (place / data).write_text(row * 64)
     shutil.copy(made / "short.jsonl", made / "overlap.jsonl")
-    shutil.copy(EXAMPLES / "search-r1" / "search.yaml", place / "my_search.yaml")
-    shutil.copy(EXAMPLES / "agent_tool" / "agent_tool.yaml", place / "my_agent.yaml")
-    (place / "my_eval.yaml").write_text("datasets: [{name: a, path: train.jsonl}]")
     return place
-
-
-@pytest.mark.parametrize(("name", "line"), ON_GPUS, ids=[name for name, _ in ON_GPUS])
-def test_a_command_for_gpus_would_start(name, line, monkeypatch, readers_place):
-    monkeypatch.chdir(readers_place)
-    shell = f"source {ROOT}/scripts/models/qwen3-4B.sh; printf '%s\\n' {line}"
-    words = subprocess.run(["bash", "-c", shell], check=True, capture_output=True, text=True).stdout.splitlines()
-    command = read_command(words)
-    _, problems = parse_only(command.argv, is_async=command.is_async)
-    assert problems == []

@@ -5,14 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from examples.tiny.vision import TEMPLATE
 from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
-
-TEMPLATE = (
-    "{% for message in messages %}<{{ message.role }}>{% if message.content is string %}{{ message.content }}"
-    "{% else %}{% for item in message.content %}{% if item.type == 'image' %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ item.text }}{% endif %}{% endfor %}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 
 
 def make_vision_checkpoint(folder: Path) -> str:

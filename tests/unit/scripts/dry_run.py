@@ -88,14 +88,16 @@ def dry_run(path: Path | str, *flags: str, env: Mapping[str, str] | None = None)
     )
 
 
-def dry_run_with_files(path: str, place: Path, model_config: dict[str, Any]) -> Command:
+def dry_run_with_files(
+    path: str, place: Path, model_config: dict[str, Any], env: Mapping[str, str] | None = None
+) -> Command:
     """A dry run for someone who has the data below ``place`` and, of every model, the ``config.json``."""
     data = place / "data.jsonl"
     data.write_text('{"prompt": "1+1=", "messages": [], "label": "2"}\n' * 256)
     engines = place / "sglang.yaml"  # the file that a script with --sglang-config would write
     engines.write_text((SCRIPTS / path).read_text().partition("<<'YAML'\n")[2].partition("YAML\n")[0])
     environment = {"BASE_DIR": str(place), "SGLANG_CONFIG_FILE": str(engines)} | dict.fromkeys(_DATA, str(data))
-    made = dry_run(path, env=environment)
+    made = dry_run(path, env=environment | dict(env or {}))
     for flag in ("--hf-checkpoint", "--ref-load"):
         if flag in made.flags:
             model = Path(made.value(flag))

@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# shellcheck disable=SC2034  # launch reads the arrays by name
+# Qwen3-4B, GRPO on math with the importance weights and the rejection of mis.py.
+# shellcheck source=../../scripts/lib/launch.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/../../scripts/lib/launch.sh"
+
+model qwen3-4B Qwen3-4B
+colocate 1 8
+
+ROLLOUT_ARGS=(
+   "${MATH_PROMPTS[@]}"
+   --rm-type deepscaler
+   --num-rollout 3000
+   --rollout-batch-size 32
+   --n-samples-per-prompt 8
+   --rollout-max-response-len 8192
+   --global-batch-size 256
+   --balance-data
+)
+PERF_ARGS=(
+   --tensor-model-parallel-size 2 --sequence-parallel
+   --pipeline-model-parallel-size 1
+   --context-parallel-size 2
+   --expert-model-parallel-size 1 --expert-tensor-parallel-size 1
+   "${RECOMPUTE_ALL[@]}"
+   --use-dynamic-batch-size --max-tokens-per-gpu 9216
+)
+ALGO_ARGS=(
+   "${GRPO_ARGS[@]}" "${KL_ARGS[@]}"
+   --use-tis
+   --custom-config-path "${SLIME_DIR}/examples/train_infer_mismatch_helper/mis.yaml"
+   --custom-tis-function-path examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp
+)
+SGLANG_ARGS=(
+   --rollout-num-gpus-per-engine 1
+   --sglang-mem-fraction-static 0.7
+)
+
+launch train.py "$@"
