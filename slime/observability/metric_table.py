@@ -109,6 +109,13 @@ _ROLLOUT = (
     _M("rollout/dropped_samples", "samples of trailing rollouts that fill no step", "samples", _COUNT),
     _M("rollout/failed_samples", "samples that were given up", "samples", _COUNT, "some were"),
     _M("rollout/failed_generations", "attempts that raised and were repeated", "attempts", _COUNT, "some did"),
+    _M(
+        "rollout/ungraded_answers",
+        "answers whose grading was stopped; their reward is 0",
+        "samples",
+        _COUNT,
+        "some were",
+    ),
     _M("rollout/skipped_rows", "rows without anything to learn", "rows", _COUNT, "supervised data"),
     _M("rollout/weight_version_lag", "rollouts between the engines' weights and the newest", "rollouts", "last"),
     _M(

@@ -114,6 +114,8 @@ def compute_metrics_from_samples(
     metrics |= _compute_top_p_kept_vocab_metrics(args, samples)
     metrics["repetition_frac"] = _share(has_repetition(sample.response) for sample in samples)
     metrics["truncated_ratio"] = _share(sample.status.value == "truncated" for sample in samples)
+    if ungraded := sum("grading_stopped" in (sample.metadata or {}) for sample in samples):
+        metrics["ungraded_answers"] = ungraded
     return metrics
 
 

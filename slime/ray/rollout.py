@@ -42,10 +42,12 @@ from slime.ray.rollout_servers import RolloutServers
 from slime.ray.shards import RolloutResult
 from slime.ray.transport import actor_options, boxed
 from slime.rollout.base_types import call_rollout_fn
+from slime.rollout.rm_hub.grader_pool import preload_graders
 from slime.rollout.sample_hooks import set_current_rollout_id, set_evaluated_rollout_id
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.errors import ConfigError
 from slime.utils.http_utils import set_sender
+from slime.utils.user_exit import exits_are_errors
 
 __all__ = ["RolloutManager", "create_rollout_manager"]
 
@@ -59,6 +61,7 @@ _CALLS = 4
 """A rollout, an evaluation, a question about the engines, and the end of the run, which waits for none of them."""
 
 
+@exits_are_errors
 class RolloutManager:
     """Body of the actor. The constructor does nothing that can fail: Ray would report it as the death of an actor."""
 
@@ -84,6 +87,7 @@ class RolloutManager:
                 self._servers.await_engines()  # now: their number decides how many requests are sent at once
             if args.use_distributed_post:
                 self._posters = start_posters(args)
+            preload_graders(args.rm_type)
             GenerateState(args)  # loads the tokenizer while the engines start
         save_tokenizer(args.dump_details, args.hf_checkpoint)
         self._rollout_function = load_function(args.rollout_function_path, "rollout")

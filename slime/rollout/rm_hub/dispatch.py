@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import math
 import random
@@ -18,10 +17,11 @@ from slime.rollout.rm_hub.custom import score_batch, score_one
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.f1 import f1_score
 from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
-from slime.rollout.rm_hub.ifbench import compute_ifbench_reward
+from slime.rollout.rm_hub.grader_pool import LONGEST_CALL_S, grade_limit
+from slime.rollout.rm_hub.ifbench import grade_ifbench
 from slime.rollout.rm_hub.math_dapo_utils import compute_score as compute_score_dapo
 from slime.rollout.rm_hub.math_utils import extract_answer, grade_answer_verl
-from slime.rollout.rm_hub.math_verify_grader import LONGEST_CALL_S, grade_math_verify
+from slime.rollout.rm_hub.math_verify_grader import grade_math_verify
 from slime.rollout.rm_hub.remote import remote_rm
 from slime.rollout.settings import setting
 from slime.utils.errors import ScoringError
@@ -41,13 +41,14 @@ _RULES: dict[str, Rule] = {
     "dapo": lambda response, label, _: compute_score_dapo(response, label),
     "f1": lambda response, label, _: f1_score(response, label)[0],
     "gpqa": lambda response, label, metadata: compute_gpqa_reward(response, label, metadata),
-    "ifbench": lambda response, label, metadata: compute_ifbench_reward(response, label, metadata),
-    "random": lambda response, label, _: random.randint(0, 1),
+    "ifbench": lambda response, _, metadata: grade_ifbench(response, metadata),
+    "random": lambda *_: random.randint(0, 1),
 }
-"""Name -> rule over (response, label, metadata)."""
+"""Name -> rule over (response, label, metadata). Rules that compute with the response do so in a process that can be
+ended; the others take time proportional to its length."""
 
 _BOXED_RULES: dict[str, Rule] = _RULES | {
-    "deepscaler": lambda response, label, _: int(grade_answer_verl(response, label)),
+    "deepscaler": _RULES["math"],
     "dapo": lambda response, label, _: compute_score_dapo(response, label, strict_box_verify=True),
 }
 """With the ``boxed_`` prefix: rules that look for a marker of their own grade the box instead."""
@@ -101,19 +102,14 @@ async def _by_type(args: Namespace, sample: Sample) -> Any:
     is_boxed = rm_type.startswith(_BOXED)
     if is_boxed and name not in _FIND_THE_BOX_THEMSELVES:
         response = extract_answer(response) or ""
-    timeout_s = setting(args, "rm_timeout")
+    rule = (_BOXED_RULES if is_boxed else _RULES)[name]
     label = _label(name, sample.label, what)
-    if name == "math_verify":  # it waits for a free process first, which --rm-timeout does not include
-        grade = functools.partial(grade_math_verify, limit_s=timeout_s)
-        return await call_scorer(grade, response, label, what=what, timeout_s=LONGEST_CALL_S)
-    try:
-        rule = (_BOXED_RULES if is_boxed else _RULES)[name]
-        return await call_scorer(rule, response, label, metadata, what=what, timeout_s=timeout_s)
-    except ScoringError as error:
-        if error.__cause__ is not None:
-            raise
-        logger.warning("%s; its reward is 0", error)  # the deadline: a response that is too hard to grade
-        return 0
+    with grade_limit(setting(args, "rm_timeout")) as limit:
+        longest_s = LONGEST_CALL_S + limit.wall_s  # the limit itself is kept by the process that grades
+        grade = await call_scorer(rule, response, label, metadata, what=what, timeout_s=longest_s)
+    if limit.stopped:
+        metadata["grading_stopped"] = limit.stopped
+    return grade
 
 
 def _label(name: str, label: Any, what: str) -> Any:

@@ -16,14 +16,13 @@ __all__ = ["DEFAULT_VALID_LETTERS", "compute_gpqa_reward"]
 DEFAULT_VALID_LETTERS = list(string.ascii_uppercase[:10])
 
 _END_OF_THINKING = "</think>"
-_OPENING = r"[\s(*$\"'\[{]*(?:\\(?:boxed|text|textbf|mathrm)\s*\{\s*)*[(*\s]*"
-"""What may stand between "is" and the letter: brackets, bold, a box."""
-_LONG_RUN = re.compile(r"[\s(*$\"'\[{]{16,}")
-"""Says nothing, and would take the patterns below time that grows with its cube, in which no other thread runs."""
+_OPENING = r"[\s(*$\"'\[{]*+(?:\\(?:boxed|text|textbf|mathrm)\s*+\{\s*+)*+[(*\s]*+"
+"""Between "is" and the letter: brackets, bold, a box. Every repetition is possessive (``*+``): what a model writes is
+searched in time proportional to its length, during which no other thread runs."""
 _CHOICE_PATTERNS = (
-    rf"(?:answer|option|choice)\s*(?:is|:)?{_OPENING}([A-Z])\b",
-    r"\b([A-Z])\b[)*\s]*is\s+(?:the\s+)?correct",
-    rf"final\s+(?:answer|option)\s*(?:is|:)?{_OPENING}([A-Z])\b",
+    rf"(?:answer|option|choice)\s*+(?:is|:)?{_OPENING}([A-Z])\b",
+    r"\b([A-Z])\b[)*\s]*+is\s++(?:the\s++)?correct",
+    rf"final\s++(?:answer|option)\s*+(?:is|:)?{_OPENING}([A-Z])\b",
 )
 
 
@@ -53,7 +52,7 @@ def _extract_letter_from_response(response: str | None, valid_letters: Sequence[
     """The letter a response commits to: a phrase such as "the answer is B", else the last capital that is a choice."""
     if not response:
         return None
-    text = _LONG_RUN.sub(" ", _after_thinking(response))
+    text = _after_thinking(response)
     for pattern in _CHOICE_PATTERNS:
         match = re.search(pattern, text, re.IGNORECASE)
         if match is not None and match.group(1).upper() in valid_letters:

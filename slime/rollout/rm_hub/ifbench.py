@@ -12,9 +12,18 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["compute_ifbench_reward"]
+from slime.rollout.rm_hub.grader_pool import grade_in_process
+
+__all__ = ["compute_ifbench_reward", "grade_ifbench"]
 
 _DIRECTORY = "SLIME_IFBENCH_DIR"
+_READ = ("instruction_id_list", "prompt_text", "kwargs", "record_id")
+
+
+def grade_ifbench(response: str | None, metadata: Mapping[str, Any]) -> float:
+    """:func:`compute_ifbench_reward` in a grader process: its checks search the response with patterns of all kinds."""
+    facts = {key: metadata[key] for key in _READ if key in metadata}
+    return grade_in_process("ifbench", [response, None, facts]) or 0.0
 
 
 def compute_ifbench_reward(response: str | None, label: Any, metadata: Mapping[str, Any] | None = None) -> float:

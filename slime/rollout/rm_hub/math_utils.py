@@ -1,8 +1,10 @@
 r"""Grading of short mathematical answers in ``\boxed{}`` (the rules of PRM800K and Hendrycks' MATH).
 
 Two graders, an answer counts when either accepts it: ``mathd`` compares normalised text, ``sympy`` simplifies the
-difference. Unreduced fractions and other orders are wrong on purpose: the rules define the reward. Pure functions;
-sympy and pylatexenc load on first use.
+difference. Unreduced fractions and other orders are wrong on purpose: the rules define the reward.
+
+A response decides what sympy and the LaTeX parser compute, so they run in a grader process (``grader_pool``), and only
+there. Everything else here is text processing that takes time proportional to its length: most answers need no process.
 """
 
 from __future__ import annotations
@@ -10,9 +12,13 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
+from slime.rollout.rm_hub.grader_pool import MAX_CHARS, grade_in_process
+
 __all__ = [
+    "compare_with_sympy",
     "extract_answer",
     "extract_boxed_answer",
     "grade_answer_mathd",
@@ -33,11 +39,14 @@ _THOUSANDS = re.compile(r"(\d)(,)(\d\d\d)($|\D)")
 _FRACTION = re.compile(r"^-?[0-9]+.?/0*[1-9][0-9]*.?$")
 _INTEGER_TOLERANCE = 1e-7
 _MAX_LETTERS = 2
-# What a model can write to keep sympy busy for ever, in one call that no deadline ends: an exponent that is more than
-# one digit or letter, factorials of large numbers or of powers, powers of powers of long numbers, and Python that is no
-# formula (shifts, texts and lists to repeat, methods).
+_PLAIN_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?")
+_EXACT_DIGITS = 15
+"""Up to which sympy's comparison of decimal numbers is exact."""
+# Refused before sympy sees them: exponents of more than one digit or letter, factorials of large numbers or of powers,
+# powers of powers of long numbers, and Python code other than formulas (0xff, 1_000, shifts, repeated texts, methods).
 _FORMULA = re.compile(r"([\w+\-*/^(),!]|\.(?![^\W\d]))*")
 _COSTLY_POWER = re.compile(r"\^(?!-?([0-9](?![0-9!^])|[a-z](?![a-z])))")
+_PYTHON_NUMBER = re.compile(r"[0-9]_|0[xob]")
 _COSTLY_FACTORIAL = re.compile(r"[0-9]{4,}!|\)!|!!")
 _MAX_DIGITS = 20_000
 _NAMES = frozenset({"pi", "ln", "re", "im", "oo", "nan", "zoo", "csc", "sqrt"})
@@ -105,26 +114,60 @@ def grade_answer_mathd(given_answer: str | None, ground_truth: str | None) -> bo
 
 
 def grade_answer_sympy(given_answer: str | None, ground_truth: str | None) -> bool:
-    """Equality of every element after normalisation, or up to algebra."""
-    truth, given = _normalize(ground_truth), _normalize(given_answer)
-    if truth is None or given is None:
+    """Equality of every element after normalisation, or up to algebra.
+
+    Algebra waits for a grader process: call it in a thread. An answer that takes too long is not equal, nor is an
+    answer of more than 10,000 characters that differs from the truth.
+    """
+    if ground_truth is None or given_answer is None:
         return False
+    if max(len(given_answer), len(ground_truth)) > MAX_CHARS:
+        return given_answer == ground_truth
+    truth, given = _clean(ground_truth), _clean(given_answer)
+    if truth == given:
+        return True
+    if "\\" not in truth and "\\" not in given:
+        verdict = _compare_texts(_canonical(truth), _canonical(given))
+        if isinstance(verdict, bool):
+            return verdict
+    return bool(grade_in_process("sympy", [given_answer, ground_truth]))
+
+
+def compare_with_sympy(given_answer: str, ground_truth: str) -> bool:
+    """In a grader process: :func:`grade_answer_sympy` with the LaTeX parser and sympy."""
+    truth, given = (_canonical(_latex_to_text(_clean(text))) for text in (ground_truth, given_answer))
+    verdict = _compare_texts(truth, given)
+    return verdict if isinstance(verdict, bool) else all(_are_equal_under_sympy(*pair) for pair in verdict)
+
+
+def _compare_texts(truth: str, given: str) -> bool | list[tuple[str, str]]:
+    """The verdict, or the pairs of elements that only sympy can compare."""
     if truth == given:
         return True
     if not given:
         return False
     truths, givens = _split_tuple(truth), _split_tuple(given)
-    if len(truths) > 1 and (truth[0] != given[0] or truth[-1] != given[-1]):
+    if len(truths) != len(givens) or (len(truths) > 1 and (truth[0] != given[0] or truth[-1] != given[-1])):
         return False
-    return len(truths) == len(givens) and all(map(_is_same_element, truths, givens))
+    verdicts = {pair: _compare_elements(*pair) for pair in zip(truths, givens, strict=True)}
+    if False in verdicts.values():
+        return False
+    return [pair for pair, verdict in verdicts.items() if verdict is None] or True
 
 
-def _is_same_element(truth: str, given: str) -> bool:
+def _compare_elements(truth: str, given: str) -> bool | None:
+    """None: only sympy can tell."""
     if _FRACTION.search(truth) and _FRACTION.search(given):
         return truth == given  # a fraction must be reduced
     if _is_integer_text(truth) != _is_integer_text(given):
         return False
-    return _are_equal_under_sympy(truth, given)
+    if _is_plain_number(truth) and _is_plain_number(given):
+        return Decimal(truth) == Decimal(given)
+    return None if _may_be_evaluated(_difference(truth, given)) else False
+
+
+def _is_plain_number(text: str) -> bool:
+    return len(text) <= _EXACT_DIGITS and _PLAIN_NUMBER.fullmatch(text) is not None
 
 
 # --- mathd
@@ -219,9 +262,8 @@ def _fix_slash(string: str) -> str:
 # --- sympy
 
 
-def _normalize(expr: str | None) -> str | None:
-    if expr is None:
-        return None
+def _clean(expr: str) -> str:
+    """The first half of the normal form, before LaTeX becomes text."""
     expr = _unwrap_text(expr)
     for old, new in (("\\%", "%"), ("\\$", "$"), ("$", ""), ("%", ""), (" or ", " , "), (" and ", " , ")):
         expr = expr.replace(old, new)
@@ -236,8 +278,11 @@ def _normalize(expr: str | None) -> str | None:
     number = _float(expr)
     if number is not None and _is_integral(number):
         expr = str(round(number))
-    if "\\" in expr:
-        expr = _latex_to_text(expr)
+    return expr
+
+
+def _canonical(expr: str) -> str:
+    """The second half: text without LaTeX as elements are compared."""
     expr = re.sub(r"- *", "-", expr)
     expr = re.sub(r"([0-9]) +([0-9])", r"\1+\2", expr)  # mixed number
     expr = expr.replace(" ", "").replace("{", "").replace("}", "").lower()
@@ -248,13 +293,16 @@ def _normalize(expr: str | None) -> str | None:
 
 
 def _latex_to_text(expr: str) -> str:
+    if "\\" not in expr:
+        return expr
     from pylatexenc.latex2text import LatexNodes2Text
-    from pylatexenc.latexwalker import LatexWalkerError
 
     expr = expr.replace("\\tfrac", "\\frac").replace("\\dfrac", "\\frac").replace("\\frac", " \\frac")
     try:
         text: str = LatexNodes2Text().latex_to_text(expr)
-    except (LatexWalkerError, IndexError, ValueError):
+    except MemoryError:
+        raise
+    except Exception:  # also RecursionError: the text stays as it is
         return expr
     for old, new in (("√", "sqrt"), ("π", "pi"), ("∞", "inf"), ("∪", "U"), ("·", "*"), ("×", "*")):  # noqa: RUF001
         text = text.replace(old, new)
@@ -303,7 +351,7 @@ def _may_be_evaluated(expr: str) -> bool:
     letters = {c for c in expr.replace("sqrt", "").replace("frac", "") if c.isalpha()}
     if len(letters) > _MAX_LETTERS or not _FORMULA.fullmatch(expr):
         return False
-    if _COSTLY_POWER.search(expr) or _COSTLY_FACTORIAL.search(expr):
+    if any(pattern.search(expr) for pattern in (_COSTLY_POWER, _COSTLY_FACTORIAL, _PYTHON_NUMBER)):
         return False
     return _digits_at_most(expr) <= _MAX_DIGITS
 
@@ -315,14 +363,17 @@ def _digits_at_most(expr: str) -> int:
     return digits * times
 
 
+def _difference(truth: str, given: str) -> str:
+    return f"({truth})-({given})".replace("**", "^")
+
+
 def _are_equal_under_sympy(truth: str, given: str) -> bool:
-    expr = f"({truth})-({given})".replace("**", "^")
-    if not _may_be_evaluated(expr):
-        return False
     import sympy
 
     try:
-        return bool(sympy.simplify(_parse(expr)) == 0)
+        return bool(sympy.simplify(_parse(_difference(truth, given))) == 0)
+    except MemoryError:
+        raise
     except Exception:  # sympy raises nearly anything on text that is no formula; such answers are not equal
         return False
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import queue
 import threading
 import time
 from types import SimpleNamespace
@@ -302,20 +301,6 @@ def test_a_boxed_truth_is_unboxed_and_an_empty_one_matches_nothing():
 
 
 @pytest.mark.parametrize(
-    "bomb",
-    [
-        *("99999999!", "(9*9*9*9*9*9*9)!", "9!!!!", "(" * 12 + "9" + ")^9" * 12),
-        *("9**9**9", "99999999**99999999", "9^9!^9", "9^-9^9", "((((999!^9)^9)^9)^9)^9", "2^sqrt(9999999999999999)"),
-        *("ff(999999999,9999999)", "1<<99999999999", "'9'*99999999999", "[9]*9999999999", "sqrt(2).n(9999999)"),
-    ],
-)
-def test_expressions_that_would_keep_sympy_busy_are_not_evaluated(bomb):
-    started = unloaded_time()
-    assert not grade_answer_sympy(bomb, "x")
-    assert unloaded_time() - started < 2
-
-
-@pytest.mark.parametrize(
     ("given", "gold"), [(r"\frac{2}{4}", r"\frac{1}{2}"), (r"\{1,2\}", r"\{2,1\}"), ("10^6", "1000000")]
 )
 def test_math_verify_accepts_what_the_strict_rules_refuse(given, gold):
@@ -340,35 +325,6 @@ def test_f1_is_squads():
     assert f1_score("yes it is", "yes") == (0, 0, 0)
     assert f1_score("Yes", "yes") == (1.0, 1.0, 1.0)
     assert f1_score(None, "x") == f1_score("", "") == (0, 0, 0)
-
-
-@pytest.mark.parametrize("response", [r"\boxed{9^{9^{9^9}}}", r"\boxed{" * 140_000], ids=["bomb", "boxes"])
-def test_math_verify_gives_up_on_what_it_cannot_compute_and_goes_on(monkeypatch, response):
-    monkeypatch.setattr(math_verify_grader, "_LIMIT_S", 1.0)
-    math_verify_grader._graders.cache_clear()
-    started = unloaded_time()
-    assert grade_math_verify(response, "7") == 0.0
-    assert grade_math_verify(r"\boxed{7}", "7") == 1.0
-    assert unloaded_time() - started < 30
-    math_verify_grader._graders.cache_clear()
-
-
-def test_waiting_for_a_free_process_does_not_count_as_grading(monkeypatch):
-    monkeypatch.setattr(math_verify_grader, "_MAX_PROCESSES", 1)
-    math_verify_grader._graders.cache_clear()
-    assert grade_math_verify(r"\boxed{7}", "7") == 1.0  # it has started
-    args, hard = rm_args(rm_type="math_verify", rm_timeout=0.7), r"\boxed{9^{9^{9^9}}}"
-    hard_ones = [Sample(response=hard, label="7"), Sample(response=hard, label="7")]  # each busy until its limit
-    rewards = asyncio.run(batched_async_rm(args, [*hard_ones, Sample(response=r"\boxed{7}", label="7")]))
-    assert rewards == [0.0, 0.0, 1.0]
-    math_verify_grader._graders.cache_clear()
-
-
-def test_a_response_that_finds_no_free_process_is_a_failure_and_no_zero(monkeypatch):
-    monkeypatch.setattr(math_verify_grader, "_WAIT_S", 0.0)
-    monkeypatch.setattr(math_verify_grader, "_graders", lambda: queue.SimpleQueue())
-    with pytest.raises(ScoringError, match="processes was free for 0 s"):
-        score(rm_args(rm_type="math_verify"), Sample(response=r"\boxed{7}", label="7"))
 
 
 def test_a_remote_service_has_two_minutes_or_rm_timeout_if_that_is_longer(monkeypatch):
