@@ -101,7 +101,7 @@ def _is_reward_class(cls: type) -> bool:
 def _import(name: str, path: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except Exception as error:  # user code runs here and may raise anything
+    except (Exception, SystemExit) as error:  # user code runs here and may raise anything
         raise ConfigError(f"module {name!r} of {path!r} cannot be imported: {_one_line(error)}") from error
 
 
@@ -117,7 +117,7 @@ def _load_file(path: str) -> ModuleType:
     sys.modules[name] = module  # before it runs: its dataclasses and pickles look it up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # user code runs here and may raise anything
+    except (Exception, SystemExit) as error:  # user code runs here and may raise anything
         del sys.modules[name]
         raise ConfigError(f"{file} cannot be imported: {_one_line(error)}") from error
     return module
@@ -165,5 +165,5 @@ def _public_callables(module: ModuleType) -> dict[str, Callable[..., Any]]:
     }
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

@@ -24,12 +24,14 @@ from slime.rollout.data_source import make_data_source
 from slime.rollout.failures import fresh_copy
 from slime.rollout.grouping import as_groups
 from slime.rollout.source_state import load_groups, outstanding_path, save_groups
+from slime.utils.user_exit import exits_are_errors
 
 __all__ = ["DataBuffer", "DataBufferClient", "create_data_buffer"]
 
 _CALL_TIMEOUT_S = 600.0
 
 
+@exits_are_errors
 class DataBuffer:
     """Body of the actor: a data source (``--data-source-path``) behind remote calls.
 

@@ -29,6 +29,7 @@ from slime.rollout.arguments import DEFAULT_ROLLOUT_FUNCTION
 from slime.utils import accelerator
 from slime.utils.errors import DataError
 from slime.utils.net import PortClaim, claim_ports
+from slime.utils.user_exit import exits_are_errors
 from slime.weight_sync.session import WeightUpdate
 
 __all__ = ["SyncReport", "TrainActor", "check_provenance", "trainer_class"]
@@ -49,6 +50,7 @@ class SyncReport:
     num_bytes: int = 0
 
 
+@exits_are_errors
 class TrainActor:
     """Body of the actor.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import contextvars
 import inspect
 import sys
@@ -18,6 +19,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from slime.utils.errors import DeadlineExceeded
+from slime.utils.user_exit import exit_is_error
 
 __all__ = ["AsyncLoopThread", "call_in_thread", "call_user", "get_async_loop", "is_async", "run"]
 
@@ -37,7 +39,10 @@ class AsyncLoopThread:
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
+        while True:
+            with contextlib.suppress(BaseException):  # SystemExit of a task stops the loop; the task keeps it
+                self.loop.run_forever()
+                return
 
     def run(self, coroutine: Coroutine[Any, Any, Result], stall_s: float = _DEFAULT_STALL_S) -> Result:
         """Run ``coroutine`` on the loop and return its result.
@@ -60,7 +65,8 @@ class AsyncLoopThread:
                 self.loop.call_soon_threadsafe(turned)
                 done, _ = concurrent.futures.wait([future], timeout=_HEARTBEAT_S)
                 if done:
-                    return future.result()
+                    with exit_is_error():
+                        return future.result()
                 if time.monotonic() - last_turn > stall_s:
                     raise DeadlineExceeded(
                         f"the event loop has been blocked for {stall_s:.0f} s. A coroutine must await, or be a plain "
@@ -101,11 +107,17 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 async def call_user(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Await a function of users', async or plain; plain ones run in a thread, so they may be slow."""
+    """Await a function of users', async or plain; plain ones run in a thread, so they may be slow.
+
+    Raises:
+        UserExit: it called ``sys.exit``.
+    """
     if is_async(function):
-        return await function(*args, **kwargs)
+        with exit_is_error():
+            return await function(*args, **kwargs)
     result = await call_in_thread(function, *args, **kwargs)
-    return await result if inspect.isawaitable(result) else result
+    with exit_is_error():
+        return await result if inspect.isawaitable(result) else result
 
 
 async def call_in_thread(function: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Result:
@@ -128,7 +140,8 @@ async def call_in_thread(function: Callable[..., Result], /, *args: Any, **kwarg
 
     def target() -> None:
         try:
-            outcome: tuple[Any, BaseException | None] = (context.run(function, *args, **kwargs), None)
+            with exit_is_error():
+                outcome: tuple[Any, BaseException | None] = (context.run(function, *args, **kwargs), None)
         except StopIteration as error:  # a future refuses it
             outcome = (None, RuntimeError(f"StopIteration: {error}"))
         except BaseException as error:

@@ -1,0 +1,59 @@
+"""``sys.exit`` in a user's function is an error of that function.
+
+``SystemExit`` ends a thread or an actor without a message, and stops an event loop that thousands of requests share.
+Wherever user code is called, it becomes a :class:`UserExit`, which is handled as any other exception of that code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import sysconfig
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+__all__ = ["UserExit", "exit_is_error", "exits_are_errors"]
+
+Class = TypeVar("Class", bound=type)
+
+_LIBRARIES = (f"{Path(__file__).parents[1]}/", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+
+
+class UserExit(RuntimeError):
+    """A function ended with ``SystemExit`` or another exception that ``except Exception`` does not catch."""
+
+
+@contextlib.contextmanager
+def exit_is_error() -> Iterator[None]:
+    """Turn such exceptions into :class:`UserExit`. Cancellation passes, and Ctrl-C in the main thread.
+
+    Raises:
+        UserExit: with the function, file and line that exited.
+    """
+    try:
+        yield
+    except (Exception, asyncio.CancelledError, GeneratorExit):
+        raise
+    except BaseException as error:
+        is_interrupt = isinstance(error, KeyboardInterrupt)
+        if is_interrupt and threading.current_thread() is threading.main_thread():
+            raise
+        frames = traceback.extract_tb(error.__traceback__)
+        frame = next((f for f in reversed(frames) if not f.filename.startswith(_LIBRARIES)), frames[-1])
+        what = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {error!r}"
+        raise UserExit(
+            f"{frame.name} ({frame.filename}:{frame.lineno}) {what}, which would end the whole process: raise an "
+            "error such as ValueError instead"
+        ) from error
+
+
+def exits_are_errors(cls: Class) -> Class:
+    """Class decorator: :func:`exit_is_error` around every method. For Ray actors that call user code."""
+    for name, method in list(vars(cls).items()):
+        if inspect.isfunction(method) and not name.startswith("__"):
+            setattr(cls, name, exit_is_error()(method))
+    return cls
