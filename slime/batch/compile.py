@@ -14,6 +14,7 @@ import torch
 from slime.batch.rewards import RewardArgs, group_keys, normalize_by_group, raw_rewards
 from slime.batch.sampling_sets import missing_column, sampling_sets
 from slime.data.columns import COLUMNS, Column, TrainData
+from slime.data.reward import reward_number
 from slime.data.routed_experts import compact_routed_experts
 from slime.data.sample import Sample, iter_samples
 from slime.utils.errors import DataError
@@ -129,7 +130,7 @@ def _rewards(
                 f"--custom-reward-post-process-path returned {len(raw)} raw and {len(processed)} processed rewards for "
                 f"{len(samples)} samples: it must return two lists with one entry per sample"
             )
-        return list(raw), list(processed)
+        return _checked(raw, "raw"), _checked(processed, "processed")
     raw = raw_rewards(samples, settings)
     if not settings.is_centered:
         return raw, list(raw)
@@ -142,12 +143,21 @@ def _rewards(
     return raw, processed
 
 
+def _checked(values: Sequence[Any], name: str) -> list[Any]:
+    for position, value in enumerate(values):
+        try:
+            reward_number(value, f"{name} reward {position}")
+        except ValueError as error:
+            raise DataError(f"--custom-reward-post-process-path returned what is no reward: {error}") from None
+    return list(values)
+
+
 def _logged_reward(sample: Sample, raw: float) -> float:
     """What a user's code, or the data set, says that the grader said, else ``raw``."""
     value = sample.metadata.get("raw_reward")
     try:
         return raw if value is None else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise DataError(
             f"sample {sample.index} (group {sample.group_index}) has metadata raw_reward {value!r}: it is logged in "
             "the place of the reward, and must be a number"

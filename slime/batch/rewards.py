@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+from slime.data.reward import reward_number
 from slime.data.sample import Sample
 from slime.utils.errors import DataError
 
@@ -71,7 +72,7 @@ def raw_rewards(samples: Sequence[Sample], settings: RewardArgs) -> list[float]:
     """The reward of every sample (``--reward-key`` of a dict reward).
 
     Raises:
-        DataError: a reward that is missing or not a finite number, with the sample it belongs to.
+        DataError: a reward that is missing or breaks the rule of :mod:`slime.data.reward`, with its sample.
     """
     return [_reward_of(sample, settings) for sample in samples]
 
@@ -129,13 +130,8 @@ def _reward_of(sample: Sample, settings: RewardArgs) -> float:
         have = f"keys {sorted(sample.reward)}" if isinstance(sample.reward, dict) else f"reward {sample.reward!r}"
         raise DataError(f"{where} has {have}, but --reward-key {settings.reward_key} asks for that entry of a dict")
     value = sample.get_reward_value(settings)
+    hint = "; name an entry with --reward-key" if isinstance(value, dict) else ""
     try:
-        number = float(value)
-    except (TypeError, ValueError):
-        hint = (
-            "name an entry with --reward-key" if isinstance(value, dict) else "the reward function must return a number"
-        )
-        raise DataError(f"{where} has reward {value!r}, which is not a number: {hint}") from None
-    if not math.isfinite(number):
-        raise DataError(f"{where} has reward {number}: the reward function must return a finite number")
-    return number
+        return float(reward_number(value))
+    except ValueError as error:
+        raise DataError(f"{where}: {error}{hint}") from None

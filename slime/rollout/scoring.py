@@ -13,6 +13,7 @@ from slime.data.sample import Sample, iter_samples
 from slime.observability.trace_utils import trace_span
 from slime.rollout.failures import failed_reward, give_up, is_given_up
 from slime.rollout.rm_hub import async_rm, batched_async_rm
+from slime.rollout.rm_hub.calling import reward_value
 from slime.utils.errors import ScoringError
 
 __all__ = ["score", "score_group"]
@@ -23,6 +24,7 @@ async def score(args: Namespace, result: Any) -> None:
     samples = list(iter_samples(result))
     if any(sample.status is Sample.Status.ABORTED for sample in samples):
         return
+    _check_own(args, samples)
     missing = _without_failed(args, [sample for sample in samples if sample.reward is None])
     if missing:
         with trace_span(missing, "reward_model"):
@@ -35,6 +37,17 @@ async def score_group(args: Namespace, group: Any) -> None:
     if samples:
         with trace_span(samples, "group_reward_model"):
             await _score(args, samples, are_together=True)
+
+
+def _check_own(args: Namespace, samples: Sequence[Sample]) -> None:
+    """Rewards that a generate function set follow the same rule as those of reward functions."""
+    for sample in samples:
+        if sample.reward is not None and not is_given_up(sample):
+            try:
+                sample.reward = reward_value(args, sample.reward, f"the generate function of sample {sample.index}")
+            except ScoringError as error:
+                sample.reward = failed_reward(args)
+                give_up(sample, "reward", error, str(error))
 
 
 def _without_failed(args: Namespace, samples: Sequence[Sample]) -> list[Sample]:

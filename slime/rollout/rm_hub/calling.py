@@ -1,17 +1,17 @@
 """Calling code that scores: in a thread when it is not async, never without a deadline, errors with an address.
 
 A user's function that raises or hangs is a ``ScoringError`` that names it and the sample, which then counts as failed.
-A built-in rule that is still busy at the deadline scores 0 (see ``dispatch``): the response was too hard to grade.
+Built-in rules keep their deadline in ``grader_pool``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+from slime.data.reward import check_entries, reward_number
 from slime.data.sample import Sample
 from slime.rollout.failures import fresh_copy, reward_keys
 from slime.utils.async_utils import call_user, is_async
@@ -50,7 +50,7 @@ async def call_scorer(function: Callable[..., Any], *args: Any, what: str, timeo
     try:
         if is_async(function):
             async with limit:
-                return await function(*args, **kwargs)
+                return await call_user(function, *args, **kwargs)
         # threads cannot be ended: one that is late must not write into samples that have gone on without it
         own = [_copied(arg) for arg in args]
         async with _slots.current(), limit:
@@ -92,22 +92,18 @@ def _take_back(arg: Any, copied: Any) -> None:
 
 
 def reward_value(args: Any, value: Any, what: str) -> Any:
-    """A reward as a plain number; dicts stay dicts.
+    """A reward by the rule of :mod:`slime.data.reward`: a plain number, or a dict.
 
     Raises:
-        ScoringError: anything else, or a number that is not finite, also as the entry of a dict that is read.
+        ScoringError: it breaks the rule, or is a dict without the entry that is read.
     """
-    if hasattr(value, "item") and not isinstance(value, dict):
-        try:
-            value = value.item()  # numpy and torch scalars
-        except (ValueError, RuntimeError):
-            shape = tuple(getattr(value, "shape", ()))
-            raise ScoringError(
-                f"{what} returned {type(value).__name__} of shape {shape}; a reward is one number"
-            ) from None
-    for number in [value.get(key) for key in reward_keys(args)] if isinstance(value, dict) else [value]:
-        if isinstance(number, float) and not math.isfinite(number):
-            raise ScoringError(f"{what} returned {value}; a reward is a finite number")
-    if isinstance(value, bool | int | float | dict):
-        return value
-    raise ScoringError(f"{what} returned {type(value).__name__}; a reward is a number or a dict of numbers")
+    try:
+        if not isinstance(value, dict):
+            return reward_number(value)
+        keys = reward_keys(args)
+        if keys and not any(key in value for key in keys):
+            have = ", ".join(map(str, value)) or "nothing"
+            raise ValueError(f"a dict with the keys {have}, and --reward-key reads {keys[0]!r}")
+        return check_entries(value, keys)
+    except ValueError as error:
+        raise ScoringError(f"{what} returned what is no reward: {error}") from None

@@ -90,7 +90,7 @@ def test_samples_without_group_index_are_grouped_in_blocks():
 @pytest.mark.parametrize(
     ("reward", "key", "message"),
     [
-        (None, None, "sample 3 .group 1. has reward None"),
+        (None, None, "sample 3 .group 1.: reward is of type NoneType"),
         ({"a": 1}, None, "--reward-key"),
         ({"a": 1}, "b", "keys .'a'.*--reward-key b"),
         (1.0, "b", "--reward-key b"),
