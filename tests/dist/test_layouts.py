@@ -192,6 +192,12 @@ def test_so_does_every_objective_under_context_parallelism(objective: dict[str, 
     assert_equal(main_rank(train(1, "size16", **objective)), train(2, "cp2", **objective, **custom))
 
 
+@pytest.mark.parametrize(("world_size", "layout"), [(2, "pp2 vpp2 size2"), (2, "tp2 sp")])
+def test_layers_of_a_users_spec_train_like_those_of_the_family(world_size: int, layout: str, train: Train) -> None:
+    spec = ["tests/unit/megatron_utils/user_specs.py:layer"]
+    assert_equal(main_rank(train(1, "size16")), train(world_size, layout, spec=spec))
+
+
 @pytest.mark.parametrize("layout", ["cp2", "cp2 token"])
 def test_a_loss_over_sequences_that_gathers_and_cuts_is_the_builtin_one(layout: str, train: Train) -> None:
     objective = {"advantage_estimator": "gspo", "eps_clip": 1e-3, "use_kl_loss": False, "kl_loss_coef": 0.0}

@@ -62,6 +62,8 @@ def _absent_parts(args: Namespace) -> Iterator[str]:
         if value:
             shown = _SPELLED.get(name) or flag_of(name)
             yield f"{shown} is not supported yet with {_BACKEND}: {why}."
+    if args.spec and not args.spec[0].startswith("slime_plugins."):  # those of presets have no effect
+        yield f"--spec {' '.join(args.spec)} is not supported yet with {_BACKEND}: the model is that of transformers."
 
 
 def _optimizer(args: Namespace) -> Iterator[str]:

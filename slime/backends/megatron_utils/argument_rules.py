@@ -20,20 +20,14 @@ from slime.backends.megatron_utils.model_shape import (
 )
 from slime.backends.megatron_utils.optimizer_rules import instances, optimizer, schedule, weight_decay
 from slime.backends.megatron_utils.precision_rules import deepgemm, fake_quantisation, fp8
+from slime.backends.megatron_utils.spec_rules import BUILT_IN_SPECS, spec
 from slime.backends.megatron_utils.transformer_config import expert_tensor_parallel_size
-from slime.backends.megatron_utils.vision_rules import VISION_SPECS, vision
+from slime.backends.megatron_utils.vision_rules import vision
 from slime.config import notices
 from slime.config.groups import flag_of
 
 __all__ = ["RULES", "STEPS", "TRAINING_RULES", "virtual_stages"]
 
-_BUILT_IN_SPECS = (
-    "slime_plugins.models.glm4",
-    "slime_plugins.models.glm5.glm5",
-    "slime_plugins.models.minimax_m2",
-    "slime_plugins.models.qwen3_5",
-    "slime_plugins.models.qwen3_next",
-)
 _SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -109,7 +103,7 @@ def _experts(args: Namespace) -> None:
 def _tokenizer_and_spec(args: Namespace) -> None:
     args.tokenizer_type = args.tokenizer_type or "HuggingFaceTokenizer"
     args.tokenizer_model = args.hf_checkpoint if args.tokenizer_model is None else os.path.abspath(args.tokenizer_model)
-    if args.spec and args.spec[0] in _BUILT_IN_SPECS:
+    if args.spec and args.spec[0] in BUILT_IN_SPECS:
         notices.info(args, "--spec", f"{' '.join(args.spec)} is not needed: the family builds these layers.")
 
 
@@ -363,14 +357,6 @@ def _tokenizer(args: Namespace) -> Iterator[str]:
         )
 
 
-def _spec(args: Namespace) -> Iterator[str]:
-    if args.spec and args.spec[0] not in (*_BUILT_IN_SPECS, *VISION_SPECS):
-        yield (
-            f"--spec {' '.join(args.spec)} is not supported yet: layers are built by the model families. Leave it out "
-            "if the model of --hf-checkpoint is one of them."
-        )
-
-
 def _trained_parts(args: Namespace) -> Iterator[str]:
     """What learns."""
     if args.enable_mtp_training and not args.mtp_num_layers:
@@ -428,7 +414,7 @@ RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = (
             instances,
             _upcycling,
             _split_queries,
-            _spec,
+            spec,
             _trained_parts,
             vision,
         )

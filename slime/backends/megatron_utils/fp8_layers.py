@@ -7,14 +7,13 @@ Written after Megatron's sources; nothing here has run on a GPU yet.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
 from megatron.core import fp8_utils
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.spec_utils import ModuleSpec
 
+from slime.backends.megatron_utils.layer_specs import with_classes
 from slime.utils.errors import ConfigError
 
 __all__ = ["check_recipe", "readable", "token_multiple", "with_fp8_layers"]
@@ -51,15 +50,4 @@ def with_fp8_layers(spec: Any) -> Any:
     """A copy of ``spec``, Megatron's description of layers, with other classes for its linear layers."""
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
 
-    return _replaced(spec, {ColumnParallelLinear: TEColumnParallelLinear, RowParallelLinear: TERowParallelLinear})
-
-
-def _replaced(spec: Any, classes: dict[type, Any]) -> Any:
-    if isinstance(spec, type):
-        return classes.get(spec, spec)
-    if isinstance(spec, list):
-        return [_replaced(one, classes) for one in spec]
-    if isinstance(spec, ModuleSpec) or dataclasses.is_dataclass(spec):
-        parts = {item.name: getattr(spec, item.name) for item in dataclasses.fields(spec)}
-        return dataclasses.replace(spec, **{name: _replaced(part, classes) for name, part in parts.items()})
-    return spec
+    return with_classes(spec, {ColumnParallelLinear: TEColumnParallelLinear, RowParallelLinear: TERowParallelLinear})

@@ -1,4 +1,4 @@
-"""Megatron's local (not TransformerEngine) layers with our core attention and norms, for every family.
+"""Megatron's local (not TransformerEngine) layers with our core attention and norms, for every family and user.
 
 Called by ``model``. A spec is Megatron's description of which class to build where; the families' switches decide.
 """
@@ -10,11 +10,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec_for_backend
 from megatron.core.post_training.modelopt.layers import Linear as ReplicatedLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import _get_block_submodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 
 from slime.backends.megatron_utils.attention import LatentAttention, PackedAttention
@@ -23,10 +29,12 @@ from slime.backends.megatron_utils.gated_delta_net import GatedDeltaNet
 from slime.backends.megatron_utils.norms import JointHeadNorm, TorchNorm
 from slime.backends.megatron_utils.shape_parts import SparseShape
 from slime.backends.megatron_utils.sparse_attention import make_sparse
+from slime.utils.errors import ConfigError
 
-__all__ = ["PostNormLayer", "block_spec", "mtp_spec"]
+__all__ = ["PostNormLayer", "block_spec", "mtp_spec", "user_block", "with_classes"]
 
 _NORMS = ("input_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm", "kv_layernorm")
+_STOCK_NORMS = (WrappedTorchNorm, FusedLayerNorm)
 
 
 def block_spec(config: Any, family: Family, vp_stage: int | None = None, *, sparse: SparseShape | None = None) -> Any:
@@ -64,12 +72,61 @@ def _delta_net(layer: Any) -> ModuleSpec:
     return ModuleSpec(module=layer.module, params=layer.params, submodules=submodules)
 
 
-def mtp_spec(config: Any, family: Family, vp_stage: int | None = None) -> Any | None:
+def user_block(layers: Any, config: Any, vp_stage: int | None = None) -> Any:
+    """The decoder layers of a user's ``--spec``, in a copy that reads packed sequences.
+
+    Megatron's own attention kernel and norms become those of :func:`block_spec`, which have the same weights; classes
+    of the user stay.
+
+    Args:
+        layers: Megatron's description of a layer, or of the block of this pipeline stage.
+
+    Raises:
+        ConfigError: it is neither, or uses classes of TransformerEngine.
+    """
+    try:
+        block = _get_block_submodules(config, layers, vp_stage)
+    except Exception as error:  # Megatron raises nothing more precise
+        raise ConfigError(
+            f"--spec: the function returned a {type(layers).__name__}; it must return a ModuleSpec of a layer, a "
+            "TransformerBlockSubmodules, or a function with a parameter pre_process that builds the model."
+        ) from error
+    core = LatentAttention if config.multi_latent_attention else PackedAttention
+    block = with_classes(block, {DotProductAttention: core, **dict.fromkeys(_STOCK_NORMS, TorchNorm)})
+    for layer in block.layer_specs:
+        attention = getattr(layer.submodules.self_attention, "submodules", None)
+        if isinstance(attention, MLASelfAttentionSubmodules):
+            _replicate_down_projections(attention)
+    return block
+
+
+def with_classes(spec: Any, classes: dict[type, Any]) -> Any:
+    """A copy of ``spec``, Megatron's description of layers, with other classes."""
+    if isinstance(spec, type):
+        if spec.__module__.startswith(("megatron.core.extensions.transformer_engine", "transformer_engine.")):
+            raise ConfigError(
+                f"--spec: {spec.__name__} of TransformerEngine keeps weights under names that no model family knows. "
+                "Build the layers with use_transformer_engine=False; --fp8-format adds TransformerEngine itself."
+            )
+        return classes.get(spec, spec)
+    if isinstance(spec, list):
+        return [with_classes(one, classes) for one in spec]
+    if isinstance(spec, ModuleSpec) or dataclasses.is_dataclass(spec):
+        parts = {item.name: getattr(spec, item.name) for item in dataclasses.fields(spec)}
+        return dataclasses.replace(spec, **{name: with_classes(part, classes) for name, part in parts.items()})
+    return spec
+
+
+def mtp_spec(config: Any, family: Family, vp_stage: int | None = None, *, block: Any | None = None) -> Any | None:
     """The multi-token-prediction layers; None where the stage has none. Each has a layer like the decoder's last, with
-    full attention."""
+    full attention.
+
+    Args:
+        block: of the user; the layers are like its last.
+    """
     if not config.mtp_num_layers:
         return None
-    block = _attention_block(config, family, vp_stage)
+    block = _attention_block(config, family, vp_stage) if block is None else block
     spec = get_gpt_mtp_block_spec_for_backend(config, block, backend=LocalSpecProvider(), vp_stage=vp_stage)
     for layer in spec.layer_specs if spec is not None else ():
         for name in ("enorm", "hnorm", "layer_norm"):
@@ -85,15 +142,20 @@ def _adapt(layer: Any, config: Any, family: Family) -> None:
             if getattr(owner, name, None) not in (None, IdentityOp):
                 setattr(owner, name, TorchNorm)
     if config.multi_latent_attention:
-        # The rope part of the key leaves the down-projection without another collective: cut by tensor-parallel ranks
-        # its gradient would miss the other ranks' share.
-        attention.linear_q_down_proj = ReplicatedLinear
-        attention.linear_kv_down_proj = ReplicatedLinear
+        _replicate_down_projections(attention)
     if family.has_joint_qk_norm:
         attention.q_layernorm = ModuleSpec(JointHeadNorm, params={"num_heads": config.num_attention_heads})
         attention.k_layernorm = ModuleSpec(JointHeadNorm, params={"num_heads": config.num_query_groups})
     if family.has_post_norms:
         layer.module = PostNormLayer
+
+
+def _replicate_down_projections(attention: Any) -> None:
+    """The rope part of the key leaves the down-projection without another collective: cut by tensor-parallel ranks its
+    gradient would miss the other ranks' share."""
+    for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+        if getattr(attention, name) is ColumnParallelLinear:
+            setattr(attention, name, ReplicatedLinear)
 
 
 class PostNormLayer(TransformerLayer):

@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from slime.backends.megatron_utils.arguments import OptimizerArgs, PrecisionArgs
 from slime.backends.megatron_utils.fp8_layers import check_recipe, with_fp8_layers
 from slime.backends.megatron_utils.gpt import PackedGPTModel
-from slime.backends.megatron_utils.layer_specs import block_spec, mtp_spec
+from slime.backends.megatron_utils.layer_specs import block_spec, mtp_spec, user_block
 from slime.backends.megatron_utils.model_shape import Llama3Rope, ModelShape
 from slime.backends.megatron_utils.vision_model import VisionGPTModel
 from slime.utils import accelerator
@@ -53,15 +53,25 @@ def params_dtype(precision: PrecisionArgs) -> torch.dtype:
 Provider = Callable[..., Any]
 """``--custom-model-provider-path``: called with those of pre_process, post_process, vp_stage, config that it takes."""
 
+Layers = Callable[[TransformerConfig, int | None], Any]
+"""A user's ``--spec``: (config, vp_stage) -> Megatron's description of layers, or a ``Provider``."""
+
 
 def build_chunks(
-    shape: ModelShape, config: TransformerConfig, *, padded_vocab_size: int, provider: Provider | None = None
+    shape: ModelShape,
+    config: TransformerConfig,
+    *,
+    padded_vocab_size: int,
+    provider: Provider | None = None,
+    layers: Layers | None = None,
 ) -> list[torch.nn.Module]:
     """This rank's part of the model: one chunk, or with interleaved pipelining one per virtual stage, in order."""
     num_chunks = config.virtual_pipeline_model_parallel_size
     stages: list[int | None] = [None] if num_chunks is None else list(range(num_chunks))
     return [
-        build_model(shape, config, padded_vocab_size=padded_vocab_size, vp_stage=stage, provider=provider)
+        build_model(
+            shape, config, padded_vocab_size=padded_vocab_size, vp_stage=stage, provider=provider, layers=layers
+        )
         for stage in stages
     ]
 
@@ -73,6 +83,7 @@ def build_model(
     padded_vocab_size: int,
     vp_stage: int | None = None,
     provider: Provider | None = None,
+    layers: Layers | None = None,
 ) -> torch.nn.Module:
     """GPTModel with our attention and norms, on the device, without initial weights.
 
@@ -80,12 +91,19 @@ def build_model(
     is a copy whose gradients Megatron sums with the embedding's.
 
     Raises:
-        ConfigError: the user's ``provider`` returns something else.
+        ConfigError: the user's ``provider`` or ``layers`` return something else.
     """
+    flag, block = "--custom-model-provider-path", None
+    if provider is None and layers is not None:
+        described = layers(config, vp_stage)
+        if callable(described) and "pre_process" in inspect.signature(described).parameters:
+            provider, flag = described, "--spec"
+        else:
+            block = user_block(described, config, vp_stage)
     if provider is None:
-        model: torch.nn.Module = _family_model(shape, config, padded_vocab_size, vp_stage)
+        model: torch.nn.Module = _family_model(shape, config, padded_vocab_size, vp_stage, block)
     else:
-        model = _provided_model(provider, config, vp_stage)
+        model = _provided_model(provider, config, vp_stage, flag)
     _mark_shards(model)
     model.to(accelerator.current().device())
     if config.params_dtype == torch.float32:
@@ -104,7 +122,7 @@ def _ends(vp_stage: int | None) -> tuple[bool, bool]:
     return is_first, mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
 
 
-def _provided_model(provider: Provider, config: TransformerConfig, vp_stage: int | None) -> PackedGPTModel:
+def _provided_model(provider: Provider, config: TransformerConfig, vp_stage: int | None, flag: str) -> PackedGPTModel:
     is_first, is_last = _ends(vp_stage)
     offered = {"pre_process": is_first, "post_process": is_last, "vp_stage": vp_stage, "config": config}
     parameters = inspect.signature(provider).parameters
@@ -112,18 +130,20 @@ def _provided_model(provider: Provider, config: TransformerConfig, vp_stage: int
     model = provider(**{name: value for name, value in offered.items() if takes_all or name in parameters})
     if not isinstance(model, PackedGPTModel):
         raise ConfigError(
-            f"--custom-model-provider-path: the function returned a {type(model).__name__}; it must return a "
+            f"{flag}: the function returned a {type(model).__name__}; it must return a "
             f"{PackedGPTModel.__module__}.{PackedGPTModel.__name__} or a subclass, which reads packed sequences."
         )
     return model
 
 
 def _family_model(
-    shape: ModelShape, config: TransformerConfig, padded_vocab_size: int, vp_stage: int | None
+    shape: ModelShape, config: TransformerConfig, padded_vocab_size: int, vp_stage: int | None, block: Any | None
 ) -> PackedGPTModel:
+    """``block``: decoder layers of the user."""
     is_first, is_last = _ends(vp_stage)
-    block = block_spec(config, shape.family, vp_stage, sparse=shape.sparse)
-    predicting = mtp_spec(config, shape.family, vp_stage)
+    predicting = mtp_spec(config, shape.family, vp_stage, block=block)
+    if block is None:
+        block = block_spec(config, shape.family, vp_stage, sparse=shape.sparse)
     if config.fp8:
         check_recipe(config)
         block, predicting = with_fp8_layers(block), with_fp8_layers(predicting)

@@ -37,6 +37,7 @@ from slime.backends.megatron_utils.freezing import freeze_parameters
 from slime.backends.megatron_utils.model import build_chunks, wrap_data_parallel
 from slime.backends.megatron_utils.model_shape import ModelShape, padded_vocab_size
 from slime.backends.megatron_utils.optimizer import build_optimizer, build_scheduler
+from slime.backends.megatron_utils.spec_rules import user_spec
 from slime.backends.megatron_utils.step import TrainState
 from slime.backends.megatron_utils.transformer_config import build_config
 from slime.backends.megatron_utils.value_head import add_value_head
@@ -143,7 +144,11 @@ def build_model_state(args: Namespace, shape: ModelShape) -> TrainState:
     config = build_config(args, shape)
     path = from_args(PluginArgs, args).custom_model_provider_path
     provider = None if path is None else _with_args(load_function(path), args)
-    chunks = build_chunks(shape, config, padded_vocab_size=padded_vocab_size(args, shape), provider=provider)
+    spec = user_spec(args)
+    layers = None if spec is None else (lambda *given: spec(args, *given) if callable(spec) else spec)
+    chunks = build_chunks(
+        shape, config, padded_vocab_size=padded_vocab_size(args, shape), provider=provider, layers=layers
+    )
     return TrainState(chunks, config, None, None, shape.vocab_size, _sharding(config))
 
 

@@ -175,7 +175,6 @@ _PP4 = "--pipeline-model-parallel-size 4"
             QWEN3_30B, "--moe-router-load-balancing-type sinkhorn", 1, "sinkhorn is not supported yet", id="sinkhorn"
         ),
         pytest.param(QWEN3_4B, "--tokenizer-type GPT2BPETokenizer", 1, "use HuggingFaceTokenizer", id="58-tokenizer"),
-        pytest.param(QWEN3_4B, "--spec my.module spec", 1, "--spec my.module spec is not supported yet", id="spec"),
         pytest.param(
             QWEN3_NEXT_80B,
             "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 16",

@@ -51,7 +51,7 @@ class ModelArgs:
     spec: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Module and function of a layer spec. Specs of families that are built in are not needed.",
+            "help": "Module and function (args, config, vp_stage) of your own layers. Model families need none.",
             "nargs": "*",
         },
     )
