@@ -70,6 +70,18 @@ def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_changes_no_checkpo
     assert [entry.name for entry in tmp_path.glob("iter_*")] == ["iter_0000000"]
 
 
+def test_a_shard_that_one_rank_finds_damaged_is_an_error_on_all(ranks: ForkServer, hf: Path, tmp_path: Path) -> None:
+    args = _COMMON | {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    ranks.run(_CASE, 2, hf=str(hf), args=args | {"save": str(tmp_path)}, rollouts=[0, 1], save_after=[0, 1])
+    shard = max((tmp_path / "iter_0000001").glob("__1_*.distcp"), key=lambda path: path.stat().st_size)
+    data = bytearray(shard.read_bytes())
+    data[-8192:-4096] = bytes(4096)
+    shard.write_bytes(data)
+    for result in ranks.run(_CASE, 2, hf=str(hf), args=args | {"load": str(tmp_path)}, rollouts=[], save_after=[]):
+        assert f"{tmp_path}/iter_0000001 is damaged: {shard.name} has the checksum" in result["error"]
+        assert f"--load {tmp_path} --ckpt-step 0 takes it" in result["error"]
+
+
 def test_a_background_save_on_several_ranks_is_complete_after_the_next_one(
     ranks: ForkServer, hf: Path, tmp_path: Path
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +100,27 @@ def test_a_run_saved_by_two_ranks_continues_bit_for_bit_and_on_one_rank(runs: Ru
     one = runs.of("fsdp", 1, num_rollouts=3, load=saved)
     assert one["start"] == 2
     assert one["reports"][0].steps[1] == pytest.approx(two["reports"][0].steps[1], rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["__1_0.distcp", ".metadata", "rng_00001.pt"])
+@pytest.mark.parametrize("has_checksums", [True, False])
+def test_a_damaged_file_of_a_checkpoint_is_named_on_all_ranks(
+    runs: Runs, tmp_path: Path, name: str, has_checksums: bool
+) -> None:
+    saved = str(runs.directory / "checkpoint")
+    runs.of("fsdp", 2, num_rollouts=2, save=saved)
+    damaged = Path(shutil.copytree(saved, tmp_path / "damaged"))
+    path = damaged / "iter_0000001" / name
+    path.write_bytes(bytes(path.stat().st_size))
+    if not has_checksums:
+        manifest = path.with_name("manifest.json")
+        content = json.loads(manifest.read_text())
+        del content["checksums"]
+        manifest.write_text(json.dumps(content))
+    why = f"{name} has the checksum" if has_checksums else f"cannot be read: {name} is empty or begins with zeros"
+    with pytest.raises(AssertionError, match=why) as error:
+        runs.of("fsdp", 2, num_rollouts=3, load=str(damaged))
+    assert "weights_only" not in str(error.value)
 
 
 def test_weights_of_a_checkpoint_without_its_optimizer_begin_a_new_run_of_this_backend_only(runs: Runs) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 import random
 import time
 from pathlib import Path
@@ -28,6 +29,8 @@ from slime.backends.fsdp_utils.optimizer import allocate_states
 from slime.backends.fsdp_utils.step import TrainState
 from slime.backends.training import checkpoint_files as files
 from slime.backends.training.checkpoint_source import Source
+from slime.backends.training.checksums import checksums_of, written_by
+from slime.backends.training.damage import causes_of, unfit, unreadable
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError, SlimeError
 
@@ -51,11 +54,14 @@ def save(state: TrainState, root: str, iteration: int, *, has_optimizer: bool, h
     if dist.get_rank() == 0:
         files.make_empty(partial)
     dist.barrier()
-    problem = _write(state, partial, has_optimizer=has_optimizer, has_rng=has_rng)
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    if any(problems):
-        named = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(problems) if one)
+    report = _write(state, partial, has_optimizer=has_optimizer, has_rng=has_rng)
+    reports: list[dict[str, str] | str] = [""] * dist.get_world_size()
+    dist.all_gather_object(reports, report)
+    checksums: dict[str, str] = {}
+    for one in reports:
+        checksums |= one if isinstance(one, dict) else {}
+    if any(isinstance(one, str) for one in reports):
+        named = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(reports) if isinstance(one, str))
         raise SlimeError(f"checkpoint {iteration} under {root} could not be written: {named}. Is the disk full?")
     if dist.get_rank() == 0:
         removed = files.publish(
@@ -64,6 +70,7 @@ def save(state: TrainState, root: str, iteration: int, *, has_optimizer: bool, h
             iteration,
             layout={"world_size": dist.get_world_size(), "context": state.sharding.cp_size},
             content={"optimizer": has_optimizer, "rng": has_rng},
+            checksums=checksums,
             keep=keep,
         )
         seconds = time.monotonic() - started
@@ -71,8 +78,8 @@ def save(state: TrainState, root: str, iteration: int, *, has_optimizer: bool, h
     dist.barrier()
 
 
-def _write(state: TrainState, directory: Path, *, has_optimizer: bool, has_rng: bool) -> str | None:
-    """What went wrong on this rank; None: nothing. torch lets all ranks fail together."""
+def _write(state: TrainState, directory: Path, *, has_optimizer: bool, has_rng: bool) -> dict[str, str] | str:
+    """The checksums of this rank's files, or what went wrong. torch lets all ranks fail together."""
     try:
         state_dict_saver.save(_tensors(state, has_optimizer=has_optimizer), checkpoint_id=directory)
         if has_rng:
@@ -85,16 +92,11 @@ def _write(state: TrainState, directory: Path, *, has_optimizer: bool, has_rng: 
                 "rates": state.rates.state_dict(),
             }
             (directory / "metadata.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
+        return checksums_of(written_by(directory, dist.get_rank()))
     except CheckpointException as error:  # a BaseException: "except Exception" lets it kill the process without a word
-        return _causes(error)
+        return causes_of(error)
     except (OSError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
-    return None
-
-
-def _causes(error: CheckpointException) -> str:
-    """What went wrong on which rank, without the stacks."""
-    return "; ".join(sorted({f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values()}))
 
 
 def load_weights(state: TrainState, source: Source) -> None:
@@ -133,15 +135,17 @@ def _tensors(state: TrainState, *, has_optimizer: bool) -> dict[str, Any]:
 
 
 def _read(tensors: dict[str, Any], source: Source) -> None:
-    where = f"{source.flag} {source.directory}"
     try:
         state_dict_loader.load(tensors, checkpoint_id=source.directory)
     except CheckpointException as error:
-        raise ConfigError(f"{where} does not fit the model and optimizer of this run: {_causes(error)}") from error
+        raise unfit(source, error) from None
 
 
 def _metadata(state: TrainState, source: Source) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((Path(source.directory) / "metadata.json").read_text(encoding="utf-8"))
+    try:
+        content: dict[str, Any] = json.loads((Path(source.directory) / "metadata.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise unreadable(source, f"metadata.json is no JSON ({error})") from None
     mine = state.model.config.model_type
     if content.get("model_type") != mine:
         raise ConfigError(
@@ -166,7 +170,10 @@ def _restore_generators(source: Source, num_ranks: int) -> None:
     if num_ranks != dist.get_world_size() or not path.is_file():
         logger.warning("%s has no random number generators for this rank: they start from --seed.", source.directory)
         return
-    state = torch.load(path, weights_only=True)
+    try:
+        state = torch.load(path, weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise unreadable(source, error) from None
     random.setstate(state["random"])
     numpy_kind, numpy_keys, *numpy_rest = state["numpy"]
     np.random.set_state((numpy_kind, numpy_keys.numpy().astype(np.uint32), *numpy_rest))

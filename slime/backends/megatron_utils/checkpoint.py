@@ -27,6 +27,7 @@ from slime.backends.megatron_utils.model_shape import ModelShape
 from slime.backends.megatron_utils.step import TrainState
 from slime.backends.megatron_utils.tensor_plan import chunks_of
 from slime.backends.training.checkpoint_source import Source
+from slime.backends.training.damage import unfit, unreadable
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 
@@ -158,7 +159,10 @@ def _fill_optimizer(optimizer: Any, loaded: Any, source: Source) -> None:
 
 
 def _drop_absent(sharded: dict[str, Any], source: Source, optional: Collection[str]) -> list[str]:
-    saved = dist_checkpointing.load_tensors_metadata(source.directory)
+    try:
+        saved = dist_checkpointing.load_tensors_metadata(source.directory)
+    except _DAMAGED as error:
+        raise unreadable(source, error) from None
     left: list[str] = []
     for tensors in sharded.values():
         for name in [name for name in tensors if name in optional]:
@@ -189,12 +193,11 @@ def _load(source: Source, shape: ModelShape, sharded: dict[str, Any]) -> dict[st
             raise ConfigError(problems)
         return dist_checkpointing.load(sharded, source.directory, get_default_load_sharded_strategy(source.directory))
     except CheckpointException as error:  # a BaseException: "except Exception" lets it kill the process without a word
-        causes = "; ".join(sorted({f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values()}))
-        raise ConfigError(f"{where} does not fit the model and optimizer of this run: {causes}") from error
+        raise unfit(source, error) from None
     except _DAMAGED as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{where} cannot be loaded: {type(error).__name__}: {error}.") from error
+        raise unreadable(source, error) from None
 
 
 def _shape_differences(saved: dict[str, Any] | None, shape: ModelShape, where: str) -> list[str]:

@@ -1,6 +1,7 @@
 """Writes checkpoints, one at a time, while training waits or in the background.
 
     save     gather what is to be written -> shards to a hidden directory (here, or in a thread)
+             and the checksums of this rank's shards, from the page cache
     finish   when every rank has written: metadata -> manifest -> rename -> tracker -> delete old checkpoints
 
 who waits for whom: with ``--async-save`` training continues after the copy to host memory; :meth:`poll`, called on all
@@ -30,6 +31,7 @@ from slime.backends.megatron_utils.checkpoint import SHARDING, CheckpointContent
 from slime.backends.megatron_utils.model_shape import ModelShape
 from slime.backends.megatron_utils.step import TrainState
 from slime.backends.training import checkpoint_files as files
+from slime.backends.training.checksums import checksums_of, written_by
 from slime.utils import accelerator
 from slime.utils.errors import SlimeError
 
@@ -50,6 +52,7 @@ class _Pending:
     error: list[BaseException]
     content: CheckpointContent
     name: str
+    checksums: dict[str, str]
     started: float = field(default_factory=time.monotonic)
 
 
@@ -143,26 +146,29 @@ class CheckpointWriter:
             if in_background and accelerator.current().is_cpu:
                 arguments[1] = _copied(arguments[1])
         error: list[BaseException] = []
+        checksums: dict[str, str] = {}
+        partial = files.partial_directory(self._root, name)
 
         def write() -> None:
             try:
                 if request.async_fn is not None:
                     request.async_fn(*arguments, **request.async_fn_kwargs)
+                    checksums.update(checksums_of(written_by(partial, dist.get_rank())))
             except BaseException as caught:
                 error.append(caught)
 
         thread = threading.Thread(target=write, name=f"save-{name}", daemon=True)
         thread.start()
-        return _Pending(iteration, request, thread, error, content, name)
+        return _Pending(iteration, request, thread, error, content, name, checksums)
 
     def _commit(self, pending: _Pending) -> None:
         """Everything after the shards; all ranks come here with their threads at an end."""
         self._pending = None
-        errors: list[str | None] = [None] * dist.get_world_size()
+        reports: list[tuple[str | None, dict[str, str]]] = [(None, {})] * dist.get_world_size()
         mine = f"{type(pending.error[0]).__name__}: {pending.error[0]}" if pending.error else None
-        dist.all_gather_object(errors, mine)
-        if any(errors):
-            raise self._not_written(pending, dict(enumerate(errors)))
+        dist.all_gather_object(reports, (mine, pending.checksums))
+        if any(error for error, _ in reports):
+            raise self._not_written(pending, {rank: error for rank, (error, _) in enumerate(reports)})
         try:
             for function in pending.request.finalize_fns:
                 function()
@@ -171,7 +177,7 @@ class CheckpointWriter:
             raise self._not_written(pending, causes) from None
         dist.barrier()
         if dist.get_rank() == 0:
-            self._publish(pending)
+            self._publish(pending, {name: value for _, checksums in reports for name, value in checksums.items()})
         dist.barrier()
 
     def _not_written(self, pending: _Pending, causes: Mapping[int, str | None]) -> SlimeError:
@@ -181,10 +187,15 @@ class CheckpointWriter:
             "before it is still complete."
         )
 
-    def _publish(self, pending: _Pending) -> None:
-        content = {"optimizer": pending.content.has_optimizer, "rng": pending.content.has_rng}
+    def _publish(self, pending: _Pending, checksums: Mapping[str, str]) -> None:
         removed = files.publish(
-            self._root, pending.name, pending.iteration, layout=_layout(), content=content, keep=self._keep
+            self._root,
+            pending.name,
+            pending.iteration,
+            layout=_layout(),
+            content={"optimizer": pending.content.has_optimizer, "rng": pending.content.has_rng},
+            checksums=checksums,
+            keep=self._keep,
         )
         seconds = time.monotonic() - pending.started
         final = self._root / pending.name

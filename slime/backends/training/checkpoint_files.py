@@ -1,7 +1,7 @@
 """The files around a checkpoint's tensors: which directory is complete, which is the latest, which are too old.
 
     <save>/iter_0000012/                       shards, .metadata, metadata.json, common.pt
-    <save>/iter_0000012/manifest.json          what belongs to it, with sizes: the last file of the directory
+    <save>/iter_0000012/manifest.json          what belongs to it, with sizes and checksums: the directory's last file
     <save>/latest_checkpointed_iteration.txt   "12": the last file of all
     <save>/rollout/...                         state of the Data Buffer, by rollout
     <save>/critic/iter_0000012/                the same for a critic: written first, so that the actor's counts for both
@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slime.backends.training.checksums import checksums_of
 from slime.utils.files import replacing
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "partial_directory",
     "prune",
     "publish",
+    "read_manifest",
     "what_is_torn",
     "write_manifest",
     "write_tracker",
@@ -60,6 +62,7 @@ class Manifest:
         layout: parallel sizes of the run that wrote it; any others can read it.
         content: what besides the weights is inside.
         files: sizes in bytes, by name inside the directory.
+        checksums: of ``checksums.checksum``, by name inside the directory; empty in checkpoints of older versions.
         data_state: file of the Data Buffer's state, relative to the directory's parent, with its size; empty if none.
         has_critic: a critic's checkpoint of the same iteration belongs to it.
     """
@@ -71,6 +74,7 @@ class Manifest:
     files: Mapping[str, int]
     data_state: Mapping[str, int] = field(default_factory=dict)
     has_critic: bool = False
+    checksums: Mapping[str, str] = field(default_factory=dict)
     format: int = _FORMAT
 
     @property
@@ -96,13 +100,17 @@ def write_manifest(
     layout: Mapping[str, int],
     content: Mapping[str, bool],
     weight_version: str | None = None,
+    checksums: Mapping[str, str] | None = None,
 ) -> Manifest:
     """Describe ``directory`` as it is now. Atomic: the manifest is there and whole, or not there.
 
     Args:
+        checksums: those that are known already, of the files that other ranks wrote; the others are computed.
         weight_version: by default that of a run that has trained on the rollouts up to ``iteration``.
     """
     files = {file.name: file.stat().st_size for file in sorted(directory.iterdir()) if file.is_file()}
+    known = {name: value for name, value in (checksums or {}).items() if name in files}
+    known |= checksums_of(directory / name for name in files if name not in known)
     states = sorted((root / "rollout").glob(f"*_{iteration}.*"))
     data_state = {f"rollout/{file.name}": file.stat().st_size for file in states}
     manifest = Manifest(
@@ -111,6 +119,7 @@ def write_manifest(
         layout=dict(layout),
         content=dict(content),
         files=files,
+        checksums=dict(sorted(known.items())),
         data_state=data_state,
         has_critic=(iteration_directory(root / CRITIC, iteration) / MANIFEST).is_file(),
     )
@@ -146,9 +155,13 @@ def publish(
     *,
     layout: Mapping[str, int],
     content: Mapping[str, bool],
+    checksums: Mapping[str, str] | None = None,
     keep: int | None = None,
 ) -> list[int]:
     """Give a directory that is written its manifest and its name, let the tracker name it, delete old checkpoints.
+
+    Args:
+        checksums: see :func:`write_manifest`.
 
     Returns:
         Iterations that were deleted.
@@ -156,7 +169,9 @@ def publish(
     partial, final = partial_directory(root, name), root / name
     is_iteration = iteration_of(final) is not None
     version = None if is_iteration else "0"
-    write_manifest(partial, iteration, root=root, layout=layout, content=content, weight_version=version)
+    write_manifest(
+        partial, iteration, root=root, layout=layout, content=content, weight_version=version, checksums=checksums
+    )
     if final.exists():  # saved again by a resumed run; the old one goes only when the new one is complete
         old = _set_aside(final)
         partial.rename(final)

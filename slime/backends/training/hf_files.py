@@ -22,6 +22,8 @@ from safetensors.torch import save_file
 
 from slime.backends.protocols import NamedTensor
 from slime.backends.training.checkpoint_files import make_empty
+from slime.backends.training.checksums import checksum, checksums_of
+from slime.backends.training.export_files import MARKER, foreign_content, refusal, write_marker
 from slime.utils.errors import ConfigError, SlimeError
 
 __all__ = ["TensorReader", "raise_everywhere", "save_hf_directory", "write_hf_directory"]
@@ -243,7 +245,10 @@ def write_hf_directory(
 
     Tensors of ``source`` that ``weights`` does not hold (layers that were not built) are taken over unchanged, except
     a head that is tied to the embedding. Written beside the target and renamed at the end: ``path`` is never half a
-    checkpoint.
+    checkpoint. It replaces an earlier export only.
+
+    Raises:
+        ConfigError: ``path`` exists and is no export, or it is ``source``.
 
     Args:
         quantization: how ``weights`` are quantised, for config.json; None: they are not, whatever the source was.
@@ -254,17 +259,22 @@ def write_hf_directory(
     target = Path(path)
     if target.resolve() == Path(source).resolve():
         raise ConfigError(f"--save-hf {path} is the same directory as --hf-checkpoint; name another one.")
+    if reason := foreign_content(target):
+        raise ConfigError(refusal(path, reason))
     partial, old = (target.with_name(f".{target.name}.{end}") for end in ("partial", "old"))
     make_empty(partial)  # of what a process that died has left
     try:
         for file in Path(source).iterdir():
-            if file.is_file() and file.suffix not in _WEIGHT_FILES and file.name != _INDEX:
+            if file.is_file() and file.suffix not in _WEIGHT_FILES and file.name not in (_INDEX, MARKER):
                 shutil.copy2(file, partial / file.name)
         if config_path is not None:
             shutil.copy2(config_path, partial / "config.json")
         written = _with_remainder(weights, source) if keeps_rest else weights
-        _write_tensors(written, partial, max_file_bytes or _MAX_FILE_BYTES, num_writers)
+        checksums = _write_tensors(written, partial, max_file_bytes or _MAX_FILE_BYTES, num_writers)
         _note_quantization(partial / "config.json", quantization)
+        write_marker(partial, checksums)
+        if reason := foreign_content(target):  # the weights took their time: look again before they replace it
+            raise ConfigError(refusal(path, reason))
         if target.exists():
             shutil.rmtree(old, ignore_errors=True)
             target.rename(old)
@@ -298,29 +308,43 @@ def _note_quantization(config: Path, quantization: Mapping[str, Any] | None) -> 
         config.write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
-def _write_tensors(weights: Iterable[NamedTensor], directory: Path, max_file_bytes: int, num_writers: int) -> None:
-    """``model-00001-of-0000N.safetensors`` of bounded size and their index, or one ``model.safetensors``."""
+def _write_tensors(
+    weights: Iterable[NamedTensor], directory: Path, max_file_bytes: int, num_writers: int
+) -> dict[str, str]:
+    """``model-00001-of-0000N.safetensors`` of bounded size and their index, or one ``model.safetensors``.
+
+    Returns:
+        The checksums of these files. One is taken while the next file is gathered and written.
+    """
     files: list[dict[str, int]] = []
-    with ThreadPoolExecutor(num_writers, "file writer") as pool:
+    with ThreadPoolExecutor(num_writers, "writer") as writers, ThreadPoolExecutor(num_writers, "checksum") as readers:
         under_way: deque[Future[None]] = deque()
+        checksums: list[Future[str]] = []
+
+        def take() -> None:
+            under_way.popleft().result()
+            checksums.append(readers.submit(checksum, directory / f"part-{len(checksums)}"))
+
         for index, tensors in enumerate(_in_files(weights, max_file_bytes)):
             files.append({name: tensor.nbytes for name, tensor in tensors.items()})
             if len(under_way) == num_writers:
-                under_way.popleft().result()
-            under_way.append(pool.submit(save_file, tensors, directory / f"part-{index}", metadata={"format": "pt"}))
-        for write in under_way:
-            write.result()
+                take()
+            under_way.append(writers.submit(save_file, tensors, directory / f"part-{index}", metadata={"format": "pt"}))
+        while under_way:
+            take()
+        parts = [future.result() for future in checksums]
     if len(files) == 1:
         (directory / "part-0").rename(directory / "model.safetensors")
-        return
+        return {"model.safetensors": parts[0]}
     weight_map: dict[str, str] = {}
-    for index, names in enumerate(files):
-        final = f"model-{index + 1:05d}-of-{len(files):05d}.safetensors"
+    finals = [f"model-{index + 1:05d}-of-{len(files):05d}.safetensors" for index in range(len(files))]
+    for index, (names, final) in enumerate(zip(files, finals, strict=True)):
         (directory / f"part-{index}").rename(directory / final)
         weight_map |= dict.fromkeys(names, final)
     total = sum(size for names in files for size in names.values())
     content = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / _INDEX).write_text(json.dumps(content, indent=2, sort_keys=True), encoding="utf-8")
+    return dict(zip(finals, parts, strict=True)) | checksums_of([directory / _INDEX])
 
 
 def _in_files(weights: Iterable[NamedTensor], max_file_bytes: int) -> Iterator[dict[str, torch.Tensor]]:

@@ -25,6 +25,7 @@ from slime.backends.training.batch_files import keep_batch
 from slime.backends.training.checkpoint_source import Source, find_reference, find_start, find_teacher, foreign
 from slime.backends.training.credit import add_credit, passes_needed
 from slime.backends.training.custom import CustomFunctions
+from slime.backends.training.damage import verify_source
 from slime.backends.training.data import TrainBatch
 from slime.backends.training.forward_batch import forward_batch
 from slime.backends.training.loss import needs_all_rows
@@ -152,6 +153,7 @@ class TrainerBase(ABC):
         problem = foreign(source, self._args.train_backend)
         if problem is not None:
             raise ConfigError(problem)
+        verify_source(source)
         return source
 
     def _has_moved_reference(self, start: int) -> bool:

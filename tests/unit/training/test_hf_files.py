@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from slime.backends.training import hf_files
+from slime.backends.training.checksums import find_damage
+from slime.backends.training.export_files import export_checksums
 from slime.backends.training.hf_files import TensorReader, save_hf_directory, write_hf_directory
 from slime.utils.errors import ConfigError, SlimeError
 from slime.weight_sync.quantize import quantize_int4
@@ -35,6 +38,52 @@ def test_the_number_of_writers_changes_nothing_on_the_disk(source: str, tmp_path
     assert all(torch.equal(reader.get(name), tensor) for name, tensor in WEIGHTS.items())
 
 
+def test_an_export_replaces_an_earlier_one_with_new_checksums(source: str, tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    for value in (1.0, 2.0):
+        write_hf_directory([("a", torch.full((4,), value))], source, str(path))
+        assert find_damage(path, export_checksums(path)) == []
+    assert TensorReader(path, "--hf-checkpoint").get("a")[0] == 2.0
+    again = tmp_path / "again"
+    write_hf_directory([("b", torch.zeros(4))], str(path), str(again))  # a marker is not copied with the configuration
+    assert find_damage(again, export_checksums(again)) == []
+
+
+@pytest.mark.parametrize("content", ["iter_0000003/metadata.json", "train.jsonl", "model.safetensors"])
+def test_an_export_replaces_nothing_that_no_export_wrote(source: str, tmp_path: Path, content: str) -> None:
+    file = tmp_path / "users" / content
+    file.parent.mkdir(parents=True)
+    file.write_text("precious")
+    name = content.partition("/")[0]
+    with pytest.raises(ConfigError, match=f"--save-hf {tmp_path}/users holds {name} and no slime_export.json"):
+        write_hf_directory(WEIGHTS.items(), source, str(tmp_path / "users"))
+    assert file.read_text() == "precious"
+
+    path = tmp_path / "out"
+    write_hf_directory(WEIGHTS.items(), source, str(path))
+    file.rename(path / "notes")
+    with pytest.raises(ConfigError, match=f"--save-hf {path} holds notes, which no export wrote"):
+        write_hf_directory(WEIGHTS.items(), source, str(path))
+    assert (path / "notes").read_text() == "precious"
+    (tmp_path / "link").symlink_to(tmp_path / "users")
+    with pytest.raises(ConfigError, match="is a link"):
+        write_hf_directory(WEIGHTS.items(), source, str(tmp_path / "link"))
+
+
+def test_files_that_come_while_the_export_is_written_stay(source: str, tmp_path: Path) -> None:
+    path = tmp_path / "out"
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.zeros(4)
+        path.mkdir()
+        (path / "train.jsonl").write_text("precious")
+
+    with pytest.raises(ConfigError, match=r"holds train.jsonl and no slime_export.json"):
+        write_hf_directory(weights(), source, str(path))
+    assert (path / "train.jsonl").read_text() == "precious"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out", "source"]
+
+
 @pytest.mark.parametrize("num_writers", [1, 3])
 def test_a_file_that_cannot_be_written_leaves_nothing(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_writers: int
@@ -55,7 +104,8 @@ def test_a_file_that_cannot_be_written_leaves_nothing(
 def test_what_a_process_that_died_left_beside_the_target_is_gone_after_the_next_one(
     source: str, tmp_path: Path
 ) -> None:
-    for name in ("out", ".out.partial", ".out.old"):
+    write_hf_directory({"earlier": torch.ones(1)}.items(), source, str(tmp_path / "out"))
+    for name in (".out.partial", ".out.old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "of the one before").touch()
     write_hf_directory(WEIGHTS.items(), source, str(tmp_path / "out"))

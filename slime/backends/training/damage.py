@@ -1,0 +1,125 @@
+"""Whether a checkpoint is what was written, before a tensor of it is loaded, and what to use instead.
+
+Called on all ranks at once; each reads its share of the files (``checksums``).
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from slime.backends.training.checkpoint_files import (
+    MANIFEST,
+    complete_iterations,
+    iteration_of,
+    read_manifest,
+)
+from slime.backends.training.checkpoint_source import Source
+from slime.backends.training.checksums import find_damage
+from slime.backends.training.export_files import MARKER, export_checksums
+from slime.utils.errors import ConfigError
+
+__all__ = ["causes_of", "unfit", "unreadable", "verify_source"]
+
+logger = logging.getLogger(__name__)
+
+_STEP_FLAGS = {
+    "--load": "--ckpt-step",
+    "--ref-load": "--ref-ckpt-step",
+    "--opd-teacher-load": "--opd-teacher-ckpt-step",
+}
+_NAMED = 4
+_SIGNS_OF_DAMAGE = ("weights_only", "Unpickl", "EOFError", "zip archive", "zip file", "pickle", "metadata read failed")
+
+
+def verify_source(source: Source) -> None:
+    """Compare all files of ``source`` with the checksums that were taken when it was written. A collective.
+
+    A checkpoint without checksums (of Megatron, of an older version of slime) passes with a notice.
+
+    Raises:
+        ConfigError: files are damaged or missing; it names them and the checkpoint before. Raised on all ranks.
+    """
+    directory = Path(source.directory)
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if source.format == "hf":
+        checksums, record = export_checksums(directory), MARKER
+    else:
+        manifest = read_manifest(directory)
+        checksums, record = {} if manifest is None else manifest.checksums, MANIFEST
+        if not checksums and rank == 0:
+            logger.warning(
+                "%s %s has no checksums: it is loaded as it is, and damage in its tensors would not be noticed.",
+                source.flag,
+                directory,
+            )
+    everywhere = [find_damage(directory, checksums, rank, world_size)]
+    if world_size > 1:
+        mine, everywhere = everywhere[0], [[] for _ in range(world_size)]
+        dist.all_gather_object(everywhere, mine)
+    damage = [text for one in everywhere for text in one]
+    if damage:
+        more = f"; and {len(damage) - _NAMED} more files" if len(damage) > _NAMED else ""
+        raise ConfigError(
+            f"{source.flag} {directory} is damaged: {'; '.join(damage[:_NAMED])}{more} ({record} names what was "
+            f"written). {_instead(source)}"
+        )
+
+
+def unreadable(source: Source, error: BaseException | str) -> ConfigError:
+    """For a checkpoint without checksums that ``error`` says cannot be read."""
+    text = error if isinstance(error, str) else _text(error)
+    if suspect := _suspect(Path(source.directory)):
+        text = f"{suspect} is empty or begins with zeros"
+    return ConfigError(f"{source.flag} {source.directory} cannot be read: {text}. {_instead(source)}")
+
+
+def _suspect(directory: Path) -> str | None:
+    """The first file whose beginning is not that of any file of a checkpoint."""
+    for path in sorted(directory.iterdir()):
+        if path.is_file():
+            with path.open("rb") as file:
+                if not file.read(16).strip(b"\0"):
+                    return path.name
+    return None
+
+
+def unfit(source: Source, error: CheckpointException) -> ConfigError:
+    """For a checkpoint with other tensors than the model's, or one that torch could not read."""
+    if any(_is_of_unpickling(cause) for cause, _ in error.failures.values()):
+        return unreadable(source, causes_of(error))
+    where = f"{source.flag} {source.directory}"
+    return ConfigError(f"{where} does not fit the model and optimizer of this run: {causes_of(error)}")
+
+
+def causes_of(error: CheckpointException) -> str:
+    """What went wrong on any rank, without the stacks."""
+    return "; ".join(sorted({_text(cause) for cause, _ in error.failures.values()}))
+
+
+def _text(error: BaseException) -> str:
+    """Torch's messages about a damaged file advise to unpickle it without its safeguard: that never helps here."""
+    if _is_of_unpickling(error):
+        return "a file of it is damaged (.metadata, common.pt or a shard): its content is not what was saved"
+    return f"{type(error).__name__}: {error}"
+
+
+def _is_of_unpickling(error: BaseException) -> bool:
+    text = f"{type(error).__name__}: {error}"
+    return any(sign in text for sign in _SIGNS_OF_DAMAGE)
+
+
+def _instead(source: Source) -> str:
+    directory = Path(source.directory)
+    if source.format == "hf":
+        return f"Export or copy it again; if its weights were changed on purpose, delete {MARKER} there."
+    number = iteration_of(directory)
+    before = [entry for entry in complete_iterations(directory.parent) if (iteration_of(entry) or 0) < (number or 0)]
+    if number is None or not before:
+        return "There is no complete checkpoint before it: copy it again, or start from another one."
+    step = _STEP_FLAGS.get(source.flag)
+    use = f"{directory.parent} {step} {iteration_of(before[-1])}" if step else str(before[-1])
+    return f"The one before it is {before[-1].name}: {source.flag} {use} takes it."

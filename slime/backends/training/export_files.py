@@ -1,0 +1,114 @@
+"""The marker of a Hugging Face directory that slime exported: what it wrote there, and that it may be replaced.
+
+    <save-hf>/slime_export.json    names of all files, checksums of those with weights
+
+An export replaces a directory with this marker whose entries it all wrote itself, an empty directory, or nothing.
+Anything else holds files of the user. The marker is in the directory before that gets its name, so that no export
+lacks it. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from slime.backends.training.arguments import CheckpointArgs
+from slime.backends.training.checkpoint_source import find_start
+from slime.utils.errors import ConfigError
+
+__all__ = ["MARKER", "check_export", "export_checksums", "foreign_content", "refusal", "write_marker"]
+
+MARKER = "slime_export.json"
+_FORMAT = 1
+_NUMBER = re.compile(r"\{rollout_id[^}]*\}")
+_WRITTEN_LATER = ("slime_weights.json",)
+"""By the store of weight versions, whose full versions are exports."""
+
+
+def write_marker(directory: Path, checksums: Mapping[str, str]) -> None:
+    """Mark ``directory``, in which everything else is written, as an export."""
+    names = sorted(path.name for path in directory.iterdir())
+    content = {"format": _FORMAT, "files": names, "checksums": dict(checksums)}
+    (directory / MARKER).write_text(json.dumps(content, indent=2), encoding="utf-8")
+
+
+def foreign_content(target: Path) -> str | None:
+    """Why an export must not replace ``target``, as the end of a sentence; None if it may."""
+    if not target.exists() and not target.is_symlink():
+        return None
+    if target.is_symlink() or not target.is_dir():
+        return "is a link" if target.is_symlink() else "is a file"
+    names = sorted(path.name for path in target.iterdir())
+    if not names:
+        return None
+    content = _read_marker(target)
+    if content is None:
+        return f"holds {names[0]} and no {MARKER}, so it was not written by an export"
+    written = {MARKER, *_WRITTEN_LATER, *content["files"]}
+    if added := [name for name in names if name not in written]:
+        return f"holds {added[0]}, which no export wrote"
+    return None
+
+
+def export_checksums(directory: Path) -> Mapping[str, str]:
+    """Checksums of an export's weight files; empty where ``directory`` is not an export."""
+    content = _read_marker(directory)
+    return {} if content is None else content["checksums"]
+
+
+def check_export(args: Any) -> Iterator[str]:
+    """Rule over the resolved arguments: every directory that ``--save-hf`` would replace is an export."""
+    if not args.save_hf:
+        return
+    for target in _existing_targets(args):
+        if reason := foreign_content(target):
+            yield refusal(str(target), reason)
+
+
+def refusal(path: str, reason: str) -> str:
+    return (
+        f"--save-hf {path} {reason}. The export replaces the whole directory: name a new or an empty one, or move what "
+        "is there."
+    )
+
+
+def _existing_targets(args: Any) -> list[Path]:
+    """What is there already of the directories that this run would write."""
+    template = Path(args.save_hf)
+    if not _NUMBER.search(args.save_hf):
+        return [template]
+    try:
+        if args.num_rollout is None:  # it depends on the prompts: the export itself looks again
+            return []
+        first, last = _first_rollout(args), args.num_rollout - 1
+        interval = args.save_interval or args.num_rollout
+        numbers = (number for number in range(first, last + 1) if (number + 1) % interval == 0 or number == last)
+        paths = (Path(args.save_hf.format(rollout_id=number)) for number in numbers)
+        return [path for path in paths if path.exists()]
+    except (KeyError, IndexError, ValueError):  # the rule on templates says so
+        return []
+
+
+def _first_rollout(args: Any) -> int:
+    from slime.config.groups import from_args
+
+    if args.start_rollout_id is not None or args.load is None or args.finetune:
+        return int(args.start_rollout_id or 0)
+    try:
+        source = find_start(from_args(CheckpointArgs, args), args.hf_checkpoint)
+    except ConfigError:  # check_checkpoints says so
+        return 0
+    return source.iteration + 1 if source.flag == "--load" and source.is_training_state else 0
+
+
+def _read_marker(directory: Path) -> dict[str, Any] | None:
+    """None where there is none; a marker that cannot be read makes no directory an export."""
+    try:
+        content: Any = json.loads((directory / MARKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    is_ours = isinstance(content, dict) and content.get("format") == _FORMAT
+    return content if is_ours and {"files", "checksums"} <= content.keys() else None
