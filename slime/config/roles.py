@@ -22,6 +22,7 @@ import yaml
 
 from slime.config import notices
 from slime.config.groups import flag_of
+from slime.config.path_flags import PATH_FLAGS
 from slime.config.yaml_file import read_mapping
 from slime.utils.errors import ConfigError
 
@@ -34,7 +35,7 @@ Role = Literal["actor", "critic"]
 _FLAG = "--megatron-config-path"
 _KEYS = {"name", "role", "overrides", "args"}
 _PLACEMENT = {"num_nodes", "num_gpus_per_node"}
-_PATHS = {"load", "save", "save_hf", "ref_load", "pretrained_checkpoint", "opd_teacher_load"}
+_PATHS = {flag.name for flag in PATH_FLAGS if flag.is_of_role}
 _TOPOLOGY = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",

@@ -25,12 +25,12 @@ from typing import Any, Protocol
 
 from slime.observability.metric_utils import compute_rollout_step
 from slime.observability.run_info import write_run_info
-from slime.observability.run_lock import RunLock
 from slime.observability.sinks.jsonl import JsonlSink
 from slime.observability.sinks.log import LogSink
 from slime.observability.sinks.tensorboard import TensorboardSink
 from slime.observability.sinks.wandb import WandbSink
 from slime.utils.errors import ConfigError
+from slime.utils.run_lock import RunLock
 
 __all__ = ["Sink", "Tracker", "create_tracker", "event_directory", "run_directory"]
 
@@ -117,7 +117,7 @@ def create_tracker(args: Namespace) -> Tracker:
     with contextlib.ExitStack() as opened:  # closed again if something cannot be
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            lock = opened.enter_context(contextlib.closing(RunLock(directory)))
+            lock = opened.enter_context(contextlib.closing(_lock(directory)))
             sinks: list[Sink] = [opened.enter_context(contextlib.closing(JsonlSink(directory / "metrics.jsonl")))]
             write_run_info(directory, args)
         except OSError as error:
@@ -132,6 +132,12 @@ def create_tracker(args: Namespace) -> Tracker:
         rollout_step=lambda rollout_id: compute_rollout_step(args, rollout_id),
         directory=directory,
         lock=lock,
+    )
+
+
+def _lock(directory: Path) -> RunLock:
+    return RunLock(
+        directory, f"--experiment-name {directory.name}", "Give this run a name of its own, or another --output-dir"
     )
 
 

@@ -21,7 +21,7 @@ from slime.backends.megatron_utils.server import arguments as server
 from slime.backends.sglang_utils import flags as sglang
 from slime.backends.sglang_utils import rules as sglang_rules
 from slime.backends.sglang_utils.namespace import read_engine
-from slime.backends.training import checkpoint_source
+from slime.backends.training import checkpoint_source, export_files
 from slime.batch import arguments as batch
 from slime.config import arguments as command
 from slime.config import check as config_check
@@ -184,6 +184,7 @@ LIVE_STEPS: tuple[config_resolve.Step, ...] = sglang_rules.LIVE_STEPS
 RULES: tuple[config_check.Rule, ...] = (
     *trainer_rules.RULES,
     checkpoint_source.check_checkpoints,
+    export_files.check_export,
     *sglang_rules.RULES,
     *argument_rules.RULES,
     *data_rules.RULES,

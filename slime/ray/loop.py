@@ -13,8 +13,9 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -47,6 +48,7 @@ from slime.ray.turns import DeviceTurns
 from slime.ray.waiting import get, raise_if_dead
 from slime.utils.errors import ConfigError, ProcessDied, SlimeError, StartFailed
 from slime.utils.interrupt import acknowledge
+from slime.utils.run_lock import RunLock
 
 __all__ = ["Run", "is_due", "start_run"]
 
@@ -75,6 +77,7 @@ class Run:
     _fleet: RayEngineFleet | None
     slots: Mapping[str, GpuSlots]
     progress: Progress
+    save_lock: RunLock | None = None
     critic: RayTrainGroup | None = None
     turns: DeviceTurns = field(default_factory=DeviceTurns)
     _has_trained: bool = False
@@ -328,6 +331,8 @@ class Run:
                 group.kill()
         release_placement_groups(self.slots)
         self.tracker.close()
+        if self.save_lock is not None:
+            self.save_lock.close()
 
 
 def start_run(args: Namespace) -> Run:
@@ -370,6 +375,7 @@ def _create_run(args: Namespace) -> Run:
     with ExitStack() as made:
         tracker = create_tracker(args)
         made.callback(tracker.close)
+        save_lock = made.enter_context(closing(_lock_save(args.save))) if args.save is not None else None
         slots = create_placement_groups(args)
         made.callback(release_placement_groups, slots)
         directory = run_directory(args)
@@ -378,9 +384,18 @@ def _create_run(args: Namespace) -> Run:
         made.callback(data_buffer.kill)
         progress = Progress(directory, ledger=str(ledger))
         manager = create_rollout_manager(args, slots["rollout"], data_buffer)
-        run = Run(args, tracker, manager, data_buffer, None, 0, 0, None, slots, progress)
+        run = Run(args, tracker, manager, data_buffer, None, 0, 0, None, slots, progress, save_lock=save_lock)
         made.pop_all()
     return run
+
+
+def _lock_save(save: str) -> RunLock:
+    """Two live runs in one ``--save`` would delete each other's checkpoints."""
+    try:
+        Path(save).mkdir(parents=True, exist_ok=True)
+        return RunLock(Path(save), f"--save {save}", "Name another directory")
+    except OSError as error:
+        raise ConfigError(f"--save {save} cannot be written: {error.strerror or error}.") from None
 
 
 def _start_trainer(run: Run, slots: GpuSlots) -> list[Any]:

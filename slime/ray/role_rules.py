@@ -11,14 +11,15 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from slime.backends.training.checkpoint_source import check_checkpoints
-from slime.config.check import numbers
+from slime.backends.training.export_files import check_export
+from slime.config.check import numbers, overlaps
 from slime.config.roles import check_roles, read_roles, role_args
 from slime.ray import trainer_rules
 from slime.utils.errors import ConfigError
 
 __all__ = ["RULES"]
 
-_RULES = (*numbers.RULES, *trainer_rules.RULES, check_checkpoints)
+_RULES = (*numbers.RULES, *overlaps.RULES, *trainer_rules.RULES, check_checkpoints, check_export)
 
 
 def _roles(args: Namespace) -> Iterator[str]:

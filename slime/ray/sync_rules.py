@@ -16,6 +16,7 @@ from typing import Any
 from slime.config import notices
 from slime.config.groups import flag_of
 from slime.config.model_config import read_model_config
+from slime.weight_sync.version_store import foreign_content
 
 __all__ = ["RULES"]
 
@@ -50,13 +51,12 @@ def _unused(args: Namespace) -> Iterator[str]:
 
 def _files(args: Namespace) -> Iterator[str]:
     shared, local = args.update_weight_disk_dir, args.update_weight_local_checkpoint_dir
-    if args.update_weight_transport != "disk" or shared is None or local is None:
+    if args.update_weight_transport != "disk" or shared is None:
         return
-    if Path(local).is_relative_to(shared) or Path(shared).is_relative_to(local):
-        yield (
-            f"--update-weight-local-checkpoint-dir {local} and --update-weight-disk-dir {shared} lie in each other: "
-            "slime deletes old files in both. Name two directories."
-        )
+    if problem := foreign_content(Path(shared)):
+        yield problem
+    if local is None:
+        return
     if args.rollout_external_engine_addrs is not None:
         yield (
             f"--update-weight-local-checkpoint-dir {local} does not work with --rollout-external-engine-addrs: nobody "

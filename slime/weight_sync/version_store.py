@@ -11,22 +11,30 @@ A folder is renamed to its name when everything in it is on disk. A *full* versi
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
+import time
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from slime.utils.deadline import Deadline
 from slime.utils.errors import ConfigError, EngineError
 from slime.utils.files import replacing
+from slime.utils.run_lock import RunLock
 
-__all__ = ["MANIFEST", "Manifest", "VersionStore", "read_manifest", "version_path", "write_json"]
+__all__ = ["MANIFEST", "Manifest", "VersionStore", "foreign_content", "read_manifest", "version_path", "write_json"]
 
 MANIFEST = "slime_weights.json"
 _MARKER = ".slime_weights"
 _WRITING = ".writing"
 _READABLE = 0o644
+_LOCK_TIMEOUT_S = 60.0
+_LOCK_POLL_S = 2.0
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -79,31 +87,55 @@ def read_manifest(directory: Path) -> Manifest:
     return manifest
 
 
+def foreign_content(root: Path) -> str | None:
+    """What keeps a publisher from taking ``root`` over; None: nothing."""
+    if (root / _MARKER).is_file() or not root.is_dir():
+        return None
+    strangers = sorted(path.name for path in root.iterdir())
+    if not strangers:
+        return None
+    return (
+        f"--update-weight-disk-dir {root} holds {strangers[0]!r} and was not made by slime, which deletes files there: "
+        "name an empty or a new directory."
+    )
+
+
 class VersionStore:
     """The publisher's view. The first call must be :meth:`open`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._lock: RunLock | None = None
 
     def open(self, *, keeps_files: bool) -> None:
         """Take the directory over, and delete what an earlier run has left there.
 
         Raises:
-            ConfigError: it holds something that is not slime's.
+            ConfigError: it holds something that is not slime's, or another live run has it.
         """
         self.root.mkdir(parents=True, exist_ok=True)
-        marker = self.root / _MARKER
-        if not marker.is_file():
-            strangers = sorted(path.name for path in self.root.iterdir())
-            if strangers:
-                raise ConfigError(
-                    f"--update-weight-disk-dir {self.root} holds {strangers[0]!r} and was not made by slime, which "
-                    "deletes old weights there: name an empty or a new directory."
-                )
-            marker.write_text("slime keeps weights for its engines here, and deletes old ones.\n", encoding="utf-8")
+        if problem := foreign_content(self.root):
+            raise ConfigError(problem)
+        (self.root / _MARKER).write_text("slime keeps weights for its engines here, and deletes old ones.\n")
+        self._lock = self._locked()
         shutil.rmtree(self.root / _WRITING, ignore_errors=True)
         if not keeps_files:
             self.prune(keep=())
+
+    def _locked(self) -> RunLock:
+        """Held as long as this process lives: two runs would delete each other's versions, or load them.
+
+        A trainer that starts again may have to wait until the kernel has taken the old one's memory.
+        """
+        deadline = Deadline(_LOCK_TIMEOUT_S, "the lock")
+        while True:
+            try:
+                return RunLock(self.root, f"--update-weight-disk-dir {self.root}", "Name another directory")
+            except ConfigError as taken:
+                if not deadline.remaining:
+                    raise
+                logger.info("waiting for at most %.0f s: %s", deadline.remaining, taken)
+                time.sleep(min(_LOCK_POLL_S, deadline.remaining))
 
     def begin(self, version: int) -> Path:
         """An empty folder's name to write ``version`` to; the folder above it exists."""

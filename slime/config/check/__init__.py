@@ -9,7 +9,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 
-from slime.config.check import batches, checkpoints, cluster, generation, numbers, objective, paths
+from slime.config.check import batches, checkpoints, cluster, generation, numbers, objective, overlaps, paths
 from slime.config.custom_config import overwritten_keys
 from slime.utils.errors import SlimeError
 
@@ -26,6 +26,7 @@ RULES: tuple[Rule, ...] = (
     *objective.RULES,
     *checkpoints.RULES,
     *paths.RULES,
+    *overlaps.RULES,
 )
 
 

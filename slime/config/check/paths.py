@@ -8,29 +8,20 @@ from pathlib import Path
 
 from slime.config import notices
 from slime.config.groups import flag_of
-from slime.config.resolve.paths import PATHS
+from slime.config.path_flags import PATH_FLAGS
 
 __all__ = ["RULES"]
-
-_OUTPUTS = ("output_dir", "save", "save_hf", "dump_details", "update_weight_disk_dir")
-_TEMPLATES = {
-    "save_debug_rollout_data": ("rollout_id",),
-    "save_debug_train_data": ("rollout_id", "rank"),
-    "load_debug_rollout_data": ("rollout_id",),
-    "save_hf": ("rollout_id",),
-}
-"""What the trainer and the rollout manager put in for ``{...}``."""
 
 
 def _empty(args: Namespace) -> Iterator[str]:
     """The empty path is the working directory to the operating system, and an unset variable to the user."""
-    for name in PATHS:
-        if getattr(args, name) == "":
-            yield f"{flag_of(name)} is empty: leave it out, or set the variable that the launch script puts there."
+    for flag in PATH_FLAGS:
+        if getattr(args, flag.name) == "":
+            yield f"{flag_of(flag.name)} is empty: leave it out, or set the variable that the launch script puts there."
 
 
 def _outputs(args: Namespace) -> Iterator[str]:
-    for name in _OUTPUTS:
+    for name in (flag.name for flag in PATH_FLAGS if flag.is_directory and flag.does != "reads"):
         value = getattr(args, name)
         if not value:
             continue
@@ -40,9 +31,9 @@ def _outputs(args: Namespace) -> Iterator[str]:
 
 
 def _templates(args: Namespace) -> Iterator[str]:
-    for name, fields in _TEMPLATES.items():
+    for name, fields in ((flag.name, flag.fields) for flag in PATH_FLAGS):
         template = getattr(args, name)
-        if not template:
+        if not template or not fields:
             continue
         try:
             texts = {template.format(**dict.fromkeys(fields, number)) for number in (1, 2)}
@@ -51,15 +42,9 @@ def _templates(args: Namespace) -> Iterator[str]:
             yield f"{flag_of(name)} {template}: only {known} can be replaced; write other braces twice."
             continue
         if len(texts) == 1 and name.startswith("save"):
-            text = f"{template} has no {{rollout_id}}: every rollout overwrites the one before"
+            what = "export" if name == "save_hf" else "rollout"
+            text = f"{template} has no {{rollout_id}}: every {what} replaces the one before"
             notices.warn(args, flag_of(name), text)
-
-
-def _same_dump(args: Namespace) -> Iterator[str]:
-    """B22."""
-    samples, batches = args.save_debug_rollout_data, args.save_debug_train_data
-    if batches is not None and samples == batches:
-        yield f"--save-debug-rollout-data and --save-debug-train-data are the same file {samples}: name two."
 
 
 def _replayed(args: Namespace) -> Iterator[str]:
@@ -75,4 +60,4 @@ def _replayed(args: Namespace) -> Iterator[str]:
         yield f"--load-debug-rollout-data {template}: there is no file {path}, with which the run would begin."
 
 
-RULES = (_empty, _outputs, _templates, _same_dump, _replayed)
+RULES = (_empty, _outputs, _templates, _replayed)

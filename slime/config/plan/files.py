@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from slime.config.path_flags import PATH_FLAGS
 from slime.config.plan.memory import precision_of
 from slime.config.plan.shape import Shape
 from slime.config.plan.values import read
@@ -29,7 +30,7 @@ class Output:
 
 def plan_files(args: Namespace, shape: Shape | None) -> list[Output]:
     """Everything that ends on disk."""
-    return [*_metrics(args), *_checkpoints(args, shape), *_debug(args)]
+    return [*_metrics(args), *_written(args, shape), *_snapshots(args)]
 
 
 def _metrics(args: Namespace) -> Iterator[Output]:
@@ -52,17 +53,21 @@ def _events(args: Namespace, run: Path) -> str:
     return str(Path("tensorboard_log") / (read(args, "tb_project_name") or "slime") / experiment)
 
 
-def _checkpoints(args: Namespace, shape: Shape | None) -> Iterator[Output]:
+def _written(args: Namespace, shape: Shape | None) -> Iterator[Output]:
     interval = read(args, "save_interval")
     when = "at the end" if interval is None else f"every {interval} rollouts, and last"
-    if read(args, "save"):
-        yield Output("checkpoint", args.save, when, _checkpoint_bytes(args, shape))
-    if read(args, "save_hf"):
-        size = shape.num_parameters * precision_of(args).weights if shape else None
-        yield Output("Hugging Face checkpoint", args.save_hf, when, size)
-    if read(args, "update_weight_transport") == "disk":
-        size = shape.num_parameters * precision_of(args).weights if shape else None
-        yield Output("weights for the engines", str(read(args, "update_weight_disk_dir")), "every weight sync", size)
+    size = shape.num_parameters * precision_of(args).weights if shape else None
+    is_disk = read(args, "update_weight_transport") == "disk"
+    sizes = {"save": (_checkpoint_bytes(args, shape), when), "save_hf": (size, when)}
+    if is_disk:
+        sizes |= dict.fromkeys(
+            ("update_weight_disk_dir", "update_weight_local_checkpoint_dir"), (size, "every weight sync")
+        )
+    sizes |= dict.fromkeys(("save_debug_rollout_data", "save_debug_train_data"), (None, "every rollout"))
+    for flag in PATH_FLAGS:
+        if flag.name in sizes and read(args, flag.name):
+            num_bytes, when = sizes[flag.name]
+            yield Output(flag.what, str(read(args, flag.name)), when, num_bytes)
 
 
 def _checkpoint_bytes(args: Namespace, shape: Shape | None) -> int | None:
@@ -73,12 +78,6 @@ def _checkpoint_bytes(args: Namespace, shape: Shape | None) -> int | None:
     return shape.num_parameters * (precision.weights + states)
 
 
-def _debug(args: Namespace) -> Iterator[Output]:
-    for name, what in (
-        ("save_debug_rollout_data", "samples of each rollout"),
-        ("save_debug_train_data", "training data of each rollout"),
-    ):
-        if read(args, name):
-            yield Output(what, str(read(args, name)), "every rollout")
+def _snapshots(args: Namespace) -> Iterator[Output]:
     if read(args, "memory_snapshot_num_steps"):
         yield Output("memory snapshots", str(read(args, "memory_snapshot_dir")), "first steps")

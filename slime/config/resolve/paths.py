@@ -9,35 +9,9 @@ from typing import Any
 
 from slime.config import notices
 from slime.config.groups import flag_of
+from slime.config.path_flags import PATH_FLAGS
 
-__all__ = ["PATHS", "absolute_paths", "debug_dumps", "experiment_name"]
-
-PATHS = (
-    "hf_checkpoint",
-    "prompt_data",
-    "output_dir",
-    "load",
-    "save",
-    "save_hf",
-    "ref_load",
-    "pretrained_checkpoint",
-    "initial_megatron_checkpoint",
-    "opd_teacher_load",
-    "save_debug_rollout_data",
-    "load_debug_rollout_data",
-    "load_forge_rollout_data",
-    "save_debug_train_data",
-    "dump_details",
-    "eval_config",
-    "custom_config_path",
-    "megatron_config_path",
-    "update_weight_disk_dir",
-    "update_weight_local_checkpoint_dir",
-    "sglang_config",
-    "tensorboard_dir",
-    "memory_snapshot_dir",
-    "wandb_dir",
-)
+__all__ = ["absolute_paths", "debug_dumps", "experiment_name"]
 
 
 def experiment_name(args: Namespace) -> None:
@@ -48,10 +22,10 @@ def experiment_name(args: Namespace) -> None:
 
 def absolute_paths(args: Namespace) -> None:
     """Ray's workers have another working directory."""
-    for name in PATHS:
-        value = getattr(args, name)
-        if value is not None:
-            setattr(args, name, _absolute(value))
+    for flag in PATH_FLAGS:
+        value = getattr(args, flag.name)
+        if isinstance(value, str):
+            setattr(args, flag.name, _absolute(value))
     if args.eval_prompt_data and len(args.eval_prompt_data) == 1:
         args.eval_prompt_data = [_absolute(args.eval_prompt_data[0])]
     elif args.eval_prompt_data and len(args.eval_prompt_data) % 2 == 0:

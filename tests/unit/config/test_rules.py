@@ -191,7 +191,7 @@ ERRORS = [
     case(
         "overwrite-strict",
         "--save-debug-rollout-data {dir}/x.pt --strict-args",
-        "every rollout overwrites the one before",
+        "every rollout replaces the one before",
     ),
     case("A10-file", "--load {dir}/prompts.jsonl", "/prompts.jsonl is a file: name the directory of a checkpoint"),
     case(

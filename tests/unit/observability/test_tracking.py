@@ -20,10 +20,10 @@ from slime.config.groups import add_group
 from slime.config.plan.files import plan_files
 from slime.config.resolve import paths
 from slime.observability import arguments, logging_utils, tracking
-from slime.observability.run_lock import RunLock
 from slime.observability.sinks.jsonl import JsonlSink
 from slime.observability.tracking import Tracker, create_tracker
 from slime.utils.errors import ConfigError
+from slime.utils.run_lock import RunLock
 
 
 def parsed(*argv: str, **more: Any) -> Namespace:
@@ -111,7 +111,7 @@ def test_a_folder_whose_tracker_could_not_be_made_is_free_again(monkeypatch: pyt
         create_tracker(args)
     folder = tracking.run_directory(args)
     (folder / "run.lock").write_text("somebody else")  # one process may hold the lock several times
-    RunLock(folder).close()
+    RunLock(folder, "--flag", "Fix").close()
 
 
 def test_wandb_alone_writes_no_events(tmp_path: Path) -> None:
@@ -205,8 +205,8 @@ def test_a_folder_that_cannot_be_written_is_an_error_that_names_the_flag(tmp_pat
 HOLD = """
 import sys
 from pathlib import Path
-from slime.observability.run_lock import RunLock
-lock = RunLock(Path(sys.argv[1]))
+from slime.utils.run_lock import RunLock
+lock = RunLock(Path(sys.argv[1]), "--flag", "Fix")
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -220,7 +220,7 @@ def test_a_live_run_keeps_others_out_of_its_folder_and_a_dead_one_does_not(tmp_p
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
-        with pytest.raises(ConfigError, match=rf"--experiment-name mine: process {other.pid} on host .* right now"):
+        with pytest.raises(ConfigError, match=rf"--experiment-name mine: process {other.pid} on host .* writes to"):
             create_tracker(args)
         other.kill()
         other.wait()
@@ -237,7 +237,7 @@ def test_a_driver_in_another_container_is_another_one_even_with_the_same_host_na
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
-        with pytest.raises(ConfigError, match=rf"process {os.getpid()} on host .* right now"):
+        with pytest.raises(ConfigError, match=rf"process {os.getpid()} on host .* writes to"):
             create_tracker(parsed("--output-dir", str(tmp_path), "--experiment-name", "mine"))
         other.kill()
 

@@ -1,7 +1,7 @@
-"""One live run per folder: a lock that its driver holds, and that ends with the driver, however that comes about.
+"""One live run per folder: a lock that a process of the run holds, and that ends with the process.
 
-The kernel keeps the lock (``flock``), so that one of a dead process is free at once; the file says who holds it. Held
-by the tracker, which writes the folder.
+The kernel keeps the lock (``flock``), so that one of a dead process is free; the file says who holds it. The tracker
+holds that of the run's folder, the driver that of ``--save``, the trainer's first rank that of the weight versions.
 """
 
 from __future__ import annotations
@@ -31,22 +31,28 @@ _LONGEST = 1000
 class RunLock:
     """Held from construction to :meth:`close`.
 
+    Args:
+        flag: the flag that decides about the folder, with its value.
+        fix: how to get another folder, an imperative.
+
     Raises:
         ConfigError: another process holds the folder. One process may hold it several times.
         OSError: the file cannot be written.
     """
 
-    def __init__(self, run: Path) -> None:
-        self._descriptor: int | None = os.open(run / FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    def __init__(self, folder: Path, flag: str, fix: str) -> None:
+        self._descriptor: int | None = os.open(folder / FILE, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             holder = os.pread(self._descriptor, _LONGEST, 0).decode("utf-8", errors="replace")
             self.close()
             if error.errno not in _TAKEN:  # a file system without locks
-                logger.info("%s: %s; another run in this folder would not be noticed", run / FILE, error.strerror)
+                logger.info("%s: %s; another run in this folder would not be noticed", folder / FILE, error.strerror)
             elif holder != _signature():
-                raise ConfigError(_refusal(run, holder)) from None
+                raise ConfigError(
+                    f"{flag}: {_name(holder)} writes to {folder}. {fix}, or end that run first."
+                ) from None
             return
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, _signature().encode(), 0)
@@ -69,12 +75,8 @@ def _signature() -> str:
     return json.dumps({"pid": pid, "host": socket.gethostname(), "token": _token(pid)})
 
 
-def _refusal(run: Path, holder: str) -> str:
+def _name(holder: str) -> str:
     try:
-        who = "process {pid} on host {host}".format(**json.loads(holder))
-    except (ValueError, KeyError, TypeError):  # it has the lock and has not said who it is yet
-        who = "another process"
-    return (
-        f"--experiment-name {run.name}: {who} runs in {run} right now. Give this run a name of its own, or another "
-        "--output-dir, or end the other one first."
-    )
+        return "process {pid} on host {host}".format(**json.loads(holder))
+    except (ValueError, KeyError, TypeError):  # it has the lock and has not written its name yet
+        return "another process"

@@ -1,0 +1,101 @@
+"""Every path that the command line names, once: what is there, and what a run does to it.
+
+Read by the steps that make paths absolute, by the rules that compare them, by roles and by the plan. Functions in files
+(``--custom-rm-path rewards.py:reward``) are not listed: they end in ``_path`` and are only read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from slime.config.groups import flag_of
+
+__all__ = ["PATH_FLAGS", "PathFlag", "UsedPath", "used_paths"]
+
+_SLICE = re.compile(r"@\[[^\]]*\]$")
+
+
+@dataclass(frozen=True)
+class PathFlag:
+    """One flag.
+
+    Attributes:
+        does: ``reads``; ``adds`` files with names of its own to a directory; ``replaces`` what is there.
+        fields: what is put in for ``{...}``; empty: the path has no such fields.
+        is_of_role: ``--megatron-config-path`` may give a role another one.
+        what: is written there, in the words of the plan.
+    """
+
+    name: str
+    does: Literal["reads", "adds", "replaces"]
+    is_directory: bool = False
+    fields: tuple[str, ...] = ()
+    is_of_role: bool = False
+    what: str = ""
+
+
+PATH_FLAGS = (
+    PathFlag("hf_checkpoint", "reads", is_directory=True),
+    PathFlag("prompt_data", "reads"),
+    PathFlag("eval_prompt_data", "reads"),
+    PathFlag("load", "reads", is_directory=True, is_of_role=True),
+    PathFlag("ref_load", "reads", is_directory=True, is_of_role=True),
+    PathFlag("pretrained_checkpoint", "reads", is_directory=True, is_of_role=True),
+    PathFlag("initial_megatron_checkpoint", "reads", is_directory=True),
+    PathFlag("opd_teacher_load", "reads", is_directory=True, is_of_role=True),
+    PathFlag("load_debug_rollout_data", "reads", fields=("rollout_id",)),
+    PathFlag("load_forge_rollout_data", "reads", fields=("rollout_id",)),
+    PathFlag("eval_config", "reads"),
+    PathFlag("custom_config_path", "reads"),
+    PathFlag("megatron_config_path", "reads"),
+    PathFlag("sglang_config", "reads"),
+    PathFlag("output_dir", "adds", is_directory=True),
+    PathFlag("save", "adds", is_directory=True, is_of_role=True, what="checkpoint"),
+    PathFlag(
+        "save_hf",
+        "replaces",
+        is_directory=True,
+        fields=("rollout_id",),
+        is_of_role=True,
+        what="Hugging Face checkpoint",
+    ),
+    PathFlag("update_weight_disk_dir", "replaces", is_directory=True, what="weights for the engines"),
+    PathFlag("update_weight_local_checkpoint_dir", "replaces", is_directory=True, what="each engine host's weights"),
+    PathFlag("save_debug_rollout_data", "replaces", fields=("rollout_id",), what="samples of each rollout"),
+    PathFlag("save_debug_train_data", "replaces", fields=("rollout_id", "rank"), what="training data of each rollout"),
+    PathFlag("dump_details", "adds", is_directory=True),
+    PathFlag("memory_snapshot_dir", "adds", is_directory=True),
+    PathFlag("tensorboard_dir", "adds", is_directory=True),
+    PathFlag("wandb_dir", "adds", is_directory=True),
+)
+
+
+@dataclass(frozen=True)
+class UsedPath:
+    """A path of this run; ``path`` is absolute and without symbolic links, its ``{fields}`` are still there."""
+
+    flag: PathFlag
+    given: str
+    path: str
+
+    def __str__(self) -> str:
+        return f"{flag_of(self.flag.name)} {self.given}"
+
+
+def used_paths(args: Namespace) -> Iterator[UsedPath]:
+    """What the resolved arguments name; flags of other entry points are left out."""
+    for flag in PATH_FLAGS:
+        value = getattr(args, flag.name, None)
+        for given in _eval_files(value) if flag.name == "eval_prompt_data" else [value]:
+            if given:
+                yield UsedPath(flag, given, os.path.realpath(_SLICE.sub("", given)))
+
+
+def _eval_files(value: list[str] | None) -> list[str]:
+    """Pairs NAME FILE, or one FILE."""
+    return (value or [])[1::2] if len(value or []) > 1 else value or []
