@@ -25,7 +25,7 @@ def train(args):
             report = run.train(rollout_id, rollout)
 
             last = run.num_rollout - 1
-            if is_due(rollout_id, args.save_interval, last):
+            if run.saves_after(rollout_id):
                 run.save(rollout_id)
             if is_due(rollout_id, args.update_weights_interval, last):
                 run.sync_weights(num_trained=rollout_id + 1)

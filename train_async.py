@@ -19,7 +19,7 @@ def train(args):
             report = run.train(rollout_id, rollout)
 
             last = run.num_rollout - 1
-            if is_due(rollout_id, args.save_interval, last):
+            if run.saves_after(rollout_id):
                 run.save(rollout_id)
             if is_due(rollout_id, args.update_weights_interval, last):
                 # A rollout is made by one set of weights: the one in flight ends first.

@@ -15,7 +15,6 @@ from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -212,18 +211,28 @@ class Run:
         self._seconds["sync"] = report.seconds
         self._num_synced_bytes = report.num_bytes
 
+    def saves_after(self, rollout_id: int) -> bool:
+        """Every ``--save-interval`` rollouts and after the last one; an export needs no interval for that."""
+        last = self.num_rollout - 1
+        exports_last = self.args.save_hf is not None and rollout_id == last
+        return exports_last or is_due(rollout_id, self.args.save_interval, last)
+
     @phase("trainer", "save")
     def save(self, rollout_id: int) -> None:
-        """The model, after the data state: the tracker file that makes a checkpoint count names a complete one."""
+        """The model, after the data state: the tracker file that makes a checkpoint count names a complete one.
+
+        Without ``--save`` an export alone.
+        """
         if self.trainer is None:
             return
         started = time.monotonic()
         with self._trainer_in_use:
-            if self.critic is not None:
+            if self.critic is not None and self.args.save is not None:
                 self.turns.to_critic()
                 self.critic.save(rollout_id)  # first: the actor's checkpoint is the one that counts
             self.turns.to_trainer()
-            self.trainer.save(rollout_id)
+            if self.args.save is not None:
+                self.trainer.save(rollout_id)
             if self.args.save_hf is not None:
                 self.trainer.save_hf(self.args.save_hf.format(rollout_id=rollout_id))
         self._seconds["save_model"] = time.monotonic() - started
@@ -356,6 +365,9 @@ def start_run(args: Namespace) -> Run:
         results = get([*ready, *starts], args.trainer_start_timeout, "engines and trainer to start")
         run.start_rollout_id = run._num_trained = _start_id(args, results[len(ready) :])
         run.num_rollout = num_rollout
+        if not run.rollout_ids and num_rollout:
+            text = "nothing is left to train: --load %s is at rollout %d, and --num-rollout is %d"
+            logger.warning(text, args.load, run.start_rollout_id, num_rollout)
         data_buffer.begin(run.start_rollout_id)
         run.progress.update(first_rollout=run.start_rollout_id, num_rollout=num_rollout)
         run._fleet = get(manager.fleet.remote(), 60.0, "the rollout manager to name its engines")
@@ -387,15 +399,6 @@ def _create_run(args: Namespace) -> Run:
         run = Run(args, tracker, manager, data_buffer, None, 0, 0, None, slots, progress, save_lock=save_lock)
         made.pop_all()
     return run
-
-
-def _lock_save(save: str) -> RunLock:
-    """Two live runs in one ``--save`` would delete each other's checkpoints."""
-    try:
-        Path(save).mkdir(parents=True, exist_ok=True)
-        return RunLock(Path(save), f"--save {save}", "Name another directory")
-    except OSError as error:
-        raise ConfigError(f"--save {save} cannot be written: {error.strerror or error}.") from None
 
 
 def _start_trainer(run: Run, slots: GpuSlots) -> list[Any]:

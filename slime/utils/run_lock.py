@@ -18,7 +18,7 @@ from uuid import uuid4
 
 from slime.utils.errors import ConfigError
 
-__all__ = ["FILE", "RunLock"]
+__all__ = ["FILE", "RunLock", "lock_save"]
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +73,19 @@ def _token(pid: int) -> str:
 def _signature() -> str:
     pid = os.getpid()
     return json.dumps({"pid": pid, "host": socket.gethostname(), "token": _token(pid)})
+
+
+def lock_save(save: str) -> RunLock:
+    """The lock of ``--save``: two live runs would delete each other's checkpoints.
+
+    Raises:
+        ConfigError: another process holds it, or the directory cannot be written.
+    """
+    try:
+        Path(save).mkdir(parents=True, exist_ok=True)
+        return RunLock(Path(save), f"--save {save}", "Name another directory")
+    except OSError as error:
+        raise ConfigError(f"--save {save} cannot be written: {error.strerror or error}.") from None
 
 
 def _name(holder: str) -> str:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from slime.backends.training.arguments import CheckpointArgs
 from slime.backends.training.checkpoint_files import (
@@ -21,6 +22,8 @@ from slime.backends.training.checkpoint_files import (
     iteration_of,
     what_is_torn,
 )
+from slime.config import notices
+from slime.config.groups import from_args
 from slime.utils.errors import ConfigError
 
 __all__ = [
@@ -127,18 +130,34 @@ def find_teacher(load: str | None, step: int | None) -> Source | None:
     return _existing("--opd-teacher-load", load, "--opd-teacher-ckpt-step", step)
 
 
-def check_checkpoints(args: object) -> list[str]:
-    """Rule over the resolved arguments: what ``find_start`` would refuse, before anything starts."""
-    from slime.config.groups import from_args
+def check_checkpoints(args: Any) -> list[str]:
+    """Rule over the resolved arguments: what ``find_start`` would refuse, before anything starts.
 
+    Leaves notices where the run has nothing to do, and where it would take the place of another one.
+    """
     if getattr(args, "hf_checkpoint", None) is None:
         return []
     try:
-        source = find_start(from_args(CheckpointArgs, args), args.hf_checkpoint)  # type: ignore[arg-type, attr-defined]
+        source = find_start(from_args(CheckpointArgs, args), args.hf_checkpoint)
     except ConfigError as error:
         return error.problems
-    problem = foreign(source, args.train_backend)  # type: ignore[attr-defined]
+    problem = foreign(source, args.train_backend)
+    _notice(args, source)
     return [problem] if problem else []
+
+
+def _notice(args: Any, source: Source) -> None:
+    is_resumed = source.flag == "--load" and source.is_training_state and not args.finetune
+    if is_resumed and args.num_rollout and args.start_rollout_id is None and source.iteration >= args.num_rollout - 1:
+        text = f"{args.num_rollout}: {source.directory} was saved after the last of them, so nothing is left to train"
+        notices.warn(
+            args, "--num-rollout", f"{text}; a larger number goes on, another --save and no --load starts anew"
+        )
+    if args.save is None or (args.load is not None and os.path.realpath(args.load) == os.path.realpath(args.save)):
+        return
+    if old := complete_iterations(Path(args.save)):
+        text = f"{args.save} holds {old[-1].name} of another run, and this run replaces those of its own rollouts there"
+        notices.warn(args, "--save", f"{text}; --load {args.save} goes on with it, another --save leaves it alone")
 
 
 def inspect_checkpoint(flag: str, path: str) -> Source | None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from slime.backends.training.arguments import CheckpointArgs
 from slime.backends.training.checkpoint_source import find_start
+from slime.config.groups import from_args
 from slime.utils.errors import ConfigError
 
 __all__ = ["MARKER", "check_export", "export_checksums", "foreign_content", "refusal", "write_marker"]
@@ -93,8 +94,6 @@ def _existing_targets(args: Any) -> list[Path]:
 
 
 def _first_rollout(args: Any) -> int:
-    from slime.config.groups import from_args
-
     if args.start_rollout_id is not None or args.load is None or args.finetune:
         return int(args.start_rollout_id or 0)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 def saving(args: Namespace) -> None:
     """B11, B45, D10."""
     if args.save_interval is not None and args.save is None:
-        args.save = str(Path(args.output_dir) / "checkpoints")
-        notices.warn(args, "--save", f"not given, but --save-interval is: checkpoints go to {args.save}")
+        args.save, why = _default_save(args)
+        notices.warn(args, "--save", f"not given, but --save-interval is: checkpoints go to {args.save}{why}")
     if args.release_train:
         reason = "1, because --release-train starts every step from a checkpoint"
         for flag, name in (
@@ -27,6 +28,15 @@ def saving(args: Namespace) -> None:
             if getattr(args, name) != 1:
                 (notices.warn if name in args.given else notices.info)(args, flag, reason)
                 setattr(args, name, 1)
+
+
+def _default_save(args: Namespace) -> tuple[str, str]:
+    """``<output-dir>/checkpoints``, unless that holds checkpoints which this run does not go on with."""
+    default = os.path.join(args.output_dir, "checkpoints")
+    if not _holds_checkpoint(default) or (args.load and os.path.realpath(args.load) == os.path.realpath(default)):
+        return default, ""
+    own = os.path.join(args.output_dir, args.experiment_name, "checkpoints")
+    return own, f", because {default} holds those of another run; --load {default} goes on with them"
 
 
 def initial_weights(args: Namespace) -> None:

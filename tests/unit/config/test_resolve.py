@@ -174,6 +174,31 @@ def test_d10_an_interval_without_a_directory_saves_below_the_output_directory(co
     assert args.save == f"{command.directory}/out/checkpoints"
 
 
+def test_checkpoints_of_another_run_are_not_where_a_run_saves_unasked(command: TinyCommand):
+    default = megatron_checkpoint(command.directory / "out" / "checkpoints")
+    flags = ("--save-interval", 5, "--output-dir", "{dir}/out", "--experiment-name", "mine")
+    assert command.resolve(*flags).save == f"{command.directory}/out/mine/checkpoints"
+    assert f"--load {default} goes on with them" in command.warnings(*flags)
+    assert command.resolve(*flags, "--load", default).save == default
+
+
+def test_a_run_that_would_replace_checkpoints_of_another_one_says_so(command: TinyCommand):
+    old = megatron_checkpoint(command.directory / "old")
+    flags = ("--save-interval", 5, "--save", old)
+    assert f"--save: {old} holds iter_0000003 of another run" in command.warnings(*flags)
+    assert "of another run" not in command.warnings(*flags, "--load", f"{old}/../old")
+    assert "of another run" not in command.warnings("--save-interval", 5, "--save", f"{old}_new")
+
+
+def test_a_run_that_has_ended_says_at_the_start_that_nothing_is_left(command: TinyCommand):
+    old = megatron_checkpoint(command.directory / "old")
+    flags = ("--load", old, "--save", old, "--save-interval", 1)
+    for num_rollout in (3, 4):
+        assert f"{num_rollout}: {old}/iter_0000003 was saved" in command.warnings(*flags, "--num-rollout", num_rollout)
+    assert "nothing is left" not in command.warnings(*flags, "--num-rollout", 5)
+    assert "nothing is left" not in command.warnings(*flags, "--num-rollout", 4, "--finetune")
+
+
 def test_d12_labels_without_a_reward_are_graded_as_mathematics(command: TinyCommand):
     args = command.resolve(without=("--rm-type",))
     assert args.rm_type == "math"

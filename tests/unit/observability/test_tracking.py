@@ -23,7 +23,7 @@ from slime.observability import arguments, logging_utils, tracking
 from slime.observability.sinks.jsonl import JsonlSink
 from slime.observability.tracking import Tracker, create_tracker
 from slime.utils.errors import ConfigError
-from slime.utils.run_lock import RunLock
+from slime.utils.run_lock import RunLock, lock_save
 
 
 def parsed(*argv: str, **more: Any) -> Namespace:
@@ -225,6 +225,30 @@ def test_a_live_run_keeps_others_out_of_its_folder_and_a_dead_one_does_not(tmp_p
         other.kill()
         other.wait()
     create_tracker(args).close()
+
+
+def test_two_live_runs_do_not_share_a_directory_of_checkpoints(tmp_path: Path) -> None:
+    save = tmp_path / "run" / "checkpoints"
+    lock_save(str(save)).close()  # an earlier run that ended
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    command = [sys.executable, "-c", HOLD, str(save)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        (tmp_path / "link").symlink_to(tmp_path / "run")
+        link = tmp_path / "link" / "checkpoints"
+        with pytest.raises(
+            ConfigError, match=rf"--save {link}: process {other.pid} on host .* writes to .*end that run"
+        ):
+            lock_save(str(link))
+        other.kill()
+        other.wait(10)
+    first = lock_save(str(save))
+    lock_save(str(save)).close()  # a restart in the same job
+    first.close()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--save .*/file/checkpoints cannot be written"):
+        lock_save(str(tmp_path / "file" / "checkpoints"))
 
 
 def test_a_driver_in_another_container_is_another_one_even_with_the_same_host_name_and_pid(tmp_path: Path) -> None:

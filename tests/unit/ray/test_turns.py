@@ -59,6 +59,9 @@ class FakeTrainer(Recorder):
     def save(self, rollout_id):
         self.tell("save")
 
+    def save_hf(self, path):
+        self.tell("save_hf", path)
+
     def kill(self):
         self.tell("kill")
 
@@ -102,6 +105,7 @@ def story_of(
             "rollout_timeout": 1.0,
         },
         **{
+            "save": "checkpoints",
             "save_hf": None,
             "async_save": False,
             "num_critic_only_steps": 0,
@@ -157,6 +161,20 @@ def test_memory_changes_hands_in_the_order_that_never_has_two_owners(monkeypatch
         *SYNC,
         *END,
     ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "saved"),
+    [
+        ({"save": None, "save_hf": "hf_{rollout_id}"}, ["save_hf(hf_2)"]),
+        ({"save": None, "save_hf": "hf", "save_interval": 2}, ["save_hf(hf)", "save_hf(hf)"]),
+        ({"save_hf": "hf", "save_interval": 3}, ["save", "save_hf(hf)"]),
+        ({"save": None}, []),
+    ],
+)
+def test_an_export_without_an_interval_is_written_after_the_last_rollout(monkeypatch, tmp_path, settings, saved):
+    story = story_of(monkeypatch, tmp_path, num_rollout=3, **settings)
+    assert [verb for verb in story if "save" in verb] == [f"trainer.{verb}" for verb in saved]
 
 
 def test_an_evaluation_after_training_without_a_sync_has_the_engines_awake(monkeypatch, tmp_path):
