@@ -1,4 +1,4 @@
-"""What the checksums of checkpoints cost: their share of a save and of a load.
+"""The cost of the checksums of checkpoints: their share of a save and of a load.
 
     python benchmarks/checkpoints.py [--hidden 768] [--layers 6] [--rounds 5]
 

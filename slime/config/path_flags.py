@@ -1,4 +1,4 @@
-"""Every path that the command line names, once: what is there, and what a run does to it.
+"""Every path that the command line names, once: its kind, and whether a run reads, adds to or replaces it.
 
 Read by the steps that make paths absolute, by the rules that compare them, by roles and by the plan. Functions in files
 (``--custom-rm-path rewards.py:reward``) are not listed: they end in ``_path`` and are only read.
@@ -25,10 +25,10 @@ class PathFlag:
     """One flag.
 
     Attributes:
-        does: ``reads``; ``adds`` files with names of its own to a directory; ``replaces`` what is there.
-        fields: what is put in for ``{...}``; empty: the path has no such fields.
+        does: ``reads``; ``adds`` new files to a directory; ``replaces`` the file or directory.
+        fields: names that a run replaces in ``{...}``.
         is_of_role: ``--megatron-config-path`` may give a role another one.
-        what: is written there, in the words of the plan.
+        what: the plan's name for the content.
     """
 
     name: str
@@ -88,7 +88,7 @@ class UsedPath:
 
 
 def used_paths(args: Namespace) -> Iterator[UsedPath]:
-    """What the resolved arguments name; flags of other entry points are left out."""
+    """The paths in the resolved arguments. A flag that ``args`` lacks is skipped."""
     for flag in PATH_FLAGS:
         value = getattr(args, flag.name, None)
         for given in _eval_files(value) if flag.name == "eval_prompt_data" else [value]:

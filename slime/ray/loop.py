@@ -47,7 +47,7 @@ from slime.ray.turns import DeviceTurns
 from slime.ray.waiting import get, raise_if_dead
 from slime.utils.errors import ConfigError, ProcessDied, SlimeError, StartFailed
 from slime.utils.interrupt import acknowledge
-from slime.utils.run_lock import RunLock
+from slime.utils.run_lock import RunLock, lock_save
 
 __all__ = ["Run", "is_due", "start_run"]
 
@@ -387,7 +387,7 @@ def _create_run(args: Namespace) -> Run:
     with ExitStack() as made:
         tracker = create_tracker(args)
         made.callback(tracker.close)
-        save_lock = made.enter_context(closing(_lock_save(args.save))) if args.save is not None else None
+        save_lock = None if args.save is None else made.enter_context(closing(lock_save(args.save)))
         slots = create_placement_groups(args)
         made.callback(release_placement_groups, slots)
         directory = run_directory(args)

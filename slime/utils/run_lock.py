@@ -1,6 +1,6 @@
 """One live run per folder: a lock that a process of the run holds, and that ends with the process.
 
-The kernel keeps the lock (``flock``), so that one of a dead process is free; the file says who holds it. The tracker
+The kernel keeps the lock (``flock``), so that one of a dead process is free; the file names the holder. The tracker
 holds that of the run's folder, the driver that of ``--save``, the trainer's first rank that of the weight versions.
 """
 

@@ -183,7 +183,9 @@ class CheckpointArgs:
     save: str | None = flag(None, "Directory that gets an iter_NNNNNNN directory per checkpoint.")
     save_interval: int | None = flag(None, "Rollouts between checkpoints.")
     save_hf: str | None = flag(
-        None, "Also export Hugging Face checkpoints here; {rollout_id} is replaced.", metavar="TEMPLATE"
+        None,
+        "Export Hugging Face checkpoints here, with every checkpoint and at the end; {rollout_id} is replaced.",
+        metavar="TEMPLATE",
     )
     ckpt_step: int | None = flag(None, "Iteration of --load to take instead of the latest.")
     ckpt_format: Literal["torch", "torch_dist", "torch_dcp", "fsdp_dtensor"] = flag(

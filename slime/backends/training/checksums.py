@@ -48,7 +48,7 @@ def written_by(directory: Path, rank: int) -> list[Path]:
 
 
 def find_damage(directory: Path, checksums: Mapping[str, str], rank: int = 0, world_size: int = 1) -> list[str]:
-    """Compare this rank's share of ``directory``. Returns what is wrong, one phrase per file.
+    """Compare this rank's share of ``directory``. Returns one phrase per damaged file.
 
     A rank gets the files that a rank of its number wrote: at the same layout it loads most of its tensors from them, so
     that storage is read once. A file without a writer goes by its position.

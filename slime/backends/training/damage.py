@@ -1,4 +1,4 @@
-"""Whether a checkpoint is what was written, before a tensor of it is loaded, and what to use instead.
+"""Damage in a checkpoint: found before a tensor is loaded, reported with the checkpoint to use instead.
 
 Called on all ranks at once; each reads its share of the files (``checksums``).
 """

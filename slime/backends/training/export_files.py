@@ -1,4 +1,4 @@
-"""The marker of a Hugging Face directory that slime exported: what it wrote there, and that it may be replaced.
+"""The marker of a Hugging Face directory that slime exported: its files, and that an export may replace it.
 
     <save-hf>/slime_export.json    names of all files, checksums of those with weights
 
@@ -66,18 +66,17 @@ def check_export(args: Any) -> Iterator[str]:
         return
     for target in _existing_targets(args):
         if reason := foreign_content(target):
-            yield refusal(str(target), reason)
+            yield f"--save-hf {refusal(str(target), reason)}"
 
 
 def refusal(path: str, reason: str) -> str:
     return (
-        f"--save-hf {path} {reason}. The export replaces the whole directory: name a new or an empty one, or move what "
-        "is there."
+        f"{path} {reason}. An export replaces the whole directory: name a new or an empty one, or move the files away."
     )
 
 
 def _existing_targets(args: Any) -> list[Path]:
-    """What is there already of the directories that this run would write."""
+    """The existing directories among those that this run would write."""
     template = Path(args.save_hf)
     if not _NUMBER.search(args.save_hf):
         return [template]
@@ -89,7 +88,7 @@ def _existing_targets(args: Any) -> list[Path]:
         numbers = (number for number in range(first, last + 1) if (number + 1) % interval == 0 or number == last)
         paths = (Path(args.save_hf.format(rollout_id=number)) for number in numbers)
         return [path for path in paths if path.exists()]
-    except (KeyError, IndexError, ValueError):  # the rule on templates says so
+    except (KeyError, IndexError, ValueError):  # the rule on templates reports it
         return []
 
 
@@ -98,13 +97,13 @@ def _first_rollout(args: Any) -> int:
         return int(args.start_rollout_id or 0)
     try:
         source = find_start(from_args(CheckpointArgs, args), args.hf_checkpoint)
-    except ConfigError:  # check_checkpoints says so
+    except ConfigError:  # check_checkpoints reports it
         return 0
     return source.iteration + 1 if source.flag == "--load" and source.is_training_state else 0
 
 
 def _read_marker(directory: Path) -> dict[str, Any] | None:
-    """None where there is none; a marker that cannot be read makes no directory an export."""
+    """None without a marker, and with one that cannot be read."""
     try:
         content: Any = json.loads((directory / MARKER).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What a run writes lies on nothing that it reads or writes as well, and on no file of the user."""
+"""A run writes to no path that it also uses for something else, and replaces no file of the user."""
 
 from __future__ import annotations
 

@@ -55,14 +55,14 @@ def test_an_export_replaces_nothing_that_no_export_wrote(source: str, tmp_path: 
     file.parent.mkdir(parents=True)
     file.write_text("precious")
     name = content.partition("/")[0]
-    with pytest.raises(ConfigError, match=f"--save-hf {tmp_path}/users holds {name} and no slime_export.json"):
+    with pytest.raises(ConfigError, match=f"{tmp_path}/users holds {name} and no slime_export.json"):
         write_hf_directory(WEIGHTS.items(), source, str(tmp_path / "users"))
     assert file.read_text() == "precious"
 
     path = tmp_path / "out"
     write_hf_directory(WEIGHTS.items(), source, str(path))
     file.rename(path / "notes")
-    with pytest.raises(ConfigError, match=f"--save-hf {path} holds notes, which no export wrote"):
+    with pytest.raises(ConfigError, match=f"{path} holds notes, which no export wrote"):
         write_hf_directory(WEIGHTS.items(), source, str(path))
     assert (path / "notes").read_text() == "precious"
     (tmp_path / "link").symlink_to(tmp_path / "users")

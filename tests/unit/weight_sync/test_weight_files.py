@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from slime.utils.errors import ConfigError, DeadlineExceeded, EngineError
-from slime.weight_sync import local_checkpoint, send_delta, tensor_files
+from slime.weight_sync import local_checkpoint, send_delta, tensor_files, version_store
 from slime.weight_sync.local_checkpoint import pull
 from slime.weight_sync.ranks import ALONE
 from slime.weight_sync.send_delta import DeltaUpdater
@@ -90,6 +93,35 @@ def test_only_the_newest_version_is_kept_unless_all_are_wanted(tmp_path):
         for version in (1, 2):
             run.sync(version)
         assert [version for version, _ in run.versions()] == left
+
+
+_HOLD = """
+import sys
+from pathlib import Path
+from slime.weight_sync.version_store import VersionStore
+store = VersionStore(Path(sys.argv[1]))
+store.open(keeps_files=False)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_two_live_runs_do_not_share_a_directory_of_versions(tmp_path, monkeypatch):
+    Run(tmp_path, is_delta=False).sync(1)
+    monkeypatch.setattr(version_store, "_LOCK_TIMEOUT_S", 0.0)
+    command = [sys.executable, "-c", _HOLD, str(tmp_path / "other" / "shared")]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        run = Run(tmp_path / "other", is_delta=False)
+        with pytest.raises(ConfigError, match=rf"--update-weight-disk-dir .*: process {other.pid} .* writes to"):
+            run.sync(1)
+        assert run.versions() == []
+        other.kill()
+        other.wait(10)
+    run.sync(1)
+    assert run.versions() == [(1, False)]
 
 
 def test_the_same_version_again_is_loaded_but_not_written_again(tmp_path):
