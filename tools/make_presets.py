@@ -288,7 +288,7 @@ def table(presets: dict[str, Preset]) -> str:
 # Model presets
 
 `source scripts/models/<preset>.sh` leaves two bash arrays: `MODEL_ARGS`, the Megatron flags of the model, and
-`CKPT_ARGS`, checkpoint flags from environment variables (see [scripts/README.md](../scripts/README.md)). With
+`CKPT_ARGS`, checkpoint flags from environment variables (see `scripts/README.md`). With
 `--hf-checkpoint` the model flags may also be left out: they are then derived from its `config.json`, and flags that
 contradict that file are an error.
 
