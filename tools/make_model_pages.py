@@ -25,7 +25,7 @@ from slime.config.plan.build import Plan, build
 from slime.ray.arguments import parse_only
 from tests.unit.scripts.bash_arrays import model_words
 from tests.unit.scripts.dry_run import SCRIPTS, dry_run_with_files, launchers
-from tests.unit.scripts.hub_configs import TO_COME, hub_config
+from tests.unit.scripts.hub_configs import hub_config
 from tools.make_presets import load_presets
 
 __all__ = ["BEGIN", "DOCS", "END", "GUIDES", "PAGES", "SCRIPTS_OF_GUIDES", "pages"]
@@ -219,14 +219,7 @@ def _table(rows: list[Row], columns: str) -> str:
     heads = ("recipe", "GPUs", "trainer", "engines", "a rollout", "trainer rank, GiB", "GPU of an engine, GiB")
     lines = [LEGEND.format(columns=columns), "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     lines += [f"| {' | '.join((row.name, *_cells(row)))} |" for row in rows]
-    missing = [f"* {row.name}: {problem}" for row in rows for problem in row.plan.problems if _is_to_come(problem)]
-    if missing:
-        lines += ["", "Not supported yet:", "", *(re.sub(r"/\S*/", "", line) for line in missing)]
     return "\n".join(lines)
-
-
-def _is_to_come(problem: str) -> bool:
-    return any(words in problem for words in TO_COME)
 
 
 def _known(section: Section | None) -> Section:
