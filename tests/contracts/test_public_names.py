@@ -15,7 +15,7 @@ Dockerfile requirements.txt train.py train_async.py
 docs/en/get_started/quick_start.md docs/en/get_started/usage.md docs/en/get_started/customization.md
 docs/en/get_started/qa.md
 docs/en/examples/qwen3-4B.md docs/en/examples/glm4-9B.md docs/en/examples/glm4.5-355B-A32B.md
-examples/search-r1
+examples/search-r1 examples/geo3k_vlm
 """
 """Files and folders that users' commands and links name."""
 NAMES = """
@@ -318,3 +318,4 @@ def test_fan_out_rewards_are_relative_to_their_group():
 def test_the_files_and_folders_that_users_name_exist():
     root = Path(__file__).resolve().parents[2]
     assert [path for path in PATHS.split() if not (root / path).exists()] == []
+    assert len(list((root / "examples").glob("*/run_tiny.py"))) >= 14

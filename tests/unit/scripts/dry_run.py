@@ -98,7 +98,7 @@ def dry_run_with_files(
     engines.write_text((SCRIPTS / path).read_text().partition("<<'YAML'\n")[2].partition("YAML\n")[0])
     environment = {"BASE_DIR": str(place), "SGLANG_CONFIG_FILE": str(engines)} | dict.fromkeys(_DATA, str(data))
     made = dry_run(path, env=environment | dict(env or {}))
-    for flag in ("--hf-checkpoint", "--ref-load"):
+    for flag in ("--hf-checkpoint", "--ref-load", "--opd-teacher-load"):
         if flag in made.flags:
             model = Path(made.value(flag))
             model.mkdir(exist_ok=True)
