@@ -9,13 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from slime.data.chat import load_tokenizer
-from slime.data.dump_file import dump_path, read_samples
+from slime.data.dump_file import dump_path, read_samples, write_dump
 from slime.data.sample import Sample, iter_samples
 from slime.utils.errors import ConfigError, DataError
-from slime.utils.files import replacing
 
 __all__ = ["load_debug_rollout_data", "save_debug_rollout_data", "save_tokenizer"]
 
@@ -28,16 +25,15 @@ def save_debug_rollout_data(path_template: str | None, data: Any, *, rollout_id:
         data: groups of samples, or the result of an evaluation (data set name -> ``{"samples": [...], ...}``).
 
     Returns:
-        The file.
+        The file; None also if the disk refused it, of which a warning tells.
     """
     if path_template is None:
         return None
     name = f"eval_{rollout_id}" if evaluation else str(rollout_id)
     path = dump_path("--save-debug-rollout-data", path_template, name)
     samples = [sample.to_dict() for sample in _samples_of(data)]
-    with replacing(path) as partial:
-        torch.save({"rollout_id": rollout_id, "samples": samples}, partial)
-    return path
+    content = {"rollout_id": rollout_id, "samples": samples}
+    return path if write_dump("--save-debug-rollout-data", path, content) else None
 
 
 def save_tokenizer(directory: str | None, hf_checkpoint: str) -> None:

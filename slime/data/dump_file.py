@@ -1,9 +1,9 @@
-"""Reads what ``torch.save`` wrote: the samples of ``--save-debug-rollout-data``, and other dumps. Called by whoever
-replays or examines one."""
+"""Files of ``torch.save``: writes dumps, and reads the samples of ``--save-debug-rollout-data`` and other dumps."""
 
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,10 +13,14 @@ import torch
 
 from slime.data.sample import Sample
 from slime.utils.errors import ConfigError, DataError
+from slime.utils.files import replacing
 
-__all__ = ["dump_path", "load_saved", "read_samples"]
+__all__ = ["dump_path", "load_saved", "read_samples", "write_dump"]
 
 logger = logging.getLogger(__name__)
+
+_warned: set[str] = set()
+"""Flags whose dumps could not be written."""
 
 
 def dump_path(flag: str, template: str, rollout_id: str) -> Path:
@@ -29,6 +33,38 @@ def dump_path(flag: str, template: str, rollout_id: str) -> Path:
         return Path(template.format(rollout_id=rollout_id))
     except (KeyError, IndexError, ValueError) as error:
         raise ConfigError(f"{flag} {template}: the only placeholder is {{rollout_id}} ({error}).") from None
+
+
+def write_dump(flag: str, path: Path, content: Any) -> bool:
+    """Write ``content`` to ``path``, complete or not at all. A full disk must not end a run that goes well.
+
+    Returns:
+        False: the disk refused. The first time for ``flag`` a warning says so.
+    """
+    written = 0
+    try:
+        with replacing(path) as partial:
+            try:
+                torch.save(content, partial)
+            finally:
+                written = partial.stat().st_size if partial.exists() else 0
+    except (OSError, RuntimeError) as error:  # torch reports a write that failed as a RuntimeError
+        if flag not in _warned:
+            _warned.add(flag)
+            reason = str(error).strip().splitlines()[0]
+            logger.warning(
+                "%s: %s was not written, the run goes on without it: the disk refused more than %d bytes (%d free): "
+                "%s. Later files are tried without a further warning.",
+                *(flag, path, written, _free_bytes(path), reason),
+            )
+        return False
+    return True
+
+
+def _free_bytes(path: Path) -> int:
+    existing = next(parent for parent in path.absolute().parents if parent.exists())
+    status = os.statvfs(existing)
+    return status.f_bavail * status.f_frsize
 
 
 def read_samples(flag: str, path: Path) -> list[Sample]:

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from slime.data.columns import column
+from slime.data.dump_file import write_dump
 from slime.utils.errors import ConfigError
-from slime.utils.files import replacing
 
 __all__ = ["build_dump_payload", "save_debug_train_data", "train_data_path"]
 
@@ -58,7 +58,7 @@ def save_debug_train_data(
         group: one process of each data-parallel rank; None for a single process.
 
     Returns:
-        The file, on the rank that wrote it.
+        The file, on the rank that wrote it; None also if the disk refused it, of which a warning tells.
     """
     shard = {name: _to_cpu(value) for name, value in rollout_data.items()}
     if group is None:
@@ -72,9 +72,8 @@ def save_debug_train_data(
     if number != 0:
         return None
     path = train_data_path(template, rollout_id=rollout_id, rank=rank)
-    with replacing(path) as partial:
-        torch.save(build_dump_payload(shards, rollout_id=rollout_id, writer_rank=rank), partial)
-    return path
+    payload = build_dump_payload(shards, rollout_id=rollout_id, writer_rank=rank)
+    return path if write_dump("--save-debug-train-data", path, payload) else None
 
 
 def build_dump_payload(dp_shards: Sequence[Mapping[str, Any]], *, rollout_id: int, writer_rank: int) -> dict[str, Any]:

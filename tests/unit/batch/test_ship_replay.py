@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import resource
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from slime.batch.replay import load_debug_rollout_data, save_debug_rollout_data
 from slime.batch.rewards import RewardArgs
 from slime.batch.schedule import MicroBatchArgs
 from slime.batch.ship import split_by_dp, tensorize
+from slime.data import dump_file
 from slime.data.columns import COLUMNS, column
 from slime.data.layout import ParallelLayout
 from slime.data.sample import Sample
+from slime.observability.train_data_utils import save_debug_train_data
 from slime.utils.errors import ConfigError, DataError
 
 
@@ -175,6 +178,26 @@ def test_bad_dumps_and_templates_name_the_flag_and_the_file(tmp_path):
     save_debug_rollout_data(template, make_samples(2), rollout_id=0, evaluation=False)
     with pytest.raises(ConfigError, match="subsample 0"):
         load_debug_rollout_data(template, rollout_id=0, subsample_ratio=0.0)
+
+
+def test_a_full_disk_costs_the_dumps_and_not_the_run(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(dump_file, "_warned", set())
+    template, sample = str(tmp_path / "d" / "{rollout_id}.pt"), Sample(tokens=list(range(50_000)))
+    train = {"tokens": [torch.arange(50_000)], "partition": [0]}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # a file takes no more, as on a disk that is full
+    try:
+        for rollout_id in range(2):
+            assert save_debug_rollout_data(template, [[sample]], rollout_id=rollout_id, evaluation=False) is None
+        assert save_debug_train_data(template, rollout_id=7, rollout_data=train, group=None) is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list((tmp_path / "d").iterdir()) == []
+    first, second = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"--save-debug-rollout-data: {tmp_path}/d/0.pt was not written, the run goes on" in first
+    assert "bytes" in first
+    assert f"--save-debug-train-data: {tmp_path}/d/7.pt was not written" in second
+    assert save_debug_rollout_data(template, [[sample]], rollout_id=3, evaluation=False) == tmp_path / "d" / "3.pt"
 
 
 def test_a_failed_dump_leaves_nothing_behind(tmp_path):
