@@ -1,7 +1,7 @@
-"""``config.json`` of a Hugging Face checkpoint, as far as flags follow from it.
+"""``config.json`` of a Hugging Face checkpoint.
 
-For derivations, rules and the plan. Whether the file is there and readable is the subject of a rule of its own
-(``slime.config.check.generation``), so here a bad file is an empty one.
+A rule reports what :func:`load_model_config` raises (``slime.config.check.generation``). For derivations, other rules
+and the plan a bad file is an empty one: :func:`read_model_config`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,60 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["indexer_layers", "read_model_config", "text_part"]
+from slime.utils.errors import ConfigError
+
+__all__ = ["MOST_LAYERS", "indexer_layers", "load_model_config", "read_model_config", "text_part"]
+
+MOST_LAYERS = 10_000
+"""More layers than that are a mistake, and lists of them would fill the memory."""
+
+_SECTIONS = (
+    *("text_config", "vision_config", "quantization_config", "compression_config"),
+    *("rope_scaling", "rope_parameters"),
+)
+"""Keys whose value, if any, is an object."""
+
+
+def load_model_config(hf_checkpoint: str) -> dict[str, Any]:
+    """Keys of the file.
+
+    Raises:
+        ConfigError: it is missing, is no JSON object, or a section of it is none.
+    """
+    where = f"--hf-checkpoint {hf_checkpoint}"
+    try:
+        text = (Path(hf_checkpoint) / "config.json").read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot read config.json: {error.strerror}.") from None
+    except ValueError as error:
+        raise ConfigError(f"{where}: config.json is not text in UTF-8: {error}.") from None
+    try:
+        config = json.loads(text, parse_constant=_refuse)
+    except ValueError as error:
+        raise ConfigError(f"{where}: config.json is not valid JSON: {error}.") from None
+    except RecursionError:
+        raise ConfigError(
+            f"{where}: config.json is nested too deeply to be read; a model's config has a few levels."
+        ) from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{where}: config.json does not hold a JSON object.")
+    problems = [
+        f"{where}: config.json has {name} {_shown(config[name])}; it must be a JSON object, or be left out."
+        for name in _SECTIONS
+        if config.get(name) is not None and not isinstance(config[name], dict)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"it holds {constant}, which is no JSON number")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def read_model_config(hf_checkpoint: str | None) -> dict[str, Any]:
@@ -19,10 +72,9 @@ def read_model_config(hf_checkpoint: str | None) -> dict[str, Any]:
     if hf_checkpoint is None:
         return {}
     try:
-        config = json.loads((Path(hf_checkpoint) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return load_model_config(hf_checkpoint)
+    except ConfigError:
         return {}
-    return config if isinstance(config, dict) else {}
 
 
 def text_part(config: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
@@ -101,6 +102,8 @@ def load_weights(model: PreTrainedModel, directory: str, flag: str) -> None:
         for name in sorted(reader.names - used)
         if not _is_left_out(model, name)
     ]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        problems += reader.tied_head(is_tied(model))
     raise_everywhere(problems)
 
 
@@ -119,6 +122,8 @@ def _fill(tensor: HfTensor, reader: TensorReader) -> list[str]:
         whole = reader.get("model.embed_tokens.weight")
     elif missing:
         return [f"{reader.where}: tensor {name} is missing in its .safetensors files." for name in missing]
+    elif tensor.value.is_floating_point() and (wrong := reader.integers(name for row in tensor.names for name in row)):
+        return wrong
     else:
         whole = tensor.join(reader)
     if whole.shape != tensor.value.shape:

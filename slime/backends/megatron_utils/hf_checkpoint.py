@@ -75,6 +75,8 @@ def load_weights(model: Any, shape: Shape, directory: str, flag: str) -> None:
         problems += _fill(local, tensors, reader)
     unknown = sorted(reader.names - tensors.all_hf_names(tensors.plan()))
     problems += _unknown(unknown, tensors, reader, shape.num_mtp_layers)
+    if mpu.is_pipeline_last_stage(ignore_virtual=True) and mpu.get_tensor_model_parallel_rank() == 0:
+        problems += reader.tied_head(shape.is_tied)
     raise_everywhere(problems)
 
 
@@ -88,6 +90,8 @@ def _fill(local: LocalTensor, tensors: ModelTensors, reader: TensorReader) -> li
         parts = [reader.row(stacked, tensors.expert(local.place, mpu.get_expert_model_parallel_rank()))]
     elif missing := [name for name in names if name not in reader]:
         return [f"{reader.where}: tensor {name} is missing in its .safetensors files." for name in missing]
+    elif problems := reader.integers(names):
+        return problems
     else:
         parts = [reader.get(name) for name in names]
     num_shards = tensors.num_shards(rule)

@@ -6,10 +6,8 @@ plan. Knows neither flags nor Megatron, and imports neither torch nor megatron n
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from slime.backends.megatron_utils.families.base import Family
@@ -24,7 +22,8 @@ from slime.backends.megatron_utils.shape_parts import (
     VisionShape,
     YarnRope,
 )
-from slime.config.model_config import indexer_layers
+from slime.config.model_config import MOST_LAYERS, indexer_layers
+from slime.config.model_config import load_model_config as read_hf_config
 from slime.utils.errors import ConfigError
 
 __all__ = [
@@ -43,26 +42,9 @@ _SIGMOID_FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "kimi_k2", "min
 _ONE_DENSE_LAYER = ("glm4_moe", "glm4_moe_lite")
 """Families whose first layer alone is dense if the config does not say."""
 _INTERLEAVED_FAMILIES = ("glm4",)
+_MOST, _LARGEST = 2**40, 1e15
 _OPTIONAL_BIAS_FAMILIES = ("glm4", "glm4_moe")
 """Families whose ``attention_bias`` decides, absent meaning false; of the others the family alone does."""
-
-
-def read_hf_config(hf_checkpoint: str) -> dict[str, Any]:
-    """``config.json`` of a Hugging Face directory.
-
-    Raises:
-        ConfigError: the file is missing or is not a JSON object.
-    """
-    path = Path(hf_checkpoint) / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--hf-checkpoint {hf_checkpoint}: cannot read config.json: {error.strerror}.") from None
-    except ValueError as error:
-        raise ConfigError(f"--hf-checkpoint {hf_checkpoint}: config.json is not valid JSON: {error}.") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"--hf-checkpoint {hf_checkpoint}: config.json does not hold a JSON object.")
-    return config
 
 
 def read_shape(hf_checkpoint: str, *, with_vision: bool = False) -> ModelShape:
@@ -88,6 +70,8 @@ def shape_from_config(config: Mapping[str, Any], hf_checkpoint: str, *, with_vis
     shape = _read(reader)
     if with_vision:
         shape = replace(shape, vision=_vision(config, reader))
+    if not reader.problems and not reader.missing:
+        reader.problems += _contradictions(config, shape)
     problems = [f"{where} {text}" for text in (*_refused(reader), *reader.problems)]
     if reader.missing:
         problems.append(f"{where} lacks {', '.join(reader.missing)}.")
@@ -140,11 +124,21 @@ class _Reader:
             return 1
         return default
 
-    def integer(self, *names: str, default: int | None = None) -> int:
+    def integer(self, *names: str, default: int | None = None, least: int = 1, most: int = _MOST) -> int:
         value = self.number(*names, default=default)
-        if value != int(value):
-            self.problems.append(f"has {names[0]} {value}; it must be a whole number.")
+        if value != int(value) or not least <= value <= most:
+            name = next((name for name in names if self.config.get(name) is not None), names[0])
+            self.problems.append(f"has {name} {value:.12g}; it must be a whole number from {least} to {most}.")
+            return max(1, least)
         return int(value)
+
+    def items(self, name: str) -> list[Any]:
+        """A list; empty where it is left out."""
+        value = self.config.get(name)
+        if value is not None and not isinstance(value, list):
+            self.problems.append(f"has {name} {value!r}; it must be a list.")
+            return []
+        return value or []
 
     def rope_number(self, name: str, default: float | None = None) -> float:
         value = self.rope.get(name)
@@ -159,6 +153,9 @@ class _Reader:
         if isinstance(value, bool) or not isinstance(value, int | float):
             self.problems.append(f"has {name} {value!r}; it must be a number.")
             return 1
+        if abs(value) > _LARGEST:  # infinity, too
+            self.problems.append(f"has a {name} beyond {_LARGEST:.0e}; no model has such a number.")
+            return 1
         return value
 
 
@@ -170,9 +167,11 @@ def _read(reader: _Reader) -> ModelShape:
     if mla is not None:
         head_dim, groups = mla.qk_head_dim, heads
     else:
-        head_dim = reader.integer("head_dim", default=hidden_size // max(1, heads))
+        if reader.config.get("head_dim") is None and hidden_size % heads:
+            reader.problems.append(f"has hidden_size {hidden_size}, which num_attention_heads {heads} must divide.")
+        head_dim = reader.integer("head_dim", default=max(1, hidden_size // heads))
         groups = reader.integer("num_key_value_heads", default=heads)
-    num_layers = reader.integer("num_hidden_layers")
+    num_layers = reader.integer("num_hidden_layers", most=MOST_LAYERS)
     has_optional_bias = family.model_type in _OPTIONAL_BIAS_FAMILIES
     max_positions = reader.integer("max_position_embeddings", default=4096)
     return ModelShape(
@@ -199,7 +198,9 @@ def _read(reader: _Reader) -> ModelShape:
         mla=mla,
         sparse=_sparse(reader, num_layers) if family.is_sparse else None,
         delta_net=_delta_net(reader, num_layers) if family.has_delta_nets else None,
-        num_mtp_layers=reader.integer("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", default=0),
+        num_mtp_layers=reader.integer(
+            "num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", default=0, least=0, most=MOST_LAYERS
+        ),
     )
 
 
@@ -256,7 +257,9 @@ def _moe(reader: _Reader, num_layers: int) -> MoeShape:
             layers=_sparse_step_layers(reader, num_layers),
             ffn_hidden_size=width,
             topk=topk,
-            shared_size=reader.integer("shared_expert_intermediate_size") if reader.family.has_shared_gate else None,
+            shared_size=reader.integer("shared_expert_intermediate_size", least=0)
+            if reader.family.has_shared_gate
+            else None,
             has_shared_gate=reader.family.has_shared_gate,
             score_function="softmax",
             pre_softmax=not reader.flag("norm_topk_prob"),
@@ -267,7 +270,7 @@ def _moe(reader: _Reader, num_layers: int) -> MoeShape:
         )
     num_groups = reader.integer("n_group", default=1)
     scale = reader.number("routed_scaling_factor", default=1.0)
-    num_shared = reader.integer("n_shared_experts", default=1)
+    num_shared = reader.integer("n_shared_experts", default=1, least=0)
     return MoeShape(
         num_experts=num_experts,
         layers=_behind_dense_layers(reader, num_layers),
@@ -285,8 +288,8 @@ def _moe(reader: _Reader, num_layers: int) -> MoeShape:
 
 def _sparse_step_layers(reader: _Reader, num_layers: int) -> tuple[bool, ...]:
     """Qwen: every ``decoder_sparse_step``-th layer, except ``mlp_only_layers``."""
-    step = max(1, reader.integer("decoder_sparse_step", default=1))
-    dense = reader.config.get("mlp_only_layers") or []
+    step = max(1, reader.integer("decoder_sparse_step", default=1, least=0))
+    dense = reader.items("mlp_only_layers")
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
 
 
@@ -296,16 +299,15 @@ def _behind_dense_layers(reader: _Reader, num_layers: int) -> tuple[bool, ...]:
     if isinstance(kinds, list) and len(kinds) == num_layers:  # how transformers 5 writes it for some of them
         return tuple(kind == "sparse" for kind in kinds)
     default = 1 if reader.family.model_type in _ONE_DENSE_LAYER else 3
-    num_dense = reader.integer("first_k_dense_replace", default=default)
-    step = max(1, reader.integer("moe_layer_freq", default=1))
+    num_dense = reader.integer("first_k_dense_replace", default=default, least=0)
+    step = max(1, reader.integer("moe_layer_freq", default=1, least=0))
     return tuple(layer >= num_dense and layer % step == 0 for layer in range(num_layers))
 
 
 def _rotary_percent(reader: _Reader, head_dim: int) -> float:
     """The share of a head's columns that rope turns; MiniMax gives their number as ``rotary_dim``."""
-    value = reader.rope.get("partial_rotary_factor")
-    if value is not None:
-        return float(value)
+    if reader.rope.get("partial_rotary_factor") is not None:
+        return float(reader.rope_number("partial_rotary_factor"))
     return reader.number("partial_rotary_factor", default=reader.integer("rotary_dim", default=head_dim) / head_dim)
 
 
@@ -326,9 +328,9 @@ def _vision(config: Mapping[str, Any], reader: _Reader) -> VisionShape | None:
         config=dict(tower),
         num_deep_layers=len(tower.get("deepstack_visual_indexes") or ()),
         rope_sections=(sections[0], sections[1], sections[2]),
-        image_token=outside.integer("image_token_id"),
-        video_token=outside.integer("video_token_id"),
-        start_token=outside.integer("vision_start_token_id"),
+        image_token=outside.integer("image_token_id", least=0),
+        video_token=outside.integer("video_token_id", least=0),
+        start_token=outside.integer("vision_start_token_id", least=0),
         merge_size=int(tower.get("spatial_merge_size", 2)),
     )
     reader.problems += outside.problems
@@ -355,6 +357,48 @@ def _yarn_rope(reader: _Reader, max_positions: int) -> YarnRope:
         mscale=float(reader.rope_number("mscale", 1.0)),
         mscale_all_dim=float(reader.rope_number("mscale_all_dim", 0.0)),
     )
+
+
+def _contradictions(config: Mapping[str, Any], shape: ModelShape) -> Iterator[str]:
+    """Numbers that are fine one by one and make no model together, for which Megatron and engines have no words."""
+    heads, groups, head_dim = shape.num_attention_heads, shape.num_query_groups, shape.head_dim
+    if heads % groups:
+        yield f"has num_attention_heads {heads} and num_key_value_heads {groups}: the first must be a multiple."
+    if shape.mla is None and round(head_dim * shape.rotary_percent) % 2:
+        yield f"has head_dim {head_dim}, of which rope turns {shape.rotary_percent:.4g}: that must be an even number."
+    if not 0 < shape.rotary_percent <= 1:
+        yield f"has partial_rotary_factor {shape.rotary_percent:.4g}; it must be above 0 and at most 1."
+    for name, value in (("rms_norm_eps", shape.norm_epsilon), ("rope_theta", shape.rotary_base)):
+        if not value > 0:
+            yield f"has {name} {value}; it must be above 0."
+    if shape.moe is not None and shape.moe.topk > shape.moe.num_experts:
+        yield f"has num_experts_per_tok {shape.moe.topk}, but only {shape.moe.num_experts} experts."
+    if shape.moe is not None and shape.moe.num_experts % (shape.moe.num_groups or 1):
+        yield f"has {shape.moe.num_experts} experts, which n_group {shape.moe.num_groups} must divide."
+    delta = shape.delta_net
+    if delta is not None and delta.num_value_heads % delta.num_key_heads:
+        yield (
+            f"has linear_num_value_heads {delta.num_value_heads}, which must be a multiple of linear_num_key_heads "
+            f"{delta.num_key_heads}."
+        )
+    yield from _other_architecture(config, shape.family)
+
+
+def _other_architecture(config: Mapping[str, Any], family: Family) -> Iterator[str]:
+    """Engines build the class that ``architectures`` names, the trainer the family of ``model_type``."""
+    names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        yield f"has architectures {names!r}; it must be a list of names of classes."
+        return
+    for name in names:
+        stem = name.partition("For")[0].lower().replace("_", "")
+        other = next((one for one in FAMILIES.values() if one.model_type.replace("_", "") == stem), None)
+        if other is not None and other is not family and other.rules != family.rules:
+            yield (
+                f"has model_type {config.get('model_type')!r} and architectures {names}: they name different models. "
+                "Take both from the model that the weights belong to."
+            )
+            return
 
 
 def _refused(reader: _Reader) -> list[str]:

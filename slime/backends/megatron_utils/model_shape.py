@@ -23,6 +23,7 @@ from slime.backends.megatron_utils.hf_shape import (
     read_hf_config,
     read_shape,
 )
+from slime.config.model_config import MOST_LAYERS
 from slime.utils.errors import ConfigError
 
 __all__ = [
@@ -42,7 +43,6 @@ __all__ = [
 
 _SEQ_LENGTH = 4096
 _PATTERN_NODES = (ast.Expression, ast.List, ast.BinOp, ast.Add, ast.Mult, ast.Constant, ast.Load)
-_MAX_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def _evaluate(node: ast.expr) -> Any:
     """A list of ints, an int, or None for a combination without meaning. Sizes are bounded: it is user input."""
     match node:
         case ast.Constant(value=value):
-            return value if isinstance(value, int) and not isinstance(value, bool) and value <= _MAX_LAYERS else None
+            return value if isinstance(value, int) and not isinstance(value, bool) and value <= MOST_LAYERS else None
         case ast.List(elts=items):
             values = [_evaluate(item) for item in items]
             return values if all(isinstance(value, int) for value in values) else None
@@ -263,7 +263,7 @@ def _evaluate(node: ast.expr) -> Any:
             a, b = _evaluate(left), _evaluate(right)
             if isinstance(a, int) and isinstance(b, list):
                 a, b = b, a
-            is_repeat = isinstance(a, list) and isinstance(b, int) and len(a) * b <= _MAX_LAYERS
+            is_repeat = isinstance(a, list) and isinstance(b, int) and len(a) * b <= MOST_LAYERS
             return a * b if is_repeat else None
         case _:
             return None

@@ -205,8 +205,8 @@ def _tracked(flag: str, root: Path, step_flag: str, step: int | None) -> Source:
     text = (root / TRACKER).read_text(encoding="utf-8").strip()
     if step is None and text == _RELEASE:
         return _release(flag, root / _RELEASE)
-    if step is None and not text.isdecimal():
-        raise ConfigError(f"{flag} {root}: {TRACKER} holds {text!r}; it must be an iteration or the word release.")
+    if step is None and not re.fullmatch(r"\d{1,18}", text, re.ASCII):
+        raise ConfigError(f"{flag} {root}: {TRACKER} holds {text[:40]!r}; it must be an iteration or the word release.")
     iteration = int(text) if step is None else step
     directory = iteration_directory(root, iteration)
     torn = what_is_torn(directory)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import re
 import shutil
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -39,6 +40,7 @@ _PARTS_OF_PACKED = ("_scale", _SHAPE)
 _OF_OTHER_PACKINGS = ("_zero_point", "_g_idx")
 _MAX_FILE_BYTES = 5 * 1024**3
 _NAMED_PROBLEMS = 8
+_LAYER = re.compile(r"\.\d+\.")
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth")
 
 
@@ -112,6 +114,37 @@ class TensorReader:
         raise ConfigError(
             f"{self.where}: {name} has 8 bits per number, but there is no {name}{_SCALES[0]} to scale it."
         )
+
+    def integers(self, names: Iterable[str]) -> list[str]:
+        """A problem per stored tensor of ``names`` that holds integers, such as those of a format that is not read."""
+        found = (
+            (name, self._handle(self._files[name]).get_slice(name).get_dtype()) for name in names if name in self._files
+        )
+        return [
+            f"{self.where}: tensor {name} in {self._files[name]} holds {dtype} numbers. Weights must be floating-point "
+            "numbers: take the original checkpoint, or convert this one to bf16."
+            for name, dtype in found
+            if dtype[0] in "IU" or dtype == "BOOL"
+        ]
+
+    def tied_head(self, is_tied: bool) -> list[str]:
+        """A problem if the files contradict ``tie_word_embeddings``: the trained model would not be the saved one."""
+        heads = [name for name in self.names if name.endswith("lm_head.weight")]
+        tables = [name for name in self.names if name.endswith("embed_tokens.weight") and not _LAYER.search(name)]
+        if len(tables) != 1 or (is_tied and not heads):
+            return []
+        (table,) = tables
+        if not is_tied and not heads:
+            fix = "Set it to true if the head is the embedding, else add the missing tensor."
+            return [f"{self.where}: config.json has tie_word_embeddings false, but no file has lm_head.weight. {fix}"]
+        if not is_tied or (
+            self.shape(heads[0]) == self.shape(table) and torch.equal(self.get(heads[0]), self.get(table))
+        ):
+            return []
+        return [
+            f"{self.where}: config.json has tie_word_embeddings true, but {heads[0]} in {self._files[heads[0]]} is not "
+            f"equal to {table}. Set it to false to train this head, or remove the tensor."
+        ]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of ``get(name)``, without reading it."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slime.config import notices
+from slime.config.model_config import load_model_config
 
 __all__ = ["MEDIA", "RULES"]
 
@@ -22,6 +23,8 @@ def _model(args: Namespace) -> Iterator[str]:
         what = "config.json in that directory" if is_there else "such directory"
         hint = "" if is_there else "; a model of the Hugging Face Hub must be downloaded first"
         yield f"--hf-checkpoint {args.hf_checkpoint}: there is no {what}{hint}."
+    else:
+        load_model_config(args.hf_checkpoint)  # raises what is wrong with it
 
 
 def _prompts(args: Namespace) -> Iterator[str]:

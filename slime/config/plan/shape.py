@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from slime.config.groups import flag_of
-from slime.config.model_config import indexer_layers, read_model_config, text_part
+from slime.config.model_config import MOST_LAYERS, indexer_layers, read_model_config, text_part
 from slime.config.plan.values import PlanError, number, read
 from slime.config.plan.vision import tower_parameters
 
@@ -290,6 +290,7 @@ _HF_KEYS: dict[str, tuple[str, ...]] = {
     "qk_pos_emb_head_dim": ("qk_rope_head_dim",),
     "v_head_dim": ("v_head_dim",),
 }
+_MOST = 2**40
 _INDEXER_HEADS = {"deepseek_v32": 64, "glm_moe_dsa": 32}
 """Models with sparse attention, and the heads of their indexer if config.json does not say."""
 _HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
@@ -308,6 +309,8 @@ def read_shape(args: Namespace) -> Shape:
     model_type = str(config.get("model_type", "unknown"))
     values = {name: _first(read(args, name), config, keys) for name, keys in _HF_KEYS.items()}
     _require(values, "the model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
+    if values["num_layers"] > MOST_LAYERS:
+        raise PlanError(f"{values['num_layers']} layers are more than any model has.")
     heads, tied = values["num_attention_heads"], config.get("tie_word_embeddings")
     step = number(args, "make_vocab_size_divisible_by", 128) * number(args, "tensor_model_parallel_size", 1)
     return Shape(
@@ -425,9 +428,11 @@ def _expert_layers(args: Namespace, config: dict[str, Any], num_layers: int) -> 
 
 
 def _first(given: Any, config: dict[str, Any], keys: tuple[str, ...]) -> Any:
+    """Of the config only sizes count: the checks report anything else."""
     if given is not None:
         return given
-    return next((config[key] for key in keys if config.get(key) is not None), None)
+    sizes = (config[key] for key in keys if isinstance(config.get(key), int))
+    return next((size for size in sizes if 0 < size <= _MOST), None)
 
 
 def _hf_config(args: Namespace) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from slime.utils.errors import ConfigError, SlimeError
 from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, schedule, single_rank
@@ -71,6 +73,20 @@ def test_every_option_does_what_it_does_with_the_megatron_backend(checkpoint: Pa
             assert a == pytest.approx(b, rel=1e-4, abs=2e-6)
     for name, value in their_weights.items():
         torch.testing.assert_close(our_weights[name], value, atol=2e-5, rtol=0)
+
+
+def test_integers_and_a_head_that_contradicts_the_config_are_not_trained(checkpoint: Path, tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors = load_file(checkpoint / "model.safetensors")
+    other_head = tensors["model.embed_tokens.weight"] + 1
+    for change, problem in (
+        ({name: tensors[name].to(torch.int8)}, "q_proj.weight in model.safetensors holds I8 numbers"),
+        ({"lm_head.weight": other_head}, "tie_word_embeddings true, but lm_head.weight"),
+    ):
+        shutil.copytree(checkpoint, tmp_path / "hf", dirs_exist_ok=True)
+        save_file(tensors | change, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(SlimeError, match=problem):
+            _trainer(tmp_path / "hf")
 
 
 def test_a_batch_is_judged_by_the_kept_weights_that_generated_it(checkpoint: Path) -> None:

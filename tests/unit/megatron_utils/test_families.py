@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,26 @@ def test_all_missing_misshapen_and_unknown_tensors_are_named_in_one_message(tmp_
     assert "makes [31, 32]" in text  # gate and up together
     assert "needs [48, 32]" in text
     assert "tensor model.layers.7.extra has no place in the model" in text
+
+
+def test_integers_and_a_head_that_contradicts_the_config_are_not_trained(tmp_path: Path) -> None:
+    for kind, is_tied in (("qwen3", True), ("llama", False)):
+        make_family_checkpoint(kind, tmp_path / kind, tie_word_embeddings=is_tied)
+    tied, untied = tmp_path / "qwen3", tmp_path / "llama"
+    name = "model.layers.0.self_attn.q_proj.weight"
+    _rewrite(tied, {name: saved_tensors(tied)[name].to(torch.int8)})
+    with pytest.raises(ConfigError, match=rf"tensor {re.escape(name)} in model.safetensors holds I8 numbers"):
+        _load(tied)
+    _rewrite(tied, {name: saved_tensors(tied)[name].float()})
+    table = saved_tensors(tied)["model.embed_tokens.weight"]
+    _rewrite(tied, {"lm_head.weight": table.clone()})
+    _load(tied)
+    _rewrite(tied, {"lm_head.weight": table + 1})
+    with pytest.raises(ConfigError, match=r"tie_word_embeddings true, but lm_head.weight in model.safetensors is not"):
+        _load(tied)
+    _rewrite(untied, {"lm_head.weight": None})
+    with pytest.raises(ConfigError, match=r"tie_word_embeddings false, but no file has lm_head.weight"):
+        _load(untied)
 
 
 def test_many_problems_are_counted_and_not_all_listed(tmp_path: Path) -> None:

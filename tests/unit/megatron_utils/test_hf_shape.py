@@ -9,6 +9,8 @@ import pytest
 
 from slime.backends.megatron_utils.families.registry import FAMILIES, NOT_BUILT
 from slime.backends.megatron_utils.hf_shape import ModelShape, read_shape, shape_from_config
+from slime.config.model_config import read_model_config
+from slime.ray.arguments import parse_only
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.command_lines import problems_of, resolved, write_config
 from tests.unit.megatron_utils.hub_hybrid import QWEN3_NEXT_80B, QWEN35_4B, QWEN35_35B
@@ -208,3 +210,61 @@ def test_a_multimodal_config_may_say_outside_of_its_text_that_the_head_is_tied()
     assert _shape(QWEN35_4B).is_tied
     assert not _shape(QWEN35_35B).is_tied
     assert _shape(QWEN35_4B).moe is None
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "problem"),
+    [
+        (QWEN3_4B, {"num_hidden_layers": 0}, "has num_hidden_layers 0; it must be a whole number from 1 to 10000"),
+        (QWEN3_4B, {"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000"),
+        (QWEN3_4B, {"num_key_value_heads": 3}, "num_attention_heads 32 and num_key_value_heads 3"),
+        (QWEN3_4B, {"vocab_size": 0}, "has vocab_size 0"),
+        (QWEN3_4B, {"vocab_size": 10**400}, "has a vocab_size beyond"),
+        (QWEN3_4B, {"head_dim": 7}, "head_dim 7, of which rope turns 1: that must be an even number"),
+        (QWEN3_4B, {"head_dim": 0}, "has head_dim 0"),
+        (QWEN3_4B, {"rms_norm_eps": 0}, "rms_norm_eps 0; it must be above 0"),
+        (QWEN3_4B, {"rope_theta": float("inf")}, "has a rope_theta beyond"),
+        (QWEN3_4B, {"rope_scaling": {"partial_rotary_factor": "x"}}, "partial_rotary_factor 'x'; it must be a number"),
+        (QWEN3_4B, {"architectures": ["LlamaForCausalLM"]}, "they name different models"),
+        (QWEN3_4B, {"architectures": "Qwen3ForCausalLM"}, "it must be a list of names"),
+        (QWEN3_30B, {"num_experts_per_tok": 129}, "num_experts_per_tok 129, but only 128 experts"),
+        (QWEN3_30B, {"num_experts": 0}, "has num_experts 0"),
+        (QWEN3_30B, {"mlp_only_layers": 5}, "mlp_only_layers 5; it must be a list"),
+        (DEEPSEEK_V3, {"n_group": 7, "topk_group": 4}, "256 experts, which n_group 7 must divide"),
+        (QWEN3_NEXT_80B, {"linear_num_value_heads": 33}, "must be a multiple of linear_num_key_heads 16"),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) and len(value) < 5 else "",
+)
+def test_numbers_that_make_no_model_are_refused(base: dict[str, Any], change: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        _shape(base | change)
+    assert problem in str(error.value)
+
+
+def test_the_class_of_a_released_model_fits_its_family() -> None:
+    for config, name in (
+        (KIMI_K2, "DeepseekV3ForCausalLM"),
+        (MOONLIGHT, "DeepseekV3ForCausalLM"),
+        (QWEN35_4B, "Qwen3_5ForConditionalGeneration"),
+        (MIMO_7B, "MiMoForCausalLM"),
+        (GLM45, "Glm4MoeForCausalLM"),
+    ):
+        assert _shape(config | {"architectures": [name]}).num_layers > 1
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"model_type": "qwen3", "rope_theta": NaN}', "it holds NaN, which is no JSON number"),
+        ('{"model_type": "qwen3", "quantization_config": "fp8"}', "has quantization_config 'fp8'; it must be a JSON"),
+        ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "is nested too deeply to be read"),
+        ('{"vocab_size": ' + "9" * 5000 + "}", "config.json is not valid JSON"),
+        ("[1]", "does not hold a JSON object"),
+    ],
+    ids=["NaN", "text for a section", "depth", "digits", "list"],
+)
+def test_a_file_that_cannot_be_read_is_a_problem_of_the_command(text: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    _, problems = parse_only(["--hf-checkpoint", str(tmp_path), "--rm-type", "math"])
+    assert [one for one in problems if problem in one and str(tmp_path) in one]
+    assert read_model_config(str(tmp_path)) == {}

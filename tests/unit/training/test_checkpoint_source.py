@@ -149,9 +149,10 @@ def test_a_directory_with_other_files_is_refused_and_the_flag_named(tmp_path: Pa
         _start(load=str(tmp_path))
 
 
-def test_a_tracker_with_nonsense_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("soon")
-    with pytest.raises(ConfigError, match="holds 'soon'"):
+@pytest.mark.parametrize("text", ["soon", "9" * 5000, "-3", "\N{SUPERSCRIPT TWO}"], ids=["word", "digits", "-3", "2"])
+def test_a_tracker_with_nonsense_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
+    with pytest.raises(ConfigError, match=f"holds '{text[:40]}'; it must be an iteration"):
         _start(load=str(tmp_path))
 
 
