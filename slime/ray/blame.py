@@ -22,6 +22,7 @@ from typing import Any
 from ray.exceptions import RayActorError
 
 from slime.ray.cards import STACK_SIGNAL, Card, card_of, cards_of, myself
+from slime.ray.shortage import shortage_of, unplaced_of
 from slime.utils.deadline import Deadline
 from slime.utils.errors import DeadlineExceeded, ProcessDied
 from slime.utils.process import log_tail, tail
@@ -62,6 +63,10 @@ def blame_late(pending: Sequence[Any], num_refs: int, deadline: Deadline) -> Dea
     cards = list(cards_of(pending))
     names = ", ".join(map(str, cards)) or "processes unknown"
     detail = f"{len(pending)} of {num_refs} calls have not returned: {names}"
+    unplaced = unplaced_of(pending)
+    missing = shortage_of() if unplaced else None
+    if missing is not None:
+        detail += f". Ray has no place for {', '.join(unplaced)}: {missing}"
     error = deadline.error(detail)
     lines = [line for card in cards[:1] for line in _last_lines(card)]
     return DeadlineExceeded("\n".join([f"{myself()} {error}", *stacks_of(cards), *lines]))

@@ -25,6 +25,7 @@ __all__ = [
     "NOSET_VISIBLE_DEVICES",
     "check_devices",
     "engines_take_turns",
+    "is_embedded",
     "nccl_as_engines",
     "node_address",
     "running_cluster",
@@ -154,7 +155,7 @@ def worker_env() -> dict[str, str]:
     One OpenMP thread on a CPU: ranks and engines share the cores, and spinning OpenMP barriers of several processes
     slow each other down by orders of magnitude.
     """
-    return _worker_env(_is_on_loopback())
+    return _worker_env(is_embedded())
 
 
 def _worker_env(is_on_loopback: bool) -> dict[str, str]:
@@ -176,9 +177,10 @@ def nccl_as_engines(args: Namespace) -> dict[str, str]:
     return dict.fromkeys(_NCCL, "1") if "--enable-symm-mem" in args.sglang_argv else {}
 
 
-def _is_on_loopback() -> bool:
-    """Whether the cluster is of this host alone. Asked in every process that starts others, not only in the driver.
+def is_embedded() -> bool:
+    """Whether the cluster is this run's own, of this host alone.
 
-    Its address does not say it: Ray takes the host's own for loopback.
+    Asked in every process that starts others, not only in the driver. The cluster's address does not say it: Ray takes
+    the host's own for loopback.
     """
     return _EMBEDDED in ray.cluster_resources()

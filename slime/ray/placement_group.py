@@ -17,7 +17,8 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from slime.ray.cluster import NOSET_VISIBLE_DEVICES, slot_layout, worker_env
+from slime.ray.cluster import NOSET_VISIBLE_DEVICES, is_embedded, slot_layout, worker_env
+from slime.ray.shortage import Reports, shortage_of
 from slime.ray.waiting import get
 from slime.utils import accelerator
 from slime.utils.deadline import Deadline
@@ -27,7 +28,7 @@ __all__ = ["GpuSlots", "create_placement_groups", "release_placement_groups"]
 
 logger = logging.getLogger(__name__)
 
-_REPORT_EVERY_S = 30.0
+_LOOK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,10 @@ def release_placement_groups(slots: Mapping[str, GpuSlots]) -> None:
 def _reserve(count: int, timeout_s: float) -> GpuSlots:
     if count == 0:
         return GpuSlots(None, [], [])
-    group = placement_group([{"GPU": 1, "CPU": 1}] * count, strategy="PACK")
+    bundles = [{"GPU": 1.0, "CPU": 1.0}] * count
+    group = placement_group(bundles, strategy="PACK")
     try:
-        _wait_for(group, count, timeout_s)
+        _wait_for(group, bundles, timeout_s)
         nodes = set(placement_group_table(group)["bundles_to_node_id"].values())
         if len(nodes) == 1 and accelerator.current().is_cpu:
             return GpuSlots(group, range(count), range(count))  # logical slots of one host have no order to find out
@@ -93,17 +95,24 @@ def _reserve(count: int, timeout_s: float) -> GpuSlots:
         raise
 
 
-def _wait_for(group: PlacementGroup, count: int, timeout_s: float) -> None:
-    deadline = Deadline(
-        timeout_s,
-        f"Ray to reserve {count} device slots",
-        "Start nodes, ask for fewer with --actor-num-gpus-per-node / --rollout-num-gpus, or raise --placement-timeout",
-    )
-    while not group.wait(timeout_seconds=min(_REPORT_EVERY_S, max(1.0, deadline.remaining))):
-        total, free = ray.cluster_resources().get("GPU", 0), ray.available_resources().get("GPU", 0)
-        state = f"the cluster has {total:g} and {free:g} of them are free"
-        deadline.check(state)
-        logger.warning("waiting for %d device slots for %.0f s: %s", count, deadline.elapsed, state)
+def _wait_for(group: PlacementGroup, bundles: Sequence[Mapping[str, float]], timeout_s: float) -> None:
+    """Return when the group is reserved; a cluster of others may grow until then.
+
+    Raises:
+        ConfigError: this run's own cluster is too small.
+        DeadlineExceeded: with the resource that is missing.
+    """
+    fix = "ask for fewer devices with --actor-num-gpus-per-node / --rollout-num-gpus"
+    what = f"Ray to reserve {len(bundles)} device slots of 1 GPU and 1 CPU each"
+    deadline = Deadline(timeout_s, what, f"Start nodes, {fix}, or raise --placement-timeout")
+    reports = Reports()
+    while not group.wait(timeout_seconds=min(_LOOK_EVERY_S, max(0.1, deadline.remaining))):
+        missing = shortage_of(bundles)
+        if missing is not None and missing.is_final and is_embedded():
+            raise ConfigError(f"the run needs {len(bundles)} device slots of 1 GPU and 1 CPU each: {missing}; {fix}.")
+        deadline.check(str(missing))
+        if reports.is_due():
+            logger.warning("has waited %.0f s for %s: %s", deadline.elapsed, what, missing)
 
 
 @dataclass(frozen=True)

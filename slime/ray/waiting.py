@@ -12,6 +12,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from slime.ray.blame import blame_dead, blame_late, blame_silent, stacks_of
 from slime.ray.cards import cards_of
 from slime.ray.pulse import Watch
+from slime.ray.shortage import Reports, shortage_of, unplaced_of
 from slime.utils.deadline import Deadline
 from slime.utils.errors import SlimeError
 from slime.utils.interrupt import raise_if_interrupted
@@ -53,7 +54,7 @@ def get(
         Interrupted: the run was asked to end.
         DeadlineExceeded: who waited for whom and since when, and where those are that did not answer.
     """
-    deadline = Deadline(seconds, what, fix)
+    deadline, places = Deadline(seconds, what, fix), Reports()
     is_list = isinstance(refs, Sequence)
     pending = list(refs) if is_list else [refs]
     count, watch, report_at_s = len(pending), Watch(), _REPORT_AFTER_S
@@ -67,6 +68,8 @@ def get(
                 meanwhile()
             if gone := watch.look(pending):
                 raise blame_silent(*gone, pending, deadline)
+            if places.is_due():
+                _report_places(pending, deadline)
             if deadline.elapsed > report_at_s:
                 report_at_s *= 2
                 _report_long_wait(pending, deadline)
@@ -89,6 +92,15 @@ def get(
 def _report_long_wait(pending: Sequence[Any], deadline: Deadline) -> None:
     lines = stacks_of(cards_of(pending))
     logger.warning("\n".join([f"has waited {deadline.elapsed:.0f} s for {deadline.what}", *lines]))
+
+
+def _report_places(pending: Sequence[Any], deadline: Deadline) -> None:
+    """Name what the cluster lacks for actors that cannot start."""
+    unplaced = unplaced_of(pending)
+    missing = shortage_of() if unplaced else None
+    if missing is not None:
+        text = f"{deadline.what}: Ray has no place for {', '.join(unplaced)}"
+        logger.warning("has waited %.0f s for %s. %s", deadline.elapsed, text, missing)
 
 
 def raise_if_dead(actors: Sequence[Any], what: str) -> None:

@@ -17,7 +17,7 @@ _AGREED = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
 
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cluster, "_is_on_loopback", lambda: False)
+    monkeypatch.setattr(cluster, "is_embedded", lambda: False)
     for name in _AGREED:
         monkeypatch.delenv(name, raising=False)
     accelerator.set_accelerator(CUDAAccelerator())

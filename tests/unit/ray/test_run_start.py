@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from slime.ray import loop, placement_group
+from slime.ray.shortage import Shortage
 from slime.utils.errors import DeadlineExceeded
 
 STEPS = ("create_tracker", "create_placement_groups", "create_data_buffer", "create_rollout_manager")
@@ -48,9 +49,11 @@ def test_slots_that_do_not_come_in_time_are_not_asked_for_any_longer(monkeypatch
     group = SimpleNamespace(wait=lambda timeout_seconds: False)
     monkeypatch.setattr(placement_group, "placement_group", lambda bundles, strategy: group)
     monkeypatch.setattr(placement_group, "remove_placement_group", removed.append)
-    monkeypatch.setattr(
-        placement_group, "ray", SimpleNamespace(cluster_resources=lambda: {}, available_resources=lambda: {})
-    )
-    with pytest.raises(DeadlineExceeded, match="to reserve 2 device slots"):
+    missing = Shortage({"CPU": 2, "GPU": 2}, {"CPU": 1, "GPU": 8}, {"CPU": 1, "GPU": 8})
+    monkeypatch.setattr(placement_group, "shortage_of", lambda bundles: missing)
+    monkeypatch.setattr(placement_group, "is_embedded", lambda: False)
+    with pytest.raises(
+        DeadlineExceeded, match=r"to reserve 2 device slots.*CPU: 2 asked for, 1 in the cluster, 1 free"
+    ):
         placement_group._reserve(2, 0.0)
     assert removed == [group]
