@@ -65,6 +65,9 @@ def read_options(
         parser.prog, parser.description = os.path.basename(sys.argv[0]), description
         parser.formatter_class = argparse.RawDescriptionHelpFormatter
         add_options(parser)
+        parser.usage = None
+        own = parser.format_usage().removeprefix("usage: ").rstrip()
+        parser.usage = f"{own} [Megatron flag ...]"
         return parser
 
     groups = [getattr(arguments, name) for name in arguments.__all__]

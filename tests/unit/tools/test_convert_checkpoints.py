@@ -81,6 +81,8 @@ def test_a_checkpoint_converted_there_and_back_is_the_same_bit_for_bit(hf: Path,
 def test_help_says_how_to_use_the_tool(tool: str) -> None:
     result = _run(tool, "--help")
     assert result.returncode == 0
+    assert result.stdout.startswith(f"usage: {tool} [-h] ")
+    assert "train.py" not in result.stdout
     assert f"python tools/{tool}" in result.stdout
     assert "--num-layers" in result.stdout
 
