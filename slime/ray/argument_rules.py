@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import os
+import resource
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -25,6 +26,8 @@ from slime.utils.errors import ConfigError, DataError
 __all__ = ["MACHINE_RULES", "RULES", "evaluation_hooks", "reward_type", "what_can_be_replaced"]
 
 
+_MIN_OPEN_FILES = 1024
+"""What Linux gives a process where nobody says otherwise."""
 _REPLAY_FUNCTION = "slime.rollout.forge_load.generate_rollout"
 _STREAMING_FUNCTION = "slime.rollout.sglang_streaming_rollout.generate_streaming"
 
@@ -236,7 +239,18 @@ def _writable(args: Namespace) -> Iterator[str]:
             yield f"{flag} {path}: {place} cannot be written: name another directory, or change its rights."
 
 
-MACHINE_RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = (_transport, _writable)
+def _open_files(args: Namespace) -> Iterator[str]:
+    """Before Ray fails in the middle of its start. How many are good, ``slime doctor`` says."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < _MIN_OPEN_FILES:
+        limit = f" (the hard limit is {hard}: the system's administrator raises it)" if 0 <= hard < 65536 else ""
+        yield (
+            f"ulimit -n is {soft}: a process may open that many files and sockets, and a run needs at least "
+            f"{_MIN_OPEN_FILES}. Run ulimit -n 65536 in the shell that starts it{limit}."
+        )
+
+
+MACHINE_RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = (_transport, _writable, _open_files)
 """What needs something of the machine that a run starts on."""
 
 RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = (

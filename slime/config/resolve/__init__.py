@@ -26,6 +26,7 @@ Step = Callable[[Namespace], None]
 STEPS: tuple[Step, ...] = (
     paths.experiment_name,
     paths.absolute_paths,
+    paths.usable_names,
     paths.debug_dumps,
     cluster.modes,
     cluster.critic,

@@ -5,13 +5,21 @@ from __future__ import annotations
 import os
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from typing import Any
 
 from slime.config import notices
 from slime.config.groups import flag_of
 from slime.config.path_flags import PATH_FLAGS
+from slime.utils.errors import ConfigError
 
-__all__ = ["absolute_paths", "debug_dumps", "experiment_name"]
+__all__ = ["absolute_paths", "debug_dumps", "experiment_name", "usable_names"]
+
+_NAMES = ("experiment_name", "tb_experiment_name")
+_LONGEST_NAME = 255
+"""Bytes of a file name, on the file systems of Linux."""
+_LONGEST_PATH = 3840
+"""Bytes of a path that leave room for the files of a run below it: Linux has 4096."""
 
 
 def experiment_name(args: Namespace) -> None:
@@ -34,6 +42,50 @@ def absolute_paths(args: Namespace) -> None:
     for name, value in vars(args).items():
         if name.endswith("_path"):  # D1: functions in files
             setattr(args, name, [_hook(item) for item in value] if isinstance(value, list) else _hook(value))
+
+
+def usable_names(args: Namespace) -> None:
+    """What the file system cannot have fails here: other steps and rules look at these paths.
+
+    Raises:
+        ConfigError: with every name and path of that kind.
+    """
+    problems = []
+    for name in args.given.intersection(_NAMES):  # one of them may stand for the other
+        value = getattr(args, name) or ""
+        parts = [value] if name == "experiment_name" else value.split("/")
+        reason = "it must be one folder name, without /" if "/" in parts[0] else _unusable(parts)
+        if value and reason:
+            problems.append(f"{flag_of(name)} {_shortened(value)}: {reason}. Give a short name of letters and digits.")
+    for flag in PATH_FLAGS:
+        value = getattr(args, flag.name) or ""
+        if not isinstance(value, str):
+            continue
+        reason = _unusable(value.split("/")[1:])
+        if len(os.fsencode(value)) > _LONGEST_PATH:
+            reason = f"it has {len(os.fsencode(value))} bytes, and a path may have {_LONGEST_PATH}"
+        if value and reason:
+            problems.append(f"{flag_of(flag.name)} {_shortened(value)}: {reason}. Name another path.")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _unusable(parts: Sequence[str]) -> str:
+    """Why these cannot be names of files and folders; empty where they can."""
+    for part in parts:
+        size = len(part.encode(errors="surrogateescape"))
+        if "\0" in part:
+            return "it contains a NUL character, which no file name may have"
+        if part in (".", "..") or (not part and len(parts) > 1 and part is not parts[-1]):
+            return f"{part!r} is not the name of a folder"
+        if size > _LONGEST_NAME:
+            return f"{_shortened(part)} has {size} bytes, and a file name may have {_LONGEST_NAME}"
+    return ""
+
+
+def _shortened(text: str) -> str:
+    shown = text if len(text) <= 60 else f"{text[:40]}...{text[-10:]}"
+    return shown if shown.isprintable() else repr(shown)
 
 
 def debug_dumps(args: Namespace) -> None:

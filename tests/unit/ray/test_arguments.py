@@ -145,3 +145,44 @@ def test_functions_of_an_evaluation_set_are_compared_with_their_calls_as_well(ti
     text = problems(tiny_task, capsys, "--eval-config", tmp_path / "eval.yaml", "--eval-interval", 1)
     assert "--eval-config, set own, custom_rm_path" in text
     assert "is called with (args, sample)" in text
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "reason"),
+    [
+        ("--experiment-name", "x" * 300, "has 300 bytes, and a file name may have 255"),
+        ("--experiment-name", "\u4f60" * 100, "has 300 bytes, and a file name may have 255"),
+        ("--experiment-name", "a\0b", "'a\\x00b': it contains a NUL character"),
+        ("--experiment-name", "../up", "--experiment-name ../up: it must be one folder name, without /"),
+        ("--experiment-name", "/etc/x", "it must be one folder name, without /"),
+        ("--experiment-name", "..", "'..' is not the name of a folder"),
+        ("--tb-experiment-name", "x" * 300, "has 300 bytes, and a file name may have 255"),
+        ("--tb-experiment-name", "group/../../up", "'..' is not the name of a folder"),
+        ("--tb-experiment-name", "/etc/x", "'' is not the name of a folder"),
+        ("--output-dir", "y" * 300, "has 300 bytes, and a file name may have 255"),
+        ("--output-dir", "/".join(["y" * 200] * 30), "bytes, and a path may have 3840"),
+        ("--save", "a\0b", "it contains a NUL character"),
+    ],
+)
+def test_a_name_that_no_file_can_have_is_a_plain_error(tiny_task, capsys, flag: str, value: str, reason: str):
+    text = problems(tiny_task, capsys, flag, value)
+    assert text.startswith(f"error: {flag} ")
+    assert reason in text
+
+
+def test_usual_names_are_usable(tiny_task, tmp_path):
+    for name in ("run 1", "a.b-c_d", "\u4f60\u597d", "x" * 255):
+        assert parse(tiny_task, "--output-dir", tmp_path, "--experiment-name", name).experiment_name == name
+    assert parse(tiny_task, "--output-dir", tmp_path, "--tb-experiment-name", "group/run").experiment_name
+
+
+def test_too_few_open_files_are_a_plain_error_of_a_start_and_not_of_a_plan(tiny_task, tmp_path):
+    code = "import sys; from slime.ray.arguments import parse_args; parse_args(); print('would start')"
+    command = [sys.executable, "-c", code, *flags(tiny_task, "--output-dir", tmp_path)]
+    limited = ["bash", "-c", 'ulimit -n 128; exec "$@"', "bash", *command]
+    done = subprocess.run(limited, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ulimit -n is 128: a process may open that many files and sockets")
+    assert "ulimit -n 65536" in done.stderr
+    plan = ["bash", "-c", 'ulimit -n 128; exec "$@"', "bash", sys.executable, "-m", "slime", "plan", *command[3:]]
+    assert subprocess.run(plan, capture_output=True, timeout=120, check=False).returncode == 0
