@@ -75,7 +75,7 @@ def check(options: argparse.Namespace) -> Report:
         metadata_key=options.metadata_key,
         apply_chat_template=options.apply_chat_template,
         apply_chat_template_kwargs=options.apply_chat_template_kwargs,
-        measures=tokenizer is not None,
+        max_length=None if tokenizer is None else sys.maxsize,
     )
     report = Report()
     for where, row in numbered_rows(options.file, lambda error: report.problems.append(str(error))):

@@ -45,6 +45,13 @@ class PromptDataArgs:
     skip_bad_lines: bool = field(
         default=False, metadata={"help": "Lines of a prompt file that are not JSON are left out instead of an error."}
     )
+    special_tokens_as_text: bool = field(
+        default=False,
+        metadata={
+            "help": "Special tokens (<|im_end|>) in the text of a message are encoded as text, not as control tokens. "
+            "With --apply-chat-template."
+        },
+    )
     num_data_workers: int = field(
         default=0,
         metadata={

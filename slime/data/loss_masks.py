@@ -202,11 +202,8 @@ class MultiTurnLossMaskGenerator:
 
     def gen_multi_turn_loss_mask_qwen3_5(self, messages: Sequence[Message], tools: list[Any] | None = None) -> Masked:
         """The assistant's turns in the text of the whole conversation, without a ``<think>`` that the prompt holds."""
-        if not getattr(self.tokenizer, "is_fast", False):
-            raise DataError("--loss-mask-type qwen3_5 needs a fast tokenizer: it looks where tokens stand in the text")
         text = render_chat(self.tokenizer, messages, tools=tools)
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids = list(encoded["input_ids"])
+        ids, offsets = self._with_offsets(text)
         if ids != self._ids(messages, tools):
             raise DataError(
                 "the chat template's tokens are not those of its text: --loss-mask-type qwen3_5 cannot work"
@@ -214,7 +211,18 @@ class MultiTurnLossMaskGenerator:
         is_marked = bytearray(len(text))
         for start, end in self._turns(messages, text):
             is_marked[start:end] = b"\1" * (end - start)
-        return ids, [int(any(is_marked[start:end])) for start, end in encoded["offset_mapping"]]
+        return ids, [int(any(is_marked[start:end])) for start, end in offsets]
+
+    def _with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids, and the place of each in the text. Tokenizers that cannot tell it raise, or leave it out."""
+        try:
+            encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            return list(encoded["input_ids"]), list(encoded["offset_mapping"])
+        except (NotImplementedError, TypeError, KeyError) as error:
+            raise DataError(
+                "--loss-mask-type qwen3_5 needs a tokenizer that returns offsets (return_offsets_mapping), and "
+                f"{type(self.tokenizer).__name__} does not ({type(error).__name__}): use a fast tokenizer"
+            ) from error
 
     def _turns(self, messages: Sequence[Message], text: str) -> list[tuple[int, int]]:
         """Where in ``text`` the trained turns are, end-of-turn token and line break included."""

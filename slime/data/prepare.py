@@ -9,8 +9,8 @@ Called by ``prompts`` and ``streaming``. The order of the results is that of the
 
 from __future__ import annotations
 
+import functools
 import itertools
-import json
 import multiprocessing
 import os
 import threading
@@ -24,7 +24,9 @@ from typing import Any, TypeAlias
 
 from slime.data.chat import render_chat
 from slime.data.media import expand_media, has_media, process_vision_info, run_processor
+from slime.data.row_values import check_label, parse_json
 from slime.data.sample import Sample
+from slime.data.special_tokens import SpecialTokens
 from slime.utils.errors import DataError
 
 __all__ = ["Prepared", "PromptMaker", "Row", "count_tokens", "field_of", "prepare", "prompt_lengths"]
@@ -33,6 +35,8 @@ Row: TypeAlias = dict[str, Any]
 Placed: TypeAlias = tuple[str, Row]
 """A row and where it stands, for error messages."""
 
+_LONG_TEXT = 1_000_000
+_LONGEST_UNMEASURED = 16_000_000
 _CHUNK = 64
 _CHUNKS_AHEAD = 2
 _TIMEOUT_S = 600.0
@@ -54,6 +58,8 @@ class PromptMaker:
         tokenizer: needed for templates and for measuring.
         template_kwargs: of the chat template; None leaves prompts as they are.
         measures: count the tokens of prompts that are text.
+        max_length: prompts with more tokens are dropped; a text that must have more is not tokenized to be measured.
+        special_tokens_as_text: encode special tokens in messages as text.
         multimodal_keys: kind of media -> row field; None for prompts that are text only.
         processor: of the checkpoint; needed for media.
     """
@@ -67,6 +73,8 @@ class PromptMaker:
     measures: bool
     multimodal_keys: dict[str, str] | None = None
     processor: Any = None
+    max_length: int | None = None
+    special_tokens_as_text: bool = False
 
     def make(self, rows: Sequence[Placed]) -> list[Prepared]:
         """The prompts of some rows.
@@ -75,11 +83,20 @@ class PromptMaker:
             DataError: a row without prompt or label, or one of the wrong type; says where it stands.
         """
         samples = [self._sample(where, row) for where, row in rows]
+        for (where, _), sample in zip(rows, samples, strict=True):
+            is_long = isinstance(sample.prompt, str) and len(sample.prompt) > _LONGEST_UNMEASURED
+            if is_long and not self.measures and self.tokenizer is not None:
+                raise DataError(
+                    f"{where}: the prompt has {len(sample.prompt)} characters, and no limit drops it: use "
+                    "--rollout-max-prompt-len (--eval-max-prompt-len for evaluation)"
+                )
         if not self.measures:
             return [Prepared(sample, None) for sample in samples]
         return [
             Prepared(sample, length)
-            for sample, length in zip(samples, prompt_lengths(samples, self.tokenizer, self.processor), strict=True)
+            for sample, length in zip(
+                samples, prompt_lengths(samples, self.tokenizer, self.processor, self.max_length), strict=True
+            )
         ]
 
     def _sample(self, where: str, row: Row) -> Sample:
@@ -105,14 +122,28 @@ class PromptMaker:
             messages = expand_media(where, messages, row, self.multimodal_keys)
             media = self._media(where, messages)
             prompt = messages
+        ids: list[int] = []
         if self.template_kwargs is not None:
-            kwargs = {"add_generation_prompt": True} | self.template_kwargs
-            try:
-                prompt = render_chat(self._renderer, messages, tools=tools, **kwargs)
-            except DataError as error:
-                raise DataError(f"{where}: {error}") from error
-        label = None if self.label_key is None else field_of(where, row, self.label_key, "--label-key")
-        return Sample(prompt=prompt, label=label, metadata=metadata, multimodal_inputs=media)
+            prompt, ids = self._render(where, messages, tools)
+        label = None
+        if self.label_key is not None:
+            label = check_label(where, self.label_key, field_of(where, row, self.label_key, "--label-key"))
+        return Sample(prompt=prompt, tokens=ids, label=label, metadata=metadata, multimodal_inputs=media)
+
+    def _render(self, where: str, messages: Sequence[Any], tools: list[Any] | None) -> tuple[str, list[int]]:
+        """The prompt, and its ids where they are not those of its text."""
+        kwargs = {"add_generation_prompt": True} | (self.template_kwargs or {})
+        render = functools.partial(render_chat, self._renderer, tools=tools, **kwargs)
+        try:
+            if self.multimodal_keys is not None:  # placeholders of media are special tokens
+                return render(messages), []
+            return self._special_tokens.render(where, messages, render)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
+
+    @functools.cached_property
+    def _special_tokens(self) -> SpecialTokens:
+        return SpecialTokens(self.tokenizer, as_text=self.special_tokens_as_text)
 
     @property
     def _renderer(self) -> Any:
@@ -128,19 +159,40 @@ class PromptMaker:
         return media if has_media(media) else None
 
 
-def prompt_lengths(samples: Sequence[Sample], tokenizer: Any, processor: Any = None) -> list[int | None]:
-    """Tokens of each prompt, those of its media included; None for message lists, which nobody has rendered yet."""
-    plain = [s for s in samples if isinstance(s.prompt, str) and not has_media(s.multimodal_inputs)]
+def prompt_lengths(
+    samples: Sequence[Sample], tokenizer: Any, processor: Any = None, max_length: int | None = None
+) -> list[int | None]:
+    """Tokens of each prompt, those of its media included; None for message lists, which are not rendered yet.
+
+    Args:
+        max_length: a text that is certainly longer is not tokenized, which may take minutes; it gets a lower bound.
+    """
+    bounds = [_least_tokens(sample, tokenizer, max_length) for sample in samples]
+    plain = [
+        s
+        for s, bound in zip(samples, bounds, strict=True)
+        if bound is None and isinstance(s.prompt, str) and not has_media(s.multimodal_inputs)
+    ]
     of_plain = iter(count_tokens(tokenizer, [str(sample.prompt) for sample in plain]))
     lengths: list[int | None] = []
-    for sample in samples:
-        if not isinstance(sample.prompt, str):
-            lengths.append(None)
+    for sample, bound in zip(samples, bounds, strict=True):
+        if bound is not None or not isinstance(sample.prompt, str):
+            lengths.append(bound)
         elif has_media(sample.multimodal_inputs):
             lengths.append(len(run_processor(processor, sample.prompt, sample.multimodal_inputs or {})[0]))
         else:
             lengths.append(next(of_plain))
     return lengths
+
+
+def _least_tokens(sample: Sample, tokenizer: Any, max_length: int | None) -> int | None:
+    """The tokens of a prompt that has ids, or a lower bound of a text that must exceed ``max_length``; else None."""
+    if sample.tokens:
+        return len(sample.tokens)
+    if max_length is None or not isinstance(sample.prompt, str) or len(sample.prompt) < _LONG_TEXT:
+        return None
+    bound = len(sample.prompt) // max(map(len, tokenizer.get_vocab()), default=1)
+    return bound if bound > max_length else None
 
 
 def count_tokens(tokenizer: Any, texts: list[str]) -> list[int]:
@@ -227,10 +279,7 @@ def field_of(where: str, row: Row, key: str, flag: str) -> Any:
 def _metadata(where: str, row: Row, key: str) -> dict[str, Any]:
     value = row.get(key)
     if isinstance(value, str) and value.lstrip().startswith("{"):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{where}: {key!r} (--metadata-key) looks like JSON but is not: {error}") from None
+        value = parse_json(f"{where}: {key!r} (--metadata-key) looks like JSON", value)
     if value is None or value == "":
         return {}
     if not isinstance(value, dict):
@@ -243,10 +292,7 @@ def _tools(where: str, row: Row, key: str | None) -> list[Any] | None:
     if value is None:
         return None
     if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{where}: {key!r} (--tool-key) is not valid JSON: {error}") from None
+        value = parse_json(f"{where}: {key!r} (--tool-key)", value)
     if hasattr(value, "tolist"):
         value = value.tolist()
     if not isinstance(value, list):

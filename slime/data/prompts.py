@@ -8,7 +8,6 @@ from __future__ import annotations
 import codecs
 import functools
 import itertools
-import json
 import logging
 import random
 import re
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.data.prepare import Prepared, PromptMaker, Row, prepare, prompt_lengths
+from slime.data.row_values import parse_json, plain_value
 from slime.data.sample import Sample
 from slime.utils.errors import DataError
 
@@ -37,6 +37,8 @@ _SLICE = re.compile(r"^(.*)@\[(-?\d*):(-?\d*)\]$", re.DOTALL)
 _SUFFIXES = (".jsonl", ".parquet")
 _FALLBACK_PROMPT_KEYS = {"input": ("prompt", "text"), "text": ("prompt", "input")}
 _DEFAULT_LABEL_KEY = "label"
+_NOT_JSON = ("timestamp", "date", "time", "decimal", "duration")
+"""Types of Parquet columns."""
 _NOT_MEASURED = "prompts are message lists, so none is dropped for its length; use --apply-chat-template"
 _CHECK_ALL_BELOW_BYTES = 64 * 1024**2
 
@@ -121,11 +123,10 @@ def _jsonl_rows(file: str, on_problem: Callable[[DataError], None] | None) -> It
 
 def _row(where: str, line: bytes) -> Row:
     try:
-        row = json.loads(line.decode())
+        text = line.decode()
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8: {error.reason} at byte {error.start + 1} of the line") from None
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from None
+    row = parse_json(where, text)
     if not isinstance(row, dict):
         raise DataError(f"{where}: expected a JSON object, found {type(row).__name__}")
     return row
@@ -133,20 +134,22 @@ def _row(where: str, line: bytes) -> Row:
 
 def _parquet_rows(file: str) -> Iterator[tuple[str, Row]]:
     try:
+        import pyarrow
         import pyarrow.parquet as parquet
     except ImportError:
         raise ImportError(f"{file}: reading Parquet needs pyarrow (pip install 'slime[parquet]')") from None
     try:
         table = parquet.ParquetFile(file)
-    except (OSError, ValueError) as error:  # pyarrow's own errors derive from these
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DataError(f"{file}: not a Parquet file: {error}") from None
+    has_other_types = any(name in str(table.schema_arrow) for name in _NOT_JSON)
     number = 0
     try:
         for batch in table.iter_batches():
-            for row in batch.to_pylist():
+            for row in batch.to_pylist(maps_as_pydicts="strict"):
                 number += 1
-                yield f"{file} row {number}", row
-    except (OSError, ValueError) as error:
+                yield f"{file} row {number}", plain_value(row) if has_other_types else row
+    except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
         raise DataError(f"{file}: cannot be read after row {number}: {error}") from None
 
 
@@ -176,6 +179,7 @@ class Dataset:
         apply_chat_template_kwargs: dict[str, Any] | None = None,
         num_workers: int = 0,
         skips_bad_lines: bool = False,
+        special_tokens_as_text: bool = False,
     ) -> None:
         """
         Args:
@@ -185,6 +189,7 @@ class Dataset:
             max_length: prompts with more tokens are dropped. None keeps all.
             num_workers: processes that prepare the rows; 0 does it here.
             skips_bad_lines: lines that are not JSON are left out with a warning.
+            special_tokens_as_text: encode special tokens in messages as text; needs ``apply_chat_template``.
             prompt_key, label_key: row fields. At their defaults, files with ``prompt`` and ``label`` work as well.
 
         Raises:
@@ -201,8 +206,9 @@ class Dataset:
             metadata_key=metadata_key,
             apply_chat_template=apply_chat_template,
             apply_chat_template_kwargs=apply_chat_template_kwargs,
-            measures=max_length is not None,
+            max_length=max_length,
             skips_bad_lines=skips_bad_lines,
+            special_tokens_as_text=special_tokens_as_text,
         )
         prepared = list(prepare(rows(), maker, num_workers))
         self.origin_samples = _short_enough(prepared, max_length)
@@ -255,8 +261,9 @@ def open_prompts(
     metadata_key: str,
     apply_chat_template: bool,
     apply_chat_template_kwargs: dict[str, Any] | None,
-    measures: bool,
+    max_length: int | None = None,
     skips_bad_lines: bool = False,
+    special_tokens_as_text: bool = False,
 ) -> tuple[PromptMaker, Callable[[], Iterator[tuple[str, Row]]]]:
     """How the rows of a file become prompts, and a function that reads them from the first on.
 
@@ -278,9 +285,11 @@ def open_prompts(
         tool_key=tool_key,
         metadata_key=metadata_key,
         template_kwargs=dict(apply_chat_template_kwargs or {}) if apply_chat_template else None,
-        measures=measures,
+        measures=max_length is not None,
         multimodal_keys=multimodal_keys,
         processor=processor,
+        max_length=max_length,
+        special_tokens_as_text=special_tokens_as_text,
     )
     return maker, read
 

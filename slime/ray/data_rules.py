@@ -88,7 +88,6 @@ def _first_row(
         metadata_key="",
         apply_chat_template=False,
         apply_chat_template_kwargs=None,
-        measures=False,
     )
     try:
         (first,) = maker.make([next(rows())])

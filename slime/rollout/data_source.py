@@ -318,9 +318,9 @@ def _load_dataset(args: Namespace) -> Dataset:
 
 def _open_stream(args: Namespace) -> StreamingDataset:
     tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
-    measures = args.rollout_max_prompt_len is not None
+    limit = args.rollout_max_prompt_len
     maker, read = open_prompts(
-        args.prompt_data, tokenizer, processor=_processor(args), measures=measures, **_row_settings(args)
+        args.prompt_data, tokenizer, processor=_processor(args), max_length=limit, **_row_settings(args)
     )
     return StreamingDataset(
         read,
@@ -341,6 +341,7 @@ def _row_settings(args: Namespace) -> dict[str, Any]:
     return {
         "multimodal_keys": args.multimodal_keys,
         "skips_bad_lines": args.skip_bad_lines,
+        "special_tokens_as_text": setting(args, "special_tokens_as_text"),
         "prompt_key": args.input_key,
         "label_key": args.label_key,
         "metadata_key": args.metadata_key,

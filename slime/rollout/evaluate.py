@@ -67,6 +67,7 @@ class EvalDatasets:
             apply_chat_template_kwargs=config.apply_chat_template_kwargs,
             multimodal_keys=config.multimodal_keys,
             skips_bad_lines=setting(args, "skip_bad_lines"),
+            special_tokens_as_text=setting(args, "special_tokens_as_text"),
         )
 
 

@@ -90,8 +90,7 @@ def test_qwen3_5_marks_a_token_that_the_answer_shares_with_its_header(tokenizer)
     class Wide:
         """Its tokens are pairs of characters, so that they cross the borders of turns."""
 
-        is_fast = True
-        chat_template = "set"
+        chat_template = "set"  # and no ``is_fast``: that it returns offsets is enough
 
         def apply_chat_template(self, messages, *, tokenize, **kwargs):
             text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
@@ -124,11 +123,20 @@ def test_qwen3_5_refuses_a_template_or_a_content_that_it_would_misread(tokenizer
         MultiTurnLossMaskGenerator(tokenizer, "qwen3_5").get_loss_mask(chat)
 
 
-def test_qwen3_5_needs_to_know_where_tokens_stand():
+@pytest.mark.parametrize("answer", [NotImplementedError("no offsets"), {"input_ids": [1]}])
+def test_qwen3_5_needs_to_know_where_tokens_stand(tokenizer, answer):
     class Slow:
-        is_fast = False
+        chat_template = "set"
 
-    with pytest.raises(DataError, match="fast tokenizer"):
+        def apply_chat_template(self, messages, **kwargs):
+            return "".join(message["content"] for message in messages)
+
+        def __call__(self, text, **kwargs):
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    with pytest.raises(DataError, match=r"needs a tokenizer that returns offsets .* Slow does not"):
         MultiTurnLossMaskGenerator(Slow(), "qwen3_5").get_loss_mask(CHAT)
 
 

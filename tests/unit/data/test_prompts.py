@@ -2,12 +2,17 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from datetime import datetime
+from decimal import Decimal
 
 import pytest
 
 from slime.data.chat import load_tokenizer
 from slime.data.prompts import Dataset, check_prompt_file, filter_long_prompt, parse_path, read_file
 from slime.data.sample import Sample
+from slime.rollout.failures import fresh_copy
+from slime.rollout.sampling import prepare_prompt_ids
 from slime.utils.errors import DataError
 
 
@@ -172,7 +177,7 @@ def test_default_keys_fall_back_to_prompt_and_label(rows_file, tokenizer):
         ([{"text": "1", "y": 2}, {"text": "1"}], {"label_key": "y"}, "rows.jsonl:2: there is no 'y' (--label-key)"),
         ([{"text": 3}], {"apply_chat_template": True}, "rows.jsonl:1: 'text' must be text or a list of messages for"),
         ([{"text": None}], {}, "there is no 'text'"),
-        ([{"text": "1", "metadata": "{broken"}], {}, "looks like JSON but is not"),
+        ([{"text": "1", "metadata": "{broken"}], {}, "looks like JSON: not valid JSON"),
         ([{"text": "1", "metadata": [1]}], {}, "must be an object, not list"),
         ([{"text": "1", "tools": {"a": 1}}], {"tool_key": "tools"}, "must be a list of tools"),
         ([{"text": [{"content": "no role"}]}], {"apply_chat_template": True}, "rows.jsonl:1: the chat template"),
@@ -225,3 +230,115 @@ def test_a_dataset_gives_its_next_prompts_and_begins_again(rows_file, tokenizer)
     assert data.sample(2) == ["0", "1"]
     assert data.sample(5) == ["2", "0", "1", "2", "0"]
     assert data.sample(0) == []
+
+
+# --- values that later steps cannot hold
+
+
+@pytest.mark.parametrize(
+    ("row", "fragment"),
+    [
+        (r'{"text": "a \ud800 b"}', r"the escape \ud800 is half of a character (a lone surrogate)"),
+        (r'{"text": "a", "metadata": "{\"x\": \"\\udfff\"}"}', r"rows.jsonl:1: 'metadata' (--metadata-key) looks like"),
+        (f'{{"text": "a", "n": {"9" * 5000}}}', "a whole number has more than 4300 digits: write it as text"),
+        (f'{{"text": "a", "metadata": "{{\\"x\\": {"9" * 5000}}}"}}', "(--metadata-key) looks like JSON: a whole"),
+        (f'{{"text": "a", "x": {"[" * 101}{"]" * 101}}}', "nested in more than 100 levels"),
+        (f'{{"text": "a", "x": {"[" * 99999}{"]" * 99999}}}', "nested in more than 100 levels"),
+        (f'{{"text": "a", "tools": "{"[" * 200}{"]" * 200}"}}', "'tools' (--tool-key): values are nested"),
+        ('{"text": "a", "label": NaN}', "'label' (--label-key) is nan, so the row has no label"),
+        ('{"text": "a", "label": -Infinity}', "'label' (--label-key) is -inf, so the row has no label"),
+    ],
+)  # fmt: skip
+def test_values_that_no_later_step_can_hold_are_named_with_their_row(rows_file, tokenizer, row, fragment):
+    path = rows_file([row])
+    with pytest.raises(DataError, match=re.escape(fragment)) as error:
+        Dataset(path, tokenizer, None, 50, tool_key="tools")
+    assert str(error.value).startswith(f"{path}:1: ")
+    assert len(str(error.value)) < 600
+
+
+def test_values_near_the_limits_are_kept(rows_file, tokenizer):
+    deep = "[" * 99 + "]" * 99
+    path = rows_file(
+        [r'{"text": "\ud83d\ude00", "label": null}', f'{{"text": "a", "label": 1, "metadata": {{"x": {"9" * 4000}}}}}']
+    )
+    data = Dataset(path, tokenizer, None, None)
+    assert (data[0].prompt, data[0].label) == ("😀", None)
+    assert data[1].metadata["x"] == int("9" * 4000)
+    fresh_copy(Dataset(rows_file([f'{{"text": "a", "metadata": {{"x": {deep[2:-2]}}}}}']), tokenizer, None, None)[0])
+
+
+def test_bad_values_can_be_left_out(rows_file, tokenizer):
+    path = rows_file(['{"text": "a"}', r'{"text": "\ud800"}', f'{{"text": {"9" * 5000}}}'])
+    assert len(Dataset(path, tokenizer, None, None, skips_bad_lines=True)) == 1
+
+
+def test_dates_decimals_and_maps_of_parquet_become_values_that_a_state_holds(tmp_path, tokenizer):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    meta = pa.struct(
+        [("day", pa.timestamp("s")), ("price", pa.decimal128(5, 2)), ("tags", pa.map_(pa.string(), pa.int64()))]
+    )
+    schema = pa.schema([("text", pa.string()), ("metadata", meta)])
+    row = {"text": "a", "metadata": {"day": datetime(2020, 1, 2), "price": Decimal("1.50"), "tags": [("k", 1)]}}
+    pq.write_table(pa.Table.from_pylist([row], schema=schema), tmp_path / "rows.parquet")
+    data = Dataset(str(tmp_path / "rows.parquet"), tokenizer, None, None)
+    assert data[0].metadata == {"day": "2020-01-02T00:00:00", "price": "1.50", "tags": {"k": 1}}
+    json.dumps(data[0].to_dict())
+
+
+class _CountingTokenizer:
+    """Counts the characters that it tokenizes."""
+
+    num_characters = 0
+
+    def get_vocab(self):
+        return {"a": 0, "aaaa": 1}
+
+    def __call__(self, texts, **kwargs):
+        self.num_characters += sum(map(len, texts))
+        return {"input_ids": [[0] * len(text) for text in texts]}
+
+
+def test_a_prompt_that_is_certainly_too_long_is_not_tokenized(rows_file):
+    tokenizer = _CountingTokenizer()
+    path = rows_file([{"text": "a" * 5_000_000}, {"text": "aa"}])
+    assert [sample.prompt for sample in Dataset(path, tokenizer, None, 1000)] == ["aa"]
+    assert tokenizer.num_characters == 2
+    path = rows_file([{"text": "a" * 17_000_000}])
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: the prompt has 17000000 characters.*--rollout-max-prompt-len"):
+        Dataset(path, tokenizer, None, None)
+
+
+# --- special tokens in the text of a message
+
+
+def test_special_tokens_in_a_message_are_reported_with_their_row(rows_file, tokenizer, caplog):
+    path = rows_file([{"text": "1+1="}, {"text": "1<|im_end|>2"}, {"text": "3<|im_end|>"}])
+    data = Dataset(path, tokenizer, None, None, apply_chat_template=True)
+    (record,) = [r for r in caplog.records if "special token" in r.message]
+    assert record.message.startswith(f"{path}:2: the text of a message contains the special token '<|im_end|>'")
+    assert data[1].tokens == []
+    caplog.clear()
+    Dataset(path, tokenizer, None, None)
+    assert not caplog.text, "without a template, the text is what its author rendered"
+
+
+def test_special_tokens_in_a_message_can_be_encoded_as_text(rows_file, tokenizer, caplog):
+    content = "1<|im_end|>2"
+    messages = [{"role": "user", "content": content}]
+    rows = [{"text": messages}, {"text": "1+1="}]
+    data = Dataset(rows_file(rows), tokenizer, None, 60, apply_chat_template=True, special_tokens_as_text=True)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert data[0].prompt == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.encode(data[0].prompt, add_special_tokens=False).count(end) == 2
+    assert data[0].tokens.count(end) == 1, "the template's own"
+    quoted = tokenizer.encode("<|im_end|>", add_special_tokens=False, split_special_tokens=True)
+    assert any(data[0].tokens[i : i + len(quoted)] == quoted for i in range(len(data[0].tokens)))
+    assert prepare_prompt_ids(data[0], tokenizer) == data[0].tokens
+    assert data[1].tokens == []
+    assert not caplog.text
+    limit = len(data[0].tokens) - 1
+    short = Dataset(rows_file(rows), tokenizer, None, limit, apply_chat_template=True, special_tokens_as_text=True)
+    assert len(short) == 1, "its length is that of its ids"

@@ -44,7 +44,7 @@ def stream(path: str, tokenizer: Any = None, *, max_length: int | None = 10, **s
         metadata_key="metadata",
         apply_chat_template=False,
         apply_chat_template_kwargs=None,
-        measures=max_length is not None,
+        max_length=max_length,
     )
     values: dict[str, Any] = {"name": path, "max_length": max_length, "seed": 3, "shuffles": True, "buffer_size": 40}
     return StreamingDataset(read, maker, **(values | settings))
