@@ -25,6 +25,14 @@ _SHM = Path("/dev/shm")
 _CPU_OBJECT_STORE = 512 * 1024**2
 _RAY_SHARE = 0.3  # of the memory, Ray's own default where slime does not set it
 _PORTS_PER_ENGINE = 10
+_MIB = 1024**2
+# Proportional set sizes of a run of a tiny model on a CPU at their peak, summed: 2487 MiB with one rank and one engine,
+# 3279 MiB with two of each. Interpreters and libraries, without weights.
+_RUN_BYTES = 1600 * _MIB
+"""Driver, Data Buffer, rollout manager, router, Ray, and the process that engines are forked from."""
+_RANK_BYTES = 350 * _MIB
+_ENGINE_BYTES = 530 * _MIB
+"""Of every device of an engine: scheduler, HTTP process, detokenizer, Ray's actor."""
 
 
 def python_version(situation: Situation, version: tuple[int, ...] = sys.version_info[:3]) -> Iterator[Finding]:
@@ -84,7 +92,7 @@ def device(situation: Situation) -> Iterator[Finding]:
 
 
 def memory(situation: Situation) -> Iterator[Finding]:
-    """Host memory against the weights that the processes of this machine hold, in CPU mode."""
+    """Host memory against what the processes of the run hold, in CPU mode."""
     import psutil
 
     free = psutil.virtual_memory().available
@@ -97,7 +105,8 @@ def memory(situation: Situation) -> Iterator[Finding]:
 
 
 def _cpu_bytes(situation: Situation) -> int:
-    """Without a GPU every process of the run holds its share of the model in host memory. 0 where that is unknown."""
+    """Without a GPU every process of the run holds its share of the model in host memory, beside Python and its
+    libraries. 0 where that is unknown."""
     from slime.config.plan.build import build
 
     if situation.args is None or not accelerator.current().is_cpu:
@@ -106,7 +115,8 @@ def _cpu_bytes(situation: Situation) -> int:
     trainer = max((stage.total - stage.activations for stage in plan.stages), default=0)
     ranks = plan.layout.world if plan.layout and plan.stages else 0
     engines = sum(group.num_devices for group in plan.placement.engines) if plan.placement else 0
-    return trainer * ranks + (plan.engine.weights * engines if plan.engine else 0)
+    weights = plan.engine.weights if plan.engine else 0
+    return _RUN_BYTES + (_RANK_BYTES + trainer) * ranks + (_ENGINE_BYTES + weights) * engines
 
 
 def open_files(situation: Situation) -> Iterator[Finding]:

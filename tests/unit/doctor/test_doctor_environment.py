@@ -6,6 +6,8 @@ import importlib.metadata
 import os
 import resource
 import socket
+import subprocess
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ import pytest
 from slime.doctor.checks import engines, environment, storage
 from slime.doctor.finding import Finding, Situation
 from tests.unit.config.plan_args import plan_args
+from tools.make_tiny_task import TinyTask
 
 NOTHING = Situation()
 
@@ -67,6 +70,24 @@ def test_a_model_that_exceeds_the_memory_of_a_machine_without_gpu_fails(monkeypa
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     assert only(environment.memory(Situation(plan_args()))).status == "fail"
     assert only(environment.memory(NOTHING)).status == "ok"
+
+
+def test_the_memory_of_a_tiny_run_on_a_cpu_is_that_of_its_processes(
+    monkeypatch: pytest.MonkeyPatch, tiny_task: TinyTask
+) -> None:
+    monkeypatch.setattr(environment.accelerator, "current", lambda: SimpleNamespace(is_cpu=True))
+    flags = {"hf_checkpoint": str(tiny_task.model), "world_size": 1, "rollout_num_gpus": 1}
+    flags |= {"actor_num_nodes": 1, "actor_num_gpus_per_node": 1, "rollout_num_gpus_per_engine": 1}
+    one = environment._cpu_bytes(Situation(plan_args(**flags)))
+    assert 2.2 < one / 2**30 < 3.2, "measured: 2.4 GiB shared pages counted once"
+    two = flags | {"world_size": 2, "actor_num_gpus_per_node": 2, "rollout_num_gpus": 2}
+    assert 0.5 < (environment._cpu_bytes(Situation(plan_args(**two))) - one) / 2**30 < 1.5
+
+
+def test_a_trainer_process_is_as_large_as_the_doctor_assumes() -> None:
+    code = "import psutil, slime.ray.train_actor; print(psutil.Process().memory_full_info().uss)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert 0.5 < int(done.stdout) / environment._RANK_BYTES < 2
 
 
 def test_few_open_files_fail(monkeypatch: pytest.MonkeyPatch) -> None:
