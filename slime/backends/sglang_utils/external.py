@@ -28,6 +28,7 @@ from slime.utils.errors import ConfigError, EngineError
 from slime.utils.net import url_host
 
 __all__ = [
+    "ONE_STAGE",
     "ExternalEngine",
     "ExternalEngineInfo",
     "apply_external_engine_info_to_args",
@@ -36,6 +37,13 @@ __all__ = [
     "normalize_external_engine_addr",
     "problems_of",
 ]
+
+ONE_STAGE = (
+    "only the first stage of an SGLang engine confirms new weights (scheduler.py, init_ipc_channels), and all stages "
+    "have the same ranks in a broadcast (weight_updater.py, init_weights_update_group), so later stages could keep old "
+    "weights"
+)
+"""Why an engine with pipeline stages is refused."""
 
 _FLAG = "--rollout-external-engine-addrs"
 _TIMEOUT_S = 30.0
@@ -212,9 +220,9 @@ def problems_of(info: ExternalEngineInfo, args: Namespace, *, source: str = _FLA
     if dtype not in ("auto", wanted) and not (dtype == "float" and wanted == "float32"):
         yield f"{start} its weights are {dtype}, the trainer's {wanted}: start it with --dtype {wanted}."
     if info.worker_type == WorkerType.ENCODER:
-        yield f"{start} it only encodes images, which is not supported yet."
+        yield f"{start} it only encodes images: such a server cannot receive weights, and its answers are no samples."
     if _number(seen, "pp_size") > 1:
-        yield f"{start} it has {_number(seen, 'pp_size')} pipeline stages: weights reach engines of one stage only."
+        yield f"{start} it has {_number(seen, 'pp_size')} pipeline stages: {ONE_STAGE}."
     if _number(seen, "dp_size") > 1 and not seen.get("enable_dp_attention"):
         yield f"{start} --dp-size {_number(seen, 'dp_size')}: one server per copy of the model can take weights."
     if info.worker_type == WorkerType.PREFILL and info.disaggregation_bootstrap_port is None:

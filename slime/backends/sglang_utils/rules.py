@@ -13,6 +13,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 
 from slime.backends.sglang_utils.external import (
+    ONE_STAGE,
     apply_external_engine_info_to_args,
     external_engine_infos_from_args,
     problems_of,
@@ -129,7 +130,7 @@ def _sizes(args: Namespace) -> Iterator[str]:
             f"--sglang-tp-size out: it follows."
         )
     if pp > 1:
-        yield f"--sglang-pp-size {pp} is not supported yet: weights reach engines of one pipeline stage only."
+        yield f"--sglang-pp-size {pp} is not supported: {ONE_STAGE}. Use wider engines: {_WIDTH}."
     if dp > 1 and not args.sglang_enable_dp_attention:
         yield (
             f"--sglang-dp-size {dp} needs --sglang-enable-dp-attention: several copies of a model are several engines "
@@ -227,7 +228,13 @@ def _models(args: Namespace, topology: Topology) -> Iterator[str]:
 def _groups(args: Namespace, model: ModelSpec) -> Iterator[str]:
     kinds = {group.worker_type for group in model.groups}
     if WorkerType.ENCODER in kinds:
-        yield "worker_type encoder is not supported yet: engines get text only."
+        reason = (
+            "SGLang's encoder server cannot receive weights (its http_server.py has /encode and no /update_weights_*), "
+            "so images would be encoded with the first weights"
+            if model.updates_weights
+            else "slime does not start SGLang's encoder server yet"
+        )
+        yield f"worker_type encoder is not supported: {reason}. Use regular engines, which encode images themselves."
     if model.has_pd and not {WorkerType.PREFILL, WorkerType.DECODE} <= kinds:  # C4
         yield "prefill engines need decode engines, and the other way round."
     if model.has_pd and WorkerType.REGULAR in kinds:

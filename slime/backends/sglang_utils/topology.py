@@ -45,6 +45,7 @@ _NOT_HERE = {
     **dict.fromkeys(("host", "port", "nccl_port", "dist_init_addr"), "slime chooses the addresses"),
     **dict.fromkeys(("nnodes", "node_rank", "base_gpu_id", "gpu_id_step"), "slime places the engines"),
     "tp_size": "it follows from num_gpus_per_engine",
+    "pp_size": "all engines have --sglang-pp-size stages",
     **dict.fromkeys(
         ("disaggregation_mode", "disaggregation_bootstrap_port", "encoder_only"), "it follows from worker_type"
     ),

@@ -308,7 +308,7 @@ def _held(micro_batch: MicroBatch, batch: TrainBatch, samples: Samples) -> Sampl
     totals = batch.select("total_lengths", micro_batch.indices)
     pairs = zip(totals, samples.response_lengths, strict=True)
     lengths = [len(held_tokens([total], [response], sharding)) for total, response in pairs]
-    masks = torch.cat(list(samples.loss_masks))[micro_batch.part.response_index].split(lengths)
+    masks = torch.split(torch.cat(list(samples.loss_masks))[micro_batch.part.response_index], lengths)
     return replace(samples, response_lengths=lengths, loss_masks=list(masks))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from argparse import Namespace
 from pathlib import Path
@@ -34,6 +35,7 @@ def resolved(line: str = "", **changes: Any) -> Namespace:
         "use_rollout_routing_replay": False,
         "fp32": False,
         "fp16": False,
+        "update_weight_transport": "nccl",
     }
     args = Namespace(**values | names.attributes | changes, given=names.given | changes.keys())
     engine_width(args)
@@ -78,7 +80,11 @@ def test_both_sizes_given_must_agree():
     ("line", "changes", "message"),
     [
         ("--sglang-pp-size 3", {"rollout_num_gpus_per_engine": 8}, "8 must be a multiple of --sglang-pp-size 3"),
-        ("--sglang-pp-size 2", {"rollout_num_gpus_per_engine": 8}, "--sglang-pp-size 2 is not supported yet"),
+        (
+            "--sglang-pp-size 2",
+            {"rollout_num_gpus_per_engine": 8},
+            "--sglang-pp-size 2 is not supported: only the first stage of an SGLang engine confirms new weights",
+        ),
         ("--sglang-dp-size 2", {}, "--sglang-dp-size 2 needs --sglang-enable-dp-attention"),
         (
             "--sglang-dp-size 2 --sglang-enable-dp-attention",
@@ -101,6 +107,19 @@ def test_both_sizes_given_must_agree():
 def test_a_combination_that_cannot_work_is_explained(line: str, changes: dict[str, Any], message: str):
     found = problems(line, **changes)
     assert any(message in problem for problem in found), found
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "is_there"),
+    [
+        ("managers/scheduler.py", "is_rank_zero = (\n            get_parallel().pp_rank == 0", True),
+        ("model_executor/model_runner_components/weight_updater.py", "rank = rank_offset + self.tp_rank\n", True),
+        ("disaggregation/encoder/http_server.py", "update_weights", False),
+    ],
+)
+def test_what_the_refusals_say_of_sglang_holds_for_the_installed_one(file: str, text: str, is_there: bool):
+    (package,) = importlib.util.find_spec("sglang").submodule_search_locations
+    assert (text in (Path(package) / "srt" / file).read_text()) == is_there
 
 
 def test_attention_copies_within_an_engine_are_fine():
@@ -134,7 +153,7 @@ def test_an_ipv6_router_address_gets_its_brackets():
         ),
         (
             "sglang: [{name: a, server_groups: [{worker_type: encoder, num_gpus: 8}]}]",
-            "model a: worker_type encoder is not supported yet",
+            "model a: worker_type encoder is not supported: SGLang's encoder server cannot receive weights",
         ),
         (
             "sglang: [{name: a, server_groups: [{worker_type: prefill, num_gpus: 8}]}]",

@@ -136,7 +136,7 @@ def test_the_arguments_learn_how_many_engines_and_devices_there_are(server):
         ({}, None),
         ({"dtype": "auto"}, None),
         ({"dtype": "float32"}, "its weights are float32, the trainer's bfloat16: start it with --dtype bfloat16"),
-        ({"pp_size": 2}, "it has 2 pipeline stages"),
+        ({"pp_size": 2}, "it has 2 pipeline stages: only the first stage"),
         ({"dp_size": 2}, "--dp-size 2: one server per copy"),
         ({"dp_size": 2, "enable_dp_attention": True}, None),
         ({"encoder_only": True}, "it only encodes images"),
