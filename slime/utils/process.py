@@ -3,6 +3,9 @@
 A guarded child holds the read end of a pipe whose write end only this process has. When this process ends, however it
 ends, the kernel closes the pipe and the child kills its whole process group. That also holds for SIGKILL, and, unlike
 ``PR_SET_PDEATHSIG``, does not depend on which thread started the child.
+
+A killed process cannot remove its files in /dev/shm. Who kills a group removes those that the group has mapped and that
+programs such as SGLang make for themselves.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ __all__ = [
     "has_ended",
     "kill_group",
     "log_tail",
+    "mapped_files",
     "tail",
     "watch_descriptor",
     "watch_owner",
@@ -32,6 +36,10 @@ __all__ = [
 GUARD_FD_VARIABLE = "SLIME_GUARD_FD"
 _KILL_TIMEOUT_S = 5.0
 _TAIL_BYTES = 64 * 1024
+_SHARED_MEMORY = Path("/dev/shm")
+_MADE_BY_SERVERS = ("sglang_loads_", "sgl_shm_mq_", "sem.mp-", "psm_")
+"""Beginnings of their names: SGLang's tables and queues, semaphores and blocks of multiprocessing. What other programs
+share with a server, such as weights, has other names."""
 
 
 class GuardedProcess:
@@ -108,6 +116,7 @@ def _kill_group_when_closed(descriptor: int, before_end: Callable[[], None] | No
         while os.read(descriptor, 1):
             pass
     try:
+        _remove_shared_memory(os.getpgrp())
         if before_end is not None:
             before_end()
     finally:
@@ -117,6 +126,8 @@ def _kill_group_when_closed(descriptor: int, before_end: Callable[[], None] | No
 def kill_group(leader: int) -> None:
     """SIGKILL the process group of ``leader`` and wait until all of it has ended, at most five seconds."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGSTOP)  # from now on it makes no further file
+        _remove_shared_memory(leader)
         os.killpg(leader, signal.SIGKILL)
     deadline = time.monotonic() + _KILL_TIMEOUT_S
     while time.monotonic() < deadline:
@@ -125,6 +136,30 @@ def kill_group(leader: int) -> None:
         if not _has_living(leader):
             return
         time.sleep(0.02)
+
+
+def _remove_shared_memory(leader: int) -> None:
+    """Remove the files that only a server's own processes use. Processes that have one mapped keep what is in it."""
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError):
+            if os.getpgid(pid) == leader:
+                for name in mapped_files(pid, _SHARED_MEMORY):
+                    if name.startswith(_MADE_BY_SERVERS):
+                        (_SHARED_MEMORY / name).unlink(missing_ok=True)
+
+
+def mapped_files(pid: int, directory: Path) -> set[str]:
+    """Names of the files directly in ``directory`` that the process has mapped; none of a process that has ended.
+
+    By inode: a semaphore is mapped before it gets its name.
+    """
+    prefix = f"{directory}/"
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+        inodes = {int(line.split(maxsplit=5)[4]) for line in lines if prefix in line}
+        return {entry.name for entry in os.scandir(directory) if entry.inode() in inodes} if inodes else set()
+    except OSError:
+        return set()
 
 
 def _has_living(leader: int) -> bool:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from slime.utils.process import has_ended
+from slime.utils.process import has_ended, mapped_files
 
 __all__ = ["SharedMemory", "reap", "start_reaper"]
 
@@ -98,17 +98,9 @@ class SharedMemory:
         if not new:
             return
         for process in processes:
-            self.mapped |= new & self._mapped_by(process.pid)
+            self.mapped |= new & mapped_files(process.pid, self._directory)
         for name in new:
             self._looks_left[name] -= 1
-
-    def _mapped_by(self, pid: int) -> set[str]:
-        prefix = f"{self._directory}/"
-        try:
-            lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:
-            return set()
-        return {line.partition(prefix)[2] for line in lines if prefix in line}
 
     def remove(self) -> None:
         """Delete the files that were found. Whoever still has one mapped keeps what is in it."""

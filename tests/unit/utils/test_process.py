@@ -79,6 +79,43 @@ PARENT_THAT_DOES_NOT_LOOK = (
 )
 
 
+HOLDER = (
+    "import mmap, multiprocessing, os, sys, time; from slime.utils.process import watch_owner; watch_owner(); "
+    "lock = multiprocessing.get_context('spawn').Lock(); "
+    "fd = os.open({!r}, os.O_CREAT | os.O_RDWR); os.ftruncate(fd, 4096); held = mmap.mmap(fd, 4096); "
+    "print('up', lock._semlock.name, flush=True); time.sleep(100)"
+)
+
+
+@pytest.mark.parametrize("is_owner_killed", [True, False])
+def test_a_killed_server_leaves_no_shared_memory_and_that_of_others_stays(is_owner_killed: bool, tmp_path: Path):
+    ours, theirs = (Path(f"/dev/shm/sglang_loads_{name}_{os.getpid()}.shm") for name in ("ours", "theirs"))
+    log = tmp_path / "log"
+    theirs.write_bytes(b"x")
+    try:
+        if is_owner_killed:
+            command = [sys.executable, "-c", OWNER, HOLDER.format(str(ours)), str(log)]
+            owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            assert owner.stdout is not None
+            leader = int(owner.stdout.readline())
+            wait_for_text(log, "up")
+            owner.kill()
+            owner.wait()
+            assert group_is_gone(leader)
+        else:
+            process = GuardedProcess([sys.executable, "-c", HOLDER.format(str(ours))], log_path=log)
+            wait_for_text(log, "up")
+            assert ours.exists()
+            process.stop()
+        semaphore = Path("/dev/shm") / f"sem.{log.read_text().split()[1].lstrip('/')}"
+        assert not ours.exists()
+        assert not semaphore.exists()
+        assert theirs.exists()
+    finally:
+        for path in (ours, theirs):
+            path.unlink(missing_ok=True)
+
+
 def test_the_end_of_a_process_is_enough_when_its_parent_does_not_notice_it():
     parent = subprocess.Popen([sys.executable, "-c", PARENT_THAT_DOES_NOT_LOOK], stdout=subprocess.PIPE, text=True)
     try:
