@@ -255,9 +255,6 @@ def test_the_fork_server_survives_clients_that_vanish_or_keep_silent(tiny_task, 
         another = make_engine(tiny_task, fork_server, tmp_path / "log")
         another.start()
         another.stop()
-        silent.setblocking(False)
-        with pytest.raises(BlockingIOError):  # not yet let go: the engine did not wait for it
-            silent.recv(1)
     fork_server.raise_if_dead()
 
 
