@@ -26,7 +26,10 @@ from slime.hooks.protocols import HOOKS, Hook, Role
 from slime.hooks.signature import can_be_called
 from slime.utils.errors import ConfigError
 
-__all__ = ["check_hooks", "load_function"]
+__all__ = ["check_hooks", "load_function", "name_of"]
+
+_USERS = "slime_user_"
+"""Prefix of the modules that files are loaded as."""
 
 _NAMES: dict[Role, tuple[str, ...]] = {
     "generate": ("custom_generate", "generate"),
@@ -107,7 +110,7 @@ def _import(name: str, path: str) -> ModuleType:
 
 def _load_file(path: str) -> ModuleType:
     file = _find(path)
-    name = f"slime_user_{file.stem}_{hashlib.sha1(str(file).encode()).hexdigest()[:8]}"
+    name = f"{_USERS}{file.stem}_{hashlib.sha1(str(file).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
@@ -136,7 +139,7 @@ def _attribute(module: ModuleType, name: str, path: str) -> Any:
         return getattr(module, name)
     except AttributeError:
         public = ", ".join(sorted(_public_callables(module))) or "none"
-        raise ConfigError(f"{module.__name__} has no {name!r} ({path!r}); its public functions: {public}") from None
+        raise ConfigError(f"{_shown(module)} has no {name!r} ({path!r}); its public functions: {public}") from None
 
 
 def _by_role(module: ModuleType, path: str, role: Role | None, group_rm: bool) -> Any:
@@ -163,6 +166,16 @@ def _public_callables(module: ModuleType) -> dict[str, Callable[..., Any]]:
         for name, value in vars(module).items()
         if not name.startswith("_") and callable(value) and getattr(value, "__module__", "") == module.__name__
     }
+
+
+def name_of(function: Any) -> str:
+    """A function for messages: ``file.py:name`` or ``package.module.name``."""
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", str(function))
+    return f"{_shown(sys.modules[module])}:{name}" if module.startswith(_USERS) else f"{module}.{name}"
+
+
+def _shown(module: ModuleType) -> str:
+    return str(module.__file__) if module.__name__.startswith(_USERS) else module.__name__
 
 
 def _one_line(error: BaseException) -> str:

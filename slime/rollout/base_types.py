@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.data.sample import SampleGroup
+from slime.hooks.load import name_of
 from slime.utils.errors import DataError
 
 __all__ = ["RolloutFnEvalOutput", "RolloutFnTrainOutput", "call_rollout_fn"]
@@ -40,7 +41,6 @@ def call_rollout_fn(
     if isinstance(output, RolloutFnTrainOutput | RolloutFnEvalOutput):
         return output
     if output is None:
-        name = f"{getattr(fn, '__module__', '')}.{getattr(fn, '__qualname__', fn)}"
         flag = "--eval-function-path" if evaluation else "--rollout-function-path"
-        raise DataError(f"{flag}: {name} returned None; it must return samples, or a RolloutFn...Output")
+        raise DataError(f"{flag}: {name_of(fn)} returned None; it must return samples, or a RolloutFn...Output")
     return RolloutFnEvalOutput(data=output) if evaluation else RolloutFnTrainOutput(samples=output)

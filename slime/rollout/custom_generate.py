@@ -16,13 +16,14 @@ from typing import Any
 
 from slime.data.chat import render_chat
 from slime.data.sample import Sample, iter_samples
+from slime.hooks.load import name_of
 from slime.hooks.signature import accepts, annotation
 from slime.rollout.failures import fresh_copy
 from slime.rollout.settings import is_ending, setting
 from slime.utils.async_utils import call_user, is_async
 from slime.utils.errors import DataError
 
-__all__ = ["call_generate", "call_group_generate", "complete", "name_of", "refuse_stray_abort", "takes_group"]
+__all__ = ["call_generate", "call_group_generate", "complete", "refuse_stray_abort", "takes_group"]
 
 logger = logging.getLogger(__name__)
 
@@ -147,8 +148,3 @@ def _tokenize(sample: Sample, tokenizer: Any) -> None:
         "log-probs of them are unknown; Sample.append_response_tokens keeps both",
         sample.index,
     )
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    """Its dotted name, for messages."""
-    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)}"

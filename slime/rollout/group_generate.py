@@ -12,8 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.data.sample import Sample, iter_samples
+from slime.hooks.load import name_of
 from slime.rollout.abort_requests import mask_older_tokens
-from slime.rollout.custom_generate import call_group_generate, complete, name_of, refuse_stray_abort
+from slime.rollout.custom_generate import call_group_generate, complete, refuse_stray_abort
 from slime.rollout.failures import generate_with_retries, is_given_up
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.rollout.scoring import score

@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from slime.data.chat import load_tokenizer, render_chat
@@ -23,14 +24,15 @@ from slime.testing.engine import pretend_engine
 from slime.testing.inputs import GROUP_SIZE, QUESTION
 from slime.testing.trainer_checks import SIGNATURE_ONLY, TRAINER_CHECKS
 from slime.utils.async_utils import call_in_thread, run
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, SlimeError
+from slime.utils.user_exit import user_frames
 
 __all__ = ["Outcome", "check_command", "check_plugin"]
 
 _NEEDS_ENGINE = ("custom_generate_function_path", "rollout_function_path", "eval_function_path")
 _NEEDS_DATA = {"data_source_path": "prompt_data", "eval_function_path": "eval_datasets"}
 _MAX_RESPONSE_LEN = 16
-_TRACEBACK_LINES = 6
+_FRAMES = 3
 _PATIENCE_S = 300.0
 
 
@@ -57,6 +59,8 @@ def check_command(argv: Sequence[str]) -> list[Outcome]:
     args, problems = parse_only(list(argv), loads_hooks=False)
     if args is None:
         raise ConfigError(problems)
+    if args.hf_checkpoint and not Path(args.hf_checkpoint).is_dir():
+        raise ConfigError(f"--hf-checkpoint {args.hf_checkpoint}: there is no such directory")
     outcomes = []
     for hook in HOOKS:
         if hook.dest not in args.given:
@@ -93,12 +97,21 @@ def _check(hook: Hook, path: str, args: Namespace) -> Outcome:
         return Outcome(hook.flag, path, "signature", note=why_not)
     try:
         problems = [f"{hook.flag} {path}: {problem}" for problem in run(_run_in_time(hook, path, args))]
-    except Exception:  # the user's code may raise anything
-        lines = traceback.format_exc().strip().splitlines()
-        return Outcome(
-            hook.flag, path, "bad", ["\n    ".join([f"{hook.flag} {path} raised:", *lines[-_TRACEBACK_LINES:]])]
-        )
+    except Exception as error:  # the user's code may raise anything
+        return Outcome(hook.flag, path, "bad", [_described(hook, path, error)])
     return Outcome(hook.flag, path, "bad" if problems else "ok", problems)
+
+
+def _described(hook: Hook, path: str, error: Exception) -> str:
+    """The error with the lines of the user's own code that led to it; of other code only the last line."""
+    cause = error.__cause__ if isinstance(error, SlimeError) and error.__cause__ else error
+    frames = user_frames(cause)[-_FRAMES:]
+    last = traceback.extract_tb(cause.__traceback__)[-1]
+    if last not in frames and not isinstance(error, SlimeError):
+        frames.append(last)
+    lines = "".join(traceback.format_list(frames)).splitlines()
+    message = str(error) if isinstance(error, SlimeError) else f"raised {type(error).__name__}: {error}"
+    return "\n    ".join([f"{hook.flag} {path}: {message}", *lines])
 
 
 def _why_not_called(hook: Hook, args: Namespace) -> str:

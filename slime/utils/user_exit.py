@@ -16,11 +16,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
-__all__ = ["UserExit", "exit_is_error", "exits_are_errors"]
+__all__ = ["UserExit", "exit_is_error", "exits_are_errors", "user_frames"]
 
 Class = TypeVar("Class", bound=type)
 
 _LIBRARIES = (f"{Path(__file__).parents[1]}/", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+
+
+def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The lines of the traceback that belong neither to slime nor to a library, outermost first."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
 
 
 class UserExit(RuntimeError):
@@ -42,8 +48,7 @@ def exit_is_error() -> Iterator[None]:
         is_interrupt = isinstance(error, KeyboardInterrupt)
         if is_interrupt and threading.current_thread() is threading.main_thread():
             raise
-        frames = traceback.extract_tb(error.__traceback__)
-        frame = next((f for f in reversed(frames) if not f.filename.startswith(_LIBRARIES)), frames[-1])
+        frame = (user_frames(error) or traceback.extract_tb(error.__traceback__))[-1]
         what = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {error!r}"
         raise UserExit(
             f"{frame.name} ({frame.filename}:{frame.lineno}) {what}, which would end the whole process: raise an "

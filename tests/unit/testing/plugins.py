@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 
 import torch
@@ -215,3 +216,7 @@ def megatron_init(args):
 
 def waits_for_ever(args, all_samples, data_source):
     threading.Event().wait()
+
+
+def filter_parses(args, groups):
+    json.loads(groups[0][0].response + "{")

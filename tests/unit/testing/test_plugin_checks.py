@@ -84,6 +84,34 @@ def test_a_mistake_is_named(flag, name, problem, more):
     assert all(flag in text for text in problems)
 
 
+def test_an_error_shows_the_users_lines_and_the_message_once():
+    (problem,) = check_plugin("--custom-rm-path", f"{PLUGINS}:reward_raises")
+    assert "raised KeyError: 'ground_truth'" in problem.splitlines()[0]
+    assert f'File "{PLUGINS}", line' in problem
+    assert "in reward_raises" in problem
+    assert "/slime/" not in problem.replace(PLUGINS, "")
+
+
+def test_a_library_that_raises_is_shown_with_the_users_line_that_called_it():
+    (problem,) = check_plugin("--rollout-sample-filter-path", f"{PLUGINS}:filter_parses")
+    lines = problem.splitlines()
+    assert "raised JSONDecodeError: " in lines[0]
+    assert any("in filter_parses" in line for line in lines)
+    assert 'json/decoder.py"' in lines[-2] or 'json/decoder.py"' in lines[-3]
+
+
+def test_messages_name_the_file_of_a_function_and_not_the_module_it_is_loaded_as(more):
+    (problem,) = check_plugin("--custom-generate-function-path", f"{PLUGINS}:nothing", *more)
+    assert f"{PLUGINS}:nothing returned NoneType" in problem
+    (problem,) = check_plugin("--custom-generate-function-path", f"{PLUGINS}:gone", *more)
+    assert f"{PLUGINS} has no 'gone'" in problem
+
+
+def test_a_model_that_is_missing_is_an_error_of_the_command():
+    with pytest.raises(ConfigError, match="--hf-checkpoint /none: there is no such directory"):
+        check_plugin("--custom-rm-path", f"{PLUGINS}:reward_raises", "--hf-checkpoint", "/none", "--prompt-data", "x")
+
+
 def test_our_own_functions_pass_their_contracts(more):
     sampled = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
     outcomes = check_command(
