@@ -23,6 +23,7 @@ from slime.rollout.rm_hub.math_utils import (
     remove_boxed,
 )
 from slime.rollout.rm_hub.math_verify_grader import grade_math_verify
+from slime.rollout.scoring import score_group
 from slime.utils.errors import DataError, ScoringError
 from tests.limits import unloaded_time
 from tests.unit.rollout.fake_engine import FakeEngine
@@ -63,6 +64,10 @@ class CustomReward:
 
 def too_few(args, samples):
     return [1.0]
+
+
+def blocks(args, samples):
+    threading.Event().wait(60)
 
 
 def nothing(args, sample):
@@ -146,6 +151,18 @@ def test_every_convention_scores_a_list(name, group_rm, expected):
 def test_unusable_results_name_function_and_sample(name, message):
     with pytest.raises(DataError, match=f"{name} on samples? 7.*{message}"):
         score_all(rm_args(custom_rm_path=here(name), reward_key="acc"), [Sample(index=7), Sample(index=7)])
+
+
+@pytest.mark.parametrize(("name", "message"), [("too_few", "returned 1 rewards for 3 samples"), ("blocks", "0.2 s")])
+def test_a_group_reward_that_blocks_or_leaves_one_out_fails_the_group_and_not_the_run(name, message):
+    group = [Sample(index=index, tokens=[1, 2], response_length=1) for index in (7, 8, 9)]
+    args = rm_args(custom_rm_path=here(name), group_rm=True, rm_timeout=0.2)
+    asyncio.run(score_group(args, group))
+    for sample in group:
+        failure = sample.metadata["failure"]
+        assert (failure["boundary"], failure["type"]) == ("reward", "ScoringError")
+        assert f"{name} on samples 7, 8, 9" in failure["message"]
+        assert message in failure["message"]
 
 
 def test_an_async_reward_has_a_deadline_too():
