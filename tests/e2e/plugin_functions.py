@@ -1,5 +1,6 @@
 """Functions that the end-to-end tests pass to train.py the way a user passes theirs."""
 
+import sys
 import time
 
 
@@ -16,6 +17,22 @@ async def reward_with_a_breakpoint(args, sample, **kwargs):
 
 def raising_reward(args, sample, **kwargs):
     raise RuntimeError("the grader fell over")
+
+
+def exiting_reward(args, sample, **kwargs):
+    sys.exit(3)
+
+
+async def hostile_answers(args, sample, sampling_params):
+    """What the model writes is replaced by answers that nothing can grade in time; one call exits."""
+    from slime.rollout.sglang_rollout import generate
+
+    if sample.index == 3:
+        sys.exit(3)
+    sample = await generate(args, sample, sampling_params)
+    nested = "\\frac{" * 30 + "\\begin{a}" + "}{9}" * 30  # the LaTeX parser's time doubles with every level
+    sample.response = rf"\boxed{{{nested}}}" if sample.index == 5 else r"\boxed{9^0xfffffff}"
+    return sample
 
 
 def hanging_reward(args, sample, **kwargs):

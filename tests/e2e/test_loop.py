@@ -117,7 +117,11 @@ def test_one_and_two_trainer_ranks_compute_the_same_losses_from_the_same_rollout
 
 @pytest.mark.parametrize(
     ("function", "message"),
-    [("raising_reward", "the grader fell over"), ("hanging_reward", "--rm-timeout")],
+    [
+        ("raising_reward", "the grader fell over"),
+        ("hanging_reward", "--rm-timeout"),
+        ("exiting_reward", "called sys.exit(3)"),
+    ],
 )
 def test_a_broken_reward_ends_the_run_in_seconds_and_leaves_nothing(function, message, tiny_task, tmp_path):
     flags = grpo_flags(tiny_task, tmp_path, "--num-rollout", 1, "--debug-rollout-only", "--rm-timeout", 3)
@@ -127,6 +131,19 @@ def test_a_broken_reward_ends_the_run_in_seconds_and_leaves_nothing(function, me
     assert result.status == 1, result.output[-4000:]
     assert message in result.output
     assert function in last_line, last_line
+    assert result.survivors() == []
+
+
+def test_a_run_goes_on_after_answers_that_cannot_be_graded_and_a_function_that_exits(tiny_task, tmp_path):
+    flags = grpo_flags(tiny_task, tmp_path, "--num-rollout", 2, "--rm-type", "math", "--rm-timeout", 20)
+    flags += ["--custom-generate-function-path", f"{PLUGINS}:hostile_answers", "--actor-num-gpus-per-node", 1]
+    reward = flags.index("--custom-rm-path")
+    result = run_train(flags[:reward] + flags[reward + 2 :], tmp_path)
+    assert result.status == 0, result.output[-4000:]
+    rows = metrics(tmp_path / "run")
+    assert len(values(rows, "train/loss")) == 2
+    assert values(rows, "rollout/failed_samples") == [1]
+    assert values(rows, "rollout/ungraded_answers") == [1]
     assert result.survivors() == []
 
 

@@ -35,6 +35,7 @@ _MAX_WALL_S = 60.0
 _WAIT_S = 1800.0
 """For a free process. Many responses wait at a time, and each before them may take its limit."""
 _START_S = 120.0
+_END_S = 10.0
 LONGEST_CALL_S = _WAIT_S + _START_S + 2 * _MAX_WALL_S
 """After which :func:`grade_in_process` has returned, unless its limit is longer."""
 _MAX_PROCESSES = 32
@@ -122,8 +123,10 @@ class _Pool:
 
     def close(self) -> None:
         """End the processes, and every wait for one."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.communicate(timeout=_END_S)  # closes its standard input: it ends its forks, and itself
         self._process.kill()
-        self._process.communicate()
+        self._process.wait()
         self._free.put(None)
 
 

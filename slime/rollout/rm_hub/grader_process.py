@@ -137,7 +137,7 @@ def _why(status: int) -> str:
         is_memory = os.waitstatus_to_exitcode(status) == _OUT_OF_MEMORY
         return f"it took more than {_MAX_MEMORY_BYTES >> 30} GiB of memory" if is_memory else "its grader exited"
     number = os.WTERMSIG(status)
-    return _STOPPED_BY.get(number) or f"its grader died of {signal.Signals(number).name}"
+    return _STOPPED_BY.get(signal.Signals(number)) or f"its grader died of {signal.Signals(number).name}"
 
 
 if __name__ == "__main__":
