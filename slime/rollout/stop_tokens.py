@@ -31,7 +31,7 @@ def stop_token_ids(args: Any, sampling_params: Mapping[str, Any], tokenizer: Any
 def cut_stop_token(
     args: Any, result: Any, sampling_params: Mapping[str, Any], tokenizer: Any, finish_reason: Any = None
 ) -> None:
-    """Remove the text of the last token from completed responses, in place, where that token is a stop token.
+    """Remove the text of the last token from completed responses, in place, if it is a stop token.
 
     The text stays in ``sample.stop_text``; ``append_response_tokens`` puts it back before it appends. The text of a
     stop string (``--rollout-stop``) stays, and so does everything with ``--keep-stop-token-text``.

@@ -108,6 +108,18 @@ def buffer_keeps(args, rollout_id, buffer, num_samples):
     return buffer[:num_samples]
 
 
+def best_samples(args, buffer, n):
+    return sorted(buffer, key=lambda s: s.reward, reverse=True)[:n]
+
+
+def best_groups(args, buffer, n):
+    return sorted(buffer, key=lambda group: group[0].reward, reverse=True)[:n]
+
+
+def too_many_samples(args, buffer, n):
+    return sorted(buffer, key=lambda s: s.reward)
+
+
 class Source:
     def __init__(self, args):
         self.args = args
