@@ -133,7 +133,10 @@ class PromptMaker:
     def _render(self, where: str, messages: Sequence[Any], tools: list[Any] | None) -> tuple[str, list[int]]:
         """The prompt, and its ids where they are not those of its text."""
         kwargs = {"add_generation_prompt": True} | (self.template_kwargs or {})
-        render = functools.partial(render_chat, self._renderer, tools=tools, **kwargs)
+
+        def render(messages: Sequence[Any]) -> str:
+            return render_chat(self._renderer, messages, tools=tools, **kwargs)
+
         try:
             if self.multimodal_keys is not None:  # placeholders of media are special tokens
                 return render(messages), []

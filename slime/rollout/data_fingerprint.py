@@ -40,7 +40,8 @@ def fingerprint(args: Namespace, num_prompts: int | None) -> dict[str, Any]:
 
 def changes(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[str], list[str]]:
     """How ``new`` differs from ``old``: what changes which prompt comes next, and what does not."""
-    order, other = [], []
+    order: list[str] = []
+    other: list[str] = []
     if (old.get("size"), old.get("digest")) != (new["size"], new["digest"]):
         order.append(f"the content of --prompt-data (it had {old.get('size')} bytes, now it has {new['size']})")
     if old.get("slice") != new["slice"]:
