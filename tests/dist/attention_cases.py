@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from slime.backends.megatron_utils.attention import PackedAttention, packed_segments
 from slime.backends.training.context_parallel import ShardedSequences, gather_responses, zigzag_rows
 
-__all__ = ["attend", "gather"]
+__all__ = ["attend", "attend_with_transformers", "gather"]
 
 
 def attend(
@@ -39,3 +41,39 @@ def gather(rank: int, world_size: int, owner: list[int], values: torch.Tensor) -
     whole = gather_responses(local, part, dist.group.WORLD)
     (whole.sum() ** 2).backward()
     return whole.detach(), local.grad
+
+
+def attend_with_transformers(
+    rank: int, world_size: int, model: str, hidden: torch.Tensor, cotangent: torch.Tensor, lengths: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """This rank's rows, its output, the gradient of its rows, and that of the query projection, all ranks together."""
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding
+
+    from slime_plugins.models.hf_attention import HuggingfaceAttention
+
+    class Attention(HuggingfaceAttention):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            torch.manual_seed(self.hf_layer_idx)
+            self.hf_config._attn_implementation = "sdpa"
+            self.self_attn = Qwen3Attention(self.hf_config, self.hf_layer_idx).double()
+            self.rope = Qwen3RotaryEmbedding(self.hf_config)
+
+        def hf_forward(self, hidden_states: torch.Tensor, packed_seq_params: Any) -> torch.Tensor:
+            assert packed_seq_params.cu_seqlens_q.tolist() == [0, hidden_states.size(1)]
+            rope = self.rope(hidden_states, torch.arange(hidden_states.size(1))[None])
+            return self.self_attn(hidden_states, position_embeddings=rope, attention_mask=None)[0]
+
+    dist.init_process_group("gloo")
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    rows = zigzag_rows(bounds, rank, world_size) if world_size > 1 else torch.arange(sum(lengths))
+    config = SimpleNamespace(sequence_parallel=False)
+    attention = Attention(Namespace(hf_checkpoint=model), config, 2, pg_collection=SimpleNamespace(tp=None))
+    local = hidden[rows, None].requires_grad_()
+    segments = packed_segments(bounds, max(lengths), cp_rank=rank, cp_size=world_size, cp_group=dist.group.WORLD)
+    out, bias = attention(local, attention_mask=None, packed_seq_params=segments)
+    assert bias is None
+    (out[:, 0] * cotangent[rows]).sum().backward()
+    gradient = attention.self_attn.q_proj.weight.grad
+    dist.all_reduce(gradient)
+    return rows, out[:, 0].detach(), local.grad[:, 0], gradient

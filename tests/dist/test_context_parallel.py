@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
 from tests.dist.ranks import ForkServer
+from tests.unit.megatron_utils.tiny_trainer import make_hf_model
 from tests.verification import verify
 
 
@@ -61,3 +65,26 @@ def test_every_rank_gets_the_whole_and_keeps_its_share_of_the_gradient(owner: li
         assert torch.equal(whole, values)
         # d(sum^2) = 2 sum, on the ranks that hold tokens; nothing is counted three times
         assert gradient.tolist() == [2 * total] * owner.count(rank)
+
+
+def test_an_attention_of_transformers_gives_the_same_on_one_rank_and_on_two(tmp_path: Path, ranks: ForkServer) -> None:
+    make_hf_model("qwen3", tmp_path)
+    hidden_size = json.loads((tmp_path / "config.json").read_text())["hidden_size"]
+    lengths = [4, 12]
+    generator = torch.Generator().manual_seed(3)
+    inputs = {
+        name: torch.randn((sum(lengths), hidden_size), generator=generator, dtype=torch.float64)
+        for name in ("hidden", "cotangent")
+    }
+    case = "tests.dist.attention_cases:attend_with_transformers"
+    ((_, whole, whole_gradient, weight_gradient),) = ranks.run(
+        case, 1, model=str(tmp_path), lengths=lengths, **inputs
+    )
+    first = ranks.run(
+        case, 1, model=str(tmp_path), lengths=[4], **{name: tensor[:4] for name, tensor in inputs.items()}
+    )
+    torch.testing.assert_close(first[0][1], whole[:4])  # sequences do not see each other
+    for rows, out, gradient, weights in ranks.run(case, 2, model=str(tmp_path), lengths=lengths, **inputs):
+        torch.testing.assert_close(out, whole[rows])
+        torch.testing.assert_close(gradient, whole_gradient[rows])
+        torch.testing.assert_close(weights, weight_gradient)
