@@ -1,4 +1,4 @@
-"""A coding agent on one machine without a GPU, in about two minutes: it learns to write the file that it was asked for.
+"""A coding agent on one machine without a GPU: it learns to write the file that it was asked for.
 
     python examples/coding_agent_rl/run_tiny.py --output outputs/coding_agent_rl
 

@@ -1,4 +1,4 @@
-"""Weights as differences through files, on one machine without a GPU, in about a minute.
+"""Weights as differences through files, on one machine without a GPU.
 
     python examples/delta_weight_sync/run_tiny.py --output outputs/delta_weight_sync
 
@@ -28,7 +28,7 @@ def main() -> None:
         *("--update-weight-disk-dir", output / "shared", "--update-weight-local-checkpoint-dir", output / "local"),
         *("--update-weight-disk-keep-files", "--check-weight-update-equal"),
     ]
-    records = learn("GRPO with deltas", model, data, flags, output, rollouts=5)
+    records = learn("GRPO with deltas", model, data, flags, output, rollouts=5, precision="--bf16")
     print_first_and_last("reward of a response", records)
     for version in sorted((output / "shared").glob("weight_v*")):
         size = sum(file.stat().st_size for file in version.iterdir())

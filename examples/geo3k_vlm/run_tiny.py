@@ -1,4 +1,4 @@
-"""Problems with a picture on one machine without a GPU, in about two minutes: a tiny Qwen3-VL reads off an area.
+"""Problems with a picture on one machine without a GPU: a tiny Qwen3-VL reads off an area.
 
     python examples/geo3k_vlm/run_tiny.py --output outputs/geo3k_vlm
 

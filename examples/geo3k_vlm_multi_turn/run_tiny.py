@@ -1,4 +1,4 @@
-"""Problems with a picture in two turns, on one machine without a GPU, in about two minutes.
+"""Problems with a picture in two turns, on one machine without a GPU.
 
     python examples/geo3k_vlm_multi_turn/run_tiny.py --output outputs/geo3k_vlm_multi_turn
 

@@ -1,4 +1,4 @@
-"""An agent of the Strands SDK on one machine without a GPU, in about two minutes: it learns to use its calculator.
+"""An agent of the Strands SDK on one machine without a GPU: it learns to use its calculator.
 
     python examples/strands_sglang/run_tiny.py --output outputs/strands_sglang
 

@@ -1,4 +1,4 @@
-"""A shop's agent on one machine without a GPU, in about two minutes: it learns to ask before it acts.
+"""A shop's agent on one machine without a GPU: it learns to ask before it acts.
 
     python examples/tau-bench/run_tiny.py --output outputs/tau-bench
 

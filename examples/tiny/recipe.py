@@ -38,7 +38,7 @@ PHASE_TIMEOUT_S = 900
 _STEPS_PER_ROLLOUT = 50
 ROWS_PER_ROLLOUT = 32 * _STEPS_PER_ROLLOUT
 
-SMALL_BATCHES = ("--fp32", "--use-dynamic-batch-size", "--max-tokens-per-gpu", 8192, "--actor-num-gpus-per-node", 1)
+SMALL_BATCHES = ("--use-dynamic-batch-size", "--max-tokens-per-gpu", 8192, "--actor-num-gpus-per-node", 1)
 ONE_ENGINE = ("--rollout-num-gpus", 1, "--sglang-context-length", 256, "--sglang-max-total-tokens", 32768)
 GRPO = (
     *("--label-key", "label", "--rollout-shuffle", "--advantage-estimator", "grpo"),
@@ -104,7 +104,7 @@ def warm_start(
     command = [
         *("--hf-checkpoint", model, "--prompt-data", write_rows(output / "warm_start.jsonl", rows)),
         *("--apply-chat-template", "--debug-train-only", "--loss-type", "sft_loss"),
-        *("--disable-compute-advantages-and-returns", "--num-rollout", rollouts),
+        *("--disable-compute-advantages-and-returns", "--num-rollout", rollouts, "--fp32"),
         *("--rollout-function-path", "examples.tiny.demonstrations.generate_rollout"),
         *("--rollout-batch-size", ROWS_PER_ROLLOUT, "--num-steps-per-rollout", _STEPS_PER_ROLLOUT, *SMALL_BATCHES),
         *("--lr", "2e-3", "--min-lr", "2e-3", "--lr-warmup-iters", 20, "--adam-beta2", 0.95, "--weight-decay", 0.01),
@@ -116,7 +116,15 @@ def warm_start(
 
 
 def learn(
-    title: str, model: str, data: str, flags: Sequence[Any], output: Path, *, rollouts: int, script: str = "train.py"
+    title: str,
+    model: str,
+    data: str,
+    flags: Sequence[Any],
+    output: Path,
+    *,
+    rollouts: int,
+    script: str = "train.py",
+    precision: str = "--fp32",
 ) -> list[dict[str, Any]]:
     """GRPO from ``model`` on the rows of ``data``: the run that the example is about.
 
@@ -127,7 +135,7 @@ def learn(
         The records of the run's metrics; its samples lie below ``output/samples``, everything else in ``output/grpo``.
     """
     common = [
-        *("--hf-checkpoint", model, "--prompt-data", data, *GRPO, "--num-rollout", rollouts),
+        *("--hf-checkpoint", model, "--prompt-data", data, *GRPO, "--num-rollout", rollouts, precision),
         *("--save-debug-rollout-data", output / "samples" / "{rollout_id}.pt"),
         *("--output-dir", output, "--experiment-name", "grpo"),
     ]
