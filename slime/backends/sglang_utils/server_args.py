@@ -153,6 +153,8 @@ def server_env(host: str | None = None) -> dict[str, str]:
         "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "false",
         "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true",
         "SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK": "true",
+        # SGLang keeps the embeddings of pictures when the weights of the vision tower change
+        "SGLANG_VLM_CACHE_SIZE_MB": "0",
     }
     if host is not None:
         env["SGLANG_HOST_IP"] = host

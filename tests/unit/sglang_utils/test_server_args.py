@@ -105,6 +105,12 @@ def test_an_engine_makes_as_many_connections_as_the_trainer_that_sends_its_weigh
     assert server_env()["GLOO_SOCKET_IFNAME"] == WEIGHT_LOOPBACK
 
 
+def test_embeddings_of_pictures_are_not_kept_beyond_an_update_of_the_vision_tower(monkeypatch: pytest.MonkeyPatch):
+    assert server_env()["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
+    monkeypatch.setenv("SGLANG_VLM_CACHE_SIZE_MB", "100")  # a tower that is frozen
+    assert server_env()["SGLANG_VLM_CACHE_SIZE_MB"] == "100"
+
+
 def test_the_environment_of_the_actor_beats_slimes(monkeypatch: pytest.MonkeyPatch):
     assert server_env()["SGLANG_JIT_DEEPGEMM_FAST_WARMUP"] == "true"
     monkeypatch.setenv("SGLANG_JIT_DEEPGEMM_FAST_WARMUP", "false")
