@@ -42,15 +42,25 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
             if sample.status is Sample.Status.ABORTED:  # a later rollout continues it from its tokens
                 return sample
             turn, begin = sample.metadata.get("turn", 0), sample.metadata.get("turn_begin", 0)
-            observation, done, info = await asyncio.to_thread(environment.step, sample.response[begin:])
+            observation, is_over, info = await asyncio.to_thread(environment.step, sample.response[begin:])
             sample.reward = info["is_right"] / (turn + 1)
-            if done or turn == last or sample.status is not Sample.Status.COMPLETED:
+            is_over = is_over or turn == last or _has_sampled_placeholder(args, sample)
+            if is_over or sample.status is not Sample.Status.COMPLETED:
                 return sample
             await asyncio.to_thread(append_message, args, sample, environment.format_observation(observation))
             sample.metadata |= {"turn": turn + 1, "turn_begin": len(sample.response)}
             sample.status = Sample.Status.PENDING
     finally:
         environment.close()
+
+
+def _has_sampled_placeholder(args: Namespace, sample: Sample) -> bool:
+    """Whether the model wrote a token that means a picture: an engine would look for that picture and refuse."""
+    processor = GenerateState(args).processor
+    placeholders = {getattr(processor, f"{kind}_token_id", None) for kind in ("image", "video")}
+    response = sample.tokens[len(sample.tokens) - sample.response_length :]
+    mask = sample.loss_mask or [1] * sample.response_length
+    return any(token in placeholders and trained for token, trained in zip(response, mask, strict=True))
 
 
 def append_message(args: Namespace, sample: Sample, message: dict[str, Any]) -> None:
