@@ -6,8 +6,8 @@
     python tools/inspect_checkpoint.py /runs/hf_99 --compare /models/Qwen3-4B
 
 Reads Hugging Face directories (safetensors) and checkpoints of trainers (Megatron's torch_dist, and FSDP's): an
-iteration's directory, or one with a tracker file. One tensor is in memory at a time. Exit status 1 when --values finds
-a number that is not finite, or --compare finds a difference.
+iteration's directory, or one with a tracker file. --values compares the files with their checksums first. One tensor
+is in memory at a time. Exit status 1 when --values finds a number that is not finite, or --compare finds a difference.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from slime.backends.megatron_utils.offline import run_tool
-from slime.backends.training.checkpoint_source import inspect_checkpoint
+from slime.backends.training.checkpoint_source import Source, inspect_checkpoint
 from slime.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,6 +49,10 @@ def main() -> None:
     entries = {name: entry for name, entry in read_entries(options.directory).items() if options.match in name}
     if not entries:
         raise ConfigError(f"{options.directory} holds no tensor whose name contains {options.match!r}.")
+    if options.values:
+        from slime.backends.training.damage import verify_source
+
+        verify_source(_source(options.directory))
     if options.compare:
         is_sound = print_differences(entries, read_entries(options.compare), options.match)
     else:
@@ -66,10 +70,16 @@ def read_entries(directory: str) -> dict[str, Entry]:
         raise ConfigError(f"{directory}: there is no such directory.")
     if any(Path(directory).glob("*.safetensors")):
         return dict(_safetensors(Path(directory)))
+    return dict(_distributed(Path(_source(directory).directory)))
+
+
+def _source(directory: str) -> Source:
+    if any(Path(directory).glob("*.safetensors")):
+        return Source("hf", directory, "directory")
     source = inspect_checkpoint("directory", directory)
     if source is None or source.format == "hf":
         raise ConfigError(f"{directory} holds neither safetensors files nor a checkpoint of a trainer.")
-    return dict(_distributed(Path(source.directory)))
+    return source
 
 
 def _safetensors(directory: Path) -> Iterator[tuple[str, Entry]]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import pickle
 import random
 import time
 from pathlib import Path
@@ -30,7 +29,7 @@ from slime.backends.fsdp_utils.step import TrainState
 from slime.backends.training import checkpoint_files as files
 from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.checksums import checksums_of, written_by
-from slime.backends.training.damage import causes_of, unfit, unreadable
+from slime.backends.training.damage import DAMAGE, causes_of, unfit, unreadable
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError, SlimeError
 
@@ -172,7 +171,7 @@ def _restore_generators(source: Source, num_ranks: int) -> None:
         return
     try:
         state = torch.load(path, weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except DAMAGE as error:
         raise unreadable(source, error) from None
     random.setstate(state["random"])
     numpy_kind, numpy_keys, *numpy_rest = state["numpy"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import pickle
 import random
 from collections.abc import Collection
 from typing import Any
@@ -27,7 +26,7 @@ from slime.backends.megatron_utils.model_shape import ModelShape
 from slime.backends.megatron_utils.step import TrainState
 from slime.backends.megatron_utils.tensor_plan import chunks_of
 from slime.backends.training.checkpoint_source import Source
-from slime.backends.training.damage import unfit, unreadable
+from slime.backends.training.damage import DAMAGE, unfit, unreadable
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 
@@ -48,16 +47,7 @@ SHARDING = {
     "chained_optim_avoid_prefix": True,
 }
 
-_DAMAGED = (
-    OSError,
-    KeyError,
-    RuntimeError,
-    ValueError,
-    EOFError,
-    pickle.UnpicklingError,
-    dist_checkpointing.core.CheckpointingException,
-)
-"""What reading a damaged checkpoint raises."""
+_DAMAGED = (*DAMAGE, dist_checkpointing.core.CheckpointingException)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -127,11 +127,18 @@ def _suffix(size: str) -> str:
 def _has_tower(flag: str, path: str) -> bool:
     import torch
 
+    from slime.backends.training.damage import DAMAGE, unreadable
+
     source = inspect_checkpoint(flag, path)
     common = None if source is None else Path(source.directory) / "common.pt"
     if common is None or not common.is_file():
         return False  # reading the checkpoint says what it is
-    return bool(torch.load(common, map_location="cpu", weights_only=False).get("model_shape", {}).get("vision"))
+    try:
+        content = torch.load(common, map_location="cpu", weights_only=False)
+    except DAMAGE as error:
+        assert source is not None, "it has a common.pt"
+        raise unreadable(source, error) from None
+    return bool(content.get("model_shape", {}).get("vision"))
 
 
 class OfflineModel:
@@ -182,10 +189,12 @@ class OfflineModel:
     def load_torch_dist(self, flag: str, path: str) -> Source:
         """Weights of the checkpoint at ``path``: an iteration's directory, or one with a tracker file."""
         from slime.backends.megatron_utils.checkpoint import load_model_weights
+        from slime.backends.training.damage import verify_source
 
         source = inspect_checkpoint(flag, path)
         if source is None or source.format != "torch_dist":
             raise ConfigError(f"{flag} {path} is not a Megatron checkpoint.")
+        verify_source(source)
         load_model_weights(self._ready.model, self.shape, source)
         return source
 

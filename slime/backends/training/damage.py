@@ -6,6 +6,7 @@ Called on all ranks at once; each reads its share of the files (``checksums``).
 from __future__ import annotations
 
 import logging
+import pickle
 from pathlib import Path
 
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from slime.backends.training.checksums import find_damage
 from slime.backends.training.export_files import MARKER, export_checksums
 from slime.utils.errors import ConfigError
 
-__all__ = ["causes_of", "unfit", "unreadable", "verify_source"]
+__all__ = ["DAMAGE", "causes_of", "unfit", "unreadable", "verify_source"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,9 @@ _STEP_FLAGS = {
     "--opd-teacher-load": "--opd-teacher-ckpt-step",
 }
 _NAMED = 4
+
+DAMAGE = (OSError, KeyError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError)
+"""Raised by torch when it reads a damaged file."""
 _SIGNS_OF_DAMAGE = ("weights_only", "Unpickl", "EOFError", "zip archive", "zip file", "pickle", "metadata read failed")
 
 

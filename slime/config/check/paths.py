@@ -41,7 +41,8 @@ def _templates(args: Namespace) -> Iterator[str]:
             known = " and ".join(f"{{{field}}}" for field in fields)
             yield f"{flag_of(name)} {template}: only {known} can be replaced; write other braces twice."
             continue
-        if len(texts) == 1 and name.startswith("save"):
+        is_once = name == "save_hf" and args.save_interval is None
+        if len(texts) == 1 and name.startswith("save") and not is_once:
             what = "export" if name == "save_hf" else "rollout"
             text = f"{template} has no {{rollout_id}}: every {what} replaces the one before"
             notices.warn(args, flag_of(name), text)

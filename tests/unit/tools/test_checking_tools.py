@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from slime.backends.training.checksums import checksums_of
+from slime.backends.training.export_files import write_marker
 from slime.backends.training.hf_files import TensorReader
 from slime.batch.replay import save_debug_rollout_data
 from slime.data.sample import Sample
@@ -99,6 +101,20 @@ def test_two_checkpoints_differ_where_their_tensors_do(tmp_path: Path):
     assert "c  only in the second" in done.stdout
     assert "1 tensors are equal, 2 differ" in done.stdout
     assert run("inspect_checkpoint.py", one, "--compare", one).returncode == 0
+
+
+def test_values_of_an_export_are_shown_if_its_files_have_their_checksums(tmp_path: Path) -> None:
+    directory = save_checkpoint(tmp_path / "export")
+    write_marker(directory, checksums_of(directory.glob("*.safetensors")))
+    assert run("inspect_checkpoint.py", directory, "--values").returncode == 0
+    file = max(directory.glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    done = run("inspect_checkpoint.py", directory, "--values")
+    assert done.returncode != 0
+    assert f"{directory} is damaged: {file.name} has the checksum" in done.stderr
+    assert run("inspect_checkpoint.py", directory).returncode == 0
 
 
 def test_a_directory_without_a_checkpoint_is_named(tmp_path: Path):
