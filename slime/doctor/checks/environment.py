@@ -27,11 +27,11 @@ _RAY_SHARE = 0.3  # of the memory, Ray's own default where slime does not set it
 _PORTS_PER_ENGINE = 10
 _MIB = 1024**2
 # Proportional set sizes of a run of a tiny model on a CPU at their peak, summed: 2487 MiB with one rank and one engine,
-# 3279 MiB with two of each. Interpreters and libraries, without weights.
-_RUN_BYTES = 1600 * _MIB
+# 3583 MiB with two of each. Interpreters and libraries, without weights.
+_RUN_BYTES = 1400 * _MIB
 """Driver, Data Buffer, rollout manager, router, Ray, and the process that engines are forked from."""
-_RANK_BYTES = 350 * _MIB
-_ENGINE_BYTES = 530 * _MIB
+_RANK_BYTES = 400 * _MIB
+_ENGINE_BYTES = 690 * _MIB
 """Of every device of an engine: scheduler, HTTP process, detokenizer, Ray's actor."""
 
 
