@@ -125,17 +125,13 @@ def test_a_stream_makes_the_sample_that_one_reply_makes(engine, tiny_task):
         GenerateState.clear_instances()
 
 
-GUIDE = Path(__file__).parents[2] / "docs" / "en" / "get_started" / "quick_start.md"
+GUIDES = [ROOT / "docs" / "en" / "get_started" / name for name in ("quick_start.md", "customization.md")]
 
 
 @pytest.mark.parametrize("function", [None, "slime.rollout.sglang_streaming_rollout.generate_streaming"])
 @pytest.mark.parametrize("ends", ["eos", "stop_token_ids"])
-def test_the_reward_of_the_quick_start_pays_for_a_right_answer(engine, tiny_task, tmp_path, function, ends):
-    (snippet,) = re.findall(r"```python\n(async def reward_func.*?)```", GUIDE.read_text(), re.DOTALL)
-    (tmp_path / "my_reward.py").write_text(snippet)
-    port = urlsplit(engine.url).port
-    args = make_args(tiny_task.model, port, custom_rm_path=f"{tmp_path}/my_reward.py:reward_func")
-    args.custom_generate_function_path = function
+def test_the_rewards_of_the_guides_pay_for_a_right_answer(engine, tiny_task, tmp_path, function, ends):
+    args = make_args(tiny_task.model, urlsplit(engine.url).port, custom_generate_function_path=function)
     GenerateState.clear_instances()
     try:
         state = GenerateState(args)
@@ -153,12 +149,17 @@ def test_the_reward_of_the_quick_start_pays_for_a_right_answer(engine, tiny_task
             end = written[count]
             params = greedy | {"max_new_tokens": 8, "stop_token_ids": [end]}
         answer = state.tokenizer.decode(written[:count])
-        group = [Sample(index=i, prompt="12+34=", label=label) for i, label in enumerate([answer.strip(), "other"])]
-        right, wrong = run(generate_and_rm_group(args, group, params))
-        assert right.tokens[-1] == end
-        assert right.response_length == len(right.rollout_log_probs) == len(right.loss_mask) == count + 1
-        assert right.response == answer
-        assert (right.reward, wrong.reward) == (1.0, 0.0)
+        for guide in GUIDES:
+            (snippet,) = re.findall(r"```python\n((?:async )?def reward_func\(.*?)```", guide.read_text(), re.DOTALL)
+            (tmp_path / f"{guide.stem}.py").write_text(snippet)
+            args.custom_rm_path = f"{tmp_path}/{guide.stem}.py:reward_func"
+            labels = [answer.strip(), "other"]
+            group = [Sample(index=i, prompt="12+34=", label=label) for i, label in enumerate(labels)]
+            right, wrong = run(generate_and_rm_group(args, group, params))
+            assert right.tokens[-1] == end
+            assert right.response_length == len(right.rollout_log_probs) == len(right.loss_mask) == count + 1
+            assert right.response == answer
+            assert (right.reward, wrong.reward) == (1.0, 0.0)
     finally:
         GenerateState.clear_instances()
 
