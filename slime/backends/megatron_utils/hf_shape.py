@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from slime.backends.megatron_utils.families.base import Family
+from slime.backends.megatron_utils.families.base import Family, Rule
 from slime.backends.megatron_utils.families.registry import FAMILIES, why_not_built
 from slime.backends.megatron_utils.shape_parts import (
     DeltaNetShape,
@@ -393,12 +393,17 @@ def _other_architecture(config: Mapping[str, Any], family: Family) -> Iterator[s
     for name in names:
         stem = name.partition("For")[0].lower().replace("_", "")
         other = next((one for one in FAMILIES.values() if one.model_type.replace("_", "") == stem), None)
-        if other is not None and other is not family and other.rules != family.rules:
+        if other is not None and other is not family and _decoder(other) != _decoder(family):
             yield (
                 f"has model_type {config.get('model_type')!r} and architectures {names}: they name different models. "
                 "Take both from the model that the weights belong to."
             )
             return
+
+
+def _decoder(family: Family) -> list[Rule]:
+    """The table without layers that predict further tokens: an engine may serve the model without them."""
+    return [rule for rule in family.rules if not rule.megatron.startswith("mtp.")]
 
 
 def _refused(reader: _Reader) -> list[str]:

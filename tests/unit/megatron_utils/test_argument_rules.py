@@ -41,9 +41,9 @@ _PP4 = "--pipeline-model-parallel-size 4"
         ),
         pytest.param(QWEN3_4B, "--tensor-model-parallel-size 0", 1, "0 must be at least 1", id="59-zero"),
         pytest.param(
-            QWEN3_4B | {"intermediate_size": 9725, "num_key_value_heads": 5},
-            "--tensor-model-parallel-size 5",
-            5,
+            QWEN3_4B | {"intermediate_size": 9732, "num_key_value_heads": 2},
+            "--tensor-model-parallel-size 6",
+            6,
             "must divide the 32 attention heads",
             id="59-heads",
         ),
