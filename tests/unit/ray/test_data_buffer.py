@@ -13,6 +13,7 @@ from slime.data.ledger import LEDGER, audit, read_ledger
 from slime.data.sample import Sample
 from slime.ray import data_buffer
 from slime.ray.data_buffer import DataBuffer, DataBufferClient
+from slime.utils.errors import DataError
 from tests.unit.rollout.fake_engine import make_args
 
 
@@ -181,3 +182,30 @@ def test_samples_of_a_source_that_counts_nothing_become_numbered_groups(client):
     source.save(0)
     source.load(0)
     assert (len(source), source.get_metadata()) == (0, {})
+
+
+def test_a_start_with_changed_data_that_was_accepted_is_in_the_ledger(tmp_path: Path, tiny_task):
+    rows = Path(tiny_task.train).read_text().splitlines(keepends=True)
+    prompts = tmp_path / "rows.jsonl"
+
+    def start(**values: Any) -> DataBuffer:
+        places = {"prompt_data": str(prompts), "save": str(tmp_path), "load": str(tmp_path)}
+        args = make_args(tiny_task.model, 0, heartbeat_timeout=0, apply_chat_template=True, **places, **values)
+        made = DataBuffer(Namespace(**vars(args)), tmp_path / LEDGER)
+        made.start()
+        return made
+
+    prompts.write_text("".join(rows))
+    first = start()
+    first.begin(0)
+    first.settle(0, numbers(first.get_samples(2)), keeps_others=False)
+    first.trained(0)
+    first.save(0)
+    start().begin(1)
+    assert audit(read_ledger(tmp_path / LEDGER)[0]).is_clean
+    prompts.write_text("".join(rows[:-1]))
+    with pytest.raises(DataError, match="content of --prompt-data"):
+        start().begin(1)
+    start(accept_changed_data=True).begin(1)
+    (reason,) = audit(read_ledger(tmp_path / LEDGER)[0]).unknown
+    assert reason.startswith("rollout 1: --accept-changed-data: since the checkpoint the content of --prompt-data")
