@@ -194,7 +194,7 @@ _PERF = (
     _M("perf/update_weights_time", "from the pause of the engines to their continuation", "s", "source rank"),
     _M("perf/update_weights_bytes", "weights sent to each engine", "bytes", "sum"),
     _M("perf/update_weights_gb_per_s", "the same per second", "GB/s", ""),
-    _M("perf/update_weights_density", "changed over all bytes", "share", "sum over sum", "delta sync"),
+    _M("perf/update_weights_density", "changed over all bytes of the weights", "share", "source rank", "delta sync"),
     _M("perf/update_weights_wire_bytes", "bytes written by a delta sync", "bytes", "sum", "delta sync"),
     _M("perf/save_model_time", "writing a checkpoint", "s", _WALL, "one is due"),
     _M("perf/first_step_time", "from the start of the command to the first trained step", "s", _WALL, "once"),

@@ -29,12 +29,14 @@ class Work:
         forward_flops: floating-point operations of one forward pass over them.
         num_ranks: of the trainer.
         num_synced_bytes: weights sent to each engine.
+        changed_share: changed bytes over all bytes, if the weights were sent as differences.
     """
 
     num_tokens: int = 0
     forward_flops: float = 0.0
     num_ranks: int = 0
     num_synced_bytes: int = 0
+    changed_share: float | None = None
 
 
 def perf_metrics(seconds: Mapping[str, float], work: Work) -> dict[str, float]:
@@ -58,6 +60,9 @@ def perf_metrics(seconds: Mapping[str, float], work: Work) -> dict[str, float]:
     if named.get("update_weights") and work.num_synced_bytes:
         metrics["update_weights_bytes"] = float(work.num_synced_bytes)
         metrics["update_weights_gb_per_s"] = work.num_synced_bytes / 1e9 / named["update_weights"]
+        if work.changed_share is not None:
+            metrics["update_weights_wire_bytes"] = float(work.num_synced_bytes)
+            metrics["update_weights_density"] = work.changed_share
     return {f"perf/{name}": value for name, value in metrics.items()}
 
 

@@ -81,7 +81,7 @@ class Run:
     turns: DeviceTurns = field(default_factory=DeviceTurns)
     _has_trained: bool = False
     _train_ended: float = 0.0
-    _num_synced_bytes: int = 0
+    _synced: SyncReport = field(default_factory=SyncReport)
     _version: str | None = None
     _num_trained: int = 0
     _next_step: int = 0
@@ -209,7 +209,7 @@ class Run:
             self._version = version
             self.turns.to_engines()
         self._seconds["sync"] = report.seconds
-        self._num_synced_bytes = report.num_bytes
+        self._synced = report
 
     def saves_after(self, rollout_id: int) -> bool:
         """Every ``--save-interval`` rollouts and after the last one; an export needs no interval for that."""
@@ -271,7 +271,13 @@ class Run:
         if rollout.version is not None:
             metrics["rollout/weight_version_lag"] = float(rollout_id - int(rollout.version))
         phases = self._seconds | self.turns.seconds | (training.seconds if training is not None else {})
-        work = Work(rollout.num_tokens, rollout.forward_flops, self.args.world_size, self._num_synced_bytes)
+        work = Work(
+            num_tokens=rollout.num_tokens,
+            forward_flops=rollout.forward_flops,
+            num_ranks=self.args.world_size,
+            num_synced_bytes=self._synced.num_bytes,
+            changed_share=self._synced.changed_share,
+        )
         metrics |= perf_metrics(phases, work)
         if training is not None:
             metrics |= {f"rollout/{name}": value for name, value in training.rollout.items()}

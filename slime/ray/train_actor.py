@@ -44,10 +44,12 @@ class SyncReport:
     Attributes:
         seconds: from the pause of the engines to their continuation, on the source rank; 0 elsewhere.
         num_bytes: bytes sent to each engine.
+        changed_share: changed bytes over all bytes, if differences were sent.
     """
 
     seconds: float = 0.0
     num_bytes: int = 0
+    changed_share: float | None = None
 
 
 @exits_are_errors
@@ -168,8 +170,11 @@ class TrainActor:
             comes_again=self._args.use_fault_tolerance,
             continues=not engines_take_turns(self._args),
         )
-        num_bytes = self._weight_updater.update(fleet, self.trainer, update)
-        return SyncReport(time.monotonic() - started, num_bytes) if self.trainer.is_weight_source else SyncReport()
+        updater = self._weight_updater
+        num_bytes = updater.update(fleet, self.trainer, update)
+        if not self.trainer.is_weight_source:
+            return SyncReport()
+        return SyncReport(time.monotonic() - started, num_bytes, updater.changed_share)
 
 
 def trainer_class(args: Namespace, role: Literal["actor", "critic", "scorer"]) -> Callable[..., Trainer]:

@@ -59,6 +59,7 @@ class DeltaUpdater(DiskUpdater):
 
     def _publish_full(self, version: int, trainer: WeightExporter) -> int:
         self._last = {}
+        self.changed_share = None
         num_bytes = super()._publish_full(version, trainer)
         if self._ranks.is_source:
             with open_bytes(spans_of(version_path(self._settings.root, version))) as arrays:
@@ -88,6 +89,7 @@ class DeltaUpdater(DiskUpdater):
             total = sum(array.size for array in last.values())
             text = "weight version %d: %d of %d bytes have changed, %d written"
             logger.info(text, version, num_changed, total, num_bytes)
+            self.changed_share = num_changed / total
         self._last = last
         self._chain.append(version)
         self._delta_bytes += num_bytes

@@ -54,6 +54,8 @@ class DiskSettings:
 class DiskUpdater:
     """Sends full versions. Every rank of the trainer has one and calls it at the same time."""
 
+    changed_share: float | None = None
+
     def __init__(self, ranks: TrainerRanks, settings: DiskSettings) -> None:
         self._ranks = ranks
         self._settings = settings

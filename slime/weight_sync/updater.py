@@ -31,7 +31,13 @@ logger = logging.getLogger(__name__)
 
 
 class Updater(Protocol):
-    """One way of sending weights. All ranks of the trainer have one of the same kind, and call it at the same time."""
+    """One way of sending weights. All ranks of the trainer have one of the same kind, and call it at the same time.
+
+    Attributes:
+        changed_share: changed bytes over all bytes in the last update, if it sent differences; on the source.
+    """
+
+    changed_share: float | None
 
     def update(self, fleet: EngineFleet, trainer: WeightExporter, update: WeightUpdate) -> int:
         """Make the live weights those of every engine. Returns the bytes sent (to each engine), on the source."""
@@ -49,6 +55,8 @@ class WeightUpdater:
         timeout_s: longest wait for engines and for other ranks.
         changed_only: leave out tensors that the engines hold already.
     """
+
+    changed_share: float | None = None
 
     def __init__(
         self,

@@ -34,6 +34,9 @@ def test_engines_follow_the_trainer_through_differences(delta_run):
     differences = values(metrics(delta_run / "run"), "train/train_rollout_logprob_abs_diff")
     assert len(differences) == 3
     assert max(differences) < 1e-5
+    densities = values(metrics(delta_run / "run"), "perf/update_weights_density")
+    assert densities
+    assert all(0 < density <= 1 for density in densities)
     state = json.loads((delta_run / "local" / ".weight_sync" / "state.json").read_text())
     assert (state["version"], state["is_whole"]) == (3, True)
     log = next(delta_run.glob("train-*.log")).read_text()

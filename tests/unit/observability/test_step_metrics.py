@@ -39,6 +39,10 @@ def test_times_make_rates() -> None:
     assert metrics["perf/actor_train_tflops"] == 3.0  # three times the forward pass in four times the time
     assert metrics["perf/actor_train_tok_per_s"] == 200.0
     assert "perf/log_probs_tflops" not in metrics
+    assert "perf/update_weights_density" not in metrics
+    differences = perf_metrics(seconds, Work(num_synced_bytes=300, changed_share=0.25))
+    assert differences["perf/update_weights_density"] == 0.25
+    assert differences["perf/update_weights_wire_bytes"] == 300.0
     assert perf_metrics({"rollout": 1.0}, Work()) == {"perf/rollout_time": 1.0}
 
 

@@ -184,7 +184,8 @@ def test_an_update_is_made_as_the_flags_say(flags: str, expected: dict[str, Any]
     rank._args, rank._sync_args, rank._kept_version = args, from_args(SyncArgs, args), None
     rank._trainer = SimpleNamespace(is_weight_source=True, keep_version=kept.append)
     rank._weight_updater = SimpleNamespace(  # type: ignore[assignment]
-        update=lambda fleet, trainer, update: updates.append(update) or 0
+        update=lambda fleet, trainer, update: updates.append(update) or 0,
+        changed_share=None,
     )
     fleet = SimpleNamespace(engines=[SimpleNamespace(num_gpus=1)])
     for _ in range(2):  # the same weights again are no new version to keep
