@@ -94,7 +94,7 @@ class EngineNodeActor:
             port=port,
             nccl_port=nccl_port,
             base_gpu_id=accelerator.resolve_visible_device_id(base_gpu_id),
-            tp_size=place.num_gpus // args.sglang_pp_size,
+            tp_size=place.num_tensor_ranks(args),
             dist_init_addr=dist_init_addr,
             overrides=place.overrides,
             worker_type=place.worker_type,

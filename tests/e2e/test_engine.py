@@ -85,6 +85,22 @@ def test_reported_log_probabilities_are_those_of_transformers(engine, tiny_task)
     assert worst_difference(model_of(tiny_task), ids, output, log_probs) < 1e-5
 
 
+def test_an_engine_with_pipeline_stages_serves_what_transformers_computes(tiny_task, fork_server, tmp_path):
+    engine = make_engine(tiny_task, fork_server, tmp_path / "log", "--pp-size", "2")
+    model = model_of(tiny_task)
+    try:
+        engine.start()
+        prompts = [[5 + i, 6 + i, 7] for i in range(8)]
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda ids: generate(engine, ids), prompts))
+        for ids, (output, log_probs, _) in zip(prompts, answers, strict=True):
+            assert worst_difference(model, ids, output, log_probs) < 1e-5
+        assert engine.num_requests() == 0
+        assert engine.is_responsive(600)
+    finally:
+        engine.stop()
+
+
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.8, 4000), (1.0, 5), (0.9, 8)])
 def test_the_ids_that_a_cut_vocabulary_leaves_are_told_and_give_the_log_probabilities_of_the_cut(
     engine, tiny_task, top_p, top_k

@@ -39,11 +39,11 @@ __all__ = [
 ]
 
 ONE_STAGE = (
-    "only the first stage of an SGLang engine confirms new weights (scheduler.py, init_ipc_channels), and all stages "
-    "have the same ranks in a broadcast (weight_updater.py, init_weights_update_group), so later stages could keep old "
-    "weights"
+    "SGLang confirms new weights when its first stage has them (scheduler.py, init_ipc_channels), which may be before "
+    "later stages read them, and gives every stage the same ranks in a broadcast (weight_updater.py, "
+    "init_weights_update_group)"
 )
-"""Why an engine with pipeline stages is refused."""
+"""Why an engine with pipeline stages is sent no weights."""
 
 _FLAG = "--rollout-external-engine-addrs"
 _TIMEOUT_S = 30.0
@@ -221,7 +221,7 @@ def problems_of(info: ExternalEngineInfo, args: Namespace, *, source: str = _FLA
         yield f"{start} its weights are {dtype}, the trainer's {wanted}: start it with --dtype {wanted}."
     if info.worker_type == WorkerType.ENCODER:
         yield f"{start} it only encodes images: such a server cannot receive weights, and its answers are no samples."
-    if _number(seen, "pp_size") > 1:
+    if _number(seen, "pp_size") > 1 and not args.debug_rollout_only:
         yield f"{start} it has {_number(seen, 'pp_size')} pipeline stages: {ONE_STAGE}."
     if _number(seen, "dp_size") > 1 and not seen.get("enable_dp_attention"):
         yield f"{start} --dp-size {_number(seen, 'dp_size')}: one server per copy of the model can take weights."

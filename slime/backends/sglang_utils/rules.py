@@ -20,7 +20,7 @@ from slime.backends.sglang_utils.external import (
 )
 from slime.backends.sglang_utils.option_table import ALIASES
 from slime.backends.sglang_utils.server_args import trainer_dtype
-from slime.backends.sglang_utils.topology import ModelSpec, Topology, WorkerType, topology_of
+from slime.backends.sglang_utils.topology import ModelSpec, Topology, WorkerType, num_stages, topology_of
 from slime.config import notices
 from slime.config.model_config import read_model_config, text_part
 from slime.data.sampling_mask import cuts_vocabulary
@@ -129,8 +129,8 @@ def _sizes(args: Namespace) -> Iterator[str]:
             f"--sglang-tp-size {tp} times --sglang-pp-size {pp} is {tp * pp}, but {_WIDTH} is {width}. Leave "
             f"--sglang-tp-size out: it follows."
         )
-    if pp > 1:
-        yield f"--sglang-pp-size {pp} is not supported: {ONE_STAGE}. Use wider engines: {_WIDTH}."
+    if pp > 1 and args.sglang_config is None and args.rollout_external_engine_addrs is None:
+        yield from _stages(args, f"--sglang-pp-size {pp}", is_updated=True)
     if dp > 1 and not args.sglang_enable_dp_attention:
         yield (
             f"--sglang-dp-size {dp} needs --sglang-enable-dp-attention: several copies of a model are several engines "
@@ -138,6 +138,27 @@ def _sizes(args: Namespace) -> Iterator[str]:
         )
     elif dp > 1 and tp % dp:
         yield f"--sglang-dp-size {dp} must divide the tensor-parallel size {tp} of an engine."
+
+
+def _stages(args: Namespace, start: str, *, is_updated: bool) -> Iterator[str]:
+    """What does not work on engines with several pipeline stages."""
+    if args.debug_train_only:
+        return
+    if is_updated and not args.debug_rollout_only:
+        yield (
+            f"{start}: an engine with pipeline stages cannot receive trained weights: {ONE_STAGE}. Use wider engines "
+            f"({_WIDTH}). Stages are for --debug-rollout-only and models of --sglang-config with update_weights: false."
+        )
+    if args.offload_rollout:
+        yield (
+            f"{start} does not work with --offload-rollout (--colocate): only the first stage of an SGLang engine "
+            "confirms that it has released its memory. Drop one of them."
+        )
+    if is_updated and args.use_rollout_routing_replay:
+        yield (
+            f"{start} does not work with --use-rollout-routing-replay: SGLang drops the expert choices of later "
+            "stages (scheduler_pp_mixin.py). Drop one of them."
+        )
 
 
 def _router(args: Namespace) -> Iterator[str]:
@@ -239,11 +260,15 @@ def _groups(args: Namespace, model: ModelSpec) -> Iterator[str]:
         yield "prefill engines need decode engines, and the other way round."
     if model.has_pd and WorkerType.REGULAR in kinds:
         yield "regular engines cannot stand behind the router of prefill and decode engines: give them a model entry."
-    for width in sorted({group.num_gpus_per_engine for group in model.groups if group.num_engines}):
+    sizes = {(g.num_gpus_per_engine, num_stages(args, g.overrides)) for g in model.groups if g.num_engines}
+    for width in sorted({width for width, _ in sizes}):
         if width > args.num_gpus_per_node and width % args.num_gpus_per_node:
             yield f"num_gpus_per_engine {width} must be a multiple of --num-gpus-per-node {args.num_gpus_per_node}."
-        if width % args.sglang_pp_size:
-            yield f"num_gpus_per_engine {width} must be a multiple of --sglang-pp-size {args.sglang_pp_size}."
+    for width, pp in sorted(sizes):
+        if pp < 1 or width % pp:
+            yield f"num_gpus_per_engine {width} must be a multiple of the pipeline stages, pp_size {pp}."
+        elif pp > 1:
+            yield from _stages(args, f"pp_size {pp}", is_updated=model.updates_weights)
 
 
 def _direct_requests(args: Namespace) -> Iterator[str]:

@@ -35,6 +35,7 @@ __all__ = [
     "ServerGroupSpec",
     "Topology",
     "WorkerType",
+    "num_stages",
     "override_argv",
     "read_topology",
     "topology_of",
@@ -45,7 +46,6 @@ _NOT_HERE = {
     **dict.fromkeys(("host", "port", "nccl_port", "dist_init_addr"), "slime chooses the addresses"),
     **dict.fromkeys(("nnodes", "node_rank", "base_gpu_id", "gpu_id_step"), "slime places the engines"),
     "tp_size": "it follows from num_gpus_per_engine",
-    "pp_size": "all engines have --sglang-pp-size stages",
     **dict.fromkeys(
         ("disaggregation_mode", "disaggregation_bootstrap_port", "encoder_only"), "it follows from worker_type"
     ),
@@ -101,6 +101,10 @@ class EnginePlace:
     num_gpus: int
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
+    def num_tensor_ranks(self, args: Namespace) -> int:
+        """Ranks of one pipeline stage."""
+        return self.num_gpus // num_stages(args, self.overrides)
+
     def num_nodes(self, gpus_per_node: int) -> int:
         """Nodes that it stands on, each with all of its devices if there are several."""
         return max(1, self.num_gpus // gpus_per_node)
@@ -155,6 +159,12 @@ class Topology:
                     rank += 1
                 slot += group.num_gpus
         return found
+
+
+def num_stages(args: Namespace, overrides: Mapping[str, Any]) -> int:
+    """Pipeline stages of an engine with these ``overrides``."""
+    own = overrides.get("pp_size")
+    return int(args.sglang_pp_size if own is None else own)
 
 
 def topology_of(args: Namespace) -> Topology:

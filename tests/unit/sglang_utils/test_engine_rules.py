@@ -12,6 +12,7 @@ import pytest
 
 from slime.backends.sglang_utils.namespace import read_engine
 from slime.backends.sglang_utils.rules import MACHINE_RULES, RULES, STEPS, engine_width
+from slime.backends.sglang_utils.topology import topology_of
 from slime.utils import accelerator
 from slime.utils.accelerator import CUDAAccelerator
 
@@ -83,7 +84,17 @@ def test_both_sizes_given_must_agree():
         (
             "--sglang-pp-size 2",
             {"rollout_num_gpus_per_engine": 8},
-            "--sglang-pp-size 2 is not supported: only the first stage of an SGLang engine confirms new weights",
+            "--sglang-pp-size 2: an engine with pipeline stages cannot receive trained weights: SGLang confirms",
+        ),
+        (
+            "--sglang-pp-size 2",
+            {"rollout_num_gpus_per_engine": 8, "debug_rollout_only": True, "offload_rollout": True},
+            "--sglang-pp-size 2 does not work with --offload-rollout (--colocate): only the first stage",
+        ),
+        (
+            "--sglang-pp-size 2",
+            {"rollout_num_gpus_per_engine": 8, "debug_rollout_only": True, "use_rollout_routing_replay": True},
+            "--sglang-pp-size 2 does not work with --use-rollout-routing-replay",
         ),
         ("--sglang-dp-size 2", {}, "--sglang-dp-size 2 needs --sglang-enable-dp-attention"),
         (
@@ -114,12 +125,34 @@ def test_a_combination_that_cannot_work_is_explained(line: str, changes: dict[st
     [
         ("managers/scheduler.py", "is_rank_zero = (\n            get_parallel().pp_rank == 0", True),
         ("model_executor/model_runner_components/weight_updater.py", "rank = rank_offset + self.tp_rank\n", True),
+        ("managers/scheduler_pp_mixin.py", "routed_experts", False),
         ("disaggregation/encoder/http_server.py", "update_weights", False),
     ],
 )
 def test_what_the_refusals_say_of_sglang_holds_for_the_installed_one(file: str, text: str, is_there: bool):
     (package,) = importlib.util.find_spec("sglang").submodule_search_locations
     assert (text in (Path(package) / "srt" / file).read_text()) == is_there
+
+
+def test_engines_that_are_sent_no_weights_may_have_pipeline_stages(tmp_path: Path):
+    assert problems("--sglang-pp-size 2", rollout_num_gpus_per_engine=8, debug_rollout_only=True) == []
+    path = tmp_path / "engines.yaml"
+    group = "{worker_type: regular, num_gpus: 4, num_gpus_per_engine: 4, overrides: {pipeline_parallel_size: PP}}"
+    text = "sglang: [{name: a, server_groups: [{worker_type: regular, num_gpus: 4}]}, "
+    text += f"{{name: b, update_weights: BOOL, server_groups: [{group}]}}]"
+    for stages, is_updated, message in (
+        (2, "false", None),
+        (3, "false", "model b: num_gpus_per_engine 4 must be a multiple of the pipeline stages, pp_size 3"),
+        (0, "false", "model b: num_gpus_per_engine 4 must be a multiple of the pipeline stages, pp_size 0"),
+        (2, "true", "model b: pp_size 2: an engine with pipeline stages cannot receive trained weights"),
+    ):
+        path.write_text(text.replace("PP", str(stages)).replace("BOOL", is_updated))
+        found = problems("", sglang_config=str(path))
+        assert len(found) == (message is not None), found
+        assert message is None or message in found[0]
+    path.write_text(text.replace("PP", "2").replace("BOOL", "false"))
+    places = topology_of(resolved("", sglang_config=str(path))).places("/m")
+    assert [place.num_tensor_ranks(resolved()) for place in places["a"] + places["b"]] == [1, 1, 1, 1, 2]
 
 
 def test_attention_copies_within_an_engine_are_fine():

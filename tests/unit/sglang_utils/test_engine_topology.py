@@ -125,7 +125,7 @@ def test_the_engines_behind_a_placeholder_stand_on_the_devices_after_it(read):
             "disaggregation_mode cannot be set: it follows from worker",
         ),
         (group(overrides={"tp_size": 1}), "overrides: tp_size cannot be set: it follows from num_gpus_per_engine"),
-        (group(overrides={"pp_size": 2}), "overrides: pp_size cannot be set: all engines have --sglang-pp-size stages"),
+        (group(overrides={"pp_size": "x"}), "overrides: pp_size: 'x' is not an integer"),
         (group(overrides={"stat_loggers": 1}), "overrides: stat_loggers: it has no option"),
         (group(overrides=3), "key overrides: 3 must be a mapping"),
     ],

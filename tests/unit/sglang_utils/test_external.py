@@ -136,7 +136,7 @@ def test_the_arguments_learn_how_many_engines_and_devices_there_are(server):
         ({}, None),
         ({"dtype": "auto"}, None),
         ({"dtype": "float32"}, "its weights are float32, the trainer's bfloat16: start it with --dtype bfloat16"),
-        ({"pp_size": 2}, "it has 2 pipeline stages: only the first stage"),
+        ({"pp_size": 2}, "it has 2 pipeline stages: SGLang confirms"),
         ({"dp_size": 2}, "--dp-size 2: one server per copy"),
         ({"dp_size": 2, "enable_dp_attention": True}, None),
         ({"encoder_only": True}, "it only encodes images"),
@@ -145,10 +145,12 @@ def test_the_arguments_learn_how_many_engines_and_devices_there_are(server):
 def test_what_does_not_fit_the_run_is_said_with_the_option_to_start_it_with(server, fields, message):
     server.answer = lambda path: (200, INFO | fields)
     (info,) = discover_external_engines([server.url])
-    args = Namespace(use_rollout_routing_replay=False, fp32=False, fp16=False)
+    args = Namespace(use_rollout_routing_replay=False, fp32=False, fp16=False, debug_rollout_only=False)
     found = list(problems_of(info, args))
     assert all(problem.startswith(f"--rollout-external-engine-addrs {server.url}:") for problem in found)
     assert any(message in problem for problem in found) if message else found == []
+    args.debug_rollout_only = True
+    assert not any("stages" in problem for problem in problems_of(info, args))
     args.use_rollout_routing_replay = True
     assert any("--enable-return-routed-experts" in problem for problem in problems_of(info, args))
 
