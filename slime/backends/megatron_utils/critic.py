@@ -45,10 +45,7 @@ class MegatronCritic(MegatronTrainer):
         from slime.backends.megatron_utils.value_head import VALUE_HEAD_PARAMETERS
 
         if source.format == "hf":
-            # "tied" says that the source's LM head, if it has one, goes unread
-            load_weights(
-                self._ready.model, dataclasses.replace(self._shape, is_tied=True), source.directory, source.flag
-            )
+            load_weights(self._ready.model, self._shape, source.directory, source.flag, has_lm_head=False)
         else:
             load_model_weights(self._ready.model, self._shape, source, optional=VALUE_HEAD_PARAMETERS)
 

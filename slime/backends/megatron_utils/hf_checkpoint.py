@@ -53,12 +53,13 @@ class Shape(Protocol):
 
 
 @torch.no_grad()
-def load_weights(model: Any, shape: Shape, directory: str, flag: str) -> None:
+def load_weights(model: Any, shape: Shape, directory: str, flag: str, *, has_lm_head: bool = True) -> None:
     """Fill every parameter of ``model`` from the safetensors files in ``directory``. A collective.
 
     Args:
         model: one model or the chunks of an interleaved pipeline, wrapped or not.
         flag: the flag that named the directory, for messages.
+        has_lm_head: False for a critic, whose value head takes the place of the LM head: that of the files is not read.
 
     Raises:
         ConfigError: tensors are missing, unknown, or of another shape than the model's; both shapes are named. Raised
@@ -67,7 +68,7 @@ def load_weights(model: Any, shape: Shape, directory: str, flag: str) -> None:
     problems: list[str] = []
     try:
         reader = TensorReader(directory, flag)
-        tensors = ModelTensors(model, shape.family, shape.vocab_size, shape.is_tied)
+        tensors = ModelTensors(model, shape.family, shape.vocab_size, shape.is_tied or not has_lm_head)
     except ConfigError as error:
         raise_everywhere(error.problems)
         raise
@@ -75,7 +76,7 @@ def load_weights(model: Any, shape: Shape, directory: str, flag: str) -> None:
         problems += _fill(local, tensors, reader)
     unknown = sorted(reader.names - tensors.all_hf_names(tensors.plan()))
     problems += _unknown(unknown, tensors, reader, shape.num_mtp_layers)
-    if mpu.is_pipeline_last_stage(ignore_virtual=True) and mpu.get_tensor_model_parallel_rank() == 0:
+    if has_lm_head and mpu.is_pipeline_last_stage(ignore_virtual=True) and mpu.get_tensor_model_parallel_rank() == 0:
         problems += reader.tied_head(shape.is_tied)
     raise_everywhere(problems)
 

@@ -27,7 +27,7 @@ from tests.unit.docs.readers_place import add_missing_flags, in_place, prepare
 from tools.make_tiny_task import TinyTask
 
 SERVERS = re.compile(r"slime board|tensorboard |python tools/trace_timeline_viewer\.py (?!.*--no-serve)")
-TIMEOUT_S = 120.0
+
 OF_OTHERS = (
     "PYTEST",
     "RANK",
@@ -93,7 +93,6 @@ def run(commands: list[str], place: Path) -> None:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
     )
     output = done.stdout + done.stderr
     assert done.returncode == 0 or is_report(commands[-1], output), output[-6000:]
@@ -106,7 +105,7 @@ def serve(command: str, place: Path) -> None:
     with (place / "server.log").open("w") as log:
         process = subprocess.Popen(words, cwd=place, env=environment(place), stdout=log, stderr=subprocess.STDOUT)
     try:
-        wait_until(lambda: process.poll() is not None or answers(port), Deadline(TIMEOUT_S, command))
+        wait_until(lambda: process.poll() is not None or answers(port), Deadline(600, command))
         assert process.poll() is None, (place / "server.log").read_text()
         process.send_signal(signal.SIGINT)
         process.wait()
@@ -117,7 +116,7 @@ def serve(command: str, place: Path) -> None:
 
 def answers(port: int) -> bool:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=600) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5) as reply:
             return reply.status == 200
     except OSError:
         return False
