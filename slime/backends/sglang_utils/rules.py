@@ -250,10 +250,10 @@ def _groups(args: Namespace, model: ModelSpec) -> Iterator[str]:
     kinds = {group.worker_type for group in model.groups}
     if WorkerType.ENCODER in kinds:
         reason = (
-            "SGLang's encoder server cannot receive weights (its http_server.py has /encode and no /update_weights_*), "
+            "SGLang's encoder server cannot receive weights (it answers /update_weights_from_disk with 404), "
             "so images would be encoded with the first weights"
             if model.updates_weights
-            else "slime does not start SGLang's encoder server yet"
+            else "slime does not start SGLang's encoder server"
         )
         yield f"worker_type encoder is not supported: {reason}. Use regular engines, which encode images themselves."
     if model.has_pd and not {WorkerType.PREFILL, WorkerType.DECODE} <= kinds:  # C4
