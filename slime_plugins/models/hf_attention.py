@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import get_tensor_model_parallel_group_if_none
 from torch.distributed.nn.functional import all_reduce
 from transformers import AutoConfig
 
@@ -79,7 +80,12 @@ class HuggingfaceAttention(MegatronModule, ABC):
         bounds = packed_seq_params.cu_seqlens_q.tolist()
         out = torch.cat([self._sequence(whole[first:end]) for first, end in pairwise(bounds)])
         out = out if rows is None else out[rows]
-        return (scatter_to_sequence_parallel_region(out, group=self.tp_group) if is_shared else out), None
+        return (self._own_rows(out) if is_shared else out), None
+
+    def _own_rows(self, whole: torch.Tensor) -> torch.Tensor:
+        """Sequence parallelism. Megatron's scatter would give every rank the gradients of all rows."""
+        group = get_tensor_model_parallel_group_if_none(self.tp_group)
+        return whole.chunk(group.size())[group.rank()]
 
     def _sequence(self, rows: torch.Tensor) -> torch.Tensor:
         ends = torch.tensor([0, len(rows)], dtype=torch.int32, device=rows.device)

@@ -44,9 +44,19 @@ def gather(rank: int, world_size: int, owner: list[int], values: torch.Tensor) -
 
 
 def attend_with_transformers(
-    rank: int, world_size: int, model: str, hidden: torch.Tensor, cotangent: torch.Tensor, lengths: list[int]
+    rank: int,
+    world_size: int,
+    model: str,
+    hidden: torch.Tensor,
+    cotangent: torch.Tensor,
+    lengths: list[int],
+    sequence_parallel: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """This rank's rows, its output, the gradient of its rows, and that of the query projection, all ranks together."""
+    """This rank's rows, its output, the gradient of its rows, and that of the query projection, all ranks together.
+
+    Args:
+        sequence_parallel: the ranks are tensor-parallel instead of context-parallel.
+    """
     from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding
 
     from slime_plugins.models.hf_attention import HuggingfaceAttention
@@ -66,11 +76,15 @@ def attend_with_transformers(
 
     dist.init_process_group("gloo")
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
-    rows = zigzag_rows(bounds, rank, world_size) if world_size > 1 else torch.arange(sum(lengths))
-    config = SimpleNamespace(sequence_parallel=False)
-    attention = Attention(Namespace(hf_checkpoint=model), config, 2, pg_collection=SimpleNamespace(tp=None))
+    cp_rank, cp_size = (0, 1) if sequence_parallel else (rank, world_size)
+    rows = zigzag_rows(bounds, cp_rank, cp_size) if cp_size > 1 else torch.arange(sum(lengths))
+    if sequence_parallel:
+        rows = rows.chunk(world_size)[rank]
+    config = SimpleNamespace(sequence_parallel=sequence_parallel)
+    groups = SimpleNamespace(tp=dist.group.WORLD if sequence_parallel else None)
+    attention = Attention(Namespace(hf_checkpoint=model), config, 2, pg_collection=groups)
     local = hidden[rows, None].requires_grad_()
-    segments = packed_segments(bounds, max(lengths), cp_rank=rank, cp_size=world_size, cp_group=dist.group.WORLD)
+    segments = packed_segments(bounds, max(lengths), cp_rank=cp_rank, cp_size=cp_size, cp_group=dist.group.WORLD)
     out, bias = attention(local, attention_mask=None, packed_seq_params=segments)
     assert bias is None
     (out[:, 0] * cotangent[rows]).sum().backward()

@@ -67,7 +67,10 @@ def test_every_rank_gets_the_whole_and_keeps_its_share_of_the_gradient(owner: li
         assert gradient.tolist() == [2 * total] * owner.count(rank)
 
 
-def test_an_attention_of_transformers_gives_the_same_on_one_rank_and_on_two(tmp_path: Path, ranks: ForkServer) -> None:
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_an_attention_of_transformers_gives_the_same_on_one_rank_and_on_two(
+    tmp_path: Path, ranks: ForkServer, sequence_parallel: bool
+) -> None:
     make_hf_model("qwen3", tmp_path)
     hidden_size = json.loads((tmp_path / "config.json").read_text())["hidden_size"]
     lengths = [4, 12]
@@ -84,7 +87,8 @@ def test_an_attention_of_transformers_gives_the_same_on_one_rank_and_on_two(tmp_
         case, 1, model=str(tmp_path), lengths=[4], **{name: tensor[:4] for name, tensor in inputs.items()}
     )
     torch.testing.assert_close(first[0][1], whole[:4])  # sequences do not see each other
-    for rows, out, gradient, weights in ranks.run(case, 2, model=str(tmp_path), lengths=lengths, **inputs):
+    options = {"lengths": lengths, "sequence_parallel": sequence_parallel}
+    for rows, out, gradient, weights in ranks.run(case, 2, model=str(tmp_path), **options, **inputs):
         torch.testing.assert_close(out, whole[rows])
         torch.testing.assert_close(gradient, whole_gradient[rows])
         torch.testing.assert_close(weights, weight_gradient)
