@@ -42,12 +42,17 @@ def foreign_content(target: Path) -> str | None:
         return None
     if target.is_symlink() or not target.is_dir():
         return "is a link" if target.is_symlink() else "is a file"
+    if target.is_mount():
+        return "is a mount point, which cannot be renamed"
     names = sorted(path.name for path in target.iterdir())
     if not names:
         return None
-    content = _read_marker(target)
-    if content is None:
-        return f"holds {names[0]} and no {MARKER}, so it was not written by an export"
+    if MARKER not in names:
+        return f"holds {names[0]} and no {MARKER}: these are other files, or an export of an older version of slime"
+    try:
+        content = _read_marker(target)
+    except ConfigError as error:
+        return f"may hold other files than those of an export: {error}"
     written = {MARKER, *_WRITTEN_LATER, *content["files"]}
     if added := [name for name in names if name not in written]:
         return f"holds {added[0]}, which no export wrote"
@@ -55,9 +60,13 @@ def foreign_content(target: Path) -> str | None:
 
 
 def export_checksums(directory: Path) -> Mapping[str, str]:
-    """Checksums of an export's weight files; empty where ``directory`` is not an export."""
-    content = _read_marker(directory)
-    return {} if content is None else content["checksums"]
+    """Checksums of an export's weight files; empty if ``directory`` has no marker.
+
+    Raises:
+        ConfigError: the marker is damaged or cannot be read.
+    """
+    checksums: Mapping[str, str] = _read_marker(directory)["checksums"] if (directory / MARKER).exists() else {}
+    return checksums
 
 
 def check_export(args: Any) -> Iterator[str]:
@@ -71,7 +80,7 @@ def check_export(args: Any) -> Iterator[str]:
 
 def refusal(path: str, reason: str) -> str:
     return (
-        f"{path} {reason}. An export replaces the whole directory: name a new or an empty one, or move the files away."
+        f"{path} {reason}. An export replaces the whole directory: name a new or an empty one, or move this one away."
     )
 
 
@@ -102,11 +111,13 @@ def _first_rollout(args: Any) -> int:
     return source.iteration + 1 if source.flag == "--load" and source.is_training_state else 0
 
 
-def _read_marker(directory: Path) -> dict[str, Any] | None:
-    """None without a marker, and with one that cannot be read."""
+def _read_marker(directory: Path) -> dict[str, Any]:
+    path = directory / MARKER
     try:
-        content: Any = json.loads((directory / MARKER).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({error})") from None
     is_ours = isinstance(content, dict) and content.get("format") == _FORMAT
-    return content if is_ours and {"files", "checksums"} <= content.keys() else None
+    if not is_ours or not isinstance(content.get("files"), list) or not isinstance(content.get("checksums"), dict):
+        raise ConfigError(f"{path} is damaged: it must be of format {_FORMAT}, with files and checksums")
+    return content

@@ -278,7 +278,7 @@ def write_hf_directory(
 
     Tensors of ``source`` that ``weights`` does not hold (layers that were not built) are taken over unchanged, except
     a head that is tied to the embedding. Written beside the target and renamed at the end: ``path`` is never half a
-    checkpoint. It replaces an earlier export only.
+    checkpoint. It replaces an earlier export only, and a failure leaves that one in place.
 
     Raises:
         ConfigError: ``path`` exists and is no export, or it is ``source``.
@@ -295,7 +295,9 @@ def write_hf_directory(
     if reason := foreign_content(target):
         raise ConfigError(refusal(path, reason))
     partial, old = (target.with_name(f".{target.name}.{end}") for end in ("partial", "old"))
-    make_empty(partial)  # of what a process that died has left
+    if old.is_dir() and not target.exists():  # a process died between the two renames
+        old.rename(target)
+    make_empty(partial)
     try:
         for file in Path(source).iterdir():
             if file.is_file() and file.suffix not in _WEIGHT_FILES and file.name not in (_INDEX, MARKER):
@@ -308,14 +310,23 @@ def write_hf_directory(
         write_marker(partial, checksums)
         if reason := foreign_content(target):  # the weights took their time: look again before they replace it
             raise ConfigError(refusal(path, reason))
-        if target.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            target.rename(old)
-        partial.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
+        _replace(target, partial, old)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _replace(target: Path, partial: Path, old: Path) -> None:
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    try:
+        partial.rename(target)
+    except BaseException:
+        if old.exists():
+            old.rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _with_remainder(weights: Iterable[NamedTensor], source: str) -> Iterator[NamedTensor]:
@@ -356,6 +367,8 @@ def _write_tensors(
 
         def take() -> None:
             under_way.popleft().result()
+            if len(checksums) >= num_writers:  # slow storage: other ranks must not wait for all files at the end
+                checksums[-num_writers].result()
             checksums.append(readers.submit(checksum, directory / f"part-{len(checksums)}"))
 
         for index, tensors in enumerate(_in_files(weights, max_file_bytes)):

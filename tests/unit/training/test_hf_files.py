@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from slime.backends.training import hf_files
+from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.checksums import find_damage
+from slime.backends.training.damage import verify_source
 from slime.backends.training.export_files import export_checksums
 from slime.backends.training.hf_files import TensorReader, save_hf_directory, write_hf_directory
 from slime.utils.errors import ConfigError, SlimeError
@@ -68,6 +72,8 @@ def test_an_export_replaces_nothing_that_no_export_wrote(source: str, tmp_path: 
     (tmp_path / "link").symlink_to(tmp_path / "users")
     with pytest.raises(ConfigError, match="is a link"):
         write_hf_directory(WEIGHTS.items(), source, str(tmp_path / "link"))
+    with pytest.raises(ConfigError, match="is a mount point"):
+        write_hf_directory(WEIGHTS.items(), source, "/dev/shm")
 
 
 def test_files_that_come_while_the_export_is_written_stay(source: str, tmp_path: Path) -> None:
@@ -111,6 +117,77 @@ def test_what_a_process_that_died_left_beside_the_target_is_gone_after_the_next_
     write_hf_directory(WEIGHTS.items(), source, str(tmp_path / "out"))
     assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
     assert not (tmp_path / "out" / "of the one before").exists()
+
+
+def test_an_export_that_cannot_get_its_name_leaves_the_earlier_one(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_hf_directory([("a", torch.ones(4))], source, str(tmp_path / "out"))
+    rename = Path.rename
+
+    def fail(path: Path, target: Path) -> Path:
+        if path.name == ".out.partial":
+            raise OSError("stale handle")
+        return rename(path, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", fail)
+        with pytest.raises(OSError, match="stale handle"):
+            write_hf_directory([("a", torch.zeros(4))], source, str(tmp_path / "out"))
+    assert TensorReader(tmp_path / "out", "--hf-checkpoint").get("a")[0] == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
+
+
+def test_a_run_that_follows_one_killed_between_the_renames_gets_the_earlier_export_back(
+    source: str, tmp_path: Path
+) -> None:
+    write_hf_directory([("a", torch.ones(4))], source, str(tmp_path / "out"))
+    (tmp_path / "out").rename(tmp_path / ".out.old")
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        assert TensorReader(tmp_path / "out", "--hf-checkpoint").get("a")[0] == 1
+        yield "a", torch.zeros(4)
+
+    write_hf_directory(weights(), source, str(tmp_path / "out"))
+    assert TensorReader(tmp_path / "out", "--hf-checkpoint").get("a")[0] == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"format": 1, "files": ["a"]}', '{"format": 2}'])
+def test_an_export_with_a_damaged_marker_is_neither_loaded_nor_replaced(
+    source: str, tmp_path: Path, content: str
+) -> None:
+    path = tmp_path / "out"
+    write_hf_directory(WEIGHTS.items(), source, str(path))
+    (path / "slime_export.json").write_text(content)
+    with pytest.raises(ConfigError, match=f"{path} may hold other files .*slime_export.json"):
+        write_hf_directory(WEIGHTS.items(), source, str(path))
+    with pytest.raises(ConfigError, match=f"--hf-checkpoint {path} is damaged: .*slime_export.json"):
+        verify_source(Source("hf", str(path), "--hf-checkpoint"))
+
+
+def test_a_file_waits_for_the_checksum_of_the_one_before_it(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lag: list[int] = []
+    num_summed = 0
+    save, compute = hf_files.save_file, hf_files.checksum
+
+    def saved(*args: Any, **kwargs: Any) -> None:
+        lag.append(len(lag) - num_summed)
+        save(*args, **kwargs)
+
+    def slow(path: Path) -> str:
+        nonlocal num_summed
+        time.sleep(0.05)
+        num_summed += 1
+        return compute(path)
+
+    monkeypatch.setattr(hf_files, "save_file", saved)
+    monkeypatch.setattr(hf_files, "checksum", slow)
+    write_hf_directory(WEIGHTS.items(), source, str(tmp_path / "out"), max_file_bytes=FILE_BYTES)
+    assert len(lag) == 5
+    assert max(lag) <= 1
 
 
 @pytest.mark.parametrize("content", ["{", "{}", "[]", '{"weight_map": 1}'])
