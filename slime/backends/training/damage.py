@@ -5,8 +5,10 @@ Called on all ranks at once; each reads its share of the files (``checksums``).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch.distributed as dist
@@ -48,29 +50,38 @@ def verify_source(source: Source) -> None:
         ConfigError: files are damaged or missing; it names them and the checkpoint before. Raised on all ranks.
     """
     directory = Path(source.directory)
+    record = MARKER if source.format == "hf" else MANIFEST
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    if source.format == "hf":
-        checksums, record = export_checksums(directory), MARKER
-    else:
-        manifest = read_manifest(directory)
-        checksums, record = {} if manifest is None else manifest.checksums, MANIFEST
-        if not checksums and rank == 0:
+    try:
+        checksums = _checksums(source)
+        mine = find_damage(directory, checksums, rank, world_size)
+        if not checksums and record == MANIFEST and rank == 0:
             logger.warning(
                 "%s %s has no checksums: it is loaded as it is, and damage in its tensors would not be noticed.",
                 source.flag,
                 directory,
             )
-    everywhere = [find_damage(directory, checksums, rank, world_size)]
+    except Exception as error:  # the other ranks wait for this one
+        mine = [f"rank {rank} cannot compare it with its checksums ({error})"]
+    everywhere = [mine]
     if world_size > 1:
-        mine, everywhere = everywhere[0], [[] for _ in range(world_size)]
+        everywhere = [[] for _ in range(world_size)]
         dist.all_gather_object(everywhere, mine)
-    damage = [text for one in everywhere for text in one]
+    damage = list(dict.fromkeys(text for one in everywhere for text in one))
     if damage:
         more = f"; and {len(damage) - _NAMED} more files" if len(damage) > _NAMED else ""
         raise ConfigError(
             f"{source.flag} {directory} is damaged: {'; '.join(damage[:_NAMED])}{more} ({record} names what was "
             f"written). {_instead(source)}"
         )
+
+
+def _checksums(source: Source) -> Mapping[str, str]:
+    directory = Path(source.directory)
+    if source.format == "hf":
+        return export_checksums(directory)
+    manifest = read_manifest(directory)
+    return {} if manifest is None else manifest.checksums
 
 
 def unreadable(source: Source, error: BaseException | str) -> ConfigError:
@@ -83,11 +94,12 @@ def unreadable(source: Source, error: BaseException | str) -> ConfigError:
 
 def _suspect(directory: Path) -> str | None:
     """The first file whose beginning is not that of any file of a checkpoint."""
-    for path in sorted(directory.iterdir()):
-        if path.is_file():
-            with path.open("rb") as file:
-                if not file.read(16).strip(b"\0"):
-                    return path.name
+    with contextlib.suppress(OSError):  # the error that is being reported says more
+        for path in sorted(directory.iterdir()):
+            if path.is_file():
+                with path.open("rb") as file:
+                    if not file.read(16).strip(b"\0"):
+                        return path.name
     return None
 
 

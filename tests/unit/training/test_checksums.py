@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from slime.backends.training import damage
+from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.checksums import checksums_of, find_damage, written_by
+from slime.utils.errors import ConfigError
 
 
 def _write(directory: Path, num_writers: int) -> dict[str, str]:
@@ -42,3 +45,24 @@ def test_a_rank_reads_the_files_that_it_wrote(tmp_path: Path) -> None:
         f"{name} cannot be read (No such file or directory)"
         for name in ("__11_0.distcp", "__11_1.distcp", "rng_00011.pt")
     ]
+
+
+def test_a_rank_that_cannot_compare_its_share_ends_the_start_of_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("Stale file handle")
+
+    def gather(everywhere: list[list[str]], mine: list[str]) -> None:
+        everywhere[:] = [[], mine]
+
+    monkeypatch.setattr(damage, "read_manifest", fail)
+    monkeypatch.setattr(damage.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(damage.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(damage.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(damage.dist, "all_gather_object", gather)
+    source = Source("torch_dist", str(tmp_path / "iter_0000003"), "--load", 3)
+    with pytest.raises(
+        ConfigError, match=r"--load .*iter_0000003 is damaged: rank 1 cannot compare.*Stale file handle"
+    ):
+        damage.verify_source(source)
