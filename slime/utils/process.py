@@ -4,8 +4,8 @@ A guarded child holds the read end of a pipe whose write end only this process h
 ends, the kernel closes the pipe and the child kills its whole process group. That also holds for SIGKILL, and, unlike
 ``PR_SET_PDEATHSIG``, does not depend on which thread started the child.
 
-A killed process cannot remove its files in /dev/shm. Who kills a group removes those that the group has mapped and that
-programs such as SGLang make for themselves.
+A killed process cannot remove its files in /dev/shm. The killer of a group removes those that the group alone has mapped
+and that programs such as SGLang make for themselves.
 """
 
 from __future__ import annotations
@@ -139,13 +139,18 @@ def kill_group(leader: int) -> None:
 
 
 def _remove_shared_memory(leader: int) -> None:
-    """Remove the files that only a server's own processes use. Processes that have one mapped keep what is in it."""
+    """Remove the files that only a server's own processes use. A file that any other process has mapped stays."""
+    members, others = [], []
     for pid in psutil.pids():
         with contextlib.suppress(OSError):
-            if os.getpgid(pid) == leader:
-                for name in mapped_files(pid, _SHARED_MEMORY):
-                    if name.startswith(_MADE_BY_SERVERS):
-                        (_SHARED_MEMORY / name).unlink(missing_ok=True)
+            (members if os.getpgid(pid) == leader else others).append(pid)
+    names = {name for pid in members for name in mapped_files(pid, _SHARED_MEMORY)}
+    names = {name for name in names if name.startswith(_MADE_BY_SERVERS)}
+    for pid in others if names else ():
+        names -= mapped_files(pid, _SHARED_MEMORY)
+    for name in names:
+        with contextlib.suppress(OSError):
+            (_SHARED_MEMORY / name).unlink()
 
 
 def mapped_files(pid: int, directory: Path) -> set[str]:

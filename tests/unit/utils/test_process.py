@@ -116,6 +116,24 @@ def test_a_killed_server_leaves_no_shared_memory_and_that_of_others_stays(is_own
             path.unlink(missing_ok=True)
 
 
+def test_shared_memory_that_another_process_has_mapped_outlives_a_killed_server(tmp_path: Path):
+    shared = Path(f"/dev/shm/sglang_loads_shared_{os.getpid()}.shm")
+    holders = []
+    try:
+        for number in range(2):
+            log = tmp_path / f"log{number}"
+            holders.append(GuardedProcess([sys.executable, "-c", HOLDER.format(str(shared))], log_path=log))
+            wait_for_text(log, "up")
+        holders[0].stop()
+        assert shared.exists()
+        holders[1].stop()
+        assert not shared.exists()
+    finally:
+        for holder in holders:
+            holder.stop()
+        shared.unlink(missing_ok=True)
+
+
 def test_the_end_of_a_process_is_enough_when_its_parent_does_not_notice_it():
     parent = subprocess.Popen([sys.executable, "-c", PARENT_THAT_DOES_NOT_LOOK], stdout=subprocess.PIPE, text=True)
     try:
