@@ -5,8 +5,9 @@ Called by training backends and by weight sync. Knows neither Ray nor engines: a
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -25,12 +26,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "destroy_group",
+    "do_on_first_rank",
     "get_gloo_group",
     "init_default_group",
     "init_gloo_group",
     "init_process_group",
     "join_group",
 ]
+
+logger = logging.getLogger(__name__)
 
 _GLOO_INTERFACES = "GLOO_SOCKET_IFNAME"
 
@@ -58,6 +62,23 @@ def init_default_group(backend: str, *, timeout_s: float) -> None:
     if dist.get_backend() == "nccl":
         # until a collective has shown the device, a barrier takes the one numbered like the rank: perhaps an engine's
         dist.all_reduce(torch.zeros(1, device=accelerator.current().device()))
+
+
+def do_on_first_rank(action: Callable[[], None]) -> str | None:
+    """Run ``action`` on rank 0 while the others wait for its end. A collective of the default group.
+
+    Returns:
+        On all ranks what ``action`` raised there; None if it succeeded.
+    """
+    failure: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except Exception as error:
+            logger.exception("rank 0 failed")
+            failure[0] = f"{type(error).__name__}: {error}"
+    dist.broadcast_object_list(failure, src=0)
+    return failure[0]
 
 
 def join_group(

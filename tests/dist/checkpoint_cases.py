@@ -21,12 +21,13 @@ def run(
     rollouts: list[int],
     save_after: list[int],
     full_disk_on: int | None = None,
+    full_for: str = "shards",
 ) -> dict[str, Any]:
     """Train on ``rollouts`` and save after some of them.
 
     Returns:
         start: the first rollout id; weights_at_start, weights: whole, under Hugging Face names; error: of the set-up or
-        of a save, with ``full_disk_on`` this rank's disk is full.
+        of a save, with ``full_disk_on`` this rank's disk is full for shards or for the manifest.
     """
     torch.use_deterministic_algorithms(True)
     trainer = MegatronTrainer(make_args(hf, **args), rank=rank, world_size=world_size, with_ref=False)
@@ -35,7 +36,7 @@ def run(
     except ConfigError as error:
         return {"error": str(error)}
     if rank == full_disk_on:
-        _fill_disk()
+        _fill_disk(full_for)
     at_start = _weights(trainer)
     error = ""
     for rollout_id in rollouts:
@@ -53,10 +54,15 @@ def _weights(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in trainer.export_weights()}
 
 
-def _fill_disk() -> None:
+def _fill_disk(full_for: str) -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    from slime.backends.training import checkpoint_files
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(full)
+    if full_for == "manifest":
+        checkpoint_files.write_manifest = full
+    else:
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(full)

@@ -59,13 +59,15 @@ def test_a_run_that_is_saved_on_one_layout_continues_on_another(
             assert torch.allclose(result["weights"][name], value, rtol=0, atol=2e-6), name
 
 
+@pytest.mark.parametrize(("rank", "full_for"), [(1, "shards"), (0, "manifest")])
 def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_changes_no_checkpoint(
-    ranks: ForkServer, hf: Path, tmp_path: Path
+    ranks: ForkServer, hf: Path, tmp_path: Path, rank: int, full_for: str
 ) -> None:
     args = _COMMON | {"tensor_model_parallel_size": 2, "sequence_parallel": True, "save": str(tmp_path)}
     ranks.run(_CASE, 2, hf=str(hf), args=args, rollouts=[0], save_after=[0])
-    results = ranks.run(_CASE, 2, hf=str(hf), args=args, rollouts=[1], save_after=[1], full_disk_on=1)
-    assert all("rank 1: OSError: [Errno 28] No space left" in result["error"] for result in results)
+    full = {"full_disk_on": rank, "full_for": full_for}
+    results = ranks.run(_CASE, 2, hf=str(hf), args=args, rollouts=[1], save_after=[1], **full)
+    assert all(f"rank {rank}: OSError: [Errno 28] No space left" in result["error"] for result in results)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "0"
     assert [entry.name for entry in tmp_path.glob("iter_*")] == ["iter_0000000"]
 

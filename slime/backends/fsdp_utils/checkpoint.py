@@ -31,6 +31,7 @@ from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.checksums import checksums_of, written_by
 from slime.backends.training.damage import DAMAGE, causes_of, unfit, unreadable
 from slime.utils import accelerator
+from slime.utils.distributed_utils import do_on_first_rank
 from slime.utils.errors import ConfigError, SlimeError
 
 __all__ = ["load_training_state", "load_weights", "save"]
@@ -50,9 +51,8 @@ def save(state: TrainState, root: str, iteration: int, *, has_optimizer: bool, h
     started = time.monotonic()
     name = files.iteration_directory(root, iteration).name
     partial = files.partial_directory(Path(root), name)
-    if dist.get_rank() == 0:
-        files.make_empty(partial)
-    dist.barrier()
+    if failure := do_on_first_rank(lambda: files.make_empty(partial)):
+        raise _not_written(root, iteration, f"rank 0: {failure}")
     report = _write(state, partial, has_optimizer=has_optimizer, has_rng=has_rng)
     reports: list[dict[str, str] | str] = [""] * dist.get_world_size()
     dist.all_gather_object(reports, report)
@@ -61,8 +61,9 @@ def save(state: TrainState, root: str, iteration: int, *, has_optimizer: bool, h
         checksums |= one if isinstance(one, dict) else {}
     if any(isinstance(one, str) for one in reports):
         named = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(reports) if isinstance(one, str))
-        raise SlimeError(f"checkpoint {iteration} under {root} could not be written: {named}. Is the disk full?")
-    if dist.get_rank() == 0:
+        raise _not_written(root, iteration, named)
+
+    def publish() -> None:
         removed = files.publish(
             Path(root),
             name,
@@ -74,7 +75,13 @@ def save(state: TrainState, root: str, iteration: int, *, has_optimizer: bool, h
         )
         seconds = time.monotonic() - started
         logger.info("saved %s/%s in %.1f s%s", root, name, seconds, f", removed {removed}" if removed else "")
-    dist.barrier()
+
+    if failure := do_on_first_rank(publish):
+        raise _not_written(root, iteration, f"rank 0: {failure}")
+
+
+def _not_written(root: str, iteration: int, named: str) -> SlimeError:
+    return SlimeError(f"checkpoint {iteration} under {root} could not be written: {named}. Is the disk full?")
 
 
 def _write(state: TrainState, directory: Path, *, has_optimizer: bool, has_rng: bool) -> dict[str, str] | str:
@@ -94,7 +101,7 @@ def _write(state: TrainState, directory: Path, *, has_optimizer: bool, has_rng: 
         return checksums_of(written_by(directory, dist.get_rank()))
     except CheckpointException as error:  # a BaseException: "except Exception" lets it kill the process without a word
         return causes_of(error)
-    except (OSError, RuntimeError) as error:
+    except Exception as error:  # the other ranks wait for this one
         return f"{type(error).__name__}: {error}"
 
 

@@ -33,6 +33,7 @@ from slime.backends.megatron_utils.step import TrainState
 from slime.backends.training import checkpoint_files as files
 from slime.backends.training.checksums import checksums_of, written_by
 from slime.utils import accelerator
+from slime.utils.distributed_utils import do_on_first_rank
 from slime.utils.errors import SlimeError
 
 __all__ = ["CheckpointWriter"]
@@ -89,9 +90,8 @@ class CheckpointWriter:
         self.finish()
         name = name or files.iteration_directory(self._root, iteration).name
         partial = files.partial_directory(self._root, name)
-        if dist.get_rank() == 0:
-            files.make_empty(partial)
-        dist.barrier()
+        if failure := do_on_first_rank(lambda: files.make_empty(partial)):
+            raise self._not_written(name, {0: failure})
         state_dict = sharded_state(state, content, is_loading=False)
         state_dict |= {
             "args": Namespace(**{name: value for name, value in vars(args).items() if isinstance(value, _PLAIN)}),
@@ -168,22 +168,22 @@ class CheckpointWriter:
         mine = f"{type(pending.error[0]).__name__}: {pending.error[0]}" if pending.error else None
         dist.all_gather_object(reports, (mine, pending.checksums))
         if any(error for error, _ in reports):
-            raise self._not_written(pending, {rank: error for rank, (error, _) in enumerate(reports)})
+            raise self._not_written(pending.name, {rank: error for rank, (error, _) in enumerate(reports)})
         try:
             for function in pending.request.finalize_fns:
                 function()
-        except CheckpointException as error:  # no Exception to torch: nobody else would catch it
+        except CheckpointException as error:  # a BaseException, which no caller catches
             causes = {rank: " ".join(str(cause).split()) for rank, (cause, _) in error.failures.items()}
-            raise self._not_written(pending, causes) from None
+            raise self._not_written(pending.name, causes) from None
         dist.barrier()
-        if dist.get_rank() == 0:
-            self._publish(pending, {name: value for _, checksums in reports for name, value in checksums.items()})
-        dist.barrier()
+        checksums = {name: value for _, one in reports for name, value in one.items()}
+        if failure := do_on_first_rank(lambda: self._publish(pending, checksums)):
+            raise self._not_written(pending.name, {0: failure})
 
-    def _not_written(self, pending: _Pending, causes: Mapping[int, str | None]) -> SlimeError:
+    def _not_written(self, name: str, causes: Mapping[int, str | None]) -> SlimeError:
         named = "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items() if cause) or "another rank failed"
         return SlimeError(
-            f"checkpoint {self._root}/{pending.name} could not be written: {named}. Is the disk full? The checkpoint "
+            f"checkpoint {self._root}/{name} could not be written: {named}. Is the disk full? The checkpoint "
             "before it is still complete."
         )
 
