@@ -4,7 +4,7 @@ A guarded child holds the read end of a pipe whose write end only this process h
 ends, the kernel closes the pipe and the child kills its whole process group. That also holds for SIGKILL, and, unlike
 ``PR_SET_PDEATHSIG``, does not depend on which thread started the child.
 
-A killed process cannot remove its files in /dev/shm. The killer of a group removes those that the group alone has mapped
+A killed process cannot remove its files in /dev/shm. The killer of a group removes those that only the group has mapped
 and that programs such as SGLang make for themselves.
 """
 
