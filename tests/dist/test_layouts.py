@@ -211,6 +211,15 @@ def test_a_loss_over_sequences_that_gathers_and_cuts_is_the_builtin_one(layout: 
         torch.testing.assert_close(written["gradients"][name], gradient, atol=3e-6, rtol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("layout", ["", "cp2"])
+def test_a_loss_may_return_a_metric_on_some_ranks_and_micro_batches_only(layout: str, train: Train) -> None:
+    custom = {"loss_type": "custom_loss", "custom_loss_function_path": f"{_USER}:loss_with_a_metric_of_one_rank"}
+    builtin, written = main_rank(train(1, "size16")), main_rank(train(2, layout, **custom))
+    for ours, theirs in zip(written["report"].steps, builtin["report"].steps, strict=True):
+        assert ours["pg_loss"] == pytest.approx(theirs["pg_loss"], rel=1e-4, abs=1e-6)
+        assert ours["num_groups"] > 0
+
+
 @pytest.mark.parametrize("custom", [{}, {"loss_type": "custom_loss", "custom_loss_function_path": _BUILT_IN}], ids=str)
 def test_a_reducer_that_cuts_masks_for_its_rank_reduces_the_same(custom: dict[str, str], train: Train) -> None:
     plain = {"custom_pg_loss_reducer_function_path": f"{_USER}:token_sum"}

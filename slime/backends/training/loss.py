@@ -18,6 +18,7 @@ rows: the parts add up to the loss, and their gradients to its gradient; metrics
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -41,6 +42,7 @@ __all__ = [
     "LossScale",
     "MicroBatchLoss",
     "micro_batch_loss",
+    "names_of_all",
     "needs_all_rows",
     "response_log_probs",
     "response_values",
@@ -83,6 +85,13 @@ class MicroBatchLoss:
     names: list[str]
     values: torch.Tensor
     log_probs: torch.Tensor | None
+
+    def values_of(self, names: Sequence[str]) -> torch.Tensor:
+        """``values`` with the metrics in the order of ``names``; one that the micro-batch does not have is 0."""
+        if names == self.names:
+            return self.values
+        known = dict(zip(self.names, self.values[1:], strict=True))
+        return torch.stack([self.values[0], *(known.get(name, torch.zeros_like(self.values[0])) for name in names)])
 
 
 def needs_all_rows(settings: AlgorithmArgs) -> bool:
@@ -294,10 +303,17 @@ def _custom_loss(
     loss = output.loss
     if not sum(held.response_lengths):
         loss = loss + logits[..., :0].sum()  # zero: the backward pass of a rank without tokens joins the collectives
-    names = sorted(output.metrics)
-    values = torch.stack([output.metrics[name].to(loss.device).float() for name in names] or [loss.detach()])
+    names, nothing = names_of_all(output.metrics, sharding.cp_group), loss.new_zeros((), dtype=torch.float32)
+    values = torch.stack([nothing, *(output.metrics.get(name, nothing).float() for name in names)])
     dist.all_reduce(values, group=sharding.cp_group)
-    return LossOutput(loss=loss, metrics={name: values[names.index(name)] for name in output.metrics})
+    return LossOutput(loss=loss, metrics=dict(zip(names, values[1:].unbind(), strict=True)))
+
+
+def names_of_all(names: Iterable[str], group: dist.ProcessGroup | None) -> list[str]:
+    """The names that any rank has, in the same order on all. A collective: a user's loss may leave metrics out."""
+    everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everywhere, list(names), group=group)
+    return list(dict.fromkeys(name for one in everywhere for name in one))
 
 
 def _held(micro_batch: MicroBatch, batch: TrainBatch, samples: Samples) -> Samples:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from slime.algorithms.arguments import AlgorithmArgs
 from slime.backends.training.data import MicroBatch, TrainBatch
-from slime.backends.training.loss import MicroBatchLoss, needs_all_rows
+from slime.backends.training.loss import MicroBatchLoss, names_of_all, needs_all_rows
 
 __all__ = [
     "TEACHES_NOTHING",
@@ -93,11 +93,12 @@ class StepRecord:
         Args:
             group: data-parallel ranks; those that share samples compute the same, so only one of them is counted.
         """
-        values = torch.stack([loss.values for loss in self.losses]).sum(0)
+        names = names_of_all(dict.fromkeys(name for loss in self.losses for name in loss.names), group)
+        values = torch.stack([loss.values_of(names) for loss in self.losses]).sum(0)
         dist.all_reduce(values, group=group)
         tokens, *sums = values.tolist()
         divisor = max(tokens, 1.0) if per_token else num_rollouts
-        return {name: total / divisor for name, total in zip(self.losses[0].names, sums, strict=True)}
+        return {name: total / divisor for name, total in zip(names, sums, strict=True)}
 
     def blame(self, batch: TrainBatch, dp_rank: int) -> str:
         """The micro-batches and samples whose loss is not finite, of all ranks. A collective over all of them."""

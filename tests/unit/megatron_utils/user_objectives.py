@@ -22,6 +22,16 @@ def same_loss(args: Namespace, batch: dict[str, Any], logits: torch.Tensor, sum_
     return loss, {"loss": loss, "mine": metrics["pg_loss"]}
 
 
+def loss_with_a_metric_of_one_rank(
+    args: Namespace, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Any
+) -> Any:
+    """The built-in loss; the ranks return different metrics, and so do the micro-batches of a rank."""
+    loss, metrics = policy_loss_function(args, batch, logits, sum_of_sample_mean)
+    if torch.distributed.get_rank() == 0 and len(batch["total_lengths"]) > 1:
+        metrics = {"num_groups": torch.ones(())} | metrics
+    return loss, metrics
+
+
 def likelihood(args: Namespace, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Any) -> Any:
     """Supervised training, from the logits."""
     _, columns = get_log_probs_and_entropy(
