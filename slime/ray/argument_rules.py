@@ -17,6 +17,7 @@ from pathlib import Path
 from slime.backends.sglang_utils.topology import topology_of
 from slime.config import notices
 from slime.config.check.generation import MEDIA
+from slime.config.groups import flag_of
 from slime.config.roles import check_roles
 from slime.rollout.arguments import DEFAULT_ROLLOUT_FUNCTION
 from slime.rollout.eval_config import EvalDatasetConfig, unused_fields
@@ -229,10 +230,13 @@ def _transport(args: Namespace) -> Iterator[str]:
         )
 
 
+_WRITTEN = ("output_dir", "save", "save_hf", "save_debug_rollout_data", "save_debug_train_data")
+
+
 def _writable(args: Namespace) -> Iterator[str]:
     """H1: before hours of training end at the first checkpoint. How much room there is, ``slime doctor`` says."""
-    for flag, path in (("--output-dir", args.output_dir), ("--save", args.save)):
-        if path is None:
+    for flag, path in ((flag_of(name), getattr(args, name)) for name in _WRITTEN):
+        if not path:
             continue
         place = next(parent for parent in (Path(path), *Path(path).parents) if parent.is_dir())
         if not os.access(place, os.W_OK):

@@ -29,6 +29,8 @@ def disk_space(situation: Situation) -> Iterator[Finding]:
         shape = None
     for place, outputs in _by_place(plan_files(situation.args, shape)).items():
         what = " and ".join(dict.fromkeys(output.what for output in outputs))
+        if any(f"{place} cannot be written" in problem for problem in situation.problems):
+            continue  # named with its flag already
         if not os.access(place, os.W_OK):
             yield fail("disk", f"{place} cannot be written ({what})", "name another folder, or change its rights")
             continue

@@ -142,6 +142,15 @@ def test_a_place_that_cannot_be_written_fails(tmp_path: Path, monkeypatch: pytes
     assert only(storage.disk_space(Situation(plan_args(output_dir=str(tmp_path))))).status == "fail"
 
 
+def test_a_place_that_the_command_line_check_has_named_is_not_named_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    args = plan_args(output_dir=str(tmp_path), save=str(tmp_path / "run"))
+    problem = f"--save {tmp_path}/run: {tmp_path} cannot be written: name another directory, or change its rights."
+    assert list(storage.disk_space(Situation(args, problems=(problem,)))) == []
+
+
 def test_slow_checks_run_only_when_they_are_asked_for() -> None:
     assert list(engines.imports(NOTHING)) == list(engines.device_works(NOTHING)) == []
 

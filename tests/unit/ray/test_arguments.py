@@ -132,10 +132,14 @@ def test_streams_are_not_posted_from_every_node(tiny_task):
     assert not any(n.flag == "--use-distributed-post" for n in parse(tiny_task, "--use-distributed-post").notices)
 
 
-def test_a_place_that_cannot_be_written_is_refused_before_anything_starts(tiny_task, capsys, monkeypatch, tmp_path):
+@pytest.mark.parametrize("flag", ["--save", "--save-hf", "--save-debug-rollout-data"])
+def test_a_place_that_cannot_be_written_is_refused_before_anything_starts(
+    tiny_task, capsys, monkeypatch, tmp_path, flag
+):
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
-    save = ("--save", tmp_path / "not" / "there", "--save-interval", "1")
-    assert f"--save {tmp_path}/not/there: {tmp_path} cannot be written" in problems(tiny_task, capsys, *save)
+    path = tmp_path / "not" / "there_{rollout_id}"
+    text = problems(tiny_task, capsys, flag, path, "--save-interval", "1")
+    assert f"{flag} {path}: {tmp_path} cannot be written" in text
 
 
 def test_functions_of_an_evaluation_set_are_compared_with_their_calls_as_well(tiny_task, capsys, tmp_path):
