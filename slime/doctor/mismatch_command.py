@@ -84,8 +84,9 @@ def _settings(options: Namespace, version: int) -> tuple[str | None, float]:
     checkpoint, temperature = options.hf_checkpoint, options.temperature
     if options.dump.is_dir() and (options.dump / FILE).is_file():
         info = read_run_info(options.dump)
-        template = info.settings.get("save_hf")
-        saved = info.resolved(template.format(rollout_id=version - 1)) if template and version else None
+        template = info.settings.get("save_hf") or ""
+        is_kept = "{rollout_id" in template  # else the export is that of a later rollout
+        saved = info.resolved(template.format(rollout_id=version - 1)) if is_kept and version else None
         is_saved = saved is not None and (Path(saved) / "config.json").is_file()
         checkpoint = checkpoint or (saved if is_saved else info.resolved(info.hf_checkpoint))
         temperature = temperature or info.settings.get("rollout_temperature")

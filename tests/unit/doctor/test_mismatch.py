@@ -16,6 +16,7 @@ from slime.algorithms.arguments import AlgorithmArgs, DistillationArgs
 from slime.backends.training.credit import passes_needed
 from slime.data.sample import Sample
 from slime.doctor.mismatch import diagnose
+from slime.doctor.mismatch_command import _settings
 from slime.doctor.mismatch_input import Row, read_rows_of
 from slime.doctor.referee import Referee
 from slime.observability.run_info import write_run_info
@@ -276,6 +277,18 @@ def test_a_dump_of_plain_values_is_read_without_running_what_a_pickle_may_hold(
     (row,) = read_rows_of(tmp_path / "train.pt", None, 8)
     assert (row.tokens, row.num_prompt, row.versions) == ([0, 1, 2, 3], 2, ("3",))
     assert not caplog.records
+
+
+@pytest.mark.parametrize(("template", "referee"), [("hf_{rollout_id}", "hf_3"), ("hf_3", "model")])
+def test_the_default_referee_is_an_export_of_the_rollout_before_and_no_later_one(
+    template: str, referee: str, tmp_path: Path
+) -> None:
+    (tmp_path / "hf_3").mkdir()
+    (tmp_path / "hf_3" / "config.json").touch()
+    args = Namespace(hf_checkpoint=str(tmp_path / "model"), save_hf=str(tmp_path / template))
+    write_run_info(tmp_path, args, ["train.py"])
+    options = Namespace(dump=tmp_path, hf_checkpoint=None, temperature=None)
+    assert _settings(options, 4)[0] == str(tmp_path / referee)
 
 
 @pytest.mark.parametrize("content", [b"", b"no dump", b"\x80\x04K\x01."])
