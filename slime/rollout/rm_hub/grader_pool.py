@@ -85,6 +85,7 @@ class _Pool:
             start_new_session=True,  # Ctrl-C is for this process alone
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
         )
+        self._closing = threading.Lock()
         self._free: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
         for ours, theirs in pairs:
             theirs.close()
@@ -122,11 +123,12 @@ class _Pool:
         return answer
 
     def close(self) -> None:
-        """End the processes, and every wait for one."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.communicate(timeout=_END_S)  # closes its standard input: it ends its forks, and itself
-        self._process.kill()
-        self._process.wait()
+        """End the processes, and every wait for one. Threads whose answers failed together may all call it."""
+        with self._closing:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.communicate(timeout=_END_S)  # closes its standard input: it ends its forks, and itself
+            self._process.kill()
+            self._process.wait()
         self._free.put(None)
 
 

@@ -24,6 +24,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 __all__ = ["main"]
@@ -40,6 +41,7 @@ _EXAMPLES: dict[str, list[Any]] = {
 }
 """Graded before the first fork: libraries and their caches are loaded then."""
 _MAX_MEMORY_BYTES = 2 * 2**30
+"""Of one answer, on top of the libraries: some of them reserve many GiB of addresses that they do not use."""
 _OUT_OF_MEMORY = 3
 _STOPPED_BY = {
     signal.SIGPROF: "it took more CPU time than an answer may",
@@ -115,7 +117,8 @@ def _fork(
 
 
 def _serve(own: socket.socket) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
+    limit = _address_space() + _MAX_MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     for line in own.makefile("r"):
         name, arguments, cpu_s, wall_s = json.loads(line)
         try:
@@ -130,6 +133,12 @@ def _serve(own: socket.socket) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         own.sendall(json.dumps(outcome).encode() + b"\n")
+
+
+def _address_space() -> int:
+    """Bytes of this process, as RLIMIT_AS counts them."""
+    num_pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[0]
+    return int(num_pages) * resource.getpagesize()
 
 
 def _why(status: int) -> str:

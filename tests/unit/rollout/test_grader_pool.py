@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,11 +112,22 @@ def test_answers_without_a_grade_are_counted():
 def test_an_answer_that_wants_too_much_memory_counts_as_wrong(fresh_pool: None):
     assert grade_math_verify("$7$", "7") == 1.0
     for fork in pool_processes()[1:]:
-        assert fork.rlimit(psutil.RLIMIT_AS) == (2 * 2**30, 2 * 2**30)
+        assert 2 * 2**30 < fork.rlimit(psutil.RLIMIT_AS)[0] < fork.memory_info().vms + 2 * 2**30 + 2**22
         allowed = fork.memory_info().vms + 2**22
         fork.rlimit(psutil.RLIMIT_AS, (allowed, allowed))
     assert grade_math_verify("$9^{9^8}$", "7") == 0.0
     assert grade_math_verify("$7$", "7") == 1.0
+
+
+def test_addresses_that_libraries_reserve_do_not_count_as_memory_of_an_answer(
+    fresh_pool: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    reserve = "import mmap\nkept = mmap.mmap(-1, 4 * 2**30, flags=mmap.MAP_PRIVATE | 0x4000, prot=mmap.PROT_READ)"
+    (tmp_path / "sitecustomize.py").write_text(reserve, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with grade_limit(60) as limit:
+        assert grade_answer_verl(*ALGEBRA), limit.stopped
+    assert pool_processes()[0].memory_info().vms > 4 * 2**30
 
 
 def test_one_stuck_answer_does_not_delay_the_others(fresh_pool: None, monkeypatch: pytest.MonkeyPatch):
@@ -154,6 +167,24 @@ def test_processes_that_were_ended_fail_one_answer_and_are_started_again(fresh_p
     with pytest.raises(ScoringError, match=r"grader sympy: .*the next answer starts new ones"):
         grade_answer_verl(*ALGEBRA)
     assert grade_answer_verl(*ALGEBRA)
+
+
+def test_answers_whose_processes_end_at_the_same_time_fail_with_that_reason(
+    fresh_pool: None, monkeypatch: pytest.MonkeyPatch
+):
+    """Each of their threads ends the same pool."""
+    monkeypatch.setattr(grader_pool, "_num_processes", lambda: 8)
+    monkeypatch.setattr(grader_pool, "_MAX_CPU_S", 1000.0)
+    assert grade_answer_verl(*ALGEBRA)
+    with ThreadPoolExecutor(8) as threads:
+        graded = [threads.submit(grade_bomb) for _ in range(8)]
+        pool = grader_pool._current
+        assert pool is not None
+        while not pool._free.empty():
+            time.sleep(0.01)
+        for process in pool_processes():
+            process.kill()
+    assert all("the next answer starts new ones" in str(one.exception()) for one in graded)
 
 
 def test_a_fork_of_this_process_gets_graders_of_its_own(fresh_pool: None):
