@@ -7,7 +7,7 @@ import logging
 import math
 import random
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -16,7 +16,7 @@ from slime.rollout.rm_hub.calling import call_scorer, reward_value
 from slime.rollout.rm_hub.custom import score_batch, score_one
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.f1 import f1_score
-from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
+from slime.rollout.rm_hub.gpqa import ANSWER_KEYS, compute_gpqa_reward
 from slime.rollout.rm_hub.grader_pool import LONGEST_CALL_S, grade_limit
 from slime.rollout.rm_hub.ifbench import grade_ifbench
 from slime.rollout.rm_hub.math_dapo_utils import compute_score as compute_score_dapo
@@ -103,7 +103,7 @@ async def _by_type(args: Namespace, sample: Sample) -> Any:
     if is_boxed and name not in _FIND_THE_BOX_THEMSELVES:
         response = extract_answer(response) or ""
     rule = (_BOXED_RULES if is_boxed else _RULES)[name]
-    label = _label(name, sample.label, what)
+    label = _label(name, sample.label, metadata, what)
     with grade_limit(setting(args, "rm_timeout")) as limit:
         longest_s = LONGEST_CALL_S + limit.wall_s  # the limit itself is kept by the process that grades
         grade = await call_scorer(rule, response, label, metadata, what=what, timeout_s=longest_s)
@@ -112,21 +112,25 @@ async def _by_type(args: Namespace, sample: Sample) -> Any:
     return grade
 
 
-def _label(name: str, label: Any, what: str) -> Any:
+def _label(name: str, label: Any, metadata: Mapping[str, Any], what: str) -> Any:
     """The label as the rule ``name`` takes it: numbers become text where texts are compared.
 
     Raises:
         ScoringError: it is nothing that a response could be compared with.
     """
-    is_number = isinstance(label, Real) and math.isfinite(label)
+    is_number = isinstance(label, int) or (isinstance(label, Real) and math.isfinite(label))
     if name in _COMPARE_TEXTS:
         if is_number:
             return str(int(label) if label == int(label) else label)  # 42.0: a column that had gaps
         if isinstance(label, str):
             return label
-    elif name != "gpqa" or is_number or label is None or isinstance(label, str):
+    elif name != "gpqa" or is_number or isinstance(label, str) or (label is None and _has_answer(metadata)):
         return label
     kind = type(label).__name__
     raise ScoringError(
         f"{what}: its label is {str(label)[:80]!r}, a {kind}; this rule needs a text or a number (--label-key)"
     )
+
+
+def _has_answer(metadata: Mapping[str, Any]) -> bool:
+    return any(metadata.get(key) for key in ANSWER_KEYS)

@@ -11,9 +11,11 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["DEFAULT_VALID_LETTERS", "compute_gpqa_reward"]
+__all__ = ["ANSWER_KEYS", "DEFAULT_VALID_LETTERS", "compute_gpqa_reward"]
 
 DEFAULT_VALID_LETTERS = list(string.ascii_uppercase[:10])
+ANSWER_KEYS = ("correct_letter", "correct_answer", "answer_text")
+"""Entries of the metadata that say the answer of a row without a label."""
 
 _END_OF_THINKING = "</think>"
 _OPENING = r"[\s(*$\"'\[{]*+(?:\\(?:boxed|text|textbf|mathrm)\s*+\{\s*+)*+[(*\s]*+"

@@ -211,10 +211,22 @@ def test_a_label_that_no_response_can_equal_is_named_and_not_scored_0(rm_type: s
         asyncio.run(async_rm(Namespace(rm_type=rm_type), sample))
 
 
-@pytest.mark.parametrize("rm_type", LABELLED[:-1])  # gpqa may have its answer in the metadata
-def test_a_sample_without_a_label_is_named_and_not_scored_0(rm_type: str):
+@pytest.mark.parametrize("rm_type", LABELLED)
+@pytest.mark.parametrize("text", ["None", "nan", "null"])
+def test_a_sample_without_a_label_is_named_and_no_response_equals_it(rm_type: str, text: str):
+    sample = Sample(index=3, response=f"{text}</think> Answer: {text} \\boxed{{{text}}}")
     with pytest.raises(ScoringError, match="on sample 3: its label is 'None', a NoneType"):
-        asyncio.run(async_rm(Namespace(rm_type=rm_type), Sample(index=3, response="x")))
+        asyncio.run(async_rm(Namespace(rm_type=rm_type), sample))
+
+
+def test_gpqa_reads_an_answer_from_the_metadata_of_a_row_without_a_label():
+    sample = Sample(response="The answer is B", metadata={"correct_letter": "B"})
+    assert asyncio.run(async_rm(Namespace(rm_type="gpqa"), sample)) == 1.0
+
+
+def test_a_label_may_be_an_integer_that_no_float_holds():
+    sample = Sample(response=f"\\boxed{{{10**400}}}", label=10**400)
+    assert asyncio.run(async_rm(Namespace(rm_type="math"), sample)) == 1
 
 
 @pytest.mark.parametrize(("rm_type", "reward"), [("math", 1), ("boxed_dapo", 1.0), ("boxed_f1", 1.0), ("dapo", 1.0)])
