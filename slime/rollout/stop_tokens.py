@@ -53,7 +53,8 @@ def cut_stop_token(
 
 
 def _cut(sample: Sample, stop: str) -> None:
-    if stop and sample.response.endswith(stop):
+    is_cut = getattr(sample, "stop_text", None) == [len(sample.response), stop]
+    if stop and not is_cut and sample.response.endswith(stop):
         sample.response = sample.response.removesuffix(stop)
         sample.stop_text = [len(sample.response), stop]  # type: ignore[attr-defined]
 
@@ -65,7 +66,8 @@ def _of_checkpoint(directory: str) -> frozenset[int]:
         file = Path(directory) / name
         if directory and file.is_file():
             config = json.loads(file.read_text(encoding="utf-8"))
-            ids.update(_as_ids(config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))))
+            for section in (config, config.get("text_config") or {}):
+                ids.update(_as_ids(section.get("eos_token_id")))
     return frozenset(ids)
 
 

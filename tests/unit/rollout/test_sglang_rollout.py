@@ -777,6 +777,25 @@ def test_only_the_token_that_ended_the_response_leaves_its_text(setup, answers_4
     assert done.response_length == 2
 
 
+async def one_turn(args, sample, sampling_params):
+    return await generate(args, sample, sampling_params)
+
+
+def test_only_one_stop_token_leaves_the_text_though_the_token_before_it_ends_in_the_same_way(setup):
+    def ends_with_line_breaks(payload, number):
+        (line_break,) = GenerateState(args).tokenizer.encode("\n", add_special_tokens=False)
+        reply = completion(payload, [5, line_break, line_break], text="4\n\n")
+        reply["meta_info"]["finish_reason"]["matched"] = line_break
+        return 200, reply
+
+    stops = {"rollout_stop_token_ids": None, "custom_generate_function_path": here("one_turn")}
+    _, args = setup(ends_with_line_breaks, **stops)
+    (line_break,) = GenerateState(args).tokenizer.encode("\n", add_special_tokens=False)
+    params = {"max_new_tokens": 8, "stop_token_ids": [line_break]}
+    (done,) = run(generate_and_rm_group(args, [Sample(prompt="1", label="4")], params))
+    assert done.response == "4\n"
+
+
 def test_a_function_that_appends_text_by_itself_gets_no_stop_token_in_a_wrong_place():
     sample = Sample(tokens=[1, 2], response="46 and 47", response_length=1, loss_mask=[1])
     sample.stop_text = [2, "<|im_end|>"]
