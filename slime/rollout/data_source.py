@@ -17,7 +17,7 @@ from typing import Any
 
 from slime.data.chat import load_tokenizer
 from slime.data.media import load_processor
-from slime.data.prompts import Dataset, open_prompts
+from slime.data.prompts import Dataset, open_prompts, parse_path
 from slime.data.sample import Sample, SampleGroup
 from slime.data.streaming import StreamingDataset
 from slime.hooks.load import load_function
@@ -89,7 +89,9 @@ class RolloutDataSource(DataSource):
         self.args = args
         if dataset is not None:
             self.dataset = dataset
-        self._shuffle()  # reads the file: its errors belong to the start
+        _ = self.stream, self.dataset  # they read the file: its errors belong to the start
+        _ = self._fingerprint  # of the file as it is now: it may be edited during the run
+        self._shuffle()
 
     @functools.cached_property
     def dataset(self) -> Dataset | None:
@@ -110,7 +112,7 @@ class RolloutDataSource(DataSource):
 
     def _shuffle(self) -> None:
         """Bring the prompts into the order of the current epoch; cheap where they are in it."""
-        if self.stream is None and self.dataset is not None and self.args.rollout_shuffle:
+        if self.args.rollout_shuffle and self.stream is None and self.dataset is not None:
             self.dataset.shuffle(self.epoch_id)
 
     def get_samples(self, num_samples: int) -> list[SampleGroup]:
@@ -185,7 +187,10 @@ class RolloutDataSource(DataSource):
 
     @functools.cached_property
     def _fingerprint(self) -> dict[str, Any] | None:
-        return fingerprint(self.args, None if self.stream else len(self)) if self._reads_prompts else None
+        """None where ``--prompt-data`` names no file: a subclass may read something else under that name."""
+        if not self._reads_prompts or not Path(parse_path(self.args.prompt_data)[0]).is_file():
+            return None
+        return fingerprint(self.args, None if self.stream is not None else len(self))
 
     def _check_state(self, path: Path, state: dict[str, Any]) -> None:
         """
@@ -198,11 +203,12 @@ class RolloutDataSource(DataSource):
                 raise DataError(f"{path}: {name} is {value!r}, and it must be a whole number from 0 on; {FIX}")
         if not self._reads_prompts:
             return
-        if state.get("data") is None:
-            self.data_changes = "the data state has no fingerprint of the data: whether they changed is not known"
+        before, now = state.get("data"), self._fingerprint
+        if not isinstance(before, dict) or now is None:
+            self.data_changes = "there is no fingerprint of the data: whether they changed is not known"
             logger.warning("%s: %s", path, self.data_changes)
             return
-        order, other = changes(state["data"], self._fingerprint or {})
+        order, other = changes(before, now)
         if other:
             logger.warning("since the checkpoint %s changed", ", ".join(other))
         if order and not setting(self.args, "accept_changed_data"):

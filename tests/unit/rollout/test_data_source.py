@@ -412,6 +412,36 @@ def test_counters_of_a_state_are_whole_numbers_from_0_on(args, name, value):
         RolloutDataSource(args).load(0)
 
 
+def test_the_fingerprint_is_of_the_file_that_was_read_at_the_start(args):
+    source = RolloutDataSource(args)
+    content = Path(args.prompt_data).read_text()
+    Path(args.prompt_data).write_text(content + content)
+    source.save(0)
+    with pytest.raises(DataError, match="the content of --prompt-data"):
+        RolloutDataSource(args).load(0)
+
+
+class OtherFormat(RolloutDataSource):
+    """A user's: its prompts come from a place that only it knows."""
+
+    def __init__(self, args):
+        self.rows = ["a", "b"]
+
+    def get_samples(self, num_samples):
+        return [[Sample(prompt=prompt)] for prompt in self.rows[:num_samples]]
+
+
+def test_a_source_whose_prompt_data_is_no_file_saves_its_state_and_continues(args):
+    args.prompt_data = "lab/prompts"
+    source = make_data_source(OtherFormat, args)
+    source.sample_offset = 1
+    source.save(0)
+    again = make_data_source(OtherFormat, args)
+    again.load(0)
+    assert again.sample_offset == 1
+    assert "no fingerprint" in again.data_changes
+
+
 def test_a_large_file_is_read_in_blocks_and_its_ends_and_size_count(tmp_path, monkeypatch):
     monkeypatch.setattr(data_fingerprint, "_BLOCK", 16)
     monkeypatch.setattr(data_fingerprint, "_NUM_BLOCKS", 4)
