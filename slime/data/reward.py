@@ -49,7 +49,10 @@ def check_entries(reward: dict[Any, Any], keys: Iterable[str]) -> dict[Any, Any]
         ValueError: an entry breaks the rule; it is named by its path, as ``reward['parts'][0]``.
     """
     numbers = {key: reward_number(reward[key], f"reward[{key!r}]") for key in keys if key in reward}
-    _check_nested(reward, "reward")
+    try:
+        _check_nested(reward, "reward")
+    except RecursionError:
+        raise ValueError("reward is nested too deeply, or contains itself; store a flat dict") from None
     return {**reward, **numbers}
 
 
@@ -72,7 +75,7 @@ def _plain(value: Any, name: str) -> Any:
         return value
     try:
         return value.item()
-    except (ValueError, RuntimeError):
+    except (ValueError, RuntimeError, TypeError):
         shape = tuple(getattr(value, "shape", ()))
         raise ValueError(f"{name} is a {type(value).__name__} of shape {shape}; a reward is one number") from None
 

@@ -108,3 +108,11 @@ def test_a_batch_refuses_them_from_a_post_process_function_as_well():
     )
     with pytest.raises(DataError, match=r"--custom-reward-post-process-path returned .* processed reward 0 is 1e\+308"):
         compile_train_data([sample], rewards=RewardArgs(), post_process=lambda args, samples: ([1.0], [1e308]))
+
+
+def test_a_reward_that_contains_itself_is_a_failed_sample():
+    endless: dict[str, Any] = {"score": 1.0}
+    endless["parts"] = [endless]
+    sample = scored(endless, reward_key="score")
+    assert is_given_up(sample)
+    assert "nested too deeply, or contains itself" in sample.metadata["failure"]["message"]
