@@ -144,12 +144,10 @@ def _rewards(
 
 
 def _checked(values: Sequence[Any], name: str) -> list[Any]:
-    for position, value in enumerate(values):
-        try:
-            reward_number(value, f"{name} reward {position}")
-        except ValueError as error:
-            raise DataError(f"--custom-reward-post-process-path returned what is no reward: {error}") from None
-    return list(values)
+    try:
+        return [reward_number(value, f"{name} reward {position}") for position, value in enumerate(values)]
+    except ValueError as error:
+        raise DataError(f"--custom-reward-post-process-path returned an invalid reward: {error}") from None
 
 
 def _logged_reward(sample: Sample, raw: float) -> float:

@@ -9,13 +9,13 @@ from argparse import Namespace
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+from slime.config.resolve.batches import CENTERED, is_group_relative
 from slime.data.reward import reward_number
 from slime.data.sample import Sample
 from slime.utils.errors import DataError
 
 __all__ = ["RewardArgs", "SignalWatch", "group_keys", "normalize_by_group", "raw_rewards"]
 
-_CENTERED = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"})
 _SCALED = frozenset({"grpo", "gspo", "cispo"})
 _STD_EPSILON = 1e-6
 _PATIENCE = 3
@@ -35,7 +35,7 @@ class RewardArgs:
 
     @property
     def is_centered(self) -> bool:
-        return self.rewards_normalization and self.advantage_estimator in _CENTERED
+        return self.rewards_normalization and self.advantage_estimator in CENTERED
 
     @property
     def is_scaled(self) -> bool:
@@ -45,10 +45,8 @@ class RewardArgs:
 class SignalWatch:
     """Warns after every third rollout in a row without a group whose rewards differ: nothing is learned from them."""
 
-    def __init__(self, args: Namespace, settings: RewardArgs) -> None:
-        is_replaced = getattr(args, "use_opd", False) or getattr(args, "custom_advantage_function_path", None)
-        is_policy_loss = getattr(args, "loss_type", "policy_loss") == "policy_loss"
-        self._applies = settings.is_centered and is_policy_loss and not is_replaced
+    def __init__(self, args: Namespace) -> None:
+        self._applies = is_group_relative(args) and not args.use_opd
         self._num_flat = 0
 
     def check(self, rollout_id: int, rewards: Sequence[float], raw: Sequence[float]) -> None:

@@ -75,7 +75,7 @@ class RolloutManager:
         self._servers: RolloutServers | None = None
         self._posters: Posters | None = None
         self._records = BackgroundWriter()
-        self._signal = SignalWatch(args, from_args(RewardArgs, args))
+        self._signal = SignalWatch(args)
         self._stops_an_engine = args.ci_test and args.use_fault_tolerance
 
     def start(self) -> None:

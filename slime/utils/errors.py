@@ -44,7 +44,7 @@ class DataError(SlimeError, ValueError):
 
 
 class ScoringError(DataError):
-    """A reward function raised, hung, or returned what is no reward."""
+    """A reward function raised, hung, or returned an invalid reward."""
 
 
 class EngineError(SlimeError, RuntimeError):

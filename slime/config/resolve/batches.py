@@ -9,11 +9,19 @@ from argparse import Namespace
 
 from slime.config import notices
 
-__all__ = ["global_batch", "group_size", "is_group_relative", "micro_batch_budget", "rollout_batch", "run_length"]
+__all__ = [
+    "CENTERED",
+    "global_batch",
+    "group_size",
+    "is_group_relative",
+    "micro_batch_budget",
+    "rollout_batch",
+    "run_length",
+]
 
 _DEFAULT_ROLLOUT_BATCH = 32
 _DEFAULT_GROUP = 8
-_CENTERED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
+CENTERED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
 """Estimators whose advantage is the distance from the mean of the group."""
 
 
@@ -27,7 +35,7 @@ def rollout_batch(args: Namespace) -> None:
 
 def is_group_relative(args: Namespace) -> bool:
     """Whether a sample's advantage is relative to the other samples of its prompt."""
-    is_centered = args.rewards_normalization and args.advantage_estimator in _CENTERED
+    is_centered = args.rewards_normalization and args.advantage_estimator in CENTERED
     has_advantages = args.loss_type == "policy_loss" and args.compute_advantages_and_returns
     return bool(is_centered and has_advantages and args.custom_advantage_function_path is None)
 

@@ -106,4 +106,4 @@ def reward_value(args: Any, value: Any, what: str) -> Any:
             raise ValueError(f"a dict with the keys {have}, and --reward-key reads {keys[0]!r}")
         return check_entries(value, keys)
     except ValueError as error:
-        raise ScoringError(f"{what} returned what is no reward: {error}") from None
+        raise ScoringError(f"{what} returned an invalid reward: {error}") from None

@@ -6,6 +6,7 @@ import math
 import random
 import statistics
 from argparse import Namespace
+from typing import Any
 
 import pytest
 
@@ -288,8 +289,9 @@ def test_rows_of_one_execution_must_say_that_they_belong_together(ids, fits):
 
 
 def test_three_rollouts_without_a_difference_between_rewards_are_reported(caplog):
-    args = Namespace(loss_type="policy_loss", use_opd=False, custom_advantage_function_path=None)
-    watch = SignalWatch(args, RewardArgs(n_samples_per_prompt=2))
+    learns: dict[str, Any] = {"advantage_estimator": "grpo", "rewards_normalization": True, "loss_type": "policy_loss"}
+    learns |= {"compute_advantages_and_returns": True, "custom_advantage_function_path": None, "use_opd": False}
+    watch = SignalWatch(Namespace(**learns))
     flat, useful = ([0.0, 0.0], [1.0, 1.0]), ([0.7, -0.7], [1.0, 0.0])
     for number, rewards in enumerate([flat, flat, useful, flat, flat]):
         watch.check(number, *rewards)
@@ -298,8 +300,8 @@ def test_three_rollouts_without_a_difference_between_rewards_are_reported(caplog
     assert "rollout 5: nothing is learned: for 3 rollouts" in caplog.text
     assert "between 1 and 1" in caplog.text
     caplog.clear()
-    for quiet in (Namespace(loss_type="sft_loss"), Namespace(use_opd=True)):
-        watch = SignalWatch(quiet, RewardArgs(n_samples_per_prompt=2))
+    for other in ({"loss_type": "sft_loss"}, {"use_opd": True}, {"compute_advantages_and_returns": False}):
+        watch = SignalWatch(Namespace(**learns | other))
         for number in range(3):
             watch.check(number, *flat)
     assert not caplog.text
