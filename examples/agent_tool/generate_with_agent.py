@@ -48,7 +48,7 @@ async def generate(
 
     async def work(sid: str) -> Outcome:
         answer = await run_program(args, question, f"{service.url}/v1", sid)
-        return float(answer == str(sample.label)), {"answer": answer}
+        return float(sample.label is not None and answer == str(sample.label)), {"answer": answer}
 
     return await service.run(args, sample, sampling_params, work, evaluation=evaluation)
 

@@ -19,13 +19,11 @@ from slime.data import Sample
 
 __all__ = ["CustomRewardModel", "batched_custom_rm", "closeness", "keep_mixed_groups", "reward_func"]
 
-_END = "<|im_end|>"
-
 
 async def reward_func(args: Namespace, sample: Sample, **kwargs: Any) -> float:
     """1 for the right number; up to 0.5 for one that comes close."""
     await asyncio.sleep(0)  # here you would ask another service
-    return closeness(sample.response, str(sample.label))
+    return closeness(sample.response, sample.label)
 
 
 async def batched_custom_rm(args: Namespace, samples: list[Sample], **kwargs: Any) -> list[float]:
@@ -33,7 +31,7 @@ async def batched_custom_rm(args: Namespace, samples: list[Sample], **kwargs: An
     lengths = [sample.response_length for sample in samples]
     rewards = []
     for sample, length in zip(samples, lengths, strict=True):
-        reward = closeness(sample.response, str(sample.label))
+        reward = closeness(sample.response, sample.label)
         rewards.append(reward - 0.1 * (length - min(lengths)) / max(1, max(lengths)) if reward == 1.0 else reward)
     return rewards
 
@@ -48,12 +46,14 @@ class CustomRewardModel:
 
     def compute_reward(self, prompts: Sequence[str], responses: Sequence[str], labels: Sequence[Any]) -> list[float]:
         """One reward per response, in order."""
-        return [closeness(response, str(label)) for response, label in zip(responses, labels, strict=True)]
+        return [closeness(response, label) for response, label in zip(responses, labels, strict=True)]
 
 
-def closeness(response: str, label: str) -> float:
+def closeness(response: str, label: Any) -> float:
     """1 for the label itself; for another number of the same length 0.5 times the share of right digits; else 0."""
-    answer = response.strip().removesuffix(_END).strip()
+    if label is None:
+        raise ValueError("the row has no label")  # a failed sample; str(None) would be an answer to compare with
+    answer, label = response.strip(), str(label)
     if answer == label:
         return 1.0
     if not answer.isdigit() or len(answer) != len(label):

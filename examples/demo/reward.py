@@ -13,13 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["reward_func"]
 
-_END = "<|im_end|>"
-
 
 async def reward_func(args: Namespace, sample: Sample, **kwargs: Any) -> float:
-    """Exact match with the label. A response that was cut off has no end and cannot be right by accident."""
-    answer = sample.response.strip()
-    if not answer.endswith(_END):
-        # The end token is not part of the text with --rollout-skip-special-tokens: then the status tells.
-        return float(answer == sample.label and sample.status.value == "completed")
-    return float(answer.removesuffix(_END).strip() == sample.label)
+    """Exact match with the label. A response that was cut off is wrong, also if its text so far is the label."""
+    return float(sample.response.strip() == sample.label and sample.status.value == "completed")

@@ -22,7 +22,7 @@ def is_right(response: str, label: Any) -> bool:
     if "\\boxed" not in response:
         numbers = _NUMBER.findall(response)
         response = f"\\boxed{{{numbers[-1]}}}" if numbers else ""
-    return bool(response) and grade_answer_verl(response, str(label))
+    return bool(response) and grade_answer_verl(response, label)
 
 
 def reward_func(args: Namespace, sample: Sample, **kwargs: Any) -> float:

@@ -29,7 +29,6 @@ from slime.utils.errors import DataError
 __all__ = ["choice", "generate_with_multi_agents", "team_rewards"]
 
 _NUMBER = re.compile(r"\d+")
-_END = "<|im_end|>"
 
 
 async def generate_with_multi_agents(
@@ -109,7 +108,7 @@ def _agent(args: Namespace, sample: Sample, role: str, text: str) -> Sample:
 
 
 def _text(agent: Sample) -> str:
-    return agent.response.strip().removesuffix(_END).strip()
+    return agent.response.strip()
 
 
 def _listed(agents: Sequence[Sample]) -> str:

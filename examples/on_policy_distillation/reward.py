@@ -16,4 +16,4 @@ def no_reward(args: Namespace, sample: Sample, **kwargs: Any) -> float:
 
 
 def exact_match(args: Namespace, sample: Sample, **kwargs: Any) -> float:
-    return float(sample.response.strip().removesuffix("<|im_end|>").strip() == sample.label)
+    return float(sample.response.strip() == sample.label)

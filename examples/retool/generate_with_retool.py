@@ -112,5 +112,5 @@ def reward_func(args: Namespace, sample: Sample, **kwargs: Any) -> dict[str, flo
     answer = final_answer(sample.response)
     if answer is not None and "\\boxed" not in answer:
         answer = f"\\boxed{{{answer}}}"
-    right = answer is not None and grade_answer_verl(answer, str(sample.label))
+    right = answer is not None and grade_answer_verl(answer, sample.label)
     return {"score": 1.0 if right else -1.0, "acc": float(right), "code_runs": sample.metadata.get("code_runs", 0)}

@@ -147,4 +147,4 @@ async def generate(
 
 def _score(answer: str, label: Any) -> float:
     boxed = answer if "\\boxed" in answer else f"\\boxed{{{answer.strip()}}}"
-    return float(grade_answer_verl(boxed, str(label)))
+    return float(grade_answer_verl(boxed, label))

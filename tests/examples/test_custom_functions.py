@@ -29,10 +29,15 @@ def samples(*responses: str) -> list[Sample]:
 
 @pytest.mark.parametrize(
     ("response", "reward"),
-    [("46<|im_end|>", 1.0), (" 46\n", 1.0), ("36", 0.25), ("4", 0.0), ("12+34", 0.0), ("", 0.0)],
+    [("46", 1.0), (" 46\n", 1.0), ("36", 0.25), ("4", 0.0), ("12+34", 0.0), ("", 0.0)],
 )
 def test_closeness_is_one_only_for_the_label(response, reward):
     assert closeness(response, "46") == reward
+
+
+def test_a_row_without_a_label_is_a_failure_and_no_answer_equals_it():
+    with pytest.raises(ValueError, match="the row has no label"):
+        closeness("None", None)
 
 
 def test_the_file_alone_names_the_function_for_one_sample_and_with_group_rm_the_one_for_groups(tiny_task):
