@@ -60,13 +60,18 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def build_parser(groups: Sequence[type], add_arguments: AddArguments | None = None) -> argparse.ArgumentParser:
-    """The parser of ``train.py``. ``add_arguments`` is the user's hook: it may add flags before slime adds its own."""
+def build_parser(
+    groups: Sequence[type],
+    add_arguments: AddArguments | None = None,
+    program: str = "train.py",
+    usage: str = USAGE,
+) -> argparse.ArgumentParser:
+    """The parser of ``program``. ``add_arguments`` is the user's hook: it may add flags before slime adds its own."""
     parser: argparse.ArgumentParser = _Parser(
-        prog="train.py",
+        prog=program,
         description="Reinforcement learning of a language model. --sglang-<flag> passes any SGLang server flag on.",
         allow_abbrev=False,
-        usage=USAGE,
+        usage=usage,
         formatter_class=HelpFormatter,
     )
     if add_arguments is not None:
@@ -82,8 +87,10 @@ def parse(
     *,
     read_engine: ReadEngine,
     add_arguments: AddArguments | None = None,
+    program: str = "train.py",
+    usage: str = USAGE,
 ) -> argparse.Namespace:
-    """Parse ``argv``.
+    """Parse ``argv``, the words behind ``program``.
 
     Returns:
         The namespace before any derivation, with attributes more: ``given`` (names that a flag or the YAML file set),
@@ -92,7 +99,7 @@ def parse(
     Raises:
         ConfigError: bad values, words that belong to no flag, an unreadable YAML file, unknown engine flags.
     """
-    parser = build_parser(groups, add_arguments)
+    parser = build_parser(groups, add_arguments, program, usage)
     if "-h" in argv or "--help" in argv:  # now, while the parser still has its defaults
         parser.print_help()
         raise SystemExit(0)

@@ -11,11 +11,11 @@ import re
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from slime.config.groups import flag_of
 
-__all__ = ["PATH_FLAGS", "PathFlag", "UsedPath", "used_paths"]
+__all__ = ["PATH_FLAGS", "PathFlag", "UsedPath", "absolute", "absolute_hook", "given_paths", "used_paths"]
 
 _SLICE = re.compile(r"@\[[^\]]*\]$")
 
@@ -90,10 +90,30 @@ class UsedPath:
 def used_paths(args: Namespace) -> Iterator[UsedPath]:
     """The paths in the resolved arguments. A flag that ``args`` lacks is skipped."""
     for flag in PATH_FLAGS:
-        value = getattr(args, flag.name, None)
-        for given in _eval_files(value) if flag.name == "eval_prompt_data" else [value]:
-            if given:
-                yield UsedPath(flag, given, os.path.realpath(_SLICE.sub("", given)))
+        for given in given_paths(flag, getattr(args, flag.name, None)):
+            yield UsedPath(flag, given, os.path.realpath(_SLICE.sub("", given)))
+
+
+def given_paths(flag: PathFlag, value: Any) -> list[str]:
+    """The paths in the value of ``flag``."""
+    paths = _eval_files(value) if flag.name == "eval_prompt_data" else [value]
+    return [path for path in paths if path]
+
+
+def absolute(path: str) -> str:
+    """The empty path stays what it is: the checks name it."""
+    return path and os.path.abspath(os.path.expanduser(path))
+
+
+def absolute_hook(value: Any) -> Any:
+    """``file.py`` and ``file.py:function`` below the working directory, also in a list; anything else stays."""
+    if isinstance(value, list):
+        return [absolute_hook(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    file, colon, function = value.partition(":")
+    is_file = file.endswith(".py") and os.path.isfile(os.path.expanduser(file))
+    return absolute(file) + colon + function if is_file else value
 
 
 def _eval_files(value: list[str] | None) -> list[str]:

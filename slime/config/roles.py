@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ import yaml
 
 from slime.config import notices
 from slime.config.groups import flag_of
-from slime.config.path_flags import PATH_FLAGS
+from slime.config.path_flags import PATH_FLAGS, absolute, absolute_hook
 from slime.config.yaml_file import read_mapping
 from slime.utils.errors import ConfigError
 
@@ -193,7 +192,9 @@ def _type_problem(value: Any, current: Any) -> str | None:
 
 def _absolute(value: Any, name: str) -> Any:
     """Workers have another working directory."""
-    return os.path.abspath(os.path.expanduser(value)) if name in _PATHS and isinstance(value, str) else value
+    if name in _PATHS and isinstance(value, str):
+        return absolute(value)
+    return absolute_hook(value) if name.endswith("_path") else value
 
 
 def _entry_problems(place: str, entry: Any) -> Iterator[str]:

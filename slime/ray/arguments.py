@@ -118,7 +118,13 @@ def parse_only(
         sentence each.
     """
     try:
-        args = config_parse.parse(argv, GROUPS, read_engine=read_engine, add_arguments=add_custom_arguments)
+        args = config_parse.parse(
+            argv,
+            GROUPS,
+            read_engine=read_engine,
+            add_arguments=add_custom_arguments,
+            program="train_async.py" if is_async else "train.py",
+        )
     except SlimeError as error:
         return None, _sentences(error)
     args.is_async = is_async
@@ -206,6 +212,7 @@ MACHINE_RULES: tuple[config_check.Rule, ...] = (
 HOOK_RULES: tuple[config_check.Rule, ...] = (
     check_hooks,
     argument_rules.evaluation_hooks,
+    *role_rules.HOOK_RULES,
     *rollout_rules.HOOK_RULES,
 )
 """The rules that load functions of the user."""

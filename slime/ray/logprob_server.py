@@ -53,6 +53,9 @@ __all__ = ["ScoringGroup", "launch", "main", "parse_server_args"]
 
 logger = logging.getLogger(__name__)
 
+_PROGRAM = "python -m slime.backends.megatron_utils.server.megatron_server"
+_USAGE = "%(prog)s --hf-checkpoint DIR [--load DIR] [flag ...]"
+
 
 def parse_server_args(argv: Sequence[str]) -> Namespace:
     """The resolved arguments of a server.
@@ -60,7 +63,7 @@ def parse_server_args(argv: Sequence[str]) -> Namespace:
     Raises:
         ConfigError: every problem with them.
     """
-    args = config_parse.parse(argv, GROUPS, read_engine=read_engine)
+    args = config_parse.parse(argv, GROUPS, read_engine=read_engine, program=_PROGRAM, usage=_USAGE)
     problems = list(unsupported_flags(args, GROUPS))
     configure_megatron_server_args(args)
     args.is_async = args.debug_rollout_only = False

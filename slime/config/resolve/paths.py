@@ -6,11 +6,10 @@ import os
 import time
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any
 
 from slime.config import notices
 from slime.config.groups import flag_of
-from slime.config.path_flags import PATH_FLAGS
+from slime.config.path_flags import PATH_FLAGS, absolute, absolute_hook, given_paths
 from slime.utils.errors import ConfigError
 
 __all__ = ["absolute_paths", "debug_dumps", "experiment_name", "usable_names"]
@@ -33,15 +32,15 @@ def absolute_paths(args: Namespace) -> None:
     for flag in PATH_FLAGS:
         value = getattr(args, flag.name)
         if isinstance(value, str):
-            setattr(args, flag.name, _absolute(value))
+            setattr(args, flag.name, absolute(value))
     if args.eval_prompt_data and len(args.eval_prompt_data) == 1:
-        args.eval_prompt_data = [_absolute(args.eval_prompt_data[0])]
+        args.eval_prompt_data = [absolute(args.eval_prompt_data[0])]
     elif args.eval_prompt_data and len(args.eval_prompt_data) % 2 == 0:
         pairs = args.eval_prompt_data
-        args.eval_prompt_data = [_absolute(item) if i % 2 else item for i, item in enumerate(pairs)]
+        args.eval_prompt_data = [absolute(item) if i % 2 else item for i, item in enumerate(pairs)]
     for name, value in vars(args).items():
         if name.endswith("_path"):  # D1: functions in files
-            setattr(args, name, [_hook(item) for item in value] if isinstance(value, list) else _hook(value))
+            setattr(args, name, absolute_hook(value))
 
 
 def usable_names(args: Namespace) -> None:
@@ -58,14 +57,12 @@ def usable_names(args: Namespace) -> None:
         if value and reason:
             problems.append(f"{flag_of(name)} {_shortened(value)}: {reason}. Give a short name of letters and digits.")
     for flag in PATH_FLAGS:
-        value = getattr(args, flag.name) or ""
-        if not isinstance(value, str):
-            continue
-        reason = _unusable(value.split("/")[1:])
-        if len(os.fsencode(value)) > _LONGEST_PATH:
-            reason = f"it has {len(os.fsencode(value))} bytes, and a path may have {_LONGEST_PATH}"
-        if value and reason:
-            problems.append(f"{flag_of(flag.name)} {_shortened(value)}: {reason}. Name another path.")
+        for value in given_paths(flag, getattr(args, flag.name)):
+            reason = _unusable(value.split("/")[1:])
+            if len(os.fsencode(value)) > _LONGEST_PATH:
+                reason = f"it has {len(os.fsencode(value))} bytes, and a path may have {_LONGEST_PATH}"
+            if reason:
+                problems.append(f"{flag_of(flag.name)} {_shortened(value)}: {reason}. Name another path.")
     if problems:
         raise ConfigError(problems)
 
@@ -97,17 +94,3 @@ def debug_dumps(args: Namespace) -> None:
         if getattr(args, name) is not None:
             notices.warn(args, flag_of(name), f"--dump-details decides: dumps go to {template}")
         setattr(args, name, template)
-
-
-def _absolute(path: str) -> str:
-    """The empty path stays what it is: the checks name it."""
-    return path and os.path.abspath(os.path.expanduser(path))
-
-
-def _hook(value: Any) -> Any:
-    """``file.py`` and ``file.py:function`` below the working directory; anything else stays."""
-    if not isinstance(value, str):
-        return value
-    file, colon, function = value.partition(":")
-    is_file = file.endswith(".py") and os.path.isfile(os.path.expanduser(file))
-    return _absolute(file) + colon + function if is_file else value

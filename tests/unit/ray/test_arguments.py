@@ -151,6 +151,24 @@ def test_functions_of_an_evaluation_set_are_compared_with_their_calls_as_well(ti
     assert "is called with (args, sample)" in text
 
 
+def test_functions_that_only_a_role_names_are_loaded_and_compared(tiny_task, capsys, tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text("def init(): pass\n")
+    monkeypatch.chdir(tmp_path)
+    entry = "{role: actor, overrides: {custom_megatron_init_path: 'own.py:init', custom_loss_function_path: gone.loss}}"
+    (tmp_path / "roles.yaml").write_text(f"megatron: [{entry}]\n")
+    text = problems(tiny_task, capsys, "--megatron-config-path", tmp_path / "roles.yaml")
+    where = f"--megatron-config-path {tmp_path}/roles.yaml: actor"
+    assert f"{where}: --custom-megatron-init-path {tmp_path}/own.py:init is called with (args)" in text
+    assert f"{where}: --custom-loss-function-path gone.loss: module 'gone'" in text
+
+
+@pytest.mark.parametrize("program", ["train.py", "train_async.py"])
+def test_help_names_the_program_that_was_asked(program: str, capsys):
+    with pytest.raises(SystemExit):
+        parse_args(argv=["--help"], is_async=program == "train_async.py")
+    assert capsys.readouterr().out.startswith(f"usage: {program} --hf-checkpoint")
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "reason"),
     [
@@ -166,10 +184,12 @@ def test_functions_of_an_evaluation_set_are_compared_with_their_calls_as_well(ti
         ("--output-dir", "y" * 300, "has 300 bytes, and a file name may have 255"),
         ("--output-dir", "/".join(["y" * 200] * 30), "bytes, and a path may have 3840"),
         ("--save", "a\0b", "it contains a NUL character"),
+        ("--eval-prompt-data", "a\0b", "it contains a NUL character"),
+        ("--eval-prompt-data", ("set", "y" * 300), "has 300 bytes, and a file name may have 255"),
     ],
 )
-def test_a_name_that_no_file_can_have_is_a_plain_error(tiny_task, capsys, flag: str, value: str, reason: str):
-    text = problems(tiny_task, capsys, flag, value)
+def test_a_name_that_no_file_can_have_is_a_plain_error(tiny_task, capsys, flag: str, value: Any, reason: str):
+    text = problems(tiny_task, capsys, flag, *([value] if isinstance(value, str) else value))
     assert text.startswith(f"error: {flag} ")
     assert reason in text
 

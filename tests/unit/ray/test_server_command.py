@@ -33,6 +33,14 @@ def test_the_flags_of_a_training_run_become_those_of_a_model_that_only_scores(co
         assert not getattr(args, name), name
 
 
+def test_help_names_the_server(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_server_args(["--help"])
+    usage = capsys.readouterr().out
+    assert usage.startswith("usage: python -m slime.backends.megatron_utils.server.megatron_server --hf-checkpoint DIR")
+    assert "train.py" not in usage.partition("options:")[0]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
