@@ -35,6 +35,7 @@ from slime.agent.parsing import ParsedModelOutput, parse_model_output
 from slime.agent.trajectory import Message, RewardSplit, TrajectoryManager, TurnRecord
 from slime.data.sample import Sample
 from slime.rollout.direct_engines import DirectEngines
+from slime.rollout.stop_tokens import cut_stop_token
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import close_http_client
 
@@ -230,7 +231,10 @@ class BaseAdapter(ABC):
         extra_metadata: dict[str, Any] | None = None,
         wait_timeout: float = 5.0,
     ) -> list[Sample]:
-        """End a session; its samples, with decoded responses. [] when there are none, or when called again."""
+        """End a session; its samples, with decoded responses. [] when there are none, or when called again.
+
+        As everywhere, the stop token of the last turn is not part of the text (``slime.rollout.stop_tokens``).
+        """
         await self.shutdown_session(sid, wait_timeout=wait_timeout)
         session = self.store.get(sid, Session())
         samples = self.manager.get_trajectory(
@@ -244,6 +248,7 @@ class BaseAdapter(ABC):
         for sample in samples:
             ids = sample.tokens[len(sample.tokens) - sample.response_length :]
             sample.response = self.tokenizer.decode(ids, skip_special_tokens=False)
+        cut_stop_token(self.args, samples, session.sampling_defaults, self.tokenizer)
         return samples
 
     async def drop_session(self, sid: str, *, wait_timeout: float = 5.0) -> None:

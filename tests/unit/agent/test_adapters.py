@@ -245,6 +245,16 @@ def test_the_context_limit_shortens_requests_and_a_full_one_sends_none(make):
     assert (len(sample.tokens), sample.status) == (8, Sample.Status.TRUNCATED)
 
 
+def test_the_stop_token_of_the_last_turn_is_no_text_of_the_response(make):
+    agent = make(OpenAIAdapter, ["one" + END, "two" + END])
+    agent.adapter.tokenizer.eos_token_id = ord(END)
+    answer = agent.chat([Q]).json()["choices"][0]["message"]
+    agent.chat([Q, answer, {"role": "user", "content": "r"}])
+    (sample,) = agent.finish()
+    assert sample.response == f"one{END}u:r{END}a:two"
+    assert sample.tokens[-1] == ord(END)
+
+
 def test_an_engine_that_aborts_is_an_answer_503_and_no_turn(make):
     agent = make(OpenAIAdapter, [("hal", "abort"), "half" + END])
     first = agent.chat([Q])
