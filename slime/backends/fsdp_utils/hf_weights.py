@@ -118,14 +118,11 @@ def _is_left_out(model: PreTrainedModel, name: str) -> bool:
 
 def _fill(tensor: HfTensor, reader: TensorReader) -> list[str]:
     missing = [name for parts in tensor.names for name in parts if name not in reader]
-    if "lm_head.weight" in missing and "model.embed_tokens.weight" in reader:  # an untied head from a tied checkpoint
-        whole = reader.get("model.embed_tokens.weight")
-    elif missing:
+    if missing:
         return [f"{reader.where}: tensor {name} is missing in its .safetensors files." for name in missing]
-    elif tensor.value.is_floating_point() and (wrong := reader.integers(name for row in tensor.names for name in row)):
+    if tensor.value.is_floating_point() and (wrong := reader.integers(name for row in tensor.names for name in row)):
         return wrong
-    else:
-        whole = tensor.join(reader)
+    whole = tensor.join(reader)
     if whole.shape != tensor.value.shape:
         return [
             f"{reader.where}: {tensor.name} is {list(whole.shape)}, but the model that config.json describes needs "

@@ -162,6 +162,14 @@ def test_a_sliding_window_is_refused_instead_of_ignored(mesh: Any, tmp_path: Pat
         list(_logits(model, make_batch()))
 
 
+def test_an_untied_head_that_no_file_has_is_not_replaced_by_the_embedding(mesh: Any, tmp_path: Path) -> None:
+    make_family_checkpoint("qwen3", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    with pytest.raises(ConfigError, match=r"tensor lm_head.weight is missing in its .safetensors files"):
+        _loaded(tmp_path, mesh)
+
+
 @torch.no_grad()
 def test_layers_compute_in_bf16_on_fp32_weights(mesh: Any, tmp_path: Path) -> None:
     make_family_checkpoint("qwen3", tmp_path)
