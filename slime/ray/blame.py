@@ -119,7 +119,7 @@ def _how_it_ended(error: RayActorError, card: Card | None) -> str:
     if "connection error code 2" in text:
         return (
             "it ended without a trace, as after SIGKILL: by hand, by the scheduler, or by the kernel when memory "
-            "runs out (see dmesg)."
+            "runs out (see dmesg); or code in it called os._exit."
         )
     return " ".join(text.split())
 

@@ -1,5 +1,6 @@
 """Functions that the end-to-end tests pass to train.py the way a user passes theirs."""
 
+import os
 import sys
 import time
 
@@ -21,6 +22,10 @@ def raising_reward(args, sample, **kwargs):
 
 def exiting_reward(args, sample, **kwargs):
     sys.exit(3)
+
+
+def dying_reward(args, sample, **kwargs):
+    os._exit(3)
 
 
 async def hostile_answers(args, sample, sampling_params):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from pathlib import Path
@@ -131,6 +132,17 @@ def test_a_broken_reward_ends_the_run_in_seconds_and_leaves_nothing(function, me
     assert result.status == 1, result.output[-4000:]
     assert message in result.output
     assert function in last_line, last_line
+    assert result.survivors() == []
+
+
+def test_a_function_that_ends_its_process_ends_the_run_in_seconds_and_the_process_is_named(tiny_task, tmp_path):
+    flags = grpo_flags(tiny_task, tmp_path, "--num-rollout", 1, "--debug-rollout-only")
+    result = run_train([*flags, "--custom-rm-path", f"{PLUGINS}:dying_reward"], tmp_path)
+    assert result.status == 1, result.output[-4000:]
+    assert re.search(
+        r"the rollout manager \(pid \d+.*\) died while the driver .*it ended without a trace", result.output
+    )
+    assert "os._exit" in result.output
     assert result.survivors() == []
 
 
