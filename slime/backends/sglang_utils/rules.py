@@ -182,6 +182,17 @@ def _exclusions(args: Namespace) -> Iterator[str]:
         yield f"{' and '.join(given)} exclude each other: each says which engines there are. Keep one."
 
 
+def _language_only(args: Namespace) -> Iterator[str]:
+    """The vision tower of such an engine is in an encoder server, which cannot receive weights."""
+    is_trained = not (args.debug_rollout_only or args.debug_train_only)
+    for name in ("language_only", "encoder_only"):
+        if is_trained and getattr(args, f"sglang_{name}"):
+            yield (
+                f"--sglang-{name.replace('_', '-')}: SGLang's encoder server has no request that updates its weights. "
+                "Images would be encoded with the first weights. Leave it out: an engine encodes images itself."
+            )
+
+
 def _prefill(args: Namespace) -> Iterator[str]:
     count, width, total = args.prefill_num_servers, args.rollout_num_gpus_per_engine, args.rollout_num_gpus
     if count is None:
@@ -375,5 +386,14 @@ def _is_trained(topology: Topology, name: str) -> bool:
     return any(model.updates_weights for model in topology.models if model.name == name)
 
 
-RULES: tuple[Rule, ...] = (_sizes, _router, _exclusions, _prefill, _deployment, _external, _direct_requests)
+RULES: tuple[Rule, ...] = (
+    _sizes,
+    _router,
+    _exclusions,
+    _language_only,
+    _prefill,
+    _deployment,
+    _external,
+    _direct_requests,
+)
 MACHINE_RULES: tuple[Rule, ...] = (_pd_devices, _shared_with_source)

@@ -50,6 +50,13 @@ def problems(line: str = "", **changes: Any) -> list[str]:
     return [problem for rule in RULES for problem in rule(args)]
 
 
+@pytest.mark.parametrize("flag", ["--sglang-language-only", "--sglang-encoder-only"])
+def test_a_trained_model_keeps_its_vision_tower_in_its_engines(flag: str):
+    (problem,) = problems(flag)
+    assert problem.startswith(f"{flag}: SGLang's encoder server has no request that updates its weights")
+    assert problems(flag, debug_rollout_only=True) == []
+
+
 def test_the_tensor_parallel_size_is_what_the_pipeline_leaves_of_an_engine():
     args = resolved("--sglang-pp-size 2", rollout_num_gpus_per_engine=8)
     assert (args.sglang_tp_size, args.sglang_tensor_parallel_size) == (4, 4)
