@@ -113,7 +113,9 @@ class SyncArgs:
         None, "Name of the weight converter. It follows from --hf-checkpoint; another one is an error."
     )
     check_weight_update_equal: bool = _flag(
-        False, "After every sync compare a checksum of each engine tensor with the trainer's tensor."
+        False,
+        "Compare the engines' tensors with the trainer's: by checksum after every sync on a CPU with engines of one "
+        "device, elsewhere once, after the first sync of a run without --load.",
     )
     weight_sync_timeout: float = _flag(600.0, "Seconds one weight sync may take.")
 
