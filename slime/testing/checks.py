@@ -21,7 +21,9 @@ from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, 
 from slime.rollout.buffer_filter import call_filter, takes_samples
 from slime.rollout.custom_generate import call_generate, call_group_generate, complete, takes_group
 from slime.rollout.data_source import make_data_source
+from slime.rollout.failures import fresh_copy
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.rollout.grouping import as_groups
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.rollout.sglang_rollout import GenerateState
@@ -186,20 +188,21 @@ def buffer_filter(call: Call) -> Iterator[str]:
 
 def data_source(call: Call) -> Iterator[str]:
     source = make_data_source(call.function, call.args)
-    missing = [name for name in ("get_samples", "add_samples", "save", "load", "__len__") if not hasattr(source, name)]
-    if missing:
-        yield f"it has no {', '.join(missing)}"
+    if not hasattr(source, "get_samples"):
+        yield "it has no get_samples"
         return
-    groups = source.get_samples(NUM_GROUPS)
+    size = call.args.n_samples_per_prompt
+    groups = as_groups(source.get_samples(NUM_GROUPS), lambda prompt: [fresh_copy(prompt) for _ in range(size)])
     if len(groups) != NUM_GROUPS:
         yield f"get_samples({NUM_GROUPS}) gave {len(groups)} groups"
     sizes = {len(group) for group in groups}
-    if sizes != {call.args.n_samples_per_prompt}:
-        yield f"groups have {sorted(sizes)} samples; --n-samples-per-prompt is {call.args.n_samples_per_prompt}"
-    indices = [sample.index for sample in iter_samples(groups)]
-    if None in indices or len(set(indices)) != len(indices):
-        yield f"samples need an index of their own; they have {indices}"
-    source.add_samples([])
+    if sizes != {size}:
+        yield f"groups have {sorted(sizes)} samples; --n-samples-per-prompt is {size}"
+    indices = [sample.index for sample in iter_samples(groups) if sample.index is not None]
+    if len(set(indices)) != len(indices):
+        yield f"samples need different indices, or None to be numbered; they have {indices}"
+    if hasattr(source, "add_samples"):
+        source.add_samples([])
 
 
 def sample_hook(call: Call) -> Iterator[str]:

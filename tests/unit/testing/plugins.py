@@ -141,9 +141,20 @@ class Source:
         return 10
 
 
-class SourceWithoutIndices(Source):
+class SourceWithEqualIndices(Source):
     def get_samples(self, num_samples):
-        return [[Sample() for _ in range(self.args.n_samples_per_prompt)] for _ in range(num_samples)]
+        return [[Sample(index=0) for _ in range(self.args.n_samples_per_prompt)] for _ in range(num_samples)]
+
+
+class SourceWithoutNumbers:
+    """Gives single samples, and has no other method."""
+
+    def get_samples(self, num_samples):
+        return [Sample(prompt="1+1=", label="2") for _ in range(num_samples)]
+
+
+class NoSource:
+    pass
 
 
 def hook_that_marks(args, sample, *, rollout_id=None, evaluation=False):
