@@ -1,4 +1,4 @@
-"""The plan of a command: every section that the arguments allow to be worked out, and what stands against starting.
+"""The plan of a command: every section that the arguments allow to be worked out, and the problems.
 
 Called by ``slime.cli`` with the resolved namespace. ``Plan.as_dict`` is the ``--json`` output: its keys are stable,
 ``schema`` grows when one changes its meaning. All sizes in it are bytes.

@@ -35,11 +35,11 @@ def plan_files(args: Namespace, shape: Shape | None) -> list[Output]:
 
 def _metrics(args: Namespace) -> Iterator[Output]:
     run = Path(str(read(args, "output_dir"))) / str(read(args, "experiment_name"))
-    yield Output("metrics", str(run / "metrics.jsonl"), "all along")
+    yield Output("metrics", str(run / "metrics.jsonl"), "during the run")
     if read(args, "use_tensorboard") or not read(args, "use_wandb"):
-        yield Output("TensorBoard events", os.environ.get("TENSORBOARD_DIR") or _events(args, run), "all along")
+        yield Output("TensorBoard events", os.environ.get("TENSORBOARD_DIR") or _events(args, run), "during the run")
     if read(args, "use_wandb"):
-        yield Output("W&B run", str(read(args, "wandb_dir") or "wandb/"), "all along")
+        yield Output("W&B run", str(read(args, "wandb_dir") or "wandb/"), "during the run")
     if read(args, "record_samples"):
         yield Output("samples for the board", str(run / "samples"), "every rollout")
     if read(args, "use_pytorch_profiler"):

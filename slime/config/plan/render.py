@@ -51,7 +51,7 @@ def render(plan: Plan, stream: IO[str] | None = None) -> None:
         ("Ignored here", _ignored(plan)),
         ("Missing on this machine", (_bullets(plan.missing),) if plan.missing else ()),
         ("Not worked out", (_bullets(plan.gaps),) if plan.gaps else ()),
-        ("Stands against starting", (_bullets(plan.problems, "red"),) if plan.problems else ()),
+        ("Problems", (_bullets(plan.problems, "red"),) if plan.problems else ()),
     ]
     for title, parts in sections:
         found = list(parts)
@@ -96,7 +96,7 @@ def _batch(batch: BatchPlan) -> Iterable[RenderableType]:
         share += f", in micro-batches of up to {batch.token_budget:,} tokens"
     table.add_row("per rank", share)
     if batch.max_response:
-        table.add_row("most tokens", f"{batch.samples * batch.max_response:,} response tokens per rollout")
+        table.add_row("at most", f"{batch.samples * batch.max_response:,} response tokens per rollout")
     if batch.over_sampling > batch.prompts:
         table.add_row("over-sampling", f"{batch.over_sampling} prompts are asked at once, {batch.prompts} are kept")
     table.add_row("run", _run_length(batch))
