@@ -40,6 +40,7 @@ __all__ = ["CheckpointWriter"]
 
 logger = logging.getLogger(__name__)
 
+_POLL_S = 0.5
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -116,15 +117,16 @@ class CheckpointWriter:
         """Finish the save in the background if every rank has written its part. True when none is left."""
         if self._pending is None:
             return True
-        is_done = torch.tensor(int(not self._pending.thread.is_alive()), device=accelerator.current().device())
-        dist.all_reduce(is_done, op=dist.ReduceOp.MIN)
-        if not is_done.item():
-            return False
-        self._commit(self._pending)
-        return True
+        is_written, _ = self._progress(self._pending)
+        if is_written:
+            self._commit(self._pending)
+        return is_written
 
     def finish(self) -> None:
         """Wait for the save in the background, if there is one, and complete it.
+
+        The ranks compare their progress until then. A rank without shards would otherwise wait for the others in one
+        collective, which ends the process after ``--distributed-timeout-minutes``.
 
         Raises:
             SlimeError: a rank could not write its part, or did not within the time limit.
@@ -132,10 +134,22 @@ class CheckpointWriter:
         if self._pending is None:
             return
         pending = self._pending
-        pending.thread.join(max(0.0, pending.started + self._timeout_s - time.monotonic()))
+        is_written, is_over = self._progress(pending)
+        while not is_written and not is_over:
+            pending.thread.join(_POLL_S)
+            is_written, is_over = self._progress(pending)
         if pending.thread.is_alive():
             pending.error.append(TimeoutError(f"still writing after {self._timeout_s:.0f} s"))
         self._commit(pending)
+
+    def _progress(self, pending: _Pending) -> tuple[bool, bool]:
+        """Whether every rank has written its part, and whether the time of any rank is over. A collective."""
+        is_written = not pending.thread.is_alive()
+        has_time = time.monotonic() < pending.started + self._timeout_s
+        all_of = torch.tensor([int(is_written), int(has_time)], device=accelerator.current().device())
+        dist.all_reduce(all_of, op=dist.ReduceOp.MIN)
+        all_written, all_have_time = all_of.tolist()
+        return bool(all_written), not all_have_time
 
     def _start(
         self, request: Any, iteration: int, content: CheckpointContent, name: str, in_background: bool

@@ -239,6 +239,42 @@ def test_a_background_save_is_completed_when_the_run_ends(hf_path: Path, tmp_pat
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "0"
 
 
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_the_ranks_compare_their_progress_until_all_shards_are_written_or_the_time_is_over(
+    hf_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_finished: bool
+) -> None:
+    trainer, _ = _trainer(hf_path, save=str(tmp_path), async_save=True, num_rollout=10)
+    trainer.save(0)
+    trainer.finish_saves()
+    from slime.backends.megatron_utils import checkpoint_writer
+
+    write, compare = checkpoint_writer.checksums_of, checkpoint_writer.CheckpointWriter._progress
+    may_end, num_compared = threading.Event(), 0
+
+    def progress(writer: Any, pending: Any) -> tuple[bool, bool]:
+        nonlocal num_compared
+        num_compared += 1
+        if is_finished and num_compared == 3:
+            may_end.set()
+        return compare(writer, pending)
+
+    monkeypatch.setattr(checkpoint_writer, "checksums_of", lambda paths: may_end.wait(60) and write(paths))
+    monkeypatch.setattr(checkpoint_writer, "_POLL_S", 0.01)
+    trainer.save(1)
+    writing = trainer._writer._pending.thread
+    monkeypatch.setattr(checkpoint_writer.CheckpointWriter, "_progress", progress)
+    if is_finished:
+        trainer.finish_saves()
+        assert num_compared >= 3
+    else:
+        trainer._writer._timeout_s = 0.1
+        with pytest.raises(SlimeError, match="iter_0000001 could not be written: rank 0: TimeoutError: still writing"):
+            trainer.finish_saves()
+        may_end.set()
+        writing.join()
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(int(is_finished))
+
+
 def test_a_torn_latest_checkpoint_gives_way_to_the_one_before_and_says_so(
     hf_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
