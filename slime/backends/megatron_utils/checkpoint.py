@@ -185,7 +185,7 @@ def _load(source: Source, shape: ModelShape, sharded: dict[str, Any]) -> dict[st
     except CheckpointException as error:  # a BaseException: "except Exception" lets it kill the process without a word
         raise unfit(source, error) from None
     except _DAMAGED as error:
-        if isinstance(error, ConfigError):
+        if isinstance(error, ConfigError | torch.OutOfMemoryError | torch.distributed.DistError):
             raise
         raise unreadable(source, error) from None
 

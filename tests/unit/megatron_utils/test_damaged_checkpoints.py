@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
 from slime.utils.errors import ConfigError
@@ -123,3 +124,15 @@ def test_an_export_with_flipped_bytes_is_no_start(saved: tuple[Path, Path], tmp_
     _flip(export / "model.safetensors", 64)
     with pytest.raises(ConfigError, match=rf"--hf-checkpoint {export} is damaged: model.safetensors has the checksum"):
         _start(export)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("out of memory"), torch.distributed.DistBackendError("NCCL")])
+def test_an_error_of_the_machine_is_not_blamed_on_the_checkpoint(
+    saved: tuple[Path, Path], run: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("megatron.core.dist_checkpointing.load", fail)
+    with pytest.raises(type(error)):
+        _start(saved[0], load=str(run))
