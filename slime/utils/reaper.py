@@ -4,8 +4,8 @@
 
 Started by the driver when it starts a Ray cluster of its own, in a session of its own, so that Ctrl-C does not reach
 it. While the driver lives it notes the driver's descendants; when the driver is gone, however that came about, it kills
-those that are left. Ray's daemons follow a killed driver by themselves, but its agents take half a minute to. Files in
-/dev/shm that only the run's processes had mapped go as well: a killed engine cannot remove its own.
+those that are left. Ray's daemons follow a killed driver by themselves, but its agents take half a minute to. New files
+in /dev/shm that the run's processes had mapped go as well: a killed engine cannot remove its own.
 """
 
 from __future__ import annotations

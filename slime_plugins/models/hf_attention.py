@@ -105,5 +105,5 @@ class HuggingfaceAttention(MegatronModule, ABC):
             return local, None
         rows = zigzag_rows(segments.cu_seqlens_q, segments.cp_rank, segments.cp_size)
         padded = local.new_zeros((segments.cp_size * len(local), *local.shape[1:])).index_copy(0, rows, local)
-        # each row has one owner, so the sum only copies; backward adds up what the ranks found out about a row
+        # each row has one owner, so the sum only copies; backward adds up the gradients of all ranks
         return all_reduce(padded, group=segments.cp_group), rows

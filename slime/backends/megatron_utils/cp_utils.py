@@ -107,7 +107,7 @@ def get_logits_and_tokens_offset_with_cp(
 
 
 def slice_with_cp(tokens: torch.Tensor, pad_value: float | Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
-    """This rank's two chunks of a sample, one behind the other; the whole of it where there is one rank.
+    """This rank's two chunks of a sample, concatenated; the whole sample with one rank.
 
     Args:
         tokens: ``[L, ...]``.

@@ -360,7 +360,7 @@ def _yarn_rope(reader: _Reader, max_positions: int) -> YarnRope:
 
 
 def _contradictions(config: Mapping[str, Any], shape: ModelShape) -> Iterator[str]:
-    """Numbers that are fine one by one and make no model together, for which Megatron and engines have no words."""
+    """Numbers that are valid alone but not together. Megatron and engines fail on them without naming them."""
     heads, groups, head_dim = shape.num_attention_heads, shape.num_query_groups, shape.head_dim
     if heads % groups:
         yield f"has num_attention_heads {heads} and num_key_value_heads {groups}: the first must be a multiple."
