@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import queue
 import socket
@@ -19,6 +20,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from slime.utils.errors import DataError, ScoringError
@@ -39,6 +41,7 @@ _END_S = 10.0
 LONGEST_CALL_S = _WAIT_S + _START_S + 2 * _MAX_WALL_S
 """After which :func:`grade_in_process` has returned, unless its limit is longer."""
 _MAX_PROCESSES = 32
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _COMPUTING_RULES = frozenset({"math", "deepscaler", "math_verify", "ifbench"})
 
 
@@ -134,7 +137,17 @@ class _Pool:
 
 def _num_processes() -> int:
     """A quarter of a large node at most: engines and trainers need the other cores, and each answer is short."""
-    return min(_MAX_PROCESSES, max(2, len(os.sched_getaffinity(0)) // 2))
+    return min(_MAX_PROCESSES, max(2, _num_cpus() // 2))
+
+
+def _num_cpus() -> int:
+    """CPUs of this process, or the share of them that the container has: more processes would share it, and be late."""
+    num_cpus = len(os.sched_getaffinity(0))
+    try:
+        quota, period = _CPU_QUOTA.read_text(encoding="ascii").split()
+        return min(num_cpus, math.ceil(int(quota) / int(period)))
+    except (OSError, ValueError):  # no control group, or "max"
+        return num_cpus
 
 
 _lock = threading.Lock()

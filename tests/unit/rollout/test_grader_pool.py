@@ -130,6 +130,16 @@ def test_addresses_that_libraries_reserve_do_not_count_as_memory_of_an_answer(
     assert pool_processes()[0].memory_info().vms > 4 * 2**30
 
 
+@pytest.mark.parametrize(("quota", "count"), [("max 100000", 32), ("250000 100000", 2), ("1600000 100000", 8)])
+def test_a_container_has_as_many_processes_as_its_share_of_the_cpus_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str, count: int
+):
+    (tmp_path / "cpu.max").write_text(f"{quota}\n", encoding="ascii")
+    monkeypatch.setattr(grader_pool, "_CPU_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(192)))
+    assert grader_pool._num_processes() == count
+
+
 def test_one_stuck_answer_does_not_delay_the_others(fresh_pool: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(grader_pool, "_num_processes", lambda: 2)
     monkeypatch.setattr(grader_pool, "_MAX_CPU_S", 1000.0)
