@@ -110,7 +110,7 @@ def _wait_for(group: PlacementGroup, bundles: Sequence[Mapping[str, float]], tim
         missing = shortage_of(bundles)
         if missing is not None and missing.is_final and is_embedded():
             raise ConfigError(f"the run needs {len(bundles)} device slots of 1 GPU and 1 CPU each: {missing}; {fix}.")
-        deadline.check(str(missing))
+        deadline.check(str(missing or "Ray does not report its resources"))
         if reports.is_due():
             logger.warning("has waited %.0f s for %s: %s", deadline.elapsed, what, missing)
 

@@ -1,4 +1,4 @@
-"""What a Ray cluster lacks for the actors and placement groups that wait for a place, resource by resource.
+"""The resources that a Ray cluster lacks for waiting actors and placement groups.
 
 Read by the waits of this room: ``waiting`` (actors) and ``placement_group``. The cluster may grow, so a shortage is a
 reason to report and not to stop.
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import ray
-from ray._private.state import actors  # without a dashboard nothing public tells
+from ray._private.state import actors  # Ray has no public call for this without a dashboard
 from ray.autoscaler.v2.sdk import get_cluster_status
 
 __all__ = ["Reports", "Shortage", "shortage_of", "unplaced_of"]
@@ -31,7 +31,7 @@ _IN_BYTES = ("memory", "object_store_memory")
 
 @dataclass
 class Reports:
-    """When a wait says what it waits for: within seconds, then every minute."""
+    """The times at which a wait is reported: within seconds, then every minute."""
 
     first_s: float = 5.0
     every_s: float = 60.0
@@ -52,9 +52,9 @@ class Shortage:
     """Amounts by the name of the resource; memory in bytes.
 
     Attributes:
-        asked: what waits for a place.
-        total: what the cluster has.
-        free: what of it nobody uses.
+        asked: the sum of all waiting requests.
+        total: all of the cluster.
+        free: the unused part of it.
     """
 
     asked: Mapping[str, float]
@@ -68,7 +68,7 @@ class Shortage:
 
     @property
     def is_final(self) -> bool:
-        """Whether the cluster as it is could not give that much to anybody."""
+        """Whether the cluster as it is is too small for the request, also when it is idle."""
         return any(amount > self.total.get(name, 0.0) for name, amount in self.asked.items())
 
     def __str__(self) -> str:
@@ -101,7 +101,7 @@ def _or_none(ask: Callable[..., Answer]) -> Callable[..., Answer | None]:
 
 @_or_none
 def shortage_of(bundles: Iterable[Mapping[str, float]] | None = None) -> Shortage | None:
-    """What is missing for ``bundles``; by default for everything that waits in the cluster. None: nothing waits."""
+    """The shortage for ``bundles``, by default for all waiting requests of the cluster. None: there are none."""
     status = get_cluster_status(ray.get_runtime_context().gcs_address)
     if bundles is None:
         demands = status.resource_demands

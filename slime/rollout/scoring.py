@@ -1,4 +1,4 @@
-"""Rewards of generated samples: whoever has none gets one, and whoever cannot be scored is given up.
+"""Rewards of generated samples: samples without a reward are scored; those that cannot be scored are given up.
 
 Called by the rollout once generation and sample hooks are through. Knows no engine.
 """
