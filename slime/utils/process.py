@@ -140,7 +140,8 @@ def kill_group(leader: int) -> None:
 
 def _remove_shared_memory(leader: int) -> None:
     """Remove the files that only a server's own processes use. A file that any other process has mapped stays."""
-    members, others = [], []
+    members: list[int] = []
+    others: list[int] = []
     for pid in psutil.pids():
         with contextlib.suppress(OSError):
             (members if os.getpgid(pid) == leader else others).append(pid)

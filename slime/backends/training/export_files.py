@@ -114,7 +114,7 @@ def _first_rollout(args: Any) -> int:
 def _read_marker(directory: Path) -> dict[str, Any]:
     path = directory / MARKER
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read ({error})") from None
     is_ours = isinstance(content, dict) and content.get("format") == _FORMAT
