@@ -85,7 +85,8 @@ class HuggingfaceAttention(MegatronModule, ABC):
     def _own_rows(self, whole: torch.Tensor) -> torch.Tensor:
         """Sequence parallelism. Megatron's scatter would give every rank the gradients of all rows."""
         group = get_tensor_model_parallel_group_if_none(self.tp_group)
-        return whole.chunk(group.size())[group.rank()]
+        own: torch.Tensor = whole.chunk(group.size())[group.rank()]
+        return own
 
     def _sequence(self, rows: torch.Tensor) -> torch.Tensor:
         ends = torch.tensor([0, len(rows)], dtype=torch.int32, device=rows.device)

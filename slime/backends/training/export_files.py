@@ -111,7 +111,8 @@ def _first_rollout(args: Any) -> int:
     return source.iteration + 1 if source.flag == "--load" and source.is_training_state else 0
 
 
-def _read_marker(directory: Path) -> dict[str, Any]:
+def _read_marker(directory: Path) -> Any:
+    """The content of the marker, a dictionary with ``files`` and ``checksums``."""
     path = directory / MARKER
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
