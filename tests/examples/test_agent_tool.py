@@ -68,7 +68,7 @@ def play(model, tmp_path_factory):
 
 def test_a_program_that_uses_its_tool_leaves_one_sample_with_both_turns_trained(play):
     (sample,), engine = play([CALL, "47<|im_end|>"])
-    assert sample.response == CALL + "\n<|im_start|>tool\n47<|im_end|>\n<|im_start|>assistant\n47<|im_end|>"
+    assert sample.response == CALL + "\n<|im_start|>tool\n47<|im_end|>\n<|im_start|>assistant\n47"
     assert engine.requests[1]["input_ids"] == sample.tokens[:-3]
     called = len(GenerateState(SimpleNamespace()).tokenizer.encode(CALL, add_special_tokens=False))
     assert sample.loss_mask[:called] == [1] * called
@@ -81,7 +81,7 @@ def test_a_program_that_uses_its_tool_leaves_one_sample_with_both_turns_trained(
 def test_a_wrong_answer_earns_nothing_and_an_evaluation_has_one_sample(play):
     answer, _ = play(["12<|im_end|>"], evaluation=True)
     assert isinstance(answer, Sample)
-    assert (answer.reward, answer.response) == (0.0, "12<|im_end|>")
+    assert (answer.reward, answer.response) == (0.0, "12")
 
 
 def test_a_program_that_never_asks_is_a_failure_and_one_that_hangs_is_ended(play):

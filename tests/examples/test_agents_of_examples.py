@@ -72,7 +72,7 @@ def test_an_agent_with_a_calculator_leaves_one_sample_with_its_turns_trained(pla
     sample = Sample(index=0, prompt=QUESTION, label="3901")
     settings = STRANDS_SETTINGS | {"strands_agent": agent}
     (made,) = play(strands.generate, sample, [use, f"3901{END}"], **settings)
-    assert made.response == f"{use}\n<|im_start|>tool\n3901{END}\n<|im_start|>assistant\n3901{END}"
+    assert made.response == f"{use}\n<|im_start|>tool\n3901{END}\n<|im_start|>assistant\n3901"
     assert sum(made.loss_mask) == num_tokens(use) + num_tokens(f"3901{END}")
     assert (made.reward, made.metadata["answer"].strip()) == (1.0, "3901")
 
