@@ -15,6 +15,7 @@ import base64
 import binascii
 import functools
 import io
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -177,7 +178,7 @@ def _open_image(source: Any) -> Any:
     try:
         if isinstance(source, str):
             path = source.removeprefix("file://")
-            is_path = not source.startswith("data:") and len(source) < 4096 and Path(path).is_file()
+            is_path = os.path.isfile(path)  # False, not an error, for text that is too long for a path
             source = Path(path).read_bytes() if is_path else _decoded(source)
         with Image.open(io.BytesIO(source)) as image:
             return image.convert("RGB")

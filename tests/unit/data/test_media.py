@@ -108,6 +108,15 @@ def test_images_are_read_from_every_form_that_rows_have(tmp_path: Path) -> None:
     assert [(image.size, image.getpixel((3, 3))) for image in images] == [((16, 16), (255, 0, 0))] * len(forms)
 
 
+def test_base64_that_is_longer_than_a_file_name_may_be_is_read() -> None:
+    """The file system refuses to look up a name of more than 255 characters. A slash ends a name."""
+    green = Image.new("RGB", (128, 128), "green")
+    assert len(as_text(green).split("/")[0]) > 255
+    items = [{"type": "image", "image": as_text(green)}]
+    (image,) = process_vision_info([{"role": "user", "content": items}], None)["images"]
+    assert image.size == (128, 128)
+
+
 @pytest.mark.parametrize("source", ["no/such/file.png", "data:image/png;base64,AAAA", None, 5])
 def test_what_is_no_image_is_an_error(source: Any) -> None:
     with pytest.raises(DataError, match="no image"):
