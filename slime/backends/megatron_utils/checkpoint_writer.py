@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -176,8 +177,17 @@ class CheckpointWriter:
         return _Pending(iteration, request, thread, error, content, name, checksums)
 
     def _commit(self, pending: _Pending) -> None:
-        """Everything after the shards; all ranks come here with their threads at an end."""
         self._pending = None
+        try:
+            self._complete(pending)
+        except SlimeError:
+            # Megatron's queue may still hold what this save wrote, or will get it from a writer that is late. The next
+            # save would record it in its metadata, and the checkpoint could not be loaded.
+            filesystem_async._results_queue = None
+            raise
+
+    def _complete(self, pending: _Pending) -> None:
+        """Everything after the shards; all ranks come here with their threads at an end."""
         reports: list[tuple[str | None, dict[str, str]]] = [(None, {})] * dist.get_world_size()
         mine = f"{type(pending.error[0]).__name__}: {pending.error[0]}" if pending.error else None
         dist.all_gather_object(reports, (mine, pending.checksums))

@@ -272,7 +272,10 @@ def test_the_ranks_compare_their_progress_until_all_shards_are_written_or_the_ti
             trainer.finish_saves()
         may_end.set()
         writing.join()
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(int(is_finished))
+        trainer._writer._timeout_s = 600.0
+        trainer.save(9)  # the last of the run, after a save that was given up
+        assert _trainer(hf_path, load=str(tmp_path))[1] == 10
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == ("1" if is_finished else "9")
 
 
 def test_a_torn_latest_checkpoint_gives_way_to_the_one_before_and_says_so(
