@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import random
@@ -17,6 +18,7 @@ from slime.data.prompts import Dataset, open_prompts
 from slime.data.sample import Sample
 from slime.data.streaming import StreamingDataset, shuffled
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.utils.deadline import Deadline, wait_until
 from slime.utils.errors import DataError
 from tests.unit.config.tiny_command import make_command
 from tests.unit.data.plain_tokenizer import PlainTokenizer
@@ -130,15 +132,24 @@ def test_a_stream_continues_from_its_position_as_if_it_had_not_stopped(rows: str
     assert numbers(other.draw(300)) == numbers(data.draw(300))
 
 
+def workers_but(others: set[psutil.Process]) -> list[psutil.Process]:
+    """Running workers of this process, without those of tests before this one."""
+    found = []
+    for child in set(psutil.Process().children()) - others:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "spawn_main" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
+
+
 def test_the_order_does_not_depend_on_the_number_of_workers(rows: str) -> None:
     others = set(psutil.Process().children())  # of tests before this one
     alone, helped = stream(rows), stream(rows, num_workers=2)
     expected = numbers(alone.draw(400))
     assert numbers(helped.draw(400)) == expected
     assert (helped.epoch_id, helped.offset) == (alone.epoch_id, alone.offset)
-    children = set(psutil.Process().children()) - others
-    workers = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
-    assert len(workers) == 2
+    wait_until(lambda: len(workers_but(others)) == 2, Deadline(600, "the workers of the first pass to end"))
+    workers = workers_but(others)
     helped.close()
     assert psutil.wait_procs(workers)[1] == []
     whole = Dataset(rows, PlainTokenizer(), None, 10, prompt_key="prompt", num_workers=2)

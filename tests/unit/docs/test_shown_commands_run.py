@@ -103,7 +103,14 @@ def serve(command: str, place: Path) -> None:
     port = free_port()
     words = [*shlex.split(typed(command, place)), "--port", str(port)]
     with (place / "server.log").open("w") as log:
-        process = subprocess.Popen(words, cwd=place, env=environment(place), stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            words,
+            cwd=place,
+            env=environment(place),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in a shell's background job
+        )
     try:
         wait_until(lambda: process.poll() is not None or answers(port), Deadline(600, command))
         assert process.poll() is None, (place / "server.log").read_text()

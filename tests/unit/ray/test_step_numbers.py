@@ -11,6 +11,7 @@ import pytest
 from slime.backends.protocols import TrainReport
 from slime.ray import loop
 from slime.ray.shards import RolloutResult
+from slime.ray.train_actor import SyncReport
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,7 @@ def test_the_number_of_a_step_never_goes_back(
     vars(run).update({name: field.default for name, field in loop.Run.__dataclass_fields__.items()})
     run.args = SimpleNamespace(world_size=1)  # type: ignore[assignment]
     run.tracker = SimpleNamespace(log=log, directory=None)  # type: ignore[assignment]
+    run._synced = SyncReport()
     run.turns, run._seconds = SimpleNamespace(seconds={}), {}  # type: ignore[assignment]
     for rollout_id, count in enumerate(steps_of_rollouts):
         run.report(rollout_id, RolloutResult([], {}), TrainReport([{"loss": 0.0}] * count, {}, {}))

@@ -112,12 +112,10 @@ def test_sets_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("response", "status", "reward"),
     [
-        ("46<|im_end|>", "completed", 1.0),
         ("46", "completed", 1.0),
         ("46", "truncated", 0.0),
-        ("47<|im_end|>", "completed", 0.0),
-        ("460<|im_end|>", "completed", 0.0),
-        ("<|im_end|>", "completed", 0.0),
+        ("47", "completed", 0.0),
+        ("460", "completed", 0.0),
         ("", "pending", 0.0),
     ],
 )
