@@ -8,6 +8,7 @@ call has a deadline, and what the server answers is checked: it reports some fai
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -223,6 +224,8 @@ class SGLangEngine:
         worker: dict[str, Any] = {"url": self.url, "worker_type": self._spec.worker_type.value}
         if self._spec.bootstrap_port is not None:
             worker["bootstrap_port"] = self._spec.bootstrap_port
+        # The router starts at the same time. An engine that runs already, such as an external one, may be first.
+        wait_until(lambda: _listens(router_url), Deadline(_REGISTER_TIMEOUT_S, f"the router at {router_url} to listen"))
         if self._is_known_to(router_url):
             return
         self._request("POST", f"{router_url}/workers", worker)
@@ -407,3 +410,12 @@ def _json_object(response: httpx.Response) -> dict[str, Any]:
     except ValueError:
         return {}
     return body if isinstance(body, dict) else {}
+
+
+def _listens(url: str) -> bool:
+    address = httpx.URL(url)
+    try:
+        with socket.create_connection((address.host, address.port or 80), timeout=2.0):
+            return True
+    except OSError:
+        return False
