@@ -303,7 +303,8 @@ def test_the_number_of_requests_is_the_schedulers(engine):
     wait_until(lambda: engine.num_requests() == 0, Deadline(600, "requests to end"))
 
 
-def test_a_server_that_is_gone_is_an_engine_error_from_every_call(tmp_path):
+def test_a_server_that_is_gone_is_an_engine_error_from_every_call(tmp_path, monkeypatch):
+    monkeypatch.setattr("slime.backends.sglang_utils.engine._REGISTER_TIMEOUT_S", 0.5)
     port = free_port()
     gone = SGLangEngine(EngineSpec(3, "127.0.0.1", port, [], {}, tmp_path / "log"))
     calls = [

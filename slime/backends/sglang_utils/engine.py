@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +25,7 @@ from slime.backends.sglang_utils.fork_server import ForkedServer
 from slime.backends.sglang_utils.server_process import launch_server, named_children
 from slime.backends.sglang_utils.topology import WorkerType
 from slime.utils.deadline import Deadline, wait_until
-from slime.utils.errors import EngineError, EngineSilent
+from slime.utils.errors import DeadlineExceeded, EngineError, EngineSilent
 from slime.utils.net import url_host
 from slime.utils.process import GuardedProcess, has_ended, log_tail
 
@@ -225,7 +226,9 @@ class SGLangEngine:
         if self._spec.bootstrap_port is not None:
             worker["bootstrap_port"] = self._spec.bootstrap_port
         # The router starts at the same time. An engine that runs already, such as an external one, may be first.
-        wait_until(lambda: _listens(router_url), Deadline(_REGISTER_TIMEOUT_S, f"the router at {router_url} to listen"))
+        what = f"the router at {router_url} to listen"
+        with suppress(DeadlineExceeded):  # the request below names the engine and the network's error
+            wait_until(lambda: _listens(router_url), Deadline(_REGISTER_TIMEOUT_S, what))
         if self._is_known_to(router_url):
             return
         self._request("POST", f"{router_url}/workers", worker)
