@@ -38,6 +38,7 @@ NOSET_VISIBLE_DEVICES = {
     for vendor in ("CUDA", "HIP", "ROCR", "ASCEND_RT", "HABANA", "NEURON_RT", "TPU", "ONEAPI", "MUSA")
 }
 """Ray then leaves the devices visible; slime picks each process's own device from its slot."""
+NOSET_VISIBLE_DEVICES_ENV_VARS_LIST = list(NOSET_VISIBLE_DEVICES)
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,6 @@ __all__ = ["ROOT", "Module", "modules"]
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Names of slime/backends/<name> are rooms of their own.
-_ALIASES_LIVE_IN = ("utils", "observability", "backends/sglang_utils")
-
 
 @dataclass(frozen=True)
 class Module:
@@ -35,16 +32,6 @@ class Module:
     @property
     def num_lines(self) -> int:
         return len(self.source.splitlines())
-
-    @property
-    def is_alias(self) -> bool:
-        """A public alias: in the rooms where they live, nothing but a docstring, imports of slime and ``__all__``."""
-        if self.room not in _ALIASES_LIVE_IN or ast.get_docstring(self.tree) is None:
-            return False
-        body = self.tree.body[1:]
-        return any(isinstance(node, ast.ImportFrom) for node in body) and all(
-            isinstance(node, ast.ImportFrom) or _assigns_all(node) for node in body
-        )
 
     def imports(self) -> Iterator[tuple[int, str]]:
         """(line, dotted name) of every import statement, also those inside functions and under ``TYPE_CHECKING``.
@@ -87,7 +74,3 @@ def modules(package: str = "slime") -> tuple[Module, ...]:
         source = path.read_text(encoding="utf-8")
         found.append(Module(name, relative, room_of(name), source, ast.parse(source, str(relative))))
     return tuple(found)
-
-
-def _assigns_all(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__all__"]

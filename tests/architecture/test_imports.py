@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 import textwrap
 
 import pytest
 
+from slime.compat import ALIASES, AliasFinder
 from tests.architecture.sources import Module, modules, room_of
 
 EVERYTHING = "*"
@@ -26,7 +28,8 @@ BELOW_TRAINER = [
 
 # Room -> rooms of slime it may import, itself included by rule.
 MAY_IMPORT: dict[str, list[str]] = {
-    "": [],
+    "": ["compat"],
+    "compat": [EVERYTHING],
     "utils": [],
     "config": ["utils"],
     "data": ["utils"],
@@ -81,8 +84,6 @@ def is_own_repair(module: Module) -> bool:
 
 
 def violations(module: Module) -> list[str]:
-    if module.is_alias:
-        return []
     found = []
     for line, name in module.imports():
         top = name.split(".")[0]
@@ -116,7 +117,8 @@ def test_every_room_is_in_the_table() -> None:
 
 
 def test_no_room_imports_an_alias() -> None:
-    aliases = {module.name for module in modules() if module.is_alias}
+    finder = AliasFinder(ALIASES)
+    aliases = {*finder.names, *finder.same}
     found = [
         f"{module.path}:{line} imports {name}"
         for module in modules()
@@ -124,6 +126,22 @@ def test_no_room_imports_an_alias() -> None:
         if name in aliases or name.rpartition(".")[0] in aliases
     ]
     assert not found, "\n".join(found)
+
+
+def test_every_alias_leads_to_a_name_that_exists() -> None:
+    finder = AliasFinder(ALIASES)
+    files = {module.name for module in modules()}
+    assert not files & {*finder.names, *finder.same}, "a file hides its alias"
+    missing = [
+        f"{path}.{name} -> {origin}"
+        for path, names in finder.names.items()
+        for name, origin in names.items()
+        if not hasattr(importlib.import_module(path), name)
+    ]
+    assert not missing, "\n".join(missing)
+    for path, other in finder.same.items():
+        assert importlib.import_module(path) is importlib.import_module(other)
+        assert importlib.import_module(other).__spec__.name == other
 
 
 def test_the_exceptions_are_still_needed() -> None:
@@ -175,4 +193,3 @@ def test_flags_are_declared_without_importing_a_heavy_library() -> None:
     """)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "slime.utils.arguments" in names

@@ -7,9 +7,9 @@ import importlib
 import inspect
 
 import pytest
+from slime.utils.types import Sample
 
 from slime.utils.misc import SingletonMeta, should_run_periodic_action
-from slime.utils.types import Sample
 
 PARAMETERS = {
     "slime.rollout.base_types:call_rollout_fn": "fn, *args, evaluation, **kwargs",

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from slime.compat.timer import Timer
 from slime.data.sample import Sample
 from slime.observability import metric_utils
 from slime.observability.console import step_line
@@ -17,7 +18,6 @@ from slime.observability.rollout_metrics import (
     compute_perf_metrics_from_samples,
     eval_metrics,
 )
-from slime.observability.timers import Timer
 from slime.utils.errors import DataError
 
 

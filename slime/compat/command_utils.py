@@ -27,7 +27,7 @@ __all__ = [
     "hf_download_dataset",
 ]
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+REPOSITORY = Path(__file__).resolve().parents[2]
 DEFAULT_DATASETS_DIR = str(Path("/root", "datasets"))
 _MASTER_PORT = 23456
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import subprocess
 
 import pytest
-
-from slime.utils.external_utils import command_utils
+from slime.compat import command_utils
 
 
 @pytest.fixture

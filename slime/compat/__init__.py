@@ -1,0 +1,187 @@
+"""The module paths that plugins written for slime import, for names that live elsewhere.
+
+``ALIASES`` is the only list of them. ``slime/__init__.py`` installs the finder, so that
+``from slime.utils.types import Sample`` works without a file ``slime/utils/types.py``. Each name is imported on first
+use, so importing an alias imports nothing. Code of slime itself never imports an alias (``tests/architecture``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+__all__ = ["ALIASES", "AliasFinder", "install"]
+
+ALIASES = """
+slime.utils.arguments
+    slime.config.roles: parse_megatron_role_args
+    slime.ray.arguments: parse_args
+slime.utils.context_utils
+    slime.compat.timer: with_defer
+slime.utils.data
+    slime.batch.balance: get_minimum_num_micro_batch_size=count_micro_batches
+    slime.data.prompts: Dataset filter_long_prompt read_file _parse_generalized_path=parse_path
+    slime.ray.shards: process_rollout_data
+slime.utils.dp_schedule
+    slime.batch.schedule: build_dp_schedule
+slime.utils.eval_config
+    slime.rollout.eval_config: EvalDatasetConfig build_eval_dataset_configs
+slime.utils.flops_utils
+    slime.batch.flops: calculate_fwd_flops
+slime.utils.iter_utils
+    slime.utils.misc: group_by
+slime.utils.logging_utils
+    slime.observability.logging_utils: configure_logger finish_tracking init_tracking log
+slime.utils.mask_utils
+    slime.data.loss_masks: MultiTurnLossMaskGenerator get_response_lengths
+slime.utils.metric_utils
+    slime.observability.metric_utils: compression_ratio compute_pass_rate compute_rollout_step compute_statistics
+    slime.observability.metric_utils: dict_add_prefix has_repetition
+slime.utils.ppo_utils
+    slime.algorithms.cispo: compute_cispo_loss=cispo_loss
+    slime.algorithms.clip: compute_policy_loss=clipped_surrogate
+    slime.algorithms.compat: calculate_log_probs_and_entropy compute_gspo_kl compute_opsm_mask
+    slime.algorithms.compat: get_advantages_and_returns_batch get_grpo_returns
+    slime.algorithms.compat: get_reinforce_plus_plus_baseline_advantages get_reinforce_plus_plus_returns
+    slime.algorithms.gae: chunked_discounted_returns chunked_gae vanilla_gae
+    slime.algorithms.kl: compute_approx_kl=approx_kl
+slime.utils.processing_utils
+    slime.data.chat: load_tokenizer
+    slime.data.media: DEFAULT_PATCH_SIZE build_processor_kwargs encode_image_for_rollout_engine load_processor
+    slime.data.media: process_vision_info
+slime.utils.profile_utils
+    slime.observability.profile_utils: TrainProfiler
+slime.utils.ray_utils
+    slime.ray.shards: Box
+slime.utils.routing_replay
+    slime.backends.megatron_utils.routing_replay: RoutingReplay get_routing_replay_compute_topk
+    slime.backends.megatron_utils.routing_replay: register_routing_replay
+slime.utils.seqlen_balancing
+    slime.batch.balance: expand_bins_by_splitting first_fit_pack get_seqlen_balanced_partitions karmarkar_karp
+slime.utils.timer
+    slime.compat.timer: Timer inverse_timer timer
+slime.utils.trace_utils
+    slime.observability.trace_utils: TRACE_CHILDREN_KEY TRACE_VERSION TraceHandle TraceSpanContext bind_trace
+    slime.observability.trace_utils: bind_trace_carrier build_sglang_meta_trace_attrs export_trace import_trace
+    slime.observability.trace_utils: trace_event trace_function trace_next_attempt trace_span
+slime.utils.tracking_utils
+    slime.observability.logging_utils: configure_logger finish_tracking init_tracking log
+slime.utils.train_dump_utils
+    slime.observability.train_data_utils: save_debug_train_data
+slime.utils.train_metric_utils
+    slime.observability.train_metric_utils: gather_and_reduce_log_dict reduce_train_step_metrics
+    slime.observability.train_metric_utils: rollout_log_metric_contribution
+slime.utils.types
+    slime.data.columns: RolloutBatch=TrainData
+    slime.data.media: MultimodalType MultimodalTypes
+    slime.data.sample: Sample SampleGroup SampleStatus iter_samples
+    slime.rollout.sglang_rollout: GenerateState
+slime.ray.buffer
+    slime.rollout.data_source: Buffer=RolloutDataSourceWithBuffer
+slime.ray.rollout_data_source
+    slime.rollout.data_source: RolloutDataSource RolloutDataSourceWithBuffer
+slime.backends.megatron_utils.hf_checkpoint_saver
+    slime.backends.megatron_utils.conversion: save_hf_model_direct_to_path
+slime.backends.megatron_utils.hf_to_megatron
+    slime.backends.megatron_utils.conversion: load_hf_weights
+slime.backends.megatron_utils.initialize
+    slime.backends.megatron_utils.conversion: init
+slime.backends.megatron_utils.misc_utils
+    slime.backends.megatron_utils.conversion: strip_param_name_prefix
+slime.backends.megatron_utils.model_provider
+    slime.backends.megatron_utils.conversion: get_model_provider_func
+slime.backends.megatron_utils.alignment.deepgemm_moe_forward
+    slime.backends.megatron_utils.alignment.deepgemm_forward: enable_deepgemm_moe_forward=enable_deepgemm_all_forward
+slime.backends.sglang_utils.arguments
+    slime.backends.sglang_utils.flags: EngineArgs
+    slime.ray.arguments: validate_args=validate_sglang_args
+slime.observability.rollout_data_utils
+    slime.batch.replay: load_debug_rollout_data save_debug_rollout_data
+    slime.data.routed_experts: validate_rollout_routed_experts_for_replay
+slime.ray.utils
+    slime.ray.cluster: NOSET_VISIBLE_DEVICES_ENV_VARS_LIST
+slime.utils.external_utils
+slime.utils.external_utils.command_utils = slime.compat.command_utils
+slime.observability.train_metric_utils = slime.compat.train_metric_utils
+slime.observability.timer = slime.compat.timer
+slime.observability.timers = slime.compat.timer
+"""
+"""A line at the margin is a module path; the lines below it give ``origin: name`` or ``origin: alias=name``.
+
+``path = other.path`` makes both paths the same module object.
+"""
+
+
+class _AliasModule(ModuleType):
+    """A module whose attributes are imported from their origins on first use."""
+
+    def __getattr__(self, name: str) -> Any:
+        origin, _, attribute = self.__dict__.get("_origins", {}).get(name, "").partition(":")
+        if not origin:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(origin), attribute)
+        setattr(self, name, value)
+        return value
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self.__dict__["_origins"]})
+
+
+class AliasFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds and creates the modules of ``ALIASES``.
+
+    Attributes:
+        names: module path -> {name: "origin:attribute"}.
+        same: module path -> path of the module object that it stands for.
+    """
+
+    def __init__(self, table: str) -> None:
+        self.names: dict[str, dict[str, str]] = {}
+        self.same: dict[str, str] = {}
+        origins: dict[str, str] = {}
+        for line in filter(None, table.splitlines()):
+            if line.startswith(" "):
+                origin, _, names = line.strip().partition(": ")
+                for alias, _, name in (word.partition("=") for word in names.split()):
+                    origins[alias] = f"{origin}:{name or alias}"
+            elif " = " in line:
+                path, _, other = line.partition(" = ")
+                self.same[path] = other
+            else:
+                origins = self.names.setdefault(line, {})
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in self.names and fullname not in self.same:
+            return None
+        is_package = any(other.startswith(f"{fullname}.") for other in (*self.names, *self.same))
+        return importlib.util.spec_from_loader(fullname, self, is_package=is_package)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        if spec.name in self.same:
+            module = importlib.import_module(self.same[spec.name])
+            spec.loader_state = module.__spec__
+            return module
+        return _AliasModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if not isinstance(module, _AliasModule):
+            # The import system has put the alias's spec on the shared module object: restore its real one.
+            assert module.__spec__ is not None
+            module.__spec__ = module.__spec__.loader_state
+            return
+        origins = self.names[module.__name__]
+        module.__dict__.update(_origins=origins, __all__=sorted(origins))
+
+
+def install() -> None:
+    """Append the finder to ``sys.meta_path``, once per process."""
+    if not any(type(finder).__name__ == AliasFinder.__name__ for finder in sys.meta_path):
+        sys.meta_path.append(AliasFinder(ALIASES))

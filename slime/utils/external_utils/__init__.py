@@ -1,1 +1,0 @@
-"""Helpers for launchers written in Python."""

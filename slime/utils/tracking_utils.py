@@ -1,7 +1,0 @@
-"""Public alias: ``from slime.utils.tracking_utils import init_tracking``."""
-
-from __future__ import annotations
-
-from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, log
-
-__all__ = ["configure_logger", "finish_tracking", "init_tracking", "log"]
