@@ -6,6 +6,7 @@ stay importable without torch, ray, megatron and sglang: ``train.py --help`` ans
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 from argparse import Namespace
@@ -29,6 +30,7 @@ from slime.config import parse as config_parse
 from slime.config import resolve as config_resolve
 from slime.config.groups import defaults_of, unsupported_flags
 from slime.config.parse import AddArguments
+from slime.config.run_config import RunConfig
 from slime.data import arguments as data
 from slime.hooks.load import check_hooks
 from slime.observability import arguments as observability
@@ -47,14 +49,28 @@ from slime.rollout import arguments as rollout
 from slime.rollout.eval_config import build_eval_datasets
 from slime.utils.errors import ConfigError, SlimeError
 
-__all__ = ["GROUPS", "ClusterArgs", "SyncArgs", "machine_problems", "parse_args", "parse_only", "validate_sglang_args"]
+__all__ = [
+    "GROUPS",
+    "ClusterArgs",
+    "SyncArgs",
+    "machine_problems",
+    "parse_args",
+    "parse_only",
+    "run_config",
+    "validate_sglang_args",
+]
 
 logger = logging.getLogger(__name__)
 
 
 def _groups(modules: Iterable[Any]) -> list[type]:
-    """The groups that each ``arguments`` module exports, in its order."""
-    return [getattr(module, name) for module in modules for name in module.__all__]
+    """The groups of each ``arguments`` module: its ``GROUPS`` if it has them, else every dataclass that it defines."""
+    return [group for module in modules for group in getattr(module, "GROUPS", None) or _defined_in(module)]
+
+
+def _defined_in(module: Any) -> list[type]:
+    own = [item for item in vars(module).values() if isinstance(item, type) and item.__module__ == module.__name__]
+    return sorted(filter(dataclasses.is_dataclass, own), key=lambda group: group.__name__)
 
 
 GROUPS: list[type] = [
@@ -163,6 +179,11 @@ def validate_sglang_args(args: Namespace) -> None:
     problems = [problem for rule in sglang_rules.RULES for problem in rule(args)]
     if problems:
         raise ConfigError(problems)
+
+
+def run_config(args: Namespace) -> RunConfig:
+    """The configuration of a run from its resolved arguments."""
+    return RunConfig.of(args)
 
 
 def machine_problems(args: Namespace) -> list[str]:

@@ -26,18 +26,18 @@ from slime.backends.training.arguments import (
     TrainerArgs,
 )
 
-__all__ = [
-    "CheckpointArgs",
-    "ExpertArgs",
-    "LatentAttentionArgs",
-    "ModelArgs",
-    "MuonArgs",
-    "OptimizerArgs",
-    "ParallelArgs",
-    "PluginArgs",
-    "PositionArgs",
-    "PrecisionArgs",
-    "PredictionArgs",
-    "RuntimeArgs",
-    "TrainerArgs",
-]
+GROUPS = (
+    CheckpointArgs,
+    ExpertArgs,
+    LatentAttentionArgs,
+    ModelArgs,
+    MuonArgs,
+    OptimizerArgs,
+    ParallelArgs,
+    PluginArgs,
+    PositionArgs,
+    PrecisionArgs,
+    PredictionArgs,
+    RuntimeArgs,
+    TrainerArgs,
+)

@@ -1,0 +1,100 @@
+"""``RunConfig``: the resolved command line as one frozen object with typed sections, carried through a run.
+
+    config[ClusterArgs].train_timeout      a section: one of the argument groups, or any dataclass with fields of args
+    config.facts.num_rollout               facts that the run learns while it starts
+    config.args                            the namespace that users' hooks and plugins receive
+
+Built once by ``slime.ray.arguments.run_config``. A change gives a new object: ``with_facts``, ``with_values``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, TypeVar, cast
+
+Section = TypeVar("Section")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFacts:
+    """Facts that a run learns while it starts; None until then.
+
+    Attributes:
+        routers: address (host, port) of each model's router, the first one is that of the trained model.
+        start_rollout_id: first rollout of this run, 0 or the one after the loaded checkpoint.
+        num_rollout: end of the run, from ``--num-rollout`` or the length of the prompt file.
+    """
+
+    routers: Mapping[str, tuple[str, int]] | None = None
+    start_rollout_id: int | None = None
+    num_rollout: int | None = None
+
+    def attributes(self) -> dict[str, Any]:
+        """The facts under the names that plugins read: ``args.sglang_router_ip``, ``args.num_rollout``."""
+        found: dict[str, Any] = {}
+        if self.num_rollout is not None:
+            found["num_rollout"] = self.num_rollout
+        if self.routers:
+            found["sglang_model_routers"] = dict(self.routers)
+            found["sglang_router_ip"], found["sglang_router_port"] = next(iter(self.routers.values()))
+        return found
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RunConfig:
+    """One run's configuration. Sections and ``args`` are made on first use and kept for the process.
+
+    Attributes:
+        values: every resolved argument by name.
+        estimator: record of the advantage estimator.
+        model: shape of the model; None if ``--hf-checkpoint`` holds a model of an unknown family.
+    """
+
+    values: Mapping[str, Any]
+    estimator: Any = None
+    model: Any = None
+    facts: RunFacts = dataclasses.field(default_factory=RunFacts)
+
+    @classmethod
+    def of(cls, args: Namespace, *, estimator: Any = None, model: Any = None) -> RunConfig:
+        """The configuration in ``args``, which is copied: later writes to ``args`` do not change it."""
+        return cls(dict(vars(args)), estimator, model)
+
+    def __getitem__(self, section: type[Section]) -> Section:
+        """The dataclass ``section`` filled by field name; a field that the arguments lack keeps its default."""
+        if section not in self._sections:
+            values = self._merged
+            names = [item.name for item in dataclasses.fields(cast(Any, section)) if item.init]
+            self._sections[section] = section(**{name: values[name] for name in names if name in values})
+        return cast(Section, self._sections[section])
+
+    @cached_property
+    def args(self) -> Namespace:
+        """The namespace for users' hooks and plugins: every argument, and the facts.
+
+        One object per process, because hooks keep state in it.
+        """
+        return Namespace(**self._merged)
+
+    def with_facts(self, **facts: Any) -> RunConfig:
+        """The configuration after the start has learned ``facts`` (fields of :class:`RunFacts`)."""
+        return dataclasses.replace(self, facts=dataclasses.replace(self.facts, **facts))
+
+    def with_values(self, **values: Any) -> RunConfig:
+        """The configuration with other arguments: for a role, or for a run that starts again."""
+        return dataclasses.replace(self, values={**self.values, **values})
+
+    @cached_property
+    def _merged(self) -> dict[str, Any]:
+        return {**self.values, **self.facts.attributes()}
+
+    @cached_property
+    def _sections(self) -> dict[type, Any]:
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Only the fields travel: a hook may have put something into args that cannot be pickled.
+        return {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
