@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from convert_hf_to_int4_direct import quantization_config
 
 from slime.backends.megatron_utils.offline import run_tool
-from slime.config.model_config import read_model_config
+from slime.models.config_json import read_model_config
 from slime.utils.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from slime.batch.balance import (
     get_seqlen_balanced_partitions,
     split_bin,
 )
-from slime.batch.flops import ModelDims, calculate_fwd_flops
 from slime.data.layout import ParallelLayout
+from slime.models.flops import ModelDims, calculate_fwd_flops
 from slime.utils.errors import ConfigError, DataError
 
 __all__ = ["MicroBatchArgs", "ScheduleError", "StepPlan", "build_dp_schedule", "plan_steps"]

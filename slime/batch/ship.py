@@ -14,10 +14,10 @@ from typing import Any
 import numpy
 import torch
 
-from slime.batch.flops import ModelDims
 from slime.batch.schedule import MicroBatchArgs, StepPlan, plan_steps
 from slime.data.columns import RankBatch, TrainData, column
 from slime.data.layout import ParallelLayout
+from slime.models.flops import ModelDims
 
 __all__ = ["Shipment", "slice_batch", "split_by_dp", "tensorize"]
 

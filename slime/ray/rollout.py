@@ -16,7 +16,6 @@ import ray
 
 from slime.backends.megatron_utils.model_shape import read_shape
 from slime.batch.compile import compile_train_data
-from slime.batch.flops import calculate_fwd_flops
 from slime.batch.replay import load_debug_rollout_data, save_debug_rollout_data, save_tokenizer
 from slime.batch.rewards import RewardArgs, SignalWatch
 from slime.batch.schedule import MicroBatchArgs
@@ -25,6 +24,7 @@ from slime.config.groups import from_args
 from slime.data.layout import ParallelLayout
 from slime.data.sample import Sample, iter_samples
 from slime.hooks.load import load_function
+from slime.models.flops import calculate_fwd_flops
 from slime.observability.background_writer import BackgroundWriter
 from slime.observability.logging_utils import configure_logger
 from slime.observability.rollout_metrics import log_eval_rollout_data, log_rollout_data

@@ -15,7 +15,7 @@ from typing import Any
 
 from slime.config import notices
 from slime.config.groups import flag_of
-from slime.config.model_config import read_model_config
+from slime.models.config_json import read_model_config
 from slime.weight_sync.version_store import foreign_content
 
 __all__ = ["RULES"]

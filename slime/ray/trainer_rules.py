@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from slime.backends.fsdp_utils import argument_rules as fsdp_rules
 from slime.backends.megatron_utils import argument_rules as megatron_rules
-from slime.backends.megatron_utils.families.registry import FAMILIES
 from slime.backends.megatron_utils.model_shape import check_against_hf, read_shape
 from slime.backends.megatron_utils.precision_rules import int4, kv_fp8
 from slime.config import notices
 from slime.config.groups import flag_of
+from slime.models.registry import FAMILIES
 from slime.utils.errors import ConfigError
 
 __all__ = ["RULES", "other_model_flags"]

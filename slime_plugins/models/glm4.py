@@ -14,7 +14,7 @@ def get_glm_spec(args: Namespace, config: Any, vp_stage: int | None = None) -> A
     Args:
         config: what ``slime.backends.megatron_utils.transformer_config.build_config`` makes of ``args``.
     """
-    from slime.backends.megatron_utils.families.glm4 import GLM4
     from slime.backends.megatron_utils.layer_specs import block_spec
+    from slime.models.families.glm4 import GLM4
 
     return block_spec(config, GLM4, vp_stage)

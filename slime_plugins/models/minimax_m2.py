@@ -14,7 +14,7 @@ def get_minimax_m2_layer_spec(args: Namespace, config: Any, vp_stage: int | None
     Args:
         config: what ``slime.backends.megatron_utils.transformer_config.build_config`` makes of ``args``.
     """
-    from slime.backends.megatron_utils.families.minimax_m2 import MINIMAX_M2
     from slime.backends.megatron_utils.layer_specs import block_spec
+    from slime.models.families.minimax_m2 import MINIMAX_M2
 
     return block_spec(config, MINIMAX_M2, vp_stage)

@@ -14,7 +14,7 @@ def get_qwen3_5_spec(args: Namespace, config: Any, vp_stage: int | None = None) 
     Args:
         config: what ``slime.backends.megatron_utils.transformer_config.build_config`` makes of ``args``.
     """
-    from slime.backends.megatron_utils.families.qwen3_5 import QWEN3_5
     from slime.backends.megatron_utils.layer_specs import block_spec
+    from slime.models.families.qwen3_5 import QWEN3_5
 
     return block_spec(config, QWEN3_5, vp_stage)

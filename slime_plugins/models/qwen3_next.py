@@ -14,7 +14,7 @@ def get_qwen3_next_spec(args: Namespace, config: Any, vp_stage: int | None = Non
     Args:
         config: what ``slime.backends.megatron_utils.transformer_config.build_config`` makes of ``args``.
     """
-    from slime.backends.megatron_utils.families.qwen3_next import QWEN3_NEXT
     from slime.backends.megatron_utils.layer_specs import block_spec
+    from slime.models.families.qwen3_next import QWEN3_NEXT
 
     return block_spec(config, QWEN3_NEXT, vp_stage)

@@ -20,6 +20,7 @@ BELOW_TRAINER = [
     "batch",
     "data",
     "config",
+    "models",
     "hooks",
     "utils",
     "observability",
@@ -31,17 +32,18 @@ MAY_IMPORT: dict[str, list[str]] = {
     "": ["compat"],
     "compat": [EVERYTHING],
     "utils": [],
-    "config": ["utils"],
-    "data": ["utils"],
+    "models": ["utils"],
+    "config": ["models", "utils"],
+    "data": ["models", "utils"],
     "hooks": ["utils", "data"],
     "algorithms": [],
-    "batch": ["data", "config", "utils"],
+    "batch": ["data", "config", "models", "utils"],
     "observability": ["data", "utils", "config"],
     "rollout": ["data", "config", "hooks", "utils", "observability"],
     "backends": [],
     "backends/protocols": [],
     "weight_sync": ["backends/protocols", "data", "utils"],
-    "backends/sglang_utils": ["backends/protocols", "data", "config", "utils", "observability"],
+    "backends/sglang_utils": ["backends/protocols", "data", "config", "models", "utils", "observability"],
     "backends/training": BELOW_TRAINER,
     "backends/megatron_utils": [*BELOW_TRAINER, "backends/training"],
     "backends/fsdp_utils": [*BELOW_TRAINER, "backends/training"],
@@ -50,7 +52,7 @@ MAY_IMPORT: dict[str, list[str]] = {
     "testing": ["ray", "rollout", "batch", "data", "hooks", "utils"],
     "doctor": [EVERYTHING],
     "replay": [EVERYTHING],
-    "board": ["observability", "utils"],
+    "board": ["observability", "models", "utils"],
     "cli": [EVERYTHING],
     "__main__": ["cli"],
 }
@@ -70,9 +72,9 @@ THIRD_PARTY: dict[str, list[str]] = {
     "httpx": ["utils", "rollout", "backends/sglang_utils"],
 }
 
-# Modules of `utils` that may import torch; no other may, and `config` and `hooks` may not at all.
+# Modules of `utils` that may import torch; no other may, and `config`, `hooks` and `models` may not at all.
 TORCH_IN_UTILS = ("slime.utils.accelerator", "slime.utils.distributed_utils", "slime.utils.memory_utils")
-TORCH_NEVER = ("config", "hooks")
+TORCH_NEVER = ("config", "hooks", "models")
 
 # Exceptions that exist today: "module -> imported". May only shrink.
 ALLOWED: dict[str, str] = {}

@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 
 from slime.config.groups import flag_of
-from slime.config.model_config import read_model_config, text_part
+from slime.models.config_json import read_model_config, text_part
 
 __all__ = ["RULES"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 
-from slime.backends.megatron_utils.shape_parts import ModelShape
 from slime.config.plan.layout import stage_layers
 from slime.config.plan.values import PlanError
+from slime.models.shape import ModelShape
 
 __all__ = ["joint_norm", "sparse"]
 

@@ -24,15 +24,15 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.megatron_utils.arguments import ParallelArgs, TrainerArgs
-from slime.backends.megatron_utils.families.base import Rule
-from slime.backends.megatron_utils.hf_shape import read_shape
 from slime.backends.megatron_utils.model_shape import padded_vocab_size
 from slime.backends.megatron_utils.patches.install import install
-from slime.backends.megatron_utils.shape_parts import ModelShape
 from slime.backends.megatron_utils.tensor_layouts import from_megatron
 from slime.backends.megatron_utils.vision_rules import sees_media
 from slime.backends.training.hf_files import save_hf_directory
 from slime.config.groups import from_args
+from slime.models.hf_shape import read_shape
+from slime.models.shape import ModelShape
+from slime.models.tables import Rule
 from slime.utils.errors import ConfigError
 
 __all__ = [

@@ -24,11 +24,11 @@ from megatron.core.transformer.transformer_block import _get_block_submodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 
 from slime.backends.megatron_utils.attention import LatentAttention, PackedAttention
-from slime.backends.megatron_utils.families.base import Family
 from slime.backends.megatron_utils.gated_delta_net import GatedDeltaNet
 from slime.backends.megatron_utils.norms import JointHeadNorm, TorchNorm
-from slime.backends.megatron_utils.shape_parts import SparseShape
 from slime.backends.megatron_utils.sparse_attention import make_sparse
+from slime.models.shape import SparseShape
+from slime.models.tables import Family
 from slime.utils.errors import ConfigError
 
 __all__ = ["PostNormLayer", "block_spec", "mtp_spec", "user_block", "with_classes"]

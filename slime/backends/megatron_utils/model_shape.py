@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.backends.megatron_utils.hf_shape import (
+from slime.models.config_json import MOST_LAYERS
+from slime.models.hf_shape import (
     Llama3Rope,
     MlaShape,
     ModelShape,
@@ -23,7 +24,6 @@ from slime.backends.megatron_utils.hf_shape import (
     read_hf_config,
     read_shape,
 )
-from slime.config.model_config import MOST_LAYERS
 from slime.utils.errors import ConfigError
 
 __all__ = [

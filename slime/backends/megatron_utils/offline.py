@@ -22,8 +22,8 @@ from slime.backends.megatron_utils.patches.install import install
 from slime.backends.megatron_utils.vision_rules import sees_media
 from slime.backends.training.checkpoint_source import Source, inspect_checkpoint
 from slime.config.groups import add_group, from_args, unsupported_flags
-from slime.config.model_config import text_part
 from slime.config.parse import EngineNamespace, parse
+from slime.models.config_json import text_part
 from slime.utils.errors import ConfigError, SlimeError
 from slime.utils.net import free_port
 

@@ -11,7 +11,7 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator
 
-from slime.backends.megatron_utils.hf_shape import read_hf_config, read_shape
+from slime.models.hf_shape import read_hf_config, read_shape
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 

@@ -30,8 +30,8 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from slime.backends.megatron_utils.attention import LatentAttention, PackedSegments
-from slime.backends.megatron_utils.shape_parts import SparseShape
 from slime.backends.training.attention import AttentionPlan, Piece, gather_keys
+from slime.models.shape import SparseShape
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 

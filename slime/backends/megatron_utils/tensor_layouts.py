@@ -11,7 +11,7 @@ from itertools import chain
 
 import torch
 
-from slime.backends.megatron_utils.families.base import Rule, Section
+from slime.models.tables import Rule, Section
 
 __all__ = ["Dimensions", "from_megatron", "full_shape", "join", "shard", "to_megatron"]
 

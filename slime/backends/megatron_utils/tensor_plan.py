@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from slime.backends.megatron_utils.families.base import Family, Rule
 from slime.backends.megatron_utils.gpt import unwrap
 from slime.backends.megatron_utils.tensor_layouts import Dimensions
 from slime.backends.megatron_utils.value_head import VALUE_HEAD_PARAMETERS, ValueHead
+from slime.models.tables import Family, Rule
 from slime.utils.errors import ConfigError
 
 __all__ = ["LocalTensor", "ModelTensors", "Place", "chunks_of", "dimensions_of"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any, Literal
 
-from slime.backends.megatron_utils.hf_shape import DeltaNetShape, MlaShape, ModelShape, MoeShape, YarnRope, read_shape
+from slime.models.hf_shape import DeltaNetShape, MlaShape, ModelShape, MoeShape, YarnRope, read_shape
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig

@@ -17,10 +17,10 @@ from megatron.core import parallel_state as mpu
 
 from slime.backends.megatron_utils.attention import DeepFeatures, PackedSegments
 from slime.backends.megatron_utils.gpt import PackedGPTModel
-from slime.backends.megatron_utils.shape_parts import VisionShape
 from slime.backends.megatron_utils.vision_tower import build_tower
 from slime.backends.training.context_parallel import zigzag_rows
 from slime.backends.training.media import Media
+from slime.models.shape import VisionShape
 
 __all__ = ["VisionGPTModel", "rope_angles"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 
-from slime.backends.megatron_utils.hf_shape import read_shape
 from slime.config.plan.layout import stage_layers
 from slime.config.plan.values import PlanError
+from slime.models.hf_shape import read_shape
 from slime.utils.errors import ConfigError
 
 __all__ = ["VISION_SPECS", "sees_media", "vision"]

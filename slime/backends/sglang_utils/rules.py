@@ -22,8 +22,8 @@ from slime.backends.sglang_utils.option_table import ALIASES
 from slime.backends.sglang_utils.server_args import trainer_dtype
 from slime.backends.sglang_utils.topology import ModelSpec, Topology, WorkerType, num_stages, topology_of
 from slime.config import notices
-from slime.config.model_config import read_model_config, text_part
 from slime.data.sampling_mask import cuts_vocabulary
+from slime.models.config_json import read_model_config, text_part
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 from slime.utils.net import url_host

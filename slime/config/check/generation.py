@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slime.config import notices
-from slime.config.model_config import load_model_config
+from slime.models.config_json import load_model_config
 
 __all__ = ["MEDIA", "RULES"]
 

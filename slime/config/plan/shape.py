@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from slime.config.groups import flag_of
-from slime.config.model_config import MOST_LAYERS, indexer_layers, read_model_config, text_part
 from slime.config.plan.values import PlanError, number, read
 from slime.config.plan.vision import tower_parameters
+from slime.models.config_json import MOST_LAYERS, indexer_layers, read_model_config, text_part
 
 __all__ = ["DeltaNet", "Experts", "Latent", "Shape", "Split", "Weight", "layer_weights", "model_weights", "read_shape"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from slime.config import notices
-from slime.config.model_config import read_model_config, text_part
+from slime.models.config_json import read_model_config, text_part
 
 __all__ = ["evaluation", "lengths", "reward_keys"]
 

@@ -15,8 +15,8 @@ def get_glm5_spec(args: Namespace, config: Any, vp_stage: int | None = None) -> 
         args: ``hf_checkpoint`` says which layers have an indexer.
         config: what ``slime.backends.megatron_utils.transformer_config.build_config`` makes of ``args``.
     """
-    from slime.backends.megatron_utils.hf_shape import read_shape
     from slime.backends.megatron_utils.layer_specs import block_spec
+    from slime.models.hf_shape import read_shape
 
     shape = read_shape(args.hf_checkpoint)
     return block_spec(config, shape.family, vp_stage, sparse=shape.sparse)

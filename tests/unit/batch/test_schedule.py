@@ -13,9 +13,9 @@ from slime.batch.balance import (
     get_seqlen_balanced_partitions,
     karmarkar_karp,
 )
-from slime.batch.flops import calculate_fwd_flops
 from slime.batch.schedule import MicroBatchArgs, ScheduleError, StepPlan, build_dp_schedule, plan_steps
 from slime.data.layout import ParallelLayout
+from slime.models.flops import calculate_fwd_flops
 from slime.utils.errors import ConfigError, DataError
 
 DIMS = SimpleNamespace(

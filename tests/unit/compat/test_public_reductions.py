@@ -6,12 +6,12 @@ import logging
 
 import pytest
 import torch
+
 from slime.compat.train_metric_utils import (
     gather_and_reduce_log_dict,
     reduce_train_step_metrics,
     rollout_log_metric_contribution,
 )
-
 from slime.utils.memory_utils import available_memory, clear_memory, print_memory
 
 

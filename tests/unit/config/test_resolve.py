@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from slime.config.model_config import read_model_config
 from slime.config.resolve import cluster
+from slime.models.config_json import read_model_config
 from tests.unit.config.tiny_command import QWEN3, TinyCommand, make_model
 
 

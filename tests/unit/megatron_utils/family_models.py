@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from megatron.core import parallel_state as mpu
 
-from slime.backends.megatron_utils.hf_shape import ModelShape, read_shape
 from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.transformer_config import build_config
+from slime.models.hf_shape import ModelShape, read_shape
 from tests.unit.megatron_utils.tiny_trainer import make_args
 
 __all__ = ["build_family_model", "shape_of"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slime.backends.megatron_utils.hf_shape import shape_from_config
+from slime.models.hf_shape import shape_from_config
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.command_lines import problems_of, resolved, write_config
 from tests.unit.megatron_utils.hub_models import QWEN3_4B

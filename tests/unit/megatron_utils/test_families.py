@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slime.backends.megatron_utils.families.registry import FAMILIES, NOT_BUILT, why_not_built
 from slime.backends.megatron_utils.patches.install import install
+from slime.models.registry import FAMILIES, NOT_BUILT, why_not_built
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.tiny_families import (
     KINDS,

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from slime.backends.megatron_utils.families.registry import FAMILIES, NOT_BUILT
-from slime.backends.megatron_utils.hf_shape import ModelShape, read_shape, shape_from_config
-from slime.config.model_config import read_model_config
+from slime.models.config_json import read_model_config
+from slime.models.hf_shape import ModelShape, read_shape, shape_from_config
+from slime.models.registry import FAMILIES, NOT_BUILT
 from slime.ray.arguments import parse_only
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.command_lines import problems_of, resolved, write_config

@@ -7,8 +7,6 @@ import itertools
 import pytest
 import torch
 
-from slime.backends.megatron_utils.families.base import Rule
-from slime.backends.megatron_utils.families.registry import FAMILIES
 from slime.backends.megatron_utils.tensor_layouts import (
     Dimensions,
     from_megatron,
@@ -17,6 +15,8 @@ from slime.backends.megatron_utils.tensor_layouts import (
     shard,
     to_megatron,
 )
+from slime.models.registry import FAMILIES
+from slime.models.tables import Rule
 
 _SIZE = Dimensions(
     num_query_groups=4, head_dim=3, vocab_size=10, num_key_heads=4, num_value_heads=8, key_dim=3, value_dim=2

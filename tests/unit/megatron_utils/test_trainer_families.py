@@ -212,8 +212,8 @@ def test_routing_replay_of_a_model_without_experts_is_refused(checkpoint: Any) -
 def provide_narrow_head(pre_process: bool, post_process: bool, config: Any, args: Any) -> Any:
     """A user's model: the family's, built by hand."""
     from slime.backends.megatron_utils.gpt import PackedGPTModel
-    from slime.backends.megatron_utils.hf_shape import read_shape
     from slime.backends.megatron_utils.layer_specs import block_spec
+    from slime.models.hf_shape import read_shape
 
     shape = read_shape(args.hf_checkpoint)
     model = PackedGPTModel(

@@ -180,7 +180,7 @@ def test_media_that_are_not_among_the_tokens_are_an_error(tmp_path: Path) -> Non
 
 
 def test_a_family_without_a_tower_refuses_images(tmp_path: Path) -> None:
-    from slime.backends.megatron_utils.hf_shape import read_shape
+    from slime.models.hf_shape import read_shape
     from tests.unit.megatron_utils.tiny_trainer import make_hf_model
 
     make_hf_model("qwen3", tmp_path)

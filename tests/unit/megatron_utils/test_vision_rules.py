@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from slime.backends.megatron_utils.hf_shape import shape_from_config
 from slime.backends.megatron_utils.vision_rules import VISION_SPECS, sees_media, vision
+from slime.models.hf_shape import shape_from_config
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.hub_models import QWEN3_4B
 from tests.unit.megatron_utils.hub_vision import QWEN3_VL_4B

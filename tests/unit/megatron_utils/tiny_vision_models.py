@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from slime.backends.megatron_utils.families.registry import FAMILIES
+from slime.models.registry import FAMILIES
 from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_batch, schedule
 

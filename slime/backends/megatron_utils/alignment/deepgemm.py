@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from slime.backends.megatron_utils.hf_shape import read_hf_config
+from slime.models.hf_shape import read_hf_config
 from slime.utils.errors import ConfigError
 from slime.weight_sync.quantize import quantize_fp8
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slime.backends.megatron_utils.families.base import Rule
+from slime.models.tables import Rule
 
 __all__ = ["DEEPSTACK_MERGERS", "VISION_TOWER", "in_language_model"]
 

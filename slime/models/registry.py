@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from slime.backends.megatron_utils.families.base import Family
-from slime.backends.megatron_utils.families.deepseek_v3 import DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K2
-from slime.backends.megatron_utils.families.deepseek_v32 import DEEPSEEK_V32, GLM_MOE_DSA
-from slime.backends.megatron_utils.families.glm4 import GLM4
-from slime.backends.megatron_utils.families.glm4_moe import GLM4_MOE
-from slime.backends.megatron_utils.families.llama import LLAMA
-from slime.backends.megatron_utils.families.mimo import MIMO
-from slime.backends.megatron_utils.families.minimax_m2 import MINIMAX_M2
-from slime.backends.megatron_utils.families.qwen2 import QWEN2
-from slime.backends.megatron_utils.families.qwen2_moe import QWEN2_MOE
-from slime.backends.megatron_utils.families.qwen3 import QWEN3
-from slime.backends.megatron_utils.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
-from slime.backends.megatron_utils.families.qwen3_moe import QWEN3_MOE
-from slime.backends.megatron_utils.families.qwen3_next import QWEN3_NEXT
-from slime.backends.megatron_utils.families.qwen3_vl import QWEN3_VL
+from slime.models.families.deepseek_v3 import DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K2
+from slime.models.families.deepseek_v32 import DEEPSEEK_V32, GLM_MOE_DSA
+from slime.models.families.glm4 import GLM4
+from slime.models.families.glm4_moe import GLM4_MOE
+from slime.models.families.llama import LLAMA
+from slime.models.families.mimo import MIMO
+from slime.models.families.minimax_m2 import MINIMAX_M2
+from slime.models.families.qwen2 import QWEN2
+from slime.models.families.qwen2_moe import QWEN2_MOE
+from slime.models.families.qwen3 import QWEN3
+from slime.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
+from slime.models.families.qwen3_moe import QWEN3_MOE
+from slime.models.families.qwen3_next import QWEN3_NEXT
+from slime.models.families.qwen3_vl import QWEN3_VL
+from slime.models.tables import Family
 
 __all__ = ["FAMILIES", "NOT_BUILT", "why_not_built"]
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slime.backends.megatron_utils.families.base import (
+from slime.models.families.glm4_moe import MTP_NAMES
+from slime.models.tables import (
     DENSE_MLP,
     EMBEDDINGS,
     EXPERTS,
@@ -18,7 +19,6 @@ from slime.backends.megatron_utils.families.base import (
     Family,
     mtp_rules,
 )
-from slime.backends.megatron_utils.families.glm4_moe import MTP_NAMES
 
 __all__ = ["DEEPSEEK_V3", "GLM4_MOE_LITE", "KIMI_K2"]
 

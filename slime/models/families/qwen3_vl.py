@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from slime.backends.megatron_utils.families.base import ATTENTION, DENSE_MLP, EMBEDDINGS, QK_NORM, Family
-from slime.backends.megatron_utils.families.vision import DEEPSTACK_MERGERS, VISION_TOWER, in_language_model
+from slime.models.tables import ATTENTION, DENSE_MLP, EMBEDDINGS, QK_NORM, Family
+from slime.models.vision_tables import DEEPSTACK_MERGERS, VISION_TOWER, in_language_model
 
 __all__ = ["QWEN3_VL"]
 

@@ -6,7 +6,7 @@ of the head are the main ones.
 
 from __future__ import annotations
 
-from slime.backends.megatron_utils.families.base import (
+from slime.models.tables import (
     ATTENTION,
     DENSE_MLP,
     EMBEDDINGS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime.backends.megatron_utils.families.base import (
+from slime.models.tables import (
     ATTENTION,
     DENSE_MLP,
     EMBEDDINGS,

@@ -6,7 +6,7 @@ around zero, except that of the delta nets' output. The prediction layer has nam
 
 from __future__ import annotations
 
-from slime.backends.megatron_utils.families.base import (
+from slime.models.tables import (
     DENSE_MLP,
     EMBEDDINGS,
     EXPERTS,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slime.backends.megatron_utils.families.base import (
+from slime.models.families.deepseek_v3 import DEEPSEEK_V3
+from slime.models.tables import (
     DENSE_MLP,
     EMBEDDINGS,
     EXPERTS,
@@ -17,7 +18,6 @@ from slime.backends.megatron_utils.families.base import (
     SHARED_EXPERTS,
     decoder_line,
 )
-from slime.backends.megatron_utils.families.deepseek_v3 import DEEPSEEK_V3
 
 __all__ = ["DEEPSEEK_V32", "GLM_MOE_DSA"]
 

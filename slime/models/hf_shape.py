@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from slime.backends.megatron_utils.families.base import Family, Rule
-from slime.backends.megatron_utils.families.registry import FAMILIES, why_not_built
-from slime.backends.megatron_utils.shape_parts import (
+from slime.models.config_json import MOST_LAYERS, indexer_layers
+from slime.models.config_json import load_model_config as read_hf_config
+from slime.models.registry import FAMILIES, why_not_built
+from slime.models.shape import (
     DeltaNetShape,
     Llama3Rope,
     MlaShape,
@@ -22,8 +23,7 @@ from slime.backends.megatron_utils.shape_parts import (
     VisionShape,
     YarnRope,
 )
-from slime.config.model_config import MOST_LAYERS, indexer_layers
-from slime.config.model_config import load_model_config as read_hf_config
+from slime.models.tables import Family, Rule
 from slime.utils.errors import ConfigError
 
 __all__ = [

@@ -6,7 +6,7 @@ first ``rotary_dim`` columns of a head.
 
 from __future__ import annotations
 
-from slime.backends.megatron_utils.families.base import ATTENTION, EMBEDDINGS, Family, decoder_line
+from slime.models.tables import ATTENTION, EMBEDDINGS, Family, decoder_line
 
 __all__ = ["MINIMAX_M2"]
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slime.backends.megatron_utils.families.base import (
+from slime.models.families.qwen3_next import GATED_ATTENTION, HYBRID_DEFAULTS, MTP_NAMES, delta_net
+from slime.models.tables import (
     DENSE_MLP,
     EMBEDDINGS,
     EXPERTS,
@@ -17,8 +18,7 @@ from slime.backends.megatron_utils.families.base import (
     Rule,
     mtp_rules,
 )
-from slime.backends.megatron_utils.families.qwen3_next import GATED_ATTENTION, HYBRID_DEFAULTS, MTP_NAMES, delta_net
-from slime.backends.megatron_utils.families.vision import VISION_TOWER, in_language_model
+from slime.models.vision_tables import VISION_TOWER, in_language_model
 
 __all__ = ["QWEN3_5", "QWEN3_5_MOE"]
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slime.backends.megatron_utils.families.base import Family
-from slime.backends.megatron_utils.families.registry import FAMILIES
+from slime.models.registry import FAMILIES
+from slime.models.tables import Family
 
 __all__ = [
     "DeltaNetShape",
