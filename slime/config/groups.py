@@ -34,18 +34,6 @@ import typing
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
-__all__ = [
-    "Flag",
-    "add_group",
-    "defaults_of",
-    "flag_of",
-    "flags_of",
-    "from_args",
-    "ignored_flags",
-    "json_object",
-    "unsupported_flags",
-]
-
 Group = TypeVar("Group")
 
 
@@ -58,6 +46,16 @@ def add_group(parser: argparse.ArgumentParser, group: type) -> None:
             parser.set_defaults(**{item.name: _default(item)})
             continue
         section.add_argument(*_spellings(item), dest=item.name, **_option(item, hints[item.name]))
+
+
+def groups_in(*modules: types.ModuleType) -> list[type]:
+    """The groups of ``arguments`` modules: ``GROUPS`` if a module has that, else the dataclasses that it defines."""
+    return [group for module in modules for group in vars(module).get("GROUPS") or _defined_in(module)]
+
+
+def _defined_in(module: types.ModuleType) -> list[type]:
+    own = [item for item in vars(module).values() if isinstance(item, type) and item.__module__ == module.__name__]
+    return sorted(filter(dataclasses.is_dataclass, own), key=lambda group: group.__name__)
 
 
 @dataclasses.dataclass(frozen=True)

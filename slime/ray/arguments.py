@@ -6,12 +6,10 @@ stay importable without torch, ray, megatron and sglang: ``train.py --help`` ans
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from slime.algorithms import arguments as algorithms
 from slime.backends.fsdp_utils import arguments as fsdp
@@ -28,7 +26,7 @@ from slime.config import arguments as command
 from slime.config import check as config_check
 from slime.config import parse as config_parse
 from slime.config import resolve as config_resolve
-from slime.config.groups import defaults_of, unsupported_flags
+from slime.config.groups import defaults_of, groups_in, unsupported_flags
 from slime.config.parse import AddArguments
 from slime.config.run_config import RunConfig
 from slime.data import arguments as data
@@ -63,24 +61,14 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-def _groups(modules: Iterable[Any]) -> list[type]:
-    """The groups of each ``arguments`` module: its ``GROUPS`` if it has them, else every dataclass that it defines."""
-    return [group for module in modules for group in getattr(module, "GROUPS", None) or _defined_in(module)]
-
-
-def _defined_in(module: Any) -> list[type]:
-    own = [item for item in vars(module).values() if isinstance(item, type) and item.__module__ == module.__name__]
-    return sorted(filter(dataclasses.is_dataclass, own), key=lambda group: group.__name__)
-
-
 GROUPS: list[type] = [
-    *_groups((command,)),
+    *groups_in(command),
     ClusterArgs,
     SyncArgs,
     flags.AsyncArgs,
-    *_groups((data, rollout, batch, algorithms)),
+    *groups_in(data, rollout, batch, algorithms),
     flags.ConvenienceArgs,
-    *_groups((megatron, fsdp, sglang, observability)),
+    *groups_in(megatron, fsdp, sglang, observability),
     flags.FaultToleranceArgs,
     flags.NetworkArgs,
     flags.CiArgs,

@@ -21,7 +21,7 @@ from slime.backends.megatron_utils import argument_rules, arguments, model_shape
 from slime.backends.megatron_utils.patches.install import install
 from slime.backends.megatron_utils.vision_rules import sees_media
 from slime.backends.training.checkpoint_source import Source, inspect_checkpoint
-from slime.config.groups import add_group, from_args, unsupported_flags
+from slime.config.groups import add_group, from_args, groups_in, unsupported_flags
 from slime.config.parse import EngineNamespace, parse
 from slime.models.config_json import text_part
 from slime.utils.errors import ConfigError, SlimeError
@@ -70,7 +70,7 @@ def read_options(
         parser.usage = f"{own} [Megatron flag ...]"
         return parser
 
-    groups = [getattr(arguments, name) for name in arguments.__all__]
+    groups = groups_in(arguments)
     args = parse(
         sys.argv[1:] if argv is None else argv,
         groups,
@@ -102,8 +102,8 @@ def read_options(
 def _add_training_defaults(args: argparse.Namespace) -> None:
     """Rules and the model's config look at flags of the objective; a tool has none of them."""
     parser = argparse.ArgumentParser(add_help=False)
-    for name in algorithm_arguments.__all__:
-        add_group(parser, getattr(algorithm_arguments, name))
+    for group in groups_in(algorithm_arguments):
+        add_group(parser, group)
     for name, value in vars(parser.parse_args([])).items():
         vars(args).setdefault(name, value)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from slime.backends.megatron_utils import arguments
 from slime.backends.megatron_utils.argument_rules import RULES, STEPS
+from slime.config.groups import groups_in
 from slime.config.parse import EngineNamespace, parse
 
 __all__ = ["problems_of", "read_flags", "resolved", "write_config"]
@@ -23,7 +24,7 @@ class _FromOtherRooms:
     debug_rollout_only: bool = False
 
 
-_GROUPS = [_FromOtherRooms, *(getattr(arguments, name) for name in arguments.__all__)]
+_GROUPS = [_FromOtherRooms, *groups_in(arguments)]
 
 
 def write_config(directory: Path, config: dict[str, Any]) -> str:

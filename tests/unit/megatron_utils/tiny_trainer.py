@@ -17,7 +17,7 @@ from slime.algorithms import arguments as algorithm_arguments
 from slime.backends.fsdp_utils.arguments import FsdpArgs
 from slime.backends.megatron_utils import arguments as megatron_arguments
 from slime.batch.arguments import BatchArgs, ReplayArgs
-from slime.config.groups import add_group
+from slime.config.groups import add_group, groups_in
 from slime.observability.arguments import OutputArgs, ProfileArgs
 from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 
@@ -91,10 +91,8 @@ def make_hf_model(kind: str, path: Path, **overrides: Any) -> Any:
 def make_args(hf_checkpoint: Path | str, **overrides: Any) -> argparse.Namespace:
     """Arguments of a trainer in fp32 with constant learning rate, everything else default."""
     parser = argparse.ArgumentParser()
-    for name in megatron_arguments.__all__:
-        add_group(parser, getattr(megatron_arguments, name))
-    for name in algorithm_arguments.__all__:
-        add_group(parser, getattr(algorithm_arguments, name))
+    for group in groups_in(megatron_arguments, algorithm_arguments):
+        add_group(parser, group)
     add_group(parser, FsdpArgs)
     add_group(parser, BatchArgs)
     add_group(parser, ReplayArgs)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from slime.config.groups import add_group
+from slime.config.groups import add_group, groups_in
 from slime.config.plan.files import plan_files
 from slime.config.resolve import paths
 from slime.observability import arguments, logging_utils, tracking
@@ -30,8 +30,8 @@ def parsed(*argv: str, **more: Any) -> Namespace:
     import argparse
 
     parser = argparse.ArgumentParser()
-    for name in arguments.__all__:
-        add_group(parser, getattr(arguments, name))
+    for group in groups_in(arguments):
+        add_group(parser, group)
     args = parser.parse_args([str(token) for token in argv])
     vars(args).update(rank=0, rollout_batch_size=8, n_samples_per_prompt=4, global_batch_size=16, **more)
     return args

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from slime.config.groups import groups_in
 from slime.data.sample import Sample
 from slime.rollout import sft_rollout
-from slime.rollout.arguments import __all__ as argument_groups
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.eval_config import EvalDatasetConfig, build_eval_dataset_configs, build_eval_datasets
@@ -226,8 +226,8 @@ def test_a_fresh_copy_shares_no_list_and_keeps_plugin_attributes():
 def test_every_flag_has_a_help_text_and_the_module_imports_no_torch():
     import slime.rollout.arguments as module
 
-    for name in argument_groups:
-        assert all(item.metadata["help"] for item in dataclasses.fields(getattr(module, name)))
+    for group in groups_in(module):
+        assert all(item.metadata["help"] for item in dataclasses.fields(group))
     code = (
         "import slime.rollout.arguments, slime.data.arguments, slime.rollout.eval_config, slime.hooks.load, sys;"
         "assert not {'torch', 'ray', 'transformers', 'sglang'} & set(sys.modules)"
