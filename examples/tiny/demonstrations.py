@@ -15,7 +15,7 @@ from slime.data.chat import load_tokenizer
 from slime.data.media import load_processor
 from slime.data.sample import Sample
 from slime.rollout.base_types import RolloutFnTrainOutput
-from slime.rollout.sampling import prepare_prompt_ids
+from slime.rollout.engine_request import prepare_prompt_ids
 
 __all__ = ["generate_rollout"]
 

@@ -16,8 +16,8 @@ from slime.agent.adapters import OpenAIAdapter
 from slime.agent.adapters.common import BaseAdapter
 from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.data.sample import Sample
-from slime.rollout.places import Places
 from slime.rollout.sglang_rollout import GenerateState
+from slime.utils.async_utils import Places
 from slime.utils.errors import EngineError
 from slime.utils.misc import SingletonMeta
 

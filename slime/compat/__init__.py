@@ -106,6 +106,13 @@ slime.observability.rollout_data_utils
     slime.data.routed_experts: validate_rollout_routed_experts_for_replay
 slime.ray.utils
     slime.ray.cluster: NOSET_VISIBLE_DEVICES_ENV_VARS_LIST
+slime.rollout.filter_hub
+slime.rollout.filter_hub.base_types = slime.rollout.filters
+slime.rollout.filter_hub.dynamic_sampling_filters = slime.rollout.filters
+slime.rollout.rm_hub.deepscaler = slime.rollout.rm_hub.rules
+slime.rollout.rm_hub.f1 = slime.rollout.rm_hub.rules
+slime.rollout.rm_hub.gpqa = slime.rollout.rm_hub.rules
+slime.rollout._fanout_test_helpers = slime.compat.fanout_test_helpers
 slime.utils.external_utils
 slime.utils.external_utils.command_utils = slime.compat.command_utils
 slime.observability.train_metric_utils = slime.compat.train_metric_utils

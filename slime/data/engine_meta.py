@@ -86,7 +86,7 @@ def append_response_tokens(
 
 
 def _restore_stop_text(sample: Sample) -> None:
-    """The response goes on behind a stop token, whose text ``slime.rollout.stop_tokens`` removed: put it back."""
+    """The response goes on behind a stop token, whose text ``slime.rollout.engine_request`` removed: put it back."""
     length, text = vars(sample).pop("stop_text", (None, ""))
     if length == len(sample.response):  # otherwise a custom function appended text by itself
         sample.response += text

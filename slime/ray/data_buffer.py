@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from slime.data.ledger import Event, Ledger
-from slime.data.sample import Sample, SampleGroup, iter_samples
+from slime.data.sample import Sample, SampleGroup, as_groups, iter_samples
 from slime.hooks.load import load_function
 from slime.observability.logging_utils import configure_logger
 from slime.ray.cards import introduce
@@ -22,7 +22,6 @@ from slime.ray.cluster import worker_env
 from slime.ray.waiting import get
 from slime.rollout.data_source import make_data_source
 from slime.rollout.failures import fresh_copy
-from slime.rollout.grouping import as_groups
 from slime.rollout.source_state import load_groups, outstanding_path, save_groups
 from slime.utils.user_exit import exits_are_errors
 

@@ -18,16 +18,23 @@ from typing import Any
 from slime.data.chat import load_tokenizer
 from slime.data.media import load_processor
 from slime.data.prompts import Dataset, open_prompts, parse_path
-from slime.data.sample import Sample, SampleGroup
+from slime.data.sample import Sample, SampleGroup, as_groups
 from slime.data.streaming import StreamingDataset
 from slime.hooks.load import load_function
 from slime.hooks.signature import can_be_called, parameter_names
 from slime.rollout.buffer_filter import choose, pop_first, takes_samples
-from slime.rollout.data_fingerprint import changes, fingerprint
 from slime.rollout.failures import fresh_copy
-from slime.rollout.grouping import as_groups
 from slime.rollout.settings import setting
-from slime.rollout.source_state import FIX, group_from_dicts, group_to_dicts, read_state, state_path, write_state
+from slime.rollout.source_state import (
+    FIX,
+    changes,
+    fingerprint,
+    group_from_dicts,
+    group_to_dicts,
+    read_state,
+    state_path,
+    write_state,
+)
 from slime.utils.errors import DataError
 
 __all__ = ["DataSource", "RolloutDataSource", "RolloutDataSourceWithBuffer", "make_data_source", "pop_first"]

@@ -13,9 +13,9 @@ from tqdm import tqdm
 
 from slime.data.prompts import Dataset
 from slime.data.sample import Sample, iter_samples
+from slime.rollout.engine_request import eval_sampling_params
 from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.failures import FailureBudget, failed_reward, fresh_copy, give_up
-from slime.rollout.sampling import eval_sampling_params
 from slime.rollout.settings import setting
 from slime.utils.errors import DataError
 

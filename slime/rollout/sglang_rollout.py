@@ -37,23 +37,33 @@ from slime.data.sampling_mask import sampled_tokens
 from slime.hooks.load import load_function
 from slime.hooks.signature import can_be_called
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_function, trace_span
-from slime.rollout.abort_requests import end_tasks, gather, mask_older_tokens, note_start
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
-from slime.rollout.collect import call_batch_hooks, collect, log_sample
-from slime.rollout.custom_generate import call_generate, complete, refuse_stray_abort, takes_group
+from slime.rollout.collect import (
+    call_batch_hooks,
+    collect,
+    end_tasks,
+    gather,
+    log_sample,
+    mask_older_tokens,
+    note_start,
+)
+from slime.rollout.custom_generate import call_generate, complete, generate_whole_group, refuse_stray_abort, takes_group
 from slime.rollout.direct_engines import DirectEngines
-from slime.rollout.engine_request import EngineRequest, build_request, check_reply
+from slime.rollout.engine_request import (
+    EngineRequest,
+    build_request,
+    check_reply,
+    cut_stop_token,
+    prepare_prompt_ids,
+    train_sampling_params,
+)
 from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.evaluate import EvalDatasets, evaluate
 from slime.rollout.failures import generate_with_retries, is_given_up, request_retries
-from slime.rollout.group_generate import generate_whole_group
-from slime.rollout.places import Places
+from slime.rollout.rm_hub.scoring import score, score_group
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
-from slime.rollout.sampling import prepare_prompt_ids, train_sampling_params
-from slime.rollout.scoring import score, score_group
 from slime.rollout.settings import is_ending, setting
-from slime.rollout.stop_tokens import cut_stop_token
-from slime.utils.async_utils import call_in_thread, run
+from slime.utils.async_utils import Places, call_in_thread, run
 from slime.utils.errors import DataError
 from slime.utils.http_utils import get_rollout_num_engines, init_http_client, post
 from slime.utils.misc import SingletonMeta
@@ -75,7 +85,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _prepare_prompt_ids = prepare_prompt_ids  # the name that plugins import
-
 EVAL_PROMPT_DATASET: dict[Any, Dataset] = {}
 """Prompts of the evaluation sets that were read; plugins' evaluation functions keep theirs here as well."""
 

@@ -17,10 +17,9 @@ from slime.data.sample import Sample
 from slime.data.sampling_mask import OUTPUT_LISTS, sampled_tokens
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_span
 from slime.rollout import sglang_rollout
-from slime.rollout.engine_request import EngineRequest, check_reply
+from slime.rollout.engine_request import EngineRequest, check_reply, cut_stop_token
 from slime.rollout.failures import request_retries
 from slime.rollout.settings import setting
-from slime.rollout.stop_tokens import cut_stop_token
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import receive_stream
 

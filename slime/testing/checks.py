@@ -15,15 +15,14 @@ from typing import Any, TypeAlias
 
 from slime.batch.compile import compile_train_data
 from slime.batch.rewards import RewardArgs
-from slime.data.sample import Sample, iter_samples
+from slime.data.sample import Sample, as_groups, iter_samples
 from slime.hooks.signature import accepts, parameter_names
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.buffer_filter import call_filter, takes_samples
 from slime.rollout.custom_generate import call_generate, call_group_generate, complete, takes_group
 from slime.rollout.data_source import make_data_source
 from slime.rollout.failures import fresh_copy
-from slime.rollout.filter_hub.base_types import DynamicFilterOutput
-from slime.rollout.grouping import as_groups
+from slime.rollout.filters import DynamicFilterOutput
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.rollout.sglang_rollout import GenerateState

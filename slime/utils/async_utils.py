@@ -15,13 +15,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine
+import weakref
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from slime.utils.errors import DeadlineExceeded
 from slime.utils.user_exit import exit_is_error
 
-__all__ = ["AsyncLoopThread", "call_in_thread", "call_user", "get_async_loop", "is_async", "run"]
+__all__ = ["AsyncLoopThread", "Places", "call_in_thread", "call_user", "get_async_loop", "is_async", "run"]
 
 Result = TypeVar("Result")
 
@@ -151,3 +154,45 @@ async def call_in_thread(function: Callable[..., Result], /, *args: Any, **kwarg
 
     threading.Thread(target=target, name=f"slime-{getattr(function, '__name__', 'call')}", daemon=True).start()
     return await future
+
+
+# Places for running samples: how many requests the engines get at a time. Held during generation only.
+
+
+@dataclass(frozen=True)
+class _OfLoop:
+    semaphore: asyncio.Semaphore
+    taking: asyncio.Lock
+
+
+class Places:
+    """``number`` places in every event loop: a semaphore belongs to the loop it waits on."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _OfLoop] = weakref.WeakKeyDictionary()
+
+    @property
+    def semaphore(self) -> asyncio.Semaphore:
+        """One place per running sample."""
+        return self._here().semaphore
+
+    @asynccontextmanager
+    async def of_a_group(self, count: int) -> AsyncIterator[None]:
+        """Hold a place per sample. One group at a time takes places, or two could wait for each other's."""
+        here, taken = self._here(), 0
+        try:
+            async with here.taking:
+                while taken < min(count, self.number):
+                    await here.semaphore.acquire()
+                    taken += 1
+            yield
+        finally:
+            for _ in range(taken):
+                here.semaphore.release()
+
+    def _here(self) -> _OfLoop:
+        loop = asyncio.get_running_loop()
+        if loop not in self._by_loop:
+            self._by_loop[loop] = _OfLoop(asyncio.Semaphore(self.number), asyncio.Lock())
+        return self._by_loop[loop]

@@ -35,7 +35,7 @@ from slime.agent.parsing import ParsedModelOutput, parse_model_output
 from slime.agent.trajectory import Message, RewardSplit, TrajectoryManager, TurnRecord
 from slime.data.sample import Sample
 from slime.rollout.direct_engines import DirectEngines
-from slime.rollout.stop_tokens import cut_stop_token
+from slime.rollout.engine_request import cut_stop_token
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import close_http_client
 
@@ -233,7 +233,7 @@ class BaseAdapter(ABC):
     ) -> list[Sample]:
         """End a session; its samples, with decoded responses. [] when there are none, or when called again.
 
-        As everywhere, the stop token of the last turn is not part of the text (``slime.rollout.stop_tokens``).
+        As everywhere, the stop token of the last turn is not part of the text (``slime.rollout.engine_request``).
         """
         await self.shutdown_session(sid, wait_timeout=wait_timeout)
         session = self.store.get(sid, Session())

@@ -31,8 +31,8 @@ __all__ = ["main"]
 
 _GRADERS = {
     "sympy": ("slime.rollout.rm_hub.math_utils", "compare_with_sympy"),
-    "math_verify": ("slime.rollout.rm_hub.math_verify_grader", "compare_with_math_verify"),
-    "ifbench": ("slime.rollout.rm_hub.ifbench", "compute_ifbench_reward"),
+    "math_verify": ("slime.rollout.rm_hub.libraries", "compare_with_math_verify"),
+    "ifbench": ("slime.rollout.rm_hub.libraries", "compute_ifbench_reward"),
 }
 _EXAMPLES: dict[str, list[Any]] = {
     "sympy": [r"2\sqrt{3}", r"\sqrt{12}"],

@@ -11,8 +11,8 @@ import pytest
 from slime.data.chat import load_tokenizer
 from slime.data.prompts import Dataset, check_prompt_file, filter_long_prompt, parse_path, read_file
 from slime.data.sample import Sample
+from slime.rollout.engine_request import prepare_prompt_ids
 from slime.rollout.failures import fresh_copy
-from slime.rollout.sampling import prepare_prompt_ids
 from slime.utils.errors import DataError
 
 

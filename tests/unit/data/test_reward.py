@@ -16,7 +16,7 @@ from slime.batch.rewards import RewardArgs, raw_rewards
 from slime.data.reward import reward_number
 from slime.data.sample import Sample
 from slime.rollout.failures import is_given_up
-from slime.rollout.scoring import score
+from slime.rollout.rm_hub.scoring import score
 from slime.utils.errors import DataError
 
 HUGE = 10**5000

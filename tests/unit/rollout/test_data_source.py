@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slime.data.sample import Sample, iter_samples
-from slime.rollout import data_fingerprint, source_state
+from slime.rollout import source_state
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, make_data_source, pop_first
 from slime.utils.errors import DataError
 from tests.unit.rollout.fake_engine import make_args
@@ -443,14 +443,14 @@ def test_a_source_whose_prompt_data_is_no_file_saves_its_state_and_continues(arg
 
 
 def test_a_large_file_is_read_in_blocks_and_its_ends_and_size_count(tmp_path, monkeypatch):
-    monkeypatch.setattr(data_fingerprint, "_BLOCK", 16)
-    monkeypatch.setattr(data_fingerprint, "_NUM_BLOCKS", 4)
+    monkeypatch.setattr(source_state, "_BLOCK", 16)
+    monkeypatch.setattr(source_state, "_NUM_BLOCKS", 4)
     path = tmp_path / "rows.jsonl"
     args = make_args("", 0, prompt_data=str(path))
 
     def digest(content):
         path.write_bytes(content)
-        return data_fingerprint.fingerprint(args, None)["digest"]
+        return source_state.fingerprint(args, None)["digest"]
 
     for size in (0, 5, 16, 63, 64, 80, 1000):
         content = bytes(i % 251 for i in range(size))

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from slime.data.sample import Sample
-from slime.rollout.rm_hub import async_rm, batched_async_rm, known_rm_types, math_verify_grader
-from slime.rollout.rm_hub.f1 import f1_score, normalize_answer
+from slime.rollout.rm_hub import async_rm, batched_async_rm, known_rm_types, libraries
+from slime.rollout.rm_hub.libraries import grade_math_verify
 from slime.rollout.rm_hub.math_utils import (
     _strip_string,
     extract_answer,
@@ -22,8 +22,8 @@ from slime.rollout.rm_hub.math_utils import (
     mathd_normalize_answer,
     remove_boxed,
 )
-from slime.rollout.rm_hub.math_verify_grader import grade_math_verify
-from slime.rollout.scoring import score_group
+from slime.rollout.rm_hub.rules import f1_score, normalize_answer
+from slime.rollout.rm_hub.scoring import score_group
 from slime.utils.errors import DataError, ScoringError
 from tests.limits import unloaded_time
 from tests.unit.rollout.fake_engine import FakeEngine
@@ -326,7 +326,7 @@ def test_math_verify_accepts_what_the_strict_rules_refuse(given, gold):
 
 
 def test_a_reward_whose_library_is_missing_ends_the_run_instead_of_being_zero(monkeypatch):
-    monkeypatch.setattr(math_verify_grader.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DataError, match="pip install math-verify") as caught:
         score(rm_args(rm_type="math_verify"), Sample(response=r"\boxed{7}", label="7"))
     assert not isinstance(caught.value, ScoringError)  # which is the sample's own failure
@@ -351,7 +351,7 @@ def test_a_remote_service_has_two_minutes_or_rm_timeout_if_that_is_longer(monkey
         given.append(kwargs["timeout_s"])
         return 1.0
 
-    monkeypatch.setattr("slime.rollout.rm_hub.remote.post", post)
+    monkeypatch.setattr("slime.rollout.rm_hub.scoring.post", post)
     for seconds in (5.0, 300.0):
         score(rm_args(rm_type="remote_rm", rm_url="http://x", rm_timeout=seconds), Sample())
     assert given == [120.0, 300.0]

@@ -19,15 +19,13 @@ from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, 
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.eval_config import EvalDatasetConfig, build_eval_dataset_configs, build_eval_datasets
 from slime.rollout.failures import fresh_copy
-from slime.rollout.filter_hub.base_types import (
+from slime.rollout.filters import (
     DynamicFilterOutput,
     MetricGatherer,
     call_dynamic_filter,
-    should_drop_dynamic_filter_output,
-)
-from slime.rollout.filter_hub.dynamic_sampling_filters import (
     check_reward_nonzero_std,
     check_reward_nonzero_std_with_fallback,
+    should_drop_dynamic_filter_output,
 )
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id, set_evaluated_rollout_id
 from slime.rollout.settings import setting

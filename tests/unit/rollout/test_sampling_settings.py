@@ -7,10 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from slime.data.sample import Sample
-from slime.rollout.engine_request import build_request
+from slime.rollout.engine_request import build_request, eval_sampling_params, response_room, train_sampling_params
 from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.evaluate import _with_eval_limits
-from slime.rollout.sampling import eval_sampling_params, response_room, train_sampling_params
 from slime.rollout.sft_rollout import _fill
 from slime.rollout.sglang_rollout import _seeded
 from tests.unit.rollout.fake_engine import make_args

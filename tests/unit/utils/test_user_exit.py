@@ -14,7 +14,7 @@ from slime.hooks.load import load_function
 from slime.ray.data_buffer import DataBuffer
 from slime.rollout.custom_generate import call_generate
 from slime.rollout.failures import generate_with_retries
-from slime.rollout.filter_hub.base_types import call_dynamic_filter
+from slime.rollout.filters import call_dynamic_filter
 from slime.rollout.rm_hub import async_rm
 from slime.utils.async_utils import AsyncLoopThread, call_in_thread
 from slime.utils.errors import ConfigError, ScoringError

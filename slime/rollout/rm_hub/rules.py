@@ -1,23 +1,88 @@
-"""``--rm-type gpqa``: multiple choice, 1.0 when the chosen letter, or else the text of the right choice, is given.
-
-What the answer is comes from the label and the metadata of the sample: ``choices``, ``valid_letters``,
-``correct_letter``, ``correct_answer``, ``answer_text``. Pure apart from noting ``correct_answer`` in the metadata.
-"""
+"""``--rm-type deepscaler``: 1 when the box behind the thinking holds the right answer (DeepScaleR's rule)."""
 
 from __future__ import annotations
 
 import re
 import string
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["ANSWER_KEYS", "DEFAULT_VALID_LETTERS", "compute_gpqa_reward"]
+from slime.rollout.rm_hub.math_utils import extract_boxed_answer, grade_answer_mathd, grade_answer_sympy
+
+__all__ = [
+    "ANSWER_KEYS",
+    "DEFAULT_VALID_LETTERS",
+    "compute_gpqa_reward",
+    "f1_score",
+    "get_deepscaler_rule_based_reward",
+    "normalize_answer",
+]
+
+_END_OF_THINKING = "</think>"
+_RESPONSE = "###Response"
+
+
+def get_deepscaler_rule_based_reward(response: str, label: Any) -> int:
+    """1 or 0. Without ``</think>`` or ``###Response`` there is no solution to grade, so the score is 0.
+
+    Raises:
+        AssertionError: a label that is neither text nor a number.
+    """
+    if _END_OF_THINKING in response:
+        solution = response.split(_END_OF_THINKING)[-1]
+    elif _RESPONSE in response:
+        solution = response.split(_RESPONSE)[1]
+    else:
+        return 0
+    answer = extract_boxed_answer(solution)
+    if answer is None or label == "":
+        return 0
+    assert isinstance(label, str | int | float), f"label is a {type(label).__name__}, it must be text or a number"
+    truth: str | None = str(label)
+    if "\\boxed" in str(truth):
+        truth = extract_boxed_answer(str(truth))
+    if truth is None:
+        return 0
+    return int(grade_answer_mathd(answer, truth) or grade_answer_sympy(answer, truth))
+
+
+# Token-overlap F1 between two texts, as in SQuAD and HotpotQA. Pure functions.
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_CLOSED_ANSWERS = frozenset({"yes", "no", "noanswer"})
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalize_answer(s: str) -> str:
+    """Lower case, no punctuation, no articles, single spaces."""
+    return " ".join(_ARTICLES.sub(" ", s.lower().translate(_NO_PUNCTUATION)).split())
+
+
+def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, float]:
+    """``(f1, precision, recall)`` over the multisets of words; closed answers (yes, no) must match exactly."""
+    if prediction is None:
+        return 0, 0, 0
+    given, truth = normalize_answer(prediction), normalize_answer(ground_truth)
+    if given != truth and _CLOSED_ANSWERS & {given, truth}:
+        return 0, 0, 0
+    common = (Counter(given.split()) & Counter(truth.split())).total()
+    if common == 0:
+        return 0, 0, 0
+    precision, recall = common / len(given.split()), common / len(truth.split())
+    return 2 * precision * recall / (precision + recall), precision, recall
+
+
+# ``--rm-type gpqa``: multiple choice, 1.0 when the chosen letter, or else the text of the right choice, is given.
+#
+# What the answer is comes from the label and the metadata of the sample: ``choices``, ``valid_letters``,
+# ``correct_letter``, ``correct_answer``, ``answer_text``. Pure apart from noting ``correct_answer`` in the metadata.
 
 DEFAULT_VALID_LETTERS = list(string.ascii_uppercase[:10])
 ANSWER_KEYS = ("correct_letter", "correct_answer", "answer_text")
 """Entries of the metadata that say the answer of a row without a label."""
 
-_END_OF_THINKING = "</think>"
+
 _OPENING = r"[\s(*$\"'\[{]*+(?:\\(?:boxed|text|textbf|mathrm)\s*+\{\s*+)*+[(*\s]*+"
 """Between "is" and the letter: brackets, bold, a box. Every repetition is possessive (``*+``): what a model writes is
 searched in time proportional to its length, during which no other thread runs."""

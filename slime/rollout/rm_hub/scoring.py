@@ -11,22 +11,20 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-from slime.data.sample import Sample
-from slime.rollout.rm_hub.calling import call_scorer, reward_value
-from slime.rollout.rm_hub.custom import score_batch, score_one
-from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
-from slime.rollout.rm_hub.f1 import f1_score
-from slime.rollout.rm_hub.gpqa import ANSWER_KEYS, compute_gpqa_reward
+from slime.data.sample import Sample, iter_samples
+from slime.observability.trace_utils import trace_span
+from slime.rollout.failures import failed_reward, give_up, is_given_up
+from slime.rollout.rm_hub.custom import call_scorer, reward_value, score_batch, score_one
 from slime.rollout.rm_hub.grader_pool import LONGEST_CALL_S, grade_limit
-from slime.rollout.rm_hub.ifbench import grade_ifbench
+from slime.rollout.rm_hub.libraries import grade_ifbench, grade_math_verify
 from slime.rollout.rm_hub.math_dapo_utils import compute_score as compute_score_dapo
 from slime.rollout.rm_hub.math_utils import extract_answer, grade_answer_verl
-from slime.rollout.rm_hub.math_verify_grader import grade_math_verify
-from slime.rollout.rm_hub.remote import remote_rm
+from slime.rollout.rm_hub.rules import ANSWER_KEYS, compute_gpqa_reward, f1_score, get_deepscaler_rule_based_reward
 from slime.rollout.settings import setting
-from slime.utils.errors import ScoringError
+from slime.utils.errors import DataError, RequestRefused, ScoringError
+from slime.utils.http_utils import post
 
-__all__ = ["async_rm", "batched_async_rm", "known_rm_types"]
+__all__ = ["async_rm", "batched_async_rm", "known_rm_types", "remote_rm", "score", "score_group"]
 
 logger = logging.getLogger(__name__)
 
@@ -134,3 +132,80 @@ def _label(name: str, label: Any, metadata: Mapping[str, Any], what: str) -> Any
 
 def _has_answer(metadata: Mapping[str, Any]) -> bool:
     return any(metadata.get(key) for key in ANSWER_KEYS)
+
+
+# Rewards of generated samples: samples without a reward are scored; those that cannot be scored are given up.
+#
+# Called by the rollout once generation and sample hooks are through. Knows no engine.
+
+
+async def score(args: Namespace, result: Any) -> None:
+    """Fill in the missing rewards of one sample, or of the samples of one execution. Aborted ones stay as they are."""
+    samples = list(iter_samples(result))
+    if any(sample.status is Sample.Status.ABORTED for sample in samples):
+        return
+    _check_own(args, samples)
+    missing = _without_failed(args, [sample for sample in samples if sample.reward is None])
+    if missing:
+        with trace_span(missing, "reward_model"):
+            await _score(args, missing, are_together=isinstance(result, list))
+
+
+async def score_group(args: Namespace, group: Any) -> None:
+    """``--group-rm``: the rewards of all samples of a prompt, in one call."""
+    samples = _without_failed(args, list(iter_samples(group)))
+    if samples:
+        with trace_span(samples, "group_reward_model"):
+            await _score(args, samples, are_together=True)
+
+
+def _check_own(args: Namespace, samples: Sequence[Sample]) -> None:
+    """Rewards that a generate function set follow the same rule as those of reward functions."""
+    for sample in samples:
+        if sample.reward is not None and not is_given_up(sample):
+            try:
+                sample.reward = reward_value(args, sample.reward, f"the generate function of sample {sample.index}")
+            except ScoringError as error:
+                sample.reward = failed_reward(args)
+                give_up(sample, "reward", error, str(error))
+
+
+def _without_failed(args: Namespace, samples: Sequence[Sample]) -> list[Sample]:
+    """Samples whose generation failed are not shown to reward functions."""
+    for sample in filter(is_given_up, samples):
+        sample.reward = failed_reward(args)
+    return [sample for sample in samples if not is_given_up(sample)]
+
+
+async def _score(args: Namespace, samples: Sequence[Sample], *, are_together: bool) -> None:
+    try:
+        rewards = await batched_async_rm(args, samples) if are_together else [await async_rm(args, samples[0])]
+    except ScoringError as error:
+        rewards = [failed_reward(args)] * len(samples)
+        for sample in samples:
+            give_up(sample, "reward", error.__cause__ or error, str(error))
+    for sample, reward in zip(samples, rewards, strict=True):
+        sample.reward = reward
+
+
+# ``--rm-type remote_rm``: a service at ``--rm-url`` that receives prompt, response and label.
+
+_TIMEOUT_S = 120.0
+"""Unless ``--rm-timeout`` is longer."""
+
+
+async def remote_rm(args: Any, sample: Sample, max_retries: int = 10) -> Any:
+    """The JSON that the service answers: a number or a dict. Connection errors and 5xx are retried.
+
+    Raises:
+        ScoringError: the service refused this sample (4xx).
+        EngineError, DeadlineExceeded: it does not answer, which concerns every sample.
+    """
+    if not args.rm_url:
+        raise DataError("--rm-type remote_rm needs --rm-url, the address of the service")
+    payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
+    try:
+        timeout_s = max(_TIMEOUT_S, setting(args, "rm_timeout"))
+        return await post(args.rm_url, payload, max_retries=max_retries, timeout_s=timeout_s)
+    except RequestRefused as error:
+        raise ScoringError(f"--rm-type remote_rm on sample {sample.index}: {error}") from error

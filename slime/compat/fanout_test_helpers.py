@@ -1,6 +1,6 @@
 """A generate function that makes several samples of one execution, and the reward normalisation to go with it.
 
-For tests of fan-out, which name them by path: ``slime.rollout._fanout_test_helpers.compact_generate``.
+For tests of fan-out, which name them by path: ``slime.compat.fanout_test_helpers.compact_generate``.
 """
 
 from __future__ import annotations

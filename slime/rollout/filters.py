@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["DynamicFilterOutput", "MetricGatherer", "call_dynamic_filter", "should_drop_dynamic_filter_output"]
+from slime.data.sample import SampleGroup, iter_samples
+from slime.rollout.failures import is_given_up
+
+__all__ = [
+    "DynamicFilterOutput",
+    "MetricGatherer",
+    "call_dynamic_filter",
+    "check_reward_nonzero_std",
+    "check_reward_nonzero_std_with_fallback",
+    "should_drop_dynamic_filter_output",
+]
 
 
 @dataclass
@@ -54,3 +65,25 @@ class MetricGatherer:
 
     def collect(self) -> dict[str, int]:
         return {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in self._drops.items()}
+
+
+# Dynamic filters that come with slime, for ``--dynamic-sampling-filter-path``.
+
+_MIN_STD = 1e-6
+
+
+def check_reward_nonzero_std(args: Any, samples: SampleGroup, **kwargs: Any) -> DynamicFilterOutput:
+    """Keep groups whose rewards differ: equal rewards have no group-relative advantage. A group of one is kept."""
+    rewards = [float(s.get_reward_value(args)) for s in iter_samples(samples) if not is_given_up(s)]
+    if not rewards:
+        return DynamicFilterOutput(keep=False, reason="failed")
+    if len(rewards) < 2 or statistics.stdev(rewards) > _MIN_STD:
+        return DynamicFilterOutput(keep=True)
+    return DynamicFilterOutput(keep=False, reason=f"zero_std_{round(rewards[0], 1)}")
+
+
+def check_reward_nonzero_std_with_fallback(args: Any, samples: SampleGroup, **kwargs: Any) -> DynamicFilterOutput:
+    """The same, but such groups fill the batch when nothing better is coming."""
+    output = check_reward_nonzero_std(args, samples, **kwargs)
+    output.keep_when_insufficient = True
+    return output
