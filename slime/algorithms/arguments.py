@@ -1,13 +1,15 @@
 """Flags of the objective: which loss, which advantages, how clipping, KL, entropy and off-policy terms enter it.
 
 Read by the trainer (loss, credit, log-probs) and, for the reward flags, when samples become a batch. The instances are
-also what the functions of this room take as settings. Standard library only.
+also what the functions of this room take as settings. Imports no torch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from slime.algorithms.estimators import ESTIMATORS, default_estimator
 
 __all__ = ["AlgorithmArgs", "DistillationArgs", "ModelCopyArgs"]
 
@@ -20,11 +22,10 @@ def _flag(default: Any, help_text: str, **metadata: Any) -> Any:
 class AlgorithmArgs:
     """Algorithm."""
 
-    advantage_estimator: Literal[
-        "grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"
-    ] = _flag(
-        "grpo",
+    advantage_estimator: str = _flag(
+        default_estimator(),
         "How rewards become per-token advantages, and which surrogate is optimised.",
+        choices=ESTIMATORS,
     )
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = _flag(
         "policy_loss", "Training objective: clipped policy gradient, supervised, or --custom-loss-function-path."
@@ -116,6 +117,11 @@ class AlgorithmArgs:
     custom_pg_loss_reducer_function_path: str | None = _flag(
         None, "Function that makes the reducer of the policy-gradient term (not of KL, entropy and metrics)."
     )
+
+    @property
+    def clip_bounds(self) -> tuple[float, float]:
+        """How far the ratio may leave 1, (below, above)."""
+        return self.eps_clip, self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,16 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["cispo_loss"]
+from slime.algorithms.arguments import AlgorithmArgs
+
+__all__ = ["cispo_loss", "surrogate"]
+
+
+def surrogate(
+    log_ratio: torch.Tensor, log_probs: torch.Tensor, advantages: torch.Tensor, settings: AlgorithmArgs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`cispo_loss` with the bounds of the flags."""
+    return cispo_loss(log_ratio, log_probs, advantages, *settings.clip_bounds)
 
 
 def cispo_loss(

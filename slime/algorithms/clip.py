@@ -1,10 +1,27 @@
-"""The clipped policy-gradient surrogate, per token. Called by ``policy_loss``; reduces nothing."""
+"""The probability ratio and the clipped policy-gradient surrogate, per token. Called by ``policy_loss``."""
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["clipped_surrogate"]
+from slime.algorithms.arguments import AlgorithmArgs
+from slime.algorithms.reduce import Samples
+
+__all__ = ["clipped_surrogate", "surrogate", "token_log_ratio"]
+
+
+def token_log_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor, samples: Samples) -> torch.Tensor:
+    """``log pi_old - log pi_new`` per token, ``[N]``; 0 where nothing is trained."""
+    # where, not a product: the ratio of a token that only conditions the others (a tool's output) may overflow, and
+    # inf * 0 in the backward pass is nan
+    return torch.where(samples.mask, old_log_probs - log_probs, 0.0)
+
+
+def surrogate(
+    log_ratio: torch.Tensor, log_probs: torch.Tensor, advantages: torch.Tensor, settings: AlgorithmArgs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`clipped_surrogate` with the bounds of the flags."""
+    return clipped_surrogate(log_ratio, advantages, *settings.clip_bounds, settings.eps_clip_c)
 
 
 def clipped_surrogate(

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from . import grpo, reinforce_pp
-from .gae import chunked_gae, vanilla_gae
-from .gspo import sequence_kl
-from .logprobs import log_probs_and_entropy
-from .off_policy import drifted_tokens
-from .reduce import Samples
+from slime.algorithms import grpo, reinforce_pp
+from slime.algorithms.arguments import AlgorithmArgs
+from slime.algorithms.gae import chunked_gae, vanilla_gae
+from slime.algorithms.gspo import sequence_log_ratio
+from slime.algorithms.logprobs import log_probs_and_entropy
+from slime.algorithms.off_policy import drifted_tokens
+from slime.algorithms.reduce import Samples
+from slime.algorithms.types import CreditData
 
 __all__ = [
     "calculate_log_probs_and_entropy",
@@ -78,13 +80,12 @@ def compute_gspo_kl(
 ) -> torch.Tensor:
     """``[N]``: the mean of ``old - new`` over each sample, at all of its tokens."""
     del local_log_probs  # the full responses are here
-    return sequence_kl(torch.cat(full_log_probs), torch.cat(full_old_log_probs), _samples(loss_masks))
+    return sequence_log_ratio(torch.cat(full_log_probs), torch.cat(full_old_log_probs), _samples(loss_masks))
 
 
 def get_grpo_returns(rewards: torch.Tensor, kl: Ragged) -> Ragged:
     """``rewards[i]`` at every token of ``kl[i]``."""
-    device = kl[0].device if kl else None
-    return grpo.credit(rewards.tolist(), [len(row) for row in kl], device=device).advantages
+    return grpo.credit(_credit_data(rewards, kl), kl, AlgorithmArgs()).advantages
 
 
 def get_reinforce_plus_plus_returns(
@@ -98,15 +99,17 @@ def get_reinforce_plus_plus_returns(
 ) -> Ragged:
     """Discounted returns of REINFORCE++, ``[R_i]`` per sample."""
     del response_lengths, total_lengths  # every row already is a whole response
-    return reinforce_pp.credit(rewards.tolist(), kl, loss_masks, kl_coef=kl_coef, gamma=gamma).returns
+    return reinforce_pp.credit(
+        _credit_data(rewards, loss_masks), kl, AlgorithmArgs(kl_coef=kl_coef, gamma=gamma)
+    ).returns
 
 
 def get_reinforce_plus_plus_baseline_advantages(
     rewards: torch.Tensor, kl: Ragged, loss_masks: Ragged, kl_coef: float
 ) -> Ragged:
     """``rewards[i] - kl_coef * kl[i]``."""
-    del loss_masks
-    return reinforce_pp.baseline_credit(rewards.tolist(), kl, kl_coef=kl_coef).advantages
+    data = _credit_data(rewards, loss_masks)
+    return reinforce_pp.baseline_credit(data, kl, AlgorithmArgs(kl_coef=kl_coef)).advantages
 
 
 @torch.no_grad()
@@ -128,6 +131,10 @@ def get_advantages_and_returns_batch(
     gae = chunked_gae if chunked else vanilla_gae
     advantages, returns = gae(padded[0], padded[1], gamma, lambd)
     return _cut(advantages, response_lengths), _cut(returns, response_lengths)
+
+
+def _credit_data(rewards: torch.Tensor, loss_masks: Ragged) -> CreditData:
+    return CreditData(rewards.tolist(), [len(row) for row in loss_masks], loss_masks)
 
 
 def _cut(rows: torch.Tensor, lengths: Sequence[int]) -> Ragged:

@@ -6,44 +6,17 @@ result. Responses are whole on every rank. The order below is the order of the t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
-
 import torch
 import torch.distributed as dist
 
-from . import distill, grpo, ppo, reinforce_pp
-from .arguments import AlgorithmArgs
-from .kl import approx_kl
-from .types import Credit
-from .whiten import masked_whiten
+from slime.algorithms import distill
+from slime.algorithms.arguments import AlgorithmArgs
+from slime.algorithms.estimators import find_estimator, formula
+from slime.algorithms.kl import approx_kl
+from slime.algorithms.types import Credit, CreditData, Ragged
+from slime.algorithms.whiten import masked_whiten
 
-__all__ = ["CreditData", "Ragged", "distilled", "estimate", "normalize", "reward_kl"]
-
-Ragged: TypeAlias = Sequence[torch.Tensor]
-"""One tensor ``[R_i]`` per sample."""
-
-
-@dataclass(frozen=True)
-class CreditData:
-    """What credit may depend on; each ragged field has one fp32 ``[R_i]`` per sample, or is None.
-
-    Attributes:
-        rewards: per sample, after normalisation by group where the estimator wants it.
-        response_lengths: ``R_i``.
-        loss_masks: per sample ``[R_i]``, 1 = trained.
-        log_probs: of the policy that is corrected by KL terms: the old policy, or the engine's.
-        ref_log_probs: of the reference model.
-        values: of the critic.
-    """
-
-    rewards: Sequence[float]
-    response_lengths: Sequence[int]
-    loss_masks: Ragged
-    log_probs: Ragged | None = None
-    ref_log_probs: Ragged | None = None
-    values: Ragged | None = None
+__all__ = ["distilled", "estimate", "normalize", "reward_kl"]
 
 
 def reward_kl(data: CreditData, settings: AlgorithmArgs) -> list[torch.Tensor]:
@@ -68,32 +41,10 @@ def estimate(data: CreditData, kl: Ragged, settings: AlgorithmArgs) -> Credit:
     """Advantages and returns by ``--advantage-estimator``, before distillation and whitening.
 
     Raises:
-        ValueError: unknown estimator, or ppo without values.
+        ValueError: unknown estimator, or data that it needs is missing.
     """
-    match settings.advantage_estimator:
-        case "grpo" | "gspo" | "cispo":
-            device = kl[0].device if kl else None
-            return grpo.credit(data.rewards, data.response_lengths, device=device)
-        case "reinforce_plus_plus":
-            return reinforce_pp.credit(
-                data.rewards, kl, data.loss_masks, kl_coef=settings.kl_coef, gamma=settings.gamma
-            )
-        case "reinforce_plus_plus_baseline":
-            return reinforce_pp.baseline_credit(data.rewards, kl, kl_coef=settings.kl_coef)
-        case "ppo":
-            if data.values is None:
-                raise ValueError("--advantage-estimator ppo: the batch has no values; the critic has not been run.")
-            return ppo.credit(
-                data.rewards,
-                data.values,
-                kl,
-                kl_coef=settings.kl_coef,
-                gamma=settings.gamma,
-                lambd=settings.lambd,
-                only=data.loss_masks if settings.gae_trained_tokens_only else None,
-            )
-        case other:
-            raise ValueError(f"--advantage-estimator {other!r} is unknown")
+    credit: Credit = formula(find_estimator(settings.advantage_estimator).credit)(data, kl, settings)
+    return credit
 
 
 def distilled(credit: Credit, student: Ragged, teacher: Ragged, coef: float) -> tuple[Credit, list[torch.Tensor]]:

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import torch
 
-from .reduce import Samples
+from slime.algorithms.reduce import Samples
 
-__all__ = ["sequence_kl"]
+__all__ = ["sequence_log_ratio"]
 
 
-def sequence_kl(log_probs: torch.Tensor, old_log_probs: torch.Tensor, samples: Samples) -> torch.Tensor:
+def sequence_log_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor, samples: Samples) -> torch.Tensor:
     """``log(1 / s_i)`` at every token of sample i, where ``s_i`` is the length-normalised sequence ratio.
 
     Source: GSPO, Zheng et al. 2025, arXiv:2507.18071, eq. 7: ``s_i = exp(1/|y_i| sum_t log(pi_new / pi_old))``. The
-    mean runs over the trained tokens. Sign: as ``ppo_kl`` everywhere, old minus new, so ``s_i = exp(-result)``.
+    mean runs over the trained tokens. Sign: old minus new, so ``s_i = exp(-result)``.
 
     Args:
         log_probs: ``[N]`` with graph: the gradient of each token contains every token of its sample.

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from .sampling_mask import SamplingMask
+from slime.algorithms.sampling_mask import SamplingMask
 
 __all__ = ["log_probs_and_entropy"]
 

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import torch
 
-from .reduce import Samples
+from slime.algorithms.reduce import Samples
 
 __all__ = ["Correct", "Correction", "drifted_tokens", "icepop", "truncated_weights"]
 

@@ -16,14 +16,12 @@ from typing import TypeAlias
 
 import torch
 
-from .arguments import AlgorithmArgs
-from .cispo import cispo_loss
-from .clip import clipped_surrogate
-from .gspo import sequence_kl
-from .kl import approx_kl, importance_ratio
-from .off_policy import Correct, Correction, drifted_tokens, truncated_weights
-from .reduce import Reducer, Samples
-from .types import LossOutput
+from slime.algorithms.arguments import AlgorithmArgs
+from slime.algorithms.estimators import find_estimator, formula
+from slime.algorithms.kl import approx_kl, importance_ratio
+from slime.algorithms.off_policy import Correct, Correction, drifted_tokens, truncated_weights
+from slime.algorithms.reduce import Reducer, Samples
+from slime.algorithms.types import LossOutput
 
 __all__ = ["MakeReducer", "PolicyTokens", "policy_loss"]
 
@@ -82,8 +80,9 @@ def policy_loss(
     new = tokens.log_probs
     old = _old_log_probs(tokens, settings)
     observe = samples.reducer()  # of what is only looked at
-    ppo_kl = _ppo_kl(new, old, settings, samples)
-    per_token, clipped = _surrogate(ppo_kl, new, tokens.advantages, settings)
+    estimator = find_estimator(settings.advantage_estimator)
+    ppo_kl: Tokens = formula(estimator.log_ratio)(new, old, samples)
+    per_token, clipped = formula(estimator.surrogate)(ppo_kl, new, tokens.advantages, settings)
     dropped = None
     if settings.use_opsm:
         dropped = drifted_tokens(new, old, tokens.advantages, samples, settings.opsm_delta)
@@ -134,26 +133,6 @@ def _engine_log_probs(tokens: PolicyTokens, flag: str) -> Tokens:
     return tokens.rollout_log_probs
 
 
-def _ppo_kl(new: Tokens, old: Tokens, settings: AlgorithmArgs, samples: Samples) -> Tokens:
-    """``log pi_old - log pi_new`` per token, or the sequence's mean of it for gspo; 0 where nothing is trained.
-
-    The zeros keep a token that only conditions the others (a tool's output) from overflowing the ratio: inf * 0 in the
-    backward pass is nan.
-    """
-    if settings.advantage_estimator == "gspo":
-        return sequence_kl(new, old, samples)
-    return torch.where(samples.mask, old - new, 0.0)
-
-
-def _surrogate(
-    ppo_kl: Tokens, new: Tokens, advantages: Tokens, settings: AlgorithmArgs
-) -> tuple[torch.Tensor, torch.Tensor]:
-    low, high = settings.eps_clip, settings.eps_clip if settings.eps_clip_high is None else settings.eps_clip_high
-    if settings.advantage_estimator == "cispo":
-        return cispo_loss(ppo_kl, new, advantages, low, high)
-    return clipped_surrogate(ppo_kl, advantages, low, high, settings.eps_clip_c)
-
-
 def _correct(per_token: Tokens, tokens: PolicyTokens, settings: AlgorithmArgs, correct: Correct | None) -> Correction:
     if not settings.use_tis and not settings.get_mismatch_metrics:
         return Correction(per_token)
@@ -172,7 +151,7 @@ def _kl_loss(
     if tokens.ref_log_probs is None:
         raise ValueError("--use-kl-loss: the batch has no ref_log_probs; the reference model has not been run.")
     new = tokens.log_probs
-    at_rest = new.detach()  # stands in where nothing is trained, see _ppo_kl
+    at_rest = new.detach()  # in place of log-probs that are not trained: their ratio must not overflow
     reference = torch.where(samples.mask, tokens.ref_log_probs, at_rest)
     ratio = importance_ratio(new, torch.where(samples.mask, old, at_rest)) if settings.use_unbiased_kl else None
     return reduce(approx_kl(new, reference, settings.kl_loss_type, ratio))

@@ -10,62 +10,58 @@ from collections.abc import Sequence
 
 import torch
 
-from .gae import chunked_gae
-from .reduce import Reducer
-from .types import Credit, LossOutput
+from slime.algorithms.arguments import AlgorithmArgs
+from slime.algorithms.gae import chunked_gae
+from slime.algorithms.reduce import Reducer
+from slime.algorithms.types import Credit, CreditData, LossOutput, Ragged
 
 __all__ = ["credit", "value_loss"]
 
 
 @torch.no_grad()
-def credit(
-    rewards: Sequence[float],
-    values: Sequence[torch.Tensor],
-    kl: Sequence[torch.Tensor],
-    *,
-    kl_coef: float,
-    gamma: float,
-    lambd: float,
-    only: Sequence[torch.Tensor] | None = None,
-) -> Credit:
+def credit(data: CreditData, kl: Ragged, settings: AlgorithmArgs) -> Credit:
     """GAE over token rewards ``-kl_coef kl_t``, plus the sample's reward at its final response token.
 
     Source: Ziegler et al. 2019, arXiv:1909.08593, eq. 2 (KL as a reward); Schulman et al. 2015, arXiv:1506.02438.
-    Every response token takes part, tokens of tools and environments too, unless ``only`` leaves them out.
-
-    Args:
-        rewards: one per sample.
-        values: per sample ``[R_i]``, the critic's estimate before each response token.
-        kl: per sample ``[R_i]``.
-        only: per sample ``[R_i]``, 1 where a token takes part. The others are not steps of the process: the next state
-            is that of the next token which does, and the last of those gets the reward.
+    Every response token takes part, also those of tools and environments. With ``--gae-trained-tokens-only`` untrained
+    tokens are not steps of the process: the next state is that of the next trained token, and the last trained token
+    gets the reward.
 
     Returns:
         fp32 tensors ``[R_i]``: advantages, and returns (advantage + value), the critic's target. Advantage 0 where a
         token takes no part.
+
+    Raises:
+        ValueError: no values.
     """
-    if only is not None:
-        parts = [mask.to(estimate.device) != 0 for mask, estimate in zip(only, kl, strict=True)]
-        inside = credit(
-            rewards, _selected(values, parts), _selected(kl, parts), kl_coef=kl_coef, gamma=gamma, lambd=lambd
+    if data.values is None:
+        raise ValueError(
+            f"--advantage-estimator {settings.advantage_estimator}: the batch has no values; the critic has not been "
+            "run."
         )
-        wholes = [value.float() for value in values]
-        return Credit(
-            advantages=_put(inside.advantages, parts, [torch.zeros_like(value) for value in wholes]),
-            returns=_put(inside.returns, parts, wholes),
-        )
+    if not settings.gae_trained_tokens_only:
+        return _credit(data.rewards, data.values, kl, settings)
+    parts = [mask.to(estimate.device) != 0 for mask, estimate in zip(data.loss_masks, kl, strict=True)]
+    inside = _credit(data.rewards, _selected(data.values, parts), _selected(kl, parts), settings)
+    wholes = [value.float() for value in data.values]
+    return Credit(
+        advantages=_put(inside.advantages, parts, [torch.zeros_like(value) for value in wholes]),
+        returns=_put(inside.returns, parts, wholes),
+    )
+
+
+def _credit(rewards: Sequence[float], values: Ragged, kl: Ragged, settings: AlgorithmArgs) -> Credit:
     rows = []
     for reward, estimate in zip(rewards, kl, strict=True):
-        row = -kl_coef * estimate.float()
+        row = -settings.kl_coef * estimate.float()
         if row.numel():
             row[-1] += reward
         rows.append(row)
     if not rows:
         return Credit(advantages=[], returns=[])
     pad = torch.nn.utils.rnn.pad_sequence
-    advantages, returns = chunked_gae(
-        pad(rows, batch_first=True), pad([v.float() for v in values], batch_first=True), gamma, lambd
-    )
+    padded = pad(rows, batch_first=True), pad([value.float() for value in values], batch_first=True)
+    advantages, returns = chunked_gae(*padded, settings.gamma, settings.lambd)
     lengths = [len(row) for row in rows]
     return Credit(
         advantages=[row[:n].clone() for row, n in zip(advantages, lengths, strict=True)],
@@ -73,13 +69,11 @@ def credit(
     )
 
 
-def _selected(rows: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _selected(rows: Ragged, parts: Ragged) -> list[torch.Tensor]:
     return [row[part] for row, part in zip(rows, parts, strict=True)]
 
 
-def _put(
-    rows: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
+def _put(rows: Ragged, parts: Ragged, wholes: Ragged) -> list[torch.Tensor]:
     """``wholes`` with ``rows`` at the places of ``parts``."""
     return [
         whole.masked_scatter(part.to(whole.device), row.to(whole.device))

@@ -2,63 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from .gae import chunked_discounted_returns
-from .types import Credit
+from slime.algorithms.arguments import AlgorithmArgs
+from slime.algorithms.gae import chunked_discounted_returns
+from slime.algorithms.types import Credit, CreditData, Ragged
 
 __all__ = ["baseline_credit", "credit"]
 
 
-def credit(
-    rewards: Sequence[float],
-    kl: Sequence[torch.Tensor],
-    loss_masks: Sequence[torch.Tensor],
-    *,
-    kl_coef: float,
-    gamma: float,
-) -> Credit:
+def credit(data: CreditData, kl: Ragged, settings: AlgorithmArgs) -> Credit:
     """Discounted return of each token, where the KL penalty is a reward per token.
 
     Source: REINFORCE++, Hu et al. 2025, arXiv:2501.03262, discounted with the KL penalty of InstructGPT:
 
         r_t = -kl_coef kl_t m_t + [t is the last trained token] R        A_t = G_t = r_t + gamma G_{t+1}
 
-    Args:
-        rewards: ``R`` per sample, not normalised.
-        kl: per sample ``[R_i]``.
-        loss_masks: per sample ``[R_i]``. A fully masked sample has no reward and gets zeros.
+    ``R`` is not normalized by group. A fully masked sample gets zeros.
 
     Returns:
         fp32 tensors ``[R_i]``; advantages and returns are the same tensors.
     """
     rows = []
-    for reward, estimate, mask in zip(rewards, kl, loss_masks, strict=True):
+    for reward, estimate, mask in zip(data.rewards, kl, data.loss_masks, strict=True):
         is_trained = mask.to(estimate.device) != 0
-        row = torch.where(is_trained, -kl_coef * estimate.float(), 0.0)
+        row = torch.where(is_trained, -settings.kl_coef * estimate.float(), 0.0)
         trained = is_trained.nonzero()
         if trained.numel():
             row[trained[-1]] += reward
         rows.append(row)
-    returns = _discounted(rows, gamma)
+    returns = _discounted(rows, settings.gamma)
     return Credit(advantages=returns, returns=list(returns))
 
 
-def baseline_credit(rewards: Sequence[float], kl: Sequence[torch.Tensor], *, kl_coef: float) -> Credit:
-    """``A_t = R - kl_coef kl_t``, with rewards that already are relative to the mean of their group.
+def baseline_credit(data: CreditData, kl: Ragged, settings: AlgorithmArgs) -> Credit:
+    """``A_t = R - kl_coef kl_t``; ``R`` is already relative to the mean of its group.
 
     Source: REINFORCE++-baseline, arXiv:2501.03262; there is no division by the group's deviation.
 
     Returns:
         fp32 tensors ``[R_i]``; advantages and returns are the same tensors.
     """
-    advantages = [float(reward) - kl_coef * estimate.float() for reward, estimate in zip(rewards, kl, strict=True)]
+    advantages = [
+        float(reward) - settings.kl_coef * estimate.float() for reward, estimate in zip(data.rewards, kl, strict=True)
+    ]
     return Credit(advantages=advantages, returns=list(advantages))
 
 
-def _discounted(rows: Sequence[torch.Tensor], gamma: float) -> list[torch.Tensor]:
+def _discounted(rows: Ragged, gamma: float) -> list[torch.Tensor]:
     """Discounted returns of ragged rows."""
     if not rows:
         return []

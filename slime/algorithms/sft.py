@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .reduce import Reducer
-from .types import LossOutput
+from slime.algorithms.reduce import Reducer
+from slime.algorithms.types import LossOutput
 
 __all__ = ["sft_loss"]
 

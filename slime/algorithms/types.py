@@ -1,17 +1,43 @@
-"""The two values an algorithm hands out: credit per response token, and a loss with its metrics."""
+"""The values that algorithms take and return: data for credit, credit per response token, a loss with its metrics."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 
-__all__ = ["Credit", "LossOutput"]
+__all__ = ["Credit", "CreditData", "LossOutput", "Ragged"]
+
+Ragged: TypeAlias = Sequence[torch.Tensor]
+"""One tensor ``[R_i]`` per sample."""
+
+
+@dataclass(frozen=True)
+class CreditData:
+    """The input of an estimator; each ragged field has one fp32 ``[R_i]`` per sample, or is None.
+
+    Attributes:
+        rewards: per sample, after normalization by group if the estimator wants it.
+        response_lengths: ``R_i``.
+        loss_masks: per sample ``[R_i]``, 1 = trained.
+        log_probs: of the policy that is corrected by KL terms: the old policy, or the engine's.
+        ref_log_probs: of the reference model.
+        values: of the critic.
+    """
+
+    rewards: Sequence[float]
+    response_lengths: Sequence[int]
+    loss_masks: Ragged
+    log_probs: Ragged | None = None
+    ref_log_probs: Ragged | None = None
+    values: Ragged | None = None
 
 
 @dataclass(frozen=True)
 class Credit:
-    """What every response token is credited with.
+    """The credit of every response token.
 
     Attributes:
         advantages: one fp32 tensor ``[R_i]`` per sample, positive where the token should become more likely.

@@ -9,14 +9,14 @@ from argparse import Namespace
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from slime.config.resolve.batches import CENTERED, is_group_relative
+from slime.algorithms.estimators import default_estimator, find_estimator
+from slime.config.resolve.batches import is_group_relative
 from slime.data.reward import reward_number
 from slime.data.sample import Sample
 from slime.utils.errors import DataError
 
 __all__ = ["RewardArgs", "SignalWatch", "group_keys", "normalize_by_group", "raw_rewards"]
 
-_SCALED = frozenset({"grpo", "gspo", "cispo"})
 _STD_EPSILON = 1e-6
 _PATIENCE = 3
 
@@ -28,18 +28,19 @@ class RewardArgs:
     """What decides the rewards; the names are those of the flags, so ``from_args(RewardArgs, args)`` works."""
 
     reward_key: str | None = None
-    advantage_estimator: str = "grpo"
+    advantage_estimator: str = default_estimator()
     rewards_normalization: bool = True
     grpo_std_normalization: bool = True
     n_samples_per_prompt: int = 1
 
     @property
     def is_centered(self) -> bool:
-        return self.rewards_normalization and self.advantage_estimator in CENTERED
+        return self.rewards_normalization and find_estimator(self.advantage_estimator).is_centered
 
     @property
     def is_scaled(self) -> bool:
-        return self.is_centered and self.grpo_std_normalization and self.advantage_estimator in _SCALED
+        is_scaled = self.grpo_std_normalization and find_estimator(self.advantage_estimator).is_scaled
+        return self.is_centered and is_scaled
 
 
 class SignalWatch:

@@ -16,8 +16,8 @@ becomes ``--eval-interval N``. The option's type follows the annotation:
     list[T] | None               several values; with ``metadata["append"]`` repeated flags add up
     dict                         a JSON object
 
-Other metadata: ``flags`` (more spellings), ``metavar``, ``required``, ``derived`` (no flag: resolved from others), and
-what a flag can do here today:
+Other metadata: ``flags`` (more spellings), ``metavar``, ``choices`` (names of a table), ``required``, ``derived`` (no
+flag: resolved from others), and what a flag can do here today:
 
     later      "what is missing": the flag parses, but a value other than the default is an error
     no_effect  "why": accepted for the launch scripts that pass it; the plan lists it as ignored
@@ -177,6 +177,8 @@ def _option(item: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     if origin is Literal:
         choices = typing.get_args(inner)
         return option | {"choices": choices, "type": type(choices[0])}
+    if "choices" in item.metadata:
+        option["choices"] = tuple(item.metadata["choices"])
     if inner not in (int, float, str):
         raise TypeError(f"field {item.name}: annotation {hint!r} has no command-line form")  # a mistake of ours
     return option | {"type": inner}

@@ -173,7 +173,7 @@ _TABLE = (
     _trained("entropy", "entropy of the next-token distribution"),
     _trained("advantages", "credit per token"),
     _trained("returns", "target of a value function"),
-    _trained("values", "estimate of the critic", "ppo"),
+    _trained("values", "estimate of the critic", "with a critic"),
     _trained("kl", "KL from the reference model inside the rewards, 0 without --kl-coef"),
     _trained("opd_reverse_kl", "log-prob of the student minus that of the teacher", "use_opd"),
 )

@@ -75,7 +75,13 @@ _TRAIN = (
     _M("train/global_batch_size", "rollouts in the step", "rollouts", "sum over ranks"),
     _M("train/mtp_loss", "loss of multi-token prediction", "nats", "mean over tokens", "--enable-mtp-training"),
     _M("train/mtp_*_loss", "the same of one depth", "nats", "mean over tokens", "--enable-mtp-training"),
-    _M("train/critic-*", "the critic's loss, value_loss, value_clipfrac, grad_norm, ...", "", _PER_ROLLOUT, "ppo"),
+    _M(
+        "train/critic-*",
+        "the critic's loss, value_loss, value_clipfrac, grad_norm, ...",
+        "",
+        _PER_ROLLOUT,
+        "with a critic",
+    ),
 )
 
 _ROLLOUT = (
@@ -148,7 +154,7 @@ _ROLLOUT = (
     _M("rollout/logprob_abs_diff_max", "largest distance of trainer and engine", "nats", "max over tokens"),
     _M("rollout/advantages", "credit per token", "", _PER_ROLLOUT),
     _M("rollout/returns", "target of a value function", "", _PER_ROLLOUT),
-    _M("rollout/values", "estimate of the critic", "", _PER_ROLLOUT, "ppo"),
+    _M("rollout/values", "estimate of the critic", "", _PER_ROLLOUT, "with a critic"),
     _M("rollout/kl", "KL from the reference inside the rewards", "nats", _PER_ROLLOUT),
     _M("rollout/entropy", "entropy before the step", "nats", _PER_ROLLOUT, "--use-rollout-entropy"),
     _M("rollout/opd_reverse_kl", "student minus teacher log-prob", "nats", _PER_ROLLOUT, "--use-opd"),

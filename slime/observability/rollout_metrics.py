@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from slime.algorithms.estimators import find_estimator
 from slime.observability.logging_utils import collecting
 from slime.observability.metric_utils import (
     compute_pass_rate,
@@ -198,7 +199,7 @@ def _share(flags: Any) -> float:
 
 def _zero_std(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
     """Prompt groups without a signal: all rewards equal. Counted by that reward."""
-    if args.advantage_estimator == "ppo":  # its advantages do not compare siblings
+    if find_estimator(args.advantage_estimator).needs_critic:  # its advantages do not compare siblings
         return {}
     groups: dict[Any, list[float]] = defaultdict(list)
     for sample in samples:

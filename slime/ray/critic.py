@@ -1,4 +1,4 @@
-"""The critic's command line: the actor's, with checkpoints of its own. Called by ``loop`` when the estimator is ppo."""
+"""The critic's command line: the actor's, with separate checkpoints. Called by ``loop`` if there is a critic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DIRECTORY = "critic"
 
 def needs_critic(args: Namespace) -> bool:
     """Whether the run trains a value function beside the policy."""
-    return args.advantage_estimator == "ppo" and args.num_rollout != 0
+    return args.use_critic and args.num_rollout != 0
 
 
 def critic_args(args: Namespace) -> Namespace:

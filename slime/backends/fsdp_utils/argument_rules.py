@@ -45,8 +45,8 @@ _ABSENT: dict[str, str] = {
 }
 """Flags that ask for what this backend does not have, and why."""
 
-_SPELLED = {"use_critic": "--advantage-estimator ppo", "fp8": "--fp8-format"}
-"""Flags that are not spelled like their names."""
+_SPELLED = {"use_critic": "--advantage-estimator {advantage_estimator}", "fp8": "--fp8-format"}
+"""Flags that are not spelled like their names; braces name values of other flags."""
 
 
 def _model_parallelism(args: Namespace) -> Iterator[str]:
@@ -60,7 +60,7 @@ def _absent_parts(args: Namespace) -> Iterator[str]:
     for name, why in _ABSENT.items():
         value = getattr(args, name)
         if value:
-            shown = _SPELLED.get(name) or flag_of(name)
+            shown = _SPELLED.get(name, flag_of(name)).format_map(vars(args))
             yield f"{shown} is not supported yet with {_BACKEND}: {why}."
     if args.spec and not args.spec[0].startswith("slime_plugins."):  # those of presets have no effect
         yield f"--spec {' '.join(args.spec)} is not supported yet with {_BACKEND}: the model is that of transformers."

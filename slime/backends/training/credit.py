@@ -1,6 +1,6 @@
 """Advantages from a rank's batch: which forward passes they need, and the columns they become.
 
-Called by ``actor`` between the forward passes and the optimizer steps. The formulae are in ``slime.algorithms.credit``.
+Called by ``actor`` between the forward passes and the optimizer steps. The formulas are in ``slime.algorithms.credit``.
 Every context-parallel rank does the same work on whole responses.
 """
 
@@ -11,9 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from slime.algorithms import credit as formulae
+from slime.algorithms import credit as formulas
 from slime.algorithms.arguments import AlgorithmArgs, DistillationArgs
-from slime.algorithms.types import Credit
+from slime.algorithms.types import Credit, CreditData, Ragged
 from slime.backends.training.custom import CustomFunctions
 from slime.config.resolve.checkpoints import needs_reference
 from slime.utils import accelerator
@@ -80,7 +80,7 @@ def add_credit(
         DataError: log-probs are missing.
     """
     policy = columns.get("rollout_log_probs" if settings.use_rollout_logprobs else "log_probs")
-    data = formulae.CreditData(
+    data = CreditData(
         rewards=columns["rewards"],
         response_lengths=columns["response_lengths"],
         loss_masks=columns["loss_masks"],
@@ -89,9 +89,9 @@ def add_credit(
         values=columns.get("values"),
     )
     try:
-        columns["kl"] = formulae.reward_kl(data, settings)
+        columns["kl"] = formulas.reward_kl(data, settings)
         if custom.advantages is None:
-            credit = formulae.estimate(data, columns["kl"], settings)
+            credit = formulas.estimate(data, columns["kl"], settings)
     except ValueError as error:
         raise DataError(str(error)) from error
     if custom.advantages is not None:
@@ -99,17 +99,15 @@ def add_credit(
         credit = Credit(list(columns["advantages"]), list(columns["returns"]))
     if distillation.use_opd:
         student, teacher = _distilled_pair(policy, columns.get("teacher_log_probs"))
-        credit, columns["opd_reverse_kl"] = formulae.distilled(credit, student, teacher, distillation.opd_kl_coef)
+        credit, columns["opd_reverse_kl"] = formulas.distilled(credit, student, teacher, distillation.opd_kl_coef)
     advantages = credit.advantages
     if settings.normalize_advantages:
         device = accelerator.current().device()
-        advantages = formulae.normalize(advantages, columns["loss_masks"], group, device=device)
+        advantages = formulas.normalize(advantages, columns["loss_masks"], group, device=device)
     columns["advantages"], columns["returns"] = advantages, credit.returns
 
 
-def _distilled_pair(
-    student: formulae.Ragged | None, teacher: formulae.Ragged | None
-) -> tuple[formulae.Ragged, formulae.Ragged]:
+def _distilled_pair(student: Ragged | None, teacher: Ragged | None) -> tuple[Ragged, Ragged]:
     if teacher is None:
         raise DataError(
             "--use-opd: the batch has no teacher_log_probs; with --opd-type sglang the reward function must set "

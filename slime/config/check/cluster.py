@@ -70,7 +70,10 @@ def _weight_sync(args: Namespace) -> Iterator[str]:
         if args.train_backend != "megatron":
             yield f"--release-train works with --train-backend megatron only, not {args.train_backend}."
         if args.use_critic:
-            yield "--release-train does not work with a critic (--advantage-estimator ppo): drop one."
+            yield (
+                f"--release-train does not work with a critic (--advantage-estimator {args.advantage_estimator}): "
+                "drop one."
+            )
         if args.keep_old_actor:
             yield "--release-train keeps nothing between rollouts: drop --keep-old-actor."
         if args.save is None:

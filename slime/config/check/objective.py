@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 
+from slime.algorithms.estimators import find_estimator
 from slime.config import notices
 from slime.config.resolve.batches import is_group_relative
 
@@ -18,7 +19,7 @@ def _estimator(args: Namespace) -> Iterator[str]:
             f"--kl-coef {args.kl_coef} and --kl-loss-coef {args.kl_loss_coef} would count the KL divergence twice, in "
             f"the rewards and in the loss: drop one."
         )
-    if args.advantage_estimator.startswith("reinforce_plus_plus") and not args.normalize_advantages:
+    if find_estimator(args.advantage_estimator).needs_whitening and not args.normalize_advantages:
         yield f"--advantage-estimator {args.advantage_estimator} needs --normalize-advantages."
     if args.n_samples_per_prompt == 1 and is_group_relative(args) and not args.debug_rollout_only:
         yield (

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from slime.algorithms.estimators import find_estimator
 from slime.config import notices
 
 __all__ = [
-    "CENTERED",
     "global_batch",
     "group_size",
     "is_group_relative",
@@ -21,8 +21,6 @@ __all__ = [
 
 _DEFAULT_ROLLOUT_BATCH = 32
 _DEFAULT_GROUP = 8
-CENTERED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
-"""Estimators whose advantage is the distance from the mean of the group."""
 
 
 def rollout_batch(args: Namespace) -> None:
@@ -35,7 +33,7 @@ def rollout_batch(args: Namespace) -> None:
 
 def is_group_relative(args: Namespace) -> bool:
     """Whether a sample's advantage is relative to the other samples of its prompt."""
-    is_centered = args.rewards_normalization and args.advantage_estimator in CENTERED
+    is_centered = args.rewards_normalization and find_estimator(args.advantage_estimator).is_centered
     has_advantages = args.loss_type == "policy_loss" and args.compute_advantages_and_returns
     return bool(is_centered and has_advantages and args.custom_advantage_function_path is None)
 

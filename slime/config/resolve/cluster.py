@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from slime.algorithms.estimators import find_estimator
 from slime.config import notices
 
 __all__ = ["critic", "devices", "modes", "node_borders", "offloading"]
@@ -18,8 +19,8 @@ def modes(args: Namespace) -> None:
 
 
 def critic(args: Namespace) -> None:
-    """B25: ppo has a critic; it is laid out like the actor."""
-    args.use_critic = args.advantage_estimator == "ppo"
+    """Whether a value function is trained; its layout is that of the actor."""
+    args.use_critic = find_estimator(args.advantage_estimator).needs_critic
     args.critic_num_nodes = args.actor_num_nodes
     args.critic_num_gpus_per_node = args.actor_num_gpus_per_node
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from slime.algorithms.estimators import find_estimator
 from slime.config import notices
 from slime.config.groups import flag_of
 from slime.utils import accelerator
@@ -17,15 +18,17 @@ __all__ = [
     "true_on_policy",
 ]
 
-_KL_IN_REWARDS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
-
 
 def clipping(args: Namespace) -> None:
     """B18, B19, D16."""
     if args.eps_clip_high is None:
         args.eps_clip_high = args.eps_clip
-    if args.advantage_estimator == "cispo" and args.eps_clip < 1:
-        text = "cispo cuts off small ratios too; its paper uses 1 here and a large --eps-clip-high"
+    estimator = find_estimator(args.advantage_estimator)
+    if estimator.paper_eps_clip is not None and args.eps_clip < estimator.paper_eps_clip:
+        text = (
+            f"{estimator.name} cuts off small ratios too; its paper uses {estimator.paper_eps_clip:g} here and a large "
+        )
+        text += "--eps-clip-high"
         notices.warn(args, f"--eps-clip {args.eps_clip}", text)
     if args.tis_threshold is not None and "tis_clip" not in args.given:
         args.tis_clip = args.tis_threshold
@@ -40,14 +43,15 @@ def kl_estimator(args: Namespace) -> None:
     if args.use_kl_loss and args.kl_loss_coef != 0 and "kl_loss_type" not in args.given:
         text = "not given: k1, whose gradient is zero in expectation as a loss; use k2 or low_var_kl"
         notices.warn(args, "--kl-loss-type", text)
-    is_read = args.advantage_estimator in _KL_IN_REWARDS or args.custom_advantage_function_path is not None
+    estimator = find_estimator(args.advantage_estimator)
+    is_read = estimator.has_kl_in_rewards or args.custom_advantage_function_path is not None
     if args.kl_coef != 0 and not is_read:
         text = f"{args.kl_coef} has no effect with --advantage-estimator {args.advantage_estimator}; use --use-kl-loss"
         notices.warn(args, "--kl-coef", text)
-    if args.kl_coef != 0 and args.advantage_estimator == "ppo" and args.lambd < 1:
+    if args.kl_coef != 0 and estimator.needs_critic and args.lambd < 1:
         text = "the critic learns the task's reward alone: advantages miss the penalty of tokens beyond --lambd's reach"
         notices.info(args, "--kl-coef", text)
-    if args.gae_trained_tokens_only and args.advantage_estimator != "ppo":
+    if args.gae_trained_tokens_only and not estimator.needs_critic:
         text = f"no effect with --advantage-estimator {args.advantage_estimator}"
         notices.warn(args, "--gae-trained-tokens-only", text)
 

@@ -15,15 +15,15 @@ import torch
 
 from slime.algorithms import credit as formulae
 from slime.algorithms.arguments import AlgorithmArgs
-from slime.algorithms.credit import CreditData
+from slime.algorithms.estimators import ESTIMATORS
 from slime.algorithms.gae import chunked_discounted_returns, chunked_gae, vanilla_gae
+from slime.algorithms.types import CreditData
 from slime.algorithms.whiten import masked_whiten
 from tests.verification import verify
 
 WORKER = Path(__file__).with_name("whiten_worker.py")
 MASKS = [[1, 1, 0, 1], [1], [], [0, 1, 1, 0], [0, 0]]
 LENGTHS = [len(mask) for mask in MASKS]
-ESTIMATORS = ("grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
 
 
 def ragged(seed: int) -> list[torch.Tensor]:

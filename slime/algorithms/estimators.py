@@ -1,0 +1,104 @@
+"""The advantage estimators: one record each, and the only place in slime that knows their names.
+
+Flag choices, checks, the plan, reward normalization, credit and the policy loss read these records. The formulas are
+named by their path, because the command line reads this table without importing torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["ESTIMATORS", "Estimator", "default_estimator", "find_estimator", "formula"]
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """One value of ``--advantage-estimator``.
+
+    Attributes:
+        credit: path of ``f(data, kl, settings) -> Credit``: the advantage and the return of every response token.
+        log_ratio: path of ``f(log_probs, old_log_probs, samples) -> [N]``, ``log pi_old - log pi_new``.
+        surrogate: path of ``f(log_ratio, log_probs, advantages, settings) -> (loss [N], clipped [N])``.
+        is_centered: rewards are the distance from the mean of their group.
+        is_scaled: rewards are divided by the standard deviation of their group.
+        has_kl_in_rewards: ``--kl-coef`` enters the advantages.
+        needs_critic: a value function is trained with the policy.
+        needs_whitening: advantages must be normalized over the batch (``--normalize-advantages``).
+        paper_eps_clip: ``--eps-clip`` of the paper, if the default of the flag differs in effect.
+    """
+
+    name: str
+    credit: str
+    log_ratio: str = "slime.algorithms.clip:token_log_ratio"
+    surrogate: str = "slime.algorithms.clip:surrogate"
+    is_centered: bool = False
+    is_scaled: bool = False
+    has_kl_in_rewards: bool = False
+    needs_critic: bool = False
+    needs_whitening: bool = False
+    paper_eps_clip: float | None = None
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    record.name: record
+    for record in (
+        Estimator("grpo", credit="slime.algorithms.grpo:credit", is_centered=True, is_scaled=True),
+        Estimator(
+            "gspo",
+            credit="slime.algorithms.grpo:credit",
+            log_ratio="slime.algorithms.gspo:sequence_log_ratio",
+            is_centered=True,
+            is_scaled=True,
+        ),
+        Estimator(
+            "cispo",
+            credit="slime.algorithms.grpo:credit",
+            surrogate="slime.algorithms.cispo:surrogate",
+            is_centered=True,
+            is_scaled=True,
+            paper_eps_clip=1,
+        ),
+        Estimator(
+            "reinforce_plus_plus",
+            credit="slime.algorithms.reinforce_pp:credit",
+            has_kl_in_rewards=True,
+            needs_whitening=True,
+        ),
+        Estimator(
+            "reinforce_plus_plus_baseline",
+            credit="slime.algorithms.reinforce_pp:baseline_credit",
+            is_centered=True,
+            has_kl_in_rewards=True,
+            needs_whitening=True,
+        ),
+        Estimator("ppo", credit="slime.algorithms.ppo:credit", has_kl_in_rewards=True, needs_critic=True),
+    )
+}
+
+
+def default_estimator() -> str:
+    """The first name of the table."""
+    return next(iter(ESTIMATORS))
+
+
+def find_estimator(name: str) -> Estimator:
+    """The record of ``--advantage-estimator name``.
+
+    Raises:
+        ValueError: unknown name.
+    """
+    if name not in ESTIMATORS:
+        raise ValueError(f"--advantage-estimator {name!r} is unknown")
+    return ESTIMATORS[name]
+
+
+@functools.cache
+def formula(path: str) -> Callable[..., Any]:
+    """The function that a record names as ``module:function``."""
+    module, _, name = path.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
