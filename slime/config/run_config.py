@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
+from slime.algorithms.estimators import Estimator
+
 Section = TypeVar("Section")
 
 
@@ -54,12 +56,12 @@ class RunConfig:
     """
 
     values: Mapping[str, Any]
-    estimator: Any = None
+    estimator: Estimator | None = None
     model: Any = None
     facts: RunFacts = dataclasses.field(default_factory=RunFacts)
 
     @classmethod
-    def of(cls, args: Namespace, *, estimator: Any = None, model: Any = None) -> RunConfig:
+    def of(cls, args: Namespace, *, estimator: Estimator | None = None, model: Any = None) -> RunConfig:
         """The configuration in ``args``, which is copied: later writes to ``args`` do not change it."""
         return cls(dict(vars(args)), estimator, model)
 

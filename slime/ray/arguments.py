@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from slime.algorithms import arguments as algorithms
+from slime.algorithms.estimators import find_estimator
 from slime.backends.fsdp_utils import arguments as fsdp
 from slime.backends.megatron_utils import argument_rules as megatron_rules
 from slime.backends.megatron_utils import arguments as megatron
@@ -171,7 +172,7 @@ def validate_sglang_args(args: Namespace) -> None:
 
 def run_config(args: Namespace) -> RunConfig:
     """The configuration of a run from its resolved arguments."""
-    return RunConfig.of(args)
+    return RunConfig.of(args, estimator=find_estimator(args.advantage_estimator))
 
 
 def machine_problems(args: Namespace) -> list[str]:
