@@ -9,7 +9,7 @@ from slime.utils.arguments import parse_args
 
 
 def train(args):
-    from slime.ray.loop import is_due, start_run
+    from slime.ray.run.loop import is_due, start_run
 
     with start_run(args) as run:
         run.sync_weights(num_trained=run.start_rollout_id)
@@ -37,9 +37,9 @@ def main():
         return slime(["plan", "train_async.py", *sys.argv[1:]])
     args = parse_args(is_async=True)
     from slime.observability.logging_utils import configure_logger
-    from slime.ray.cluster import running_cluster
-    from slime.ray.failures import exit_status
-    from slime.ray.restart import run_to_the_end
+    from slime.ray.run.cluster import running_cluster
+    from slime.ray.run.failures import exit_status
+    from slime.ray.run.restart import run_to_the_end
 
     configure_logger()
     with exit_status(), running_cluster(args):

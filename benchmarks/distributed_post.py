@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy
 import ray
 
-from slime.ray.posters import start_posters
+from slime.ray.engines.http_workers import start_posters
 from slime.utils import http_utils
 from slime.utils.net import free_port
 

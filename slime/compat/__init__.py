@@ -105,7 +105,7 @@ slime.observability.rollout_data_utils
     slime.batch.replay: load_debug_rollout_data save_debug_rollout_data
     slime.data.routed_experts: validate_rollout_routed_experts_for_replay
 slime.ray.utils
-    slime.ray.cluster: NOSET_VISIBLE_DEVICES_ENV_VARS_LIST
+    slime.ray.run.cluster: NOSET_VISIBLE_DEVICES_ENV_VARS_LIST
 slime.rollout.filter_hub
 slime.rollout.filter_hub.base_types = slime.rollout.filters
 slime.rollout.filter_hub.dynamic_sampling_filters = slime.rollout.filters

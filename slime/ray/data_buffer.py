@@ -17,9 +17,9 @@ from slime.data.ledger import Event, Ledger
 from slime.data.sample import Sample, SampleGroup, as_groups, iter_samples
 from slime.hooks.load import load_function
 from slime.observability.logging_utils import configure_logger
-from slime.ray.cards import introduce
-from slime.ray.cluster import worker_env
-from slime.ray.waiting import get
+from slime.ray.run.cluster import worker_env
+from slime.ray.watch.process_info import introduce
+from slime.ray.watch.waiting import get
 from slime.rollout.data_source import make_data_source
 from slime.rollout.failures import fresh_copy
 from slime.rollout.source_state import load_groups, outstanding_path, save_groups

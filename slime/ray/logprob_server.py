@@ -42,11 +42,11 @@ from slime.observability.secrets import hide_secrets
 from slime.ray import trainer_rules
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.arguments import GROUPS, STEPS
-from slime.ray.cluster import running_cluster
-from slime.ray.failures import exit_status
 from slime.ray.placement_group import GpuSlots, create_placement_groups, release_placement_groups
+from slime.ray.run.cluster import running_cluster
+from slime.ray.run.failures import exit_status
 from slime.ray.train_actor import TrainActor
-from slime.ray.waiting import get
+from slime.ray.watch.waiting import get
 from slime.utils.errors import ConfigError, SlimeError
 
 __all__ = ["ScoringGroup", "launch", "main", "parse_server_args"]

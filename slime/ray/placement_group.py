@@ -17,9 +17,9 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from slime.ray.cluster import NOSET_VISIBLE_DEVICES, is_embedded, slot_layout, worker_env
-from slime.ray.shortage import Reports, shortage_of
-from slime.ray.waiting import get
+from slime.ray.run.cluster import NOSET_VISIBLE_DEVICES, is_embedded, slot_layout, worker_env
+from slime.ray.watch.shortage import Reports, shortage_of
+from slime.ray.watch.waiting import get
 from slime.utils import accelerator
 from slime.utils.deadline import Deadline
 from slime.utils.errors import ConfigError

@@ -30,17 +30,17 @@ from slime.observability.logging_utils import configure_logger
 from slime.observability.rollout_metrics import log_eval_rollout_data, log_rollout_data
 from slime.observability.sample_record import record_rollout
 from slime.observability.tracking import run_directory
-from slime.ray.cards import introduce
-from slime.ray.cluster import engines_take_turns, worker_env
 from slime.ray.data_buffer import DataBufferClient
-from slime.ray.engine_memory import EngineMemory
-from slime.ray.engine_slots import WaitingEngines
-from slime.ray.fleet import RayEngineFleet
+from slime.ray.engines.fleet import RayEngineFleet
+from slime.ray.engines.http_workers import Posters, start_posters
+from slime.ray.engines.memory import EngineMemory
+from slime.ray.engines.servers import RolloutServers
+from slime.ray.engines.slots import WaitingEngines
 from slime.ray.placement_group import GpuSlots
-from slime.ray.posters import Posters, start_posters
-from slime.ray.rollout_servers import RolloutServers
+from slime.ray.run.cluster import engines_take_turns, worker_env
 from slime.ray.shards import RolloutResult
 from slime.ray.transport import actor_options, boxed
+from slime.ray.watch.process_info import introduce
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.rm_hub.grader_pool import preload_graders
 from slime.rollout.sample_hooks import set_current_rollout_id, set_evaluated_rollout_id

@@ -20,11 +20,11 @@ from slime.backends.sglang_utils.checksum import expected_checksums
 from slime.config.groups import from_args
 from slime.observability.logging_utils import configure_logger
 from slime.ray.arguments import SyncArgs
-from slime.ray.cards import introduce
-from slime.ray.cluster import engines_take_turns, node_address
-from slime.ray.fleet import RayEngineFleet
+from slime.ray.engines.fleet import RayEngineFleet
+from slime.ray.run.cluster import engines_take_turns, node_address
+from slime.ray.run.weight_updates import weight_updater
 from slime.ray.shards import Box, process_rollout_data
-from slime.ray.weight_updates import weight_updater
+from slime.ray.watch.process_info import introduce
 from slime.rollout.arguments import DEFAULT_ROLLOUT_FUNCTION
 from slime.utils import accelerator
 from slime.utils.errors import DataError

@@ -165,7 +165,7 @@ def test_the_rule_catches_what_it_forbids() -> None:
     module = next(m for m in modules() if m.name == "slime.batch")
     bad = Module("slime.batch.bad", module.path.with_name("bad.py"), "batch", source, ast.parse(source))
     assert [text.split(" imports ")[1].split(":")[0] for text in violations(bad)] == [
-        "slime.ray.loop",
+        "slime.ray.run.loop",
         "megatron.core",
         "slime.ray.rollout.x",
     ]

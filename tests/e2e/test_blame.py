@@ -13,9 +13,9 @@ import psutil
 import pytest
 import ray
 
-from slime.ray import pulse
-from slime.ray.cards import SILENCE_S, cards_of, introduce
-from slime.ray.waiting import get, raise_if_dead
+from slime.ray.watch import heartbeat
+from slime.ray.watch.process_info import SILENCE_S, cards_of, introduce
+from slime.ray.watch.waiting import get, raise_if_dead
 from slime.utils.deadline import Deadline, wait_until
 from slime.utils.errors import DeadlineExceeded, ProcessDied
 from tests.limits import unloaded_time
@@ -161,8 +161,8 @@ def test_a_process_of_another_node_is_looked_at_and_killed_by_that_node(actors, 
     (stopped,) = actors("rank 0")
     pid = ray.get(stopped.pid.remote())
     (card,) = cards_of([stopped.wait.remote()])
-    monkeypatch.setattr(pulse.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "another"))
+    monkeypatch.setattr(heartbeat.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "another"))
     os.kill(pid, signal.SIGSTOP)
-    assert pulse._on_node_of(card, pulse._vitals).state == psutil.STATUS_STOPPED
-    pulse._on_node_of(card, pulse._kill)
+    assert heartbeat._on_node_of(card, heartbeat._vitals).state == psutil.STATUS_STOPPED
+    heartbeat._on_node_of(card, heartbeat._kill)
     wait_until(lambda: not psutil.pid_exists(pid), Deadline(600, "the stopped process to be gone"))

@@ -12,7 +12,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from slime.ray.posters import Posters, start_posters
+from slime.ray.engines.http_workers import Posters, start_posters
 from slime.utils import http_utils
 from slime.utils.errors import DeadlineExceeded, EngineError, RequestRefused
 from tests.unit.rollout.fake_engine import FakeEngine

@@ -1,4 +1,4 @@
-"""Who holds device memory when, where trainer and engines take turns. The order itself is in ``slime.ray.turns``."""
+"""Device memory by phase if trainer and engines share devices. The order is in ``slime.ray.run.device_handoff``."""
 
 from __future__ import annotations
 

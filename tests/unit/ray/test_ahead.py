@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from slime.ray.ahead import RolloutsAhead
+from slime.ray.run.prefetch import RolloutsAhead
 from slime.utils.errors import DeadlineExceeded
 
 LIMIT_S = 10.0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slime.ray import loop
+from slime.ray.run import loop
 
 
 class Story(list[str]):

@@ -11,8 +11,8 @@ from slime.backends.sglang_utils.topology import topology_of
 from slime.config.plan.layout import read_layout
 from slime.config.plan.placement import plan_placement
 from slime.ray import placement_group
-from slime.ray.cluster import engines_take_turns, slot_layout
 from slime.ray.placement_group import GpuSlots, create_placement_groups
+from slime.ray.run.cluster import engines_take_turns, slot_layout
 from slime.utils.errors import ConfigError
 from tests.unit.config.plan_args import plan_args
 

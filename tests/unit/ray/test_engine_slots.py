@@ -13,8 +13,8 @@ from dataclasses import replace
 import pytest
 
 from slime.backends.protocols import EngineInfo
-from slime.ray import engine_slots
-from slime.ray.engine_slots import EngineSlots, WatchSettings
+from slime.ray.engines import slots as engine_slots
+from slime.ray.engines.slots import EngineSlots, WatchSettings
 from slime.utils.errors import EngineError
 from tests.limits import unloaded_time
 

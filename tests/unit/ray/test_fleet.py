@@ -9,8 +9,8 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from slime.backends.protocols import EngineInfo
-from slime.ray import fleet as fleet_module
-from slime.ray.fleet import RayCalls, RayEngineFleet, silent_engines
+from slime.ray.engines import fleet as fleet_module
+from slime.ray.engines.fleet import RayCalls, RayEngineFleet, silent_engines
 from slime.utils.errors import DeadlineExceeded, EngineError, EngineSilent
 
 _ENGINES = [EngineInfo(f"http://{name}", 1) for name in "abc"]

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.ray import cluster
-from slime.ray.cluster import nccl_as_engines, worker_env
+from slime.ray.run import cluster
+from slime.ray.run.cluster import nccl_as_engines, worker_env
 from slime.utils import accelerator
 from slime.utils.accelerator import CUDAAccelerator
 from slime.utils.errors import ConfigError

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from slime.ray.health import HealthMonitor
+from slime.ray.engines.health import HealthMonitor
 
 
 class Engines:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from slime.ray import preloading
-from slime.ray.preloading import FORK_SERVER, ClusterForkServer, fork_server_of, sglang_preloading
+from slime.ray.engines import preloading
+from slime.ray.engines.preloading import FORK_SERVER, ClusterForkServer, fork_server_of, sglang_preloading
 from slime.utils.errors import EngineError
 
 

@@ -12,9 +12,9 @@ import psutil
 import pytest
 from ray.exceptions import RpcError
 
-from slime.ray import pulse
-from slime.ray.cards import Card, _nameless_file
-from slime.ray.pulse import Vitals, Watch, _kill, _vitals
+from slime.ray.watch import heartbeat
+from slime.ray.watch.heartbeat import Vitals, Watch, _kill, _vitals
+from slime.ray.watch.process_info import Card, _nameless_file
 from slime.utils.deadline import Deadline, wait_until
 
 
@@ -24,10 +24,10 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, silence_s: float = 10.0) -> None:
         self.now, self.beat, self.vitals, self.is_killed = 100.0, b"0", Vitals("sleeping", 5.0), False
         card = Card("trainer rank 1", 7, "here", 1.0, "", "", "actor", "node", silence_s)
-        monkeypatch.setattr(pulse.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(pulse, "cards_of", lambda refs: [card])
-        monkeypatch.setattr(pulse, "last_beat", lambda card: self.read())
-        monkeypatch.setattr(pulse, "_on_node_of", self.ask)
+        monkeypatch.setattr(heartbeat.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(heartbeat, "cards_of", lambda refs: [card])
+        monkeypatch.setattr(heartbeat, "last_beat", lambda card: self.read())
+        monkeypatch.setattr(heartbeat, "_on_node_of", self.ask)
         self.watch = Watch()
 
     def read(self) -> bytes:

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from slime.backends.protocols import EngineInfo
 from slime.backends.training.hf_files import TensorReader, write_hf_directory
-from slime.ray import weight_updates
-from slime.ray.weight_updates import weight_updater
+from slime.ray.run import weight_updates
+from slime.ray.run.weight_updates import weight_updater
 from slime.weight_sync import send_distributed
 from slime.weight_sync.quantize import quantize_fp8
 from slime.weight_sync.session import WeightUpdate

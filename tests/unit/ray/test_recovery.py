@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from slime.backends.protocols import EngineInfo
-from slime.ray import recovery as recovery_module
-from slime.ray.engine_slots import WaitingEngines
-from slime.ray.fleet import RayEngineFleet
-from slime.ray.loop import Run
-from slime.ray.recovery import Recovery
+from slime.ray.engines import recovery as recovery_module
+from slime.ray.engines.fleet import RayEngineFleet
+from slime.ray.engines.recovery import Recovery
+from slime.ray.engines.slots import WaitingEngines
+from slime.ray.run.loop import Run
 from slime.ray.train_actor import SyncReport
 from slime.utils.errors import DeadlineExceeded, EngineError, EngineSilent
 

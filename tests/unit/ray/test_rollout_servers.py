@@ -10,12 +10,12 @@ import pytest
 from slime.backends.protocols import EngineInfo
 from slime.backends.sglang_utils.external import ExternalEngineInfo
 from slime.backends.sglang_utils.topology import EnginePlace, WorkerType
-from slime.ray import rollout_servers
-from slime.ray.engine_actor import ForkAddress
-from slime.ray.engine_slots import WaitingEngines
-from slime.ray.fleet import RayEngineFleet
+from slime.ray.engines import servers as engine_servers
+from slime.ray.engines.actor import ForkAddress
+from slime.ray.engines.fleet import RayEngineFleet
+from slime.ray.engines.servers import RolloutServers
+from slime.ray.engines.slots import WaitingEngines
 from slime.ray.placement_group import GpuSlots
-from slime.ray.rollout_servers import RolloutServers
 from slime.utils.errors import ConfigError, DeadlineExceeded, EngineError
 
 
@@ -166,7 +166,7 @@ def test_an_engine_over_several_nodes_is_refused_where_rays_nodes_are_smaller_th
 
 
 def test_an_engine_whose_devices_have_a_gap_is_refused_for_its_server_would_take_those_of_others(monkeypatch):
-    monkeypatch.setattr(rollout_servers.accelerator, "current", lambda: SimpleNamespace(is_cpu=False))
+    monkeypatch.setattr(engine_servers.accelerator, "current", lambda: SimpleNamespace(is_cpu=False))
     several = servers(num_gpus_per_node=8)
     engine = EnginePlace(0, WorkerType.REGULAR, 0, 3, {})
     several._gpus = GpuSlots(None, range(3), [0, 2, 3], [0, 2, 3])
@@ -187,9 +187,9 @@ class Registered:
         self.urls = list(urls)
         self.started: list[list[int]] = []
         info = {"dtype": dtype}
-        monkeypatch.setattr(rollout_servers, "registered_workers", lambda router: self.urls)
+        monkeypatch.setattr(engine_servers, "registered_workers", lambda router: self.urls)
         monkeypatch.setattr(
-            rollout_servers,
+            engine_servers,
             "discover_external_engines",
             lambda urls, source: [ExternalEngineInfo(url, "h", 1, "regular", 1, None, info) for url in urls],
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slime.ray import loop
+from slime.ray.run import loop
 from slime.utils.errors import DataError, ProcessDied
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.ray.shortage import Reports, Shortage
+from slime.ray.watch.shortage import Reports, Shortage
 
 ROOT = Path(__file__).parents[3]
 
@@ -19,7 +19,7 @@ import ray
 logging.basicConfig(format="%(message)s")
 ray.init(address="local", num_cpus=1, num_gpus=8, include_dashboard=False, log_to_driver=False, resources=OURS)
 from slime.ray import placement_group
-from slime.ray.waiting import get
+from slime.ray.watch.waiting import get
 
 @ray.remote(num_cpus=1)
 class Waiter:
@@ -101,7 +101,7 @@ def test_a_shortage_names_what_is_missing(asked: dict[str, float], is_final: boo
 
 def test_reports_come_within_seconds_and_then_every_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("slime.ray.shortage.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("slime.ray.watch.shortage.time.monotonic", lambda: now[0])
     reports = Reports(_started=100.0)
     due = []
     for second in range(0, 200):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slime.backends.protocols import TrainReport
-from slime.ray import loop
+from slime.ray.run import loop
 from slime.ray.shards import RolloutResult
 from slime.ray.train_actor import SyncReport
 

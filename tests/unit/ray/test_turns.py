@@ -9,11 +9,11 @@ import pytest
 
 import train as driver
 from slime.backends.protocols import TRAINER_PARTS, TrainReport
-from slime.ray import loop
-from slime.ray.progress import Progress
+from slime.ray.run import loop
+from slime.ray.run.device_handoff import DeviceTurns
 from slime.ray.shards import RolloutResult
 from slime.ray.train_actor import SyncReport
-from slime.ray.turns import DeviceTurns
+from slime.ray.watch.progress import Progress
 from slime.utils.errors import EngineError
 
 ALL = "+".join(TRAINER_PARTS)

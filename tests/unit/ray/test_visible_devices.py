@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from ray._private.accelerators import amd_gpu, nvidia_gpu
 
-from slime.ray.cluster import NOSET_VISIBLE_DEVICES
+from slime.ray.run.cluster import NOSET_VISIBLE_DEVICES
 
 ROOT = Path(__file__).parents[3]
 
@@ -27,7 +27,7 @@ _COUNT = """
 import os
 import ray
 from argparse import Namespace
-from slime.ray.cluster import running_cluster, worker_env
+from slime.ray.run.cluster import running_cluster, worker_env
 args = Namespace(debug_train_only=True, debug_rollout_only=False, world_size=2, rollout_external=False, colocate=False)
 with running_cluster(args):
     seen = ray.remote(lambda: os.environ["CUDA_VISIBLE_DEVICES"]).options(runtime_env={"env_vars": worker_env()})

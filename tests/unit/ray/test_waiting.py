@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from slime.ray import waiting
-from slime.ray.waiting import get
+from slime.ray.watch import waiting
+from slime.ray.watch.waiting import get
 from slime.utils.deadline import Deadline
 from slime.utils.errors import DeadlineExceeded, ProcessDied
 from slime.utils.interrupt import Interrupted, interruptible

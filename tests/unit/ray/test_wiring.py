@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from slime.ray.failures import exit_status, message_of
-from slime.ray.loop import is_due
+from slime.ray.run.failures import exit_status, message_of
+from slime.ray.run.loop import is_due
 from slime.utils.errors import ConfigError, EngineError
 
 

@@ -3,7 +3,7 @@
 import copy
 import random
 
-from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.rollout.filters import DynamicFilterOutput
 from slime.utils.types import Sample
 
 import slime.rollout.sglang_rollout as rollout

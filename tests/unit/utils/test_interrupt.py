@@ -11,8 +11,8 @@ import threading
 
 import pytest
 
-from slime.ray.ahead import RolloutsAhead
-from slime.ray.failures import exit_status
+from slime.ray.run.failures import exit_status
+from slime.ray.run.prefetch import RolloutsAhead
 from slime.utils.deadline import Deadline, wait_until
 from slime.utils.interrupt import Interrupted, acknowledge, interruptible, raise_if_interrupted
 from tests.limits import unloaded_time

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from slime.backends.sglang_utils.router import Router
-from slime.ray.engine_slots import EngineSlots
+from slime.ray.engines.slots import EngineSlots
 
 __all__ = ["RolloutServer"]
 

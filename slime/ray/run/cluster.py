@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 
 import ray
 
-from slime.ray.preloading import FORK_SERVER, sglang_preloading
+from slime.ray.engines.preloading import FORK_SERVER, sglang_preloading
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 from slime.utils.net import WEIGHT_INTERFACES, WEIGHT_LOOPBACK

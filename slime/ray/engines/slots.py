@@ -32,10 +32,10 @@ from ray.exceptions import ActorDiedError
 
 from slime.backends.protocols import EngineInfo
 from slime.backends.sglang_utils.router import remove_worker
-from slime.ray.failures import message_of
-from slime.ray.fleet import RayEngineFleet
-from slime.ray.health import Answer, HealthMonitor
-from slime.ray.waiting import get
+from slime.ray.engines.fleet import RayEngineFleet
+from slime.ray.engines.health import Answer, HealthMonitor
+from slime.ray.run.failures import message_of
+from slime.ray.watch.waiting import get
 from slime.utils.errors import EngineError
 
 __all__ = ["EngineSlots", "WaitingEngines", "WatchSettings"]

@@ -1,6 +1,6 @@
 """The actors that engines are: one that starts a server on its node, one that stands for a server somebody else runs.
 
-Made by ``slime.ray.rollout_servers``, called by whoever holds the handle: the rollout manager for life and death, the
+Made by ``slime.ray.engines.servers``, called by whoever holds the handle: the rollout manager for life and death, the
 trainer for weights.
 """
 
@@ -17,11 +17,11 @@ from slime.backends.sglang_utils.server_args import build_argv, server_env
 from slime.backends.sglang_utils.server_process import ForkAddress
 from slime.backends.sglang_utils.topology import EnginePlace, WorkerType
 from slime.observability.logging_utils import configure_logger
-from slime.ray.cards import introduce
-from slime.ray.cluster import node_address
-from slime.ray.engine_node import NodeSlot, RayOtherNode, pull_in_time
-from slime.ray.preloading import engine_log_directory
-from slime.ray.waiting import get
+from slime.ray.engines.node import NodeSlot, RayOtherNode, pull_in_time
+from slime.ray.engines.preloading import engine_log_directory
+from slime.ray.run.cluster import node_address
+from slime.ray.watch.process_info import introduce
+from slime.ray.watch.waiting import get
 from slime.utils import accelerator
 from slime.utils.net import claim_ports, url_host
 

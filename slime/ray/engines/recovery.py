@@ -19,11 +19,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from slime.ray.engine_slots import WaitingEngines
-from slime.ray.failures import message_of
-from slime.ray.fleet import RayEngineFleet, silent_engines
+from slime.ray.engines.fleet import RayEngineFleet, silent_engines
+from slime.ray.engines.slots import WaitingEngines
+from slime.ray.run.failures import message_of
 from slime.ray.train_actor import SyncReport
-from slime.ray.waiting import get
+from slime.ray.watch.waiting import get
 from slime.utils.deadline import Deadline
 
 __all__ = ["Recovery"]

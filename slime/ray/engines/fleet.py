@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import RayTaskError
 
 from slime.backends.protocols import EngineInfo
-from slime.ray.waiting import get
+from slime.ray.watch.waiting import get
 from slime.utils.errors import DeadlineExceeded, EngineSilent
 
 __all__ = ["RayCalls", "RayEngineFleet", "silent_engines"]

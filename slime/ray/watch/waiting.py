@@ -9,10 +9,10 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from slime.ray.blame import blame_dead, blame_late, blame_silent, stacks_of
-from slime.ray.cards import cards_of
-from slime.ray.pulse import Watch
-from slime.ray.shortage import Reports, shortage_of, unplaced_of
+from slime.ray.watch.failure_report import blame_dead, blame_late, blame_silent, stacks_of
+from slime.ray.watch.heartbeat import Watch
+from slime.ray.watch.process_info import cards_of
+from slime.ray.watch.shortage import Reports, shortage_of, unplaced_of
 from slime.utils.deadline import Deadline
 from slime.utils.errors import SlimeError
 from slime.utils.interrupt import raise_if_interrupted

@@ -21,8 +21,8 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 
-from slime.ray.cards import STACK_SIGNAL, Card, card_of, cards_of, myself
-from slime.ray.shortage import shortage_of, unplaced_of
+from slime.ray.watch.process_info import STACK_SIGNAL, Card, card_of, cards_of, myself
+from slime.ray.watch.shortage import shortage_of, unplaced_of
 from slime.utils.deadline import Deadline
 from slime.utils.errors import DeadlineExceeded, ProcessDied
 from slime.utils.process import log_tail, tail

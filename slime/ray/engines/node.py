@@ -22,10 +22,10 @@ from slime.backends.sglang_utils.server_args import build_argv, server_env
 from slime.backends.sglang_utils.server_process import ForkAddress, launch_server, named_children
 from slime.backends.sglang_utils.topology import EnginePlace
 from slime.observability.logging_utils import configure_logger
-from slime.ray.cards import introduce
-from slime.ray.cluster import NOSET_VISIBLE_DEVICES, node_address, worker_env
-from slime.ray.failures import message_of
-from slime.ray.waiting import get
+from slime.ray.run.cluster import NOSET_VISIBLE_DEVICES, node_address, worker_env
+from slime.ray.run.failures import message_of
+from slime.ray.watch.process_info import introduce
+from slime.ray.watch.waiting import get
 from slime.utils import accelerator
 from slime.utils.async_utils import call_in_thread, run
 from slime.utils.deadline import Deadline

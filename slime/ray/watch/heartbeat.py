@@ -25,7 +25,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from slime.ray.cards import Card, cards_of, last_beat
+from slime.ray.watch.process_info import Card, cards_of, last_beat
 
 __all__ = ["Watch"]
 

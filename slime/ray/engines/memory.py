@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from slime.backends.sglang_utils.engine import MEMORY_TAGS
-from slime.ray.failures import message_of
-from slime.ray.fleet import RayEngineFleet
-from slime.ray.waiting import get
+from slime.ray.engines.fleet import RayEngineFleet
+from slime.ray.run.failures import message_of
+from slime.ray.watch.waiting import get
 
 __all__ = ["EngineMemory", "RemoteEngineMemory", "SharedEngines"]
 

@@ -1,0 +1,1 @@
+"""Bounded waits on Ray, heartbeats of the run's processes, and failure reports."""
