@@ -59,10 +59,10 @@ def main() -> None:
 
 def watch() -> tuple[Stopwatch, Stopwatch]:
     """Of the checksums while saving, and while loading."""
-    from slime.backends.megatron_utils import checkpoint_writer  # Megatron is repaired by the trainer's set-up
+    from slime.backends.megatron_utils.checkpoint import writer
 
     saving, loading = Stopwatch(), Stopwatch()
-    saving.watch(checkpoint_writer, "checksums_of")
+    saving.watch(writer, "checksums_of")
     saving.watch(checkpoint_files, "checksums_of")
     loading.watch(trainer, "verify_source")
     return saving, loading

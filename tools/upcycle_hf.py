@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def upcycle(options: argparse.Namespace) -> None:
-    from slime.backends.megatron_utils.upcycling import Upcycling
+    from slime.backends.megatron_utils.model.upcycling import Upcycling
     from slime.backends.training.hf_files import TensorReader, write_hf_directory
 
     source = Path(options.input)

@@ -29,7 +29,7 @@ from megatron.core.utils import get_tensor_model_parallel_group_if_none
 from torch.distributed.nn.functional import all_reduce
 from transformers import AutoConfig
 
-from slime.backends.megatron_utils.attention import PackedSegments
+from slime.backends.megatron_utils.model.attention import PackedSegments
 from slime.backends.training.context_parallel import zigzag_rows
 
 __all__ = ["HuggingfaceAttention"]

@@ -29,7 +29,7 @@ def _start(layout: dict[str, int]) -> None:
 
 
 def _load(path: Path) -> tuple[Any, Any]:
-    from slime.backends.megatron_utils.hf_checkpoint import load_weights
+    from slime.backends.megatron_utils.checkpoint.hf_weights import load_weights
     from tests.unit.megatron_utils.family_models import build_family_model, shape_of
 
     model, shape = build_family_model(path), shape_of(path)
@@ -42,7 +42,7 @@ def round_trip(
 ) -> dict[str, dict[str, Any]]:
     """Per checkpoint: ``exports``, for every bucket size which names come back and whether each is equal to the saved
     one; ``logits`` of sequences of ``lengths``, whole, None where the last pipeline stage is elsewhere."""
-    from slime.backends.megatron_utils.hf_checkpoint import export_weights
+    from slime.backends.megatron_utils.checkpoint.hf_weights import export_weights
 
     _start(layout)
     results = {}

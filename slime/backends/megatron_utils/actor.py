@@ -35,8 +35,8 @@ from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 
 if TYPE_CHECKING:
-    from slime.backends.megatron_utils.checkpoint_writer import CheckpointWriter
-    from slime.backends.megatron_utils.routing_replay import RoutingReplay
+    from slime.backends.megatron_utils.checkpoint.writer import CheckpointWriter
+    from slime.backends.megatron_utils.parallel.routing_replay import RoutingReplay
     from slime.backends.megatron_utils.step import TrainState
     from slime.backends.training.steps import StepResult
     from slime.backends.training.weight_backup import WeightBackup
@@ -89,15 +89,15 @@ class MegatronTrainer(TrainerBase):
         return start
 
     def _routing_replay(self, state: TrainState) -> RoutingReplay:
-        from slime.backends.megatron_utils.routing_replay import RoutingReplay
+        from slime.backends.megatron_utils.parallel.routing_replay import RoutingReplay
 
         if not self._shape.family.is_moe:
             raise ConfigError(f"--use-routing-replay: a model of model_type {self._shape.model_type} has no experts.")
         return RoutingReplay(state.model)
 
     def _fill(self, source: Source) -> None:
-        from slime.backends.megatron_utils.checkpoint import load_model_weights
-        from slime.backends.megatron_utils.hf_checkpoint import load_weights
+        from slime.backends.megatron_utils.checkpoint.hf_weights import load_weights
+        from slime.backends.megatron_utils.checkpoint.state import load_model_weights
 
         if source.format == "hf":
             load_weights(self._ready.model, self._shape, source.directory, source.flag)
@@ -108,7 +108,7 @@ class MegatronTrainer(TrainerBase):
         self._ready.optimizer.reload_model_params()
 
     def _resume(self, source: Source, *, has_optimizer: bool, has_rng: bool) -> None:
-        from slime.backends.megatron_utils.checkpoint import CheckpointContent, load_training_state
+        from slime.backends.megatron_utils.checkpoint.state import CheckpointContent, load_training_state
 
         load_training_state(self._ready, self._shape, source, CheckpointContent(has_optimizer, has_rng))
 
@@ -146,7 +146,7 @@ class MegatronTrainer(TrainerBase):
         return TrainBatch(dict(batch), accelerator.current().device(), self._ready.sharding, tokens)
 
     def _reset_moments(self) -> None:
-        from slime.backends.megatron_utils.optimizer import reset_moments
+        from slime.backends.megatron_utils.optimizer.build import reset_moments
 
         reset_moments(self._ready.optimizer)
 
@@ -160,7 +160,7 @@ class MegatronTrainer(TrainerBase):
         if self._replay is None:
             return nullcontext()
         if self._copies.use_rollout_routing_replay:
-            from slime.backends.megatron_utils.engine_routing import engine_choices
+            from slime.backends.megatron_utils.parallel.engine_routing import engine_choices
 
             return self._replay.replaying(engine_choices(batch, self._shape))
         if not is_step:
@@ -215,8 +215,8 @@ class MegatronTrainer(TrainerBase):
 
     def save(self, rollout_id: int) -> None:
         """Write ``<save>/iter_<rollout_id>``; complete when this returns on all ranks, unless --async-save."""
-        from slime.backends.megatron_utils.checkpoint import CheckpointContent
-        from slime.backends.megatron_utils.checkpoint_writer import CheckpointWriter
+        from slime.backends.megatron_utils.checkpoint.state import CheckpointContent
+        from slime.backends.megatron_utils.checkpoint.writer import CheckpointWriter
 
         self._device.require(["weights", "optimizer"], "a checkpoint")
         checkpoint = self._checkpoint
@@ -237,7 +237,7 @@ class MegatronTrainer(TrainerBase):
 
     def save_hf(self, path: str) -> None:
         """Write a Hugging Face checkpoint at ``path``; an error on the writing rank is raised on all."""
-        from slime.backends.megatron_utils.hf_checkpoint import export_weights
+        from slime.backends.megatron_utils.checkpoint.hf_weights import export_weights
 
         self._device.require(["weights"], "a Hugging Face checkpoint")
         source = self._args.hf_checkpoint
@@ -246,7 +246,7 @@ class MegatronTrainer(TrainerBase):
 
     def export_weights(self, bucket_bytes: int = 512 * 1024**2) -> Iterator[NamedTensor]:
         """All weights under their Hugging Face names, full and unpadded; ``bucket_bytes`` are gathered at a time."""
-        from slime.backends.megatron_utils.hf_checkpoint import export_weights
+        from slime.backends.megatron_utils.checkpoint.hf_weights import export_weights
 
         self._device.require(["weights"], "the export of weights")
         return export_weights(self._ready.model, self._shape, bucket_bytes)

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.megatron_utils.arguments import ParallelArgs, TrainerArgs
+from slime.backends.megatron_utils.checkpoint.tensor_layouts import from_megatron
 from slime.backends.megatron_utils.model_shape import padded_vocab_size
 from slime.backends.megatron_utils.patches.install import install
-from slime.backends.megatron_utils.tensor_layouts import from_megatron
 from slime.backends.megatron_utils.vision_rules import sees_media
 from slime.backends.training.hf_files import save_hf_directory
 from slime.config.groups import from_args
@@ -71,9 +71,9 @@ def get_model_provider_func(args: Namespace, role: str = "actor") -> Callable[..
     def provide(
         pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, **_: Any
     ) -> torch.nn.Module:
-        from slime.backends.megatron_utils.model import build_model
+        from slime.backends.megatron_utils.model.build import build_model
+        from slime.backends.megatron_utils.model.value_head import add_value_head
         from slime.backends.megatron_utils.transformer_config import build_config
-        from slime.backends.megatron_utils.value_head import add_value_head
 
         shape = _shape(args)
         if role == "critic":
@@ -94,7 +94,7 @@ def load_hf_weights(args: Namespace, model: Any, path: str | Path) -> None:
     Raises:
         ConfigError: files and model do not belong together, with every tensor that says so.
     """
-    from slime.backends.megatron_utils.hf_checkpoint import load_weights
+    from slime.backends.megatron_utils.checkpoint.hf_weights import load_weights
 
     load_weights(model, _shape(args), str(path), "path")
 
@@ -118,7 +118,7 @@ def save_hf_model_direct_to_path(
         progress_desc: not shown.
     """
     _refuse_quantization(quantization_config)
-    from slime.backends.megatron_utils.hf_checkpoint import export_weights
+    from slime.backends.megatron_utils.checkpoint.hf_weights import export_weights
 
     source = args.hf_checkpoint
     weights = export_weights(model, _shape(args), layout_of=source)
@@ -146,7 +146,7 @@ def convert_to_hf(
         ConfigError: the family has no tensor of that name.
     """
     _refuse_quantization(quantization_config)
-    from slime.backends.megatron_utils.tensor_plan import dimensions_of
+    from slime.backends.megatron_utils.checkpoint.tensor_plan import dimensions_of
     from slime.backends.megatron_utils.transformer_config import build_config
 
     shape = _shape(args)

@@ -40,9 +40,9 @@ class MegatronCritic(MegatronTrainer):
 
     def _fill(self, source: Source) -> None:
         """Everything but the head, which keeps its fresh weights where the source has none that fits."""
-        from slime.backends.megatron_utils.checkpoint import load_model_weights
-        from slime.backends.megatron_utils.hf_checkpoint import load_weights
-        from slime.backends.megatron_utils.value_head import VALUE_HEAD_PARAMETERS
+        from slime.backends.megatron_utils.checkpoint.hf_weights import load_weights
+        from slime.backends.megatron_utils.checkpoint.state import load_model_weights
+        from slime.backends.megatron_utils.model.value_head import VALUE_HEAD_PARAMETERS
 
         if source.format == "hf":
             load_weights(self._ready.model, self._shape, source.directory, source.flag, has_lm_head=False)

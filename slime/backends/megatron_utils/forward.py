@@ -17,8 +17,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
 from slime.algorithms.arguments import AlgorithmArgs
-from slime.backends.megatron_utils.attention import PackedSegments, segments_of
-from slime.backends.megatron_utils.gpt import unwrap
+from slime.backends.megatron_utils.model.attention import PackedSegments, segments_of
+from slime.backends.megatron_utils.model.gpt import unwrap
 from slime.backends.training.data import MicroBatch, TrainBatch
 from slime.backends.training.loss import response_log_probs, response_values
 from slime.backends.training.steps import split_by_sample

@@ -23,10 +23,10 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import _get_block_submodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 
-from slime.backends.megatron_utils.attention import LatentAttention, PackedAttention
-from slime.backends.megatron_utils.gated_delta_net import GatedDeltaNet
-from slime.backends.megatron_utils.norms import JointHeadNorm, TorchNorm
-from slime.backends.megatron_utils.sparse_attention import make_sparse
+from slime.backends.megatron_utils.model.attention import LatentAttention, PackedAttention
+from slime.backends.megatron_utils.model.gated_delta_net import GatedDeltaNet
+from slime.backends.megatron_utils.model.norms import JointHeadNorm, TorchNorm
+from slime.backends.megatron_utils.model.sparse_attention import make_sparse
 from slime.models.shape import SparseShape
 from slime.models.tables import Family
 from slime.utils.errors import ConfigError

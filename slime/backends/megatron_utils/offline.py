@@ -182,13 +182,13 @@ class OfflineModel:
         return os.environ["RANK"] == "0"
 
     def load_hf(self) -> None:
-        from slime.backends.megatron_utils.hf_checkpoint import load_weights
+        from slime.backends.megatron_utils.checkpoint.hf_weights import load_weights
 
         load_weights(self._ready.model, self.shape, self._args.hf_checkpoint, "--hf-checkpoint")
 
     def load_torch_dist(self, flag: str, path: str) -> Source:
         """Weights of the checkpoint at ``path``: an iteration's directory, or one with a tracker file."""
-        from slime.backends.megatron_utils.checkpoint import load_model_weights
+        from slime.backends.megatron_utils.checkpoint.state import load_model_weights
         from slime.backends.training.damage import verify_source
 
         source = inspect_checkpoint(flag, path)
@@ -199,14 +199,14 @@ class OfflineModel:
         return source
 
     def export(self) -> Iterator[NamedTensor]:
-        from slime.backends.megatron_utils.hf_checkpoint import export_weights
+        from slime.backends.megatron_utils.checkpoint.hf_weights import export_weights
 
         return export_weights(self._ready.model, self.shape, layout_of=self._args.hf_checkpoint)
 
     def save_release(self, root: str) -> None:
         """Write ``<root>/release``, weights only."""
-        from slime.backends.megatron_utils.checkpoint import CheckpointContent
-        from slime.backends.megatron_utils.checkpoint_writer import CheckpointWriter
+        from slime.backends.megatron_utils.checkpoint.state import CheckpointContent
+        from slime.backends.megatron_utils.checkpoint.writer import CheckpointWriter
 
         content = CheckpointContent(has_optimizer=False, has_rng=False)
         CheckpointWriter(root).save(self._ready, self.shape, self._args, 0, content, name="release")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from slime.backends.megatron_utils.host_optimizer import HostAdam
+from slime.backends.megatron_utils.optimizer.host_adam import HostAdam
 from slime.backends.protocols import TRAINER_PARTS, TrainerPart
 from slime.backends.training.offload import DeviceMemory
 from slime.backends.training.weight_backup import WeightBackup

@@ -15,8 +15,8 @@ from megatron.core import parallel_state as mpu
 from megatron.core.distributed import finalize_model_grads
 
 from slime.algorithms.arguments import AlgorithmArgs
-from slime.backends.megatron_utils.attention import PackedSegments, segments_of
 from slime.backends.megatron_utils.forward import run_model, run_schedule, tensor_group
+from slime.backends.megatron_utils.model.attention import PackedSegments, segments_of
 from slime.backends.training.context_parallel import Sharding
 from slime.backends.training.custom import CustomFunctions
 from slime.backends.training.data import MicroBatch, TrainBatch

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from megatron.core import parallel_state as mpu
 
-from slime.backends.megatron_utils.attention import DeepFeatures, PackedSegments
-from slime.backends.megatron_utils.gpt import PackedGPTModel
+from slime.backends.megatron_utils.model.attention import DeepFeatures, PackedSegments
+from slime.backends.megatron_utils.model.gpt import PackedGPTModel
 from slime.backends.megatron_utils.vision_tower import build_tower
 from slime.backends.training.context_parallel import zigzag_rows
 from slime.backends.training.media import Media

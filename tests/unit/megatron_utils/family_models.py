@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state as mpu
 
-from slime.backends.megatron_utils.model import build_model
+from slime.backends.megatron_utils.model.build import build_model
 from slime.backends.megatron_utils.transformer_config import build_config
 from slime.models.hf_shape import ModelShape, read_shape
 from tests.unit.megatron_utils.tiny_trainer import make_args

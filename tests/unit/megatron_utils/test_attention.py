@@ -13,7 +13,7 @@ from tests.verification import verify
 
 install()  # before anything here imports megatron.core
 
-from slime.backends.megatron_utils.attention import PackedAttention, packed_segments  # noqa: E402
+from slime.backends.megatron_utils.model.attention import PackedAttention, packed_segments  # noqa: E402
 
 
 def _attention(**overrides: Any) -> PackedAttention:

@@ -37,7 +37,7 @@ def critic(path: Path, **overrides: Any) -> MegatronCritic:
 
 
 def head_of(trainer: MegatronCritic) -> Any:
-    from slime.backends.megatron_utils.gpt import unwrap
+    from slime.backends.megatron_utils.model.gpt import unwrap
 
     return unwrap(trainer._ready.chunks[0]).output_layer
 

@@ -25,7 +25,7 @@ from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, single
 
 install()
 from slime.backends.megatron_utils.actor import MegatronTrainer  # noqa: E402  # needs megatron repaired
-from slime.backends.megatron_utils.alignment import deepgemm  # noqa: E402
+from slime.backends.megatron_utils.precision import deepgemm  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -99,8 +99,8 @@ def test_a_model_learns_as_with_its_usual_products(
 def _installed(path: Path, **overrides: Any) -> list[str]:
     from slime.backends.megatron_utils.alignment.deepgemm_moe_forward import enable_deepgemm_moe_forward
 
-    from slime.backends.megatron_utils.alignment.deepgemm_forward import install_deepgemm
     from slime.backends.megatron_utils.arguments import PluginArgs
+    from slime.backends.megatron_utils.precision.deepgemm_forward import install_deepgemm
     from slime.config.groups import from_args
 
     args = make_args(path)

@@ -45,7 +45,7 @@ def _single_rank() -> Iterator[None]:
 
 
 def _load(path: Path, **overrides: Any) -> Any:
-    from slime.backends.megatron_utils.hf_checkpoint import load_weights
+    from slime.backends.megatron_utils.checkpoint.hf_weights import load_weights
     from tests.unit.megatron_utils.family_models import build_family_model, shape_of
 
     model = build_family_model(path, **overrides)
@@ -54,7 +54,7 @@ def _load(path: Path, **overrides: Any) -> Any:
 
 
 def _export(model: Any, path: Path, bucket_bytes: int = 1 << 20) -> dict[str, torch.Tensor]:
-    from slime.backends.megatron_utils.hf_checkpoint import export_weights
+    from slime.backends.megatron_utils.checkpoint.hf_weights import export_weights
     from tests.unit.megatron_utils.family_models import shape_of
 
     exported: dict[str, torch.Tensor] = {}
@@ -95,7 +95,7 @@ def test_a_checkpoint_comes_back_bit_for_bit(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_line_of_a_familys_table_is_used_by_one_of_its_models(kind: str, tmp_path: Path) -> None:
     """Lines for other variants of the family are the exception, and named here."""
-    from slime.backends.megatron_utils.tensor_plan import ModelTensors
+    from slime.backends.megatron_utils.checkpoint.tensor_plan import ModelTensors
     from tests.unit.megatron_utils.family_models import build_family_model, shape_of
 
     make_family_checkpoint(kind, tmp_path)

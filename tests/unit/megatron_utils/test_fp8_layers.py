@@ -39,7 +39,7 @@ def test_every_linear_layer_of_a_block_is_exchanged_and_nothing_else() -> None:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    from slime.backends.megatron_utils.fp8_layers import with_fp8_layers
+    from slime.backends.megatron_utils.precision.fp8_layers import with_fp8_layers
 
     dense = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=True)
     experts = get_gpt_layer_local_spec(num_experts=4, normalization="RMSNorm")
@@ -57,7 +57,7 @@ def test_every_linear_layer_of_a_block_is_exchanged_and_nothing_else() -> None:
 @pytest.mark.parametrize(("recipe", "multiple"), [("blockwise", 16), ("mxfp8", 32)])
 def test_tokens_come_in_the_multiples_that_a_recipe_asks_for(recipe: str, multiple: int) -> None:
     install()
-    from slime.backends.megatron_utils.fp8_layers import token_multiple
+    from slime.backends.megatron_utils.precision.fp8_layers import token_multiple
 
     def config(fp8: str | None) -> Any:
         return type("Config", (), {"fp8": fp8, "fp8_recipe": recipe})
@@ -79,7 +79,7 @@ def test_a_factory_that_is_no_function_is_named_before_the_first_step(monkeypatc
     install()
     from megatron.core import fp8_utils
 
-    from slime.backends.megatron_utils.fp8_layers import check_recipe
+    from slime.backends.megatron_utils.precision.fp8_layers import check_recipe
 
     def with_engine(config: Any) -> Any:  # what get_fp8_recipe comes to where TransformerEngine is installed
         return fp8_utils._get_custom_recipe(config.fp8_quantizer_factory)

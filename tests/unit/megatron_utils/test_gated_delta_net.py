@@ -18,7 +18,7 @@ from slime.utils.errors import ConfigError
 def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What ``select_delta_rule`` sees of an accelerator."""
     install()
-    from slime.backends.megatron_utils import gated_delta_net
+    from slime.backends.megatron_utils.model import gated_delta_net
 
     monkeypatch.setattr(gated_delta_net.accelerator, "current", lambda: SimpleNamespace(is_cpu=False))
     gated_delta_net._warn_of_plain_torch.cache_clear()
@@ -33,7 +33,7 @@ def _install(monkeypatch: pytest.MonkeyPatch, name: str, kernel: Any) -> None:
 
 
 def test_a_cpu_runs_plain_torch_whatever_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slime.backends.megatron_utils import gated_delta_net
+    from slime.backends.megatron_utils.model import gated_delta_net
 
     monkeypatch.setattr(gated_delta_net.accelerator, "current", lambda: SimpleNamespace(is_cpu=True))
     assert gated_delta_net.select_delta_rule("flashqla") is gated_delta_net.gated_delta_rule
@@ -42,7 +42,7 @@ def test_a_cpu_runs_plain_torch_whatever_is_asked_for(monkeypatch: pytest.Monkey
 def test_without_flash_linear_attention_a_gpu_runs_plain_torch_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from slime.backends.megatron_utils import gated_delta_net
+    from slime.backends.megatron_utils.model import gated_delta_net
 
     monkeypatch.setitem(sys.modules, "fla", None)
     with caplog.at_level(logging.WARNING):
@@ -53,7 +53,7 @@ def test_without_flash_linear_attention_a_gpu_runs_plain_torch_and_says_so_once(
 
 
 def test_kernels_that_were_asked_for_and_are_not_installed_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slime.backends.megatron_utils.gated_delta_net import select_delta_rule
+    from slime.backends.megatron_utils.model.gated_delta_net import select_delta_rule
 
     monkeypatch.setitem(sys.modules, "flash_qla", None)
     with pytest.raises(ConfigError, match="--qwen-gdn-backend flashqla needs the package FlashQLA"):
@@ -64,8 +64,8 @@ def test_kernels_that_were_asked_for_and_are_not_installed_are_an_error(monkeypa
 def test_a_kernel_is_called_as_its_library_wants_and_gives_what_plain_torch_gives(
     backend: str, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slime.backends.megatron_utils.gated_delta_net import select_delta_rule
-    from slime.backends.megatron_utils.gated_delta_rule import gated_delta_rule, unit_length
+    from slime.backends.megatron_utils.model.gated_delta_net import select_delta_rule
+    from slime.backends.megatron_utils.model.gated_delta_rule import gated_delta_rule, unit_length
 
     def kernel(
         q: torch.Tensor,

@@ -71,7 +71,7 @@ def test_a_checkpoint_does_not_tell_where_the_states_were(
 
 
 def test_forgotten_moments_leave_the_main_weights_alone(hf: Path) -> None:
-    from slime.backends.megatron_utils.optimizer import reset_moments
+    from slime.backends.megatron_utils.optimizer.build import reset_moments
 
     trainer, _ = _train(hf, range(1), fp32=False, **OFFLOADED)
     (part,) = trainer._ready.optimizer.chained_optimizers
@@ -85,10 +85,10 @@ def test_forgotten_moments_leave_the_main_weights_alone(hf: Path) -> None:
 
 
 def test_the_share_on_the_host_is_the_one_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slime.backends.megatron_utils import host_optimizer
+    from slime.backends.megatron_utils.optimizer import host_adam
 
-    monkeypatch.setattr(host_optimizer, "_HOST", torch.device("meta"))  # another device than that of the weights
+    monkeypatch.setattr(host_adam, "_HOST", torch.device("meta"))  # another device than that of the weights
     shards = [torch.zeros(10) for _ in range(4)]
     for fraction, num_on_device in ((0.0, 12), (0.5, 6), (0.6, 3), (1.0, 0)):
-        optimizer = host_optimizer.HostAdam([{"params": shards}], fraction=fraction)
+        optimizer = host_adam.HostAdam([{"params": shards}], fraction=fraction)
         assert len(list(optimizer.device_tensors())) == num_on_device

@@ -36,7 +36,7 @@ def _single_rank() -> Iterator[None]:
 
 
 def _load(path: Path, **overrides: Any) -> Any:
-    from slime.backends.megatron_utils.hf_checkpoint import load_weights
+    from slime.backends.megatron_utils.checkpoint.hf_weights import load_weights
     from tests.unit.megatron_utils.family_models import build_family_model, shape_of
 
     model = build_family_model(path, mtp_num_layers=1, **overrides)
@@ -119,7 +119,7 @@ def _fused_experts(own: dict[str, torch.Tensor], like: dict[str, torch.Tensor]) 
 
 
 def _predictions(model: Any, sequences: list[torch.Tensor]) -> torch.Tensor:
-    from slime.backends.megatron_utils import mtp
+    from slime.backends.megatron_utils.model import mtp
 
     seen: list[tuple[torch.Tensor, dict[str, Any]]] = []
     original = model._postprocess
@@ -152,7 +152,7 @@ def test_the_predictions_of_the_second_next_token_equal_transformers(kind: str, 
 
 @pytest.mark.parametrize("kind", ["mimo", "glm4_moe", "deepseek_v3", "qwen3_5_moe"])
 def test_prediction_layers_come_back_bit_for_bit_and_change_no_logits(kind: str, tmp_path: Path) -> None:
-    from slime.backends.megatron_utils.hf_checkpoint import export_weights
+    from slime.backends.megatron_utils.checkpoint.hf_weights import export_weights
     from tests.unit.megatron_utils.family_models import shape_of
 
     reference = make_family_checkpoint(kind, tmp_path)
@@ -171,7 +171,7 @@ def test_prediction_layers_come_back_bit_for_bit_and_change_no_logits(kind: str,
 def test_only_prediction_layers_learn_from_the_prediction_loss(per_token: bool, tmp_path: Path) -> None:
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
-    from slime.backends.megatron_utils.attention import packed_segments
+    from slime.backends.megatron_utils.model.attention import packed_segments
 
     make_family_checkpoint("mimo", tmp_path)
     model = _load(tmp_path, calculate_per_token_loss=per_token, mtp_loss_scaling_factor=0.2)

@@ -34,7 +34,7 @@ def _single_rank() -> Iterator[None]:
 
 
 def _load(kind: str, path: Path, **overrides: Any) -> Any:
-    from slime.backends.megatron_utils.hf_checkpoint import load_weights
+    from slime.backends.megatron_utils.checkpoint.hf_weights import load_weights
     from tests.unit.megatron_utils.family_models import build_family_model, shape_of
 
     if not path.exists():
@@ -50,7 +50,7 @@ def _micro_batches() -> list[torch.Tensor]:
 
 
 def _forward(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    from slime.backends.megatron_utils.attention import packed_segments
+    from slime.backends.megatron_utils.model.attention import packed_segments
 
     segments = packed_segments(torch.tensor([0, len(tokens)], dtype=torch.int32), len(tokens))
     return model(tokens[None], torch.arange(len(tokens))[None], None, packed_seq_params=segments)
@@ -68,7 +68,7 @@ def _flip_routers(model: Any) -> None:
 def test_after_the_weights_changed_the_recorded_experts_are_chosen_again(
     kind: str, recompute: dict[str, Any], tmp_path: Path
 ) -> None:
-    from slime.backends.megatron_utils.routing_replay import RoutingReplay
+    from slime.backends.megatron_utils.parallel.routing_replay import RoutingReplay
 
     model = _load(kind, tmp_path / "hf", **recompute)
     replay = RoutingReplay(model)
@@ -117,7 +117,7 @@ def _spy(router: Any, kept: list[torch.Tensor]) -> None:
 
 
 def test_replay_of_unchanged_weights_changes_nothing_and_off_means_off(tmp_path: Path) -> None:
-    from slime.backends.megatron_utils.routing_replay import RoutingReplay
+    from slime.backends.megatron_utils.parallel.routing_replay import RoutingReplay
 
     model = _load("qwen3_moe", tmp_path / "hf")
     replay = RoutingReplay(model)
@@ -136,7 +136,7 @@ def test_replay_of_unchanged_weights_changes_nothing_and_off_means_off(tmp_path:
 
 
 def test_passes_that_do_not_match_the_recorded_ones_are_errors(tmp_path: Path) -> None:
-    from slime.backends.megatron_utils.routing_replay import RoutingReplay
+    from slime.backends.megatron_utils.parallel.routing_replay import RoutingReplay
 
     model = _load("qwen3_moe", tmp_path / "hf")
     replay = RoutingReplay(model)
@@ -167,7 +167,7 @@ def test_the_engines_choices_are_laid_out_as_the_ranks_hold_the_tokens() -> None
     segment    a a a .     b b b b b . . .     . . . .        a dot and every last token get experts in turn
     chunk      0 1 2 3     0 0 1 1 2 2 3 3     0 1 2 3        rank 0 holds chunks 0 and 3, rank 1 chunks 1 and 2
     """
-    from slime.backends.megatron_utils.engine_routing import lay_out
+    from slime.backends.megatron_utils.parallel.engine_routing import lay_out
     from slime.backends.training.context_parallel import Sharding
 
     layers, topk, num_experts = 2, 2, 8
@@ -198,7 +198,7 @@ def test_the_engines_choices_are_laid_out_as_the_ranks_hold_the_tokens() -> None
 
 
 def test_given_choices_are_taken_whatever_the_routers_prefer(tmp_path: Path) -> None:
-    from slime.backends.megatron_utils.routing_replay import RoutingReplay
+    from slime.backends.megatron_utils.parallel.routing_replay import RoutingReplay
 
     model = _load("qwen3_moe", tmp_path / "hf")
     replay = RoutingReplay(model)

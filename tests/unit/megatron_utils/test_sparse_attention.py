@@ -48,12 +48,12 @@ def _random(*shape: int) -> torch.Tensor:
 
 @pytest.fixture(params=[3, 128], ids=["small-blocks", "one-block"])
 def block_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime.backends.megatron_utils.sparse_attention._BLOCK", request.param)
+    monkeypatch.setattr("slime.backends.megatron_utils.model.sparse_attention._BLOCK", request.param)
 
 
 @pytest.mark.usefixtures("block_size")
 def test_the_chosen_keys_are_those_with_the_highest_scores() -> None:
-    from slime.backends.megatron_utils.sparse_attention import choose_keys
+    from slime.backends.megatron_utils.model.sparse_attention import choose_keys
 
     torch.manual_seed(0)
     total = sum(_LENGTHS)
@@ -72,7 +72,7 @@ def test_the_chosen_keys_are_those_with_the_highest_scores() -> None:
 
 @pytest.mark.usefixtures("block_size")
 def test_outputs_and_gradients_are_those_of_a_softmax_over_the_chosen_keys_alone() -> None:
-    from slime.backends.megatron_utils.sparse_attention import attend_to_chosen, choose_keys
+    from slime.backends.megatron_utils.model.sparse_attention import attend_to_chosen, choose_keys
 
     torch.manual_seed(0)
     total, heads = sum(_LENGTHS), 3
@@ -97,7 +97,7 @@ def test_outputs_and_gradients_are_those_of_a_softmax_over_the_chosen_keys_alone
 
 
 def _load(kind: str, path: Path) -> tuple[Any, Any]:
-    from slime.backends.megatron_utils.hf_checkpoint import load_weights
+    from slime.backends.megatron_utils.checkpoint.hf_weights import load_weights
     from tests.unit.megatron_utils.family_models import build_family_model, shape_of
 
     reference = make_family_checkpoint(kind, path)
@@ -114,8 +114,8 @@ def _sequences(*lengths: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("kind", ["glm_moe_dsa", "minimax_m2"])
 def test_gradients_of_a_model_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
     """Of all but the experts, which ``transformers`` stacks; the indexer has none on either side."""
-    from slime.backends.megatron_utils.attention import packed_segments
-    from slime.backends.megatron_utils.hf_checkpoint import export_weights
+    from slime.backends.megatron_utils.checkpoint.hf_weights import export_weights
+    from slime.backends.megatron_utils.model.attention import packed_segments
     from tests.unit.megatron_utils.family_models import shape_of
 
     reference, model = _load(kind, tmp_path)
@@ -161,7 +161,7 @@ def test_only_the_indexers_are_frozen_and_shared_layers_have_none(tmp_path: Path
 
 
 def test_indexers_that_no_layer_uses_are_left_unread(tmp_path: Path) -> None:
-    from slime.backends.megatron_utils.hf_checkpoint import load_weights
+    from slime.backends.megatron_utils.checkpoint.hf_weights import load_weights
     from tests.unit.megatron_utils.family_models import build_family_model, shape_of
 
     make_family_checkpoint("glm_moe_dsa", tmp_path)
@@ -194,7 +194,7 @@ def test_what_launch_scripts_name_as_spec_is_what_the_family_builds(
 
 
 def test_a_stage_that_begins_with_a_shared_indexer_is_refused(tmp_path: Path) -> None:
-    from slime.backends.megatron_utils.sparse_attention import make_sparse
+    from slime.backends.megatron_utils.model.sparse_attention import make_sparse
     from tests.unit.megatron_utils.family_models import shape_of
 
     make_family_checkpoint("glm_moe_dsa", tmp_path)

@@ -246,9 +246,9 @@ def test_the_ranks_compare_their_progress_until_all_shards_are_written_or_the_ti
     trainer, _ = _trainer(hf_path, save=str(tmp_path), async_save=True, num_rollout=10)
     trainer.save(0)
     trainer.finish_saves()
-    from slime.backends.megatron_utils import checkpoint_writer
+    from slime.backends.megatron_utils.checkpoint import writer
 
-    write, compare = checkpoint_writer.checksums_of, checkpoint_writer.CheckpointWriter._progress
+    write, compare = writer.checksums_of, writer.CheckpointWriter._progress
     may_end, num_compared = threading.Event(), 0
 
     def progress(writer: Any, pending: Any) -> tuple[bool, bool]:
@@ -258,11 +258,11 @@ def test_the_ranks_compare_their_progress_until_all_shards_are_written_or_the_ti
             may_end.set()
         return compare(writer, pending)
 
-    monkeypatch.setattr(checkpoint_writer, "checksums_of", lambda paths: may_end.wait(60) and write(paths))
-    monkeypatch.setattr(checkpoint_writer, "_POLL_S", 0.01)
+    monkeypatch.setattr(writer, "checksums_of", lambda paths: may_end.wait(60) and write(paths))
+    monkeypatch.setattr(writer, "_POLL_S", 0.01)
     trainer.save(1)
     writing = trainer._writer._pending.thread
-    monkeypatch.setattr(checkpoint_writer.CheckpointWriter, "_progress", progress)
+    monkeypatch.setattr(writer.CheckpointWriter, "_progress", progress)
     if is_finished:
         trainer.finish_saves()
         assert num_compared >= 3

@@ -211,8 +211,8 @@ def test_routing_replay_of_a_model_without_experts_is_refused(checkpoint: Any) -
 
 def provide_narrow_head(pre_process: bool, post_process: bool, config: Any, args: Any) -> Any:
     """A user's model: the family's, built by hand."""
-    from slime.backends.megatron_utils.gpt import PackedGPTModel
     from slime.backends.megatron_utils.layer_specs import block_spec
+    from slime.backends.megatron_utils.model.gpt import PackedGPTModel
     from slime.models.hf_shape import read_shape
 
     shape = read_shape(args.hf_checkpoint)
@@ -238,7 +238,7 @@ def test_a_users_function_may_build_the_model(checkpoint: Any) -> None:
     path = checkpoint("qwen3_moe")
     here = f"{__file__}:provide_"
     trainer, _ = _trainer(path, custom_model_provider_path=f"{here}narrow_head")
-    from slime.backends.megatron_utils.tensor_plan import chunks_of
+    from slime.backends.megatron_utils.checkpoint.tensor_plan import chunks_of
 
     assert chunks_of(trainer._ready.model)[0].is_from_user
     plain, _ = _trainer(path)

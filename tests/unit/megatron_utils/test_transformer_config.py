@@ -37,8 +37,8 @@ def _single_rank() -> Iterator[None]:
 @pytest.mark.usefixtures("_single_rank")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_built_from_its_directory_alone_gives_the_logits_of_transformers(kind: str, tmp_path: Path) -> None:
-    from slime.backends.megatron_utils.hf_checkpoint import load_weights
-    from slime.backends.megatron_utils.model import build_model
+    from slime.backends.megatron_utils.checkpoint.hf_weights import load_weights
+    from slime.backends.megatron_utils.model.build import build_model
     from slime.backends.megatron_utils.transformer_config import build_config
 
     reference = make_family_checkpoint(kind, tmp_path)

@@ -269,7 +269,7 @@ def packed_logits(model: Any, sequences: list[torch.Tensor], *, is_last: bool = 
     parallelism, hidden states on other pipeline stages than the last."""
     from megatron.core import parallel_state as mpu
 
-    from slime.backends.megatron_utils.attention import packed_segments
+    from slime.backends.megatron_utils.model.attention import packed_segments
 
     lengths = [len(sequence) for sequence in sequences]
     starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)

@@ -58,8 +58,8 @@ def halved_attention(args: Namespace, config: Any, vp_stage: int | None) -> Modu
 
 def provider(args: Namespace, config: Any, vp_stage: int | None) -> Any:
     """Builds the model itself."""
-    from slime.backends.megatron_utils.gpt import PackedGPTModel
     from slime.backends.megatron_utils.layer_specs import user_block
+    from slime.backends.megatron_utils.model.gpt import PackedGPTModel
 
     def build(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> Any:
         return PackedGPTModel(

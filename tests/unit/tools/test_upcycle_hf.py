@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime.backends.megatron_utils.upcycling import Upcycling
+from slime.backends.megatron_utils.model.upcycling import Upcycling
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_hf_model
 

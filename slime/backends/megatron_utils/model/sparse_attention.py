@@ -29,7 +29,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from slime.backends.megatron_utils.attention import LatentAttention, PackedSegments
+from slime.backends.megatron_utils.model.attention import LatentAttention, PackedSegments
 from slime.backends.training.attention import AttentionPlan, Piece, gather_keys
 from slime.models.shape import SparseShape
 from slime.utils import accelerator

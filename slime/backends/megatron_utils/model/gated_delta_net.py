@@ -31,8 +31,8 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 
-from slime.backends.megatron_utils.attention import PackedSegments
-from slime.backends.megatron_utils.gated_delta_rule import DeltaRule, causal_conv, gated_delta_rule, unit_length
+from slime.backends.megatron_utils.model.attention import PackedSegments
+from slime.backends.megatron_utils.model.gated_delta_rule import DeltaRule, causal_conv, gated_delta_rule, unit_length
 from slime.backends.training.context_parallel import zigzag_rows
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError

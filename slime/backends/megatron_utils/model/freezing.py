@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.backends.megatron_utils.tensor_plan import chunks_of
+from slime.backends.megatron_utils.checkpoint.tensor_plan import chunks_of
 from slime.utils.errors import ConfigError
 
 __all__ = ["freeze_parameters", "global_names"]

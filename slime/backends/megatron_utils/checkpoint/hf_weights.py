@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from slime.backends.megatron_utils.fp8_layers import readable
-from slime.backends.megatron_utils.tensor_layouts import from_megatron, full_shape, join, shard, to_megatron
-from slime.backends.megatron_utils.tensor_plan import LocalTensor, ModelTensors, Owned, Place
+from slime.backends.megatron_utils.checkpoint.tensor_layouts import from_megatron, full_shape, join, shard, to_megatron
+from slime.backends.megatron_utils.checkpoint.tensor_plan import LocalTensor, ModelTensors, Owned, Place
+from slime.backends.megatron_utils.precision.fp8_layers import readable
 from slime.backends.protocols import NamedTensor
 from slime.backends.training.hf_files import TensorReader, raise_everywhere
 from slime.models.tables import Family

@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
-from slime.backends.megatron_utils.tensor_plan import chunks_of
+from slime.backends.megatron_utils.checkpoint.tensor_plan import chunks_of
 
 __all__ = ["RouterChoices", "RoutingReplay", "get_routing_replay_compute_topk", "register_routing_replay"]
 

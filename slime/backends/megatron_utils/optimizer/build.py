@@ -10,9 +10,9 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime.backends.megatron_utils.arguments import MuonArgs, OptimizerArgs, PrecisionArgs
-from slime.backends.megatron_utils.host_optimizer import keep_states_on_host
-from slime.backends.megatron_utils.model import params_dtype, uses_distributed_optimizer
-from slime.backends.megatron_utils.muon import build_muon
+from slime.backends.megatron_utils.model.build import params_dtype, uses_distributed_optimizer
+from slime.backends.megatron_utils.optimizer.host_adam import keep_states_on_host
+from slime.backends.megatron_utils.optimizer.muon import build_muon
 from slime.backends.training.schedule import RateSchedule
 from slime.backends.training.stateless_adam import StatelessAdam
 from slime.utils.errors import ConfigError

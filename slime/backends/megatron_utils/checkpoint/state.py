@@ -22,9 +22,9 @@ from megatron.core.dist_checkpointing.serialization import get_default_load_shar
 from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 from torch.distributed.checkpoint.api import CheckpointException
 
+from slime.backends.megatron_utils.checkpoint.tensor_plan import chunks_of
 from slime.backends.megatron_utils.model_shape import ModelShape
 from slime.backends.megatron_utils.step import TrainState
-from slime.backends.megatron_utils.tensor_plan import chunks_of
 from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.damage import DAMAGE, unfit, unreadable
 from slime.utils import accelerator

@@ -24,9 +24,9 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.moe.experts import SequentialMLP
 
-from slime.backends.megatron_utils.alignment.deepgemm import Products, multiply, multiply_grouped, products_of
 from slime.backends.megatron_utils.arguments import PluginArgs
-from slime.backends.megatron_utils.tensor_plan import chunks_of
+from slime.backends.megatron_utils.checkpoint.tensor_plan import chunks_of
+from slime.backends.megatron_utils.precision.deepgemm import Products, multiply, multiply_grouped, products_of
 from slime.backends.training.hf_files import raise_everywhere
 from slime.config.groups import from_args
 from slime.utils.errors import ConfigError

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from slime.backends.megatron_utils.sparse_attention import SparseSelfAttention
-from slime.backends.megatron_utils.tensor_plan import chunks_of
+from slime.backends.megatron_utils.checkpoint.tensor_plan import chunks_of
+from slime.backends.megatron_utils.model.sparse_attention import SparseSelfAttention
 from slime.weight_sync.quantize import quantize_fp8
 
 __all__ = ["fake_fp8", "fake_quantize_latents"]

@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
 from torch.distributed.checkpoint.api import CheckpointException
 
-from slime.backends.megatron_utils.checkpoint import SHARDING, CheckpointContent, describe_shape, sharded_state
+from slime.backends.megatron_utils.checkpoint.state import SHARDING, CheckpointContent, describe_shape, sharded_state
 from slime.backends.megatron_utils.model_shape import ModelShape
 from slime.backends.megatron_utils.step import TrainState
 from slime.backends.training import checkpoint_files as files

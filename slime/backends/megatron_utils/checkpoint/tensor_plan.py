@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from slime.backends.megatron_utils.gpt import unwrap
-from slime.backends.megatron_utils.tensor_layouts import Dimensions
-from slime.backends.megatron_utils.value_head import VALUE_HEAD_PARAMETERS, ValueHead
+from slime.backends.megatron_utils.checkpoint.tensor_layouts import Dimensions
+from slime.backends.megatron_utils.model.gpt import unwrap
+from slime.backends.megatron_utils.model.value_head import VALUE_HEAD_PARAMETERS, ValueHead
 from slime.models.tables import Family, Rule
 from slime.utils.errors import ConfigError
 

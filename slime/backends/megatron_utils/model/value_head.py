@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from slime.backends.megatron_utils.gpt import unwrap
+from slime.backends.megatron_utils.model.gpt import unwrap
 
 __all__ = ["VALUE_HEAD_PARAMETERS", "ValueHead", "add_value_head"]
 

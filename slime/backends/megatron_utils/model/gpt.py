@@ -17,7 +17,7 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-from slime.backends.megatron_utils.mtp import attach_prediction_loss
+from slime.backends.megatron_utils.model.mtp import attach_prediction_loss
 
 __all__ = ["PackedGPTModel", "unwrap"]
 

@@ -1,1 +1,0 @@
-"""Layers that compute as the engines do, so that both sides give a token the same probability."""

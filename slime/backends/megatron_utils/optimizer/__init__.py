@@ -1,0 +1,1 @@
+"""Megatron's optimizer, Muon, and AdamW with its states in host memory."""
