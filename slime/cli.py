@@ -20,8 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-__all__ = ["TrainCommand", "main", "plan", "read_command"]
-
 DEVICE_MEMORY_GIB = 80.0
 _MOST_GIB = 1e6
 _DRIVERS = {"train.py": False, "train_async.py": True}

@@ -101,7 +101,7 @@ slime.backends.megatron_utils.alignment.deepgemm_forward = slime.backends.megatr
 slime.backends.megatron_utils.alignment.deepgemm_moe_forward
     slime.backends.megatron_utils.precision.deepgemm_forward: enable_deepgemm_moe_forward=enable_deepgemm_all_forward
 slime.backends.sglang_utils.arguments
-    slime.backends.sglang_utils.flags: EngineArgs
+    slime.backends.sglang_utils.namespace: EngineArgs
     slime.ray.arguments: validate_args=validate_sglang_args
 slime.observability.rollout_data_utils
     slime.batch.replay: load_debug_rollout_data save_debug_rollout_data

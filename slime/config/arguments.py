@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-
-__all__ = ["CommandArgs"]
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -24,4 +23,197 @@ class CommandArgs:
     )
     plan: bool = field(
         default=False, metadata={"help": "Print what this command would do, and stop: needs no GPU, Ray or torch."}
+    )
+
+
+# Flags about who runs where and how the parts talk: cluster, weight synchronisation, health, network, CI.
+#
+# Read by the wiring in this room. Standard library only.
+
+
+def _flag(default: Any, help_text: str, **metadata: Any) -> Any:
+    return field(default=default, metadata={"help": help_text, **metadata})
+
+
+@dataclass(frozen=True)
+class ClusterArgs:
+    """Cluster."""
+
+    train_backend: Literal["megatron", "fsdp"] = _flag(
+        "megatron", "Training backend: megatron-core, or models of transformers sharded by torch's FSDP2."
+    )
+    actor_num_nodes: int = _flag(1, "Nodes of the trainer.")
+    actor_num_gpus_per_node: int = _flag(
+        8, "Trainer ranks on each of its nodes. Without a GPU a slot is one CPU process."
+    )
+    rollout_num_gpus: int | None = _flag(
+        None,
+        "Device slots for inference engines. Default: those of --sglang-config, else as many as the trainer has. 0 "
+        "starts the router only: engines register with it later.",
+    )
+    rollout_num_gpus_per_engine: int = _flag(1, "Tensor-parallel size of one engine.")
+    num_gpus_per_node: int = _flag(8, "Devices of a node that hosts engines.")
+    colocate: bool = _flag(False, "Trainer and engines take turns on the same devices.")
+    offload: bool = _flag(False, "Short for --offload-train --offload-rollout.")
+    offload_train: bool | None = _flag(
+        None, "The trainer's state is in host memory while engines generate. Default: with --colocate."
+    )
+    offload_rollout: bool | None = _flag(
+        None, "Engines on the trainer's devices release their memory while it works. Default: with --colocate."
+    )
+    release_train: bool = _flag(
+        False, "The trainer's processes end while engines generate, and start again from the last checkpoint."
+    )
+    train_env_vars: dict[str, Any] = field(
+        default_factory=dict, metadata={"help": "JSON object of environment variables for trainer processes."}
+    )
+    rollout_external_engine_addrs: list[str] | None = field(
+        default=None,
+        metadata={
+            "metavar": "HOST:PORT",
+            "help": "Running engines to use instead of starting any.",
+        },
+    )
+    rollout_data_transport: Literal["object-store", "nixl"] = _flag(
+        "object-store",
+        "How batches reach the trainer: through Ray's shared memory, or from memory to memory (package nixl).",
+    )
+    debug_rollout_only: bool = _flag(False, "Generate and score only; start no trainer.")
+    debug_train_only: bool = _flag(False, "Train only; start no engine and no router.")
+    placement_timeout: float = _flag(600.0, "Seconds to wait until Ray has the requested devices.")
+    trainer_start_timeout: float = _flag(1800.0, "Seconds until the model is built and its checkpoint is loaded.")
+    rollout_timeout: float = _flag(14400.0, "Seconds one rollout or evaluation may take.")
+    train_timeout: float = _flag(14400.0, "Seconds training on one rollout may take.")
+
+
+@dataclass(frozen=True)
+class SyncArgs:
+    """Weight synchronisation."""
+
+    update_weight_mode: Literal["full", "delta"] = _flag(
+        "full", "Send all weights, or what has changed since the last time (with --update-weight-transport disk)."
+    )
+    update_weight_transport: Literal["nccl", "disk"] = _flag(
+        "nccl",
+        "Collectives (gloo where there is no GPU; shared memory between processes of one device), or a directory that "
+        "everyone sees.",
+    )
+    update_weight_buffer_size: int = _flag(512 * 1024**2, "Largest bucket of weights sent at once, in bytes.")
+    update_weight_changed_only: bool = _flag(
+        False,
+        "Do not send tensors again that have not changed since the last time (frozen ones, for instance). Costs a "
+        "checksum of all weights at every sync.",
+    )
+    update_weights_interval: int = _flag(1, "Send weights to the engines every N rollouts.")
+    update_weight_disk_dir: str | None = _flag(
+        None, "Directory shared by all nodes for --update-weight-transport disk. Old weights in it are deleted."
+    )
+    update_weight_disk_keep_files: bool = _flag(False, "Keep weight files that engines have loaded.")
+    update_weight_delta_encoding: Literal["xor", "overwrite"] = _flag(
+        "xor", "Form of a delta: changed bits, or positions and new values."
+    )
+    update_weight_delta_checksum: Literal["xxh3-128", "blake3", "adler32"] = _flag(
+        "xxh3-128", "Checksum of each tensor that is sent through files."
+    )
+    update_weight_local_checkpoint_dir: str | None = _flag(
+        None, "Directory on each engine host for a copy of the weights, which deltas are applied to."
+    )
+    custom_update_weight_post_write_path: str | None = _flag(
+        None, "Function f(args, version_dir, rollout_engines) called after weight files are written."
+    )
+    model_name: str | None = _flag(
+        None, "Name of the weight converter. It follows from --hf-checkpoint; another one is an error."
+    )
+    check_weight_update_equal: bool = _flag(
+        False,
+        "Compare the engines' tensors with the trainer's: by checksum after every sync on a CPU with engines of one "
+        "device, elsewhere once, after the first sync of a run without --load.",
+    )
+    weight_sync_timeout: float = _flag(600.0, "Seconds one weight sync may take.")
+
+
+@dataclass(frozen=True)
+class AsyncArgs:
+    """Asynchronous training."""
+
+    async_buffer_size: int = _flag(
+        1, "train_async.py: rollouts that may be running, or finished and not trained on yet."
+    )
+
+
+@dataclass(frozen=True)
+class ConvenienceArgs:
+    """Trainer, in one word."""
+
+    gradient_checkpointing: bool = _flag(
+        False, "Recompute all layers in the backward pass; other --recompute-* flags decide instead where given."
+    )
+    initial_megatron_checkpoint: str | None = _flag(
+        None,
+        "Weights to start with while --load holds no checkpoint; also the reference model without --ref-load.",
+        metavar="DIR",
+    )
+
+
+@dataclass(frozen=True)
+class FaultToleranceArgs:
+    """Fault tolerance."""
+
+    use_fault_tolerance: bool = _flag(
+        False,
+        "Engines that die are started again, up to three times each, and the run goes on; with --save, it is begun "
+        "again from its last checkpoint when another of its processes dies.",
+    )
+    heartbeat_timeout: float = _flag(
+        10.0,
+        "Seconds after which a process of the run that gives no sign of life and was stopped counts as dead, and is "
+        "killed; one that hangs in native code, six times as long. 0: never.",
+    )
+    rollout_health_check_interval: float = _flag(
+        30.0, "Seconds between two health checks of an engine. One whose process ended is noticed within a second."
+    )
+    rollout_health_check_timeout: float = _flag(
+        30.0, "Seconds until a health check counts as failed; after three in a row the engine counts as dead."
+    )
+    rollout_health_check_first_wait: float = _flag(
+        0, "Seconds without health checks after an engine starts, and after each weight sync."
+    )
+
+
+@dataclass(frozen=True)
+class NetworkArgs:
+    """Network."""
+
+    use_distributed_post: bool = _flag(
+        False,
+        "Processes on every node send the requests that the rollout manager makes; as many as the node has device "
+        "slots. For clusters where one process cannot send them all.",
+    )
+    http_proxy: str | None = _flag(
+        None, "Proxy for HTTP requests.", no_effect="engines, router and trainer talk to each other without a proxy"
+    )
+
+
+@dataclass(frozen=True)
+class CiArgs:
+    """Continuous integration."""
+
+    ci_test: bool = _flag(
+        False,
+        "End the run when its numbers are not what a run of a trained model has. With --use-fault-tolerance, the first "
+        "engine is also stopped once.",
+    )
+    ci_disable_kl_checker: bool = _flag(
+        False, "Do not expect a KL divergence of zero where nothing was trained in between."
+    )
+    ci_train_rollout_logprob_abs_diff_threshold: float = _flag(
+        0.1, "Largest difference allowed between log-probs of trainer and engine, on average over a step."
+    )
+    ci_save_grad_norm: str | None = _flag(
+        None,
+        "Write each gradient norm to a file; {role}, {rollout_id} and {step_id} are replaced.",
+        metavar="TEMPLATE",
+    )
+    ci_load_grad_norm: str | None = _flag(
+        None, "Compare gradient norms with those that an earlier run wrote.", metavar="TEMPLATE"
     )

@@ -21,8 +21,6 @@ from slime.config.notices import Notice
 from slime.config.yaml_file import read_mapping
 from slime.utils.errors import ConfigError
 
-__all__ = ["FLAG", "CustomConfig", "overwritten_keys", "read_custom_config"]
-
 FLAG = "--custom-config-path"
 _ENGINE_KEYS = ("sglang_", "router_")
 _ONLY_FLAGS = ("custom_config_path", "plan", "help")

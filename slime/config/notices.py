@@ -9,8 +9,6 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Notice", "info", "warn"]
-
 
 @dataclass(frozen=True)
 class Notice:

@@ -15,8 +15,6 @@ from typing import Any, Literal
 
 from slime.config.groups import flag_of
 
-__all__ = ["PATH_FLAGS", "PathFlag", "UsedPath", "absolute", "absolute_hook", "given_paths", "used_paths"]
-
 _SLICE = re.compile(r"@\[[^\]]*\]$")
 
 

@@ -25,8 +25,6 @@ from slime.config.path_flags import PATH_FLAGS, absolute, absolute_hook
 from slime.config.yaml_file import read_mapping
 from slime.utils.errors import ConfigError
 
-__all__ = ["NoRoles", "Role", "RoleConfig", "check_roles", "parse_megatron_role_args", "read_roles", "role_args"]
-
 logger = logging.getLogger(__name__)
 
 Role = Literal["actor", "critic"]

@@ -14,37 +14,6 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from slime.data.sample import Sample, SampleGroup
 
-__all__ = [
-    "HOOKS",
-    "BeforeLogProb",
-    "BeforeTrainStep",
-    "BufferFilter",
-    "ConvertSamples",
-    "CustomAdvantage",
-    "CustomGenerate",
-    "CustomLoss",
-    "CustomPgLossReducer",
-    "CustomReward",
-    "CustomTis",
-    "DataSourceLike",
-    "DynamicFilter",
-    "GroupGenerate",
-    "Hook",
-    "LogEvalRollout",
-    "LogRollout",
-    "MegatronInit",
-    "ModelProvider",
-    "ProcessAllSamples",
-    "Reward",
-    "RewardPostProcess",
-    "Role",
-    "RolloutDataPostprocess",
-    "RolloutFunction",
-    "SampleFilter",
-    "SampleHook",
-    "UpdateWeightPostWrite",
-]
-
 Reward: TypeAlias = "float | dict[str, Any]"
 Role: TypeAlias = Literal["generate", "reward", "rollout", "filter", "data_source", "other"]
 

@@ -18,35 +18,36 @@ from slime.backends.megatron_utils import argument_rules as megatron_rules
 from slime.backends.megatron_utils import arguments as megatron
 from slime.backends.megatron_utils import precision_rules
 from slime.backends.megatron_utils.server import arguments as server
-from slime.backends.sglang_utils import flags as sglang
 from slime.backends.sglang_utils import rules as sglang_rules
-from slime.backends.sglang_utils.namespace import read_engine
+from slime.backends.sglang_utils.namespace import EngineArgs, read_engine
 from slime.backends.training import checkpoint_source, export_files
 from slime.batch import arguments as batch
-from slime.config import arguments as command
 from slime.config import check as config_check
 from slime.config import parse as config_parse
 from slime.config import resolve as config_resolve
+from slime.config.arguments import (
+    AsyncArgs,
+    CiArgs,
+    ClusterArgs,
+    CommandArgs,
+    ConvenienceArgs,
+    FaultToleranceArgs,
+    NetworkArgs,
+    SyncArgs,
+)
 from slime.config.groups import defaults_of, groups_in, unsupported_flags
 from slime.config.parse import AddArguments
 from slime.config.run_config import RunConfig
 from slime.data import arguments as data
 from slime.hooks.load import check_hooks
 from slime.observability import arguments as observability
-from slime.ray import (
-    argument_rules,
-    data_rules,
-    expectations,
-    flags,
-    role_rules,
-    rollout_rules,
-    sync_rules,
-    trainer_rules,
-)
-from slime.ray.flags import ClusterArgs, SyncArgs
+from slime.ray import expectations
+from slime.ray import rules as wiring_rules
 from slime.rollout import arguments as rollout
+from slime.rollout import rules as rollout_rules
 from slime.rollout.eval_config import build_eval_datasets
 from slime.utils.errors import ConfigError, SlimeError
+from slime.weight_sync import rules as sync_rules
 
 __all__ = [
     "GROUPS",
@@ -63,16 +64,18 @@ logger = logging.getLogger(__name__)
 
 
 GROUPS: list[type] = [
-    *groups_in(command),
+    CommandArgs,
     ClusterArgs,
     SyncArgs,
-    flags.AsyncArgs,
+    AsyncArgs,
     *groups_in(data, rollout, batch, algorithms),
-    flags.ConvenienceArgs,
-    *groups_in(megatron, fsdp, sglang, observability),
-    flags.FaultToleranceArgs,
-    flags.NetworkArgs,
-    flags.CiArgs,
+    ConvenienceArgs,
+    *groups_in(megatron, fsdp),
+    EngineArgs,
+    *groups_in(observability),
+    FaultToleranceArgs,
+    NetworkArgs,
+    CiArgs,
     server.TeacherServerArgs,
 ]
 GROUPS.append(megatron.other_flags(GROUPS))  # last: it leaves out what the rooms declare
@@ -184,45 +187,41 @@ def _sentences(error: SlimeError) -> list[str]:
     return list(getattr(error, "problems", [str(error)]))
 
 
+# Derivations of other rooms, in order, after those of slime.config.resolve.
 STEPS: tuple[config_resolve.Step, ...] = (
     *megatron_rules.STEPS,
-    trainer_rules.other_model_flags,
+    wiring_rules.other_model_flags,
     *sglang_rules.STEPS,
-    argument_rules.reward_type,
-    data_rules.chat_template,
-    argument_rules.what_can_be_replaced,
+    *rollout_rules.STEPS,
+    wiring_rules.replaceable_processes,
 )
-"""The derivations that only other rooms know, in order, after those of ``slime.config.resolve``."""
 
+# Derivations that ask external engines over the network.
 LIVE_STEPS: tuple[config_resolve.Step, ...] = sglang_rules.LIVE_STEPS
-"""The derivations that ask others over the network."""
 
 RULES: tuple[config_check.Rule, ...] = (
-    *trainer_rules.RULES,
+    *wiring_rules.TRAINER_RULES,
     checkpoint_source.check_checkpoints,
     export_files.check_export,
     *sglang_rules.RULES,
-    *argument_rules.RULES,
-    *data_rules.RULES,
+    *wiring_rules.RULES,
     *rollout_rules.RULES,
-    *role_rules.RULES,
+    *wiring_rules.ROLE_RULES,
     *sync_rules.RULES,
     *expectations.RULES,
     server.unused,
 )
-"""The rules that only other rooms know."""
 
+# Requirements on the machine that a run starts on; a plan works anywhere.
 MACHINE_RULES: tuple[config_check.Rule, ...] = (
     precision_rules.low_precision_here,
     *sglang_rules.MACHINE_RULES,
-    *argument_rules.MACHINE_RULES,
+    *wiring_rules.MACHINE_RULES,
 )
-"""What a run needs of the machine that it starts on; a plan of it works anywhere."""
 
+# Rules that load functions of the user.
 HOOK_RULES: tuple[config_check.Rule, ...] = (
     check_hooks,
-    argument_rules.evaluation_hooks,
-    *role_rules.HOOK_RULES,
     *rollout_rules.HOOK_RULES,
+    *wiring_rules.ROLE_HOOK_RULES,
 )
-"""The rules that load functions of the user."""

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from slime.backends.protocols import TrainReport
 from slime.config import notices
+from slime.config.arguments import CiArgs
 from slime.config.groups import flag_of, from_args
-from slime.ray.flags import CiArgs
 from slime.utils.errors import DataError, SlimeError
 
 __all__ = ["RULES", "ExpectationFailed", "check_expectations"]

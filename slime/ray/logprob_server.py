@@ -39,10 +39,10 @@ from slime.config.groups import from_args, unsupported_flags
 from slime.data.layout import ParallelLayout
 from slime.observability.logging_utils import configure_logger
 from slime.observability.secrets import hide_secrets
-from slime.ray import trainer_rules
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.arguments import GROUPS, STEPS
 from slime.ray.placement_group import GpuSlots, create_placement_groups, release_placement_groups
+from slime.ray.rules import TRAINER_RULES
 from slime.ray.run.cluster import running_cluster
 from slime.ray.run.failures import exit_status
 from slime.ray.train_actor import TrainActor
@@ -71,7 +71,7 @@ def parse_server_args(argv: Sequence[str]) -> Namespace:
     config_resolve.resolve(args, STEPS)
     configure_megatron_server_args(args)  # what the steps derived from flags of a training run
     args.eval_datasets = []
-    for rule in (server_problems, *trainer_rules.RULES, check_checkpoints):
+    for rule in (server_problems, *TRAINER_RULES, check_checkpoints):
         problems += rule(args)
     if args.hf_checkpoint is None:
         problems.append("--hf-checkpoint is required: the directory with config.json and the tokenizer of the model.")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slime.config.arguments import ClusterArgs
 from slime.config.groups import from_args
-from slime.ray.flags import ClusterArgs
 from slime.utils.errors import DataError
 
 __all__ = ["Box", "RolloutResult", "process_rollout_data"]

@@ -191,7 +191,7 @@ def train(args: Namespace, replayed: Replayed, rollout: int) -> tuple[dict[str, 
     from slime.batch.schedule import MicroBatchArgs
     from slime.batch.ship import split_by_dp
     from slime.config.groups import from_args
-    from slime.config.resolve.checkpoints import needs_reference
+    from slime.config.resolve.paths import needs_reference
     from slime.data.layout import ParallelLayout
     from slime.hooks.load import load_function
     from slime.ray.train_actor import trainer_class

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["EvalArgs", "FilterArgs", "GenerationArgs", "RewardModelArgs", "RolloutBufferArgs"]
-
-
 DEFAULT_ROLLOUT_FUNCTION = "slime.rollout.sglang_rollout.generate_rollout"
 
 

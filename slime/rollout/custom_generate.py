@@ -17,8 +17,7 @@ from typing import Any
 
 from slime.data.chat import render_chat
 from slime.data.sample import Sample, iter_samples
-from slime.hooks.load import name_of
-from slime.hooks.signature import accepts, annotation
+from slime.hooks.load import accepts, annotation, name_of
 from slime.rollout.collect import mask_older_tokens
 from slime.rollout.engine_request import cut_stop_token
 from slime.rollout.failures import fresh_copy, generate_with_retries, is_given_up

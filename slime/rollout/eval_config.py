@@ -18,8 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.config.interpolation import interpolate
-from slime.config.yaml_file import read_mapping
+from slime.config.yaml_file import interpolate, read_mapping
 from slime.utils.errors import ConfigError
 
 __all__ = ["EvalDatasetConfig", "build_eval_dataset_configs", "build_eval_datasets", "unused_fields"]

@@ -34,8 +34,7 @@ from slime.data.media import has_media, load_processor
 from slime.data.prompts import Dataset
 from slime.data.sample import Sample, SampleGroup, iter_samples
 from slime.data.sampling_mask import sampled_tokens
-from slime.hooks.load import load_function
-from slime.hooks.signature import can_be_called
+from slime.hooks.load import can_be_called, load_function
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_function, trace_span
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.collect import (

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from slime.batch.compile import compile_train_data
 from slime.batch.rewards import RewardArgs
 from slime.data.sample import Sample, as_groups, iter_samples
-from slime.hooks.signature import accepts, parameter_names
+from slime.hooks.load import accepts, parameter_names
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.buffer_filter import call_filter, takes_samples
 from slime.rollout.custom_generate import call_generate, call_group_generate, complete, takes_group

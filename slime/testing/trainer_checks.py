@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from slime.hooks.signature import can_be_called
+from slime.hooks.load import can_be_called
 from slime.testing.checks import Call, Check
 
 __all__ = ["SIGNATURE_ONLY", "TRAINER_CHECKS"]

@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["Interrupted", "acknowledge", "interruptible", "raise_if_interrupted"]
-
 _FORWARDED_S = 1.0
 """Signals that follow the first one so soon are the same one: make, uv and timeout pass on what the terminal sent."""
 

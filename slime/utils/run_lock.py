@@ -18,8 +18,6 @@ from uuid import uuid4
 
 from slime.utils.errors import ConfigError
 
-__all__ = ["FILE", "RunLock", "lock_save"]
-
 logger = logging.getLogger(__name__)
 
 FILE = "run.lock"

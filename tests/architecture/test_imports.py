@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, list[str]] = {
     "rollout": ["data", "config", "hooks", "utils", "observability"],
     "backends": [],
     "backends/protocols": [],
-    "weight_sync": ["backends/protocols", "data", "utils"],
+    "weight_sync": ["backends/protocols", "data", "config", "models", "utils"],
     "backends/sglang_utils": ["backends/protocols", "data", "config", "models", "utils", "observability"],
     "backends/training": BELOW_TRAINER,
     "backends/megatron_utils": [*BELOW_TRAINER, "backends/training"],

@@ -26,8 +26,6 @@ from slime.backends.megatron_utils.vision_rules import vision
 from slime.config import notices
 from slime.config.groups import flag_of
 
-__all__ = ["RULES", "STEPS", "TRAINING_RULES", "virtual_stages"]
-
 _SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 
 from slime.backends.megatron_utils.transformer_config import expert_tensor_parallel_size
 
-__all__ = ["instances", "optimizer", "schedule", "weight_decay"]
-
 
 def optimizer(args: Namespace) -> Iterator[str]:
     """Which optimizer, and where its states are."""

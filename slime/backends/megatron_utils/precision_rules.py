@@ -15,8 +15,6 @@ from slime.models.hf_shape import read_hf_config, read_shape
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 
-__all__ = ["deepgemm", "fake_quantisation", "fp8", "int4", "kv_fp8", "low_precision_here"]
-
 _INT4 = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG"
 _INT4_GROUP = "OPEN_TRAINING_INT4_GROUP_SIZE"
 _KV = "DSA_KV_FP8_QAT"

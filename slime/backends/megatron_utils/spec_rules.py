@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from slime.backends.megatron_utils.vision_rules import VISION_SPECS
-from slime.hooks.load import load_function
-from slime.hooks.signature import can_be_called
+from slime.hooks.load import can_be_called, load_function
 from slime.utils.errors import ConfigError
 
 __all__ = ["BUILT_IN_SPECS", "spec", "user_spec"]

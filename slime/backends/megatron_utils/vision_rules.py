@@ -5,8 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 
-from slime.config.plan.layout import stage_layers
-from slime.config.plan.values import PlanError
+from slime.config.plan.layout import PlanError, stage_layers
 from slime.models.hf_shape import read_shape
 from slime.utils.errors import ConfigError
 

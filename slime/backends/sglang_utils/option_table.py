@@ -19,19 +19,6 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "ALIASES",
-    "CONTROLLED",
-    "EXTRA_POLICIES",
-    "REMOVED",
-    "RENAMED",
-    "ROUTER_DEFAULTS",
-    "Option",
-    "OptionTable",
-    "router_options",
-    "server_options",
-]
-
 ROUTER_DEFAULTS = {
     "router_log_level": "warn",
     "router_balance_abs_threshold": 10,

@@ -28,8 +28,6 @@ from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 from slime.utils.net import url_host
 
-__all__ = ["LIVE_STEPS", "MACHINE_RULES", "RULES", "STEPS", "engine_devices", "engine_width"]
-
 Step = Callable[[Namespace], None]
 Rule = Callable[[Namespace], Iterator[str]]
 

@@ -21,8 +21,7 @@ from slime.algorithms.reduce import Reducer, Samples
 from slime.algorithms.types import LossOutput
 from slime.backends.training.context_parallel import WHOLE, Sharding, seen_as
 from slime.config.groups import from_args
-from slime.hooks.load import load_function
-from slime.hooks.signature import can_be_called
+from slime.hooks.load import can_be_called, load_function
 from slime.utils.errors import ConfigError
 
 __all__ = ["CustomFunctions"]

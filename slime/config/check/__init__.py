@@ -9,11 +9,9 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 
-from slime.config.check import batches, checkpoints, cluster, generation, numbers, objective, overlaps, paths
+from slime.config.check import cluster, generation, numbers, objective, paths
 from slime.config.custom_config import overwritten_keys
 from slime.utils.errors import SlimeError
-
-__all__ = ["RULES", "Rule", "find_problems"]
 
 Rule = Callable[[Namespace], Iterable[str]]
 
@@ -21,12 +19,12 @@ RULES: tuple[Rule, ...] = (
     overwritten_keys,
     *numbers.RULES,
     *cluster.RULES,
-    *batches.RULES,
+    *cluster.BATCH_RULES,
     *generation.RULES,
     *objective.RULES,
-    *checkpoints.RULES,
+    *paths.CHECKPOINT_RULES,
     *paths.RULES,
-    *overlaps.RULES,
+    *paths.OVERLAP_RULES,
 )
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from collections.abc import Iterator
 
 from slime.config import notices
-
-__all__ = ["RULES"]
 
 
 def _modes(args: Namespace) -> Iterator[str]:
@@ -90,3 +89,107 @@ def _weight_sync(args: Namespace) -> Iterator[str]:
 
 
 RULES = (_modes, _devices, _drivers, _weight_sync)
+
+
+# Batch sizes, the length of the run, parallel sizes.
+
+
+def _steps(args: Namespace) -> Iterator[str]:
+    """B34, B36, and what a rollout that does not fill its steps means."""
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    size, steps = args.global_batch_size, args.num_steps_per_rollout
+    product = f"--rollout-batch-size {args.rollout_batch_size} x "
+    product += f"--n-samples-per-prompt {args.n_samples_per_prompt} = {samples}"
+    if args.over_sampling_batch_size < args.rollout_batch_size:
+        yield (
+            f"--over-sampling-batch-size {args.over_sampling_batch_size} must be at least "
+            f"--rollout-batch-size {args.rollout_batch_size}."
+        )
+    if steps is None or steps < 1 or samples < 1:
+        return
+    if steps > samples:
+        yield f"--num-steps-per-rollout {steps} is more than the samples of a rollout: {product}."
+    elif size > samples:
+        yield f"{product} samples per rollout do not fill one step of --global-batch-size {size}."
+    elif size != samples // steps and "num_steps_per_rollout" in args.given:
+        yield (
+            f"{product} must equal --global-batch-size {size} x --num-steps-per-rollout {steps} = {size * steps}: "
+            f"drop one of the two, or use --global-batch-size {samples // steps}."
+        )
+    elif size >= 1 and (rest := samples - size * steps):
+        text = f"{product}: the last {rest} samples of every rollout do not fill a step and are dropped"
+        notices.warn(args, f"--global-batch-size {size}", text)
+
+
+def _micro_batches(args: Namespace) -> Iterator[str]:
+    """B16, B17, B85."""
+    if args.use_dynamic_batch_size and (args.max_tokens_per_gpu or 0) < 1:
+        yield f"--use-dynamic-batch-size needs --max-tokens-per-gpu N with N above 0, got {args.max_tokens_per_gpu}."
+    if args.balance_by_flops and not args.use_dynamic_batch_size:
+        yield "--balance-by-flops forms dynamic micro-batches: it needs --use-dynamic-batch-size."
+    size, dp_size = args.global_batch_size, max(1, args.world_size // _ranks_per_sample(args))
+    if args.debug_rollout_only or size < 1 or args.micro_batch_size < 1:
+        return
+    if size < dp_size:
+        yield (
+            f"--global-batch-size {size} is less than the {dp_size} data-parallel ranks of the trainer: every step "
+            f"needs a sample for each. Use fewer ranks, or a larger batch."
+        )
+    elif not args.use_dynamic_batch_size and size % (args.micro_batch_size * dp_size):
+        yield (
+            f"--global-batch-size {size} must be a multiple of --micro-batch-size {args.micro_batch_size} x {dp_size} "
+            f"data-parallel ranks, or use --use-dynamic-batch-size."
+        )
+
+
+def _forward_passes(args: Namespace) -> Iterator[str]:
+    """Micro-batches of their own for passes without gradients."""
+    limit = args.log_probs_max_tokens_per_gpu
+    if limit is None or limit == args.max_tokens_per_gpu:
+        return
+    if not args.use_dynamic_batch_size:
+        text = "no effect without --use-dynamic-batch-size: all passes have --micro-batch-size samples"
+        notices.warn(args, "--log-probs-max-tokens-per-gpu", text)
+    elif args.use_routing_replay or args.use_rollout_routing_replay:
+        yield (
+            f"--log-probs-max-tokens-per-gpu {limit} gives passes micro-batches of their own, but --use-routing-replay "
+            f"replays micro-batch by micro-batch: use {args.max_tokens_per_gpu} or leave it out."
+        )
+
+
+def _run_length(args: Namespace) -> Iterator[str]:
+    """B37."""
+    if args.num_rollout is not None or args.rollout_global_dataset:
+        return
+    if args.num_epoch is not None:
+        yield (
+            f"--num-epoch {args.num_epoch} counts passes over --prompt-data, which --disable-rollout-global-dataset "
+            f"does not load: use --num-rollout N."
+        )
+    else:
+        yield "--num-rollout N is required with --disable-rollout-global-dataset: nothing else says how long to train."
+
+
+def _streaming(args: Namespace) -> Iterator[str]:
+    if args.streaming_data and args.num_rollout is None:
+        yield "--streaming-data does not know the length of an epoch: it needs --num-rollout N."
+
+
+def _ranks_per_sample(args: Namespace) -> int:
+    sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
+    return int(math.prod(max(1, size) for size in sizes))
+
+
+def _parallel_sizes(args: Namespace) -> Iterator[str]:
+    """B59."""
+    shared = _ranks_per_sample(args)
+    if args.world_size % shared and not args.debug_rollout_only:
+        yield (
+            f"--actor-num-nodes {args.actor_num_nodes} x --actor-num-gpus-per-node {args.actor_num_gpus_per_node} = "
+            f"{args.world_size} trainer ranks must be a multiple of --tensor-model-parallel-size "
+            f"{args.tensor_model_parallel_size} x --pipeline-model-parallel-size {args.pipeline_model_parallel_size} "
+            f"x --context-parallel-size {args.context_parallel_size} = {shared}."
+        )
+
+
+BATCH_RULES = (_steps, _micro_batches, _forward_passes, _run_length, _streaming, _parallel_sizes)

@@ -9,8 +9,6 @@ from pathlib import Path
 from slime.config import notices
 from slime.models.config_json import load_model_config
 
-__all__ = ["MEDIA", "RULES"]
-
 MEDIA = ("audio", "image", "video")
 _DEFAULT_MOST_IDS = 4096  # of SGLang's --sampling-mask-max-tokens
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from slime.config.groups import flag_of
 
-__all__ = ["RULES"]
-
 
 @dataclass(frozen=True)
 class _Range:

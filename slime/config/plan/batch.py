@@ -6,8 +6,7 @@ import os
 from argparse import Namespace
 from dataclasses import dataclass
 
-from slime.config.plan.layout import Layout
-from slime.config.plan.values import number, read
+from slime.config.plan.layout import Layout, number, read
 
 __all__ = ["BatchPlan", "plan_batch"]
 

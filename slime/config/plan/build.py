@@ -16,15 +16,11 @@ from slime.config.notices import Notice
 from slime.config.plan.batch import BatchPlan, plan_batch
 from slime.config.plan.engine import EngineMemory, WeightSync, engine_memory, weight_sync
 from slime.config.plan.files import Output, plan_files
-from slime.config.plan.layout import Layout, read_layout
+from slime.config.plan.layout import Layout, PlanError, read, read_layout
 from slime.config.plan.memory import Precision, StageMemory, Tokens, precision_of, stage_memory, tokens_per_micro_batch
-from slime.config.plan.placement import Placement, plan_placement
+from slime.config.plan.placement import Placement, Turn, plan_placement, plan_turns
 from slime.config.plan.shape import Shape, read_shape
-from slime.config.plan.turns import Turn, plan_turns
-from slime.config.plan.values import PlanError, read
 from slime.utils.errors import ConfigError
-
-__all__ = ["SCHEMA", "Plan", "build"]
 
 SCHEMA = 1
 Section = TypeVar("Section")

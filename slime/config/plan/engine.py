@@ -6,13 +6,10 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from slime.config.plan.layout import Layout, stage_layers
+from slime.config.plan.layout import Layout, number, read, stage_layers
 from slime.config.plan.memory import precision_of
 from slime.config.plan.shape import Shape, Weight, layer_weights, model_weights
-from slime.config.plan.values import number, read
 from slime.models.config_json import read_model_config
-
-__all__ = ["ASSUMED_FRACTION", "EngineMemory", "WeightSync", "count_buckets", "engine_memory", "weight_sync"]
 
 ASSUMED_FRACTION = 0.85
 """SGLang picks --mem-fraction-static itself when it is not given; this is close to what it picks on large devices."""

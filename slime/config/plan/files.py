@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.config.path_flags import PATH_FLAGS
+from slime.config.plan.layout import read
 from slime.config.plan.memory import precision_of
 from slime.config.plan.shape import Shape
-from slime.config.plan.values import read
-
-__all__ = ["Output", "plan_files"]
 
 _ADAM_IN_CHECKPOINT = 12  # fp32 main weight and two fp32 moments
 

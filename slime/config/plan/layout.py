@@ -5,10 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from slime.config.plan.values import PlanError, number, read
-
-__all__ = ["Layout", "Rank", "read_layout", "stage_layers"]
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -128,3 +125,21 @@ def stage_layers(args: Namespace, num_layers: int, pp: int) -> Sequence[range]:
     sizes[0], sizes[-1] = sizes[0] - extra[0], sizes[-1] - extra[1]
     starts = [sum(sizes[:stage]) for stage in range(pp)]
     return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+
+# How the plan reads the namespace: one place, so that a flag which no room declares reads as "not given".
+
+
+class PlanError(ValueError):
+    """A section cannot be worked out; the text says why. The rest of the plan is still printed."""
+
+
+def read(args: Namespace, name: str) -> Any:
+    """The value of ``name``; None where the namespace has no such flag."""
+    return vars(args).get(name)
+
+
+def number(args: Namespace, name: str, default: int) -> int:
+    """An integer flag; ``default`` where it is unset."""
+    value = read(args, name)
+    return default if value is None else int(value)

@@ -11,9 +11,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slime.config.plan.layout import Layout, stage_layers
+from slime.config.plan.layout import Layout, number, read, stage_layers
 from slime.config.plan.shape import DeltaNet, Latent, Shape, Weight, layer_weights, model_weights
-from slime.config.plan.values import number, read
 
 __all__ = ["Precision", "StageMemory", "Tokens", "precision_of", "stage_memory", "tokens_per_micro_batch"]
 

@@ -11,11 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.config.plan.layout import Layout
-from slime.config.plan.values import PlanError, number, read
+from slime.config.plan.layout import Layout, PlanError, number, read
 from slime.config.yaml_file import read_mapping
-
-__all__ = ["EngineGroup", "NodePlan", "Placement", "plan_placement"]
 
 _MOST_SLOTS = 100_000
 
@@ -185,3 +182,35 @@ def _engines_on(group: EngineGroup, first: int, last: int) -> str:
     high = group.first_number + end // group.devices_per_engine
     kind = "engine" if group.kind == "regular" else f"{group.kind} engine"
     return f"{kind} {low}" if low == high else f"{kind}s {low}-{high}"
+
+
+# ---- device memory by phase if trainer and engines share devices; the order is in slime.ray.run.device_handoff
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of a rollout, and what lies in device memory during it."""
+
+    name: str
+    engines: str
+    trainer: str
+
+
+def plan_turns(args: Namespace) -> list[Turn]:
+    """The turns of one rollout, in order; none where everybody keeps what he has."""
+    ends, moves = bool(read(args, "release_train")), bool(read(args, "offload_train"))
+    releases = bool(read(args, "colocate")) and bool(read(args, "offload_rollout"))
+    if read(args, "debug_rollout_only") or not (ends or moves or releases):
+        return []
+    everything = "weights, gradients, optimizer"
+    away = "no process" if ends else "nothing: it is in host memory" if moves else everything
+    has_engines = not read(args, "debug_train_only")
+    awake, asleep = ("weights, KV cache", "nothing" if releases else "weights, KV cache") if has_engines else ("-", "-")
+    turns = [Turn("rollout", awake, away)] if not read(args, "is_async") else []
+    if read(args, "use_critic"):
+        turns.append(Turn("training, critic", asleep, f"the critic's {everything}"))
+    turns.append(Turn("training, saving", asleep, everything))
+    if has_engines:
+        trainer = "weights" if moves or ends else everything
+        turns.append(Turn("weight sync", "weights" if releases else awake, trainer))
+    return turns

@@ -21,12 +21,8 @@ from slime.config.plan.build import Plan
 from slime.config.plan.engine import EngineMemory, WeightSync
 from slime.config.plan.layout import Layout
 from slime.config.plan.memory import StageMemory
-from slime.config.plan.placement import EngineGroup, NodePlan, Placement
+from slime.config.plan.placement import EngineGroup, NodePlan, Placement, Turn
 from slime.config.plan.shape import Shape
-from slime.config.plan.text import count, size
-from slime.config.plan.turns import Turn
-
-__all__ = ["render"]
 
 WIDTH = 100
 _MAX_NODES = 6
@@ -358,3 +354,26 @@ def _table(*headers: str) -> Table:
         right = header.endswith(">")
         table.add_column(header.rstrip(">"), justify="right" if right else "left", overflow="fold")
     return table
+
+
+# Numbers for people.
+
+
+def size(num_bytes: int) -> str:
+    """``1610612736`` -> ``1.5 GiB``: three significant digits, binary units."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
+        if value < 999.5 or unit == "PiB":
+            return f"{value:.0f} {unit}" if unit == "B" or value >= 99.5 else f"{value:.3g} {unit}"
+        value /= 1024
+    raise AssertionError("the last unit takes everything")
+
+
+def count(number: int) -> str:
+    """``4022468096`` -> ``4.02 B``: thousand, million, billion."""
+    value = float(number)
+    for unit in ("", " K", " M", " B"):
+        if value < 999.5 or unit == " B":
+            return f"{value:.0f}{unit}" if not unit or value >= 99.5 else f"{value:.3g}{unit}"
+        value /= 1000
+    raise AssertionError("the last unit takes everything")

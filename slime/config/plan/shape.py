@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from slime.config.groups import flag_of
-from slime.config.plan.values import PlanError, number, read
+from slime.config.plan.layout import PlanError, number, read
 from slime.config.plan.vision import tower_parameters
 from slime.models.config_json import MOST_LAYERS, indexer_layers, read_model_config, text_part
 

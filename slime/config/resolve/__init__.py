@@ -17,9 +17,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 
-from slime.config.resolve import batches, checkpoints, cluster, environment, generation, objective, paths
-
-__all__ = ["STEPS", "Step", "resolve"]
+from slime.config.resolve import batches, cluster, objective, paths
 
 Step = Callable[[Namespace], None]
 
@@ -38,20 +36,20 @@ STEPS: tuple[Step, ...] = (
     batches.global_batch,
     batches.micro_batch_budget,
     batches.run_length,
-    generation.lengths,
-    generation.evaluation,
-    generation.reward_keys,
+    batches.lengths,
+    batches.evaluation,
+    batches.reward_keys,
     objective.clipping,
     objective.kl_estimator,
     objective.group_normalization,
     objective.true_on_policy,
     objective.routing_replay,
     objective.recomputation,
-    checkpoints.saving,
-    checkpoints.initial_weights,
-    checkpoints.reference,
-    environment.allocator,
-    environment.unread_variables,
+    paths.saving,
+    paths.initial_weights,
+    paths.reference,
+    cluster.allocator,
+    cluster.unread_variables,
 )
 
 

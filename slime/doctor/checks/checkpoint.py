@@ -9,7 +9,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from slime.config.plan.text import size
+from slime.config.plan.render import size
 from slime.doctor.finding import Finding, Situation, fail, ok
 
 __all__ = ["resume", "weights"]

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from slime.config.plan.text import size
+from slime.config.plan.render import size
 from slime.doctor.finding import Finding, Situation, fail, ok, warn
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slime.config.plan.files import Output, plan_files
+from slime.config.plan.layout import PlanError
+from slime.config.plan.render import size
 from slime.config.plan.shape import Shape, read_shape
-from slime.config.plan.text import size
-from slime.config.plan.values import PlanError
 from slime.doctor.finding import Finding, Situation, fail, ok
 
 __all__ = ["disk_space"]

@@ -21,7 +21,7 @@ import psutil
 import ray
 
 from slime.backends.protocols import TrainReport
-from slime.config.resolve.checkpoints import needs_reference
+from slime.config.resolve.paths import needs_reference
 from slime.config.roles import role_args
 from slime.data.ledger import ledger_path
 from slime.observability.console import step_line

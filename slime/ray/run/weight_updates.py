@@ -14,9 +14,9 @@ from typing import Any
 
 from slime.backends.protocols import EngineFleet, NamedTensor, WeightExporter
 from slime.backends.training.hf_files import save_hf_directory
+from slime.config.arguments import SyncArgs
 from slime.config.groups import from_args
 from slime.hooks.load import load_function
-from slime.ray.flags import SyncArgs
 from slime.ray.run.cluster import node_address
 from slime.weight_sync.quantize import Quantizer, find_quantizer
 from slime.weight_sync.ranks import TrainerRanks

@@ -16,8 +16,7 @@ from typing import Any
 
 from slime.data.reward import check_entries, reward_number
 from slime.data.sample import Sample
-from slime.hooks.load import load_function
-from slime.hooks.signature import accepted_kwargs, annotation, parameter_names
+from slime.hooks.load import accepted_kwargs, annotation, load_function, parameter_names
 from slime.rollout.failures import fresh_copy, reward_keys
 from slime.rollout.settings import setting
 from slime.utils.async_utils import call_user, is_async

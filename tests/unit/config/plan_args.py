@@ -5,8 +5,6 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-__all__ = ["plan_args"]
-
 
 def plan_args(**overrides: Any) -> Namespace:
     """Two trainer ranks and two engines of a small dense model whose shape the flags give."""

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from slime.config.interpolation import interpolate
+from slime.config.yaml_file import interpolate
 from slime.utils.errors import ConfigError
 
 

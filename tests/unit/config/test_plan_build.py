@@ -13,12 +13,10 @@ from slime.config.notices import Notice
 from slime.config.plan.batch import plan_batch
 from slime.config.plan.build import SCHEMA, Plan, build
 from slime.config.plan.files import plan_files
-from slime.config.plan.layout import read_layout
+from slime.config.plan.layout import PlanError, read_layout
 from slime.config.plan.placement import Placement, plan_placement
-from slime.config.plan.render import WIDTH, render
+from slime.config.plan.render import WIDTH, count, render, size
 from slime.config.plan.shape import read_shape
-from slime.config.plan.text import count, size
-from slime.config.plan.values import PlanError
 from tests.unit.config.plan_args import plan_args
 
 GIB = 2**30

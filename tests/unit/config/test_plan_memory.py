@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from slime.config.plan.engine import ASSUMED_FRACTION, count_buckets, engine_memory, weight_sync
-from slime.config.plan.layout import Layout, read_layout, stage_layers
+from slime.config.plan.layout import Layout, PlanError, read_layout, stage_layers
 from slime.config.plan.memory import StageMemory, precision_of, stage_memory, tokens_per_micro_batch
 from slime.config.plan.shape import read_shape
-from slime.config.plan.values import PlanError
 from tests.unit.config.plan_args import plan_args
 
 LAYER = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128 + 2 * 64

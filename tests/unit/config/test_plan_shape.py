@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from slime.config.plan.layout import PlanError
 from slime.config.plan.shape import read_shape
-from slime.config.plan.values import PlanError
 
 TINY: dict[str, Any] = {
     "num_hidden_layers": 3,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.config.resolve.environment import _UNREAD
+from slime.config.resolve.cluster import _UNREAD
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")

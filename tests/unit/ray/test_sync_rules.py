@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slime.ray import sync_rules
+from slime.weight_sync import rules
 from tests.unit.config.tiny_command import TinyCommand, make_command
 
 DISK = ("--update-weight-transport", "disk", "--update-weight-disk-dir", "{dir}/shared")
@@ -58,9 +58,9 @@ def test_the_form_of_a_delta_is_idle_when_everything_is_sent(command: TinyComman
 def test_a_checksum_without_its_library_is_refused_before_anything_starts(
     command: TinyCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find = sync_rules.importlib.util.find_spec
+    find = rules.importlib.util.find_spec
     monkeypatch.setattr(
-        sync_rules.importlib.util, "find_spec", lambda name, *more: None if name == "blake3" else find(name, *more)
+        rules.importlib.util, "find_spec", lambda name, *more: None if name == "blake3" else find(name, *more)
     )
     _, problems = command.run(*DISK, "--update-weight-delta-checksum", "blake3")
     assert "pip install blake3" in problems

@@ -11,10 +11,10 @@ from slime.backends.megatron_utils.arguments.model import (
     ExpertArgs,
     LatentAttentionArgs,
     ModelArgs,
+    MuonArgs,
     PositionArgs,
     PredictionArgs,
 )
-from slime.backends.megatron_utils.arguments.muon import MuonArgs
 from slime.backends.megatron_utils.arguments.other import other_flags as other_flags
 from slime.backends.megatron_utils.arguments.runtime import RuntimeArgs
 from slime.backends.training.arguments import (

@@ -16,8 +16,6 @@ from typing import Any
 
 from slime.config.groups import flags_of
 
-__all__ = ["core_options", "launcher_options", "other_flags"]
-
 _NOT_READ = "this trainer does not have that part of Megatron"
 _TYPES: dict[str, Any] = {
     "int": int | None,

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from slime.backends.training.arguments import flag
 
-__all__ = ["RuntimeArgs"]
-
 _OVERLAP = "communication is not overlapped with computation"
 _SAVING = "decided by the writer of checkpoints"
 _INIT = "every weight comes from a checkpoint"

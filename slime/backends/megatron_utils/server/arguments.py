@@ -13,17 +13,6 @@ from slime.config import notices
 from slime.config.groups import add_group, flag_of, from_args
 from slime.utils.errors import ConfigError
 
-__all__ = [
-    "ENTRY",
-    "TeacherServerArgs",
-    "add_megatron_server_arguments",
-    "configure_megatron_server_args",
-    "server_problems",
-    "unused",
-    "validate_megatron_server_args",
-]
-
-
 ENTRY = "slime.backends.megatron_utils.server.megatron_server"
 """The module that starts the server."""
 

@@ -18,8 +18,6 @@ from slime.config.groups import flag_of
 from slime.models.config_json import read_model_config
 from slime.weight_sync.version_store import foreign_content
 
-__all__ = ["RULES"]
-
 _ONLY_FILES = (
     "update_weight_disk_dir",
     "update_weight_disk_keep_files",

@@ -1,0 +1,292 @@
+"""Rules and derivations about prompts, rewards and rollout functions: data files are read before anything starts.
+
+Used by ``slime.ray.arguments`` after the general flags are resolved. Rules judge the first row of a file, and whether
+it has enough rows for an epoch. The data source reports later rows; rollout functions of users check their own needs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from argparse import Namespace
+from collections.abc import Iterator
+
+from slime.config import notices
+from slime.config.check.generation import MEDIA
+from slime.data.arguments import PromptDataArgs
+from slime.data.prompts import check_prompt_file, open_prompts, parse_path, prompt_key_of, read_file
+from slime.hooks.load import check_hooks, load_function
+from slime.rollout.arguments import DEFAULT_ROLLOUT_FUNCTION
+from slime.rollout.eval_config import EvalDatasetConfig, unused_fields
+from slime.utils.errors import ConfigError, DataError
+
+FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+_REPLAY = "slime.rollout.forge_load.generate_rollout"
+_STREAMING = "slime.rollout.sglang_streaming_rollout.generate_streaming"
+_SUPERVISED = "slime.rollout.sft_rollout.generate_rollout"
+_UNREADABLE = (DataError, ImportError, OSError)
+"""Errors of reading a data file. ``_files`` reports them, the other rules skip the file."""
+
+
+def _dotted(path: str | None) -> str:
+    return (path or "").replace(":", ".")
+
+
+def _at(dataset: EvalDatasetConfig, name: str) -> str:
+    return f"--eval-config, set {dataset.name}, {name}" if dataset.is_from_file else "--eval-prompt-data"
+
+
+def _first_row(path: str) -> dict[str, object] | None:
+    """The first row of a data file; None if the file is empty or cannot be read."""
+    try:
+        return next(itertools.islice(read_file(path), 1), None)
+    except _UNREADABLE:
+        return None
+
+
+def _reads_prompts(args: Namespace) -> bool:
+    """Whether slime's own data source reads ``--prompt-data``."""
+    is_ours = args.data_source_path == PromptDataArgs().data_source_path
+    replays = args.load_debug_rollout_data is not None
+    return is_ours and not replays and args.rollout_global_dataset and bool(args.prompt_data)
+
+
+def _generates_from_text(args: Namespace) -> bool:
+    """Whether slime's own generation receives the prompts, not a function of the user."""
+    is_ours = _dotted(args.rollout_function_path) in (DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC)
+    return is_ours and args.custom_generate_function_path is None
+
+
+# ---- rewards
+
+
+def reward_type(args: Namespace) -> None:
+    """Grade answers as mathematics if rows have labels and no flag or row names a kind of reward."""
+    row = _row_without_reward_type(args)
+    if row is not None and row.get(args.label_key or "label") is not None:
+        args.rm_type = "math"
+        notices.warn(args, "--rm-type", "neither it nor --custom-rm-path is given: answers are graded as mathematics")
+
+
+def _row_without_reward_type(args: Namespace) -> dict[str, object] | None:
+    """The first row of ``--prompt-data`` if slime must score it and neither a flag nor the row says how."""
+    generates = not args.debug_train_only and args.loss_type != "sft_loss"
+    is_ours = args.rollout_function_path == DEFAULT_ROLLOUT_FUNCTION
+    if not (generates and is_ours and args.rm_type is None and args.custom_rm_path is None):
+        return None
+    if args.prompt_data is None or not args.rollout_global_dataset:
+        return None
+    row = _first_row(args.prompt_data)
+    metadata = row.get(args.metadata_key) if row is not None else None
+    return None if isinstance(metadata, dict | str) and "rm_type" in metadata else row
+
+
+def _rewards(args: Namespace) -> Iterator[str]:
+    """Kinds of rewards exist and have an address if they need one."""
+    from slime.rollout.rm_hub import known_rm_types  # heavy: graders import sympy
+
+    known = known_rm_types()
+    given = [("--rm-type", args.rm_type), *((_at(item, "rm_type"), item.rm_type) for item in args.eval_datasets)]
+    for flag, name in given:
+        if name is not None and name.removeprefix("boxed_") not in known:
+            yield f"{flag} {name} is unknown. Use one of {', '.join(sorted(known))}, or --custom-rm-path."
+    if args.rm_type is not None and args.rm_type.removeprefix("boxed_") == "remote_rm" and args.rm_url is None:
+        yield "--rm-type remote_rm needs --rm-url, the address of the service."
+    # A generate function may score its own samples.
+    if args.custom_generate_function_path is None and _row_without_reward_type(args) is not None:
+        yield (
+            f"--rm-type is required: the first row of --prompt-data {args.prompt_data} has neither a label nor "
+            f"metadata.rm_type, so the reward of a response is undefined. Give --rm-type or --custom-rm-path."
+        )
+
+
+# ---- data files
+
+
+def chat_template(args: Namespace) -> None:
+    """Use the chat template for prompts that are messages, if slime generates from them."""
+    if args.apply_chat_template or not _generates_from_text(args) or not _reads_prompts(args):
+        return
+    try:
+        row = next(iter(read_file(args.prompt_data)), {})
+    except _UNREADABLE:
+        return
+    if args.multimodal_keys is not None or isinstance(row.get(prompt_key_of(row, args.input_key) or ""), list):
+        args.apply_chat_template = True
+        text = "not given, but prompts are lists of messages: the template is used"
+        notices.warn(args, "--apply-chat-template", text)
+
+
+def _files(args: Namespace) -> Iterator[str]:
+    if args.prompt_data is not None and args.load_debug_rollout_data is None and args.rollout_global_dataset:
+        yield from check_prompt_file("--prompt-data", args.prompt_data)
+    for dataset in args.eval_datasets:
+        yield from check_prompt_file(_at(dataset, "path"), dataset.path)
+
+
+def _stream(args: Namespace) -> Iterator[str]:
+    part = parse_path(args.prompt_data)[1] if args.streaming_data and args.prompt_data is not None else None
+    if part is not None and min(part.start or 0, part.stop or 0) < 0:
+        yield (
+            f"--prompt-data {args.prompt_data}: a slice from the end needs the length of the file, which "
+            "--streaming-data does not know: give a slice without negative bounds."
+        )
+
+
+def _training_rows(args: Namespace) -> Iterator[str]:
+    if _reads_prompts(args):
+        keys = (args.input_key, args.label_key, args.tool_key)
+        needs_text = _generates_from_text(args) and not args.apply_chat_template
+        yield from _check_row("--prompt-data", args.prompt_data, keys, needs_text=needs_text)
+
+
+def _evaluation_rows(args: Namespace) -> Iterator[str]:
+    if args.eval_function_path != DEFAULT_ROLLOUT_FUNCTION:
+        return
+    for dataset in args.eval_datasets:
+        needs_text = dataset.custom_generate_function_path is None and not dataset.apply_chat_template
+        keys = (dataset.input_key or args.input_key, dataset.label_key, dataset.tool_key)
+        yield from _check_row(f"evaluation set {dataset.name}", dataset.path, keys, needs_text=needs_text)
+
+
+def _check_row(
+    where: str, path: str, keys: tuple[str, str | None, str | None], *, needs_text: bool = False
+) -> Iterator[str]:
+    """The first row has the keys of prompt, label and tools, and a prompt that can be generated from.
+
+    Args:
+        needs_text: neither a function nor a template turns another kind of prompt into text.
+    """
+    if _first_row(path) is None:
+        return
+    maker, rows = open_prompts(
+        path,
+        None,
+        prompt_key=keys[0],
+        label_key=keys[1],
+        tool_key=keys[2],
+        metadata_key="",
+        apply_chat_template=False,
+        apply_chat_template_kwargs=None,
+    )
+    try:
+        (first,) = maker.make([next(rows())])
+    except DataError as error:
+        yield f"{where}: {error}."
+        return
+    if needs_text and not isinstance(first.sample.prompt, str):
+        kind = type(first.sample.prompt).__name__
+        kind = "lists of messages: use --apply-chat-template" if kind == "list" else f"{kind}, not text: use text"
+        yield f"{where}: {path}: prompts are {kind}, or a --custom-generate-function-path that handles them."
+
+
+def _epoch(args: Namespace) -> Iterator[str]:
+    wanted = args.rollout_batch_size
+    if not _reads_prompts(args) or args.num_rollout is not None or args.num_epoch is None:
+        return
+    try:
+        found = sum(1 for _ in itertools.islice(read_file(args.prompt_data), max(0, wanted)))
+    except _UNREADABLE:
+        return
+    if 0 < found < wanted:
+        yield (
+            f"--prompt-data {args.prompt_data} holds {found} rows, fewer than --rollout-batch-size {wanted}: an epoch "
+            f"(--num-epoch {args.num_epoch}) would have no rollout. Use smaller batches, or --num-rollout N."
+        )
+
+
+# ---- rollout functions
+
+
+def _replay(args: Namespace) -> Iterator[str]:
+    """The rollout function that replays dumps and the flag with the dumps need each other."""
+    function, template = args.rollout_function_path, args.load_forge_rollout_data
+    if _dotted(function) == _REPLAY and template is None:
+        yield f"--rollout-function-path {function} replays dumps: it needs --load-forge-rollout-data TEMPLATE."
+    if template is not None and function == DEFAULT_ROLLOUT_FUNCTION:
+        yield (
+            f"--load-forge-rollout-data {template} is read by --rollout-function-path {_REPLAY}: give both, "
+            "or --load-debug-rollout-data to replay without engines."
+        )
+
+
+def _evaluation(args: Namespace) -> Iterator[str]:
+    for dataset in args.eval_datasets:
+        for name in unused_fields(dataset):
+            notices.info(args, _at(dataset, name), "only evaluation functions of users read it")
+        for kind in dataset.multimodal_keys or {}:
+            if kind not in MEDIA:
+                flag = _at(dataset, "multimodal_keys")
+                yield f"{flag}: {kind!r} is not a kind of media; use {', '.join(MEDIA)}."
+    evaluates = bool(args.eval_datasets) and args.eval_interval is not None and not args.debug_train_only
+    if evaluates and _dotted(args.eval_function_path) == FULLY_ASYNC:
+        yield (
+            f"--eval-function-path {args.eval_function_path} cannot evaluate: its worker never stops. Give "
+            f"--eval-function-path {DEFAULT_ROLLOUT_FUNCTION}."
+        )
+
+
+def _supervised(args: Namespace) -> Iterator[str]:
+    if _dotted(args.rollout_function_path) != _SUPERVISED or args.load_debug_rollout_data is not None:
+        return
+    if args.n_samples_per_prompt != 1:
+        yield (
+            f"--n-samples-per-prompt {args.n_samples_per_prompt} must be 1: --rollout-function-path {_SUPERVISED} "
+            "trains on every row once."
+        )
+    if not args.rollout_global_dataset:
+        yield f"--rollout-function-path {_SUPERVISED} reads --prompt-data: drop --disable-rollout-global-dataset."
+    if args.apply_chat_template:
+        yield (
+            f"--apply-chat-template makes text of the messages that --rollout-function-path {_SUPERVISED} masks turn "
+            "by turn: drop it."
+        )
+
+
+def _http_workers(args: Namespace) -> Iterator[str]:
+    streams = _dotted(args.custom_generate_function_path) == _STREAMING  # read in the process that generates
+    if args.use_distributed_post and (streams or args.debug_train_only):
+        place = "streams" if streams else "a run without engines"
+        notices.warn(args, "--use-distributed-post", f"no effect on {place}")
+    yield from ()
+
+
+# ---- functions of the user
+
+
+def _evaluation_hooks(args: Namespace) -> Iterator[str]:
+    """Functions that only ``--eval-config`` names."""
+    for dataset in args.eval_datasets:
+        for name in ("custom_generate_function_path", "custom_rm_path"):
+            path = getattr(dataset, name)
+            if path is not None and path != getattr(args, name):
+                hook = Namespace(**{name: path}, group_rm=args.group_rm)
+                yield from (f"{_at(dataset, name)}: {problem}" for problem in check_hooks(hook))
+
+
+def _returned_groups(args: Namespace) -> Iterator[str]:
+    """A data source must take back the groups that a rollout did not finish."""
+    from slime.rollout.data_source import RolloutDataSource  # heavy: imports torch
+
+    if _dotted(args.rollout_function_path) == FULLY_ASYNC:
+        cause = f"--rollout-function-path {FULLY_ASYNC}"
+    elif args.partial_rollout:
+        cause = "--partial-rollout"
+    else:
+        return
+    try:
+        source = load_function(args.data_source_path, "data_source")
+    except ConfigError:  # check_hooks reports it
+        return
+    if getattr(source, "add_samples", None) is RolloutDataSource.add_samples:
+        yield (
+            f"--data-source-path {args.data_source_path} is read-only, but {cause} returns unfinished groups to it, "
+            "which would be lost: use a source with a buffer, such as the default one."
+        )
+
+
+STEPS = (reward_type, chat_template)
+RULES = (
+    *(_files, _stream, _replay, _rewards, _evaluation, _http_workers),
+    *(_training_rows, _evaluation_rows, _epoch, _supervised),
+)
+HOOK_RULES = (_evaluation_hooks, _returned_groups)
