@@ -103,7 +103,7 @@ def _loader(get: Callable[[str], torch.Tensor], name: str) -> Callable[[], torch
 
 def _width(dtype: str) -> int:
     """Bytes of one safetensors number: ``BF16`` -> 2, ``F8_E4M3`` -> 1, ``BOOL`` -> 1."""
-    return 1 if dtype == "BOOL" else int("".join(filter(str.isdigit, dtype.split("_")[0]))) // 8
+    return 1 if dtype == "BOOL" else int("".join(filter(str.isdigit, dtype.split("_", maxsplit=1)[0]))) // 8
 
 
 def _distributed(directory: Path) -> Iterator[tuple[str, Entry]]:

@@ -43,7 +43,7 @@ def main() -> None:
 def write(dumps: list[str], target: Path, *, reward_key: str | None, with_tokens: bool) -> int:
     """Write the table whole or not at all. Returns its number of rows."""
     import pyarrow as pa
-    import pyarrow.parquet as parquet
+    from pyarrow import parquet
 
     from slime.data.dump_file import read_samples
 

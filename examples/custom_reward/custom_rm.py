@@ -32,7 +32,7 @@ async def batched_custom_rm(args: Namespace, samples: list[Sample], **kwargs: An
     rewards = []
     for sample, length in zip(samples, lengths, strict=True):
         reward = closeness(sample.response, sample.label)
-        rewards.append(reward - 0.1 * (length - min(lengths)) / max(1, max(lengths)) if reward == 1.0 else reward)
+        rewards.append(reward - 0.1 * (length - min(lengths)) / max(1, *lengths) if reward == 1.0 else reward)
     return rewards
 
 

@@ -135,7 +135,7 @@ def _row(where: str, line: bytes) -> Row:
 def _parquet_rows(file: str) -> Iterator[tuple[str, Row]]:
     try:
         import pyarrow
-        import pyarrow.parquet as parquet
+        from pyarrow import parquet
     except ImportError:
         raise ImportError(f"{file}: reading Parquet needs pyarrow (pip install 'slime[parquet]')") from None
     try:

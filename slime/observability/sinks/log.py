@@ -28,7 +28,7 @@ class LogSink:
 
 
 def _kind(name: str) -> str:
-    prefix = name.split("/")[0]
+    prefix = name.split("/", maxsplit=1)[0]
     if prefix == "train":
         return "critic-step" if name.startswith(_CRITIC) else "step"
     return prefix

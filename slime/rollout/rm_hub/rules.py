@@ -30,7 +30,7 @@ def get_deepscaler_rule_based_reward(response: str, label: Any) -> int:
         AssertionError: a label that is neither text nor a number.
     """
     if _END_OF_THINKING in response:
-        solution = response.split(_END_OF_THINKING)[-1]
+        solution = response.rsplit(_END_OF_THINKING, maxsplit=1)[-1]
     elif _RESPONSE in response:
         solution = response.split(_RESPONSE)[1]
     else:

@@ -106,7 +106,7 @@ def test_33_evaluation_uses_the_rollout_function_unless_told_otherwise(command: 
     assert command.run("--rollout-function-path", own)[0].eval_function_path == own
 
 
-# --- lengths (D13)
+# ---- lengths
 
 
 def response_len(command: TinyCommand, *flags: str) -> int:
@@ -149,7 +149,7 @@ def test_a28_samples_that_fill_no_step_are_a_warning(command: TinyCommand):
     assert command.warnings("--global-batch-size", "16") == ""
 
 
-# --- evaluation and rewards (D2, D10, D12)
+# ---- evaluation and rewards
 
 
 def test_d2_repeated_evaluation_sets_add_up(command: TinyCommand):
@@ -218,7 +218,7 @@ def test_d12_supervised_training_needs_no_reward(command: TinyCommand):
     assert "--rm-type" not in problems
 
 
-# --- checkpoints (D9, --initial-megatron-checkpoint)
+# ---- checkpoints
 
 
 def megatron_checkpoint(directory: Path) -> str:
@@ -261,7 +261,7 @@ def test_the_initial_checkpoint_gives_weights_only_and_only_while_load_is_empty(
     assert attributes(args, "load ref_load") == (initial, command.model)
 
 
-# --- devices (26, 27, 29, 31, 32)
+# ---- devices
 
 
 def test_29_engines_that_share_devices_take_those_of_the_trainer(command: TinyCommand):

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pyarrow.parquet as parquet
 import pytest
 import torch
+from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 
 from slime.backends.training.checksums import checksums_of

@@ -118,8 +118,8 @@ def _host_buffers() -> None:
 
 def _deterministic_sampling() -> None:
     """``--enable-deterministic-inference``: batch-invariant operators and the seeded sampler's hash are triton."""
-    import sglang.srt.batch_invariant_ops as batch_invariant_ops
     from sglang.kernels.ops.sampling import murmur_hash
+    from sglang.srt import batch_invariant_ops
 
     batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None  # one thread needs none
     murmur_hash.murmur_hash32 = murmur_hash32
