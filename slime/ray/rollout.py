@@ -31,11 +31,10 @@ from slime.observability.rollout_metrics import log_eval_rollout_data, log_rollo
 from slime.observability.sample_record import record_rollout
 from slime.observability.tracking import run_directory
 from slime.ray.data_buffer import DataBufferClient
-from slime.ray.engines.fleet import RayEngineFleet
+from slime.ray.engines.fleet import RayEngineFleet, WaitingEngines
 from slime.ray.engines.http_workers import Posters, start_posters
 from slime.ray.engines.memory import EngineMemory
 from slime.ray.engines.servers import RolloutServers
-from slime.ray.engines.slots import WaitingEngines
 from slime.ray.placement_group import GpuSlots
 from slime.ray.run.cluster import engines_take_turns, worker_env
 from slime.ray.shards import RolloutResult

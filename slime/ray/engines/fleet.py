@@ -13,7 +13,7 @@ from slime.backends.protocols import EngineInfo
 from slime.ray.watch.waiting import get
 from slime.utils.errors import DeadlineExceeded, EngineSilent
 
-__all__ = ["RayCalls", "RayEngineFleet", "silent_engines"]
+__all__ = ["RayCalls", "RayEngineFleet", "WaitingEngines", "silent_engines"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,19 @@ class RayEngineFleet:
         extra = each if each is not None else [{}] * len(self.handles)
         refs = [getattr(handle, verb).remote(**kwargs, **own) for handle, own in zip(self.handles, extra, strict=True)]
         return RayCalls(refs, verb, [engine.url for engine in self.engines])
+
+
+@dataclass(frozen=True)
+class WaitingEngines:
+    """What the driver is told when it asks who needs weights.
+
+    Attributes:
+        fleet: engines that have started again and wait for weights; may be empty.
+        num_serving: engines that the router sends requests to.
+    """
+
+    fleet: RayEngineFleet
+    num_serving: int
 
 
 def silent_engines(error: BaseException, fleet: RayEngineFleet) -> list[str]:

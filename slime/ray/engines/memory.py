@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from slime.backends.sglang_utils.engine import MEMORY_TAGS
 from slime.ray.engines.fleet import RayEngineFleet
-from slime.ray.run.failures import message_of
+from slime.ray.watch.failure_report import message_of
 from slime.ray.watch.waiting import get
 
 __all__ = ["EngineMemory", "RemoteEngineMemory", "SharedEngines"]

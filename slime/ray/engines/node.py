@@ -23,7 +23,7 @@ from slime.backends.sglang_utils.server_process import ForkAddress, launch_serve
 from slime.backends.sglang_utils.topology import EnginePlace
 from slime.observability.logging_utils import configure_logger
 from slime.ray.run.cluster import NOSET_VISIBLE_DEVICES, node_address, worker_env
-from slime.ray.run.failures import message_of
+from slime.ray.watch.failure_report import message_of
 from slime.ray.watch.process_info import introduce
 from slime.ray.watch.waiting import get
 from slime.utils import accelerator

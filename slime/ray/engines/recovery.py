@@ -19,10 +19,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from slime.ray.engines.fleet import RayEngineFleet, silent_engines
-from slime.ray.engines.slots import WaitingEngines
-from slime.ray.run.failures import message_of
+from slime.ray.engines.fleet import RayEngineFleet, WaitingEngines, silent_engines
 from slime.ray.train_actor import SyncReport
+from slime.ray.watch.failure_report import message_of
 from slime.ray.watch.waiting import get
 from slime.utils.deadline import Deadline
 

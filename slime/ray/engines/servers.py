@@ -34,11 +34,11 @@ from slime.backends.sglang_utils.router import ExistingRouter, Router, RouterPro
 from slime.backends.sglang_utils.server_process import ForkAddress
 from slime.backends.sglang_utils.topology import EnginePlace, topology_of
 from slime.ray.engines.actor import EngineActor, ExternalEngineActor
-from slime.ray.engines.fleet import RayEngineFleet
+from slime.ray.engines.fleet import RayEngineFleet, WaitingEngines
 from slime.ray.engines.node import NodeSlot
 from slime.ray.engines.preloading import ClusterForkServer, engine_log_directory, fork_server_of
 from slime.ray.engines.server_group import RolloutServer
-from slime.ray.engines.slots import WaitingEngines, WatchSettings
+from slime.ray.engines.slots import WatchSettings
 from slime.ray.placement_group import GpuSlots
 from slime.ray.run.cluster import NOSET_VISIBLE_DEVICES, node_address, slot_layout, worker_env
 from slime.utils import accelerator

@@ -32,13 +32,13 @@ from ray.exceptions import ActorDiedError
 
 from slime.backends.protocols import EngineInfo
 from slime.backends.sglang_utils.router import remove_worker
-from slime.ray.engines.fleet import RayEngineFleet
+from slime.ray.engines.fleet import RayEngineFleet, WaitingEngines
 from slime.ray.engines.health import Answer, HealthMonitor
-from slime.ray.run.failures import message_of
+from slime.ray.watch.failure_report import message_of
 from slime.ray.watch.waiting import get
 from slime.utils.errors import EngineError
 
-__all__ = ["EngineSlots", "WaitingEngines", "WatchSettings"]
+__all__ = ["EngineSlots", "WatchSettings"]
 
 logger = logging.getLogger(__name__)
 
@@ -95,19 +95,6 @@ class WatchSettings:
     first_wait_s: float
     start_timeout_s: float
     replaces_dead: bool = True
-
-
-@dataclass(frozen=True)
-class WaitingEngines:
-    """What the driver is told when it asks who needs weights.
-
-    Attributes:
-        fleet: engines that have started again and wait for weights; may be empty.
-        num_serving: engines that the router sends requests to.
-    """
-
-    fleet: RayEngineFleet
-    num_serving: int
 
 
 class EngineSlots:

@@ -30,19 +30,18 @@ from slime.observability.tracking import Tracker, create_tracker, run_directory
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.critic import critic_args, needs_critic
 from slime.ray.data_buffer import DataBufferClient, create_data_buffer
-from slime.ray.engines.fleet import RayEngineFleet
+from slime.ray.engines.fleet import RayEngineFleet, WaitingEngines
 from slime.ray.engines.memory import RemoteEngineMemory
 from slime.ray.engines.recovery import Recovery
-from slime.ray.engines.slots import WaitingEngines
 from slime.ray.expectations import check_expectations
 from slime.ray.placement_group import GpuSlots, create_placement_groups, release_placement_groups
 from slime.ray.rollout import create_rollout_manager
 from slime.ray.run.cluster import engines_take_turns
 from slime.ray.run.device_handoff import DeviceTurns
-from slime.ray.run.failures import message_of
 from slime.ray.run.prefetch import RolloutsAhead
 from slime.ray.shards import RolloutResult
 from slime.ray.train_actor import SyncReport
+from slime.ray.watch.failure_report import message_of
 from slime.ray.watch.progress import Progress, phase
 from slime.ray.watch.waiting import get, raise_if_dead
 from slime.utils.errors import ConfigError, ProcessDied, SlimeError, StartFailed

@@ -17,7 +17,7 @@ from argparse import Namespace
 from collections.abc import Callable
 
 from slime.backends.training.checkpoint_source import inspect_checkpoint
-from slime.ray.run.failures import message_of
+from slime.ray.watch.failure_report import message_of
 from slime.utils.errors import ProcessDied, StartFailed
 
 __all__ = ["MAX_RESTARTS", "continued", "run_to_the_end"]

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import time
@@ -19,15 +20,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ray.exceptions import RayActorError
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayActorError, RayTaskError
 
 from slime.ray.watch.process_info import STACK_SIGNAL, Card, card_of, cards_of, myself
 from slime.ray.watch.shortage import shortage_of, unplaced_of
 from slime.utils.deadline import Deadline
-from slime.utils.errors import DeadlineExceeded, ProcessDied
+from slime.utils.errors import DeadlineExceeded, ProcessDied, SlimeError
 from slime.utils.process import log_tail, tail
 
-__all__ = ["blame_dead", "blame_late", "blame_silent", "stack_of", "stacks_of"]
+__all__ = ["blame_dead", "blame_late", "blame_silent", "message_of", "stack_of", "stacks_of"]
 
 _STACK_TIMEOUT_S = 1.0
 _STACK_FRAMES = 3
@@ -147,3 +148,19 @@ def stacks_of(cards: Iterable[Card]) -> list[str]:
         if stack is not None:
             lines += [f"  {card} is at:", *("    " + line for line in stack.splitlines())]
     return lines
+
+
+def message_of(error: BaseException) -> str | None:
+    """The message for the user, None when ``error`` is a bug that needs its traceback."""
+    if isinstance(error, RayTaskError):
+        return message_of(error.cause) if isinstance(error.cause, Exception) else None
+    if isinstance(error, ObjectStoreFullError | OutOfDiskError):
+        return (
+            "Ray's object store is full, and so is the disk that it spills to: a rollout's batch has no place. Free "
+            f"space in Ray's temporary directory, or make --rollout-batch-size or --async-buffer-size smaller ({error})"
+        )
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return f"the disk is full: {error}. Checkpoints that were complete still are; free space and start again."
+    if isinstance(error, RayActorError):
+        return f"a process of the run died: {error}"
+    return str(error) if isinstance(error, SlimeError) else None

@@ -12,9 +12,8 @@ from slime.backends.sglang_utils.external import ExternalEngineInfo
 from slime.backends.sglang_utils.topology import EnginePlace, WorkerType
 from slime.ray.engines import servers as engine_servers
 from slime.ray.engines.actor import ForkAddress
-from slime.ray.engines.fleet import RayEngineFleet
+from slime.ray.engines.fleet import RayEngineFleet, WaitingEngines
 from slime.ray.engines.servers import RolloutServers
-from slime.ray.engines.slots import WaitingEngines
 from slime.ray.placement_group import GpuSlots
 from slime.utils.errors import ConfigError, DeadlineExceeded, EngineError
 
