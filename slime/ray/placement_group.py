@@ -18,7 +18,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.ray.run.cluster import NOSET_VISIBLE_DEVICES, is_embedded, slot_layout, worker_env
-from slime.ray.watch.shortage import Reports, shortage_of
+from slime.ray.watch.failure_report import Reports, shortage_of
 from slime.ray.watch.waiting import get
 from slime.utils import accelerator
 from slime.utils.deadline import Deadline

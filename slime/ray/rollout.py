@@ -33,13 +33,13 @@ from slime.observability.tracking import run_directory
 from slime.ray.data_buffer import DataBufferClient
 from slime.ray.engines.fleet import RayEngineFleet, WaitingEngines
 from slime.ray.engines.http_workers import Posters, start_posters
-from slime.ray.engines.memory import EngineMemory
+from slime.ray.engines.fleet import EngineMemory
 from slime.ray.engines.servers import RolloutServers
 from slime.ray.placement_group import GpuSlots
 from slime.ray.run.cluster import engines_take_turns, worker_env
 from slime.ray.shards import RolloutResult
-from slime.ray.transport import actor_options, boxed
-from slime.ray.watch.process_info import introduce
+from slime.ray.shards import actor_options, boxed
+from slime.ray.watch.heartbeat import introduce
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.rm_hub.grader_pool import preload_graders
 from slime.rollout.sample_hooks import set_current_rollout_id, set_evaluated_rollout_id

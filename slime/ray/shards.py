@@ -6,13 +6,13 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from slime.config.arguments import ClusterArgs
 from slime.config.groups import from_args
+from slime.ray.flags import ClusterArgs
 from slime.utils.errors import DataError
+from typing import Any, Literal, TypeAlias
+import ray
 
-__all__ = ["Box", "RolloutResult", "process_rollout_data"]
-
+__all__ = ["Box", "RolloutResult", "Transport", "actor_options", "boxed", "process_rollout_data"]
 
 @dataclass(frozen=True)
 class Box:
@@ -71,3 +71,23 @@ def process_rollout_data(
     if raw is not None and "partition" in columns:
         columns = columns | {"local_raw_reward": [raw[position] for position in columns["partition"]]}
     return columns
+
+
+# Where a rank's batch waits for its trainer (``--rollout-data-transport``), for the manager and for the ranks.
+#
+# object-store   in Ray's shared memory; on another node, a copy of it
+# nixl           its tensors stay in the manager's memory, and NIXL moves them into the trainer's: RDMA where the
+#                network has it, else TCP or shared memory. The rest of the batch goes through the object store.
+
+Transport: TypeAlias = Literal["object-store", "nixl"]
+
+
+def boxed(batch: dict[str, Any], transport: Transport) -> Box:
+    """A reference to the batch. Called in an actor with :func:`actor_options`, and read in such actors."""
+    return Box(ray.put(batch, _tensor_transport="nixl") if transport == "nixl" else ray.put(batch))
+
+
+def actor_options(transport: Transport) -> dict[str, Any]:
+    """What Ray must know of the actors that send and receive."""
+    return {"enable_tensor_transport": True} if transport == "nixl" else {}
+

@@ -24,7 +24,7 @@ from slime.ray.engines.fleet import RayEngineFleet
 from slime.ray.run.cluster import engines_take_turns, node_address
 from slime.ray.run.weight_updates import weight_updater
 from slime.ray.shards import Box, process_rollout_data
-from slime.ray.watch.process_info import introduce
+from slime.ray.watch.heartbeat import introduce
 from slime.rollout.arguments import DEFAULT_ROLLOUT_FUNCTION
 from slime.utils import accelerator
 from slime.utils.errors import DataError

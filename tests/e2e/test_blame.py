@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from slime.ray.watch import heartbeat
-from slime.ray.watch.process_info import SILENCE_S, cards_of, introduce
+from slime.ray.watch.heartbeat import SILENCE_S, cards_of, introduce
 from slime.ray.watch.waiting import get, raise_if_dead
 from slime.utils.deadline import Deadline, wait_until
 from slime.utils.errors import DeadlineExceeded, ProcessDied

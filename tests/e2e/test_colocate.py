@@ -12,7 +12,7 @@ import torch
 from slime.backends.sglang_utils.engine import SGLangEngine
 from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.backends.sglang_utils.server_args import server_env
-from slime.ray.engines.memory import EngineMemory
+from slime.ray.engines.fleet import EngineMemory
 from slime.utils.net import free_port
 from slime.weight_sync.send_distributed import DistributedSender
 from slime.weight_sync.session import WeightUpdate, push_weights

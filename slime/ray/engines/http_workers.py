@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slime.observability.logging_utils import configure_logger
 from slime.ray.run.cluster import worker_env
-from slime.ray.watch.process_info import introduce
+from slime.ray.watch.heartbeat import introduce
 from slime.ray.watch.waiting import get
 from slime.utils import http_utils
 from slime.utils.http_utils import Reply

@@ -31,8 +31,8 @@ from slime.ray.actor_group import RayTrainGroup
 from slime.ray.critic import critic_args, needs_critic
 from slime.ray.data_buffer import DataBufferClient, create_data_buffer
 from slime.ray.engines.fleet import RayEngineFleet, WaitingEngines
-from slime.ray.engines.memory import RemoteEngineMemory
-from slime.ray.engines.recovery import Recovery
+from slime.ray.engines.fleet import RemoteEngineMemory
+from slime.ray.engines.health import Recovery
 from slime.ray.expectations import check_expectations
 from slime.ray.placement_group import GpuSlots, create_placement_groups, release_placement_groups
 from slime.ray.rollout import create_rollout_manager

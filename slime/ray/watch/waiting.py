@@ -11,8 +11,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from slime.ray.watch.failure_report import blame_dead, blame_late, blame_silent, stacks_of
 from slime.ray.watch.heartbeat import Watch
-from slime.ray.watch.process_info import cards_of
-from slime.ray.watch.shortage import Reports, shortage_of, unplaced_of
+from slime.ray.watch.heartbeat import cards_of
+from slime.ray.watch.failure_report import Reports, shortage_of, unplaced_of
 from slime.utils.deadline import Deadline
 from slime.utils.errors import SlimeError
 from slime.utils.interrupt import raise_if_interrupted

@@ -9,7 +9,7 @@ import pytest
 
 from slime.backends.protocols import EngineInfo
 from slime.backends.sglang_utils.engine import MEMORY_TAGS, EngineSpec, SGLangEngine
-from slime.ray.engines.memory import EngineMemory
+from slime.ray.engines.fleet import EngineMemory
 from slime.utils.errors import EngineError
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from slime.ray.engines.node import EngineNodeActor, pull_in_time
+from slime.ray.engines.actor import EngineNodeActor, pull_in_time
 from slime.utils.errors import ConfigError, DeadlineExceeded
 from slime.weight_sync import local_checkpoint
 from tests.limits import unloaded_time

@@ -14,7 +14,7 @@ from ray.exceptions import RpcError
 
 from slime.ray.watch import heartbeat
 from slime.ray.watch.heartbeat import Vitals, Watch, _kill, _vitals
-from slime.ray.watch.process_info import Card, _nameless_file
+from slime.ray.watch.heartbeat import Card, _nameless_file
 from slime.utils.deadline import Deadline, wait_until
 
 

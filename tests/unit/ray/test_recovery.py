@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from slime.backends.protocols import EngineInfo
-from slime.ray.engines import recovery as recovery_module
+from slime.ray.engines import health as recovery_module
 from slime.ray.engines.fleet import RayEngineFleet, WaitingEngines
-from slime.ray.engines.recovery import Recovery
+from slime.ray.engines.health import Recovery
 from slime.ray.run.loop import Run
 from slime.ray.train_actor import SyncReport
 from slime.utils.errors import DeadlineExceeded, EngineError, EngineSilent

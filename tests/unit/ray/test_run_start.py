@@ -9,7 +9,7 @@ import pytest
 
 from slime.ray import placement_group
 from slime.ray.run import loop
-from slime.ray.watch.shortage import Shortage
+from slime.ray.watch.failure_report import Shortage
 from slime.utils.errors import DeadlineExceeded
 
 STEPS = ("create_tracker", "create_placement_groups", "create_data_buffer", "create_rollout_manager")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.ray.watch.shortage import Reports, Shortage
+from slime.ray.watch.failure_report import Reports, Shortage
 
 ROOT = Path(__file__).parents[3]
 
@@ -101,7 +101,7 @@ def test_a_shortage_names_what_is_missing(asked: dict[str, float], is_final: boo
 
 def test_reports_come_within_seconds_and_then_every_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("slime.ray.watch.shortage.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("slime.ray.watch.failure_report.time.monotonic", lambda: now[0])
     reports = Reports(_started=100.0)
     due = []
     for second in range(0, 200):

@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from slime.ray.run.failures import exit_status
+from slime.ray.run.main import exit_status
 from slime.ray.run.prefetch import RolloutsAhead
 from slime.utils.deadline import Deadline, wait_until
 from slime.utils.interrupt import Interrupted, acknowledge, interruptible, raise_if_interrupted
