@@ -42,8 +42,7 @@ def main():
     args = parse_args()
     from slime.observability.logging_utils import configure_logger
     from slime.ray.run.cluster import running_cluster
-    from slime.ray.run.main import exit_status
-    from slime.ray.run.main import run_to_the_end
+    from slime.ray.run.main import exit_status, run_to_the_end
 
     configure_logger()
     with exit_status(), running_cluster(args):

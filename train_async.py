@@ -13,9 +13,9 @@ def train(args):
 
     with start_run(args) as run:
         run.sync_weights(num_trained=run.start_rollout_id)
-        ahead = run.rollouts_ahead()
+        prefetched = run.prefetch_rollouts()
         for rollout_id in run.rollout_ids:
-            rollout = ahead.take(rollout_id)
+            rollout = prefetched.take(rollout_id)
             report = run.train(rollout_id, rollout)
 
             last = run.num_rollout - 1
@@ -23,7 +23,7 @@ def train(args):
                 run.save(rollout_id)
             if is_due(rollout_id, args.update_weights_interval, last):
                 # A rollout is made by one set of weights: the one in flight ends first.
-                with ahead.engines_idle():
+                with prefetched.engines_idle():
                     run.sync_weights(num_trained=rollout_id + 1)
             run.report(rollout_id, rollout, report)
             if is_due(rollout_id, args.eval_interval):
@@ -38,8 +38,7 @@ def main():
     args = parse_args(is_async=True)
     from slime.observability.logging_utils import configure_logger
     from slime.ray.run.cluster import running_cluster
-    from slime.ray.run.main import exit_status
-    from slime.ray.run.main import run_to_the_end
+    from slime.ray.run.main import exit_status, run_to_the_end
 
     configure_logger()
     with exit_status(), running_cluster(args):

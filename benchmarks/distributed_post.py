@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy
 import ray
 
-from slime.ray.engines.http_workers import start_posters
+from slime.ray.engines.http_workers import start_http_workers
 from slime.utils import http_utils
 from slime.utils.net import free_port
 
@@ -85,9 +85,9 @@ def main() -> None:
     args = Namespace(
         num_gpus_per_node=8, rollout_num_gpus=1, rollout_num_gpus_per_engine=1, sglang_server_concurrency=64
     )
-    posters = start_posters(args)
-    posters.wait_ready(60.0)
-    http_utils.set_sender(posters.send)
+    workers = start_http_workers(args)
+    workers.wait_ready(60.0)
+    http_utils.set_sender(workers.send)
     results[f"{options.posters} posters"] = measure(url, options)
     ray.shutdown()
     server.kill()

@@ -18,14 +18,12 @@ from slime.data.sample import Sample, SampleGroup, as_groups, iter_samples
 from slime.hooks.load import load_function
 from slime.observability.logging_utils import configure_logger
 from slime.ray.run.cluster import worker_env
-from slime.ray.watch.heartbeat import introduce
+from slime.ray.watch.heartbeat import register_process
 from slime.ray.watch.waiting import get
 from slime.rollout.data_source import make_data_source
 from slime.rollout.failures import fresh_copy
 from slime.rollout.source_state import load_groups, outstanding_path, save_groups
 from slime.utils.user_exit import exits_are_errors
-
-__all__ = ["DataBuffer", "DataBufferClient", "create_data_buffer"]
 
 _CALL_TIMEOUT_S = 600.0
 
@@ -45,7 +43,7 @@ class DataBuffer:
             ledger: file that says what became of every prompt; None writes none.
         """
         configure_logger(" data_buffer")
-        introduce("the Data Buffer", args.heartbeat_timeout)
+        register_process("the Data Buffer", args.heartbeat_timeout)
         self._args = args
         self._ledger_path = ledger
         self._ledger: Ledger | None = None

@@ -19,8 +19,6 @@ from slime.config.arguments import CiArgs
 from slime.config.groups import flag_of, from_args
 from slime.utils.errors import DataError, SlimeError
 
-__all__ = ["RULES", "ExpectationFailed", "check_expectations"]
-
 _ZERO = 1e-8
 """What is zero in exact arithmetic may be this large: the same numbers, summed in another order."""
 _SAME_NORM = 0.01

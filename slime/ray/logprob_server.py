@@ -49,8 +49,6 @@ from slime.ray.train_actor import TrainActor
 from slime.ray.watch.waiting import get
 from slime.utils.errors import ConfigError, SlimeError
 
-__all__ = ["ScoringGroup", "launch", "main", "parse_server_args"]
-
 logger = logging.getLogger(__name__)
 
 _PROGRAM = "python -m slime.backends.megatron_utils.server.megatron_server"

@@ -31,15 +31,13 @@ from slime.observability.rollout_metrics import log_eval_rollout_data, log_rollo
 from slime.observability.sample_record import record_rollout
 from slime.observability.tracking import run_directory
 from slime.ray.data_buffer import DataBufferClient
-from slime.ray.engines.fleet import RayEngineFleet, WaitingEngines
-from slime.ray.engines.http_workers import Posters, start_posters
-from slime.ray.engines.fleet import EngineMemory
+from slime.ray.engines.fleet import EngineMemory, RayEngineFleet, WaitingEngines
+from slime.ray.engines.http_workers import HttpWorkers, start_http_workers
 from slime.ray.engines.servers import RolloutServers
 from slime.ray.placement_group import GpuSlots
-from slime.ray.run.cluster import engines_take_turns, worker_env
-from slime.ray.shards import RolloutResult
-from slime.ray.shards import actor_options, boxed
-from slime.ray.watch.heartbeat import introduce
+from slime.ray.run.cluster import engines_share_devices, worker_env
+from slime.ray.shards import RolloutResult, actor_options, boxed
+from slime.ray.watch.heartbeat import register_process
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.rm_hub.grader_pool import preload_graders
 from slime.rollout.sample_hooks import set_current_rollout_id, set_evaluated_rollout_id
@@ -66,13 +64,13 @@ class RolloutManager:
 
     def __init__(self, args: Namespace, slots: GpuSlots, data_buffer: DataBufferClient) -> None:
         configure_logger(" rollout")
-        introduce("the rollout manager", args.heartbeat_timeout)
+        register_process("the rollout manager", args.heartbeat_timeout)
         logging.getLogger("httpx").setLevel(logging.WARNING)
         self._args = args
         self._slots = slots
         self._data_buffer = data_buffer
         self._servers: RolloutServers | None = None
-        self._posters: Posters | None = None
+        self._http_workers: HttpWorkers | None = None
         self._records = BackgroundWriter()
         self._signal = SignalWatch(args)
         self._stops_an_engine = args.ci_test and args.use_fault_tolerance
@@ -85,7 +83,7 @@ class RolloutManager:
             if self._servers.awaits_engines:
                 self._servers.await_engines()  # now: their number decides how many requests are sent at once
             if args.use_distributed_post:
-                self._posters = start_posters(args)
+                self._http_workers = start_http_workers(args)
             preload_graders(args.rm_type)
             GenerateState(args)  # loads the tokenizer while the engines start
         save_tokenizer(args.dump_details, args.hf_checkpoint)
@@ -104,9 +102,9 @@ class RolloutManager:
             self._args.sglang_router_ip, self._args.sglang_router_port = next(iter(routers.values()))
             if args.check_weight_update_equal and not args.debug_rollout_only:
                 self._reset_weights()
-        if self._posters is not None:
-            self._posters.wait_ready(args.engine_start_timeout)
-            set_sender(self._posters.send)
+        if self._http_workers is not None:
+            self._http_workers.wait_ready(args.engine_start_timeout)
+            set_sender(self._http_workers.send)
 
     def fleet(self) -> RayEngineFleet | None:
         """The engines that receive weights; None where there is none of them."""
@@ -128,11 +126,11 @@ class RolloutManager:
     def end_sync(self, names: Sequence[str]) -> None:
         """The engines of these names have the new weights."""
         # where engines are without their KV cache still, onload_kv() resumes the watch
-        self._running_servers.end_sync(names, resumes_watch=not engines_take_turns(self._args))
+        self._running_servers.end_sync(names, resumes_watch=not engines_share_devices(self._args))
 
-    def condemn_engines(self, names: Sequence[str]) -> None:
+    def mark_engines_dead(self, names: Sequence[str]) -> None:
         """The engines of these names live, but do not answer: where the dead are replaced, so are they."""
-        self._running_servers.condemn(names)
+        self._running_servers.mark_dead(names)
 
     def lost_engines(self, names: Sequence[str]) -> list[str]:
         """Those of ``names`` that are dead, looked at just now."""
@@ -267,10 +265,10 @@ class RolloutManager:
         if self._servers is not None:
             self._servers.stop()
             self._servers = None
-        if self._posters is not None:
+        if self._http_workers is not None:
             set_sender(None)
-            self._posters.kill()
-            self._posters = None
+            self._http_workers.kill()
+            self._http_workers = None
 
 
 def _trainer_layout(args: Namespace) -> ParallelLayout:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-from slime.config.groups import from_args
-from slime.ray.flags import ClusterArgs
-from slime.utils.errors import DataError
 from typing import Any, Literal, TypeAlias
+
 import ray
 
+from slime.config.arguments import ClusterArgs
+from slime.config.groups import from_args
+from slime.utils.errors import DataError
+
 __all__ = ["Box", "RolloutResult", "Transport", "actor_options", "boxed", "process_rollout_data"]
+
 
 @dataclass(frozen=True)
 class Box:
@@ -90,4 +92,3 @@ def boxed(batch: dict[str, Any], transport: Transport) -> Box:
 def actor_options(transport: Transport) -> dict[str, Any]:
     """What Ray must know of the actors that send and receive."""
     return {"enable_tensor_transport": True} if transport == "nixl" else {}
-

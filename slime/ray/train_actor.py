@@ -21,10 +21,10 @@ from slime.config.groups import from_args
 from slime.observability.logging_utils import configure_logger
 from slime.ray.arguments import SyncArgs
 from slime.ray.engines.fleet import RayEngineFleet
-from slime.ray.run.cluster import engines_take_turns, node_address
+from slime.ray.run.cluster import engines_share_devices, node_address
 from slime.ray.run.weight_updates import weight_updater
 from slime.ray.shards import Box, process_rollout_data
-from slime.ray.watch.heartbeat import introduce
+from slime.ray.watch.heartbeat import register_process
 from slime.rollout.arguments import DEFAULT_ROLLOUT_FUNCTION
 from slime.utils import accelerator
 from slime.utils.errors import DataError
@@ -64,7 +64,7 @@ class TrainActor:
         self, args: Namespace, rank: int, world_size: int, device_index: int, role: Literal["actor", "critic", "scorer"]
     ) -> None:
         configure_logger(f" train-{rank}" if role == "actor" else f" {role}-{rank}")
-        introduce(f"{'trainer' if role == 'actor' else role} rank {rank}", args.heartbeat_timeout)
+        register_process(f"{'trainer' if role == 'actor' else role} rank {rank}", args.heartbeat_timeout)
         self._role = role
         for chatty in ("megatron", "megatron_fsdp"):
             logging.getLogger(chatty).setLevel(logging.WARNING)
@@ -168,7 +168,7 @@ class TrainActor:
             checksums=expected_checksums if checks and has_checksums else None,
             restores=checks and not has_checksums and version == "0" and self._args.load is None,
             comes_again=self._args.use_fault_tolerance,
-            continues=not engines_take_turns(self._args),
+            continues=not engines_share_devices(self._args),
         )
         updater = self._weight_updater
         num_bytes = updater.update(fleet, self.trainer, update)

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from slime.utils.errors import DeadlineExceeded
 from slime.utils.interrupt import raise_if_interrupted
 
-__all__ = ["Deadline", "wait_until"]
-
 
 @dataclass
 class Deadline:

@@ -24,16 +24,6 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "destroy_group",
-    "do_on_first_rank",
-    "get_gloo_group",
-    "init_default_group",
-    "init_gloo_group",
-    "init_process_group",
-    "join_group",
-]
-
 logger = logging.getLogger(__name__)
 
 _GLOO_INTERFACES = "GLOO_SOCKET_IFNAME"

@@ -8,19 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = [
-    "ConfigError",
-    "DataError",
-    "DeadlineExceeded",
-    "EngineError",
-    "EngineSilent",
-    "ProcessDied",
-    "RequestRefused",
-    "ScoringError",
-    "SlimeError",
-    "StartFailed",
-]
-
 
 class SlimeError(Exception):
     """Base of every error that slime raises on purpose."""

@@ -8,8 +8,6 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["is_private_directory", "replacing"]
-
 
 @contextlib.contextmanager
 def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:

@@ -14,18 +14,6 @@ from typing import Any
 from slime.utils.errors import SlimeError
 from slime.utils.net import is_port_free, url_host
 
-__all__ = [
-    "SLIME_HOST_IP_ENV",
-    "find_available_port",
-    "get_current_node_ip",
-    "get_free_port",
-    "get_host_info",
-    "is_port_available",
-    "run_router",
-    "terminate_process",
-    "wrap_ipv6",
-]
-
 SLIME_HOST_IP_ENV = "SLIME_HOST_IP"
 _PREFER_IPV6_ENV = "SLIME_PREFER_IPV6"
 _ANY = "0.0.0.0"

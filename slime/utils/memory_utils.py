@@ -9,8 +9,6 @@ import psutil
 import torch
 import torch.distributed as dist
 
-__all__ = ["available_memory", "clear_memory", "print_memory"]
-
 logger = logging.getLogger(__name__)
 
 _GIB = 2**30

@@ -6,17 +6,6 @@ import socket
 
 from slime.utils.errors import SlimeError
 
-__all__ = [
-    "FIRST_SERVICE_PORT",
-    "WEIGHT_INTERFACES",
-    "WEIGHT_LOOPBACK",
-    "PortClaim",
-    "claim_ports",
-    "free_port",
-    "is_port_free",
-    "url_host",
-]
-
 FIRST_SERVICE_PORT = 15000
 """Services of slime listen from here upward: above Ray's own ports, below those that the kernel hands out."""
 _LAST_PORT = 32000

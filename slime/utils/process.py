@@ -21,18 +21,6 @@ from pathlib import Path
 
 import psutil
 
-__all__ = [
-    "GUARD_FD_VARIABLE",
-    "GuardedProcess",
-    "has_ended",
-    "kill_group",
-    "log_tail",
-    "mapped_files",
-    "tail",
-    "watch_descriptor",
-    "watch_owner",
-]
-
 GUARD_FD_VARIABLE = "SLIME_GUARD_FD"
 _KILL_TIMEOUT_S = 5.0
 _TAIL_BYTES = 64 * 1024

@@ -22,8 +22,6 @@ import psutil
 
 from slime.utils.process import has_ended, mapped_files
 
-__all__ = ["SharedMemory", "reap", "start_reaper"]
-
 _SCAN_EVERY_S = 1.0
 _GRACE_S = 1.0
 _POLL_S = 0.05

@@ -15,13 +15,9 @@ PARAMETERS = {
     "slime.rollout.base_types:call_rollout_fn": "fn, *args, evaluation, **kwargs",
     "slime.rollout.data_source:pop_first": "args, rollout_id, buffer, num_samples",
     "slime.rollout.filters:call_dynamic_filter": "fn, *args, **kwargs",
-    "slime.rollout.filters:should_drop_dynamic_filter_output": (
-        "output, *, remaining_batch_size, target_data_size"
-    ),
+    "slime.rollout.filters:should_drop_dynamic_filter_output": ("output, *, remaining_batch_size, target_data_size"),
     "slime.rollout.filters:check_reward_nonzero_std": "args, samples, **kwargs",
-    "slime.rollout.filters:check_reward_nonzero_std_with_fallback": (
-        "args, samples, **kwargs"
-    ),
+    "slime.rollout.filters:check_reward_nonzero_std_with_fallback": ("args, samples, **kwargs"),
     "slime.rollout.rm_hub:async_rm": "args, sample, **kwargs",
     "slime.rollout.rm_hub:batched_async_rm": "args, samples, **kwargs",
     "slime.rollout.rm_hub:remote_rm": "args, sample, max_retries=10",

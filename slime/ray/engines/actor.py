@@ -10,37 +10,33 @@ import asyncio
 import logging
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
 import psutil
 import ray
+
+from slime.backends.protocols import EngineInfo
+from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
+from slime.backends.sglang_utils.external import ExternalEngine, ExternalEngineInfo
 from slime.backends.sglang_utils.fork_server import ForkedServer
 from slime.backends.sglang_utils.server_args import build_argv, server_env
 from slime.backends.sglang_utils.server_process import ForkAddress, launch_server, named_children
-from slime.backends.sglang_utils.topology import EnginePlace
+from slime.backends.sglang_utils.topology import EnginePlace, WorkerType
 from slime.observability.logging_utils import configure_logger
+from slime.ray.engines.preloading import engine_log_directory
 from slime.ray.run.cluster import NOSET_VISIBLE_DEVICES, node_address, worker_env
 from slime.ray.watch.failure_report import message_of
-from slime.ray.watch.heartbeat import introduce
+from slime.ray.watch.heartbeat import register_process
 from slime.ray.watch.waiting import get
 from slime.utils import accelerator
 from slime.utils.async_utils import call_in_thread, run
 from slime.utils.deadline import Deadline
 from slime.utils.errors import DeadlineExceeded
-from slime.utils.net import claim_ports
-from slime.utils.process import GuardedProcess, has_ended, log_tail
-from collections.abc import Sequence
-from slime.backends.protocols import EngineInfo
-from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
-from slime.backends.sglang_utils.external import ExternalEngine, ExternalEngineInfo
-from slime.backends.sglang_utils.server_process import ForkAddress
-from slime.backends.sglang_utils.topology import EnginePlace, WorkerType
-from slime.ray.engines.preloading import engine_log_directory
-from slime.ray.run.cluster import node_address
 from slime.utils.net import claim_ports, url_host
-
-__all__ = ["EngineActor", "EngineNodeActor", "ExternalEngineActor", "NodeSlot", "RayOtherNode", "pull_in_time"]
+from slime.utils.process import GuardedProcess, has_ended, log_tail
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +86,7 @@ class EngineNodeActor:
     ) -> None:
         self._name = f"engine {place.rank} node {node}"
         configure_logger(f" engine-{place.rank}.{node}")
-        introduce(self._name)
+        register_process(self._name)
         self._host = host = node_address()
         self._ports = [claim_ports(host, 1), claim_ports(host, 1)]
         port, nccl_port = (claim.first for claim in self._ports)
@@ -269,7 +265,7 @@ class EngineActor(_Startable):
             num_before: engines that died in this one's place; each has a log of its own.
             other_slots: where its parts on other nodes go.
         """
-        _introduce_engine(place.rank)
+        _register_engine(place.rank)
         self._first_slot = first_slot
         self._pull_timeout_s = args.weight_sync_timeout
         host = node_address()
@@ -329,12 +325,11 @@ class ExternalEngineActor(ExternalEngine, _Startable):
     """Body of the actor that stands for a server somebody else runs."""
 
     def __init__(self, args: Namespace, rank: int, info: ExternalEngineInfo) -> None:
-        _introduce_engine(rank)
+        _register_engine(rank)
         super().__init__(rank, info, args.engine_start_timeout)
 
 
-def _introduce_engine(rank: int) -> None:
+def _register_engine(rank: int) -> None:
     configure_logger(f" engine-{rank}")
-    introduce(f"engine {rank}")
+    register_process(f"engine {rank}")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-

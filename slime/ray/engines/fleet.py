@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+
 import ray
 from ray.exceptions import RayTaskError
+
 from slime.backends.protocols import EngineInfo
-from slime.ray.watch.waiting import get
-from slime.utils.errors import DeadlineExceeded, EngineSilent
-import logging
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
 from slime.backends.sglang_utils.engine import MEMORY_TAGS
 from slime.ray.watch.failure_report import message_of
+from slime.ray.watch.waiting import get
+from slime.utils.errors import DeadlineExceeded, EngineSilent
 
-__all__ = ["EngineMemory", "RayCalls", "RayEngineFleet", "RemoteEngineMemory", "SharedEngines", "WaitingEngines", "silent_engines"]
 
 @dataclass(frozen=True)
 class RayCalls:
@@ -98,7 +97,7 @@ def silent_engines(error: BaseException, fleet: RayEngineFleet) -> list[str]:
 #     onload_weights   room for weights; the engines stay paused and unwatched
 #     onload_kv        the rest of the memory; requests are served, and the health of the engines is watched again
 #
-# Lives in the rollout manager; the driver speaks to it through :class:`RemoteEngineMemory`. The verbs of an engine may be
+# Lives in the rollout manager. The driver calls it through :class:`RemoteEngineMemory`. The verbs of an engine may be
 # repeated, so these may be as well: an engine that died is left out, and one that has started again meanwhile holds its
 # memory already.
 
@@ -185,4 +184,3 @@ class RemoteEngineMemory:
 
     def _call(self, method: str, what: str) -> None:
         get(getattr(self.manager, method).remote(), self.timeout_s, what, "--weight-sync-timeout")
-

@@ -14,15 +14,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from collections.abc import Callable
 from typing import Any
+
 from slime.ray.engines.fleet import RayEngineFleet, WaitingEngines, silent_engines
 from slime.ray.train_actor import SyncReport
 from slime.ray.watch.failure_report import message_of
 from slime.ray.watch.waiting import get
 from slime.utils.deadline import Deadline
-
-__all__ = ["Answer", "HealthMonitor", "Recovery"]
 
 logger = logging.getLogger(__name__)
 
@@ -109,10 +107,10 @@ class HealthMonitor:
             looks = self._find_ended()
             for rank, has_ended in looks.items():
                 if has_ended:
-                    self._bury(rank, "its process ended")
+                    self._clean_up(rank, "its process ended")
                 elif not self._is_paused:
                     self._question(rank)
-            self._bury_silent(len(looks))
+            self._report_silent(len(looks))
 
     def _question(self, rank: int) -> None:
         now = self._clock()
@@ -131,14 +129,14 @@ class HealthMonitor:
         self._strikes[rank] = self._strikes.get(rank, 0) + 1
         logger.warning("engine %d does not answer (%d of %d)", rank, self._strikes[rank], self._limit)
 
-    def _bury_silent(self, num_watched: int) -> None:
+    def _report_silent(self, num_watched: int) -> None:
         silent = {rank: strikes for rank, strikes in self._strikes.items() if strikes >= self._limit}
         is_common = len(silent) > 1 and 2 * len(silent) > num_watched
         for rank, strikes in silent.items():
             if not is_common or strikes >= 2 * self._limit:
-                self._bury(rank, f"it left {strikes} health checks in a row unanswered")
+                self._clean_up(rank, f"it left {strikes} health checks in a row unanswered")
 
-    def _bury(self, rank: int, reason: str) -> None:
+    def _clean_up(self, rank: int, reason: str) -> None:
         if self._stopped.is_set():
             return
         self._open.pop(rank, None)
@@ -166,8 +164,7 @@ class HealthMonitor:
 # first death, while the rollout would still try for a while to reach the dead.
 #
 # Used by the loop. Knows no trainer: it is handed a function that sends weights. Of the rollout manager it uses
-# ``waiting_engines``, ``admit_engines``, ``begin_sync``, ``end_sync``, ``condemn_engines`` and ``lost_engines``.
-
+# ``waiting_engines``, ``admit_engines``, ``begin_sync``, ``end_sync``, ``mark_engines_dead`` and ``lost_engines``.
 
 
 _SLICE_S = 0.5
@@ -237,11 +234,10 @@ class Recovery:
     def _lost(self, fleet: RayEngineFleet, error: Exception) -> list[str]:
         """Names of the engines of ``fleet`` that an update which ended with ``error`` has cost: dead, or silent."""
         if silent := silent_engines(error, fleet):
-            self._ask("condemn_engines", silent)
+            self._ask("mark_engines_dead", silent)
         lost: list[str] = self._ask("lost_engines", fleet.names)
         return lost
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         ref = getattr(self._manager, method).remote(*arguments)
         return get(ref, _CALL_TIMEOUT_S, f"the rollout manager to answer {method}()")
-

@@ -26,12 +26,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slime.observability.logging_utils import configure_logger
 from slime.ray.run.cluster import worker_env
-from slime.ray.watch.heartbeat import introduce
+from slime.ray.watch.heartbeat import register_process
 from slime.ray.watch.waiting import get
 from slime.utils import http_utils
 from slime.utils.http_utils import Reply
-
-__all__ = ["Poster", "Posters", "start_posters"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +39,12 @@ _KILLED_GRACE_S = 5.0
 """After the deadline of an attempt, for the poster to say so itself."""
 
 
-class Poster:
+class HttpWorker:
     """Body of the actor. Async: Ray runs its calls side by side on one event loop."""
 
     def __init__(self, args: Namespace, name: str) -> None:
         configure_logger(f" {name}")
-        introduce(name)
+        register_process(name)
         logging.getLogger("httpx").setLevel(logging.WARNING)
         http_utils.init_http_client(args)
 
@@ -75,7 +73,7 @@ def _unpacked(data: bytes) -> Reply:
     return Reply(*marshal.loads(zlib.decompress(data)))
 
 
-class Posters:
+class HttpWorkers:
     """All of them, used in turn: what :func:`slime.utils.http_utils.set_sender` takes.
 
     Args:
@@ -133,11 +131,11 @@ class Posters:
             ray.kill(actor)
 
 
-def start_posters(args: Namespace) -> Posters:
+def start_http_workers(args: Namespace) -> HttpWorkers:
     """Start as many on every living node as it has device slots, ``--num-gpus-per-node`` at most and one at least."""
     engines = http_utils.get_rollout_num_engines(args)
     concurrency = max(_MIN_CONCURRENCY, args.sglang_server_concurrency * engines)
-    actor = ray.remote(Poster)
+    actor = ray.remote(HttpWorker)
     actors = {}
     for node in ray.nodes():
         if not node["Alive"]:
@@ -153,4 +151,4 @@ def start_posters(args: Namespace) -> Posters:
             )
             actors[name] = options.remote(args, name)
     logger.info("requests to engines are posted by %d processes", len(actors))
-    return Posters(actors)
+    return HttpWorkers(actors)

@@ -21,8 +21,6 @@ from slime.observability.tracking import run_directory
 from slime.utils.errors import EngineError
 from slime.utils.process import has_ended, log_tail
 
-__all__ = ["FORK_SERVER", "ClusterForkServer", "engine_log_directory", "fork_server_of", "sglang_preloading"]
-
 FORK_SERVER = "SLIME_FORK_SERVER"
 """Environment variable of all processes of a run: pid and socket of the fork server that its cluster has, if it has."""
 

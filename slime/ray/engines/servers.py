@@ -20,7 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+
 import ray
+
 from slime.backends.sglang_utils.external import (
     ExternalEngineInfo,
     discover_external_engines,
@@ -31,21 +33,15 @@ from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.backends.sglang_utils.router import ExistingRouter, Router, RouterProcess, registered_workers
 from slime.backends.sglang_utils.server_process import ForkAddress
 from slime.backends.sglang_utils.topology import EnginePlace, topology_of
-from slime.ray.engines.actor import EngineActor, ExternalEngineActor
+from slime.ray.engines.actor import EngineActor, ExternalEngineActor, NodeSlot
 from slime.ray.engines.fleet import RayEngineFleet, WaitingEngines
-from slime.ray.engines.actor import NodeSlot
 from slime.ray.engines.preloading import ClusterForkServer, engine_log_directory, fork_server_of
-from slime.ray.engines.slots import WatchSettings
+from slime.ray.engines.slots import EngineSlots, WatchSettings
 from slime.ray.placement_group import GpuSlots
 from slime.ray.run.cluster import NOSET_VISIBLE_DEVICES, node_address, slot_layout, worker_env
 from slime.utils import accelerator
 from slime.utils.deadline import Deadline
 from slime.utils.errors import ConfigError, EngineError
-from collections.abc import Callable, Sequence
-from slime.backends.sglang_utils.router import Router
-from slime.ray.engines.slots import EngineSlots
-
-__all__ = ["RolloutServer", "RolloutServers"]
 
 logger = logging.getLogger(__name__)
 
@@ -342,10 +338,10 @@ class RolloutServers:
         if resumes_watch:
             self.resume_watch()
 
-    def condemn(self, names: Sequence[str]) -> None:
+    def mark_dead(self, names: Sequence[str]) -> None:
         """Treat the engines of these names as dead, where the dead are replaced."""
         for server in self._servers:
-            server.engines.condemn(names)
+            server.engines.mark_dead(names)
 
     def lost(self, names: Sequence[str]) -> list[str]:
         """Look now, and say which of the engines of these names are dead."""
@@ -369,8 +365,6 @@ class RolloutServers:
 
 
 # One served model: the router in front of it and its engines, started side by side, watched, and stopped together.
-
-
 
 
 class RolloutServer:
@@ -417,4 +411,3 @@ class RolloutServer:
     def stop(self) -> None:
         self.engines.stop(leaves_router=self._registers and not self.router.is_ours)
         self.router.stop()
-

@@ -38,8 +38,6 @@ from slime.ray.watch.failure_report import message_of
 from slime.ray.watch.waiting import get
 from slime.utils.errors import EngineError
 
-__all__ = ["EngineSlots", "WatchSettings"]
-
 logger = logging.getLogger(__name__)
 
 _MAX_DEATHS = 3
@@ -182,7 +180,7 @@ class EngineSlots:
             for slot in self._slots:
                 slot.has_died_again = False
 
-    def condemn(self, names: Sequence[str]) -> None:
+    def mark_dead(self, names: Sequence[str]) -> None:
         """Replace the engines of these names, which do not answer. Nothing happens where the dead are not replaced."""
         if self._settings is None or not self._settings.replaces_dead:
             return
@@ -267,7 +265,7 @@ class EngineSlots:
             slot.has_died_again = self._progress_at < slot.ready_at and slot.died_at < slot.ready_at + _SOON_S
         assert self._settings is not None
         if not self._settings.replaces_dead:
-            self._failure = self._last_words(slot.handle) or EngineError(f"engine {rank}: {reason}.")
+            self._failure = self._cause_of_death(slot.handle) or EngineError(f"engine {rank}: {reason}.")
             return
         threading.Thread(target=self._replace, args=(slot, reason), name=f"engine {rank} again", daemon=True).start()
 
@@ -279,7 +277,7 @@ class EngineSlots:
                 if self._stopping.wait(pause_s):
                     return
                 slot.deaths += 1
-                cause = self._bury(slot, cause)
+                cause = self._clean_up(slot, cause)
                 logger.warning("%s", cause)
                 if slot.deaths > _MAX_DEATHS:
                     raise EngineError(
@@ -299,7 +297,7 @@ class EngineSlots:
         except Exception as error:
             self._failure = error
 
-    def _bury(self, slot: _Slot, reason: str) -> str:
+    def _clean_up(self, slot: _Slot, reason: str) -> str:
         """Take the dead engine out of the router and free its devices. Returns why it died, with its last words."""
         handle, info = slot.handle, slot.info
         if info is not None:
@@ -309,7 +307,7 @@ class EngineSlots:
                 logger.warning("the router still knows engine %d: %s", slot.rank, error)
         if handle is None:
             return reason
-        words = self._last_words(handle)
+        words = self._cause_of_death(handle)
         if words is not None and _text(words) not in reason:
             reason = f"{reason}. {_text(words)}"
         try:
@@ -322,7 +320,7 @@ class EngineSlots:
         return reason
 
     @staticmethod
-    def _last_words(handle: Any) -> Exception | None:
+    def _cause_of_death(handle: Any) -> Exception | None:
         """Why the engine died, as its actor knows it."""
         try:
             get(handle.raise_if_dead.remote(), _LOOK_TIMEOUT_S, "the last words of a dead engine")

@@ -21,18 +21,6 @@ from slime.utils.errors import ConfigError
 from slime.utils.net import WEIGHT_INTERFACES, WEIGHT_LOOPBACK
 from slime.utils.reaper import start_reaper
 
-__all__ = [
-    "NOSET_VISIBLE_DEVICES",
-    "check_devices",
-    "engines_take_turns",
-    "is_embedded",
-    "nccl_as_engines",
-    "node_address",
-    "running_cluster",
-    "slot_layout",
-    "worker_env",
-]
-
 NOSET_VISIBLE_DEVICES = {
     f"RAY_EXPERIMENTAL_NOSET_{vendor}_VISIBLE_DEVICES": "1"
     for vendor in ("CUDA", "HIP", "ROCR", "ASCEND_RT", "HABANA", "NEURON_RT", "TPU", "ONEAPI", "MUSA")
@@ -145,7 +133,7 @@ def slot_layout(args: Namespace) -> tuple[int, int]:
     return (max(train, engines), 0) if args.colocate else (train + engines, train)
 
 
-def engines_take_turns(args: Namespace) -> bool:
+def engines_share_devices(args: Namespace) -> bool:
     """Engines stand on the trainer's devices and give their memory to it."""
     return bool(args.colocate and args.offload_rollout and not args.debug_train_only)
 

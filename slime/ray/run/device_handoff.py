@@ -27,8 +27,6 @@ from typing import Protocol
 
 from slime.backends.protocols import TRAINER_PARTS, EngineFleet, TrainerPart
 
-__all__ = ["DeviceTurns", "EnginesMemory", "TrainerMemory"]
-
 
 class TrainerMemory(Protocol):
     """A trainer group, as far as its memory is concerned. Each verb returns when all ranks have done it."""
@@ -58,7 +56,7 @@ class EnginesMemory(Protocol):
 
 
 @dataclass
-class DeviceTurns:
+class DeviceHandoff:
     """Hands the devices over.
 
     Attributes:
@@ -86,19 +84,19 @@ class DeviceTurns:
     def to_trainer(self) -> None:
         """The actor has its devices for itself, to train or to save."""
         self._release_engines()
-        self._send_away(self.critic)
-        self._call_back(self.trainer)
+        self._move_out(self.critic)
+        self._bring_back(self.trainer)
 
     def to_critic(self) -> None:
         """The critic has the devices for itself."""
         self._release_engines()
-        self._send_away(self.trainer)
-        self._call_back(self.critic)
+        self._move_out(self.trainer)
+        self._bring_back(self.critic)
 
     def to_sync(self) -> None:
         """Trainer and engines hold weights and nothing else."""
-        self._send_away(self.critic)
-        self._call_back(self.trainer, ("weights",))
+        self._move_out(self.critic)
+        self._bring_back(self.trainer, ("weights",))
         if self.trainer is not None and (self.moves_trainer or self.ends_trainer):
             with self._timed("sleep"):
                 self.trainer.offload(("gradients", "optimizer"))
@@ -108,8 +106,8 @@ class DeviceTurns:
 
     def to_engines(self) -> None:
         """The engines have everything they need to serve."""
-        self._send_away(self.trainer)
-        self._send_away(self.critic)
+        self._move_out(self.trainer)
+        self._move_out(self.critic)
         if self.engines is not None:
             with self._timed("engine_onload"):
                 self.engines.onload_kv()
@@ -119,11 +117,11 @@ class DeviceTurns:
         """In the engines' turn: as :meth:`to_sync` for engines that serve nobody yet, and back to the engines' turn."""
         if self.engines is not None:
             newcomers.start("release_memory_occupation", tags=["kv_cache"]).wait(timeout_s)
-        self._call_back(self.trainer, ("weights",))
+        self._bring_back(self.trainer, ("weights",))
         try:
             yield
         finally:
-            self._send_away(self.trainer)
+            self._move_out(self.trainer)
             if self.engines is not None:
                 newcomers.start("resume_memory_occupation", tags=["kv_cache"]).wait(timeout_s)
                 newcomers.start("continue_generation").wait(timeout_s)
@@ -133,7 +131,7 @@ class DeviceTurns:
             with self._timed("engine_offload"):
                 self.engines.offload()
 
-    def _send_away(self, group: TrainerMemory | None) -> None:
+    def _move_out(self, group: TrainerMemory | None) -> None:
         if group is None or not (self.moves_trainer or self.ends_trainer):
             return
         with self._timed("sleep"):
@@ -142,7 +140,7 @@ class DeviceTurns:
             else:
                 group.offload()
 
-    def _call_back(self, group: TrainerMemory | None, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
+    def _bring_back(self, group: TrainerMemory | None, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
         if group is None or not (self.moves_trainer or self.ends_trainer):
             return
         with self._timed("wake_up"):

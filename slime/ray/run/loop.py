@@ -30,15 +30,14 @@ from slime.observability.tracking import Tracker, create_tracker, run_directory
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.critic import critic_args, needs_critic
 from slime.ray.data_buffer import DataBufferClient, create_data_buffer
-from slime.ray.engines.fleet import RayEngineFleet, WaitingEngines
-from slime.ray.engines.fleet import RemoteEngineMemory
+from slime.ray.engines.fleet import RayEngineFleet, RemoteEngineMemory, WaitingEngines
 from slime.ray.engines.health import Recovery
 from slime.ray.expectations import check_expectations
 from slime.ray.placement_group import GpuSlots, create_placement_groups, release_placement_groups
 from slime.ray.rollout import create_rollout_manager
-from slime.ray.run.cluster import engines_take_turns
-from slime.ray.run.device_handoff import DeviceTurns
-from slime.ray.run.prefetch import RolloutsAhead
+from slime.ray.run.cluster import engines_share_devices
+from slime.ray.run.device_handoff import DeviceHandoff
+from slime.ray.run.prefetch import PrefetchedRollouts
 from slime.ray.shards import RolloutResult
 from slime.ray.train_actor import SyncReport
 from slime.ray.watch.failure_report import message_of
@@ -47,8 +46,6 @@ from slime.ray.watch.waiting import get, raise_if_dead
 from slime.utils.errors import ConfigError, ProcessDied, SlimeError, StartFailed
 from slime.utils.interrupt import acknowledge
 from slime.utils.run_lock import RunLock, lock_save
-
-__all__ = ["Run", "is_due", "start_run"]
 
 logger = logging.getLogger(__name__)
 
@@ -77,14 +74,14 @@ class Run:
     progress: Progress
     save_lock: RunLock | None = None
     critic: RayTrainGroup | None = None
-    turns: DeviceTurns = field(default_factory=DeviceTurns)
+    handoff: DeviceHandoff = field(default_factory=DeviceHandoff)
     _has_trained: bool = False
     _train_ended: float = 0.0
     _synced: SyncReport = field(default_factory=SyncReport)
     _version: str | None = None
     _num_trained: int = 0
     _next_step: int = 0
-    _ahead: RolloutsAhead[RolloutResult] | None = None
+    _prefetched: PrefetchedRollouts[RolloutResult] | None = None
     _recovery: Recovery | None = None
     _evaluation: tuple[Any, int] | None = None
     _trainer_in_use: threading.Lock = field(default_factory=threading.Lock)
@@ -112,7 +109,7 @@ class Run:
 
     def _let_engines_work(self) -> None:
         if not self.args.is_async:  # there they work all the time
-            self.turns.to_engines()
+            self.handoff.to_engines()
 
     def _engines_work(self, ref: Any, what: str) -> Any:
         wait = get if self._recovery is None else self._recovery.get
@@ -134,25 +131,25 @@ class Run:
             return False
         try:
             version = str(self._num_trained)
-            if waiting.num_serving and (version != self._version or self.turns.shares_devices):
+            if waiting.num_serving and (version != self._version or self.handoff.shares_devices):
                 return False
-            with self.turns.to_sync_with(waiting.fleet, self.args.weight_sync_timeout):
+            with self.handoff.to_sync_with(waiting.fleet, self.args.weight_sync_timeout):
                 self.trainer.update_weights(waiting.fleet, version)
             self._version = version
             return True
         finally:
             self._trainer_in_use.release()
 
-    def rollouts_ahead(self) -> RolloutsAhead[RolloutResult]:
+    def prefetch_rollouts(self) -> PrefetchedRollouts[RolloutResult]:
         """All rollouts of the run, generated up to ``--async-buffer-size`` ahead of the trainer."""
-        self._ahead = RolloutsAhead(
+        self._prefetched = PrefetchedRollouts(
             self.generate,
             self.rollout_ids,
             capacity=self.args.async_buffer_size,
             timeout_s=self.args.rollout_timeout,
             fix="--rollout-timeout",
         )
-        return self._ahead
+        return self._prefetched
 
     @phase("trainer", "train")
     def train(self, rollout_id: int, rollout: RolloutResult) -> TrainReport | None:
@@ -161,9 +158,9 @@ class Run:
             return None
         with self._trainer_in_use:
             if self.critic is None:
-                self.turns.to_trainer()
+                self.handoff.to_trainer()
             else:
-                self.turns.to_critic()
+                self.handoff.to_critic()
             started = time.monotonic()
             self._seconds["train_wait"] = started - self._train_ended if self._has_trained else 0.0
             if self.critic is None:
@@ -187,7 +184,7 @@ class Run:
         of_critic, values = self.critic.train_values(rollout_id, rollout.shards, rollout.versions)
         if rollout_id < self.args.num_critic_only_steps:
             return of_critic
-        self.turns.to_trainer()
+        self.handoff.to_trainer()
         report = self.trainer.train(rollout_id, rollout.shards, rollout.versions, values)
         steps = [a | b for a, b in zip(report.steps, of_critic.steps, strict=True)]
         return replace(report, steps=steps, seconds=report.seconds | of_critic.seconds)
@@ -200,13 +197,13 @@ class Run:
         self.finish_evaluation()  # it is made by one set of weights
         trainer, version = self.trainer, str(num_trained)
         with self._trainer_in_use:
-            self.turns.to_sync()
+            self.handoff.to_sync()
             if self._recovery is None:
                 report: SyncReport = trainer.update_weights(self._fleet, version)
             else:
                 report = self._recovery.sync(lambda fleet: trainer.update_weights(fleet, version))
             self._version = version
-            self.turns.to_engines()
+            self.handoff.to_engines()
         self._seconds["sync"] = report.seconds
         self._synced = report
 
@@ -227,9 +224,9 @@ class Run:
         started = time.monotonic()
         with self._trainer_in_use:
             if self.critic is not None and self.args.save is not None:
-                self.turns.to_critic()
+                self.handoff.to_critic()
                 self.critic.save(rollout_id)  # first: the actor's checkpoint is the one that counts
-            self.turns.to_trainer()
+            self.handoff.to_trainer()
             if self.args.save is not None:
                 self.trainer.save(rollout_id)
             if self.args.save_hf is not None:
@@ -249,7 +246,7 @@ class Run:
         if self.args.background_eval:
             self._evaluation = (self.manager.eval.remote(rollout_id), num_trained)
             return {}
-        with nullcontext() if self._ahead is None else self._ahead.engines_idle():
+        with nullcontext() if self._prefetched is None else self._prefetched.engines_idle():
             self._evaluation = (self.manager.eval.remote(rollout_id), num_trained)
             return self.finish_evaluation()
 
@@ -269,7 +266,7 @@ class Run:
         self._seconds["rollout"] = rollout.seconds
         if rollout.version is not None:
             metrics["rollout/weight_version_lag"] = float(rollout_id - int(rollout.version))
-        phases = self._seconds | self.turns.seconds | (training.seconds if training is not None else {})
+        phases = self._seconds | self.handoff.seconds | (training.seconds if training is not None else {})
         work = Work(
             num_tokens=rollout.num_tokens,
             forward_flops=rollout.forward_flops,
@@ -291,7 +288,7 @@ class Run:
         last = training.steps[-1] if training is not None and training.steps else {}
         print(step_line(rollout_id, metrics, last, self._seconds), flush=True)
         self._seconds.clear()
-        self.turns.seconds.clear()
+        self.handoff.seconds.clear()
         if training is not None:
             check_expectations(self.args, rollout_id, training)
 
@@ -331,8 +328,8 @@ class Run:
     def dispose(self) -> None:
         """Stop every process and close the trackers. Safe to call in any state; nothing of the run is left in Ray."""
         acknowledge()
-        if self._ahead is not None:
-            self._ahead.stop()
+        if self._prefetched is not None:
+            self._prefetched.stop()
         try:
             get(self.manager.dispose.remote(), _DISPOSE_TIMEOUT_S, "the rollout manager to stop its engines")
         except Exception as error:  # whatever is left dies with the actors below
@@ -362,10 +359,10 @@ def start_run(args: Namespace) -> Run:
         ready = [manager.start.remote(), data_buffer.start()]
         num_rollout = _num_rollout(args, data_buffer, ready)
         args.num_rollout = num_rollout  # the trainer's learning-rate schedule needs it
-        if engines_take_turns(args):
+        if engines_share_devices(args):
             get(ready, args.trainer_start_timeout, "engines to start")
-            run.turns.engines = RemoteEngineMemory(manager, args.weight_sync_timeout)
-            run.turns.engines.offload()
+            run.handoff.engines = RemoteEngineMemory(manager, args.weight_sync_timeout)
+            run.handoff.engines.offload()
         starts = [] if args.debug_rollout_only else _start_trainer(run, slots["actor"])
         results = get([*ready, *starts], args.trainer_start_timeout, "engines and trainer to start")
         run.start_rollout_id = run._num_trained = _start_id(args, results[len(ready) :])
@@ -410,15 +407,15 @@ def _start_trainer(run: Run, slots: GpuSlots) -> list[Any]:
     """Start building actor and critic. Returns refs to the rollout id that each rank would start with."""
     args = run.args
     of_actor = role_args(args, "actor")
-    run.trainer = run.turns.trainer = RayTrainGroup(of_actor, slots)
-    run.turns.moves_trainer, run.turns.ends_trainer = args.offload_train, args.release_train
+    run.trainer = run.handoff.trainer = RayTrainGroup(of_actor, slots)
+    run.handoff.moves_trainer, run.handoff.ends_trainer = args.offload_train, args.release_train
     starts = run.trainer.start_setup(needs_reference(of_actor))
     if not needs_critic(args):
         return starts
     if args.offload_train:  # one after the other
         get(starts, args.trainer_start_timeout, "the trainer to start")
         run.trainer.offload()
-    run.critic = run.turns.critic = RayTrainGroup(critic_args(args), slots, "critic")
+    run.critic = run.handoff.critic = RayTrainGroup(critic_args(args), slots, "critic")
     return starts + run.critic.start_setup(with_ref=False)
 
 

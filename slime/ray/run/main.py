@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 import uuid
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 from slime.backends.training.checkpoint_source import inspect_checkpoint
 from slime.ray.watch.failure_report import message_of
 from slime.utils.errors import ProcessDied, StartFailed
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from slime.utils.interrupt import interruptible
-
-__all__ = ["MAX_RESTARTS", "continued", "exit_status", "run_to_the_end"]
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +82,7 @@ def continued(args: Namespace) -> Namespace:
 # Ray wraps an actor's error into its own type and traceback; for errors that slime raised on purpose only their message
 # is of use to the reader, so it is taken out again. Everything else keeps its traceback.
 
+
 @contextmanager
 def exit_status() -> Iterator[None]:
     """Turn expected errors into a message and status 1, Ctrl-C into 130 and SIGTERM into 143 after a stop in order."""
@@ -99,4 +98,3 @@ def exit_status() -> Iterator[None]:
             raise
         print(f"error: {message}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
-

@@ -18,15 +18,13 @@ from typing import Generic, TypeVar
 
 from slime.utils.deadline import Deadline
 
-__all__ = ["RolloutsAhead"]
-
 T = TypeVar("T")
 
 _SLICE_S = 1.0
 """How often a wait looks whether the run was asked to end."""
 
 
-class RolloutsAhead(Generic[T]):
+class PrefetchedRollouts(Generic[T]):
     """Generates ``rollout_ids`` in order on a thread of its own.
 
     Args:
@@ -51,7 +49,7 @@ class RolloutsAhead(Generic[T]):
         self._fix = fix
         self._finished: queue.Queue[T | BaseException] = queue.Queue()
         self._change = threading.Condition()  # guards the four fields below
-        self._free_places = capacity
+        self._free_slots = capacity
         self._is_generating = False
         self._num_idle_wanted = 0
         self._is_stopped = False
@@ -70,7 +68,7 @@ class RolloutsAhead(Generic[T]):
         if isinstance(item, BaseException):
             raise item
         with self._change:
-            self._free_places += 1
+            self._free_slots += 1
             self._change.notify_all()
         return item
 
@@ -97,7 +95,7 @@ class RolloutsAhead(Generic[T]):
             self._change.notify_all()
 
     def _may_start(self) -> bool:
-        return self._is_stopped or (self._free_places > 0 and self._num_idle_wanted == 0)
+        return self._is_stopped or (self._free_slots > 0 and self._num_idle_wanted == 0)
 
     def _run(self) -> None:
         try:
@@ -106,7 +104,7 @@ class RolloutsAhead(Generic[T]):
                     self._change.wait_for(self._may_start)  # ends with stop(); the taker is the one with a deadline
                     if self._is_stopped:
                         return
-                    self._free_places -= 1
+                    self._free_slots -= 1
                     self._is_generating = True
                 try:
                     self._finished.put(self._generate(rollout_id))

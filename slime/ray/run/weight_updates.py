@@ -25,8 +25,6 @@ from slime.weight_sync.send_disk import DiskSettings, DiskUpdater
 from slime.weight_sync.session import WeightUpdate
 from slime.weight_sync.updater import Updater, WeightUpdater
 
-__all__ = ["weight_updater"]
-
 _RANKS_GRACE_S = 60.0
 """The other ranks wait this much longer than the source does for an engine: its reason is the one to be told."""
 

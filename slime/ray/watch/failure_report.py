@@ -13,28 +13,26 @@
 from __future__ import annotations
 
 import errno
+import functools
+import logging
 import os
 import re
 import time
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any
-from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayActorError, RayTaskError
-from slime.ray.watch.heartbeat import STACK_SIGNAL, Card, card_of, cards_of, myself
-from slime.utils.deadline import Deadline
-from slime.utils.errors import DeadlineExceeded, ProcessDied, SlimeError
-from slime.utils.process import log_tail, tail
-import functools
-import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
+
 import ray
 from ray._private.state import actors  # Ray has no public call for this without a dashboard
 from ray.autoscaler.v2.sdk import get_cluster_status
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayActorError, RayTaskError
 
-__all__ = ["Reports", "Shortage", "blame_dead", "blame_late", "blame_silent", "message_of", "shortage_of", "stack_of", "stacks_of", "unplaced_of"]
+from slime.ray.watch.heartbeat import STACK_SIGNAL, ProcessInfo, myself, process_of, processes_of
+from slime.utils.deadline import Deadline
+from slime.utils.errors import DeadlineExceeded, ProcessDied, SlimeError
+from slime.utils.process import log_tail, tail
 
 _STACK_TIMEOUT_S = 1.0
 _STACK_FRAMES = 3
@@ -44,52 +42,52 @@ _LOG_BYTES = 256 * 1024
 """Of a log: a run of days has written gigabytes."""
 
 
-def blame_dead(error: RayActorError, pending: Sequence[Any], deadline: Deadline) -> ProcessDied:
+def death_report(error: RayActorError, pending: Sequence[Any], deadline: Deadline) -> ProcessDied:
     """The report on an actor that died during a call.
 
     Args:
         pending: refs of the calls that others still work on.
     """
-    card = card_of(error.actor_id)
-    who = str(card) if card is not None else f"a process of the run (Ray actor {error.actor_id})"
+    process = process_of(error.actor_id)
+    who = str(process) if process is not None else f"a process of the run (Ray actor {error.actor_id})"
     waited = f"{myself()} waited {deadline.elapsed:.1f} s for {deadline.what}"
-    head = f"{who} died while {waited}: {_how_it_ended(error, card)}"
-    return ProcessDied("\n".join([head, *_last_lines(card), *stacks_of(cards_of(pending))]))
+    head = f"{who} died while {waited}: {_how_it_ended(error, process)}"
+    return ProcessDied("\n".join([head, *_last_lines(process), *stacks_of(processes_of(pending))]))
 
 
-def blame_silent(card: Card, reason: str, pending: Sequence[Any], deadline: Deadline) -> ProcessDied:
+def silence_report(process: ProcessInfo, reason: str, pending: Sequence[Any], deadline: Deadline) -> ProcessDied:
     """The report on an actor that had not ended, but did not live any more either."""
     waited = f"{myself()} waited {deadline.elapsed:.1f} s for {deadline.what}"
-    others = [other for other in cards_of(pending) if other.actor_id != card.actor_id]
-    head = f"{card} did not answer while {waited}: {reason}"
-    return ProcessDied("\n".join([head, *_last_lines(card), *stacks_of(others)]))
+    others = [other for other in processes_of(pending) if other.actor_id != process.actor_id]
+    head = f"{process} did not answer while {waited}: {reason}"
+    return ProcessDied("\n".join([head, *_last_lines(process), *stacks_of(others)]))
 
 
-def blame_late(pending: Sequence[Any], num_refs: int, deadline: Deadline) -> DeadlineExceeded:
+def timeout_report(pending: Sequence[Any], num_refs: int, deadline: Deadline) -> DeadlineExceeded:
     """The report on actors that have not answered when the deadline passed."""
-    cards = list(cards_of(pending))
-    names = ", ".join(map(str, cards)) or "processes unknown"
+    processes = list(processes_of(pending))
+    names = ", ".join(map(str, processes)) or "processes unknown"
     detail = f"{len(pending)} of {num_refs} calls have not returned: {names}"
     unplaced = unplaced_of(pending)
     missing = shortage_of() if unplaced else None
     if missing is not None:
         detail += f". Ray has no place for {', '.join(unplaced)}: {missing}"
     error = deadline.error(detail)
-    lines = [line for card in cards[:1] for line in _last_lines(card)]
-    return DeadlineExceeded("\n".join([f"{myself()} {error}", *stacks_of(cards), *lines]))
+    lines = [line for process in processes[:1] for line in _last_lines(process)]
+    return DeadlineExceeded("\n".join([f"{myself()} {error}", *stacks_of(processes), *lines]))
 
 
-def stack_of(card: Card) -> str | None:
+def stack_of(process: ProcessInfo) -> str | None:
     """Where the threads that run our code are, innermost frame first; None when it cannot tell.
 
     Of a library's frames the innermost three; a thread inside native code shows the Python line that called it.
     """
-    if not card.is_here:
+    if not process.is_here:
         return None
     try:
-        os.truncate(card.stack, 0)
-        os.kill(card.pid, STACK_SIGNAL)
-        text = _settled(Path(card.stack))
+        os.truncate(process.stack, 0)
+        os.kill(process.pid, STACK_SIGNAL)
+        text = _settled(Path(process.stack))
     except OSError:
         return None
     threads = [part for part in re.split(r"\n\n+", text.strip()) if part]
@@ -113,11 +111,11 @@ def _settled(path: Path) -> str:
     return before
 
 
-def _how_it_ended(error: RayActorError, card: Card | None) -> str:
+def _how_it_ended(error: RayActorError, process: ProcessInfo | None) -> str:
     text = str(error)
     if error.actor_init_failed:
         return f"it could not start: {text.strip().splitlines()[-1].strip()}"
-    if fatal := re.search(r"Fatal Python error: (.+)", _log(card)):
+    if fatal := re.search(r"Fatal Python error: (.+)", _log(process)):
         return f"{fatal[1]} (its last frames are in the log)."
     if "ray.kill" in text:
         return "it was stopped by ray.kill."
@@ -131,28 +129,28 @@ def _how_it_ended(error: RayActorError, card: Card | None) -> str:
     return " ".join(text.split())
 
 
-def _log(card: Card | None) -> str:
-    if card is None or not card.log:
+def _log(process: ProcessInfo | None) -> str:
+    if process is None or not process.log:
         return ""
     try:
-        return tail(Path(card.log), _LOG_BYTES)
+        return tail(Path(process.log), _LOG_BYTES)
     except OSError:
         return ""
 
 
-def _last_lines(card: Card | None) -> list[str]:
-    if card is None or not _log(card).strip():
+def _last_lines(process: ProcessInfo | None) -> list[str]:
+    if process is None or not _log(process).strip():
         return []
-    return [f"  its last lines ({card.log}):", log_tail(Path(card.log), _LOG_LINES)]
+    return [f"  its last lines ({process.log}):", log_tail(Path(process.log), _LOG_LINES)]
 
 
-def stacks_of(cards: Iterable[Card]) -> list[str]:
+def stacks_of(processes: Iterable[ProcessInfo]) -> list[str]:
     """Lines that say where each of the first few of them is; nothing of those that cannot tell."""
     lines = []
-    for card in list(cards)[:_MOST_STACKS]:
-        stack = stack_of(card)
+    for process in list(processes)[:_MOST_STACKS]:
+        stack = stack_of(process)
         if stack is not None:
-            lines += [f"  {card} is at:", *("    " + line for line in stack.splitlines())]
+            lines += [f"  {process} is at:", *("    " + line for line in stack.splitlines())]
     return lines
 
 
@@ -281,4 +279,3 @@ def unplaced_of(refs: Iterable[Any]) -> list[str]:
     found = [actors(actor_id) for actor_id in {ref.task_id().actor_id().hex() for ref in refs}]
     counts = Counter(actor["ActorClassName"] for actor in found if actor.get("State") in _WITHOUT_PROCESS)
     return [f"{count} x {name}" for name, count in sorted(counts.items())]
-

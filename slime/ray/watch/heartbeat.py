@@ -14,32 +14,29 @@ import dataclasses
 import faulthandler
 import itertools
 import json
+import logging
 import os
 import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar, cast
+
 import psutil
 import ray
-from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put  # as in Ray's own libraries
-import logging
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
 from ray.exceptions import RayError
+from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put  # as in Ray's own libraries
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-__all__ = ["Card", "SILENCE_S", "STACK_SIGNAL", "Watch", "card_of", "cards_of", "introduce", "last_beat", "myself"]
 
 SILENCE_S = 10.0
 """Default of --heartbeat-timeout."""
 
 STACK_SIGNAL = signal.SIGUSR2
-_NAMESPACE = "slime.cards"
-_BEATS = 5
+_NAMESPACE = "slime.processes"
+_HEARTBEATS = 5
 """Beats in the time after which silence is a sign."""
 
 _stack_file: list[IO[str]] = []
@@ -47,7 +44,7 @@ _stack_file: list[IO[str]] = []
 
 
 @dataclass(frozen=True)
-class Card:
+class ProcessInfo:
     """How to find a process of the run.
 
     Attributes:
@@ -83,7 +80,7 @@ class Card:
             return False
 
 
-def introduce(name: str, silence_s: float = SILENCE_S) -> None:
+def register_process(name: str, silence_s: float = SILENCE_S) -> None:
     """In an actor's constructor: from now on others know this process by ``name``, and feel its pulse."""
     if not ray.is_initialized():
         return  # the body of an actor, used without Ray
@@ -91,7 +88,7 @@ def introduce(name: str, silence_s: float = SILENCE_S) -> None:
     faulthandler.register(STACK_SIGNAL, _stack_file[0], all_threads=True)
     log = os.path.realpath("/proc/self/fd/2")
     context = ray.get_runtime_context()
-    card = Card(
+    process = ProcessInfo(
         name,
         os.getpid(),
         _host(),
@@ -102,10 +99,10 @@ def introduce(name: str, silence_s: float = SILENCE_S) -> None:
         str(context.get_node_id()),
         silence_s,
     )
-    _internal_kv_put(card.actor_id, json.dumps(dataclasses.asdict(card)), namespace=_NAMESPACE)
+    _internal_kv_put(process.actor_id, json.dumps(dataclasses.asdict(process)), namespace=_NAMESPACE)
     if silence_s:
-        beat = (card.actor_id, silence_s / _BEATS)
-        threading.Thread(target=_beat, args=beat, name="slime-pulse", daemon=True).start()
+        beat = (process.actor_id, silence_s / _HEARTBEATS)
+        threading.Thread(target=_send_heartbeats, args=beat, name="slime-heartbeat", daemon=True).start()
 
 
 def _nameless_file() -> IO[str]:
@@ -117,40 +114,40 @@ def _nameless_file() -> IO[str]:
     return file
 
 
-def card_of(actor_id: str | None) -> Card | None:
+def process_of(actor_id: str | None) -> ProcessInfo | None:
     """None for actors that have not introduced themselves."""
     found = _internal_kv_get(actor_id, namespace=_NAMESPACE) if actor_id else None
-    return None if found is None else Card(**json.loads(found))
+    return None if found is None else ProcessInfo(**json.loads(found))
 
 
-def cards_of(refs: Iterable[Any]) -> Iterator[Card]:
+def processes_of(refs: Iterable[Any]) -> Iterator[ProcessInfo]:
     """The actors that work on ``refs``, each once."""
     for actor_id in dict.fromkeys(ref.task_id().actor_id().hex() for ref in refs):
-        card = card_of(actor_id)
-        if card is not None:
-            yield card
+        process = process_of(actor_id)
+        if process is not None:
+            yield process
 
 
-def last_beat(card: Card) -> bytes | None:
+def last_heartbeat(process: ProcessInfo) -> bytes | None:
     """What the process counted last; says nothing but whether it has counted since one last asked."""
-    return _internal_kv_get(_pulse_of(card.actor_id), namespace=_NAMESPACE)
+    return _internal_kv_get(_heartbeat_key(process.actor_id), namespace=_NAMESPACE)
 
 
 def myself() -> str:
     """Who waits."""
     context = ray.get_runtime_context() if ray.is_initialized() else None
-    card = card_of(context.get_actor_id()) if context is not None else None
-    return str(card) if card is not None else f"the driver (pid {os.getpid()})"
+    process = process_of(context.get_actor_id()) if context is not None else None
+    return str(process) if process is not None else f"the driver (pid {os.getpid()})"
 
 
-def _beat(actor_id: str, every_s: float) -> None:
+def _send_heartbeats(actor_id: str, every_s: float) -> None:
     for count in itertools.count():
         with contextlib.suppress(Exception):  # the store does not answer, in whatever way: nobody can feel a pulse then
-            _internal_kv_put(_pulse_of(actor_id), str(count), namespace=_NAMESPACE)
+            _internal_kv_put(_heartbeat_key(actor_id), str(count), namespace=_NAMESPACE)
         time.sleep(every_s)
 
 
-def _pulse_of(actor_id: str) -> str:
+def _heartbeat_key(actor_id: str) -> str:
     return f"{actor_id}.pulse"
 
 
@@ -165,7 +162,7 @@ def _host() -> str:
 #     no beat, but it works, waits for a disk, or is being debugged                   a warning, once
 #
 # Killing it makes it an ordinary death: its memory and its ports are free, its peers fail, and the run ends or begins
-# again as after any other. A process that beats and waits, for a lock or in a collective, is not touched: the wait for it
+# again as after any other. A process that beats and waits, for a lock or in a collective, is left alone: its wait
 # has a deadline of its own.
 #
 # Used by ``waiting``: only those that somebody waits for are looked at.
@@ -185,7 +182,7 @@ _REMOTE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
-class Vitals:
+class Usage:
     """What the kernel says of a process: its state as psutil names it, and processor time used, in seconds."""
 
     state: str
@@ -193,16 +190,16 @@ class Vitals:
 
 
 @dataclass
-class _Pulse:
+class _Silence:
     """What one process said last, for how long it has not said anything else, and how it was when that was noticed."""
 
     beat: bytes | None
     silent_s: float = 0.0
-    noticed: Vitals | None = None
+    noticed: Usage | None = None
     noticed_after_s: float = 0.0
 
 
-class Watch:
+class HeartbeatWatch:
     """The eye on those that one wait depends on.
 
     Time in which nobody looked does not count as silence: the one who waits may have been stopped as well.
@@ -210,73 +207,73 @@ class Watch:
 
     def __init__(self) -> None:
         self._looked_at = time.monotonic()
-        self._cards: dict[Any, list[Card]] = {}
-        self._pulses: dict[str, _Pulse] = {}
+        self._processes: dict[Any, list[ProcessInfo]] = {}
+        self._silences: dict[str, _Silence] = {}
 
-    def look(self, pending: Sequence[Any]) -> tuple[Card, str] | None:
+    def look(self, pending: Sequence[Any]) -> tuple[ProcessInfo, str] | None:
         """The first of those that work on ``pending`` that had to be killed, and why; None when all live."""
         now = time.monotonic()
         if now < self._looked_at + _LOOK_EVERY_S:
             return None
         passed, self._looked_at = min(now - self._looked_at, 2 * _LOOK_EVERY_S), now
         try:
-            for card in self._watched(pending):
-                reason = self._examine(card, passed)
+            for process in self._watched(pending):
+                reason = self._examine(process, passed)
                 if reason is not None:
-                    return card, reason
+                    return process, reason
         except RayError as error:  # the store does not answer: nothing is known
             logger.warning("the processes' heartbeats cannot be read: %s", error)
         return None
 
-    def _watched(self, pending: Sequence[Any]) -> list[Card]:
+    def _watched(self, pending: Sequence[Any]) -> list[ProcessInfo]:
         for ref in pending:
-            if ref not in self._cards:
-                self._cards[ref] = [card for card in cards_of([ref]) if card.silence_s]
-        return list({card.actor_id: card for ref in pending for card in self._cards[ref]}.values())
+            if ref not in self._processes:
+                self._processes[ref] = [process for process in processes_of([ref]) if process.silence_s]
+        return list({process.actor_id: process for ref in pending for process in self._processes[ref]}.values())
 
-    def _examine(self, card: Card, passed: float) -> str | None:
-        beat = last_beat(card)
-        pulse = self._pulses.get(card.actor_id)
-        if beat is None or pulse is None or pulse.beat != beat:
-            self._pulses[card.actor_id] = _Pulse(beat)
+    def _examine(self, process: ProcessInfo, passed: float) -> str | None:
+        beat = last_heartbeat(process)
+        silence = self._silences.get(process.actor_id)
+        if beat is None or silence is None or silence.beat != beat:
+            self._silences[process.actor_id] = _Silence(beat)
             return None
-        pulse.silent_s += passed
-        if pulse.silent_s < card.silence_s:
+        silence.silent_s += passed
+        if silence.silent_s < process.silence_s:
             return None
-        vitals = _on_node_of(card, _vitals)
-        if vitals is None:
+        usage = _on_node_of(process, _usage)
+        if usage is None:
             return None
-        if pulse.noticed is None:
-            pulse.noticed, pulse.noticed_after_s = vitals, pulse.silent_s
-            logger.warning("%s has given no sign of life for %.0f s (%s)", card, pulse.silent_s, vitals.state)
-        reason = _why_it_is_gone(pulse, vitals, card.silence_s)
+        if silence.noticed is None:
+            silence.noticed, silence.noticed_after_s = usage, silence.silent_s
+            logger.warning("%s has given no sign of life for %.0f s (%s)", process, silence.silent_s, usage.state)
+        reason = _why_it_is_gone(silence, usage, process.silence_s)
         if reason is None:
             return None
-        _on_node_of(card, _kill)
-        return f"{reason}: no sign of life for {pulse.silent_s:.0f} s. It was killed."
+        _on_node_of(process, _kill)
+        return f"{reason}: no sign of life for {silence.silent_s:.0f} s. It was killed."
 
 
-def _why_it_is_gone(pulse: _Pulse, vitals: Vitals, silence_s: float) -> str | None:
-    assert pulse.noticed is not None
-    match vitals.state:
+def _why_it_is_gone(silence: _Silence, usage: Usage, silence_s: float) -> str | None:
+    assert silence.noticed is not None
+    match usage.state:
         case psutil.STATUS_STOPPED:
             return "it was stopped, as by SIGSTOP"
         case psutil.STATUS_SLEEPING:
-            since = pulse.silent_s - pulse.noticed_after_s
-            is_idle = vitals.cpu_s - pulse.noticed.cpu_s < _IDLE * since
-            hangs = pulse.silent_s >= _STUCK * silence_s and is_idle
+            since = silence.silent_s - silence.noticed_after_s
+            is_idle = usage.cpu_s - silence.noticed.cpu_s < _IDLE * since
+            hangs = silence.silent_s >= _STUCK * silence_s and is_idle
             return "it hangs in native code, without using a processor" if hangs else None
         case _:
             return None  # it wants a processor or a disk and gets none, or somebody debugs it
 
 
-def _vitals(pid: int, created: float) -> Vitals | None:
+def _usage(pid: int, created: float) -> Usage | None:
     try:
         process = psutil.Process(pid)
         if process.create_time() != created:
             return None
         times = process.cpu_times()
-        return Vitals(process.status(), times.user + times.system)
+        return Usage(process.status(), times.user + times.system)
     except psutil.NoSuchProcess:
         return None
 
@@ -288,15 +285,14 @@ def _kill(pid: int, created: float) -> None:
             process.kill()
 
 
-def _on_node_of(card: Card, function: Callable[[int, float], T]) -> T | None:
+def _on_node_of(process: ProcessInfo, function: Callable[[int, float], T]) -> T | None:
     """``function(pid, created)``, called on the node of the process; None when that node does not answer either."""
-    if card.node_id == ray.get_runtime_context().get_node_id():
-        return function(card.pid, card.created)
-    where = NodeAffinitySchedulingStrategy(card.node_id, soft=False)
-    ref = ray.remote(function).options(num_cpus=0, scheduling_strategy=where).remote(card.pid, card.created)
+    if process.node_id == ray.get_runtime_context().get_node_id():
+        return function(process.pid, process.created)
+    where = NodeAffinitySchedulingStrategy(process.node_id, soft=False)
+    ref = ray.remote(function).options(num_cpus=0, scheduling_strategy=where).remote(process.pid, process.created)
     try:
         return cast("T", ray.get(ref, timeout=_REMOTE_TIMEOUT_S))
     except RayError as error:
-        logger.warning("%s cannot be looked at: %s", card, error)
+        logger.warning("%s cannot be looked at: %s", process, error)
         return None
-

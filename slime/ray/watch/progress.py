@@ -27,8 +27,6 @@ import psutil
 from slime.utils.files import replacing
 from slime.utils.interrupt import raise_if_interrupted
 
-__all__ = ["PROGRESS", "Lane", "Phase", "Progress", "phase"]
-
 PROGRESS = "progress.json"
 
 Lane = Literal["trainer", "engines"]

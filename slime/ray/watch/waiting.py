@@ -9,15 +9,19 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from slime.ray.watch.failure_report import blame_dead, blame_late, blame_silent, stacks_of
-from slime.ray.watch.heartbeat import Watch
-from slime.ray.watch.heartbeat import cards_of
-from slime.ray.watch.failure_report import Reports, shortage_of, unplaced_of
+from slime.ray.watch.failure_report import (
+    Reports,
+    death_report,
+    shortage_of,
+    silence_report,
+    stacks_of,
+    timeout_report,
+    unplaced_of,
+)
+from slime.ray.watch.heartbeat import HeartbeatWatch, processes_of
 from slime.utils.deadline import Deadline
 from slime.utils.errors import SlimeError
 from slime.utils.interrupt import raise_if_interrupted
-
-__all__ = ["get", "raise_if_dead"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,17 +61,17 @@ def get(
     deadline, places = Deadline(seconds, what, fix), Reports()
     is_list = isinstance(refs, Sequence)
     pending = list(refs) if is_list else [refs]
-    count, watch, report_at_s = len(pending), Watch(), _REPORT_AFTER_S
+    count, watch, report_at_s = len(pending), HeartbeatWatch(), _REPORT_AFTER_S
     while pending:
         done, pending = ray.wait(pending, num_returns=1, timeout=min(slice_s, deadline.remaining))
         if not done:
             raise_if_interrupted()
             if not deadline.remaining:
-                raise blame_late(pending, count, deadline)
+                raise timeout_report(pending, count, deadline)
             if meanwhile is not None:
                 meanwhile()
             if gone := watch.look(pending):
-                raise blame_silent(*gone, pending, deadline)
+                raise silence_report(*gone, pending, deadline)
             if places.is_due():
                 _report_places(pending, deadline)
             if deadline.elapsed > report_at_s:
@@ -77,11 +81,11 @@ def get(
         try:
             ray.get(done)
         except RayActorError as death:
-            raise blame_dead(death, pending, deadline) from None
+            raise death_report(death, pending, deadline) from None
         except RayTaskError as error:
             peer = None if isinstance(error.cause, SlimeError) else _death_among(pending)
             if peer is not None:
-                raise blame_dead(peer, pending, deadline) from error
+                raise death_report(peer, pending, deadline) from error
             raise
     try:
         return ray.get(list(refs) if is_list else refs, timeout=max(1.0, deadline.remaining))
@@ -90,7 +94,7 @@ def get(
 
 
 def _report_long_wait(pending: Sequence[Any], deadline: Deadline) -> None:
-    lines = stacks_of(cards_of(pending))
+    lines = stacks_of(processes_of(pending))
     logger.warning("\n".join([f"has waited {deadline.elapsed:.0f} s for {deadline.what}", *lines]))
 
 
@@ -116,7 +120,7 @@ def raise_if_dead(actors: Sequence[Any], what: str) -> None:
         try:
             ray.get(ref)
         except RayActorError as death:
-            raise blame_dead(death, pending, deadline) from None
+            raise death_report(death, pending, deadline) from None
 
 
 def _death_among(pending: list[Any]) -> RayActorError | None:

@@ -23,33 +23,6 @@ from slime.utils.accelerator.registry import Registry
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Accelerator",
-    "CPUAccelerator",
-    "CUDAAccelerator",
-    "MUSAAccelerator",
-    "current",
-    "current_device",
-    "device",
-    "device_name",
-    "distributed_device_id",
-    "empty_cache",
-    "get_accelerator",
-    "has_driver",
-    "initialize_accelerator",
-    "is_musa_available",
-    "memory_allocated",
-    "process_group_backend",
-    "register_accelerator",
-    "reset_accelerator",
-    "resolve_visible_device_id",
-    "set_accelerator",
-    "set_device",
-    "synchronize",
-    "visible_devices_env_key",
-    "weight_update_backend",
-]
-
 _DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/kfd"))
 """What a loaded driver leaves: NVIDIA's two, and AMD's, whose devices torch calls cuda as well."""
 

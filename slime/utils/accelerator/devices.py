@@ -15,8 +15,6 @@ from slime.utils.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Accelerator", "CPUAccelerator", "CUDAAccelerator", "Index", "MUSAAccelerator"]
-
 Index: TypeAlias = "int | str | torch.device | None"
 """A device of this process: its number, ``cuda:1``, or torch's own; None is the current one."""
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from slime.utils.accelerator.devices import Accelerator
 from slime.utils.errors import ConfigError
 
-__all__ = ["Registry"]
-
 
 @dataclass(frozen=True)
 class _Kind:

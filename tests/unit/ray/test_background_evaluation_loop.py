@@ -67,6 +67,6 @@ def test_with_rollouts_ahead_an_evaluation_has_the_engines_to_itself(monkeypatch
 
     story = Story()
     run = make_run(monkeypatch, story, background=False)
-    run._ahead = SimpleNamespace(engines_idle=engines_idle)
+    run._prefetched = SimpleNamespace(engines_idle=engines_idle)
     loop.Run.evaluate.__wrapped__(run, 4, 5)
     assert story == ["engines idle", "eval 4 begins", "waited for eval 4", "logged at 5", "engines free"]

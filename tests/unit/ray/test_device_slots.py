@@ -12,7 +12,7 @@ from slime.config.plan.layout import read_layout
 from slime.config.plan.placement import plan_placement
 from slime.ray import placement_group
 from slime.ray.placement_group import GpuSlots, create_placement_groups
-from slime.ray.run.cluster import engines_take_turns, slot_layout
+from slime.ray.run.cluster import engines_share_devices, slot_layout
 from slime.utils.errors import ConfigError
 from tests.unit.config.plan_args import plan_args
 
@@ -62,10 +62,10 @@ def test_trainer_and_engines_take_their_slots_in_device_order(flags, trainer, en
 
 
 def test_engines_take_turns_only_where_they_share_devices_and_release_memory():
-    assert engines_take_turns(settings(colocate=True))
-    assert not engines_take_turns(settings())
-    assert not engines_take_turns(settings(colocate=True, offload_rollout=False))
-    assert not engines_take_turns(settings(colocate=True, debug_train_only=True))
+    assert engines_share_devices(settings(colocate=True))
+    assert not engines_share_devices(settings())
+    assert not engines_share_devices(settings(colocate=True, offload_rollout=False))
+    assert not engines_share_devices(settings(colocate=True, debug_train_only=True))
 
 
 UNEQUAL = """

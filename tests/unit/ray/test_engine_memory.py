@@ -44,18 +44,18 @@ class FakeEngines:
 
     dies: dict[str, str] = field(default_factory=dict)
     told: list[tuple[str, list[str], Any]] = field(default_factory=list)
-    buried: list[str] = field(default_factory=list)
+    dead: list[str] = field(default_factory=list)
 
     def offloadable(self) -> Any:
-        return FakeFleet([name for name in ("0.0", "1.0") if name not in self.buried], self)
+        return FakeFleet([name for name in ("0.0", "1.0") if name not in self.dead], self)
 
     @property
     def fleet(self) -> Any:
-        return FakeFleet([name for name in ("0.0", "1.0", "2.0") if name not in self.buried], self)
+        return FakeFleet([name for name in ("0.0", "1.0", "2.0") if name not in self.dead], self)
 
     def lost(self, names: Any) -> list[str]:
-        self.buried = [name for name in names if name in self.dies]
-        return self.buried
+        self.dead = [name for name in names if name in self.dies]
+        return self.dead
 
     def pause_watch(self) -> None:
         self.told.append(("pause_watch", [], None))

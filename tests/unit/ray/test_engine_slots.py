@@ -331,7 +331,7 @@ def test_where_nobody_is_replaced_the_first_death_is_the_answer_to_who_needs_wei
 
 
 def test_an_engine_that_is_condemned_is_replaced_like_a_dead_one(world, slots):
-    slots.condemn(["1.0", "0.7"])
+    slots.mark_dead(["1.0", "0.7"])
     assert "1.0" not in slots.fleet().names
     until(lambda: slots.waiting().fleet.names)
     assert slots.waiting().fleet.names == ("1.1",)

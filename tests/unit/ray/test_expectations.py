@@ -128,7 +128,7 @@ def test_the_first_engine_is_stopped_once_where_its_death_is_made_good(
     def no_groups(rollout_id: int) -> None:
         raise DataError("what comes after is not looked at")
 
-    monkeypatch.setattr("slime.ray.rollout.introduce", lambda *arguments: None)
+    monkeypatch.setattr("slime.ray.rollout.register_process", lambda *arguments: None)
     manager = RolloutManager(command.resolve(*flags), slots=None, data_buffer=None)  # type: ignore[arg-type]
     manager._servers = SimpleNamespace(all_engines=lambda: fleet(["e0", "e1"]))  # type: ignore[assignment]
     monkeypatch.setattr(manager, "_groups", no_groups)

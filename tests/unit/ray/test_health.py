@@ -20,8 +20,8 @@ class Engines:
         self.dead: list[tuple[int, str]] = []
 
     def find_ended(self) -> dict[int, bool]:
-        buried = {rank for rank, _ in self.dead}
-        return {rank: rank in self.ended for rank in (0, 1) if rank not in buried}
+        dead = {rank for rank, _ in self.dead}
+        return {rank: rank in self.ended for rank in (0, 1) if rank not in dead}
 
     def ask(self, rank: int):
         self.asked.append((rank, self.now))

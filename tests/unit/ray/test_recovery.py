@@ -46,7 +46,7 @@ class Manager:
                 return self.lost
             case "admit_engines":
                 self.waiting = WaitingEngines(fleet(), 1)
-            case "condemn_engines":
+            case "mark_engines_dead":
                 self.lost = [*self.lost, *arguments[0]]
             case "end_sync":
                 pass
@@ -205,4 +205,4 @@ def test_an_engine_that_falls_silent_in_a_sync_is_condemned_and_the_others_get_t
 
     Recovery(manager, lambda waiting: True, 5.0).sync(update)
     assert updates == [("0.0", "1.0"), ("0.0",)]
-    assert manager.said("condemn_engines") == [(["1.0"],)]
+    assert manager.said("mark_engines_dead") == [(["1.0"],)]

@@ -12,19 +12,19 @@ import pytest
 
 from slime.backends.protocols import TrainReport
 from slime.batch.replay import save_debug_rollout_data
+from slime.config.arguments import SyncArgs
 from slime.config.groups import from_args
 from slime.data.sample import Sample
 from slime.ray import rollout as rollout_module
 from slime.ray import train_actor
 from slime.ray.engines.fleet import WaitingEngines
-from slime.ray.flags import SyncArgs
 from slime.ray.rollout import RolloutManager
-from slime.ray.rollout_rules import FULLY_ASYNC
 from slime.ray.run import loop
-from slime.ray.run.device_handoff import DeviceTurns
+from slime.ray.run.device_handoff import DeviceHandoff
 from slime.ray.run.weight_updates import weight_updater
 from slime.ray.shards import Box, RolloutResult
 from slime.ray.train_actor import SyncReport, TrainActor
+from slime.rollout.rules import FULLY_ASYNC
 from slime.utils.errors import ConfigError, EngineError
 from tests.unit.config.tiny_command import make_command
 
@@ -32,7 +32,7 @@ from tests.unit.config.tiny_command import make_command
 def make_run(**more: Any) -> loop.Run:
     run = object.__new__(loop.Run)
     vars(run).update({name: field.default for name, field in loop.Run.__dataclass_fields__.items()})
-    run.turns, run._seconds, run._trainer_in_use = DeviceTurns(), {}, threading.Lock()
+    run.handoff, run._seconds, run._trainer_in_use = DeviceHandoff(), {}, threading.Lock()
     vars(run).update(more)
     return run
 

@@ -33,7 +33,7 @@ def test_the_number_of_a_step_never_goes_back(
     run.args = SimpleNamespace(world_size=1)  # type: ignore[assignment]
     run.tracker = SimpleNamespace(log=log, directory=None)  # type: ignore[assignment]
     run._synced = SyncReport()
-    run.turns, run._seconds = SimpleNamespace(seconds={}), {}  # type: ignore[assignment]
+    run.handoff, run._seconds = SimpleNamespace(seconds={}), {}  # type: ignore[assignment]
     for rollout_id, count in enumerate(steps_of_rollouts):
         run.report(rollout_id, RolloutResult([], {}), TrainReport([{"loss": 0.0}] * count, {}, {}))
     assert logged == numbers

@@ -16,7 +16,7 @@ from slime.utils.interrupt import Interrupted, interruptible
 from tests.unit.utils.test_interrupt import lose_an_interruption, lost
 
 
-class Watch:
+class HeartbeatWatch:
     gone: Any = None
 
     def look(self, pending: list[Any]) -> Any:
@@ -37,8 +37,8 @@ def slices(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         return deadline.error(f"{len(pending)} of {count}")
 
     monkeypatch.setattr(waiting.ray, "wait", wait)
-    monkeypatch.setattr(waiting, "blame_late", late)
-    monkeypatch.setattr(waiting, "Watch", Watch)
+    monkeypatch.setattr(waiting, "timeout_report", late)
+    monkeypatch.setattr(waiting, "HeartbeatWatch", HeartbeatWatch)
     return asked
 
 
@@ -79,16 +79,16 @@ def test_what_is_done_meanwhile_may_end_the_wait(slices):
 
 
 def test_whoever_does_not_live_any_more_ends_the_wait(monkeypatch):
-    monkeypatch.setattr(Watch, "gone", ("rank 1", "it was stopped"))
-    monkeypatch.setattr(waiting, "blame_silent", lambda card, reason, *_: ProcessDied(f"{card}: {reason}"))
+    monkeypatch.setattr(HeartbeatWatch, "gone", ("rank 1", "it was stopped"))
+    monkeypatch.setattr(waiting, "silence_report", lambda process, reason, *_: ProcessDied(f"{process}: {reason}"))
     with pytest.raises(ProcessDied, match="rank 1: it was stopped"):
         get(["a", "b"], 3600.0, "both to train")
 
 
 def test_a_long_wait_tells_each_time_it_has_doubled_where_the_others_are(monkeypatch, caplog):
     monkeypatch.setattr(waiting, "_REPORT_AFTER_S", 0.05)
-    monkeypatch.setattr(waiting, "cards_of", lambda refs: refs)
-    monkeypatch.setattr(waiting, "stacks_of", lambda cards: [f"  {card} is at:" for card in cards])
+    monkeypatch.setattr(waiting, "processes_of", lambda refs: refs)
+    monkeypatch.setattr(waiting, "stacks_of", lambda processes: [f"  {process} is at:" for process in processes])
     with caplog.at_level(logging.WARNING), pytest.raises(DeadlineExceeded):
         get(["rank 0"], 0.5, "the trainer")
     told = [record.getMessage() for record in caplog.records]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from slime.ray.run.loop import is_due
 from slime.ray.run.main import exit_status
 from slime.ray.watch.failure_report import message_of
-from slime.ray.run.loop import is_due
 from slime.utils.errors import ConfigError, EngineError
 
 

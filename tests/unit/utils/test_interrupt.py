@@ -12,7 +12,7 @@ import threading
 import pytest
 
 from slime.ray.run.main import exit_status
-from slime.ray.run.prefetch import RolloutsAhead
+from slime.ray.run.prefetch import PrefetchedRollouts
 from slime.utils.deadline import Deadline, wait_until
 from slime.utils.interrupt import Interrupted, acknowledge, interruptible, raise_if_interrupted
 from tests.limits import unloaded_time
@@ -54,14 +54,14 @@ def test_an_interruption_that_a_destructor_swallowed_ends_the_next_wait(number, 
 @pytest.mark.parametrize("wait", ["take", "engines_idle"])
 def test_waits_for_rollouts_ahead_look_at_it_too(wait):
     release: queue.Queue[int] = queue.Queue()
-    ahead = RolloutsAhead(lambda rollout_id: release.get(), [0], capacity=1, timeout_s=30.0)
+    prefetched = PrefetchedRollouts(lambda rollout_id: release.get(), [0], capacity=1, timeout_s=30.0)
     try:
         with interruptible():
             lose_an_interruption()
             with pytest.raises(Interrupted):
-                ahead.take(0) if wait == "take" else ahead.engines_idle().__enter__()
+                prefetched.take(0) if wait == "take" else prefetched.engines_idle().__enter__()
     finally:
-        ahead.stop()
+        prefetched.stop()
         release.put(0)
 
 

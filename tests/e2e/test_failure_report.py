@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from slime.ray.watch import heartbeat
-from slime.ray.watch.heartbeat import SILENCE_S, cards_of, introduce
+from slime.ray.watch.heartbeat import SILENCE_S, processes_of, register_process
 from slime.ray.watch.waiting import get, raise_if_dead
 from slime.utils.deadline import Deadline, wait_until
 from slime.utils.errors import DeadlineExceeded, ProcessDied
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.alone
 
 class Worker:
     def __init__(self, name: str, silence_s: float = SILENCE_S) -> None:
-        introduce(name, silence_s)
+        register_process(name, silence_s)
 
     def pid(self) -> int:
         return os.getpid()
@@ -160,9 +160,9 @@ def test_native_code_that_hangs_is_told_from_python_that_waits(actors):
 def test_a_process_of_another_node_is_looked_at_and_killed_by_that_node(actors, monkeypatch):
     (stopped,) = actors("rank 0")
     pid = ray.get(stopped.pid.remote())
-    (card,) = cards_of([stopped.wait.remote()])
+    (process,) = processes_of([stopped.wait.remote()])
     monkeypatch.setattr(heartbeat.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "another"))
     os.kill(pid, signal.SIGSTOP)
-    assert heartbeat._on_node_of(card, heartbeat._vitals).state == psutil.STATUS_STOPPED
-    heartbeat._on_node_of(card, heartbeat._kill)
+    assert heartbeat._on_node_of(process, heartbeat._usage).state == psutil.STATUS_STOPPED
+    heartbeat._on_node_of(process, heartbeat._kill)
     wait_until(lambda: not psutil.pid_exists(pid), Deadline(600, "the stopped process to be gone"))

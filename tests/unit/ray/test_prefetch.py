@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from slime.ray.run.prefetch import RolloutsAhead
+from slime.ray.run.prefetch import PrefetchedRollouts
 from slime.utils.errors import DeadlineExceeded
 
 LIMIT_S = 10.0
@@ -37,14 +37,14 @@ class Engines:
             assert self._news.wait_for(lambda: len(self.started) >= count, timeout=LIMIT_S)
 
 
-def ahead(engines: Engines, *, capacity: int, number: int = 5) -> RolloutsAhead[tuple[int, int, int]]:
-    return RolloutsAhead(engines.generate, range(number), capacity=capacity, timeout_s=LIMIT_S)
+def prefetched(engines: Engines, *, capacity: int, number: int = 5) -> PrefetchedRollouts[tuple[int, int, int]]:
+    return PrefetchedRollouts(engines.generate, range(number), capacity=capacity, timeout_s=LIMIT_S)
 
 
 @pytest.mark.parametrize("capacity", [1, 3])
 def test_no_more_rollouts_are_started_than_there_are_places(capacity: int):
     engines = Engines()
-    rollouts = ahead(engines, capacity=capacity)
+    rollouts = prefetched(engines, capacity=capacity)
     for _ in range(capacity):
         engines.finish_one()
     engines.wait_started(capacity)
@@ -58,7 +58,7 @@ def test_no_more_rollouts_are_started_than_there_are_places(capacity: int):
 
 def test_rollouts_are_taken_in_order_while_the_next_one_runs():
     engines = Engines()
-    rollouts = ahead(engines, capacity=1)
+    rollouts = prefetched(engines, capacity=1)
     for rollout_id in range(5):
         engines.wait_started(rollout_id + 1)
         engines.finish_one()
@@ -67,7 +67,7 @@ def test_rollouts_are_taken_in_order_while_the_next_one_runs():
 
 def test_weights_change_between_two_rollouts_only():
     engines = Engines()
-    rollouts = ahead(engines, capacity=2)
+    rollouts = prefetched(engines, capacity=2)
     engines.wait_started(1)
     threading.Timer(0.05, engines.finish_one).start()
     with rollouts.engines_idle():  # waits for rollout 0
@@ -82,14 +82,14 @@ def test_an_error_of_the_generation_reaches_the_taker():
     def broken(rollout_id: int) -> None:
         raise RuntimeError(f"rollout {rollout_id} broke")
 
-    rollouts = RolloutsAhead(broken, range(3), capacity=1, timeout_s=LIMIT_S)
+    rollouts = PrefetchedRollouts(broken, range(3), capacity=1, timeout_s=LIMIT_S)
     with pytest.raises(RuntimeError, match="rollout 0 broke"):
         rollouts.take(0)
 
 
 def test_waiting_for_a_rollout_has_a_deadline_that_names_it():
     engines = Engines()
-    rollouts = RolloutsAhead(engines.generate, range(3), capacity=1, timeout_s=0.1, fix="--rollout-timeout")
+    rollouts = PrefetchedRollouts(engines.generate, range(3), capacity=1, timeout_s=0.1, fix="--rollout-timeout")
     with pytest.raises(DeadlineExceeded, match=r"waiting for rollout 0.*--rollout-timeout"):
         rollouts.take(0)
     with pytest.raises(DeadlineExceeded, match="rollout in flight to finish"), rollouts.engines_idle():
@@ -100,7 +100,7 @@ def test_waiting_for_a_rollout_has_a_deadline_that_names_it():
 
 def test_after_a_stop_no_rollout_is_started():
     engines = Engines()
-    rollouts = ahead(engines, capacity=1)
+    rollouts = prefetched(engines, capacity=1)
     engines.wait_started(1)
     rollouts.stop()
     engines.finish_one()

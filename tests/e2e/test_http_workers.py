@@ -12,7 +12,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from slime.ray.engines.http_workers import Posters, start_posters
+from slime.ray.engines.http_workers import HttpWorkers, start_http_workers
 from slime.utils import http_utils
 from slime.utils.errors import DeadlineExceeded, EngineError, RequestRefused
 from tests.unit.rollout.fake_engine import FakeEngine
@@ -33,7 +33,7 @@ def cluster():
 
 
 @pytest.fixture
-def posters(cluster) -> Any:
+def workers(cluster) -> Any:
     args = SimpleNamespace(
         num_gpus_per_node=8,
         rollout_num_gpus=2,
@@ -41,14 +41,14 @@ def posters(cluster) -> Any:
         sglang_server_concurrency=64,
         rollout_request_timeout=30.0,
     )
-    posters = start_posters(args)  # type: ignore[arg-type]
-    posters.wait_ready(60.0)
-    http_utils.set_sender(posters.send)
+    workers = start_http_workers(args)  # type: ignore[arg-type]
+    workers.wait_ready(60.0)
+    http_utils.set_sender(workers.send)
     try:
-        yield posters
+        yield workers
     finally:
         http_utils.set_sender(None)
-        posters.kill()
+        workers.kill()
 
 
 class Server(FakeEngine):
@@ -86,18 +86,18 @@ def post(url: str, payload: Any, **settings: Any) -> Any:
     return asyncio.run(once())
 
 
-def used(posters: Posters) -> list[str]:
+def used(workers: HttpWorkers) -> list[str]:
     """Writes down who posts."""
     names: list[str] = []
-    for name, actor in list(posters._actors.items()):
+    for name, actor in list(workers._actors.items()):
         send = SimpleNamespace(remote=lambda *a, actor=actor, name=name: names.append(name) or actor.send.remote(*a))
-        posters._actors[name] = SimpleNamespace(send=send)
+        workers._actors[name] = SimpleNamespace(send=send)
     return names
 
 
-def test_requests_are_posted_in_turn_and_their_errors_are_those_of_one_process(posters, server):
-    actors = dict(posters._actors)
-    names = used(posters)
+def test_requests_are_posted_in_turn_and_their_errors_are_those_of_one_process(workers, server):
+    actors = dict(workers._actors)
+    names = used(workers)
     nodes = ray.get([actor.node_id.remote() for actor in actors.values()])
     assert sorted(nodes) == sorted(node["NodeID"] for node in ray.nodes()), "one on each, as it has one device slot"
     assert post(server.url, {"a": [1, 2]}) == {"seen": {"a": [1, 2]}}
@@ -111,10 +111,10 @@ def test_requests_are_posted_in_turn_and_their_errors_are_those_of_one_process(p
         post("http://127.0.0.1:9", {}, max_retries=0)
     with pytest.raises(DeadlineExceeded):
         post(server.url, {"waits": True}, timeout_s=0.3)
-    posters._actors = actors
+    workers._actors = actors
 
 
-def test_a_request_that_nobody_waits_for_any_more_ends_at_the_poster(posters, server):
+def test_a_request_that_nobody_waits_for_any_more_ends_at_the_poster(workers, server):
     async def give_up() -> None:
         task = asyncio.ensure_future(http_utils.post(server.url, {"waits": True}))
         while not server.requests:
@@ -127,14 +127,14 @@ def test_a_request_that_nobody_waits_for_any_more_ends_at_the_poster(posters, se
     assert server.disconnected.wait(120), "the poster still reads the reply"
 
 
-def test_posters_that_die_are_left_out_and_without_any_the_process_posts_itself(posters, server):
-    first, second = posters.names
-    ray.kill(posters._actors[first])
+def test_posters_that_die_are_left_out_and_without_any_the_process_posts_itself(workers, server):
+    first, second = workers.names
+    ray.kill(workers._actors[first])
     assert all(post(server.url, {"n": n}) == {"seen": {"n": n}} for n in range(3))
-    assert posters.names == (second,)
-    ray.kill(posters._actors[second])
+    assert workers.names == (second,)
+    ray.kill(workers._actors[second])
     assert post(server.url, {"n": 3}) == {"seen": {"n": 3}}
-    assert posters.names == ()
+    assert workers.names == ()
     assert {request["n"] for request in server.requests} == {0, 1, 2, 3}, (
         "one may have come twice: who died had sent it"
     )

@@ -13,8 +13,7 @@ import pytest
 from ray.exceptions import RpcError
 
 from slime.ray.watch import heartbeat
-from slime.ray.watch.heartbeat import Vitals, Watch, _kill, _vitals
-from slime.ray.watch.heartbeat import Card, _nameless_file
+from slime.ray.watch.heartbeat import HeartbeatWatch, ProcessInfo, Usage, _kill, _nameless_file, _usage
 from slime.utils.deadline import Deadline, wait_until
 
 
@@ -22,22 +21,22 @@ class World:
     """One process that somebody waits for: when it beats, what the kernel says, and whether it was killed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, silence_s: float = 10.0) -> None:
-        self.now, self.beat, self.vitals, self.is_killed = 100.0, b"0", Vitals("sleeping", 5.0), False
-        card = Card("trainer rank 1", 7, "here", 1.0, "", "", "actor", "node", silence_s)
+        self.now, self.beat, self.usage, self.is_killed = 100.0, b"0", Usage("sleeping", 5.0), False
+        process = ProcessInfo("trainer rank 1", 7, "here", 1.0, "", "", "actor", "node", silence_s)
         monkeypatch.setattr(heartbeat.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(heartbeat, "cards_of", lambda refs: [card])
-        monkeypatch.setattr(heartbeat, "last_beat", lambda card: self.read())
+        monkeypatch.setattr(heartbeat, "processes_of", lambda refs: [process])
+        monkeypatch.setattr(heartbeat, "last_heartbeat", lambda process: self.read())
         monkeypatch.setattr(heartbeat, "_on_node_of", self.ask)
-        self.watch = Watch()
+        self.watch = HeartbeatWatch()
 
     def read(self) -> bytes:
         return self.beat
 
-    def ask(self, card: Card, function: Any) -> Vitals | None:
+    def ask(self, process: ProcessInfo, function: Any) -> Usage | None:
         if function is _kill:
             self.is_killed = True
             return None
-        return self.vitals
+        return self.usage
 
     def reason_after(self, seconds: float, *, cpu: float = 0.0, beats: bool = False) -> tuple[float, str] | None:
         """(seconds, reason) of the verdict, looking once a second while the process uses ``cpu`` of a processor."""
@@ -46,7 +45,7 @@ class World:
             self.now += 1.0
             if beats:
                 self.beat = str(self.now).encode()
-            self.vitals = Vitals(self.vitals.state, self.vitals.cpu_s + cpu)
+            self.usage = Usage(self.usage.state, self.usage.cpu_s + cpu)
             if gone := self.watch.look(["ref"]):
                 return self.now - start, gone[1]
         return None
@@ -54,7 +53,7 @@ class World:
 
 def test_a_stopped_process_is_killed_once_it_has_been_silent_for_long_enough(monkeypatch):
     world = World(monkeypatch)
-    world.vitals = Vitals(psutil.STATUS_STOPPED, 5.0)
+    world.usage = Usage(psutil.STATUS_STOPPED, 5.0)
     found = world.reason_after(60)
     assert found is not None
     assert 10 <= found[0] <= 14
@@ -64,7 +63,7 @@ def test_a_stopped_process_is_killed_once_it_has_been_silent_for_long_enough(mon
 
 def test_a_process_that_beats_is_left_alone_whatever_the_kernel_says(monkeypatch):
     world = World(monkeypatch)
-    world.vitals = Vitals(psutil.STATUS_STOPPED, 5.0)
+    world.usage = Usage(psutil.STATUS_STOPPED, 5.0)
     assert world.reason_after(300, beats=True) is None
 
 
@@ -82,13 +81,13 @@ def test_native_code_that_works_is_left_alone_and_one_that_hangs_is_not(monkeypa
 @pytest.mark.parametrize("state", [psutil.STATUS_TRACING_STOP, psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP])
 def test_a_process_that_is_debugged_or_gets_no_processor_or_disk_is_left_alone(state, monkeypatch):
     world = World(monkeypatch)
-    world.vitals = Vitals(state, 5.0)
+    world.usage = Usage(state, 5.0)
     assert world.reason_after(300) is None
 
 
 def test_time_in_which_nobody_looked_is_no_silence(monkeypatch):
     world = World(monkeypatch)
-    world.vitals = Vitals(psutil.STATUS_STOPPED, 5.0)
+    world.usage = Usage(psutil.STATUS_STOPPED, 5.0)
     assert world.reason_after(4) is None
     world.now += 3600  # the driver was stopped itself, or the machine slept
     assert world.reason_after(2) is None
@@ -97,7 +96,7 @@ def test_time_in_which_nobody_looked_is_no_silence(monkeypatch):
 
 def test_heartbeats_that_cannot_be_read_say_nothing(monkeypatch):
     world = World(monkeypatch)
-    world.vitals = Vitals(psutil.STATUS_STOPPED, 5.0)
+    world.usage = Usage(psutil.STATUS_STOPPED, 5.0)
 
     def fail() -> bytes:
         raise RpcError("the store is away")
@@ -110,13 +109,13 @@ def test_the_kernel_is_asked_about_this_very_process():
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
         created = psutil.Process(process.pid).create_time()
         os.kill(process.pid, signal.SIGSTOP)
-        wait_until(lambda: _vitals(process.pid, created).state == psutil.STATUS_STOPPED, Deadline(600, "the stop"))
-        assert _vitals(process.pid, created - 1.0) is None
+        wait_until(lambda: _usage(process.pid, created).state == psutil.STATUS_STOPPED, Deadline(600, "the stop"))
+        assert _usage(process.pid, created - 1.0) is None
         _kill(process.pid, created - 1.0)
         assert process.poll() is None, "another process with its number"
         _kill(process.pid, created)
         assert process.wait() == -signal.SIGKILL
-    assert _vitals(process.pid, created) is None
+    assert _usage(process.pid, created) is None
 
 
 def test_the_file_for_stacks_has_no_name_and_may_be_emptied_by_its_reader(tmp_path, monkeypatch):

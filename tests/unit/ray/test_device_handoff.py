@@ -10,7 +10,7 @@ import pytest
 import train as driver
 from slime.backends.protocols import TRAINER_PARTS, TrainReport
 from slime.ray.run import loop
-from slime.ray.run.device_handoff import DeviceTurns
+from slime.ray.run.device_handoff import DeviceHandoff
 from slime.ray.shards import RolloutResult
 from slime.ray.train_actor import SyncReport
 from slime.ray.watch.progress import Progress
@@ -118,7 +118,7 @@ def story_of(
     who, _, verb = fails_at.partition(".")
     make = lambda kind, name: kind(name, story, verb if name == who else "")  # noqa: E731
     trainer, of_critic = make(FakeTrainer, "trainer"), make(FakeTrainer, "critic") if critic else None
-    turns = DeviceTurns(
+    handoff = DeviceHandoff(
         trainer,
         of_critic,
         make(FakeEngines, "engines") if args.offload_rollout else None,
@@ -131,7 +131,7 @@ def story_of(
     run = loop.Run(
         **{"args": args, "tracker": tracker, "manager": manager, "data_buffer": silent, "trainer": trainer},
         **{"start_rollout_id": 0, "num_rollout": num_rollout, "_fleet": object(), "slots": {}, "critic": of_critic},
-        **{"progress": Progress(tmp_path), "turns": turns},
+        **{"progress": Progress(tmp_path), "handoff": handoff},
     )
     monkeypatch.setattr(loop, "get", lambda ref, *arguments: ref)
     monkeypatch.setattr(loop.Run, "report", lambda run, *told: None)
@@ -222,21 +222,21 @@ def test_engines_that_an_error_leaves_asleep_are_stopped(verb, monkeypatch, tmp_
 
 
 def test_the_seconds_of_every_move_are_measured():
-    turns = DeviceTurns(FakeTrainer("t", []), None, FakeEngines("e", []), moves_trainer=True)
-    turns.to_trainer()
-    turns.to_sync()
-    turns.to_engines()
-    assert set(turns.seconds) == {"sleep", "wake_up", "engine_offload", "engine_onload"}
-    assert min(turns.seconds.values()) >= 0
+    handoff = DeviceHandoff(FakeTrainer("t", []), None, FakeEngines("e", []), moves_trainer=True)
+    handoff.to_trainer()
+    handoff.to_sync()
+    handoff.to_engines()
+    assert set(handoff.seconds) == {"sleep", "wake_up", "engine_offload", "engine_onload"}
+    assert min(handoff.seconds.values()) >= 0
 
 
 def test_who_does_not_move_takes_no_time():
-    turns = DeviceTurns(FakeTrainer("t", []), FakeTrainer("c", []))
-    turns.to_critic()
-    turns.to_trainer()
-    turns.to_sync()
-    turns.to_engines()
-    assert turns.seconds == {}
+    handoff = DeviceHandoff(FakeTrainer("t", []), FakeTrainer("c", []))
+    handoff.to_critic()
+    handoff.to_trainer()
+    handoff.to_sync()
+    handoff.to_engines()
+    assert handoff.seconds == {}
 
 
 class Newcomers(Recorder):
@@ -248,9 +248,9 @@ class Newcomers(Recorder):
 @pytest.mark.parametrize("fails", [False, True])
 def test_engines_that_all_died_get_weights_in_the_middle_of_a_rollout_and_nobody_keeps_memory_he_does_not_need(fails):
     story: list[str] = []
-    turns = DeviceTurns(FakeTrainer("trainer", story), None, FakeEngines("engines", story), moves_trainer=True)
+    handoff = DeviceHandoff(FakeTrainer("trainer", story), None, FakeEngines("engines", story), moves_trainer=True)
     try:
-        with turns.to_sync_with(Newcomers("new", story), 1.0):
+        with handoff.to_sync_with(Newcomers("new", story), 1.0):
             story.append("update")
             assert not fails
     except AssertionError:
