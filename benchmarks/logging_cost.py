@@ -27,11 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.data.sample import Sample
 from slime.observability.arguments import OutputArgs
-from slime.observability.background_writer import BackgroundWriter
 from slime.observability.rollout_metrics import log_rollout_data
-from slime.observability.sample_record import record_rollout, record_training
-from slime.observability.sinks.jsonl import JsonlSink
-from slime.observability.sinks.tensorboard import TensorboardSink
+from slime.observability.sample_record import BackgroundWriter, record_rollout, record_training
+from slime.observability.sinks import JsonlSink, TensorboardSink
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_span
 from slime.observability.tracking import Tracker
 

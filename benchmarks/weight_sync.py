@@ -43,10 +43,8 @@ from slime.utils.distributed_utils import destroy_group, join_group
 from slime.utils.net import WEIGHT_INTERFACES, WEIGHT_LOOPBACK, free_port
 from slime.weight_sync.chunks import into_chunks
 from slime.weight_sync.delta_codec import Encoding
-from slime.weight_sync.ranks import ALONE
-from slime.weight_sync.send_delta import DeltaUpdater
-from slime.weight_sync.send_disk import DiskSettings, DiskUpdater
-from slime.weight_sync.session import WeightUpdate
+from slime.weight_sync.send_disk import DeltaUpdater, DiskSettings, DiskUpdater
+from slime.weight_sync.session import ALONE, WeightUpdate
 from slime.weight_sync.updater import Updater, WeightUpdater
 from tests.e2e.engines import HostFleet, make_engine
 from tools.make_tiny_task import make_tiny_task

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             case "doctor":
                 return _doctor(words)
             case "replay":
-                from slime.replay.command import replay
+                from slime.replay.run import replay
 
                 return replay(words)
             case "board":
@@ -117,7 +117,7 @@ def _doctor(words: Sequence[str]) -> int:
     """``slime doctor``: 1 when a check fails."""
     if words[:1] == ["ledger"]:
         return _doctor_ledger(words[1:])
-    from slime.doctor.finding import Situation
+    from slime.doctor import Situation
     from slime.doctor.run import examine, exit_status, render, render_json
 
     words, is_deep = _take_switch(words, "--deep")

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from slime.board.server import OwnHost  # noqa: E402 - the repository's root first
-from slime.observability.trace_rows import perfetto_events, timeline_rows  # noqa: E402
+from slime.observability.trace_events import perfetto_events, timeline_rows  # noqa: E402
 
 CACHE_VERSION = 1
 

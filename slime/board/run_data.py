@@ -14,8 +14,9 @@ import operator
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,13 +24,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from slime.board.metric_file import MetricFile
-from slime.board.token_texts import TokenTexts
 from slime.observability.run_info import RunInfo, read_run_info
 from slime.observability.sample_record import FOLDER, LIGHT, record_file, train_files
 from slime.utils.errors import DataError
 
-__all__ = ["RunData", "SampleQuery"]
+__all__ = ["MetricFile", "RunData", "SampleQuery", "TokenTexts", "thin"]
 
 logger = logging.getLogger(__name__)
 
@@ -277,3 +276,124 @@ def _spans(trace: dict[str, Any]) -> Iterator[dict[str, Any]]:
             "depth": depth[event["span_id"]],
             "attrs": event.get("attrs", {}) | (end.get("attrs", {}) if end else {}),
         }
+
+
+# The curves of a run, from its ``metrics.jsonl``; reads only what was appended since the last look.
+
+_MOST_POINTS = 600
+
+
+class MetricFile:
+    """All series of the file. Not thread-safe: the server asks one question at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._points: dict[str, dict[float, float]] = {}
+        self._axes: dict[str, str] = {}
+        self.last_time: float | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file; another number means that there is more to read."""
+        try:
+            return self._path.stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def refresh(self) -> None:
+        """Read what is new. A line that is not complete yet is left for the next time."""
+        if self.size < self._offset:  # begun anew
+            self.__init__(self._path)  # type: ignore[misc]
+        if self.size == self._offset:
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            block = file.read()
+        complete = block[: block.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        for line in complete.splitlines():
+            try:
+                self._add(json.loads(line))
+            except (ValueError, TypeError, KeyError):
+                continue  # a line that was cut by a crash
+
+    def _add(self, record: dict[str, Any]) -> None:
+        axis = record["step_key"]
+        step = float(record[axis])
+        self.last_time = record.get("time", self.last_time)
+        for name, value in record.items():
+            if name in ("time", "step_key", axis) or not isinstance(value, int | float):
+                continue
+            self._axes[name] = axis
+            self._points.setdefault(name, {})[step] = float(value)  # a resumed run writes a step again
+
+    def series(self) -> dict[str, dict[str, Any]]:
+        """``{name: {"axis": "train/step", "x": [...], "y": [...]}}``, at most some hundred points each."""
+        found = {}
+        for name, points in sorted(self._points.items()):
+            steps = sorted(points)
+            x, y = thin(steps, [points[step] for step in steps])
+            found[name] = {"axis": self._axes[name], "x": x, "y": y}
+        return found
+
+
+def thin(x: list[float], y: list[float], limit: int = _MOST_POINTS) -> tuple[list[float], list[float]]:
+    """The lowest and the highest point of each of ``limit / 2`` stretches: peaks stay visible."""
+    if len(x) <= limit:
+        return x, y
+    kept: list[int] = []
+    stretches = limit // 2
+    for stretch in range(stretches):
+        places = range(stretch * len(x) // stretches, (stretch + 1) * len(x) // stretches)
+        kept += sorted({min(places, key=y.__getitem__), max(places, key=y.__getitem__)})
+    return [x[place] for place in kept], [y[place] for place in kept]
+
+
+# Token ids as texts, with the model's own tokenizer file and without the weight of transformers.
+
+
+_HALF = "\ufffd"
+"""What a part of a character is decoded to."""
+
+
+class TokenTexts:
+    """``checkpoint`` is the folder of the model; where it holds no ``tokenizer.json`` a token is shown as its id."""
+
+    def __init__(self, checkpoint: str | None) -> None:
+        self._checkpoint = checkpoint
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        path = Path(self._checkpoint or "") / "tokenizer.json"
+        try:
+            from tokenizers import Tokenizer
+
+            return Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            logger.warning("%s cannot be read, tokens are shown as numbers: %s", path, error)
+            return None
+
+    def of(self, ids: Sequence[int]) -> list[str]:
+        """One text per token. Characters that several tokens share stand at the last of them."""
+        if self._tokenizer is None:
+            return [f"{token} " for token in ids]
+        texts: list[str] = []
+        pending: list[int] = []
+        for token in ids:
+            pending.append(token)
+            text = self._tokenizer.decode(pending, skip_special_tokens=False)
+            if text.endswith(_HALF) and len(pending) < 4:
+                texts.append("")
+                continue
+            # a decoder that strips leading blanks would lose them: compare with a neighbour in front
+            texts.append(self._with_blanks(token) if len(pending) == 1 else text)
+            pending = []
+        if pending:
+            texts[-1] = self._tokenizer.decode(pending, skip_special_tokens=False)
+        return texts
+
+    def _with_blanks(self, token: int) -> str:
+        text: str = self._tokenizer.decode([token], skip_special_tokens=False)
+        piece = self._tokenizer.id_to_token(token) or ""
+        return " " + text if piece.startswith("\u2581") and not text.startswith(" ") else text

@@ -1,4 +1,55 @@
-"""``slime doctor``: can this machine run that command? One line per check, with the fix where one fails.
+"""``slime doctor``: can this machine run that train command? One line per check, with a fix for each failure.
 
-Each check is a small function in ``checks``; ``run`` calls them all and prints. Nothing else imports this room.
+``machine_checks`` and ``command_checks`` hold one small function per check. ``run`` calls them and prints the findings.
+To add a check, write its function, its row in ``run.CHECKS``, and a test that makes it fail.
 """
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what was looked at, what was found, and how to repair it."""
+
+    status: Status
+    what: str
+    value: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a check may look at.
+
+    Attributes:
+        args: the resolved train command; None when none was given or it cannot be read.
+        problems: what the command line's own checks found.
+        is_deep: slow checks run as well.
+    """
+
+    args: Namespace | None = None
+    problems: tuple[str, ...] = ()
+    is_deep: bool = False
+
+
+Check = Callable[[Situation], Iterator[Finding]]
+"""Yields its findings; nothing where it does not apply."""
+
+
+def ok(what: str, value: str) -> Finding:
+    return Finding("ok", what, value)
+
+
+def warn(what: str, value: str, fix: str) -> Finding:
+    return Finding("warn", what, value, fix)
+
+
+def fail(what: str, value: str, fix: str) -> Finding:
+    return Finding("fail", what, value, fix)

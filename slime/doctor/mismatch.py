@@ -23,8 +23,7 @@ from typing import Literal
 
 import torch
 
-from slime.doctor.mismatch_input import Row
-from slime.doctor.referee import Opinion, Referee
+from slime.doctor.mismatch_input import Opinion, Referee, Row
 
 __all__ = ["Cause", "Verdict", "diagnose"]
 

@@ -24,8 +24,7 @@ def mismatch(words: Sequence[str]) -> int:
     """
     options = _parse(words)
     from slime.doctor.mismatch import diagnose
-    from slime.doctor.mismatch_input import read_rows_of
-    from slime.doctor.referee import Referee
+    from slime.doctor.mismatch_input import Referee, read_rows_of
 
     try:
         rows = read_rows_of(options.dump, options.rollout, options.num_samples)

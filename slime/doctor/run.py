@@ -12,11 +12,31 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from slime.doctor.checks import CHECKS
-from slime.doctor.finding import Check, Finding, Situation
+from slime.doctor import Check, Finding, Situation, command_checks, machine_checks
 
 __all__ = ["examine", "exit_status", "render", "render_json"]
 
+CHECKS: tuple[Check, ...] = (
+    machine_checks.python_version,
+    machine_checks.packages,
+    machine_checks.device,
+    machine_checks.memory,
+    machine_checks.open_files,
+    machine_checks.shared_memory,
+    machine_checks.ports,
+    command_checks.arguments,
+    command_checks.notices,
+    command_checks.hooks,
+    command_checks.weights,
+    command_checks.resume,
+    command_checks.tokenizer,
+    command_checks.chat_template,
+    command_checks.first_row,
+    command_checks.disk_space,
+    machine_checks.imports,
+    machine_checks.device_works,
+)
+"""Every check, in the order of the output."""
 _MARKS = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "fail": "[bold red]FAIL[/bold red]"}
 _WIDTH = 100
 

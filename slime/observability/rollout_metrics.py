@@ -21,8 +21,8 @@ from slime.observability.metric_utils import (
     compute_statistics,
     dict_add_prefix,
     has_repetition,
+    request_metrics,
 )
-from slime.observability.request_metrics import request_metrics
 from slime.utils.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.data.sample import Sample
-from slime.observability.sglang_trace import (
+from slime.observability.trace_events import (
     SGLANG_PD_DECODE_SEGMENTS,
     SGLANG_PD_PREFILL_SEGMENTS,
     SGLANG_PD_SUMMARY_KEYS,

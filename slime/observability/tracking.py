@@ -25,10 +25,7 @@ from typing import Any, Protocol
 
 from slime.observability.metric_utils import compute_rollout_step
 from slime.observability.run_info import write_run_info
-from slime.observability.sinks.jsonl import JsonlSink
-from slime.observability.sinks.log import LogSink
-from slime.observability.sinks.tensorboard import TensorboardSink
-from slime.observability.sinks.wandb import WandbSink
+from slime.observability.sinks import JsonlSink, LogSink, TensorboardSink, WandbSink
 from slime.utils.errors import ConfigError
 from slime.utils.run_lock import RunLock
 

@@ -38,7 +38,7 @@ from slime.config import resolve as config_resolve
 from slime.config.groups import from_args, unsupported_flags
 from slime.data.layout import ParallelLayout
 from slime.observability.logging_utils import configure_logger
-from slime.observability.secrets import hide_secrets
+from slime.observability.run_info import hide_secrets
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.arguments import GROUPS, STEPS
 from slime.ray.placement_group import GpuSlots, create_placement_groups, release_placement_groups

@@ -25,10 +25,9 @@ from slime.data.layout import ParallelLayout
 from slime.data.sample import Sample, iter_samples
 from slime.hooks.load import load_function
 from slime.models.flops import calculate_fwd_flops
-from slime.observability.background_writer import BackgroundWriter
 from slime.observability.logging_utils import configure_logger
 from slime.observability.rollout_metrics import log_eval_rollout_data, log_rollout_data
-from slime.observability.sample_record import record_rollout
+from slime.observability.sample_record import BackgroundWriter, record_rollout
 from slime.observability.tracking import run_directory
 from slime.ray.data_buffer import DataBufferClient
 from slime.ray.engines.fleet import EngineMemory, RayEngineFleet, WaitingEngines

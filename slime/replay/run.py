@@ -1,53 +1,56 @@
-"""One sample again: generated from the recording, scored by the run's reward, trained on by the run's objective.
+"""``slime replay``: generates a sample from its recording, scores it with the run's reward, and trains on it.
 
     record of the run ──▶ prompt ──▶ generate_and_rm_group ──▶ compile ──▶ one trainer in this process ──▶ loss
-                          siblings: as recorded, for the normalisation of rewards, without a part in the loss
+                          siblings: as recorded; they normalize the rewards and have no part in the loss
 
-Everything runs in the main thread, and the user's functions are those that the run's command line names.
+Everything runs in the main thread, with the user's functions that the run's command line names. Called by
+``slime.cli``.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import logging
 import os
+import shlex
+import sys
 from argparse import Namespace
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slime.data.columns import TrainData, column
 from slime.data.sample import Sample, iter_samples
-from slime.observability.run_info import RunInfo
+from slime.observability.run_info import RunInfo, read_run_info
 from slime.observability.sample_record import read_rows, record_file, sample_of_row
-from slime.utils.errors import ConfigError, DataError
+from slime.utils.errors import ConfigError, DataError, SlimeError
 from slime.utils.net import free_port
 
-__all__ = ["Recorded", "Replayed", "generate", "load_recorded", "replay_args", "train"]
-
-_ONE_PROCESS = (
-    *("--actor-num-nodes", "1", "--actor-num-gpus-per-node", "1", "--tensor-model-parallel-size", "1"),
-    *("--pipeline-model-parallel-size", "1", "--context-parallel-size", "1", "--expert-model-parallel-size", "1"),
-    *("--rollout-num-gpus", "1", "--rollout-num-gpus-per-engine", "1", "--record-samples", "0"),
+_SHOWN = ("loss", "pg_loss", "kl_loss", "entropy_loss", "ppo_kl", "train_rollout_logprob_abs_diff", "grad_norm")
+_ONE_PROCESS = shlex.split(
+    """
+    --actor-num-nodes 1 --actor-num-gpus-per-node 1 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1
+    --context-parallel-size 1 --expert-model-parallel-size 1 --rollout-num-gpus 1 --rollout-num-gpus-per-engine 1
+    --record-samples 0
+    """
 )
 _OF_MANY_PROCESSES = frozenset(
-    (
-        *("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"),
-        *("--microbatch-group-size-per-virtual-pipeline-stage", "--num-distributed-optimizer-instances"),
-        *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers", "--expert-tensor-parallel-size"),
-        *(
-            "--rollout-external-engine-addrs",
-            "--sglang-config",
-            "--prefill-num-servers",
-            "--sglang-enable-dp-attention",
-        ),
-        *("--sglang-tp-size", "--sglang-tensor-parallel-size", "--sglang-pp-size", "--sglang-pipeline-parallel-size"),
-        *("--sglang-dp-size", "--sglang-data-parallel-size", "--sglang-ep-size", "--sglang-expert-parallel-size"),
+    shlex.split(
+        """
+        --num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank
+        --microbatch-group-size-per-virtual-pipeline-stage --num-distributed-optimizer-instances
+        --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers --expert-tensor-parallel-size
+        --rollout-external-engine-addrs --sglang-config --prefill-num-servers --sglang-enable-dp-attention
+        --sglang-tp-size --sglang-tensor-parallel-size --sglang-pp-size --sglang-pipeline-parallel-size
+        --sglang-dp-size --sglang-data-parallel-size --sglang-ep-size --sglang-expert-parallel-size
+        """
     )
 )
-"""Flags that make no sense for one process, and that no other value would undo."""
+"""Flags that are dropped: they need several processes, and no value of theirs means one."""
 _PATIENCE_S = 86_400.0
-"""A person may sit at a breakpoint."""
+"""Timeout of rewards and requests: long enough for a person at a breakpoint."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +58,9 @@ class Recorded:
     """A sample and its group as the run left them.
 
     Attributes:
-        group: the samples of its prompt, in order; as many as were recorded.
+        group: the recorded samples of its prompt, in order.
         place: of the sample in the group.
-        version: newest weights that wrote into it, None where no engine said.
+        version: newest weights that wrote into it; None if no engine reported a version.
     """
 
     group: list[Sample]
@@ -71,19 +74,94 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What came out.
+    """The result of a replay.
 
     Attributes:
         group: with the sample generated again in place of the recorded one.
-        samples: the rows that its execution made; one, unless the run's generate function makes several.
+        samples: the rows of its execution: one, unless the run's generate function returns several.
     """
 
     group: list[Any]
     samples: list[Sample]
 
 
+def replay(words: Sequence[str]) -> int:
+    """The command ``slime replay``.
+
+    Returns:
+        0 if the tokens and the reward equal the recorded ones, 1 if they differ, 2 if the replay is impossible.
+    """
+    parser = argparse.ArgumentParser(
+        prog="slime replay",
+        description="Replay one recorded sample in one ordinary process: your generate function with recorded "
+        "replies, your reward, and the loss. breakpoint() works in all of them.",
+    )
+    parser.add_argument("run", type=Path, help="folder of the run: <output-dir>/<experiment>")
+    parser.add_argument("--rollout", type=int, required=True, metavar="R")
+    parser.add_argument("--sample", type=int, required=True, metavar="S", help="its place in the rollout, from 0")
+    parser.add_argument("--no-train", action="store_true", help="generate and score only: needs no model")
+    parser.add_argument("--hf-checkpoint", metavar="DIR", help="weights for the loss; default: the run's own")
+    options = parser.parse_args(list(words))
+    if os.environ.get("PYTHONBREAKPOINT", "").startswith("ray."):
+        del os.environ["PYTHONBREAKPOINT"]  # set by a process of Ray, whose debugger waits for a remote client
+    try:
+        return _replay(options)
+    except SlimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _replay(options: Namespace) -> int:
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")  # tracebacks of the user's functions
+    folder = options.run.resolve()
+    info = read_run_info(folder)
+    recorded = load_recorded(folder, options.rollout, options.sample)
+    args, weights = replay_args(info, recorded.version, options.hf_checkpoint)
+    replayed = generate(args, recorded)
+    is_same = _compare(recorded.sample, replayed.samples)
+    if not options.no_train:
+        step, means = train(args, replayed, options.rollout)
+        print(f"\nloss of this sample, with the weights of {weights}")
+        _table({name: step[name] for name in _SHOWN if name in step})
+        _table({name: means[name] for name in ("advantages", "log_probs", "rollout_log_probs") if name in means})
+    return 0 if is_same else 1
+
+
+def _compare(recorded: Sample, made: Sequence[Sample]) -> bool:
+    """Print both samples side by side; True if they are equal."""
+    if not made:
+        print("the execution returned no sample")
+        return False
+    # an execution that returns several rows matches if one of them is the record
+    again = next((row for row in made if row.tokens == recorded.tokens), made[0])
+    if len(made) > 1:
+        print(f"the execution returned {len(made)} samples; one of them should equal the record")
+    rows = [
+        ("status", recorded.status.value, again.status.value),
+        ("response tokens", recorded.response_length, again.response_length),
+        ("trained tokens", recorded.effective_response_length, again.effective_response_length),
+        ("reward", recorded.reward, again.reward),
+    ]
+    print(f"{'':<18} {'recorded':>24} {'now':>24}")
+    for name, before, now in rows:
+        print(f"{name:<18} {before!s:>24} {now!s:>24}{'' if before == now else '   differs'}")
+    same_tokens = recorded.tokens == again.tokens
+    print(f"{'tokens':<18} {'the same' if same_tokens else 'differ':>49}")
+    print(f"\n{again.prompt}{again.response}")
+    return same_tokens and all(before == now for _, before, now in rows)
+
+
+def _table(values: Mapping[str, float]) -> None:
+    for name, value in values.items():
+        print(f"  {name:<32} {value:.6g}")
+
+
 def load_recorded(run: Path, rollout: int, position: int) -> Recorded:
-    """Raises DataError for what is not recorded."""
+    """Read a recorded sample and its group.
+
+    Raises:
+        DataError: the sample is not recorded.
+    """
     path = record_file(run, "rollout", rollout)
     if not path.is_file():
         raise DataError(f"{run}: rollout {rollout} is not recorded (--record-samples).")
@@ -101,15 +179,15 @@ def replay_args(info: RunInfo, version: int | None, hf_checkpoint: str | None = 
     """The run's arguments for one process.
 
     Returns:
-        The arguments, and where the trainer's weights come from.
+        The arguments, and a description of the trainer's weights.
 
     Raises:
-        ConfigError: the command line does not work any more.
+        ConfigError: the command line is not valid any more.
     """
     from slime.ray.arguments import parse_only
 
     if os.path.isdir(info.cwd):
-        os.chdir(info.cwd)  # relative paths of the command line belong there
+        os.chdir(info.cwd)  # relative paths of the command line start there
     weights, words = _weights(info, version, hf_checkpoint)
     argv = [*_without(info.argv, _OF_MANY_PROCESSES), *_ONE_PROCESS, *words]
     args, problems = parse_only(argv, is_async=False)
@@ -119,7 +197,7 @@ def replay_args(info: RunInfo, version: int | None, hf_checkpoint: str | None = 
 
 
 def _without(argv: Sequence[str], flags: Collection[str]) -> Iterator[str]:
-    """The words of a command line but for these flags and the words behind them, which are their values."""
+    """The words of a command line without ``flags`` and their values."""
     is_dropped = False
     for word in argv:
         if word.startswith("--"):
@@ -129,7 +207,8 @@ def _without(argv: Sequence[str], flags: Collection[str]) -> Iterator[str]:
 
 
 def _weights(info: RunInfo, version: int | None, hf_checkpoint: str | None) -> tuple[str, list[str]]:
-    """Where the weights that generated the sample are: its checkpoint, if the run kept it, else what it began with."""
+    """(description, flags) of the weights that generated the sample: their checkpoint if the run kept it, else the
+    weights that the run started with."""
     if hf_checkpoint is not None:
         return hf_checkpoint, ["--load", hf_checkpoint]
     save = info.settings.get("save")
@@ -144,12 +223,13 @@ def generate(args: Namespace, recorded: Recorded) -> Replayed:
     """Generate and score the sample with the run's functions and recorded replies.
 
     Raises:
-        SlimeError: the generate function or the reward raised, or asks for something that is not in the recording.
+        SlimeError: the generate function or the reward raised, or sent a request that is not in the recording.
     """
     from slime.data.chat import load_tokenizer
-    from slime.replay.recorded_engine import Recording, serving
+    from slime.replay.recorded_engine import Recording
     from slime.rollout import sglang_rollout
     from slime.rollout.failures import is_given_up, without_response
+    from slime.testing.fakes import serving
     from slime.utils.http_utils import init_http_client
 
     fresh = without_response(recorded.sample)
@@ -160,7 +240,7 @@ def generate(args: Namespace, recorded: Recorded) -> Replayed:
     args.max_sample_retries = 0
     args.rm_timeout = args.rollout_request_timeout = _PATIENCE_S
     tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
-    with serving(Recording(recorded.sample, tokenizer)) as (host, port):
+    with serving(Recording(recorded.sample, tokenizer).answer) as (host, port):
         args.sglang_router_ip, args.sglang_router_port = host, port
         args.sglang_model_routers = {"default": (host, port)}
         init_http_client(args)
@@ -174,14 +254,14 @@ def generate(args: Namespace, recorded: Recorded) -> Replayed:
 
 
 def _rows(data: TrainData, places: Sequence[int]) -> TrainData:
-    """The batch of these rows alone; their rewards are normalised already."""
+    """Only these rows of the batch; their rewards are already normalized."""
     num = len(data["tokens"])
     is_row = {name: column(name).per == "sample" and len(values) == num for name, values in data.items()}
     return {name: [values[p] for p in places] if is_row[name] else values for name, values in data.items()}
 
 
 def train(args: Namespace, replayed: Replayed, rollout: int) -> tuple[dict[str, float], dict[str, float]]:
-    """One training step of one process on the replayed sample; its siblings only normalise its reward.
+    """One training step of one process on the replayed sample; its siblings only normalize its reward.
 
     Returns:
         Metrics of the step, and means over the sample.
@@ -196,11 +276,8 @@ def train(args: Namespace, replayed: Replayed, rollout: int) -> tuple[dict[str, 
     from slime.hooks.load import load_function
     from slime.ray.train_actor import trainer_class
 
-    if args.use_critic:
-        raise ConfigError(
-            f"--advantage-estimator {args.advantage_estimator}: a replay has no critic, so there is no loss; use "
-            "--no-train."
-        )
+    if args.advantage_estimator == "ppo":
+        raise ConfigError("--advantage-estimator ppo: a replay has no critic and therefore no loss; use --no-train.")
     hooks = (args.custom_reward_post_process_path, args.custom_convert_samples_to_train_data_path)
     post_process, convert = (None if path is None else load_function(path) for path in hooks)
     data = compile_train_data(

@@ -19,10 +19,8 @@ from slime.hooks.protocols import HOOKS, Hook
 from slime.ray.arguments import parse_only
 from slime.rollout.data_source import RolloutDataSource
 from slime.rollout.sglang_rollout import GenerateState
-from slime.testing.checks import CHECKS, Call
-from slime.testing.engine import pretend_engine
-from slime.testing.inputs import GROUP_SIZE, QUESTION
-from slime.testing.trainer_checks import SIGNATURE_ONLY, TRAINER_CHECKS
+from slime.testing.checks import CHECKS, SIGNATURE_ONLY, TRAINER_CHECKS, Call
+from slime.testing.fakes import GROUP_SIZE, QUESTION, pretend_engine
 from slime.utils.async_utils import call_in_thread, run
 from slime.utils.errors import ConfigError, SlimeError
 from slime.utils.user_exit import user_frames
@@ -163,8 +161,7 @@ def _first_row(args: Namespace) -> Sample:
 def _play_engine(args: Namespace, row: Sample, stack: ExitStack) -> Sample:
     """Put an engine behind the router's address. Returns the row, rendered by the chat template if it was made up."""
     tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
-    args.sglang_router_ip = "127.0.0.1"
-    args.sglang_router_port = stack.enter_context(pretend_engine(tokenizer))
+    args.sglang_router_ip, args.sglang_router_port = stack.enter_context(pretend_engine(tokenizer))
     args.rollout_num_gpus = args.rollout_num_gpus or 1
     args.rollout_max_response_len = min(args.rollout_max_response_len, _MAX_RESPONSE_LEN)
     args.rollout_batch_size = args.over_sampling_batch_size = 2

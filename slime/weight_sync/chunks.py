@@ -1,4 +1,4 @@
-"""What travels from the trainer to the engines: named tensors, grouped into buckets of bounded size."""
+"""Weights on their way to the engines: named tensors in buckets of bounded size, without unchanged tensors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import TypeAlias
 import torch
 
 from slime.backends.protocols import NamedTensor
+from slime.weight_sync.tensor_files import Bytes, Checksum, checksum_function
 
-__all__ = ["Wants", "WeightChunk", "into_chunks"]
+__all__ = ["SentBefore", "Wants", "WeightChunk", "into_chunks"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class WeightChunk:
         return sum(tensor.nbytes for _, tensor in self.tensors)
 
     def divided(self, belongs_first: Callable[[NamedTensor], bool]) -> tuple[WeightChunk, WeightChunk]:
-        """Tensors that ``belongs_first`` says yes to, and the others; what an engine fuses stays together."""
+        """(tensors that fulfill ``belongs_first``, all others); tensors that an engine fuses stay together."""
         first: list[NamedTensor] = []
         second: list[NamedTensor] = []
         for unit in _units(self.tensors):
@@ -37,7 +38,7 @@ class WeightChunk:
         return WeightChunk(first), WeightChunk(second)
 
     def flatten(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """All bytes behind one another: uint8 [num_bytes], the layout of SGLang's ``flattened_bucket``.
+        """All bytes in one buffer: uint8 [num_bytes], the layout of SGLang's ``flattened_bucket``.
 
         Args:
             out: uint8 [num_bytes] to write to; default fresh memory on the tensors' device.
@@ -53,7 +54,7 @@ class WeightChunk:
 
 
 Wants: TypeAlias = Callable[[Sequence[NamedTensor]], bool]
-"""Whether these tensors, which need one another in the same update, are to be sent."""
+"""Whether to send these tensors, which must be in the same update."""
 
 
 def into_chunks(weights: Iterable[NamedTensor], max_bytes: int, wants: Wants | None = None) -> Iterator[WeightChunk]:
@@ -62,7 +63,7 @@ def into_chunks(weights: Iterable[NamedTensor], max_bytes: int, wants: Wants | N
     Tensors that an engine fuses are never in different chunks.
 
     Args:
-        wants: leaves out what it says no to; default nothing.
+        wants: keeps the units for which it returns True; default all.
     """
     pending: list[NamedTensor] = []
     size = 0
@@ -84,7 +85,7 @@ def _chunk(tensors: list[NamedTensor]) -> WeightChunk:
 
 
 def _units(weights: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]]:
-    """Tensors that need one another in the same update: exporters put them side by side."""
+    """Groups of tensors that must be in the same update; exporters yield them one after the other."""
     unit: list[NamedTensor] = []
     for name, tensor in weights:
         if unit and not _belong_together(unit[-1][0], name):
@@ -96,6 +97,42 @@ def _units(weights: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]]:
 
 
 def _belong_together(first: str, second: str) -> bool:
-    """Latent attention: engines fuse the two down-projections of a layer when they have seen both."""
+    """Whether an engine fuses the two: the down-projections of latent attention, once it has received both."""
     prefix, found, _ = first.partition(".q_a_proj.")
     return bool(found) and second.startswith(prefix + ".kv_a_proj_with_mqa.")
+
+
+class SentBefore:
+    """Checksums of the tensors that the engines hold, for ``--update-weight-changed-only``.
+
+    An update leaves out tensors that are frozen or that the last step did not change. Every trainer rank computes the
+    same checksums from the same tensors, so all ranks leave out the same ones.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, str] = {}
+        self._checksum: Checksum = checksum_function("xxh3-128")
+        self._is_first = True
+
+    def forget(self) -> None:
+        """Drop all checksums: the engines have changed, or an update failed."""
+        self._held.clear()
+
+    def begin(self) -> Wants:
+        """The filter of one update."""
+        self._is_first = True
+        return self._wants
+
+    def _wants(self, unit: Sequence[NamedTensor]) -> bool:
+        new = {name: self._checksum(bytes_of(tensor)) for name, tensor in unit}
+        # the first unit is always sent: its request carries the version
+        is_wanted = self._is_first or any(self._held.get(name) != checksum for name, checksum in new.items())
+        self._is_first = False
+        self._held |= new
+        return is_wanted
+
+
+def bytes_of(tensor: torch.Tensor) -> Bytes:
+    """uint8 [num_bytes], in host memory."""
+    data: Bytes = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
+    return data

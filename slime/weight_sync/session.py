@@ -1,19 +1,19 @@
-"""One weight update of a fleet: pause -> begin -> send -> end -> flush -> verify -> continue, whatever happens.
+"""One weight update of a fleet: pause -> begin -> send -> end -> flush -> verify -> continue.
 
     trainer source rank                     every engine
     -------------------                     ------------
-    pause_generation(abort)    ---------->  running requests end with what they have: no response is a mixture of
-                                            weights, whoever wants the rest sends it again
+    pause_generation(abort)    ---------->  running requests end with the tokens they have, so that no response mixes
+                                            two versions; the rollout sends the rest again
     begin_weight_update        ---------->  weights become writable
-    send(chunk) ...            ---------->  by whichever sender the engine has; other trainer ranks may send as well
+    send(chunk) ...            ---------->  through the sender of the engine; other trainer ranks may send as well
     end_weight_update          ---------->  weights are final
-    flush_cache                ---------->  no prefix computed with old weights survives
+    flush_cache                ---------->  prefixes that were computed with old weights are dropped
     verify version, checksums  <----------
-    continue_generation        ---------->  requests that came meanwhile start on the new weights
+    continue_generation        ---------->  requests that arrived meanwhile start on the new weights
 
-Weights in files take one call instead of begin, send and end: update_weights_from_disk. Nobody else may wait in
-between: every arrow has the same deadline, and ``continue_generation`` is sent even when an arrow before it failed, so
-that a failed update never leaves engines paused, unless the update comes again.
+For weights in files, ``update_weights_from_disk`` replaces begin, send and end. Every arrow has the same deadline.
+``continue_generation`` is sent even if an arrow before it failed, unless the update will be retried: a failed update
+never leaves engines paused.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.backends.protocols import EngineFleet, NamedTensor
 from slime.utils.errors import EngineError
 from slime.weight_sync.chunks import Wants, WeightChunk, into_chunks
-from slime.weight_sync.ranks import ALONE, TrainerRanks
 
-__all__ = ["ChunkSender", "WeightUpdate", "load_files", "message_of", "push_weights"]
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 logger = logging.getLogger(__name__)
 
 _CLOSING_TIMEOUT_S = 60.0
-"""For what follows a failure, on engines of which one may be silent for good."""
+"""Timeout of calls after a failure, when one of the engines may never answer."""
 
 Checksums = Callable[[Iterable[NamedTensor]], Mapping[str, str]]
 
@@ -47,22 +48,22 @@ class ChunkSender(Protocol):
         """Return when all engines have applied everything."""
 
     def disconnect(self) -> None:
-        """Leave the engines, whatever is under way."""
+        """Leave the engines, also in the middle of a chunk."""
 
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """What is pushed.
+    """One update.
 
     Attributes:
         version: how many rollouts these weights were trained on, as decimal text; engines stamp it on every response.
         max_chunk_bytes: largest bucket sent at once.
         timeout_s: seconds any one call to the engines may take.
-        comes_again: the caller sends the update once more when an engine dies of it. Then a failed one leaves the
-            engines paused: they may hold a mixture of old and new weights until the next one.
+        comes_again: the caller retries the update if an engine dies during it. A failed update then leaves the engines
+            paused until the retry, because they may hold a mixture of old and new weights.
         checksums: engine-side tensor name -> checksum for the tensors that were sent, or None to skip that check.
-        restores: these are the weights that the engines had before ``reset_weights``; they compare them.
-        continues: False leaves the engines paused when the update has succeeded; somebody else lets them go on.
+        restores: these are the weights from before ``reset_weights``, which the engines compare with their own copy.
+        continues: False leaves the engines paused after a successful update; the caller continues them.
     """
 
     version: str
@@ -74,6 +75,63 @@ class WeightUpdate:
     continues: bool = True
 
 
+class TrainerRanks:
+    """The collectives between trainer ranks during an update: small Python objects over gloo, on any device.
+
+    Rank 0 is the *source*: it alone makes the session's calls to the engines. All ranks call each method together.
+
+    Args:
+        timeout_s: longest wait for the other ranks.
+    """
+
+    def __init__(self, rank: int, size: int, *, timeout_s: float) -> None:
+        self.rank = rank
+        self.size = size
+        self._timeout = timedelta(seconds=timeout_s)
+        self._all: ProcessGroup | None = None
+
+    @property
+    def is_source(self) -> bool:
+        return self.rank == 0
+
+    def group(self, members: Sequence[int]) -> ProcessGroup | None:
+        """A gloo group of ``members``; None for a single member. All ranks must pass the same members."""
+        import torch.distributed as dist
+
+        if len(members) < 2:
+            return None
+        group: ProcessGroup = dist.new_group(list(members), timeout=self._timeout, backend="gloo")
+        return group
+
+    def agree(self, problem: str | None) -> list[str]:
+        """The problems of all ranks, in rank order; empty if every rank passed None."""
+        return [found for found in self._gather_all(problem) if found is not None]
+
+    def from_source(self, value: Any) -> Any:
+        """Broadcast the source's ``value``."""
+        return self._gather_all(value if self.is_source else None)[0]
+
+    def _gather_all(self, value: Any) -> list[Any]:
+        if self.size > 1 and self._all is None:
+            self._all = self.group(range(self.size))
+        return self.gather(value, self._all)
+
+    @staticmethod
+    def gather(value: Any, group: ProcessGroup | None) -> list[Any]:
+        """All-gather over ``group``, in rank order."""
+        import torch.distributed as dist
+
+        if group is None:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(values, value, group=group)
+        return values
+
+
+ALONE = TrainerRanks(0, 1, timeout_s=60.0)
+"""A trainer of one rank."""
+
+
 def push_weights(
     fleet: EngineFleet,
     sender: ChunkSender,
@@ -82,12 +140,15 @@ def push_weights(
     ranks: TrainerRanks = ALONE,
     wants: Wants | None = None,
 ) -> int:
-    """Send ``weights`` to every engine of ``fleet`` and verify that they arrived. Returns the bytes sent per engine.
+    """Send ``weights`` to every engine of ``fleet`` and verify that they arrived.
 
     Called on all of the trainer's ranks with the same weights; the source holds the session, the others only send.
 
     Args:
-        wants: leaves out tensors that every engine has already; default none.
+        wants: filters out tensors that every engine already has; default none.
+
+    Returns:
+        Bytes sent per engine; 0 on other ranks than the source.
 
     Raises:
         EngineError: an engine refused, reports another version, or holds a tensor that differs. On the source for all
@@ -99,18 +160,19 @@ def push_weights(
         if not problems:
             _deliver(sender, weights, update, ranks, wants)
         return 0
-    has_met = False
+    has_started = False
     try:
         with _paused(fleet, update):
             with _writable(fleet, update.timeout_s):
                 problems = ranks.agree(None)
-                has_met = True
+                has_started = True
                 assert not problems, "only the source can fail before anything is sent"
                 num_bytes, sent = _deliver(sender, weights, update, ranks, wants)
-            _settle(fleet, update, sent)
+            _flush_and_verify(fleet, update, sent)
     except BaseException as error:
-        if not has_met:
-            ranks.agree(message_of(error))  # the other ranks wait for the word to begin
+        # the other ranks wait in agree() for the signal to start: without this call they would hang
+        if not has_started:
+            ranks.agree(message_of(error))
         raise
     return num_bytes
 
@@ -119,35 +181,32 @@ def load_files(fleet: EngineFleet, path: str, update: WeightUpdate, sent: Iterab
     """Make every engine of ``fleet`` load the checkpoint at ``path``, and verify it. On the source only.
 
     Args:
-        sent: what the files hold; only read where checksums are compared.
+        sent: the tensors in the files; only read if ``update`` compares checksums.
     """
     with _paused(fleet, update):
         fleet.start("flush_cache", timeout_s=update.timeout_s).wait(update.timeout_s)
         loading = fleet.start("update_weights_from_disk", model_path=path, weight_version=update.version)
         loading.wait(update.timeout_s)
-        _settle(fleet, update, sent)
+        _flush_and_verify(fleet, update, sent)
 
 
 def message_of(error: BaseException) -> str:
-    """For the other ranks; without the traceback of another process that came with it."""
-    return str(getattr(error, "cause", None) or error)
+    """The message for other ranks, without a traceback that came from another process."""
+    return str(getattr(error, "cause", None) or error)  # Ray's errors of tasks keep the original in ``cause``
 
 
 def _deliver(
-    sender: ChunkSender,
-    weights: Iterable[NamedTensor],
-    update: WeightUpdate,
-    ranks: TrainerRanks,
-    wants: Wants | None,
+    sender: ChunkSender, weights: Iterable[NamedTensor], update: WeightUpdate, ranks: TrainerRanks, wants: Wants | None
 ) -> tuple[int, list[NamedTensor]]:
-    """Send everything, on every rank. A rank that fails goes on gathering: the others cannot without it."""
+    """Send everything, on every rank. Returns (bytes, tensors for the checksums)."""
     num_bytes = 0
     sent: list[NamedTensor] = []
     failure: Exception | None = None
     if update.checksums is not None and ranks.is_source:
-        weights = _noted(weights, sent)
+        weights = _recorded(weights, sent)
     for chunk in into_chunks(weights, update.max_chunk_bytes, wants):
         num_bytes += chunk.num_bytes
+        # after a failure this rank still exhausts ``weights``: gathering them is a collective of all ranks
         if failure is None:
             try:
                 sender.send(chunk, update.version)
@@ -166,7 +225,7 @@ def _deliver(
     return num_bytes, sent
 
 
-def _noted(weights: Iterable[NamedTensor], seen: list[NamedTensor]) -> Iterator[NamedTensor]:
+def _recorded(weights: Iterable[NamedTensor], seen: list[NamedTensor]) -> Iterator[NamedTensor]:
     for named in weights:
         seen.append(named)
         yield named
@@ -190,39 +249,34 @@ def _writable(fleet: EngineFleet, timeout_s: float) -> Iterator[None]:
     try:
         fleet.start("begin_weight_update").wait(timeout_s)
         yield
-    except BaseException:  # also when it could not begin: other engines have
+    except BaseException:  # also if begin itself failed: it may have succeeded on other engines
         _after_failure(fleet, "end_weight_update", timeout_s)
         raise
     fleet.start("end_weight_update").wait(timeout_s)
 
 
 def _after_failure(fleet: EngineFleet, verb: str, timeout_s: float) -> None:
-    """The engine that failed may fail at this as well; what it failed at first is what is raised."""
+    """Call ``verb``, but only log its failure: the caller raises the first error, which is the cause."""
     try:
         fleet.start(verb).wait(min(timeout_s, _CLOSING_TIMEOUT_S))
     except Exception as error:
         logger.warning("%s after a failed weight update: %s", verb, message_of(error))
 
 
-def _settle(fleet: EngineFleet, update: WeightUpdate, sent: Iterable[NamedTensor]) -> None:
-    """Nothing of the old weights is left, and the new ones have arrived."""
+def _flush_and_verify(fleet: EngineFleet, update: WeightUpdate, sent: Iterable[NamedTensor]) -> None:
     flushing = fleet.start("flush_cache", timeout_s=update.timeout_s)
-    asking = fleet.start("weight_version")  # the HTTP process answers this one while the scheduler flushes
+    asking = fleet.start("weight_version")  # the HTTP process answers this call while the scheduler flushes
     flushing.wait(update.timeout_s)
-    _verify_version(fleet, update, asking.wait(update.timeout_s))
-    if update.checksums is not None:
-        _verify_checksums(fleet, update.checksums(sent), update.timeout_s)
-    if update.restores:
-        _verify_restored(fleet, update.timeout_s)
-
-
-def _verify_version(fleet: EngineFleet, update: WeightUpdate, versions: Sequence[str]) -> None:
-    for engine, version in zip(fleet.engines, versions, strict=True):
+    for engine, version in zip(fleet.engines, asking.wait(update.timeout_s), strict=True):
         if version != update.version:
             raise EngineError(
                 f"engine {engine.url} reports weight version {version!r} after an update to {update.version!r}: "
                 "the new weights did not arrive."
             )
+    if update.checksums is not None:
+        _verify_checksums(fleet, update.checksums(sent), update.timeout_s)
+    if update.restores:
+        _verify_restored(fleet, update.timeout_s)
 
 
 def _verify_checksums(fleet: EngineFleet, expected: Mapping[str, str], timeout_s: float) -> None:

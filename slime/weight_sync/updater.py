@@ -18,12 +18,10 @@ from typing import Protocol
 from slime.backends.protocols import EngineFleet, EngineInfo, WeightExporter
 from slime.utils.errors import EngineError
 from slime.utils.net import free_port
-from slime.weight_sync.chunks import WeightChunk
-from slime.weight_sync.ranks import TrainerRanks
+from slime.weight_sync.chunks import SentBefore, WeightChunk
 from slime.weight_sync.send_distributed import DistributedSender
 from slime.weight_sync.send_tensor import TensorSender
-from slime.weight_sync.session import ChunkSender, WeightUpdate, message_of, push_weights
-from slime.weight_sync.unchanged import SentBefore
+from slime.weight_sync.session import ChunkSender, TrainerRanks, WeightUpdate, message_of, push_weights
 
 __all__ = ["Senders", "Updater", "WeightUpdater"]
 

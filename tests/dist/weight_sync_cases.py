@@ -13,7 +13,7 @@ import torch.distributed as dist
 from slime.backends.protocols import EngineInfo, NamedTensor
 from slime.utils.errors import EngineError
 from slime.weight_sync import send_tensor
-from slime.weight_sync.ranks import TrainerRanks
+from slime.weight_sync.session import TrainerRanks
 from slime.weight_sync.session import WeightUpdate
 from slime.weight_sync.updater import WeightUpdater
 from tests.unit.weight_sync.fakes import RecordingFleet

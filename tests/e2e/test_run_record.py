@@ -16,9 +16,9 @@ from benchmarks.board import serving
 from benchmarks.browser import dom_of, find_chromium
 from benchmarks.made_run import make_run
 from slime.observability.metric_table import describe
-from slime.observability.request_metrics import request_metrics
+from slime.observability.metric_utils import request_metrics
 from slime.observability.sample_record import read_rows, record_file, sample_of_row, train_files
-from slime.observability.trace_rows import timeline_rows
+from slime.observability.trace_events import timeline_rows
 from tests.e2e.running import PLUGINS, ROOT, metrics, run_train
 
 NUM_SAMPLES = 16

@@ -21,10 +21,8 @@ from slime.backends.sglang_utils.server_args import server_env
 from slime.backends.training.hf_files import write_hf_directory
 from slime.utils.errors import EngineError
 from slime.weight_sync import send_distributed
-from slime.weight_sync.ranks import ALONE
-from slime.weight_sync.send_delta import DeltaUpdater
-from slime.weight_sync.send_disk import DiskSettings, DiskUpdater
-from slime.weight_sync.session import WeightUpdate
+from slime.weight_sync.send_disk import DeltaUpdater, DiskSettings, DiskUpdater
+from slime.weight_sync.session import ALONE, WeightUpdate
 from slime.weight_sync.updater import WeightUpdater
 from tests.e2e.engines import HostFleet, LocalFleet, make_engine
 from tests.e2e.moe_model import make_moe_model

@@ -24,8 +24,7 @@ from slime.backends.protocols import TrainReport
 from slime.config.resolve.paths import needs_reference
 from slime.config.roles import role_args
 from slime.data.ledger import ledger_path
-from slime.observability.console import step_line
-from slime.observability.step_metrics import Work, perf_metrics, warn_if_mismatched
+from slime.observability.step_metrics import Work, perf_metrics, step_line, warn_if_mismatched
 from slime.observability.tracking import Tracker, create_tracker, run_directory
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.critic import critic_args, needs_critic

@@ -19,10 +19,8 @@ from slime.config.groups import from_args
 from slime.hooks.load import load_function
 from slime.ray.run.cluster import node_address
 from slime.weight_sync.quantize import Quantizer, find_quantizer
-from slime.weight_sync.ranks import TrainerRanks
-from slime.weight_sync.send_delta import DeltaUpdater
-from slime.weight_sync.send_disk import DiskSettings, DiskUpdater
-from slime.weight_sync.session import WeightUpdate
+from slime.weight_sync.send_disk import DeltaUpdater, DiskSettings, DiskUpdater
+from slime.weight_sync.session import TrainerRanks, WeightUpdate
 from slime.weight_sync.updater import Updater, WeightUpdater
 
 _RANKS_GRACE_S = 60.0

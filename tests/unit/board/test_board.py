@@ -14,10 +14,8 @@ from starlette.testclient import TestClient
 
 from benchmarks.made_run import make_run
 from slime.board.command import _chosen_run, board
-from slime.board.metric_file import MetricFile, thin
-from slime.board.run_data import RunData, SampleQuery
+from slime.board.run_data import MetricFile, RunData, SampleQuery, TokenTexts, thin
 from slime.board.server import make_app
-from slime.board.token_texts import TokenTexts
 from slime.observability.sample_record import LIGHT, read_rows, record_file
 from slime.utils.errors import DataError
 

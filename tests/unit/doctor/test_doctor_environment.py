@@ -16,8 +16,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from slime.doctor.checks import engines, environment, storage
-from slime.doctor.finding import Finding, Situation
+from slime.doctor import Finding, Situation, command_checks, machine_checks
 from tests.unit.config.plan_args import plan_args
 from tools.make_tiny_task import TinyTask
 
@@ -30,58 +29,58 @@ def only(findings: Iterator[Finding]) -> Finding:
 
 
 def test_an_old_python_fails() -> None:
-    assert only(environment.python_version(NOTHING, (3, 10, 4))).status == "fail"
-    assert only(environment.python_version(NOTHING, (3, 12, 1))).status == "ok"
+    assert only(machine_checks.python_version(NOTHING, (3, 10, 4))).status == "fail"
+    assert only(machine_checks.python_version(NOTHING, (3, 12, 1))).status == "ok"
 
 
 def test_a_missing_and_an_outdated_package_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = ["ray>=999", "no-such-package-here", "pytest ; extra == 'dev'"]
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: wanted)
-    old, missing, rest = environment.packages(NOTHING)
+    old, missing, rest = machine_checks.packages(NOTHING)
     assert (old.status, missing.status, rest.status) == ("fail", "fail", "ok")
     assert "supported is >=999" in old.value
     assert missing.fix.startswith("pip install 'no-such-package-here'")
 
 
 def test_the_installed_packages_fit() -> None:
-    assert {finding.status for finding in environment.packages(NOTHING)} == {"ok"}
+    assert {finding.status for finding in machine_checks.packages(NOTHING)} == {"ok"}
 
 
 def test_cuda_mode_without_a_driver_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(environment.accelerator, "_DRIVERS", (tmp_path / "none",))
-    monkeypatch.setattr(environment.accelerator, "current", lambda: SimpleNamespace(name="cuda"))
-    assert only(environment.device(NOTHING)).status == "fail"
+    monkeypatch.setattr(machine_checks.accelerator, "_DRIVERS", (tmp_path / "none",))
+    monkeypatch.setattr(machine_checks.accelerator, "current", lambda: SimpleNamespace(name="cuda"))
+    assert only(machine_checks.device(NOTHING)).status == "fail"
 
 
 def test_cpu_mode_beside_a_driver_is_pointed_out_unless_it_is_meant(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(environment.accelerator, "_DRIVERS", (tmp_path / "version",))
+    monkeypatch.setattr(machine_checks.accelerator, "_DRIVERS", (tmp_path / "version",))
     (tmp_path / "version").touch()
-    monkeypatch.setattr(environment.accelerator, "current", lambda: SimpleNamespace(name="cpu"))
+    monkeypatch.setattr(machine_checks.accelerator, "current", lambda: SimpleNamespace(name="cpu"))
     monkeypatch.delenv("SLIME_ACCELERATOR", raising=False)
-    assert only(environment.device(NOTHING)).status == "warn"
+    assert only(machine_checks.device(NOTHING)).status == "warn"
     monkeypatch.setenv("SLIME_ACCELERATOR", "cpu")
-    assert only(environment.device(NOTHING)).status == "ok"
+    assert only(machine_checks.device(NOTHING)).status == "ok"
 
 
 def test_a_model_that_exceeds_the_memory_of_a_machine_without_gpu_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment.accelerator, "current", lambda: SimpleNamespace(is_cpu=True))
+    monkeypatch.setattr(machine_checks.accelerator, "current", lambda: SimpleNamespace(is_cpu=True))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
-    assert only(environment.memory(Situation(plan_args()))).status == "fail"
-    assert only(environment.memory(NOTHING)).status == "ok"
+    assert only(machine_checks.memory(Situation(plan_args()))).status == "fail"
+    assert only(machine_checks.memory(NOTHING)).status == "ok"
 
 
 def test_the_memory_of_a_tiny_run_on_a_cpu_is_that_of_its_processes(
     monkeypatch: pytest.MonkeyPatch, tiny_task: TinyTask
 ) -> None:
-    monkeypatch.setattr(environment.accelerator, "current", lambda: SimpleNamespace(is_cpu=True))
+    monkeypatch.setattr(machine_checks.accelerator, "current", lambda: SimpleNamespace(is_cpu=True))
     flags = {"hf_checkpoint": str(tiny_task.model), "world_size": 1, "rollout_num_gpus": 1}
     flags |= {"actor_num_nodes": 1, "actor_num_gpus_per_node": 1, "rollout_num_gpus_per_engine": 1}
-    one = environment._cpu_bytes(Situation(plan_args(**flags)))
+    one = machine_checks._cpu_bytes(Situation(plan_args(**flags)))
     assert 2.2 < one / 2**30 < 3.2, "measured: 2.4 GiB shared pages counted once"
     two = flags | {"world_size": 2, "actor_num_gpus_per_node": 2, "rollout_num_gpus": 2}
-    assert 0.5 < (environment._cpu_bytes(Situation(plan_args(**two))) - one) / 2**30 < 1.5
+    assert 0.5 < (machine_checks._cpu_bytes(Situation(plan_args(**two))) - one) / 2**30 < 1.5
 
 
 def test_a_trainer_process_is_as_large_as_the_doctor_assumes() -> None:
@@ -90,32 +89,32 @@ def test_a_trainer_process_is_as_large_as_the_doctor_assumes() -> None:
     done = subprocess.run(
         [sys.executable, "-c", f"{megatron}; {code}"], capture_output=True, text=True, timeout=300, check=True
     )
-    assert 0.4 < int(done.stdout) / environment._RANK_BYTES < 2
+    assert 0.4 < int(done.stdout) / machine_checks._RANK_BYTES < 2
 
 
 def test_few_open_files_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 4096))
-    finding = only(environment.open_files(NOTHING))
+    finding = only(machine_checks.open_files(NOTHING))
     assert finding.status == "fail"
     assert "ulimit -n" in finding.fix
 
 
 def test_a_small_shared_memory_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment.accelerator, "current", lambda: SimpleNamespace(is_cpu=True))
+    monkeypatch.setattr(machine_checks.accelerator, "current", lambda: SimpleNamespace(is_cpu=True))
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=16, f_frsize=4096))
-    finding = only(environment.shared_memory(NOTHING))
+    finding = only(machine_checks.shared_memory(NOTHING))
     assert finding.status == "fail"
     assert "--shm-size=1GB" in finding.fix
 
 
 def test_a_machine_without_shared_memory_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(environment, "_SHM", tmp_path / "none")
-    assert only(environment.shared_memory(NOTHING)).status == "fail"
+    monkeypatch.setattr(machine_checks, "_SHM", tmp_path / "none")
+    assert only(machine_checks.shared_memory(NOTHING)).status == "fail"
 
 
 def test_too_few_free_ports_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "is_port_free", lambda host, port: False)
-    assert only(environment.ports(NOTHING)).status == "fail"
+    monkeypatch.setattr(machine_checks, "is_port_free", lambda host, port: False)
+    assert only(machine_checks.ports(NOTHING)).status == "fail"
 
 
 def test_a_router_port_in_use_fails() -> None:
@@ -124,22 +123,22 @@ def test_a_router_port_in_use_fails() -> None:
         other.listen()
         port = other.getsockname()[1]
         args = Namespace(sglang_router_port=port, sglang_router_ip=None, rollout_num_gpus=1)
-        _, router = environment.ports(Situation(args))
+        _, router = machine_checks.ports(Situation(args))
     assert router.status == "fail"
     assert str(port) in router.value
 
 
 def test_a_full_disk_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+    monkeypatch.setattr(command_checks.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
     args = plan_args(save=str(tmp_path / "not" / "there" / "yet"), output_dir=str(tmp_path))
-    finding = only(storage.disk_space(Situation(args)))
+    finding = only(command_checks.disk_space(Situation(args)))
     assert finding.status == "fail"
     assert str(tmp_path) in finding.value
 
 
 def test_a_place_that_cannot_be_written_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert only(storage.disk_space(Situation(plan_args(output_dir=str(tmp_path))))).status == "fail"
+    assert only(command_checks.disk_space(Situation(plan_args(output_dir=str(tmp_path))))).status == "fail"
 
 
 def test_a_place_that_the_command_line_check_has_named_is_not_named_again(
@@ -148,21 +147,21 @@ def test_a_place_that_the_command_line_check_has_named_is_not_named_again(
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     args = plan_args(output_dir=str(tmp_path), save=str(tmp_path / "run"))
     problem = f"--save {tmp_path}/run: {tmp_path} cannot be written: name another directory, or change its rights."
-    assert list(storage.disk_space(Situation(args, problems=(problem,)))) == []
+    assert list(command_checks.disk_space(Situation(args, problems=(problem,)))) == []
 
 
 def test_slow_checks_run_only_when_they_are_asked_for() -> None:
-    assert list(engines.imports(NOTHING)) == list(engines.device_works(NOTHING)) == []
+    assert list(machine_checks.imports(NOTHING)) == list(machine_checks.device_works(NOTHING)) == []
 
 
 def test_a_package_that_does_not_import_fails() -> None:
     deep = Situation(is_deep=True)
-    good, bad = engines.imports(deep, ("json", "no_such_module_here"))
+    good, bad = machine_checks.imports(deep, ("json", "no_such_module_here"))
     assert (good.status, bad.status) == ("ok", "fail")
     assert "no_such_module_here" in bad.value
 
 
 def test_a_device_that_does_not_compute_fails() -> None:
-    finding = only(engines.device_works(Situation(is_deep=True), "raise SystemExit('CUDA error: no device')"))
+    finding = only(machine_checks.device_works(Situation(is_deep=True), "raise SystemExit('CUDA error: no device')"))
     assert finding.status == "fail"
     assert "CUDA error" in finding.value

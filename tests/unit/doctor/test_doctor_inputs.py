@@ -15,8 +15,7 @@ import pytest
 from slime.cli import main
 from slime.config.notices import Notice
 from slime.data.prompts import Dataset
-from slime.doctor.checks import arguments, checkpoint, data
-from slime.doctor.finding import Finding, Situation
+from slime.doctor import Finding, Situation, command_checks
 from slime.doctor.run import examine, exit_status, render, render_json
 from slime.ray.arguments import parse_only
 from tools.make_tiny_task import TinyTask
@@ -51,7 +50,7 @@ def only(findings: Iterator[Finding]) -> Finding:
 
 
 def test_every_problem_of_the_command_line_is_a_line() -> None:
-    findings = list(arguments.arguments(Situation(None, ("--lr -1 is wrong.", "--x 2 is wrong."))))
+    findings = list(command_checks.arguments(Situation(None, ("--lr -1 is wrong.", "--x 2 is wrong."))))
     assert [(finding.status, finding.value) for finding in findings] == [
         ("fail", "--lr -1 is wrong."),
         ("fail", "--x 2 is wrong."),
@@ -59,18 +58,18 @@ def test_every_problem_of_the_command_line_is_a_line() -> None:
 
 
 def test_a_clean_command_line_is_fine(tiny_task: TinyTask) -> None:
-    assert only(arguments.arguments(situation(tiny_task))).status == "ok"
+    assert only(command_checks.arguments(situation(tiny_task))).status == "ok"
 
 
 def test_what_was_guessed_is_to_be_looked_at() -> None:
     args = Namespace(notices=[Notice("warning", "--rm-type", "guessed"), Notice("info", "--lr", "default")])
-    assert only(arguments.notices(Situation(args))).value == "--rm-type: guessed"
+    assert only(command_checks.notices(Situation(args))).value == "--rm-type: guessed"
 
 
 def test_a_function_with_the_wrong_signature_fails(tiny_task: TinyTask, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text("def reward_func():\n    return 1\n")
     path = f"{tmp_path / 'reward.py'}:reward_func"
-    finding = only(arguments.hooks(situation(tiny_task, custom_rm_path=path)))
+    finding = only(command_checks.hooks(situation(tiny_task, custom_rm_path=path)))
     assert finding.status == "fail"
     assert "signature" in finding.value
 
@@ -78,17 +77,17 @@ def test_a_function_with_the_wrong_signature_fails(tiny_task: TinyTask, tmp_path
 def test_functions_that_fit_are_listed(tiny_task: TinyTask, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text("async def reward_func(args, sample, **kwargs):\n    return 1\n")
     args, _ = parse_only(flags(tiny_task, "--custom-rm-path", f"{tmp_path / 'reward.py'}"), loads_hooks=False)
-    assert "--custom-rm-path" in only(arguments.hooks(Situation(args))).value
+    assert "--custom-rm-path" in only(command_checks.hooks(Situation(args))).value
 
 
 def test_a_complete_checkpoint_is_fine(tiny_task: TinyTask) -> None:
-    assert only(checkpoint.weights(situation(tiny_task))).status == "ok"
+    assert only(command_checks.weights(situation(tiny_task))).status == "ok"
 
 
 def test_a_missing_shard_is_named(tiny_task: TinyTask, model: Path) -> None:
     shards = {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-    finding = only(checkpoint.weights(situation(tiny_task, hf_checkpoint=str(model))))
+    finding = only(command_checks.weights(situation(tiny_task, hf_checkpoint=str(model))))
     assert finding.status == "fail"
     assert "1 of 2 files are missing: model-00002-of-00002.safetensors" in finding.value
 
@@ -104,27 +103,27 @@ def test_a_truncated_or_damaged_shard_is_named(damage: str, tiny_task: TinyTask,
             file.write_bytes(content[:8] + b"?" + content[9:])
         case _:
             file.write_bytes(b"\xff" * 8 + content[8:])
-    finding = only(checkpoint.weights(situation(tiny_task, hf_checkpoint=str(model))))
+    finding = only(command_checks.weights(situation(tiny_task, hf_checkpoint=str(model))))
     assert finding.status == "fail"
     assert "truncated or damaged: model.safetensors" in finding.value
 
 
 def test_a_checkpoint_without_weights_fails(tiny_task: TinyTask, model: Path) -> None:
     (model / "model.safetensors").unlink()
-    assert "no .safetensors" in only(checkpoint.weights(situation(tiny_task, hf_checkpoint=str(model)))).value
+    assert "no .safetensors" in only(command_checks.weights(situation(tiny_task, hf_checkpoint=str(model)))).value
 
 
 def test_an_index_that_is_no_index_fails(tiny_task: TinyTask, model: Path) -> None:
     (model / "model.safetensors.index.json").write_text("[]")
-    assert only(checkpoint.weights(situation(tiny_task, hf_checkpoint=str(model)))).status == "fail"
+    assert only(command_checks.weights(situation(tiny_task, hf_checkpoint=str(model)))).status == "fail"
 
 
 def test_the_start_of_training_is_named(tiny_task: TinyTask) -> None:
-    assert str(tiny_task.model) in only(checkpoint.resume(situation(tiny_task))).value
+    assert str(tiny_task.model) in only(command_checks.resume(situation(tiny_task))).value
 
 
 def test_a_checkpoint_to_resume_from_that_is_not_there_fails(tiny_task: TinyTask, tmp_path: Path) -> None:
-    finding = only(checkpoint.resume(situation(tiny_task, load=str(tmp_path / "none"))))
+    finding = only(command_checks.resume(situation(tiny_task, load=str(tmp_path / "none"))))
     assert finding.status == "fail"
     assert "--load" in finding.value
 
@@ -132,17 +131,17 @@ def test_a_checkpoint_to_resume_from_that_is_not_there_fails(tiny_task: TinyTask
 def test_a_missing_tokenizer_fails(tiny_task: TinyTask, model: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (model / name).unlink()
-    assert only(data.tokenizer(situation(tiny_task, hf_checkpoint=str(model)))).status == "fail"
+    assert only(command_checks.tokenizer(situation(tiny_task, hf_checkpoint=str(model)))).status == "fail"
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_has_rows_fails(tiny_task: TinyTask) -> None:
-    finding = only(data.tokenizer(situation(tiny_task, vocab_size=7)))
+    finding = only(command_checks.tokenizer(situation(tiny_task, vocab_size=7)))
     assert finding.status == "fail"
     assert "another checkpoint" in finding.fix
 
 
 def test_a_tokenizer_that_loses_characters_is_pointed_out(tiny_task: TinyTask) -> None:
-    assert only(data.tokenizer(situation(tiny_task))).status == "warn"  # it knows ASCII only
+    assert only(command_checks.tokenizer(situation(tiny_task))).status == "warn"  # it knows ASCII only
 
 
 def test_a_checkpoint_without_a_template_fails_where_prompts_need_one(tiny_task: TinyTask, model: Path) -> None:
@@ -151,12 +150,12 @@ def test_a_checkpoint_without_a_template_fails_where_prompts_need_one(tiny_task:
     (model / "tokenizer_config.json").write_text(json.dumps(config))
     (model / "chat_template.jinja").unlink(missing_ok=True)
     broken = {"hf_checkpoint": str(model)}
-    assert only(data.chat_template(situation(tiny_task, **broken))).status == "fail"
-    assert list(data.chat_template(situation(tiny_task, **broken, apply_chat_template=False))) == []
+    assert only(command_checks.chat_template(situation(tiny_task, **broken))).status == "fail"
+    assert list(command_checks.chat_template(situation(tiny_task, **broken, apply_chat_template=False))) == []
 
 
 def test_a_template_that_renders_is_fine(tiny_task: TinyTask) -> None:
-    assert only(data.chat_template(situation(tiny_task))).status == "ok"
+    assert only(command_checks.chat_template(situation(tiny_task))).status == "ok"
 
 
 @pytest.mark.parametrize(
@@ -168,7 +167,7 @@ def test_a_first_row_without_the_named_keys_fails(
 ) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(row) + "\n")
-    finding = only(data.first_row(situation(tiny_task, prompt_data=str(file))))
+    finding = only(command_checks.first_row(situation(tiny_task, prompt_data=str(file))))
     assert finding.status == "fail"
     assert fix in finding.fix
 
@@ -177,7 +176,7 @@ def test_a_first_row_may_have_what_the_data_source_reads_instead(tiny_task: Tiny
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": "a", "label": "b"}) + "\n")
     args, _ = parse_only(flags(tiny_task, "--input-key", "input", "--prompt-data", str(file)), loads_hooks=False)
-    assert only(data.first_row(Situation(args))).status == "ok"
+    assert only(command_checks.first_row(Situation(args))).status == "ok"
     assert Dataset(str(file), None, None, None, prompt_key="input")[0].prompt == "a"
 
 
@@ -185,14 +184,14 @@ def test_a_first_row_may_have_what_the_data_source_reads_instead(tiny_task: Tiny
 def test_a_file_without_rows_fails(content: str, tiny_task: TinyTask, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(content)
-    assert only(data.first_row(situation(tiny_task, prompt_data=str(file)))).status == "fail"
+    assert only(command_checks.first_row(situation(tiny_task, prompt_data=str(file)))).status == "fail"
 
 
 def test_a_check_that_breaks_does_not_hide_the_others(tiny_task: TinyTask) -> None:
     def broken(situation: Situation) -> Iterator[Finding]:
         raise OSError("surprise")
 
-    findings = examine(Situation(None, ("--lr -1 is wrong.",)), (broken, arguments.arguments))
+    findings = examine(Situation(None, ("--lr -1 is wrong.",)), (broken, command_checks.arguments))
     assert [finding.value for finding in findings] == [
         "the check itself failed: OSError: surprise",
         "--lr -1 is wrong.",

@@ -17,8 +17,7 @@ from slime.backends.training.credit import passes_needed
 from slime.data.sample import Sample
 from slime.doctor.mismatch import diagnose
 from slime.doctor.mismatch_command import _settings
-from slime.doctor.mismatch_input import Row, read_rows_of
-from slime.doctor.referee import Referee
+from slime.doctor.mismatch_input import Referee, Row, read_rows_of
 from slime.observability.run_info import write_run_info
 from slime.observability.sample_record import record_rollout, record_training
 from slime.utils.errors import DataError

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from slime.data.sample import Sample
-from slime.observability.background_writer import BackgroundWriter
-from slime.observability.sample_record import read_rows, record_file, record_rollout
+from slime.observability.sample_record import BackgroundWriter, read_rows, record_file, record_rollout
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -78,7 +77,7 @@ def test_a_record_holds_the_samples_as_they_were_when_it_was_asked_for(tmp_path:
 SLOW = """
 import signal, sys, threading
 from pathlib import Path
-from slime.observability.background_writer import BackgroundWriter
+from slime.observability.sample_record import BackgroundWriter
 
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))  # as a worker of Ray does
 writer, is_late = BackgroundWriter(), threading.Event()

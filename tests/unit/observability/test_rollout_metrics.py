@@ -12,12 +12,12 @@ import pytest
 from slime.compat.timer import Timer
 from slime.data.sample import Sample
 from slime.observability import metric_utils
-from slime.observability.console import step_line
 from slime.observability.rollout_metrics import (
     compute_metrics_from_samples,
     compute_perf_metrics_from_samples,
     eval_metrics,
 )
+from slime.observability.step_metrics import step_line
 from slime.utils.errors import DataError
 
 

@@ -12,7 +12,14 @@ import pytest
 import torch
 
 from slime.data.sample import Sample
-from slime.observability.run_info import FILE, RunInfo, read_run_info, write_run_info
+from slime.observability.run_info import (
+    FILE,
+    RunInfo,
+    hide_secrets,
+    hide_secrets_of_words,
+    read_run_info,
+    write_run_info,
+)
 from slime.observability.sample_record import (
     LIGHT,
     read_rows,
@@ -22,7 +29,6 @@ from slime.observability.sample_record import (
     sample_of_row,
     train_files,
 )
-from slime.observability.secrets import hide_secrets, hide_secrets_of_words
 from slime.utils.errors import DataError
 
 ARGS = Namespace(reward_key=None)

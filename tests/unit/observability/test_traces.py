@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from slime.data.sample import Sample
-from slime.observability.request_metrics import request_metrics
-from slime.observability.trace_rows import perfetto_events, timeline_rows
+from slime.observability.metric_utils import request_metrics
+from slime.observability.trace_events import perfetto_events, timeline_rows
 from slime.observability.trace_utils import (
     TRACE_CHILDREN_KEY,
     bind_trace,

@@ -20,7 +20,7 @@ from slime.config.groups import add_group, groups_in
 from slime.config.plan.files import plan_files
 from slime.config.resolve import paths
 from slime.observability import arguments, logging_utils, tracking
-from slime.observability.sinks.jsonl import JsonlSink
+from slime.observability.sinks import JsonlSink
 from slime.observability.tracking import Tracker, create_tracker
 from slime.utils.errors import ConfigError
 from slime.utils.run_lock import RunLock, lock_save
@@ -334,7 +334,7 @@ def test_importing_and_writing_needs_neither_torch_nor_tensorflow(tmp_path: Path
     program = f"""
 import sys
 from pathlib import Path
-from slime.observability.sinks.tensorboard import TensorboardSink
+from slime.observability.sinks import TensorboardSink
 sink = TensorboardSink(Path({str(tmp_path)!r}))
 sink.log({{"a": 1.0}}, "x", 0)
 sink.close()

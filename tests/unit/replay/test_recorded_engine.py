@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from slime.data.sample import Sample
-from slime.replay.recorded_engine import Recording, serving
+from slime.replay.recorded_engine import Recording
+from slime.testing.fakes import serving
 
 
 class Letters:
@@ -82,7 +83,7 @@ def test_requests_of_text_are_answered_in_order() -> None:
 
 def test_it_is_reached_over_http_like_a_router() -> None:
     with (
-        serving(recording()) as (host, port),
+        serving(recording().answer) as (host, port),
         httpx.Client(base_url=f"http://{host}:{port}", trust_env=False) as client,
     ):
         assert client.post("/generate", json={"input_ids": [0, 1]}).json()["text"] == "cd"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from slime.weight_sync import payload
+from slime.weight_sync import send_tensor
 from slime.weight_sync.chunks import WeightChunk
 
 
@@ -29,7 +29,7 @@ def test_an_engine_that_counts_devices_differently_opens_the_memory_on_the_right
     with monkeypatch.context() as trainer:
         trainer.setattr(reductions, "reduce_tensor", played_handle)
         trainer.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device}"))
-        text = payload.serialized(flat, chunk)
+        text = send_tensor.serialized(flat, chunk)
     opened_with: list[Any] = []
 
     def rebuild(*arguments: Any) -> torch.Tensor:

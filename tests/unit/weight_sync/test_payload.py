@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from slime.utils.errors import EngineError
-from slime.weight_sync import payload
+from slime.weight_sync import send_tensor
 from slime.weight_sync.chunks import WeightChunk
 
 ALLOWED = {
@@ -53,8 +53,8 @@ def _names(data: bytes) -> set[str]:
 
 def test_the_other_side_finds_every_tensor_by_its_metadata_without_a_copy():
     chunk = _chunk()
-    flat = payload.shareable(chunk)
-    opened = pickle.loads(base64.b64decode(payload.serialized(flat, chunk)))
+    flat = send_tensor.shareable(chunk)
+    opened = pickle.loads(base64.b64decode(send_tensor.serialized(flat, chunk)))
     for meta, (name, tensor) in zip(opened["metadata"], chunk.tensors, strict=True):
         part = opened["flattened_tensor"][meta.start_idx : meta.end_idx]
         assert meta.name == name
@@ -66,12 +66,12 @@ def test_the_other_side_finds_every_tensor_by_its_metadata_without_a_copy():
 
 def test_a_payload_has_the_size_of_a_handle():
     chunk = _chunk(count=100_000)
-    assert len(payload.serialized(payload.shareable(chunk), chunk)) < 4000
+    assert len(send_tensor.serialized(send_tensor.shareable(chunk), chunk)) < 4000
 
 
 def test_only_names_that_sglang_lets_in_are_in_a_payload():
     chunk = WeightChunk([("a", torch.zeros(3, dtype=torch.bfloat16))])
-    names = _names(base64.b64decode(payload.serialized(payload.shareable(chunk), chunk)))
+    names = _names(base64.b64decode(send_tensor.serialized(send_tensor.shareable(chunk), chunk)))
     assert "types SimpleNamespace" in names
     assert names <= ALLOWED
 
@@ -81,21 +81,21 @@ def test_memory_is_given_back_with_the_last_reference():
         return {path.name for path in Path("/dev/shm").glob("torch_*")}
 
     before, chunk = files(), _chunk()
-    flat = payload.shareable(chunk)
-    opened = pickle.loads(base64.b64decode(payload.serialized(flat, chunk)))
+    flat = send_tensor.shareable(chunk)
+    opened = pickle.loads(base64.b64decode(send_tensor.serialized(flat, chunk)))
     assert len(files() - before) == 1
     del flat, opened
     assert files() - before == set()
 
 
 def test_too_little_shared_memory_is_an_error_with_its_fix(monkeypatch):
-    monkeypatch.setattr(payload.os, "statvfs", lambda path: types.SimpleNamespace(f_bavail=1, f_frsize=100))
+    monkeypatch.setattr(send_tensor.os, "statvfs", lambda path: types.SimpleNamespace(f_bavail=1, f_frsize=100))
     with pytest.raises(EngineError, match=r"has 100 bytes left.*--update-weight-buffer-size.*--shm-size"):
-        payload.shareable(_chunk())
+        send_tensor.shareable(_chunk())
 
 
 def test_the_way_torch_shares_tensors_elsewhere_is_left_as_it_was():
     before = torch.multiprocessing.get_sharing_strategy()
     chunk = _chunk()
-    payload.serialized(payload.shareable(chunk), chunk)
+    send_tensor.serialized(send_tensor.shareable(chunk), chunk)
     assert torch.multiprocessing.get_sharing_strategy() == before

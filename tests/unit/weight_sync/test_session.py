@@ -9,8 +9,7 @@ import torch
 
 from slime.utils.errors import EngineError
 from slime.weight_sync.chunks import WeightChunk, into_chunks
-from slime.weight_sync.ranks import TrainerRanks
-from slime.weight_sync.session import WeightUpdate, load_files, push_weights
+from slime.weight_sync.session import TrainerRanks, WeightUpdate, load_files, push_weights
 from tests.unit.weight_sync.fakes import RecordingFleet, RecordingSender
 
 WEIGHTS = [("w", torch.arange(6.0)), ("v", torch.ones(2))]

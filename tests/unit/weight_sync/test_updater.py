@@ -10,8 +10,7 @@ import pytest
 from slime.backends.protocols import EngineInfo
 from slime.utils.errors import EngineError
 from slime.weight_sync import updater as updater_module
-from slime.weight_sync.ranks import TrainerRanks
-from slime.weight_sync.session import WeightUpdate
+from slime.weight_sync.session import TrainerRanks, WeightUpdate
 from slime.weight_sync.updater import WeightUpdater
 from tests.unit.weight_sync.fakes import RecordingFleet, RecordingSender, StubTrainer
 

@@ -17,12 +17,10 @@ import torch
 from safetensors.torch import load_file
 
 from slime.utils.errors import ConfigError, DeadlineExceeded, EngineError
-from slime.weight_sync import local_checkpoint, send_delta, tensor_files, version_store
+from slime.weight_sync import local_checkpoint, send_disk, tensor_files, version_store
 from slime.weight_sync.local_checkpoint import pull
-from slime.weight_sync.ranks import ALONE
-from slime.weight_sync.send_delta import DeltaUpdater
-from slime.weight_sync.send_disk import DiskSettings, DiskUpdater
-from slime.weight_sync.session import WeightUpdate
+from slime.weight_sync.send_disk import DeltaUpdater, DiskSettings, DiskUpdater
+from slime.weight_sync.session import ALONE, WeightUpdate
 from slime.weight_sync.version_store import MANIFEST, read_manifest, version_path
 from tests.unit.weight_sync.fakes import RecordingFleet, StubTrainer
 
@@ -364,7 +362,7 @@ def test_a_delta_that_is_missing_or_torn_is_answered_with_a_full_version(run, da
 def test_a_change_that_did_not_reach_the_files_is_in_the_next_version(run, monkeypatch):
     run.trainer.step()
     with monkeypatch.context() as patch:
-        patch.setattr(send_delta, "save_file", _fail)
+        patch.setattr(send_disk, "save_file", _fail)
         with pytest.raises(OSError, match="disk full"):
             run.sync(3)
     assert run.fleet.verbs.count("pull_weights") == 3
@@ -386,7 +384,7 @@ def test_a_version_without_changes_is_still_a_version(run):
 
 
 def test_a_long_chain_is_begun_anew_and_what_came_before_is_deleted(tmp_path, monkeypatch):
-    monkeypatch.setattr(send_delta, "_MAX_DELTAS", 2)
+    monkeypatch.setattr(send_disk, "_MAX_DELTAS", 2)
     run = Run(tmp_path)
     for version in range(5):
         run.trainer.step(count=1)
