@@ -276,8 +276,11 @@ def train(args: Namespace, replayed: Replayed, rollout: int) -> tuple[dict[str, 
     from slime.hooks.load import load_function
     from slime.ray.train_actor import trainer_class
 
-    if args.advantage_estimator == "ppo":
-        raise ConfigError("--advantage-estimator ppo: a replay has no critic and therefore no loss; use --no-train.")
+    if args.use_critic:
+        raise ConfigError(
+            f"--advantage-estimator {args.advantage_estimator}: a replay has no critic and therefore no loss; use "
+            "--no-train."
+        )
     hooks = (args.custom_reward_post_process_path, args.custom_convert_samples_to_train_data_path)
     post_process, convert = (None if path is None else load_function(path) for path in hooks)
     data = compile_train_data(
