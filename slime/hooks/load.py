@@ -179,22 +179,10 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-# Questions about the signature of a user's function, which is read once per function.
+# ---- signatures of users' functions
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    try:
-        return _remembered(function)
-    except TypeError:  # an object that cannot be hashed, such as an instance of most dataclasses
-        return _read(function)
-
-
-@functools.cache
-def _remembered(function: Callable[..., Any]) -> inspect.Signature | None:
-    return _read(function)
-
-
-def _read(function: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):  # some built-ins and extension types have none

@@ -1,8 +1,7 @@
 """The extension points: one Protocol each, and the table of the flags that name functions for them.
 
-A flag's value is a path that :func:`slime.hooks.load.load_function` understands. What the table says about a hook is
-checked at start-up (:func:`slime.hooks.load.check_hooks`) and is tested against the snippets of
-``docs/en/get_started/customization.md``.
+A flag's value is a path for :func:`slime.hooks.load.load_function`. The signatures are checked at start-up
+(:func:`slime.hooks.load.check_hooks`) and tested against the snippets of ``docs/en/get_started/customization.md``.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class CustomGenerate(Protocol):
 
 
 class GroupGenerate(Protocol):
-    """Generates all samples of a prompt in one call. Recognised by a second parameter that is called ``samples`` or
+    """Generates all samples of a prompt in one call. Recognized by a second parameter that is called ``samples`` or
     annotated with a list."""
 
     def __call__(self, args: Namespace, samples: list[Sample]) -> Awaitable[SampleGroup] | SampleGroup: ...
@@ -100,7 +99,7 @@ class ProcessAllSamples(Protocol):
 
 
 class RewardPostProcess(Protocol):
-    """Replaces reward normalisation: ``(raw rewards, rewards)``, one entry per sample."""
+    """Replaces reward normalization: ``(raw rewards, rewards)``, one entry per sample."""
 
     def __call__(self, args: Namespace, samples: list[Sample]) -> tuple[Sequence[float], Sequence[float]]: ...
 
@@ -173,7 +172,7 @@ class CustomLoss(Protocol):
     """The objective of ``--loss-type custom_loss``: (scalar loss, metrics).
 
     ``batch`` holds one micro-batch: packed ``tokens`` ``[1, T]``, and lists with one entry per sample (``loss_masks``,
-    ``log_probs``, ``advantages``, ...), None where there is none. ``logits`` are fp32 ``[1, T, V / tensor ranks]``.
+    ``log_probs``, ``advantages``, ...), or None. ``logits`` are fp32 ``[1, T, V / tensor ranks]``.
     ``sum_of_sample_mean`` turns the response tokens' values ``[N]`` into the sum over rollouts of their means. Under
     context parallelism tokens, logits and per-token values are this rank's part; lengths, masks and
     ``unconcat_tokens`` are whole. The function returns this rank's part of the loss and metrics: both are summed.
@@ -187,7 +186,7 @@ class CustomLoss(Protocol):
 class CustomAdvantage(Protocol):
     """Sets ``rollout_data["advantages"]`` and ``["returns"]``: one tensor per sample with a value per response token.
 
-    ``rollout_data`` is the rank's batch with every log-prob that is known. Distillation and normalisation come after.
+    ``rollout_data`` is the rank's batch with every log-prob that is known. Distillation and normalization follow.
     """
 
     def __call__(self, args: Namespace, rollout_data: dict[str, Any]) -> None: ...
@@ -248,107 +247,70 @@ class Hook:
     """One flag that names a function.
 
     Attributes:
-        dest: attribute of ``args`` that holds the path (a list of paths where the flag may be repeated).
-        protocol: what the function must look like.
-        calls: the ways it may be called, as parameter names; ``*name`` is passed by keyword, ``?name`` by keyword where
-            the function has such a parameter. One must fit.
+        dest: attribute of ``args`` that holds the path (a list of paths if the flag may be repeated).
+        protocol: signature that the function must have.
+        signatures: accepted calls separated by ``|``, as parameter names: ``*name`` is passed by keyword, ``?name`` by
+            keyword if the function has such a parameter. One must fit.
         role: decides which name is taken from a path that is only a file.
     """
 
     dest: str
     protocol: type
-    calls: tuple[tuple[str, ...], ...]
+    signatures: str
     role: Role = "other"
 
     @property
     def flag(self) -> str:
         return "--" + self.dest.replace("_", "-")
 
+    @property
+    def calls(self) -> list[list[str]]:
+        return [call.split() for call in self.signatures.split("|")]
 
-_ROLLOUT = ("args", "rollout_id", "data_source", "*evaluation")
+
+_ROLLOUT = "args rollout_id data_source *evaluation"
+_TIS = "args *pg_loss *train_log_probs *rollout_log_probs *loss_masks *total_lengths *response_lengths"
 
 HOOKS: tuple[Hook, ...] = (
-    Hook("rollout_function_path", RolloutFunction, (_ROLLOUT,), "rollout"),
-    Hook("eval_function_path", RolloutFunction, (_ROLLOUT,), "rollout"),
-    Hook(
-        "custom_generate_function_path",
-        CustomGenerate,
-        (("args", "sample", "sampling_params"), ("args", "samples")),
-        "generate",
-    ),
-    Hook(
-        "custom_rm_path",
-        CustomReward,
-        (("args", "sample"), ("prompts", "responses"), ("prompts", "responses", "labels")),
-        "reward",
-    ),
-    Hook("dynamic_sampling_filter_path", DynamicFilter, (("args", "samples"),), "filter"),
+    Hook("rollout_function_path", RolloutFunction, _ROLLOUT, "rollout"),
+    Hook("eval_function_path", RolloutFunction, _ROLLOUT, "rollout"),
+    Hook("custom_generate_function_path", CustomGenerate, "args sample sampling_params | args samples", "generate"),
+    Hook("custom_rm_path", CustomReward, "args sample | prompts responses | prompts responses labels", "reward"),
+    Hook("dynamic_sampling_filter_path", DynamicFilter, "args samples", "filter"),
     Hook(
         "buffer_filter_path",
         BufferFilter,
-        (("args", "rollout_id", "buffer", "num_samples"), ("args", "buffer", "num_samples")),
+        "args rollout_id buffer num_samples | args buffer num_samples",
         "filter",
     ),
-    Hook("data_source_path", DataSourceLike, (("args",), ("dataset", "args"), ()), "data_source"),
-    Hook(
-        "rollout_sample_hook_path", SampleHook, (("args", "sample"), ("args", "sample", "*rollout_id", "*evaluation"))
-    ),
-    Hook("rollout_sample_filter_path", SampleFilter, (("args", "groups"),), "filter"),
-    Hook("rollout_all_samples_process_path", ProcessAllSamples, (("args", "all_groups", "data_source"),)),
-    Hook("custom_reward_post_process_path", RewardPostProcess, (("args", "samples"),)),
-    Hook("custom_convert_samples_to_train_data_path", ConvertSamples, (("args", "samples"),)),
+    Hook("data_source_path", DataSourceLike, "args | dataset args |", "data_source"),
+    Hook("rollout_sample_hook_path", SampleHook, "args sample | args sample *rollout_id *evaluation"),
+    Hook("rollout_sample_filter_path", SampleFilter, "args groups", "filter"),
+    Hook("rollout_all_samples_process_path", ProcessAllSamples, "args all_groups data_source"),
+    Hook("custom_reward_post_process_path", RewardPostProcess, "args samples"),
+    Hook("custom_convert_samples_to_train_data_path", ConvertSamples, "args samples"),
     Hook(
         "custom_rollout_log_function_path",
         LogRollout,
-        (("rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time"),),
+        "rollout_id args samples rollout_extra_metrics rollout_time",
     ),
-    Hook(
-        "custom_eval_rollout_log_function_path",
-        LogEvalRollout,
-        (("rollout_id", "args", "data", "extra_metrics"),),
-    ),
-    Hook(
-        "custom_model_provider_path",
-        ModelProvider,
-        (("?pre_process", "?post_process", "?vp_stage", "?config", "?args"),),
-    ),
-    Hook("custom_megatron_init_path", MegatronInit, (("args",),)),
-    Hook("custom_megatron_before_log_prob_hook_path", BeforeLogProb, (("args", "model", "store_prefix"),)),
+    Hook("custom_eval_rollout_log_function_path", LogEvalRollout, "rollout_id args data extra_metrics"),
+    Hook("custom_model_provider_path", ModelProvider, "?pre_process ?post_process ?vp_stage ?config ?args"),
+    Hook("custom_megatron_init_path", MegatronInit, "args"),
+    Hook("custom_megatron_before_log_prob_hook_path", BeforeLogProb, "args model store_prefix"),
     Hook(
         "custom_megatron_before_train_step_hook_path",
         BeforeTrainStep,
-        (("args", "rollout_id", "step_id", "model", "optimizer", "scheduler"),),
+        "args rollout_id step_id model optimizer scheduler",
     ),
-    Hook("custom_loss_function_path", CustomLoss, (("args", "batch", "logits", "sum_of_sample_mean"),)),
-    Hook("custom_advantage_function_path", CustomAdvantage, (("args", "rollout_data"),)),
-    Hook(
-        "custom_tis_function_path",
-        CustomTis,
-        (
-            (
-                "args",
-                "*pg_loss",
-                "*train_log_probs",
-                "*rollout_log_probs",
-                "*loss_masks",
-                "*total_lengths",
-                "*response_lengths",
-            ),
-        ),
-    ),
-    Hook(
-        "rollout_data_postprocess_path",
-        RolloutDataPostprocess,
-        (("args", "rollout_id", "rollout_data"), ("args", "rollout_data")),
-    ),
+    Hook("custom_loss_function_path", CustomLoss, "args batch logits sum_of_sample_mean"),
+    Hook("custom_advantage_function_path", CustomAdvantage, "args rollout_data"),
+    Hook("custom_tis_function_path", CustomTis, _TIS),
+    Hook("rollout_data_postprocess_path", RolloutDataPostprocess, "args rollout_id rollout_data | args rollout_data"),
     Hook(
         "custom_pg_loss_reducer_function_path",
         CustomPgLossReducer,
-        (("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss"),),
+        "total_lengths response_lengths loss_masks calculate_per_token_loss",
     ),
-    Hook(
-        "custom_update_weight_post_write_path",
-        UpdateWeightPostWrite,
-        (("args", "version_dir", "rollout_engines"),),
-    ),
+    Hook("custom_update_weight_post_write_path", UpdateWeightPostWrite, "args version_dir rollout_engines"),
 )

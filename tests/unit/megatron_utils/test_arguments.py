@@ -16,7 +16,7 @@ import pytest
 
 from slime.backends.megatron_utils import arguments
 from slime.backends.megatron_utils.arguments import other
-from slime.backends.megatron_utils.arguments.other import core_options, launcher_options, other_flags
+from slime.backends.megatron_utils.arguments.other import core_options, other_flags
 from slime.config.groups import add_group, flags_of, groups_in, ignored_flags, unsupported_flags
 from slime.config.parse import build_parser
 from slime.ray.arguments import GROUPS
@@ -178,14 +178,16 @@ def test_other_options_step_back_for_whoever_declares_them_first() -> None:
         add_group(parser, group)  # argparse refuses a flag that is declared twice
 
 
-def test_no_name_is_in_two_lists_of_launcher_options() -> None:
-    flags = [flag for option in launcher_options() for flag in option["flags"]]
-    assert len(flags) == len(set(flags))
+def test_no_name_is_twice_in_the_table_of_launcher_options() -> None:
+    table = (Path(other.__file__).parent / "launcher_options.csv").read_text(encoding="utf-8").splitlines()
+    assert len({row.partition(",")[0] for row in table}) == len(table)
 
 
 def test_every_option_that_changes_nothing_is_an_option() -> None:
-    known = {spelling for flag in flags_of([other_flags([])]) for spelling in flag.spellings}
-    assert {f"--{name}" for name in other._HARMLESS.split()} <= known
+    flags = list(flags_of([other_flags([]), arguments.RuntimeArgs]))
+    known = {spelling for flag in flags for spelling in flag.spellings}
+    with (Path(other.__file__).parent / "launcher_options.csv").open(encoding="utf-8", newline="") as file:
+        assert {f"--{row['flag']}" for row in csv.DictReader(file) if row["no_effect"]} <= known
 
 
 def test_the_options_of_megatron_core_are_those_of_the_installed_version() -> None:

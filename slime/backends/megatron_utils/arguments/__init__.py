@@ -1,8 +1,8 @@
 """The Megatron flags, in Megatron's spellings, as argument groups.
 
-There is no Megatron-LM here, only megatron-core: flags that this trainer reads or knows are declared by hand in the
-modules of this package; every other option of Megatron is known by name (``other``), so that its values are consumed
-and using it is an error instead of a typo. Called by the command line; imports neither torch nor megatron.
+Megatron-LM is not installed, only megatron-core. Flags that this trainer reads are declared in ``model`` and in
+``slime.backends.training.arguments``. Every other option of Megatron is known by name (``other``), so that its values
+are consumed and using it is an error instead of a typo. Imports neither torch nor megatron.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from slime.backends.megatron_utils.arguments.model import (
     PredictionArgs,
 )
 from slime.backends.megatron_utils.arguments.other import other_flags as other_flags
-from slime.backends.megatron_utils.arguments.runtime import RuntimeArgs
+from slime.backends.megatron_utils.arguments.other import runtime_flags
 from slime.backends.training.arguments import (
     CheckpointArgs,
     OptimizerArgs,
@@ -25,6 +25,8 @@ from slime.backends.training.arguments import (
     PrecisionArgs,
     TrainerArgs,
 )
+
+RuntimeArgs = runtime_flags()
 
 GROUPS = (
     CheckpointArgs,
