@@ -252,10 +252,10 @@ LOWER = {
 }
 ORIGIN = {
     "grpo": "The demo's GRPO.",
-    "opd": "No reward; the student is the demo's warm start, the teacher what the GRPO run\n"
-    "ends with, held by the trainer (`--opd-type megatron`).",
+    "opd": "No reward. The student is the demo's warm start. The teacher is the last model of the GRPO run,\n"
+    "held by the trainer (`--opd-type megatron`).",
     "sft": "The demo's warm start from a random model, on solutions of a teacher who mostly forgets to carry: the\n"
-    "accuracy that can be learnt from it is about the share of problems without a carry.",
+    "accuracy that the model can learn is about the share of problems without a carry.",
 }
 
 

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).parents[1]
-GENERATED = ("flags.md", "models.md", "metrics.md")
+GENERATED = ("flags.md", "metrics.md")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "scripts" / "README.md"]
 PAGES += [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name not in GENERATED]
 PAGES += sorted((ROOT / "examples").rglob("README.md"))
@@ -65,6 +65,7 @@ checks; a test of whole runs, see :data:`RUNS`; nobody, because it needs what th
 RUNS: dict[tuple[str, str], str] = {
     ("README.md", "make test"): ".ci/run",
     ("README.md", "--rm-type math"): "tests/e2e/test_loop.py",
+    ("docs/cluster.md", "--rollout-data-transport"): "tests/e2e/test_data_transport.py",
     ("docs/colocate.md", "--colocate"): "tests/e2e/test_colocate.py",
     ("docs/data.md", "--rollout-buffer-url"): "tests/e2e/test_shown_commands.py",
     ("docs/data.md", "rollout_buffer.buffer"): "tests/e2e/test_shown_commands.py",
@@ -72,19 +73,18 @@ RUNS: dict[tuple[str, str], str] = {
     ("docs/engines.md", "sglang.launch_server"): "tests/e2e/test_external_engines.py",
     ("docs/engines.md", "--rollout-external-engine-addrs"): "tests/e2e/test_external_engines.py",
     ("docs/evaluation.md", "--eval-interval"): "tests/e2e/test_loop.py",
-    ("docs/expectations.md", "--ci-test"): "tests/e2e/test_logprob_server.py",
-    ("docs/expectations.md", "--ci-save-grad-norm"): "tests/e2e/test_loop.py",
-    ("docs/expectations.md", "--ci-load-grad-norm"): "tests/e2e/test_loop.py",
     ("docs/fsdp.md", "--train-backend fsdp"): "tests/e2e/test_loop_fsdp.py",
     ("docs/logprob_server.md", "megatron_server"): "tests/e2e/test_logprob_server.py",
     ("docs/logprob_server.md", "curl"): "tests/e2e/test_logprob_server.py",
     ("docs/logprob_server.md", "--use-opd"): "tests/e2e/test_logprob_server.py",
-    ("docs/many_nodes.md", "--rollout-data-transport"): "tests/e2e/test_data_transport.py",
     ("docs/en/get_started/quick_start.md", "--debug-rollout-only"): "tests/e2e/test_shown_commands.py",
     ("docs/en/get_started/quick_start.md", "train.py --hf-checkpoint MODEL"): "tests/e2e/test_loop_ppo.py",
     ("README.md", "make demo"): "tests/e2e/test_shown_commands.py",
     ("docs/en/get_started/quick_start.md", "make demo"): "tests/e2e/test_shown_commands.py",
     ("examples/demo/README.md", "run_demo.py"): "tests/e2e/test_shown_commands.py",
+    ("docs/reproducibility.md", "--ci-test"): "tests/e2e/test_logprob_server.py",
+    ("docs/reproducibility.md", "--ci-save-grad-norm"): "tests/e2e/test_loop.py",
+    ("docs/reproducibility.md", "--ci-load-grad-norm"): "tests/e2e/test_loop.py",
     ("docs/reproducibility.md", "--deterministic-mode"): "tests/e2e/test_chaos.py",
     ("docs/en/get_started/usage.md", "--advantage-estimator ppo"): "tests/e2e/test_loop_ppo.py",
 }

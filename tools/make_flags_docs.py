@@ -3,7 +3,7 @@
     python tools/make_flags_docs.py            write the file
     python tools/make_flags_docs.py --check    exit with 1 when it is not current
 
-What the page says comes from the argument groups themselves; the differences stand in docs/flag_differences.csv.
+The content comes from the argument groups. The differences are in docs/flag_differences.csv.
 """
 
 from __future__ import annotations
@@ -24,17 +24,21 @@ PAGE = ROOT / "docs" / "flags.md"
 DIFFERENCES = ROOT / "docs" / "flag_differences.csv"
 
 HEAD = """\
+---
+search:
+  boost: 0.2
+---
+
 # Flags
 
-Every flag of `train.py` and `train_async.py`. This page is written by `tools/make_flags_docs.py`; a test keeps it
-current.
+Look up a flag of `train.py` or `train_async.py`. `tools/make_flags_docs.py` writes this page.
 
 One command line holds three namespaces:
 
 | spelling | belongs to | readable as |
 |---|---|---|
 | `--name` | slime and the trainer (Megatron's names), all listed below | `args.name` |
-| `--sglang-<name>` | the SGLang server: every option it has, except those that slime computes | `args.sglang_<name>` |
+| `--sglang-<name>` | the SGLang server: all its options, except those that slime computes | `args.sglang_<name>` |
 | `--router-<name>` | the router in front of the engines | `args.router_<name>` |
 
 **Precedence:** a flag on the command line (the last of several) > a value in `--custom-config-path` (YAML) > a preset
@@ -42,9 +46,9 @@ One command line holds three namespaces:
 type of the flag that they name and are applied before anything is derived; its other keys become attributes of `args`.
 `--megatron-config-path` then changes single values for one training role.
 
-**Derived:** a value that nobody gave may follow from others. `python train.py ... --plan` lists each with its reason.
-**Unknown** flags are a warning with the nearest match, because older launch scripts carry some. `--strict-args` makes
-every warning an error. All problems of a command come in one message, before anything starts.
+**Derived:** a value that is not given may follow from others. `python train.py ... --plan` lists each with its reason.
+**Unknown** flags are a warning with the nearest match, because older launch scripts contain some. `--strict-args` makes
+every warning an error. All problems of a command are reported in one message, before anything starts.
 """
 
 
@@ -67,7 +71,7 @@ def _groups(flags: list[Flag]) -> Iterator[str]:
 def _differences() -> str:
     with DIFFERENCES.open(encoding="utf-8", newline="") as file:
         rows = [[f"`{row['flag']}`", row["why"]] for row in csv.DictReader(file)]
-    text = "Where a flag of a launch script means something else than it did, or does more.\n\n"
+    text = "Flags of existing launch scripts with another or a wider meaning.\n\n"
     return f"## Deliberate differences\n\n{text}{_table(['flag', 'here'], rows)}"
 
 
@@ -76,7 +80,7 @@ def _later(flags: list[Flag]) -> str:
     for flag in flags:
         if flag.later:
             by_reason.setdefault(flag.later, []).append(_names(flag))
-    text = "These parse, and asking for what they do is an error: it is never ignored.\n\n"
+    text = "These flags parse, but a value other than the default is an error.\n\n"
     lines = [f"{why[0].upper()}{why[1:]}: {', '.join(names)}.\n" for why, names in by_reason.items()]
     return f"## Not supported yet\n\n{text}" + "\n".join(lines)
 
@@ -88,7 +92,7 @@ def _no_effect(flags: list[Flag]) -> str:
 
 
 def _values() -> dict[str, str]:
-    """First spelling -> what comes behind it; nothing for a switch."""
+    """First spelling -> its value in the table; empty for a switch."""
     actions = build_parser(GROUPS)._option_string_actions
     return {spelling: _value(action) for spelling, action in actions.items()}
 

@@ -1,4 +1,4 @@
-"""Write ``scripts/models/*.sh`` and ``docs/models.md`` from the facts in ``scripts/models/presets.yaml``.
+"""Write ``scripts/models/*.sh`` and the table of ``docs/models/README.md`` from the facts in ``scripts/models/presets.yaml``.
 
     python tools/make_presets.py            write the files
     python tools/make_presets.py --check    exit with 1 and name the files that are out of date
@@ -25,7 +25,8 @@ __all__ = ["Preset", "files", "load_presets", "model_flags", "preset_script"]
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ROOT / "scripts" / "models"
 FACTS = MODELS / "presets.yaml"
-TABLE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "docs" / "models" / "README.md"
+MARKS = ("<!-- presets: begin, written by tools/make_presets.py -->", "<!-- presets: end -->")
 
 Facts = dict[str, Any]
 
@@ -283,21 +284,17 @@ def _about(preset: Preset) -> list[str]:
 
 
 def table(presets: dict[str, Preset]) -> str:
-    """The text of ``docs/models.md``."""
+    """``docs/models/README.md`` with the table of the presets between its marks."""
     head = """\
-# Model presets
-
-`source scripts/models/<preset>.sh` leaves two bash arrays: `MODEL_ARGS`, the Megatron flags of the model, and
-`CKPT_ARGS`, checkpoint flags from environment variables (see `scripts/README.md`). With
-`--hf-checkpoint` the model flags may also be left out: they are then derived from its `config.json`, and flags that
-contradict that file are an error.
-
-This page and the presets are generated from `scripts/models/presets.yaml` by `tools/make_presets.py`.
-
 | preset | model | parameters | layers | hidden | attention | experts | rope base | tied |
 |---|---|---|---|---|---|---|---|---|
 """
-    return head + "".join(f"| {' | '.join(_row(preset))} |\n" for preset in presets.values())
+    rows = "".join(f"| {' | '.join(_row(preset))} |\n" for preset in presets.values())
+    before, begin, rest = PAGE.read_text(encoding="utf-8").partition(MARKS[0])
+    _, end, after = rest.partition(MARKS[1])
+    if not begin or not end:
+        raise SystemExit(f"{PAGE} needs the lines {MARKS[0]} and {MARKS[1]}")
+    return f"{before}{begin}\n\n{head}{rows}\n{end}{after}"
 
 
 def _row(preset: Preset) -> list[str]:
@@ -305,7 +302,7 @@ def _row(preset: Preset) -> list[str]:
     moe = facts.get("moe")
     dense = ""
     if moe and moe["dense"]:
-        dense = f"; first {moe['dense']} layers dense" if moe["dense"] > 1 else "; first layer dense"
+        dense = f", first {moe['dense']} layers dense" if moe["dense"] > 1 else ", first layer dense"
     return [
         f"`{preset.name}`",
         ", ".join(facts["hf"]) or facts.get("note", "").split(".")[0],
@@ -332,7 +329,7 @@ def files() -> dict[Path, str]:
     """Every generated file and its text."""
     presets = load_presets()
     scripts = {MODELS / f"{name}.sh": preset_script(preset) for name, preset in presets.items()}
-    return {**scripts, TABLE: table(presets)}
+    return {**scripts, PAGE: table(presets)}
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ def test_a_trainer_sees_the_same_batch_whichever_way_it_comes(tiny_task, tmp_pat
     pytest.importorskip("nixl")
     made = grpo_flags(
         *(tiny_task, tmp_path, "--num-rollout", 2, "--save-debug-rollout-data", tmp_path / "{rollout_id}.pt"),
-        *shown_flags("docs/many_nodes.md", "--rollout-data-transport"),
+        *shown_flags("docs/cluster.md", "--rollout-data-transport"),
     )
     done = run_train(made, tmp_path)
     assert done.status == 0, done.output[-4000:]

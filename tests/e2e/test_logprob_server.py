@@ -88,7 +88,7 @@ def test_a_student_learns_from_a_teacher_behind_the_server(server, tiny_task, tm
         *("--rollout-num-gpus", 1, "--sglang-context-length", 128, "--sglang-max-total-tokens", 8192),
         *("--lr", "1e-4", *shown_flags("docs/logprob_server.md", "--use-opd"), "--rm-url", f"{server.url}/generate"),
         *("--use-kl-loss", "--kl-loss-coef", "0.0", "--use-rollout-entropy", "--use-distributed-post"),
-        *(*shown_flags("docs/expectations.md", "--ci-test"), "--use-fault-tolerance"),
+        *(*shown_flags("docs/reproducibility.md", "--ci-test"), "--use-fault-tolerance"),
         *("--ci-save-grad-norm", tmp_path / "norm_{rollout_id}_{step_id}"),
         *("--save-hf", tmp_path / "hf_{rollout_id}", "--save", tmp_path / "saved", "--save-interval", 3),
         *("--output-dir", tmp_path, "--experiment-name", "run"),

@@ -40,7 +40,7 @@ def resumed_run(tiny_task, tmp_path_factory):
     flags = shown_flags("README.md", "--rm-type math") + grpo_flags(
         *(tiny_task, output, "--check-weight-update-equal", "--save", output / "checkpoints", "--save-interval", 5),
         *("--load", output / "checkpoints", "--save-debug-rollout-data", output / "dump" / "{rollout_id}.pt"),
-        *("--save-hf", output / "hf_{rollout_id}", *shown_flags("docs/expectations.md", "--ci-save-grad-norm")),
+        *("--save-hf", output / "hf_{rollout_id}", *shown_flags("docs/reproducibility.md", "--ci-save-grad-norm")),
         *shown_flags("docs/evaluation.md", "--eval-interval"),
     )
     first = run_train([*flags, "--num-rollout", 5], output)
@@ -108,7 +108,7 @@ def test_one_and_two_trainer_ranks_compute_the_same_losses_from_the_same_rollout
     output, _, _ = resumed_run
     flags = grpo_flags(tiny_task, tmp_path, "--load-debug-rollout-data", output / "dump" / "{rollout_id}.pt")
     flags += ["--num-rollout", 3, "--actor-num-gpus-per-node", 1]
-    result = run_train([*flags, *shown_flags("docs/expectations.md", "--ci-load-grad-norm")], output)
+    result = run_train([*flags, *shown_flags("docs/reproducibility.md", "--ci-load-grad-norm")], output)
     assert result.status == 0, result.output[-4000:]
     one, two = metrics(tmp_path / "run"), metrics(output / "run")
     for name in ("train/loss", "train/grad_norm"):

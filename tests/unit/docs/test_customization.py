@@ -11,13 +11,13 @@ from slime.hooks.protocols import HOOKS
 from slime.testing import check_plugin
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
-PAGES = (DOCS / "en" / "get_started" / "customization.md", DOCS / "trainer_hooks.md")
+PAGE = DOCS / "en" / "get_started" / "customization.md"
 SECTION = re.compile(r"^### `(--[a-z-]+)`\n(.*?)(?=^#)", re.MULTILINE | re.DOTALL)
 SNIPPET = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
 def snippets() -> list[tuple[str, str]]:
-    text = "\n#".join(page.read_text() for page in PAGES) + "\n#"
+    text = PAGE.read_text(encoding="utf-8") + "\n#"
     return [(flag, code) for flag, body in SECTION.findall(text) for code in SNIPPET.findall(body)]
 
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 PAGE = (Path(__file__).parents[3] / "docs" / "migration.md").read_text(encoding="utf-8")
-NAMES = PAGE[PAGE.index("## Names that plugins import") : PAGE.index("## What is missing")]
+NAMES = PAGE[PAGE.index("## Names that plugins import") : PAGE.index("## Missing parts")]
 
 
 def exists(path: str) -> bool:

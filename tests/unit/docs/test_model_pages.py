@@ -1,4 +1,4 @@
-"""The pages of model families: their tables are what ``slime plan`` says today, and no preset is forgotten."""
+"""The tables of model pages equal the output of ``slime plan``, and every preset is on a page."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_every_preset_of_a_published_model_is_on_a_page_itself_or_by_the_one_it_
     assert {name for name in presets if name not in shown and presets[name].parent not in shown} - FOR_TESTS == set()
 
 
-def test_every_page_is_in_the_index() -> None:
+def test_every_family_is_in_the_table_of_models() -> None:
     index = (DOCS / "README.md").read_text(encoding="utf-8")
     assert {page for page in PAGES if f"]({page}.md)" not in index} == set()
     assert {path.stem for path in DOCS.glob("*.md")} == {*PAGES, "README"}

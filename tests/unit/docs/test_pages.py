@@ -1,4 +1,4 @@
-"""Documentation: the site builds, every link leads somewhere, every page is reachable."""
+"""The site builds, every link has a target, and every page is in the navigation and on the home page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", _PAGES, ids=lambda path: str(path.relative_to(_ROOT)))
-def test_every_link_leads_to_a_file_and_to_a_heading_in_it(page: Path):
+def test_every_link_leads_to_a_file_and_to_a_heading_in_it(page: Path) -> None:
     broken = []
     for link in _LINK.findall(_FENCE.sub("", page.read_text())):
         if re.match(r"[a-z]+:", link):
@@ -36,7 +36,7 @@ def test_every_link_leads_to_a_file_and_to_a_heading_in_it(page: Path):
     assert broken == []
 
 
-def test_every_page_that_the_code_names_exists():
+def test_every_page_that_the_code_names_exists() -> None:
     places = ("slime", "slime_plugins", "tools", "examples", "scripts")
     files = [path for place in places for path in (_ROOT / place).rglob("*") if path.suffix in (".py", ".sh", ".yaml")]
     named = {name for path in files for name in re.findall(r"\bdocs/[\w./-]+\.md", path.read_text())}
@@ -44,7 +44,7 @@ def test_every_page_that_the_code_names_exists():
     assert [name for name in sorted(named) if not (_ROOT / name).is_file()] == []
 
 
-def test_the_site_builds_without_a_warning_and_holds_every_page(tmp_path: Path):
+def test_the_site_builds_without_a_warning_and_holds_every_page(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -54,18 +54,36 @@ def test_the_site_builds_without_a_warning_and_holds_every_page(tmp_path: Path):
         assert name in built or (name.name == "README.md" and name.with_name("index.md") in built), name
 
 
-def test_every_page_is_in_the_navigation():
-    # pages are built also when nobody can find them
+def pages_of(nav: object) -> list[str]:
+    """Every page that the navigation lists, in order and with repetitions."""
+    match nav:
+        case str():
+            return [nav]
+        case dict():
+            return [page for entry in nav.values() for page in pages_of(entry)]
+        case list():
+            return [page for entry in nav for page in pages_of(entry)]
+    raise TypeError(nav)
+
+
+def test_the_navigation_lists_every_page_once() -> None:
     config = yaml.safe_load((_ROOT / "mkdocs.yml").read_text())
-    listed = set(re.findall(r"[\w/.\-]+\.md", str(config["nav"])))
     pages = {str(path.relative_to(_ROOT / "docs")) for path in (_ROOT / "docs").rglob("*.md")}
-    assert listed == pages
+    assert sorted(pages_of(config["nav"])) == sorted(pages)
 
 
-def test_every_kill_of_the_chaos_tables_costs_less_than_the_ten_seconds_that_the_readme_says():
-    page = (_ROOT / "docs" / "reliability.md").read_text()
-    tables = page[page.index("<!-- chaos: begin -->") : page.index("<!-- chaos: end -->")]
-    rows = [line for line in tables.splitlines() if re.match(r"\| [A-Za-z ]+ \| *!?[\d.]+ s", line)]
-    seconds = [float(cell) for row in rows for cell in re.findall(r"([\d.]+) s", row)]
-    assert len(rows) == 11, "five kinds of process go on, six are named"
-    assert max(seconds) < 10
+def test_the_home_page_links_every_page() -> None:
+    home = _ROOT / "docs" / "index.md"
+    linked = {link.partition("#")[0] for link in _LINK.findall(home.read_text(encoding="utf-8"))}
+    pages = {str(path.relative_to(home.parent)) for path in home.parent.rglob("*.md")} - {"index.md"}
+    assert pages - linked == set()
+
+
+def test_the_top_level_has_about_thirty_pages() -> None:
+    assert len(list((_ROOT / "docs").glob("*.md"))) <= 32
+
+
+def test_the_search_ranks_generated_tables_below_guides() -> None:
+    for name in ("flags.md", "metrics.md"):
+        head = (_ROOT / "docs" / name).read_text(encoding="utf-8").split("---")[1]
+        assert yaml.safe_load(head)["search"]["boost"] < 1

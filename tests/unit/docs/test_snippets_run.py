@@ -17,7 +17,7 @@ from tests.doc_commands import PAGES, ROOT, blocks
 from tests.unit.rollout.fake_engine import FakeEngine
 from tools.make_tiny_task import TinyTask
 
-OF_HOOKS = ("docs/en/get_started/customization.md", "docs/trainer_hooks.md")
+OF_HOOKS = ("docs/en/get_started/customization.md",)
 
 
 def snippet(page: str, words: str) -> str:
@@ -71,7 +71,7 @@ def test_spans_of_a_function_are_in_the_sample_s_trace() -> None:
     async def search(query: str) -> list[str]:
         return [query]
 
-    made = names_of("docs/tracing.md", "trace_span", search=search)
+    made = names_of("docs/observability.md", "trace_span", search=search)
     sample = asyncio.run(made["generate"](None, Sample(), {}))
     assert asyncio.run(made["reward"](None, sample)) == 1.0
     trace = repr(sample.trace)
@@ -85,7 +85,7 @@ def test_the_test_of_a_reward_passes_for_one_that_keeps_its_contract(
     (tmp_path / "my_pkg").mkdir()
     (tmp_path / "my_pkg" / "rewards.py").write_text("def score(args, sample, **kwargs):\n    return {'score': 1.0}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    made = names_of("docs/plugin_tests.md", "def test_the_reward")
+    made = names_of("docs/en/get_started/customization.md", "def test_the_reward")
     made["test_the_reward_keeps_its_contract"]()
 
 

@@ -246,5 +246,5 @@ def test_one_shell_can_source_every_preset_in_turn() -> None:
 
 
 def test_the_page_of_presets_names_every_preset() -> None:
-    page = (ROOT / "docs" / "models.md").read_text()
+    page = (ROOT / "docs" / "models" / "README.md").read_text()
     assert all(f"`{name}`" in page for name in model_words())
