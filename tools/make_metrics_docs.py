@@ -24,10 +24,10 @@ search:
 
 Look up a metric. `tools/make_metrics_docs.py` writes this page from `slime/observability/metric_table.py`.
 
-Every run writes its metrics to `<output-dir>/<experiment>/metrics.jsonl`, one record per line. Flags select TensorBoard and
-Weights & Biases in addition (see [observability](observability.md)). The x axis of `train/` is `train/step`, the number of
-optimizer steps. That of `eval/` is `eval/step`, the number of rollouts trained on. All other metrics are plotted over
-`rollout/step`, the number of the rollout. A value that is not finite is `null` in the file.
+Every run writes its metrics to `<output-dir>/<experiment>/metrics.jsonl`, one record per line. Flags select TensorBoard
+and Weights & Biases in addition (see [observability](observability.md)). The x axis of `train/` is `train/step`, the
+number of optimizer steps. That of `eval/` is `eval/step`, the number of rollouts trained on. All other metrics are
+plotted over `rollout/step`, the number of the rollout. A value that is not finite is `null` in the file.
 """
 AXES = {"train": "`train/step`", "eval": "`eval/step`"}
 

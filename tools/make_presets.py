@@ -1,4 +1,4 @@
-"""Write ``scripts/models/*.sh`` and the table of ``docs/models/README.md`` from the facts in ``scripts/models/presets.yaml``.
+"""Write ``scripts/models/*.sh`` and the table of ``docs/models/README.md`` from ``scripts/models/presets.yaml``.
 
     python tools/make_presets.py            write the files
     python tools/make_presets.py --check    exit with 1 and name the files that are out of date
