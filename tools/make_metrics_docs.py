@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from slime.observability.metric_table import METRICS  # noqa: E402 - the repository's root comes first
+from slime.observability import metric_table  # noqa: E402 - the repository's root comes first
 
 PAGE = ROOT / "docs" / "metrics.md"
 HEAD = """---
@@ -35,11 +35,11 @@ AXES = {"train": "`train/step`", "eval": "`eval/step`"}
 def page() -> str:
     """The whole document."""
     parts = [HEAD]
-    for prefix in dict.fromkeys(entry.name.split("/")[0] for entry in METRICS):
+    for prefix in dict.fromkeys(entry.name.split("/")[0] for entry in metric_table.METRICS):
         axis = AXES.get(prefix, "`rollout/step`")
         parts.append(f"\n## {prefix}/\n\nOver {axis}.\n")
         parts.append("| metric | meaning | unit | reduction | when |\n|---|---|---|---|---|")
-        for entry in METRICS:
+        for entry in metric_table.METRICS:
             if entry.name.startswith(prefix + "/"):
                 when = entry.when or "always"
                 parts.append(f"| `{entry.name}` | {entry.meaning} | {entry.unit} | {entry.reduction} | {when} |")

@@ -24,6 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from slime.observability.metric_table import MetricEntry, describe
 from slime.observability.run_info import RunInfo, read_run_info
 from slime.observability.sample_record import FOLDER, LIGHT, record_file, train_files
 from slime.utils.errors import DataError
@@ -291,6 +292,7 @@ class MetricFile:
         self._offset = 0
         self._points: dict[str, dict[float, float]] = {}
         self._axes: dict[str, str] = {}
+        self._entries: dict[str, MetricEntry | None] = {}
         self.last_time: float | None = None
 
     @property
@@ -325,16 +327,23 @@ class MetricFile:
         for name, value in record.items():
             if name in ("time", "step_key", axis) or not isinstance(value, int | float):
                 continue
+            if name not in self._axes:
+                self._entries[name] = describe(name)
             self._axes[name] = axis
             self._points.setdefault(name, {})[step] = float(value)  # a resumed run writes a step again
 
     def series(self) -> dict[str, dict[str, Any]]:
-        """``{name: {"axis": "train/step", "x": [...], "y": [...]}}``, at most some hundred points each."""
+        """``{name: {"axis": "train/step", "x": [...], "y": [...], "unit", "meaning"}}``, some hundred points each.
+
+        Unit and meaning come from the table of metrics; both are empty for metrics of the user.
+        """
         found = {}
         for name, points in sorted(self._points.items()):
             steps = sorted(points)
             x, y = thin(steps, [points[step] for step in steps])
-            found[name] = {"axis": self._axes[name], "x": x, "y": y}
+            entry = self._entries[name]
+            texts = {"unit": entry.unit, "meaning": entry.meaning} if entry else {"unit": "", "meaning": ""}
+            found[name] = {"axis": self._axes[name], "x": x, "y": y, **texts}
         return found
 
 

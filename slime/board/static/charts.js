@@ -7,7 +7,7 @@ export const COLORS = ["#2f9e6e", "#3f7fd1", "#e08a2b", "#b458c4", "#d0453c", "#
 const W = 420, H = 176, LEFT = 46, RIGHT = 8, TOP = 8, BOTTOM = 20;
 
 /** A card with one or several lines. series: [{label, x, y}], y may hold null. */
-export function lineChart(title, unit, series, axis) {
+export function lineChart(title, unit, series, axis, meaning = "") {
   const points = series.flatMap((s) => s.y.map((y, i) => [s.x[i], y])).filter(([, y]) => y !== null);
   if (!points.length) return null;
   const scale = makeScale(points.map((p) => p[0]), points.map((p) => p[1]));
@@ -15,7 +15,7 @@ export function lineChart(title, unit, series, axis) {
   series.forEach((s, i) => drawLine(root, s, COLORS[i % COLORS.length], scale));
   const lookup = (x) => series.map((s) => [s.label, at(s, x)]);
   const last = series.length === 1 ? number([...series[0].y].reverse().find((y) => y !== null)) : "";
-  return finish(card(title, last || unit, root), root, scale, [...new Set(points.map((p) => p[0]))].sort((a, b) => a - b), lookup, axis, series);
+  return finish(card(title, last || unit, root, meaning), root, scale, [...new Set(points.map((p) => p[0]))].sort((a, b) => a - b), lookup, axis, series);
 }
 
 /** A card with one bar per x, made of parts. series: [{label, x, y}] with the same x. */
@@ -42,8 +42,8 @@ export function barChart(title, unit, series, axis) {
   return finish(card(title, unit, root), root, scale, xs, lookup, axis, series);
 }
 
-function card(title, unit, root) {
-  return el("div", { className: "card chart" }, el("h3", {}, title, el("span", { className: "unit" }, unit)), root);
+function card(title, unit, root, meaning = "") {
+  return el("div", { className: "card chart" }, el("h3", { title: meaning }, title, el("span", { className: "unit" }, unit)), root);
 }
 
 function finish(box, root, scale, xs, lookup, axis, series) {

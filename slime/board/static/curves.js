@@ -1,31 +1,32 @@
-// The overview and the page of all metrics: which curves stand together, and in which order.
+// The overview and the page of all metrics: groups of curves and their order.
 
 import { barChart, lineChart } from "./charts.js";
 import { el, number } from "./dom.js";
 
 const TILES = [
-  ["rollout", null, ""],
-  ["reward", ["rollout/raw_reward", "rollout/rewards"], ""],
-  ["response length", ["rollout/response_len/mean"], "tokens"],
-  ["truncated", ["rollout/truncated_ratio"], ""],
-  ["|train − rollout| log-prob", ["train/train_rollout_logprob_abs_diff"], ""],
-  ["time of a step", ["perf/step_time"], "s"],
-  ["tokens", ["perf/tokens_per_gpu_per_sec"], "/s per GPU"],
+  ["rollout", null],
+  ["reward", ["rollout/raw_reward", "rollout/rewards"]],
+  ["response length", ["rollout/response_len/mean"]],
+  ["truncated", ["rollout/truncated_ratio"]],
+  ["|train − rollout| log-prob", ["train/train_rollout_logprob_abs_diff"]],
+  ["time of a step", ["perf/step_time"]],
+  ["tokens", ["perf/tokens_per_gpu_per_sec"]],
 ];
 
+// Units and meanings of the metrics come with their values, from the table of metrics.
 const CHARTS = [
-  ["Reward", "", ["rollout/raw_reward"]],
-  ["Response length", "tokens", ["rollout/response_len/mean", "rollout/response_len/median", "rollout/response_len/max"]],
-  ["Loss", "", ["train/loss", "train/pg_loss", "train/kl_loss", "train/value_loss"]],
-  ["Gradient norm", "", ["train/grad_norm"]],
-  ["Log-prob difference of trainer and engine", "nats", ["train/train_rollout_logprob_abs_diff", "rollout/logprob_abs_diff_max"]],
-  ["KL of this update", "nats", ["train/ppo_kl"]],
-  ["Entropy", "nats", ["train/entropy_loss"]],
-  ["Clipped tokens", "share", ["train/pg_clipfrac"]],
-  ["Truncated responses", "share", ["rollout/truncated_ratio", "rollout/repetition_frac"]],
-  ["Weight version lag", "rollouts", ["rollout/weight_version_lag", "rollout/weight_version_lag/max"]],
-  ["Tokens per second", "tok/s", ["perf/tokens_per_gpu_per_sec", "perf/actor_train_tok_per_s"]],
-  ["Learning rate", "", ["train/lr-pg_0"]],
+  ["Reward", ["rollout/raw_reward"]],
+  ["Response length", ["rollout/response_len/mean", "rollout/response_len/median", "rollout/response_len/max"]],
+  ["Loss", ["train/loss", "train/pg_loss", "train/kl_loss", "train/value_loss"]],
+  ["Gradient norm", ["train/grad_norm"]],
+  ["Log-prob difference of trainer and engine", ["train/train_rollout_logprob_abs_diff", "rollout/logprob_abs_diff_max"]],
+  ["KL of this update", ["train/ppo_kl"]],
+  ["Entropy", ["train/entropy_loss"]],
+  ["Clipped tokens", ["train/pg_clipfrac"]],
+  ["Truncated responses", ["rollout/truncated_ratio", "rollout/repetition_frac"]],
+  ["Weight version lag", ["rollout/weight_version_lag", "rollout/weight_version_lag/max"]],
+  ["Tokens per second", ["perf/tokens_per_gpu_per_sec", "perf/actor_train_tok_per_s"]],
+  ["Learning rate", ["train/lr-pg_0"]],
 ];
 
 const PHASES = [
@@ -39,7 +40,7 @@ const AXES = { "train/step": "step", "rollout/step": "rollout", "eval/step": "af
 export function showOverview(all) {
   document.getElementById("tiles").replaceChildren(...TILES.map((tile) => makeTile(all, tile)).filter(Boolean));
   const phases = PHASES.filter(([, name]) => all[name]).map(([label, name]) => ({ label, x: all[name].x, y: all[name].y }));
-  const charts = [...CHARTS.map(([title, unit, names]) => makeChart(all, title, unit, names)), ...evaluations(all)];
+  const charts = [...CHARTS.map(([title, names]) => makeChart(all, title, names)), ...evaluations(all)];
   const bars = phases.length ? barChart("Where the time of a step goes", "s", phases, "rollout") : null;
   const shown = charts.filter(Boolean);
   if (bars) shown.splice(2, 0, bars);
@@ -56,7 +57,7 @@ export function showMetrics(all, filter) {
     for (const { isIntersecting, target } of entries) {
       if (!isIntersecting) continue;
       watcher.unobserve(target);
-      target.replaceWith(makeChart(all, target.dataset.name, "", [target.dataset.name]) ?? el("span"));
+      target.replaceWith(makeChart(all, target.dataset.name, [target.dataset.name]) ?? el("span"));
     }
   }, { rootMargin: "300px" });
   const names = Object.keys(all).filter((name) => name.toLowerCase().includes(filter.toLowerCase()));
@@ -69,24 +70,25 @@ export function showMetrics(all, filter) {
   if (!names.length) place.append(el("p", { className: "empty" }, "No metric has that in its name."));
 }
 
-function makeChart(all, title, unit, names) {
+function makeChart(all, title, names) {
   const found = names.filter((name) => all[name]);
   if (!found.length) return null;
   const series = found.map((name) => ({ label: shorten(name), x: all[name].x, y: all[name].y }));
-  return lineChart(title, unit, series, AXES[all[found[0]].axis] ?? "step");
+  const { axis, unit, meaning } = all[found[0]];
+  return lineChart(title, unit, series, AXES[axis] ?? "step", meaning);
 }
 
 function evaluations(all) {
   const sets = Object.keys(all).filter((name) => /^eval\/[^/]+$/.test(name) && !name.endsWith("-truncated_ratio"));
-  return sets.map((name) => makeChart(all, `Evaluation: ${name.slice(5)}`, "", [name]));
+  return sets.map((name) => makeChart(all, `Evaluation: ${name.slice(5)}`, [name]));
 }
 
 function shorten(name) {
   return name.replace(/^(train|rollout|perf)\//, "").replace("response_len/", "");
 }
 
-function makeTile(all, [name, metrics, unit]) {
-  let value = null;
+function makeTile(all, [name, metrics]) {
+  let value = null, unit = "";
   if (metrics === null) {
     value = Math.max(-1, ...Object.values(all).filter((s) => s.axis === "rollout/step").map((s) => s.x[s.x.length - 1]));
     if (value < 0) return null;
@@ -94,6 +96,7 @@ function makeTile(all, [name, metrics, unit]) {
     const metric = metrics.find((candidate) => all[candidate]);
     if (!metric) return null;
     value = all[metric].y[all[metric].y.length - 1];
+    unit = all[metric].unit === "share" ? "" : all[metric].unit;
   }
   const text = el("div", { className: "value" }, number(value), unit ? el("small", {}, unit) : null);
   return el("div", { className: "tile" }, el("div", { className: "name" }, name), text);

@@ -9,7 +9,6 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from slime.backends.protocols import EngineFleet, NamedTensor, WeightExporter
@@ -19,9 +18,9 @@ from slime.config.groups import from_args
 from slime.hooks.load import load_function
 from slime.ray.run.cluster import node_address
 from slime.weight_sync.quantize import Quantizer, find_quantizer
-from slime.weight_sync.send_disk import DeltaUpdater, DiskSettings, DiskUpdater
 from slime.weight_sync.session import TrainerRanks, WeightUpdate
-from slime.weight_sync.updater import Updater, WeightUpdater
+from slime.weight_sync.transports import TRANSPORTS, TrainerSide
+from slime.weight_sync.updater import Updater
 
 _RANKS_GRACE_S = 60.0
 """The other ranks wait this much longer than the source does for an engine: its reason is the one to be told."""
@@ -37,26 +36,9 @@ def weight_updater(args: Namespace, rank: int, world_size: int) -> Updater:
 def _updater(args: Namespace, rank: int, world_size: int) -> Updater:
     sync = from_args(SyncArgs, args)
     ranks = TrainerRanks(rank, world_size, timeout_s=sync.weight_sync_timeout + _RANKS_GRACE_S)
-    if sync.update_weight_transport == "nccl":
-        return WeightUpdater(
-            ranks,
-            address=node_address(),
-            shares_devices=args.colocate,
-            timeout_s=sync.weight_sync_timeout,
-            changed_only=sync.update_weight_changed_only,
-        )
-    assert sync.update_weight_disk_dir is not None, "a rule asks for it"
-    local = sync.update_weight_local_checkpoint_dir
-    settings = DiskSettings(
-        root=Path(sync.update_weight_disk_dir),
-        local=None if local is None else Path(local),
-        keeps_files=sync.update_weight_disk_keep_files,
-        checksum=sync.update_weight_delta_checksum,
-        post_write=_post_write(args),
-    )
-    if sync.update_weight_mode == "full":
-        return DiskUpdater(ranks, settings)
-    return DeltaUpdater(ranks, settings, encoding=sync.update_weight_delta_encoding)
+    transport = TRANSPORTS[sync.update_weight_transport]
+    post_write = _post_write(args) if "custom_update_weight_post_write_path" in transport.reads else None
+    return transport.make(sync, TrainerSide(ranks, node_address, args.colocate, post_write))
 
 
 def _post_write(args: Namespace) -> Callable[[str, Any], None] | None:

@@ -16,6 +16,7 @@ from benchmarks.made_run import make_run
 from slime.board.command import _chosen_run, board
 from slime.board.run_data import MetricFile, RunData, SampleQuery, TokenTexts, thin
 from slime.board.server import make_app
+from slime.observability.metric_table import describe
 from slime.observability.sample_record import LIGHT, read_rows, record_file
 from slime.utils.errors import DataError
 
@@ -173,11 +174,14 @@ def test_curves_follow_a_file_that_grows(tmp_path: Path) -> None:
     first = json.dumps({"time": 1, "step_key": "train/step", "train/step": 0, "train/loss": 0.5, "train/note": "x"})
     path.write_text(first + '\n{"step_key": "train/step", "train/st')
     file.refresh()
-    assert file.series() == {"train/loss": {"axis": "train/step", "x": [0.0], "y": [0.5]}}
+    entry = describe("train/loss")
+    assert entry is not None
+    loss = {"axis": "train/step", "unit": entry.unit, "meaning": entry.meaning}
+    assert file.series() == {"train/loss": loss | {"x": [0.0], "y": [0.5]}}
     again = [{"step_key": "train/step", "train/step": s, "train/loss": v} for s, v in ((0, 0.75), (1, None), (2, 0.1))]
     path.write_text(first + "\nnot json\n" + "".join(json.dumps(record) + "\n" for record in again))
     file.refresh()
-    assert file.series()["train/loss"] == {"axis": "train/step", "x": [0.0, 2.0], "y": [0.75, 0.1]}
+    assert file.series()["train/loss"] == loss | {"x": [0.0, 2.0], "y": [0.75, 0.1]}
     path.write_text(json.dumps({"step_key": "train/step", "train/step": 7, "train/loss": 1.0}) + "\n")
     file.refresh()
     assert file.series()["train/loss"]["x"] == [7.0]

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from slime.board.run_data import MetricFile
 from slime.config.check.generation import _dumps
 from slime.config.groups import add_group
 from slime.data.sample import Sample
+from slime.observability import metric_table
 from slime.observability.arguments import OutputArgs, ProfileArgs
-from slime.observability.metric_table import METRICS, describe
+from slime.observability.metric_table import METRICS, MetricEntry, describe
 from slime.observability.profile_utils import TrainProfiler
 from slime.observability.rollout_metrics import log_rollout_data
 from slime.observability.step_metrics import Work, perf_metrics, warn_if_mismatched
@@ -58,6 +60,17 @@ def test_a_difference_outside_of_its_band_names_the_command_that_explains_it(cap
 def test_the_page_of_metrics_is_that_of_the_table() -> None:
     assert PAGE.read_text(encoding="utf-8") == page()
     assert len({entry.name for entry in METRICS}) == len(METRICS)
+
+
+def test_a_metric_is_one_row_for_the_page_and_the_board(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    row = MetricEntry("train/toy", "how many toys", "toys", "sum", "it is tested")
+    monkeypatch.setattr(metric_table, "METRICS", (*METRICS, row))
+    assert "| `train/toy` | how many toys | toys | sum | it is tested |" in page()
+    (tmp_path / "metrics.jsonl").write_text('{"step_key": "train/step", "train/step": 1, "train/toy": 3}\n')
+    file = MetricFile(tmp_path / "metrics.jsonl")
+    file.refresh()
+    toy = {"axis": "train/step", "x": [1.0], "y": [3.0], "unit": "toys", "meaning": "how many toys"}
+    assert file.series() == {"train/toy": toy}
 
 
 def test_all_metrics_of_a_rollout_are_in_the_table() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -58,9 +59,9 @@ def test_the_form_of_a_delta_is_idle_when_everything_is_sent(command: TinyComman
 def test_a_checksum_without_its_library_is_refused_before_anything_starts(
     command: TinyCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find = rules.importlib.util.find_spec
+    find = importlib.util.find_spec
     monkeypatch.setattr(
-        rules.importlib.util, "find_spec", lambda name, *more: None if name == "blake3" else find(name, *more)
+        importlib.util, "find_spec", lambda name, *more: None if name == "blake3" else find(name, *more)
     )
     _, problems = command.run(*DISK, "--update-weight-delta-checksum", "blake3")
     assert "pip install blake3" in problems
