@@ -13,8 +13,6 @@ from typing import Any
 from slime.agent.sandbox import ExecResult, FileContent
 from slime.utils.errors import DeadlineExceeded
 
-__all__ = ["DockerSandbox"]
-
 _START_TIMEOUT_S = 600  # the image may have to be fetched
 _FILE_TIMEOUT_S = 120
 _LINGER_S = 5  # what a command gets after SIGTERM

@@ -17,11 +17,9 @@ from slime.agent.adapters.common import BaseAdapter
 from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.data.sample import Sample
 from slime.rollout.sglang_rollout import GenerateState
-from slime.utils.async_utils import Places
+from slime.utils.async_utils import Slots
 from slime.utils.errors import EngineError
 from slime.utils.misc import SingletonMeta
-
-__all__ = ["AgentService", "Outcome"]
 
 Outcome = tuple[float, dict[str, Any]]
 """Reward, and entries for the metadata of the samples."""
@@ -52,7 +50,7 @@ class AgentService(metaclass=SingletonMeta):
             needs_session=True,
             args=args,
         )
-        self.places = Places(self.max_running)
+        self.slots = Slots(self.max_running)
         self.server = run_app_in_thread(self.adapter.app, host=self.host, runner_kwargs={"handler_cancellation": True})
 
     @property
@@ -81,7 +79,7 @@ class AgentService(metaclass=SingletonMeta):
             sid, sampling_defaults=sampling_params, max_context_tokens=args.rollout_max_context_len or 0
         )
         try:
-            async with self.places.semaphore:
+            async with self.slots.semaphore:
                 reward, metadata = await work(sid)
             if GenerateState(args).is_ending:
                 await adapter.drop_session(sid, wait_timeout=0.0)

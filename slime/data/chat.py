@@ -12,8 +12,6 @@ from typing import Any, cast
 
 from slime.utils.errors import DataError
 
-__all__ = ["load_tokenizer", "render_chat", "render_continuation", "tokenize_chat"]
-
 Messages = Sequence[Mapping[str, Any]]
 
 _TURN = "slime-assistant-turn"

@@ -15,8 +15,6 @@ from slime.data.sample import Sample
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.files import replacing
 
-__all__ = ["dump_path", "load_saved", "read_samples", "write_dump"]
-
 logger = logging.getLogger(__name__)
 
 _warned: set[str] = set()

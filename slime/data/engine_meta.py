@@ -17,8 +17,6 @@ import torch
 from slime.data.sample import Sample
 from slime.data.sampling_mask import SAMPLING_MASK
 
-__all__ = ["append_response_tokens", "decode_int32_meta_array"]
-
 _FINISH_TO_STATUS = {
     "length": Sample.Status.TRUNCATED,
     "abort": Sample.Status.ABORTED,

@@ -6,8 +6,6 @@ from dataclasses import dataclass, fields
 
 from slime.utils.errors import ConfigError
 
-__all__ = ["ParallelLayout"]
-
 
 @dataclass(frozen=True)
 class ParallelLayout:

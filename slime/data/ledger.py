@@ -29,19 +29,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypedDict, get_args
 
-__all__ = [
-    "LEDGER",
-    "Audit",
-    "Entry",
-    "Event",
-    "Ledger",
-    "audit",
-    "format_numbers",
-    "ledger_path",
-    "parse_numbers",
-    "read_ledger",
-]
-
 LEDGER = "ledger.jsonl"
 
 Event = Literal["begin", "drawn", "returned", "used", "dropped", "saved", "trained"]

@@ -26,8 +26,6 @@ from typing import Any
 from slime.data.chat import render_chat, tokenize_chat
 from slime.utils.errors import DataError
 
-__all__ = ["MultiTurnLossMaskGenerator", "get_response_lengths"]
-
 Message = Mapping[str, Any]
 Masked = tuple[list[int], list[int]]
 

@@ -25,22 +25,6 @@ from typing import Any
 from slime.utils.errors import DataError
 from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 
-__all__ = [
-    "DEFAULT_PATCH_SIZE",
-    "MultimodalType",
-    "MultimodalTypes",
-    "build_processor_kwargs",
-    "encode_image_for_rollout_engine",
-    "expand_media",
-    "has_media",
-    "load_processor",
-    "media_from_state",
-    "media_to_state",
-    "process_vision_info",
-    "run_processor",
-    "with_single_placeholders",
-]
-
 DEFAULT_PATCH_SIZE = 14
 """Of vision encoders whose processor does not tell."""
 

@@ -29,8 +29,6 @@ from slime.data.sample import Sample
 from slime.data.special_tokens import SpecialTokens
 from slime.utils.errors import DataError
 
-__all__ = ["Prepared", "PromptMaker", "Row", "count_tokens", "field_of", "prepare", "prompt_lengths"]
-
 Row: TypeAlias = dict[str, Any]
 Placed: TypeAlias = tuple[str, Row]
 """A row and where it stands, for error messages."""

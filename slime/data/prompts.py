@@ -20,17 +20,6 @@ from slime.data.row_values import parse_json, plain_value
 from slime.data.sample import Sample
 from slime.utils.errors import DataError
 
-__all__ = [
-    "Dataset",
-    "check_prompt_file",
-    "filter_long_prompt",
-    "numbered_rows",
-    "open_prompts",
-    "parse_path",
-    "prompt_key_of",
-    "read_file",
-]
-
 logger = logging.getLogger(__name__)
 
 _SLICE = re.compile(r"^(.*)@\[(-?\d*):(-?\d*)\]$", re.DOTALL)

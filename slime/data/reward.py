@@ -11,8 +11,6 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["MAX_REWARD", "check_entries", "reward_number"]
-
 MAX_REWARD = 1e16
 """Group statistics are computed in fp32: the squares of a million such rewards still sum to less than its 3.4e38."""
 _MAX_FLOAT32 = 3.4028234663852886e38

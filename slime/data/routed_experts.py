@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["check_routed_experts", "compact_routed_experts", "validate_rollout_routed_experts_for_replay"]
-
 
 def compact_routed_experts(
     values: Sequence[Any], total_lengths: Sequence[int], needed_rows: Sequence[int], names: Sequence[str]

@@ -18,8 +18,6 @@ from typing import Any
 
 from slime.utils.errors import DataError
 
-__all__ = ["check_label", "parse_json", "plain_value"]
-
 _MAX_LEVELS = 100
 _SHOWN = 60
 

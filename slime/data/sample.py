@@ -15,8 +15,6 @@ from typing import Any, TypeAlias, TypeVar
 
 from slime.utils.errors import DataError
 
-__all__ = ["Sample", "SampleGroup", "SampleStatus", "as_groups", "iter_samples"]
-
 Counters = TypeVar("Counters", bound="_Counters")
 
 

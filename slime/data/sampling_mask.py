@@ -15,17 +15,6 @@ from typing import Any
 
 from slime.utils.errors import DataError
 
-__all__ = [
-    "LACKS_SETS",
-    "OUTPUT_LISTS",
-    "REPLAY_TOP_K",
-    "SAMPLING_MASK",
-    "check_sampling_sets",
-    "cuts_vocabulary",
-    "lacks_sets",
-    "sampled_tokens",
-]
-
 SAMPLING_MASK = "output_token_sampling_mask"
 """Where SGLang puts the sets of a request with ``return_sampling_mask``, ``[tokens][ids]``."""
 

@@ -14,8 +14,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["SpecialTokens"]
-
 logger = logging.getLogger(__name__)
 
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"

@@ -23,8 +23,6 @@ from slime.data.prepare import Placed, Prepared, PromptMaker, prepare
 from slime.data.sample import Sample
 from slime.utils.errors import DataError
 
-__all__ = ["SHUFFLE_BUFFER", "StreamingDataset", "shuffled"]
-
 logger = logging.getLogger(__name__)
 
 SHUFFLE_BUFFER = 10_000

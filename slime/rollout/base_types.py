@@ -1,21 +1,41 @@
-"""What a rollout function returns. Called by the rollout manager; plugins return these or plain values."""
+"""The public border of the room: what rollout functions return, and which flags an ``args`` must have.
+
+Called by the rollout manager and by the public functions of this room. Plugins return these records or plain values.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from slime.config.groups import defaults_of
+from slime.data.arguments import BatchSizeArgs, PromptDataArgs
 from slime.data.sample import SampleGroup
 from slime.hooks.load import name_of
+from slime.rollout.arguments import EvalArgs, FilterArgs, GenerationArgs, RewardModelArgs
 from slime.utils.errors import DataError
 
-__all__ = ["RolloutFnEvalOutput", "RolloutFnTrainOutput", "call_rollout_fn"]
+__all__ = ["RolloutFnEvalOutput", "RolloutFnTrainOutput", "call_rollout_fn", "complete_args"]
+
+Args = TypeVar("Args")
+
+_DEFAULTS: dict[str, Any] = {
+    **defaults_of((GenerationArgs, RewardModelArgs, FilterArgs, EvalArgs, PromptDataArgs, BatchSizeArgs)),
+    # flags and facts of other rooms
+    "router_policy": None,
+    "sglang_dp_size": None,
+    "sglang_enable_deterministic_inference": False,
+    "sglang_model_routers": None,
+    "use_fault_tolerance": False,
+    "use_rollout_routing_replay": False,
+}
 
 
 @dataclass
 class RolloutFnTrainOutput:
-    """A batch for training: one entry per prompt, and metrics to log."""
+    """A training batch with one entry per prompt, and metrics to log."""
 
     samples: list[SampleGroup]
     metrics: dict[str, Any] | None = None
@@ -44,3 +64,15 @@ def call_rollout_fn(
         flag = "--eval-function-path" if evaluation else "--rollout-function-path"
         raise DataError(f"{flag}: {name_of(fn)} returned None; it must return samples, or a RolloutFn...Output")
     return RolloutFnEvalOutput(data=output) if evaluation else RolloutFnTrainOutput(samples=output)
+
+
+def complete_args(args: Args) -> Args:
+    """Add the flags that a handmade namespace lacks, with their declared defaults. Returns ``args``.
+
+    Public functions of this room call it once. The code inside reads ``args.<flag>`` without a default.
+    """
+    for name, default in _DEFAULTS.items():
+        if not hasattr(args, name):
+            # In place, not in a copy: hooks may count or remember in the object that the caller holds.
+            setattr(args, name, copy.copy(default))
+    return args

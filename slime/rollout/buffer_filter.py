@@ -11,11 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.data.sample import Sample, SampleGroup, iter_samples
-from slime.hooks.load import parameter_names
-from slime.rollout.settings import setting
+from slime.hooks.signature import parameter_names
 from slime.utils.errors import DataError
-
-__all__ = ["call_filter", "choose", "pop_first", "takes_samples"]
 
 
 def pop_first(args: Any, rollout_id: Any, buffer: list[SampleGroup], num_samples: int) -> list[SampleGroup]:
@@ -76,7 +73,7 @@ def choose(
 
 
 def _made_up(args: Any) -> list[SampleGroup]:
-    key, size = setting(args, "reward_key"), max(1, setting(args, "n_samples_per_prompt"))
+    key, size = args.reward_key, max(1, args.n_samples_per_prompt)
 
     def sample(index: int) -> Sample:
         reward = float(index % 2)

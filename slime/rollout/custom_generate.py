@@ -1,10 +1,11 @@
-"""Calling users' generate functions, in either convention, and completing what they leave out.
+"""Calls users' generate functions in both conventions, and completes the fields that they leave out.
 
 f(args, sample, sampling_params[, evaluation])     per sample
-f(args, samples[, sampling_params][, evaluation])  per group, recognised by the parameter ``samples``, or by a second
+f(args, samples[, sampling_params][, evaluation])  per group, recognized by the parameter ``samples``, or by a second
                                                    parameter that is annotated with a list
 
-A call may take --custom-generate-timeout seconds; then it counts as raised, and the rollout tries the sample again.
+A call may take --custom-generate-timeout seconds. A longer call counts as an error, and the rollout tries the sample
+again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from slime.data.chat import render_chat
@@ -20,23 +22,23 @@ from slime.data.sample import Sample, iter_samples
 from slime.hooks.load import accepts, annotation, name_of
 from slime.rollout.collect import mask_older_tokens
 from slime.rollout.engine_request import cut_stop_token
-from slime.rollout.failures import fresh_copy, generate_with_retries, is_given_up
+from slime.rollout.failures import Attempts, is_given_up, traced_copy
 from slime.rollout.rm_hub.scoring import score
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
-from slime.rollout.settings import is_ending, setting
 from slime.utils.async_utils import call_user, is_async
 from slime.utils.errors import DataError
 
-__all__ = [
-    "call_generate",
-    "call_group_generate",
-    "complete",
-    "generate_whole_group",
-    "refuse_stray_abort",
-    "takes_group",
-]
-
 logger = logging.getLogger(__name__)
+
+evaluates: ContextVar[bool] = ContextVar("evaluates", default=False)
+"""Whether the running task generates for an evaluation. The tasks that it starts inherit the value."""
+
+FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
+
+
+def is_ending(state: Any) -> bool:
+    """Whether the rollout of the running task is over. A rollout does not end an evaluation."""
+    return bool(state.aborted) and not evaluates.get()
 
 
 def takes_group(function: Callable[..., Any]) -> bool:
@@ -47,14 +49,14 @@ def takes_group(function: Callable[..., Any]) -> bool:
 async def call_generate(
     function: Callable[..., Any], args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
 ) -> Sample | list[Sample]:
-    """One sample, or the samples that one execution was cut into.
+    """Call a function for one sample. It may cut one execution into several samples.
 
     Raises:
         TimeoutError: ``--custom-generate-timeout`` passed.
         DataError: it returned something else.
     """
     kwargs = {"evaluation": evaluation} if accepts(function, "evaluation") else {}
-    result = await _call(function, args, _prepared(function, sample), sampling_params, **kwargs)
+    result = await _call(function, args, _own(function, sample), sampling_params, **kwargs)
     if not isinstance(result, Sample | list) or not list(iter_samples(result)):
         raise DataError(
             f"--custom-generate-function-path {name_of(function)} returned {type(result).__name__}; it must return the "
@@ -66,8 +68,8 @@ async def call_generate(
 async def call_group_generate(
     function: Callable[..., Any], args: Any, group: list[Any], sampling_params: dict[str, Any], evaluation: bool
 ) -> list[Any]:
-    """The samples of one prompt; as many entries as went in. Raises as :func:`call_generate` does."""
-    samples = [_prepared(function, sample) for sample in group]
+    """Call a function for the samples of one prompt. Returns one entry per sample. Raises as :func:`call_generate`."""
+    samples = [_own(function, sample) for sample in group]
     offered = {"sampling_params": sampling_params, "evaluation": evaluation}
     result = await _call(function, args, samples, **{k: v for k, v in offered.items() if accepts(function, k)})
     if not isinstance(result, list) or len(result) != len(group):
@@ -80,38 +82,99 @@ async def call_group_generate(
 
 
 async def _call(function: Callable[..., Any], args: Any, *arguments: Any, **kwargs: Any) -> Any:
-    seconds = setting(args, "custom_generate_timeout")
+    seconds = args.custom_generate_timeout
     limit = asyncio.timeout(seconds)
     try:
         async with limit:
             return await call_user(function, args, *arguments, **kwargs)
     except TimeoutError:
-        if not limit.expired():  # its own
+        if not limit.expired():  # raised by the function itself
             raise
         raise TimeoutError(
             f"it did not return within {seconds:g} s: fix it, or raise --custom-generate-timeout (seconds per call)"
         ) from None
 
 
-def _prepared(function: Callable[..., Any], sample: Sample) -> Sample:
-    """What ``function`` may change: the sample; a copy for one that runs in a thread, because threads cannot be ended,
-    and one that is late must not write into the sample of the next attempt."""
+def _own(function: Callable[..., Any], sample: Sample) -> Sample:
+    """The sample that ``function`` may change."""
     if not is_async(function):
-        copied = fresh_copy(sample)
-        if hasattr(sample, "trace"):
-            copied.trace = sample.trace  # type: ignore[attr-defined]  # open spans go on in it
-        sample = copied
+        # A thread cannot be ended: a late function must not write into the sample of the next attempt.
+        sample = traced_copy(sample)
     if sample.loss_mask is None and sample.response_length == 0:
         sample.loss_mask = []  # users write ``sample.loss_mask += [1] * n``
     return sample
 
 
-def complete(result: Any, source: Sample, tokenizer: Callable[[], Any]) -> None:
-    """Fill in, in place, what a custom function may leave out of the samples it made from ``source``.
+async def generate_whole_group(
+    args: Namespace,
+    state: Any,
+    function: Callable[..., Any],
+    group: list[Any],
+    sampling_params: dict[str, Any],
+    evaluation: bool,
+) -> list[Any]:
+    """Generate a group with one call, apply the sample hooks, and score it unless the group is scored together.
+
+    Samples that the data source returned as finished are not generated again.
 
     Args:
-        tokenizer: gives the tokenizer; only asked for samples that have text and no tokens.
+        state: the ``GenerateState`` of the process.
     """
+    unfinished = [s for s in iter_samples(group) if s.status not in FINISHED and not is_given_up(s)]
+    if args.partial_rollout and args.mask_offpolicy_in_partial_rollout:
+        mask_older_tokens(list(unfinished))
+    made: list[Any] | None = None
+    async with state.slots.several(len(unfinished)):
+        if is_ending(state):
+            return group
+        what = f"--custom-generate-function-path {name_of(function)}"
+        for attempt in Attempts(unfinished, retries=args.max_sample_retries, what=what) if unfinished else ():
+            with attempt:
+                result = await call_group_generate(function, args, list(unfinished), dict(sampling_params), evaluation)
+                complete_results(args, state, result, unfinished, sampling_params, evaluation)
+                made = result
+    if made is not None:
+        made = await apply_rollout_sample_hooks(args, made, evaluation=evaluation)
+        group = _put_in(group, dict(zip(map(id, unfinished), made, strict=True)))
+    if not args.group_rm:
+        await asyncio.gather(*(score(args, entry) for entry in group))
+    return group
+
+
+def _put_in(group: list[Any], made: dict[int, Any]) -> list[Any]:
+    """Replace the samples of ``group`` by the results made of them. The rows of one execution stay one flat list."""
+    entries = []
+    for entry in group:
+        if isinstance(entry, Sample):
+            entries.append(made.get(id(entry), entry))
+        else:
+            entries.append(list(iter_samples([made.get(id(sample), sample) for sample in iter_samples(entry)])))
+    return entries
+
+
+def complete_results(
+    args: Any,
+    state: Any,
+    results: Sequence[Any],
+    sources: Sequence[Sample],
+    sampling_params: dict[str, Any],
+    evaluation: bool,
+) -> None:
+    """Complete the result of each source in place, and cut the text of its stop token.
+
+    Raises:
+        RuntimeError: the engine aborted a request although the rollout continues. The sample is generated again.
+    """
+    for result, source in zip(results, sources, strict=True):
+        complete(result, source, state.tokenizer)
+        cut_stop_token(args, result, sampling_params, state.tokenizer)
+    is_expected = is_ending(state) or (state.requeues_aborted and not evaluation)
+    if not is_expected and any(s.status is Sample.Status.ABORTED for s in iter_samples(list(results))):
+        raise RuntimeError("the engine aborted the request although the rollout goes on")
+
+
+def complete(result: Any, source: Sample, tokenizer: Any) -> None:
+    """Fill in, in place, the fields that a custom function left out of the samples it made from ``source``."""
     siblings = list(iter_samples(result))
     for sample in siblings:
         if isinstance(sample.status, str):
@@ -126,25 +189,11 @@ def complete(result: Any, source: Sample, tokenizer: Callable[[], Any]) -> None:
         if len(siblings) > 1 and sample.rollout_id is None:
             sample.rollout_id = source.rollout_id if source.rollout_id is not None else source.index
         if not sample.tokens and sample.response:
-            _tokenize(sample, tokenizer())
+            _tokenize(sample, tokenizer)
         if not sample.loss_mask:
             sample.loss_mask = None
         if sample.status is Sample.Status.PENDING:
             sample.status = Sample.Status.COMPLETED
-
-
-def refuse_stray_abort(state: Any, result: Any, evaluation: bool) -> None:
-    """An engine may abort a request that nobody wanted to end: its sample is generated again.
-
-    Args:
-        state: the ``GenerateState`` of the process.
-
-    Raises:
-        RuntimeError: a sample was aborted although the rollout goes on.
-    """
-    is_expected = is_ending(state) or (getattr(state, "requeues_aborted", False) and not evaluation)
-    if not is_expected and any(sample.status is Sample.Status.ABORTED for sample in iter_samples(result)):
-        raise RuntimeError("the engine aborted the request although the rollout goes on")
 
 
 def _tokenize(sample: Sample, tokenizer: Any) -> None:
@@ -159,70 +208,3 @@ def _tokenize(sample: Sample, tokenizer: Any) -> None:
         "log-probs of them are unknown; Sample.append_response_tokens keeps both",
         sample.index,
     )
-
-
-# Custom generate functions that receive all samples of a prompt at once: who of the group still needs them, and what
-# they leave out.
-#
-# Called by the default rollout for functions that :func:`slime.rollout.custom_generate.takes_group` recognises.
-
-
-async def generate_whole_group(
-    args: Namespace,
-    state: Any,
-    function: Callable[..., Any],
-    group: list[Any],
-    sampling_params: dict[str, Any],
-    evaluation: bool,
-) -> list[Any]:
-    """The group with the samples that ``function`` made, after the sample hooks, scored unless that is done together.
-
-    Samples that came back from the data source finished are not generated again, as in the functions for one sample.
-
-    Args:
-        state: the ``GenerateState`` of the process.
-    """
-    unfinished = [sample for sample in iter_samples(group) if not _is_finished(sample)]
-    if setting(args, "partial_rollout") and setting(args, "mask_offpolicy_in_partial_rollout"):
-        mask_older_tokens(list(unfinished))
-
-    async def attempt() -> list[Any]:
-        result = await call_group_generate(function, args, list(unfinished), dict(sampling_params), evaluation)
-        for entry, source in zip(result, unfinished, strict=True):
-            complete(entry, source, lambda: state.tokenizer)
-            cut_stop_token(args, entry, sampling_params, state.tokenizer)
-        refuse_stray_abort(state, result, evaluation)
-        return result
-
-    async with state.places.of_a_group(len(unfinished)):
-        if is_ending(state):
-            return group
-        made: list[Any] | None = None
-        if unfinished:
-            made = await generate_with_retries(
-                attempt,
-                unfinished,
-                retries=setting(args, "max_sample_retries"),
-                what=f"--custom-generate-function-path {name_of(function)}",
-            )
-    if made is not None:
-        made = await apply_rollout_sample_hooks(args, made, evaluation=evaluation)
-        group = _put_in(group, dict(zip(map(id, unfinished), made, strict=True)))
-    if not setting(args, "group_rm"):
-        await asyncio.gather(*(score(args, entry) for entry in group))
-    return group
-
-
-def _is_finished(sample: Sample) -> bool:
-    return sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED) or is_given_up(sample)
-
-
-def _put_in(group: list[Any], made: dict[int, Any]) -> list[Any]:
-    """The group with what was made of a sample in its place; the rows of one execution stay one flat list."""
-    entries = []
-    for entry in group:
-        if isinstance(entry, Sample):
-            entries.append(made.get(id(entry), entry))
-        else:
-            entries.append(list(iter_samples([made.get(id(sample), sample) for sample in iter_samples(entry)])))
-    return entries

@@ -20,10 +20,11 @@ from slime.data.media import load_processor
 from slime.data.prompts import Dataset, open_prompts, parse_path
 from slime.data.sample import Sample, SampleGroup, as_groups
 from slime.data.streaming import StreamingDataset
-from slime.hooks.load import can_be_called, load_function, parameter_names
+from slime.hooks.load import load_function
+from slime.hooks.signature import can_be_called, parameter_names
+from slime.rollout.base_types import complete_args
 from slime.rollout.buffer_filter import choose, pop_first, takes_samples
 from slime.rollout.failures import fresh_copy
-from slime.rollout.settings import setting
 from slime.rollout.source_state import (
     FIX,
     changes,
@@ -92,7 +93,7 @@ class RolloutDataSource(DataSource):
             args, dataset = dataset, args
         if args is None:
             raise TypeError(f"{type(self).__name__} needs args")
-        self.args = args
+        self.args = complete_args(args)
         if dataset is not None:
             self.dataset = dataset
         _ = self.stream, self.dataset  # they read the file: its errors belong to the start
@@ -173,12 +174,12 @@ class RolloutDataSource(DataSource):
         write_state(state_path(self.args.save, rollout_id), self._state())
 
     def load(self, rollout_id: int | None = None) -> None:
-        if not self.args.rollout_global_dataset or self.args.load is None:
+        if not complete_args(self.args).rollout_global_dataset or self.args.load is None:
             return
         path = state_path(self.args.load, rollout_id)
         state = read_state(path)
         if state is None:
-            if setting(self.args, "strict_resume"):
+            if self.args.strict_resume:
                 raise DataError(f"--strict-resume: the checkpoint has no data state {path}.json")
             logger.warning("no data state %s.json: prompts start from the first row", path)
             self.data_changes = "there was no data state: prompts started from the first row"
@@ -217,7 +218,7 @@ class RolloutDataSource(DataSource):
         order, other = changes(before, now)
         if other:
             logger.warning("since the checkpoint %s changed", ", ".join(other))
-        if order and not setting(self.args, "accept_changed_data"):
+        if order and not self.args.accept_changed_data:
             raise DataError(
                 f"{path}: since this state was saved, {', '.join(order)} changed, so row "
                 f"{state.get('sample_offset', 0)} of epoch {state.get('epoch_id', 0)} is another prompt: some would be "
@@ -304,6 +305,7 @@ def make_data_source(maker: Callable[..., Any], args: Namespace) -> Any:
     """An object of what ``--data-source-path`` names: made with ``(args)``; with ``(dataset, args)``, the dataset being
     the prompts of ``--prompt-data``; or with nothing. One that has no attribute ``args`` then gets it.
     """
+    complete_args(args)
     if parameter_names(maker)[:2] == ["dataset", "args"]:
         dataset = None if args.prompt_data is None else _load_dataset(args)
         source = maker(dataset, args)
@@ -353,7 +355,7 @@ def _row_settings(args: Namespace) -> dict[str, Any]:
     return {
         "multimodal_keys": args.multimodal_keys,
         "skips_bad_lines": args.skip_bad_lines,
-        "special_tokens_as_text": setting(args, "special_tokens_as_text"),
+        "special_tokens_as_text": args.special_tokens_as_text,
         "prompt_key": args.input_key,
         "label_key": args.label_key,
         "metadata_key": args.metadata_key,

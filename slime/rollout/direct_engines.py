@@ -23,8 +23,6 @@ from typing import Any
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import get
 
-__all__ = ["PAST_THE_ROUTER", "DirectEngines", "EngineChoice"]
-
 PAST_THE_ROUTER = frozenset({"return_routed_experts", "return_sampling_mask"})
 """Fields of requests that the router drops."""
 

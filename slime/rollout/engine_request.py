@@ -1,9 +1,13 @@
-"""The generation request of one sample. Built here once, whoever sends it: whole or as a stream."""
+"""Generation requests: flags and a sample in, an :class:`EngineRequest` out; reply and response without its stop token.
+
+Used for whole and for streamed requests, and by agents' adapters. No function of this module waits or sends.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
+import math
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,27 +26,16 @@ from slime.data.sample import Sample, iter_samples
 from slime.data.sampling_mask import LACKS_SETS, REPLAY_TOP_K, cuts_vocabulary, lacks_sets
 from slime.rollout.direct_engines import PAST_THE_ROUTER
 from slime.rollout.eval_config import EvalDatasetConfig
-from slime.rollout.settings import setting
 from slime.utils.errors import DataError, EngineError
 from slime.utils.http_utils import Url
 
-__all__ = [
-    "EngineRequest",
-    "build_request",
-    "check_reply",
-    "check_token_ids",
-    "cut_stop_token",
-    "eval_sampling_params",
-    "prepare_prompt_ids",
-    "response_room",
-    "stop_token_ids",
-    "train_sampling_params",
-]
+_RETRIES = 8  # with the pauses of http_utils about 20 s, then the engines count as dead
+_LONGEST_PAUSE_S = 5.0  # of http_utils
 
 
 @dataclass(frozen=True, eq=False)
 class EngineRequest:
-    """Ready to be sent, once or again. ``rids`` are the ids under which it was."""
+    """A request that can be sent several times. ``rids`` are the ids of its attempts."""
 
     url: Url
     payload: dict[str, Any]
@@ -51,84 +44,23 @@ class EngineRequest:
 
     @property
     def goes_past_the_router(self) -> bool:
-        """Whether it asks for something that the router drops from requests."""
+        """Whether the payload has a field that the router would drop."""
         return not PAST_THE_ROUTER.isdisjoint(self.payload)
 
     def new_attempt(self) -> dict[str, Any]:
-        """The payload with an id of its own: an attempt that got lost may still be running under its id."""
-        self.rids.append(uuid4().hex)
+        """The payload with a new id."""
+        self.rids.append(uuid4().hex)  # a lost attempt may still be running under its id
         return self.payload | {"rid": self.rids[-1]}
 
 
-def build_request(
-    args: Namespace, sample: Sample, sampling_params: dict[str, Any], ids: Sequence[int], *, is_trained: bool = True
-) -> EngineRequest | None:
-    """What generates the response of a sample, or the rest of it; None where no room is left: it is truncated then.
+def request_retries(args: Any) -> int:
+    """The number of further attempts of a request that no engine answers.
 
-    Args:
-        ids: prompt, and response so far; become the sample's tokens if it has none.
-        is_trained: not of an evaluation, for which what only the trainer needs is left out.
-
-    Raises:
-        ValueError: the sample is finished.
-        DataError: ids that the model does not know.
+    With ``--use-fault-tolerance`` they last until a new engine has started, died once more, and started again.
     """
-    if sample.status not in (Sample.Status.PENDING, Sample.Status.ABORTED):
-        raise ValueError(f"sample {sample.index} has status {sample.status.value}: there is nothing to generate")
-    check_token_ids(sample, ids, args.hf_checkpoint)
-    room = response_room(args, sample, len(ids), sampling_params["max_new_tokens"])
-    if not sample.tokens:
-        sample.tokens = list(ids)
-    if room <= 0:
-        sample.status = Sample.Status.TRUNCATED
-        return None
-    payload = {
-        **_prompt(args, sample, ids),
-        "sampling_params": {**sampling_params, "max_new_tokens": room},
-        "return_logprob": True,
-    }
-    if getattr(args, "use_rollout_routing_replay", False):  # not a flag of this room
-        payload["return_routed_experts"] = True
-    if is_trained and cuts_vocabulary(args):
-        payload["return_sampling_mask"] = True
-    headers = None
-    if sample.session_id and getattr(args, "router_policy", None) == "consistent_hashing":
-        headers = {"X-SMG-Routing-Key": sample.session_id}
-    return EngineRequest(f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate", payload, headers)
-
-
-def check_reply(request: EngineRequest, sample: Sample, reply: Any) -> dict[str, Any]:
-    """The reply, if it is one of an SGLang server that told what it was asked for.
-
-    A request that is aborted while it waits in the engine's queue, having been put back there, comes with its tokens
-    but without their sets: those tokens cannot be trained and are dropped, as if none had been generated yet.
-
-    Raises:
-        EngineError: it is not.
-    """
-    if not isinstance(reply, dict) or "meta_info" not in reply:
-        raise EngineError(f"the reply for sample {sample.index} is not that of an SGLang server: {str(reply)[:300]}")
-    meta = reply["meta_info"]
-    if lacks_sets(request.payload, meta):
-        if (meta.get("finish_reason") or {}).get("type") == "abort":
-            return reply | {"text": "", "meta_info": meta | {"output_token_logprobs": [], "completion_tokens": 0}}
-        raise EngineError(f"sample {sample.index}: {LACKS_SETS}")
-    return reply
-
-
-def _prompt(args: Namespace, sample: Sample, ids: Sequence[int]) -> dict[str, Any]:
-    """Token ids; with images the text until there is a response. The engine fills in the placeholders of images."""
-    images = (sample.multimodal_inputs or {}).get("images")
-    if not images:
-        return {"input_ids": ids}
-    image_data = [encode_image_for_rollout_engine(image) for image in images]
-    if sample.response_length == 0:
-        return {"image_data": image_data, "text": sample.prompt}
-    processor = load_processor(args.hf_checkpoint, trust_remote_code=True)
-    return {"image_data": image_data, "input_ids": with_single_placeholders(processor, ids)}
-
-
-# From flags and a sample to the request that the engine gets. Nothing here waits or sends.
+    if not args.use_fault_tolerance:
+        return _RETRIES
+    return _RETRIES + math.ceil(2 * args.engine_start_timeout / _LONGEST_PAUSE_S)
 
 
 def train_sampling_params(args: Any) -> dict[str, Any]:
@@ -148,7 +80,8 @@ def train_sampling_params(args: Any) -> dict[str, Any]:
 
 def eval_sampling_params(config: EvalDatasetConfig) -> dict[str, Any]:
     """``sampling_params`` of one evaluation set."""
-    params: dict[str, Any] = {
+    optional = {"repetition_penalty": config.repetition_penalty, "min_new_tokens": config.min_new_tokens}
+    return {
         "temperature": config.temperature,
         "top_p": config.top_p,
         "top_k": config.top_k,
@@ -158,20 +91,16 @@ def eval_sampling_params(config: EvalDatasetConfig) -> dict[str, Any]:
         "skip_special_tokens": bool(config.skip_special_tokens),
         "no_stop_trim": True if config.no_stop_trim is None else config.no_stop_trim,
         "spaces_between_special_tokens": False,
-    }
-    for name in ("repetition_penalty", "min_new_tokens"):
-        if getattr(config, name) is not None:
-            params[name] = getattr(config, name)
-    return params
+    } | {name: value for name, value in optional.items() if value is not None}
 
 
 def prepare_prompt_ids(sample: Sample, tokenizer: Any, processor: Any = None) -> list[int]:
-    """Token ids to continue from: those the sample has, else its tokenized prompt.
+    """The token ids to continue from: those of the sample, else its tokenized prompt.
 
-    Of a sample with media also ``multimodal_train_inputs`` is filled in, which takes long: call it in a thread.
+    For a sample with media this also fills in ``multimodal_train_inputs``, which is slow: call it in a thread.
 
     Raises:
-        DataError: a prompt that is not text, or that has no token; media without a processor.
+        DataError: a prompt that is not text or has no token; media without a processor.
     """
     with_media = has_media(sample.multimodal_inputs)
     if sample.tokens and (sample.multimodal_train_inputs is not None or not with_media):
@@ -182,13 +111,13 @@ def prepare_prompt_ids(sample: Sample, tokenizer: Any, processor: Any = None) ->
             f"the prompt of sample {sample.index} is {kind}: use --apply-chat-template, or a "
             "--custom-generate-function-path that handles such prompts"
         )
-    ids = _with_media(sample, processor) if with_media else list(_encode(tokenizer, sample.prompt))
+    ids = _ids_with_media(sample, processor) if with_media else list(_encode(tokenizer, sample.prompt))
     if not ids:
         raise DataError(f"the prompt of sample {sample.index} has no token: {sample.prompt!r}")
     return ids
 
 
-def _with_media(sample: Sample, processor: Any) -> list[int]:
+def _ids_with_media(sample: Sample, processor: Any) -> list[int]:
     if processor is None:
         raise DataError(f"sample {sample.index} has images, but the checkpoint of --hf-checkpoint has no processor")
     ids, train_inputs = run_processor(processor, str(sample.prompt), sample.multimodal_inputs or {})
@@ -197,26 +126,8 @@ def _with_media(sample: Sample, processor: Any) -> list[int]:
     return list(sample.tokens) or ids
 
 
-def response_room(args: Any, sample: Sample, num_tokens: int, max_new_tokens: int) -> int:
-    """New tokens that ``--rollout-max-response-len`` and ``--rollout-max-context-len`` leave; may be 0 or less."""
-    room = max_new_tokens - sample.response_length
-    context = setting(args, "rollout_max_context_len")
-    return room if context is None else min(room, context - num_tokens)
-
-
-def check_token_ids(sample: Sample, ids: Sequence[int], hf_checkpoint: str) -> None:
-    """An id that the model has no embedding for would kill the engine, so it is not sent."""
-    size = _vocab_size(hf_checkpoint)
-    if size is not None and ids and (max(ids) >= size or min(ids) < 0):
-        bad = next(i for i in ids if not 0 <= i < size)
-        raise DataError(
-            f"sample {sample.index} holds token id {bad}, but the model of --hf-checkpoint {hf_checkpoint} knows ids "
-            f"below {size}: the tokenizer does not belong to the model"
-        )
-
-
 def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """Cached, because the samples of a group have the same prompt; a test's tokenizer may have no hash."""
+    """Cached, because the samples of a group share their prompt. A test's tokenizer may be unhashable."""
     has_hash = type(tokenizer).__hash__ is not None
     return _encode_once(tokenizer, text) if has_hash else _encode_once.__wrapped__(tokenizer, text)
 
@@ -224,6 +135,60 @@ def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=1024)
 def _encode_once(tokenizer: Any, text: str) -> tuple[int, ...]:
     return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+
+def build_request(
+    args: Namespace, sample: Sample, sampling_params: dict[str, Any], ids: Sequence[int], *, is_trained: bool = True
+) -> EngineRequest | None:
+    """The request for the response of a sample, or for its rest. None without room for a token: it is then truncated.
+
+    Args:
+        ids: prompt and response so far. They become the sample's tokens if it has none.
+        is_trained: False for an evaluation, whose requests leave out data for the trainer.
+
+    Raises:
+        ValueError: the sample is finished.
+        DataError: ids that the model does not know.
+    """
+    if sample.status not in (Sample.Status.PENDING, Sample.Status.ABORTED):
+        raise ValueError(f"sample {sample.index} has status {sample.status.value}: there is nothing to generate")
+    _check_token_ids(sample, ids, args.hf_checkpoint)
+    room = response_room(args.rollout_max_context_len, sample, len(ids), sampling_params["max_new_tokens"])
+    if not sample.tokens:
+        sample.tokens = list(ids)
+    if room <= 0:
+        sample.status = Sample.Status.TRUNCATED
+        return None
+    payload = {
+        **_prompt(args.hf_checkpoint, sample, ids),
+        "sampling_params": {**sampling_params, "max_new_tokens": room},
+        "return_logprob": True,
+    }
+    if args.use_rollout_routing_replay:
+        payload["return_routed_experts"] = True
+    if is_trained and cuts_vocabulary(args):
+        payload["return_sampling_mask"] = True
+    headers = None
+    if sample.session_id and args.router_policy == "consistent_hashing":
+        headers = {"X-SMG-Routing-Key": sample.session_id}
+    return EngineRequest(f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate", payload, headers)
+
+
+def response_room(max_context_len: int | None, sample: Sample, num_tokens: int, max_new_tokens: int) -> int:
+    """The number of new tokens that the length limits of response and context leave. May be 0 or less."""
+    room = max_new_tokens - sample.response_length
+    return room if max_context_len is None else min(room, max_context_len - num_tokens)
+
+
+def _check_token_ids(sample: Sample, ids: Sequence[int], hf_checkpoint: str) -> None:
+    size = _vocab_size(hf_checkpoint)
+    # An id without an embedding kills the engine, so it is not sent.
+    if size is not None and ids and (max(ids) >= size or min(ids) < 0):
+        bad = next(i for i in ids if not 0 <= i < size)
+        raise DataError(
+            f"sample {sample.index} holds token id {bad}, but the model of --hf-checkpoint {hf_checkpoint} knows ids "
+            f"below {size}: the tokenizer does not belong to the model"
+        )
 
 
 @functools.lru_cache(maxsize=8)
@@ -236,17 +201,39 @@ def _vocab_size(hf_checkpoint: str) -> int | None:
     return None if size is None else int(size)
 
 
-# The stop token that ended a response: part of its tokens, log-probs and mask, not of its text.
-#
-# A chat model ends its answer with a token such as ``<|im_end|>``. Reward functions compare ``sample.response`` with a
-# label, and the label has no such token. Called by the rollout at the end of a generation.
+def _prompt(hf_checkpoint: str, sample: Sample, ids: Sequence[int]) -> dict[str, Any]:
+    """Token ids, or with images the text until there is a response. The engine fills in the placeholders of images."""
+    images = (sample.multimodal_inputs or {}).get("images")
+    if not images:
+        return {"input_ids": ids}
+    image_data = [encode_image_for_rollout_engine(image) for image in images]
+    if sample.response_length == 0:
+        return {"image_data": image_data, "text": sample.prompt}
+    processor = load_processor(hf_checkpoint, trust_remote_code=True)
+    return {"image_data": image_data, "input_ids": with_single_placeholders(processor, ids)}
 
-_FILES = ("config.json", "generation_config.json")
+
+def check_reply(request: EngineRequest, sample: Sample, reply: Any) -> dict[str, Any]:
+    """Return the reply if it is that of an SGLang server and answers the request.
+
+    Raises:
+        EngineError: it is not.
+    """
+    if not isinstance(reply, dict) or "meta_info" not in reply:
+        raise EngineError(f"the reply for sample {sample.index} is not that of an SGLang server: {str(reply)[:300]}")
+    meta = reply["meta_info"]
+    if lacks_sets(request.payload, meta):
+        if (meta.get("finish_reason") or {}).get("type") == "abort":
+            # The engine had put the request back into its queue and aborted it there: it returns the tokens without
+            # their sets. Such tokens cannot be trained, so the reply counts as one without tokens.
+            return reply | {"text": "", "meta_info": meta | {"output_token_logprobs": [], "completion_tokens": 0}}
+        raise EngineError(f"sample {sample.index}: {LACKS_SETS}")
+    return reply
 
 
-def stop_token_ids(args: Any, sampling_params: Mapping[str, Any], tokenizer: Any) -> set[int]:
-    """Ids that end a generation: those of the checkpoint, of its tokenizer, and of the request."""
-    ids = set(_of_checkpoint(str(getattr(args, "hf_checkpoint", ""))))
+def stop_token_ids(hf_checkpoint: str | None, sampling_params: Mapping[str, Any], tokenizer: Any) -> set[int]:
+    """The ids that end a generation: those of the checkpoint, of its tokenizer, and of the request."""
+    ids = set(_stop_ids_of_checkpoint(hf_checkpoint or ""))
     for value in (getattr(tokenizer, "eos_token_id", None), sampling_params.get("stop_token_ids")):
         ids.update(_as_ids(value))
     return ids
@@ -255,18 +242,20 @@ def stop_token_ids(args: Any, sampling_params: Mapping[str, Any], tokenizer: Any
 def cut_stop_token(
     args: Any, result: Any, sampling_params: Mapping[str, Any], tokenizer: Any, finish_reason: Any = None
 ) -> None:
-    """Remove the text of the last token from completed responses, in place, if it is a stop token.
+    """Remove the text of a last stop token from completed responses, in place.
 
-    The text stays in ``sample.stop_text``; ``append_response_tokens`` puts it back before it appends. The text of a
-    stop string (``--rollout-stop``) stays, and so does everything with ``--keep-stop-token-text``.
+    A chat model ends its answer with a token such as ``<|im_end|>``. The token stays in tokens, log-probs and mask, but
+    reward functions compare ``sample.response`` with a label, which has no such token. Its text stays in
+    ``sample.stop_text``, and ``append_response_tokens`` puts it back before it appends. The text of a stop string
+    (``--rollout-stop``) stays, and ``--keep-stop-token-text`` keeps all text.
 
     Args:
         result: samples, nested as a generate function returns them.
-        finish_reason: the engine's, if known. It names stop tokens that no file of the checkpoint names.
+        finish_reason: the engine's, if known. It may name a stop token that no file of the checkpoint names.
     """
-    if setting(args, "keep_stop_token_text") or tokenizer is None:
+    if args.keep_stop_token_text or tokenizer is None:
         return
-    ids = stop_token_ids(args, sampling_params, tokenizer)
+    ids = stop_token_ids(args.hf_checkpoint, sampling_params, tokenizer)
     if isinstance(finish_reason, dict):
         ids.update(_as_ids(finish_reason.get("matched")))
     for sample in iter_samples(result):
@@ -284,9 +273,9 @@ def _cut(sample: Sample, stop: str) -> None:
 
 
 @functools.lru_cache(maxsize=8)
-def _of_checkpoint(directory: str) -> frozenset[int]:
+def _stop_ids_of_checkpoint(directory: str) -> frozenset[int]:
     ids: set[int] = set()
-    for name in _FILES:
+    for name in ("config.json", "generation_config.json"):
         file = Path(directory) / name
         if directory and file.is_file():
             config = json.loads(file.read_text(encoding="utf-8"))

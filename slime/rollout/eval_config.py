@@ -21,8 +21,6 @@ from typing import Any
 from slime.config.yaml_file import interpolate, read_mapping
 from slime.utils.errors import ConfigError
 
-__all__ = ["EvalDatasetConfig", "build_eval_dataset_configs", "build_eval_datasets", "unused_fields"]
-
 _LEGACY_NAME = "aime"
 
 _FALLBACKS: dict[str, tuple[str, ...]] = {

@@ -1,4 +1,4 @@
-"""Evaluation: every set, every prompt, n samples each, scored; nothing is filtered and nothing trained."""
+"""Evaluation: generates and scores n samples for every prompt of every set, without filters and training."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from typing import Any
 
 from tqdm import tqdm
 
+from slime.data.chat import load_tokenizer
+from slime.data.media import load_processor
 from slime.data.prompts import Dataset
 from slime.data.sample import Sample, iter_samples
 from slime.rollout.engine_request import eval_sampling_params
 from slime.rollout.eval_config import EvalDatasetConfig
-from slime.rollout.failures import FailureBudget, failed_reward, fresh_copy, give_up
-from slime.rollout.settings import setting
+from slime.rollout.failures import FailureBudget, failed_reward, fresh_copy, give_up, reward_keys
 from slime.utils.errors import DataError
-
-__all__ = ["EvalDatasets", "evaluate"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,47 +27,32 @@ _BAR_DELAY_S = 2.0
 GenerateGroup = Callable[..., Awaitable[list[Any]]]
 
 
-class EvalDatasets:
-    """The prompts of evaluation sets, each file read once per process and way of reading it.
+def eval_prompts(args: Namespace, config: EvalDatasetConfig, known: dict[Any, Dataset]) -> Dataset:
+    """The prompts of a set, read once per process and way of reading. Slow the first time: call it in a thread.
 
     Args:
-        processor: gives the checkpoint's processor; only asked for sets with media.
-        known: where they are kept.
+        known: the sets that were read; receives this one.
     """
-
-    def __init__(
-        self, args: Namespace, tokenizer: Any, processor: Callable[[], Any], known: dict[Any, Dataset]
-    ) -> None:
-        self._args = args
-        self._tokenizer = tokenizer
-        self._processor = processor
-        self._known = known
-
-    def of(self, config: EvalDatasetConfig) -> Dataset:
-        """The prompts of a set. Slow the first time: call it in a thread."""
-        how = (bool(config.apply_chat_template), config.apply_chat_template_kwargs, config.multimodal_keys)
-        key = (config.cache_key, self._args.hf_checkpoint, str(how))
-        if key not in self._known:
-            self._known[key] = self._read(config)
-        return self._known[key]
-
-    def _read(self, config: EvalDatasetConfig) -> Dataset:
-        args = self._args
-        return Dataset(
+    how = (bool(config.apply_chat_template), config.apply_chat_template_kwargs, config.multimodal_keys)
+    key = (config.cache_key, args.hf_checkpoint, str(how))
+    if key not in known:
+        has_media = config.multimodal_keys is not None
+        known[key] = Dataset(
             config.path,
-            self._tokenizer,
-            None if config.multimodal_keys is None else self._processor(),
-            setting(args, "eval_max_prompt_len"),
-            prompt_key=config.input_key or setting(args, "input_key"),
+            load_tokenizer(args.hf_checkpoint, trust_remote_code=True),
+            load_processor(args.hf_checkpoint, trust_remote_code=True) if has_media else None,
+            args.eval_max_prompt_len,
+            prompt_key=config.input_key or args.input_key,
             label_key=config.label_key,
             tool_key=config.tool_key,
-            metadata_key=config.metadata_key or setting(args, "metadata_key"),
+            metadata_key=config.metadata_key or args.metadata_key,
             apply_chat_template=bool(config.apply_chat_template),
             apply_chat_template_kwargs=config.apply_chat_template_kwargs,
             multimodal_keys=config.multimodal_keys,
-            skips_bad_lines=setting(args, "skip_bad_lines"),
-            special_tokens_as_text=setting(args, "special_tokens_as_text"),
+            skips_bad_lines=args.skip_bad_lines,
+            special_tokens_as_text=args.special_tokens_as_text,
         )
+    return known[key]
 
 
 async def evaluate(
@@ -80,13 +64,13 @@ async def evaluate(
         generate_group: ``await f(args, group, sampling_params, evaluation=True)`` gives the scored group.
 
     Raises:
-        DataError: too many failed samples, or too few finished ones. Whatever else the first failing group raised; the
-            others are cancelled.
+        DataError: too many failed samples, or too few finished ones. Also the error of the first failing group, which
+            cancels the others.
     """
     args = _with_eval_limits(args)
-    key = setting(args, "eval_reward_key") or setting(args, "reward_key")
+    key = args.eval_reward_key or args.reward_key
     wanted = sum(len(dataset) * (config.n_samples_per_eval_prompt or 1) for config, dataset in sets)
-    failures = FailureBudget(setting(args, "max_failed_share"), wanted)
+    failures = FailureBudget(args.max_failed_share, wanted)
     bar = tqdm(total=wanted, desc="evaluation", unit="sample", delay=_BAR_DELAY_S, mininterval=1.0, leave=False)
 
     def on_finished(group: list[Any]) -> None:
@@ -112,7 +96,7 @@ async def _evaluate_set(
     generate_group: GenerateGroup,
     on_finished: Callable[[list[Any]], None],
 ) -> list[Sample]:
-    """The finished samples of a set: all of them, unless the set ends early."""
+    """The finished samples of a set, which are all samples unless the set ends early."""
     params = eval_sampling_params(config)
     finished: asyncio.Queue[asyncio.Task[list[Any]]] = asyncio.Queue()
     tasks: dict[asyncio.Task[list[Any]], int] = {}
@@ -130,7 +114,9 @@ async def _evaluate_set(
                 logger.warning(
                     "evaluation set %s ends without its last %d samples: none finished for %g s "
                     "(eval_early_stop_idle_timeout)",
-                    *(config.name, sum(tasks.values()), patience_s),
+                    config.name,
+                    sum(tasks.values()),
+                    patience_s,
                 )
                 break
             on_finished(task.result())
@@ -147,7 +133,7 @@ async def _evaluate_set(
 
 
 def _patience_s(config: EvalDatasetConfig, num_remaining: int) -> float | None:
-    """How long to wait for the next sample; None while many are still to come."""
+    """Seconds to wait for the next sample; None while many are missing."""
     if config.eval_early_stop_remaining is None or num_remaining > config.eval_early_stop_remaining:
         return None
     return config.eval_early_stop_idle_timeout
@@ -160,7 +146,7 @@ async def _generate(
     params: dict[str, Any],
     generate_group: GenerateGroup,
 ) -> list[Any]:
-    """The scored group; after ``eval_task_timeout`` seconds its samples as failed ones."""
+    """The scored group. After ``eval_task_timeout`` seconds its samples count as failed."""
     limit = asyncio.timeout(config.eval_task_timeout)
     try:
         async with limit:
@@ -171,7 +157,7 @@ async def _generate(
         for sample in group:
             message = f"sample {sample.index} of evaluation set {config.name} took longer than eval_task_timeout"
             give_up(sample, "deadline", error, f"{message} {config.eval_task_timeout} s")
-            sample.reward = failed_reward(args)
+            sample.reward = failed_reward(reward_keys(args))
         return group
 
 
@@ -210,9 +196,9 @@ def _summary(name: str, samples: list[Sample], key: str | None) -> dict[str, Any
 
 
 def _with_eval_limits(args: Namespace) -> Namespace:
-    """The namespace that generation sees: evaluation's context length in the place of training's."""
-    limit = setting(args, "eval_max_context_len")
-    if limit is None or limit == setting(args, "rollout_max_context_len"):
+    """The namespace for generation, with the context length of the evaluation."""
+    limit = args.eval_max_context_len
+    if limit is None or limit == args.rollout_max_context_len:
         return args
     twin = copy.copy(args)
     twin.rollout_max_context_len = limit

@@ -11,15 +11,6 @@ from typing import Any
 from slime.data.sample import SampleGroup, iter_samples
 from slime.rollout.failures import is_given_up
 
-__all__ = [
-    "DynamicFilterOutput",
-    "MetricGatherer",
-    "call_dynamic_filter",
-    "check_reward_nonzero_std",
-    "check_reward_nonzero_std_with_fallback",
-    "should_drop_dynamic_filter_output",
-]
-
 
 @dataclass
 class DynamicFilterOutput:

@@ -16,8 +16,6 @@ from slime.data.dump_file import dump_path, read_samples
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.utils.errors import ConfigError, DataError
 
-__all__ = ["generate_rollout"]
-
 logger = logging.getLogger(__name__)
 
 _FLAG = "--load-forge-rollout-data"

@@ -1,17 +1,18 @@
-"""Generation that never stops: a worker keeps groups in flight, a rollout only takes the next finished ones.
+"""Generation that never stops: a worker keeps groups in flight, and a rollout takes the next finished ones.
 
 For ``train_async.py --rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async``.
 
-who waits for whom
-worker (own thread and loop)  free places, the engines, rewards; woken by a finished group or by the consumer
-consumer (one rollout)        --rollout-batch-size finished groups; oldest first
-weight sync                   nobody: it aborts what runs, and those groups go back to the data source with the tokens
-                              they have, to be continued by the new weights before any new prompt is drawn
+Waits:
 
-Staleness. A group that is taken by rollout r and was begun with weights of version v lags r - v rollouts. With
-``--max-weight-staleness N`` at most (N + 1) batches are under way, what the batch of this rollout has already included
-(the bound of AReaL, arXiv:2505.24298, sec. 5.1), and a group that lags more all the same is thrown away, its prompt
-drawn again.
+worker (thread and loop)  for free slots, engines and rewards; a finished group or the consumer wakes it
+consumer (one rollout)    for --rollout-batch-size finished groups, oldest first
+weight sync               for nothing. It aborts the running groups. They return to the data source with their tokens,
+                          and the new weights continue them before a new prompt is drawn
+
+Staleness. A group that rollout r takes and that weights of version v began lags r - v rollouts. With
+``--max-weight-staleness N`` at most (N + 1) batches are under way, including the finished groups of the current batch
+(the bound of AReaL, arXiv:2505.24298, sec. 5.1). A group that still lags more is discarded, and its prompt is drawn
+again.
 """
 
 from __future__ import annotations
@@ -27,10 +28,9 @@ from typing import Any
 
 from slime.data.sample import Sample, SampleGroup, iter_samples
 from slime.hooks.load import load_function
-from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.base_types import RolloutFnTrainOutput, complete_args
 from slime.rollout.collect import Drops, apply_filter, call_batch_hooks, first_index, log_sample
 from slime.rollout.failures import FailureBudget, fresh_copy, without_response
-from slime.rollout.settings import setting
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm_group
 from slime.utils.async_utils import call_in_thread, run
 from slime.utils.deadline import Deadline
@@ -57,11 +57,11 @@ class AsyncRolloutWorker:
         output_queue: finished groups as ``(number, group)``; numbers count up in the order the groups were begun.
         running: from :meth:`start` to :meth:`stop`.
         worker_thread: runs the worker's event loop.
-        state: what requests share.
+        state: shared by all requests of the process.
     """
 
     def __init__(self, args: Namespace, data_buffer: Any, concurrency: int = 10) -> None:
-        self.args = args
+        self.args = complete_args(args)
         self.data_buffer = data_buffer
         self.concurrency = concurrency
         self.output_queue: queue.Queue[tuple[int, SampleGroup]] = queue.Queue()
@@ -86,25 +86,26 @@ class AsyncRolloutWorker:
         self.worker_thread.start()
 
     def stop(self) -> None:
-        """End; groups that are under way are cancelled."""
+        """Cancel the groups that are under way, and end."""
         self.running = False
         self._notify()
         if self.worker_thread is not None:
             self.worker_thread.join(_STOP_TIMEOUT_S)
 
     def queue_size(self) -> int:
-        """Finished groups that nobody has taken."""
+        """The number of finished groups that no rollout has taken."""
         return self.output_queue.qsize()
 
     def get_completed_groups(self, limit: int | None = None, *, is_held: bool = False) -> list[tuple[int, SampleGroup]]:
         """Take finished groups, first in, first out, without waiting.
 
         Args:
-            is_held: they are under way until :meth:`release`, for ``--max-weight-staleness``.
+            is_held: they count as under way until :meth:`release`, for ``--max-weight-staleness``.
         """
         taken: list[tuple[int, SampleGroup]] = []
         while limit is None or len(taken) < limit:
-            self._num_held += is_held  # before it leaves the queue: the worker must not see a free place
+            # Counted before the group leaves the queue, or the worker would see a free slot.
+            self._num_held += is_held
             try:
                 taken.append(self.output_queue.get_nowait())
             except queue.Empty:
@@ -114,15 +115,15 @@ class AsyncRolloutWorker:
         return taken
 
     def release(self, count: int | None = None) -> None:
-        """So many held groups are thrown away; None: no batch is collected any more."""
+        """Stop counting ``count`` discarded groups as held. None: all of them, because the batch is complete."""
         self._num_held -= self._num_held if count is None else count
         self._notify()
 
     def wait_completed(self, deadline: Deadline) -> None:
-        """Return when there is a finished group.
+        """Wait for a finished group.
 
         Raises:
-            DeadlineExceeded: none finished in time; and whatever made the worker give up.
+            DeadlineExceeded: none finished in time. Also the error that ended the worker.
         """
         with self._change:
             self._change.wait_for(
@@ -138,7 +139,7 @@ class AsyncRolloutWorker:
         self.data_buffer.add_samples([group])
 
     def drop(self, rollout_id: int, group: SampleGroup) -> None:
-        """Nobody wants this group again: the Data Buffer keeps account of that, a plain source does not."""
+        """Report a group that will not be drawn again to the Data Buffer. A plain source has no such method."""
         if hasattr(self.data_buffer, "drop"):
             self.data_buffer.drop(rollout_id, [group])
 
@@ -152,10 +153,10 @@ class AsyncRolloutWorker:
         if self._loop is not None and self._wake is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._wake.set)
 
-    def _free_places(self) -> int:
-        """Groups that may be begun now."""
+    def _num_free(self) -> int:
+        """The number of groups that may be begun now."""
         free = min(self.concurrency, 2 * self.concurrency - self.queue_size()) - len(self._active)
-        staleness = setting(self.args, "max_weight_staleness")
+        staleness = self.args.max_weight_staleness
         if staleness is None:
             return free
         most: int = (staleness + 1) * self.args.rollout_batch_size
@@ -166,7 +167,7 @@ class AsyncRolloutWorker:
         try:
             while self.running and self._error is None:
                 self._wake.clear()
-                while self.running and self._free_places() > 0:
+                while self.running and self._num_free() > 0:
                     if not await self._begin_one():
                         break
                 await self._wake.wait()
@@ -220,7 +221,7 @@ class AsyncRolloutWorker:
             self.output_queue.put((gid, task.result()))
 
     def _on_failure(self, gid: int, error: BaseException) -> None:
-        """Samples were tried again already: several groups that fail in a row mean that something is broken."""
+        # Each sample was already tried several times. Several failed groups in a row show a broken function or engine.
         self._failures += 1
         logger.warning("a group failed (%d in a row), its prompt is drawn again: %s", self._failures, error)
         if self._failures >= _MAX_FAILURES_IN_A_ROW:
@@ -229,24 +230,24 @@ class AsyncRolloutWorker:
             self._give_back(self._prompts.pop(gid))
 
     def _give_back(self, group: SampleGroup) -> None:
-        """:meth:`put_back` beside the loop, which all other groups need. The place is kept for so long, so that the
-        group is there when somebody is drawn for it."""
-        if self._loop is None:  # nothing runs that could be held up
+        """Call :meth:`put_back` in a thread, because all other groups need the loop."""
+        if self._loop is None:  # there is no loop to block
             self.put_back(group)
             return
+        # The group keeps its slot until it is back, so that the next draw finds it.
         task = asyncio.create_task(call_in_thread(self.put_back, group))
         self._active.add(task)
         task.add_done_callback(self._on_given_back)
 
     def _on_given_back(self, task: Any) -> None:
         if not task.cancelled() and task.exception() is not None:
-            self._error = task.exception()  # of the user's data source; the group would be lost
+            self._error = task.exception()  # of the user's data source: the group is lost
         self._active.discard(task)
         self._notify()
 
 
 def _get_global_worker(args: Namespace, data_buffer: Any) -> AsyncRolloutWorker:
-    """The process's worker; a new one when there is none or it ended."""
+    """The worker of the process; a new one if there is none or it ended."""
     global _global_worker
     with _worker_lock:
         worker = _global_worker
@@ -270,11 +271,11 @@ def _stop_global_worker() -> None:
 
 async def _generate_rollout_async(args: Namespace, rollout_id: int, data_buffer: Any) -> RolloutFnTrainOutput:
     worker = _get_global_worker(args, data_buffer)
-    filter_path = setting(args, "dynamic_sampling_filter_path")
+    filter_path = args.dynamic_sampling_filter_path
     dynamic_filter = None if filter_path is None else load_function(filter_path, "filter")
     drops = Drops(args.rollout_batch_size)
     metrics = {"rollout/stale_groups": 0, "rollout/stale_tokens": 0}
-    failures = FailureBudget(setting(args, "max_failed_share"), args.rollout_batch_size * args.n_samples_per_prompt)
+    failures = FailureBudget(args.max_failed_share, args.rollout_batch_size * args.n_samples_per_prompt)
     groups: list[SampleGroup] = []
     all_groups: list[SampleGroup] = []
     limit_s, flag = _patience(args)
@@ -314,16 +315,16 @@ async def _generate_rollout_async(args: Namespace, rollout_id: int, data_buffer:
 
 
 def _patience(args: Namespace) -> tuple[float, str]:
-    """Seconds until a group must be through, and the flag that they follow from."""
-    rewards_s: float = 2 * setting(args, "rm_timeout")
-    if setting(args, "custom_generate_function_path") is None:
-        return setting(args, "rollout_request_timeout") + rewards_s, "--rollout-request-timeout"
-    attempts = 1 + setting(args, "max_sample_retries")
-    return attempts * setting(args, "custom_generate_timeout") + rewards_s, "--custom-generate-timeout"
+    """Seconds after which a group must be finished, and the flag that decides them."""
+    rewards_s: float = 2 * args.rm_timeout
+    if args.custom_generate_function_path is None:
+        return args.rollout_request_timeout + rewards_s, "--rollout-request-timeout"
+    attempts = 1 + args.max_sample_retries
+    return attempts * args.custom_generate_timeout + rewards_s, "--custom-generate-timeout"
 
 
 def _is_stale(args: Namespace, rollout_id: int, group: SampleGroup) -> bool:
-    bound = setting(args, "max_weight_staleness")
+    bound = args.max_weight_staleness
     if bound is None:
         return False
     versions = [int(v) for sample in iter_samples(group) for v in sample.weight_versions if str(v).isdecimal()]
@@ -342,7 +343,7 @@ def _check_not_hopeless(args: Namespace, rollout_id: int, num_stale: int) -> Non
 def generate_rollout_fully_async(
     args: Namespace, rollout_id: int, data_buffer: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput:
-    """The next batch of a worker that generates all the time.
+    """The next batch of a worker that generates continuously.
 
     Raises:
         ConfigError: asked to evaluate.
@@ -352,7 +353,7 @@ def generate_rollout_fully_async(
             "the fully-async rollout function cannot evaluate: "
             "set --eval-function-path slime.rollout.sglang_rollout.generate_rollout"
         )
-    init_http_client(args)
+    init_http_client(complete_args(args))
     return run(_generate_rollout_async(args, rollout_id, data_buffer))
 
 

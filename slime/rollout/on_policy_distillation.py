@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from slime.data.sample import Sample
+from slime.rollout.base_types import complete_args
 from slime.rollout.failures import is_given_up
-from slime.rollout.settings import setting
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.http_utils import post
 
@@ -37,19 +37,19 @@ async def reward_func(args: Namespace, sample: Sample, **kwargs: Any) -> dict[st
         ConfigError: no ``--rm-url``.
         EngineError, DeadlineExceeded: the teacher refused, or did not answer.
     """
-    if not setting(args, "rm_url"):
+    if not complete_args(args).rm_url:
         raise ConfigError("on-policy distillation needs --rm-url http://HOST:PORT/generate of the teacher's server")
     payload = {
         "input_ids": sample.tokens,
         "sampling_params": {
-            "temperature": setting(args, "rollout_temperature"),
+            "temperature": args.rollout_temperature,
             "max_new_tokens": 0,
             "skip_special_tokens": False,
         },
         "return_logprob": True,
         "logprob_start_len": 0,
     }
-    reply = await post(args.rm_url, payload, max_retries=_RETRIES, timeout_s=setting(args, "rm_timeout"))
+    reply = await post(args.rm_url, payload, max_retries=_RETRIES, timeout_s=args.rm_timeout)
     _log_probs(reply, sample)  # a reply that cannot be used is an error now, with the sample's name
     result: dict[str, Any] = reply
     return result

@@ -6,8 +6,9 @@ import threading
 from typing import Any
 
 from slime.data.sample import Sample
-from slime.hooks.load import accepted_kwargs, load_function
-from slime.rollout.settings import setting
+from slime.hooks.load import load_function
+from slime.hooks.signature import accepted_kwargs
+from slime.rollout.base_types import complete_args
 from slime.utils.async_utils import call_user
 
 __all__ = ["apply_rollout_sample_hooks", "current_rollout_id", "set_current_rollout_id", "set_evaluated_rollout_id"]
@@ -60,7 +61,7 @@ async def apply_rollout_sample_hooks(args: Any, value: Any, **kwargs: Any) -> An
     Raises:
         TypeError: something else than samples and lists, or a hook that returns something else than a sample or None.
     """
-    paths = setting(args, "rollout_sample_hook_path")
+    paths = complete_args(args).rollout_sample_hook_path
     if not paths:
         return value
     kwargs.setdefault("rollout_id", current_rollout_id(bool(kwargs.get("evaluation"))))

@@ -1,10 +1,10 @@
-"""Generation that sees its tokens come: ``--custom-generate-function-path`` ...``.generate_streaming``.
+"""Streamed generation: ``--custom-generate-function-path slime.rollout.sglang_streaming_rollout.generate_streaming``.
 
-Every event of the engine holds the whole response so far, with the sets of ids that ``--rollout-top-p`` and
-``--rollout-top-k`` left of the vocabulary: what is sent grows with the square of the length. With
-``--sglang-incremental-streaming-output`` an event holds what is new, which is put together here. A rollout that ends
-takes what has come and closes the connection, upon which the engine drops the request. Otherwise the result is that of
-``sglang_rollout.generate``.
+Each event of the engine holds the whole response so far, including the sets of ids that ``--rollout-top-p`` and
+``--rollout-top-k`` left of the vocabulary, so the bytes sent grow with the square of the length. With
+``--sglang-incremental-streaming-output`` an event holds the new tokens, and this module joins the events. When the
+rollout ends, a sample keeps the received tokens, and the connection is closed, which makes the engine drop the request.
+Otherwise the result is that of ``sglang_rollout.generate``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from slime.data.sample import Sample
 from slime.data.sampling_mask import OUTPUT_LISTS, sampled_tokens
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_span
 from slime.rollout import sglang_rollout
-from slime.rollout.engine_request import EngineRequest, check_reply, cut_stop_token
-from slime.rollout.failures import request_retries
-from slime.rollout.settings import setting
+from slime.rollout.engine_request import EngineRequest, check_reply, cut_stop_token, request_retries
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import receive_stream
 
@@ -29,12 +27,12 @@ __all__ = ["generate_streaming"]
 async def generate_streaming(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Generate the response of one sample, or the rest of it, event by event.
 
-    When the rollout is aborted meanwhile the sample keeps the tokens of the last event, with status ABORTED.
+    If the rollout is aborted meanwhile, the sample keeps the tokens of the last event, with status ABORTED.
 
     Raises:
         DataError: a prompt that cannot be sent.
         EngineError: the request was refused, no engine answered, or the reply is not that of an SGLang server.
-        ConnectionError: the reply broke off; the sample is as it was.
+        ConnectionError: the reply broke off, and the sample is unchanged.
         DeadlineExceeded: ``--rollout-request-timeout`` passed.
     """
     state = sglang_rollout.GenerateState(args)
@@ -55,7 +53,7 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
             receive,
             max_retries=request_retries(args),
             headers=request.headers,
-            timeout_s=setting(args, "rollout_request_timeout"),
+            timeout_s=args.rollout_request_timeout,
         )
     meta = response.meta_info
     if response.has_begun:
@@ -80,7 +78,7 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
 
 
 class _Response:
-    """What has come of a response: the last event, or all of them where each holds what is new."""
+    """The received part of a response: the last event, or all events if each holds the new tokens only."""
 
     def __init__(self) -> None:
         self._events: list[dict[str, Any]] = []
@@ -96,7 +94,7 @@ class _Response:
 
     @property
     def meta_info(self) -> dict[str, Any]:
-        """That of the last event, about all tokens. Empty before the first one."""
+        """The ``meta_info`` of the last event, with the lists of all tokens. Empty before the first event."""
         metas = [event["meta_info"] for event in self._events]
         joined = {
             key: list(chain.from_iterable(meta.get(key) or () for meta in metas))

@@ -15,20 +15,6 @@ from slime.data.sample import Sample, SampleGroup, iter_samples
 from slime.utils.errors import DataError
 from slime.utils.files import replacing
 
-__all__ = [
-    "FIX",
-    "changes",
-    "fingerprint",
-    "group_from_dicts",
-    "group_to_dicts",
-    "load_groups",
-    "outstanding_path",
-    "read_state",
-    "save_groups",
-    "state_path",
-    "write_state",
-]
-
 FIX = "delete it to start from the first prompt"
 
 

@@ -70,7 +70,7 @@ def custom_generate(call: Call) -> Iterator[str]:
 
     results = asyncio.run(generate())
     for source, result in zip(iter_samples(group), results, strict=True):
-        complete(result, source, lambda: state.tokenizer)
+        complete(result, source, state.tokenizer)
         siblings = list(iter_samples(result))
         for sample in siblings:
             yield from generated_sample(sample)

@@ -1,7 +1,7 @@
-"""One background event loop per process, and threads for what would block it.
+"""One background event loop per process, threads for blocking calls, and slots that limit concurrency.
 
-Rollout functions are synchronous to their caller; inside, thousands of requests share the loop that lives here. A loop
-that stops turning (a coroutine that blocks) is noticed by the waiting caller, which says where it is stuck.
+Rollout functions are synchronous to their caller. Inside, thousands of requests share the loop of this module. If a
+coroutine blocks that loop, the waiting caller raises an error with the blocked stack.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ import time
 import traceback
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from slime.utils.errors import DeadlineExceeded
 from slime.utils.user_exit import exit_is_error
 
-__all__ = ["AsyncLoopThread", "Places", "call_in_thread", "call_user", "get_async_loop", "is_async", "run"]
+__all__ = ["AsyncLoopThread", "Slots", "call_in_thread", "call_user", "get_async_loop", "is_async", "run"]
 
 Result = TypeVar("Result")
 
@@ -33,7 +31,7 @@ _DEFAULT_STALL_S = 600.0
 
 
 class AsyncLoopThread:
-    """An event loop on a daemon thread of its own."""
+    """An event loop on a separate daemon thread."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -43,40 +41,43 @@ class AsyncLoopThread:
     def _serve(self) -> None:
         asyncio.set_event_loop(self.loop)
         while True:
-            with contextlib.suppress(BaseException):  # SystemExit of a task stops the loop; the task keeps it
+            # A SystemExit in a task leaves run_forever: the task keeps the exception, and the loop must go on.
+            with contextlib.suppress(BaseException):
                 self.loop.run_forever()
                 return
 
     def run(self, coroutine: Coroutine[Any, Any, Result], stall_s: float = _DEFAULT_STALL_S) -> Result:
         """Run ``coroutine`` on the loop and return its result.
 
-        The coroutine may take as long as its own deadlines allow. When the loop itself does not turn for ``stall_s``
-        seconds, somebody blocks it, and :class:`DeadlineExceeded` shows the stack that does.
+        The coroutine may take as long as its own deadlines allow.
+
+        Raises:
+            DeadlineExceeded: the loop made no step for ``stall_s`` seconds. The message shows the blocked stack.
         """
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise RuntimeError("run() was called on the loop that would have to run it; use await instead")
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-        last_turn = time.monotonic()
+        last_step = time.monotonic()
 
-        def turned() -> None:
-            nonlocal last_turn
-            last_turn = time.monotonic()
+        def note_step() -> None:
+            nonlocal last_step
+            last_step = time.monotonic()
 
         try:
             while True:
-                self.loop.call_soon_threadsafe(turned)
+                self.loop.call_soon_threadsafe(note_step)
                 done, _ = concurrent.futures.wait([future], timeout=_HEARTBEAT_S)
                 if done:
                     with exit_is_error():
                         return future.result()
-                if time.monotonic() - last_turn > stall_s:
+                if time.monotonic() - last_step > stall_s:
                     raise DeadlineExceeded(
                         f"the event loop has been blocked for {stall_s:.0f} s. A coroutine must await, or be a plain "
                         f"function (those run in threads). It is here:\n{self._stack()}"
                     )
         except BaseException:
-            future.cancel()  # also on Ctrl-C: nothing goes on in the background
+            future.cancel()  # also on Ctrl-C: nothing may continue in the background
             raise
 
     def _stack(self) -> str:
@@ -89,7 +90,7 @@ _thread: AsyncLoopThread | None = None
 
 
 def get_async_loop() -> AsyncLoopThread:
-    """The process-wide loop thread, started on first use."""
+    """The loop thread of this process, started on first use."""
     global _thread
     with _lock:
         if _thread is None:
@@ -98,19 +99,54 @@ def get_async_loop() -> AsyncLoopThread:
 
 
 def run(coro: Coroutine[Any, Any, Result], stall_s: float = _DEFAULT_STALL_S) -> Result:
-    """Run a coroutine on the process-wide loop from ordinary code; see :meth:`AsyncLoopThread.run`."""
+    """Run a coroutine on the loop of this process from synchronous code. See :meth:`AsyncLoopThread.run`."""
     return get_async_loop().run(coro, stall_s)
 
 
+class Slots:
+    """At most ``number`` concurrent holders in every event loop. A semaphore belongs to the loop that waits on it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[asyncio.Semaphore, asyncio.Lock]]
+        self._by_loop = weakref.WeakKeyDictionary()
+
+    @property
+    def semaphore(self) -> asyncio.Semaphore:
+        """The semaphore of the running loop."""
+        return self._here()[0]
+
+    @contextlib.asynccontextmanager
+    async def several(self, count: int) -> AsyncIterator[None]:
+        """Hold ``count`` slots, or all of them if there are fewer."""
+        semaphore, taking = self._here()
+        taken = 0
+        try:
+            async with taking:  # one holder takes at a time, or two could wait for each other's slots
+                while taken < min(count, self.number):
+                    await semaphore.acquire()
+                    taken += 1
+            yield
+        finally:
+            for _ in range(taken):
+                semaphore.release()
+
+    def _here(self) -> tuple[asyncio.Semaphore, asyncio.Lock]:
+        loop = asyncio.get_running_loop()
+        if loop not in self._by_loop:
+            self._by_loop[loop] = (asyncio.Semaphore(self.number), asyncio.Lock())
+        return self._by_loop[loop]
+
+
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling ``function`` gives a coroutine."""
+    """Whether a call of ``function`` returns a coroutine."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004 - objects with an async __call__
     )
 
 
 async def call_user(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Await a function of users', async or plain; plain ones run in a thread, so they may be slow.
+    """Await a user's function, async or plain. Plain functions run in a thread, so they may be slow.
 
     Raises:
         UserExit: it called ``sys.exit``.
@@ -124,10 +160,10 @@ async def call_user(function: Callable[..., Any], /, *args: Any, **kwargs: Any) 
 
 
 async def call_in_thread(function: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Result:
-    """Await a blocking ``function`` that runs in a daemon thread of its own.
+    """Await a blocking ``function`` that runs in a new daemon thread.
 
-    Unlike ``asyncio.to_thread`` a call that never returns keeps neither a pool slot nor the process alive; put a
-    deadline on it with ``asyncio.wait_for``.
+    In contrast to ``asyncio.to_thread``, a call that never returns blocks neither a pool slot nor the exit of the
+    process. Use ``asyncio.wait_for`` for a deadline.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()
@@ -154,45 +190,3 @@ async def call_in_thread(function: Callable[..., Result], /, *args: Any, **kwarg
 
     threading.Thread(target=target, name=f"slime-{getattr(function, '__name__', 'call')}", daemon=True).start()
     return await future
-
-
-# Places for running samples: how many requests the engines get at a time. Held during generation only.
-
-
-@dataclass(frozen=True)
-class _OfLoop:
-    semaphore: asyncio.Semaphore
-    taking: asyncio.Lock
-
-
-class Places:
-    """``number`` places in every event loop: a semaphore belongs to the loop it waits on."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self._by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _OfLoop] = weakref.WeakKeyDictionary()
-
-    @property
-    def semaphore(self) -> asyncio.Semaphore:
-        """One place per running sample."""
-        return self._here().semaphore
-
-    @asynccontextmanager
-    async def of_a_group(self, count: int) -> AsyncIterator[None]:
-        """Hold a place per sample. One group at a time takes places, or two could wait for each other's."""
-        here, taken = self._here(), 0
-        try:
-            async with here.taking:
-                while taken < min(count, self.number):
-                    await here.semaphore.acquire()
-                    taken += 1
-            yield
-        finally:
-            for _ in range(taken):
-                here.semaphore.release()
-
-    def _here(self) -> _OfLoop:
-        loop = asyncio.get_running_loop()
-        if loop not in self._by_loop:
-            self._by_loop[loop] = _OfLoop(asyncio.Semaphore(self.number), asyncio.Lock())
-        return self._by_loop[loop]

@@ -1,12 +1,13 @@
-"""HTTP to engines, router and reward services: shared clients per event loop, deadlines, retries by kind.
+"""HTTP requests to engines, router and reward services: shared clients per event loop, deadlines, retries by kind.
 
-    connection errors, 5xx   retried with exponential backoff; so are replies that were damaged on the way
-    408, 429                 retried: the server wants to be asked later
+    connection errors, 5xx   retried with exponential backoff, as are damaged replies
+    408, 429                 retried: the server asks for a later request
     other 4xx                raised at once: the request itself is wrong
-    deadline                 covers all attempts of a call; afterwards the error names the url
+    deadline                 covers all attempts of a call, and its error names the url
 
-Attempts of ``post`` are made by this process, or by whoever :func:`set_sender` names (``--use-distributed-post``);
-retries and deadline stay here either way. ``_http_client`` may be set by users' code; it is used instead of ours then.
+Attempts of ``post`` are made by this process, or by the sender that :func:`set_sender` names
+(``--use-distributed-post``). Retries and the deadline stay in this module in both cases. If a user's code sets
+``_http_client``, every request uses that client.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ import ssl
 import threading
 import weakref
 from argparse import Namespace
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import httpx
@@ -62,15 +62,15 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 Url: TypeAlias = str | Callable[[], Awaitable[str]]
-"""An address, or what gives one to each attempt; may raise :class:`EngineError`, which counts as a failed attempt."""
+"""An address, or a function that returns one for each attempt. Its :class:`EngineError` counts as a failed attempt."""
 
 
 class Reply(NamedTuple):
-    """What became of one attempt.
+    """The outcome of one attempt.
 
     Attributes:
-        status: HTTP status; None: no answer came.
-        content: decoded JSON of a success, or its text; of anything else a text that says what is wrong.
+        status: HTTP status, or None without an answer.
+        content: decoded JSON (or the text) of a success, else a description of the problem.
     """
 
     status: int | None
@@ -78,7 +78,7 @@ class Reply(NamedTuple):
 
 
 Sender: TypeAlias = Callable[[str, Any, dict[str, str] | None, float], Awaitable[Reply]]
-"""Makes one attempt: (url, JSON value, headers, seconds) -> reply. Raises ``TimeoutError`` when the seconds passed."""
+"""Makes one attempt: (url, JSON value, headers, seconds) -> reply. Raises ``TimeoutError`` after these seconds."""
 
 DEFAULT_TIMEOUT_S = 1800.0
 _LATER = (408, 429)
@@ -94,11 +94,7 @@ _sender: Sender | None = None
 
 
 class _Clients:
-    """The clients of every event loop (a client is bound to the loop that uses it), made on first use.
-
-    A loop has several, used in turn: httpcore looks at all connections of a pool for each request, which with hundreds
-    of them costs more than the requests themselves.
-    """
+    """The clients of each event loop, made on first use. A client is bound to the loop that uses it."""
 
     def __init__(self) -> None:
         self._by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[httpx.AsyncClient]]
@@ -115,6 +111,8 @@ class _Clients:
         loop = asyncio.get_running_loop()
         with self._lock:
             clients = self._by_loop.setdefault(loop, [])
+            # Several clients per loop: httpcore looks at all connections of a pool for each request. With hundreds of
+            # connections this costs more than the requests.
             wanted = min(_MAX_CLIENTS, -(-self.max_connections // _CONNECTIONS_PER_CLIENT))
             if len(clients) < wanted:
                 clients.append(self._new())
@@ -142,8 +140,8 @@ _clients = _Clients()
 
 
 def get_rollout_num_engines(args: Namespace) -> int:
-    """Number of inference engines: given, or derived from devices and devices per engine."""
-    number: int | None = getattr(args, "rollout_num_engines", None)  # where devices do not say it
+    """The number of inference engines: given, or derived from the devices and the devices per engine."""
+    number: int | None = getattr(args, "rollout_num_engines", None)  # given if no device count implies it
     if number is not None:
         return number
     gpus: int = args.rollout_num_gpus or 0
@@ -151,24 +149,24 @@ def get_rollout_num_engines(args: Namespace) -> int:
 
 
 def init_http_client(args: Namespace) -> None:
-    """Take connection limit and default deadline from the command line."""
+    """Set the connection limit and the default deadline from the command line."""
     _clients.max_connections = max(1, args.sglang_server_concurrency * get_rollout_num_engines(args))
     _clients.timeout_s = getattr(args, "rollout_request_timeout", DEFAULT_TIMEOUT_S)
 
 
 async def close_http_client() -> None:
-    """Close the clients of the running loop; the next call opens a new one."""
+    """Close the clients of the running loop. The next call opens a new one."""
     await _clients.close()
 
 
 def set_sender(sender: Sender | None) -> None:
-    """From now on ``sender`` makes the attempts of :func:`post` in this process; None: the process itself."""
+    """Let ``sender`` make the attempts of :func:`post` in this process. None: the process makes them itself."""
     global _sender
     _sender = sender
 
 
 async def send(url: str, body: Any, headers: dict[str, str] | None, timeout_s: float) -> Reply:
-    """One attempt, by this process. Raises ``TimeoutError``."""
+    """Make one attempt in this process. Raises ``TimeoutError``."""
     try:
         async with asyncio.timeout(timeout_s):
             response = await _clients.next().post(url, json=body, headers=headers)
@@ -185,42 +183,24 @@ async def post(
     *,
     timeout_s: float | None = None,
 ) -> Any:
-    """POST ``payload`` as JSON. Returns the decoded JSON of the reply, or its text where it is not JSON.
+    """POST ``payload`` as JSON. Returns the decoded JSON of the reply, or its text if it is not JSON.
 
     Args:
-        payload: the JSON value, or a function that makes one for each attempt (ids that must not repeat).
-        max_retries: attempts after the first one where that may help; the pause between them doubles from
-            0.25 s to 5 s.
+        payload: the JSON value, or a function that makes one for each attempt (for ids that must not repeat).
+        max_retries: attempts after the first one, for failures that another attempt may cure. The pause between
+            attempts doubles from 0.25 s to 5 s.
         timeout_s: seconds for all attempts together. None: the value of :func:`init_http_client`.
 
     Raises:
-        RequestRefused: 4xx but 408 and 429, at once; with url, status and reply.
-        EngineError: those, 5xx and connection errors, after the last attempt.
+        RequestRefused: at once after a 4xx other than 408 and 429, with url, status and reply.
+        EngineError: the last attempt failed with one of those, a 5xx, or a connection error.
         DeadlineExceeded: ``timeout_s`` passed.
     """
-    deadline = Deadline(_clients.timeout_s if timeout_s is None else timeout_s, f"the reply of POST {url}")
-    problem = ""
-    for attempt in range(max_retries + 1):
-        if attempt:
-            await _pause(attempt, deadline)
-        if deadline.remaining <= 0:
-            raise deadline.error(problem)
-        try:
-            async with asyncio.timeout(deadline.remaining):
-                address = await _address(url)
-                body = payload() if callable(payload) else payload
-                reply = await (_sender or send)(address, body or {}, headers, deadline.remaining)
-        except _BROKEN as error:  # of the address
-            problem = f"{type(error).__name__}: {error}"
-            continue
-        except TimeoutError:
-            raise deadline.error(problem) from None
-        if reply.status is not None and 200 <= reply.status < 300:
-            return reply.content
-        problem = str(reply.content)
-        if reply.status is not None and _is_final(reply.status):
-            raise RequestRefused(f"POST {url} was refused with {problem}")
-    raise EngineError(f"POST {url} failed {max_retries + 1} times in {deadline.elapsed:.1f} s, last with {problem}")
+
+    async def attempt(address: str, seconds: float) -> Reply:
+        return await (_sender or send)(address, _body(payload), headers, seconds)
+
+    return await _with_retries(attempt, url, "reply", max_retries, timeout_s)
 
 
 async def receive_stream(
@@ -232,48 +212,65 @@ async def receive_stream(
     headers: dict[str, str] | None = None,
     timeout_s: float | None = None,
 ) -> None:
-    """POST ``payload`` and hand the JSON of every server-sent event to ``receive``, up to ``[DONE]`` or the end.
+    """POST ``payload`` and pass the JSON of every server-sent event to ``receive``, up to ``[DONE]`` or the end.
 
-    Payload, retries and deadline are those of :func:`post`; once an event has come nothing is sent again. Events that
+    Payload, retries and deadline are those of :func:`post`. After the first event nothing is sent again. Events that
     are not JSON are skipped with a warning.
 
     Args:
-        receive: returns whether to go on; the connection is closed otherwise.
+        receive: returns whether to continue. If not, the connection is closed.
 
     Raises:
         EngineError, DeadlineExceeded: as :func:`post`.
         ConnectionError: the stream broke off.
     """
-    deadline = Deadline(_clients.timeout_s if timeout_s is None else timeout_s, f"the stream of POST {url}")
-    problem, has_begun = "", False
-    for attempt in range(max_retries + 1):
-        if attempt:
-            await _pause(attempt, deadline)
-        if deadline.remaining <= 0:
-            raise deadline.error(problem)
-        body = payload() if callable(payload) else payload
+
+    async def attempt(address: str, _: float) -> Reply:
+        has_begun = False
         try:
-            async with (
-                asyncio.timeout(deadline.remaining),
-                _opened(url, body, headers) as response,
-            ):
+            async with _clients.next().stream("POST", address, json=_body(payload), headers=headers) as response:
                 if not response.is_success:
                     await response.aread()
-                    problem = _problem(response)
-                    if _is_final(response.status_code):
-                        raise RequestRefused(f"POST {url} was refused with {problem}")
-                    continue
+                    return Reply(response.status_code, _problem(response))
                 async for event in _events(response):
                     has_begun = True
                     if not receive(event):
-                        return
-                return
+                        break
+        except _BROKEN as error:
+            if has_begun:
+                problem = f"{type(error).__name__}: {error}"
+                raise ConnectionError(f"the stream of POST {url} broke off: {problem}") from error
+            raise
+        return Reply(200, None)
+
+    await _with_retries(attempt, url, "stream", max_retries, timeout_s)
+
+
+async def _with_retries(
+    attempt: Callable[[str, float], Awaitable[Reply]], url: Url, what: str, max_retries: int, timeout_s: float | None
+) -> Any:
+    """The content of the first successful reply of ``attempt(address, seconds left)``."""
+    deadline = Deadline(_clients.timeout_s if timeout_s is None else timeout_s, f"the {what} of POST {url}")
+    problem = ""
+    for number in range(max_retries + 1):
+        if number:
+            pause = min(_FIRST_BACKOFF_S * 2 ** (number - 1), _LAST_BACKOFF_S) * random.uniform(0.8, 1.2)
+            await asyncio.sleep(min(pause, deadline.remaining))
+        if deadline.remaining <= 0:
+            raise deadline.error(problem)
+        try:
+            async with asyncio.timeout(deadline.remaining):
+                reply = await attempt(await _address(url), deadline.remaining)
         except _BROKEN as error:
             problem = f"{type(error).__name__}: {error}"
-            if has_begun:
-                raise ConnectionError(f"the stream of POST {url} broke off: {problem}") from error
+            continue
         except TimeoutError:
             raise deadline.error(problem) from None
+        if reply.status is not None and 200 <= reply.status < 300:
+            return reply.content
+        problem = str(reply.content)
+        if reply.status is not None and reply.status < 500 and reply.status not in _LATER:
+            raise RequestRefused(f"POST {url} was refused with {problem}")  # another attempt would be refused as well
     raise EngineError(f"POST {url} failed {max_retries + 1} times in {deadline.elapsed:.1f} s, last with {problem}")
 
 
@@ -283,19 +280,11 @@ async def _address(url: Url) -> str:
     try:
         return await url()
     except EngineError as error:
-        raise httpx.ConnectError(str(error)) from error  # tried again, as any connection that could not be made
+        raise httpx.ConnectError(str(error)) from error  # retried, like a connection that could not be made
 
 
-@asynccontextmanager
-async def _opened(url: Url, body: Any, headers: dict[str, str] | None) -> AsyncIterator[httpx.Response]:
-    address = await _address(url)
-    async with _clients.next().stream("POST", address, json=body or {}, headers=headers) as response:
-        yield response
-
-
-async def _pause(attempt: int, deadline: Deadline) -> None:
-    pause = min(_FIRST_BACKOFF_S * 2 ** (attempt - 1), _LAST_BACKOFF_S) * random.uniform(0.8, 1.2)
-    await asyncio.sleep(min(pause, deadline.remaining))
+def _body(payload: Any) -> Any:
+    return (payload() if callable(payload) else payload) or {}
 
 
 async def _events(response: httpx.Response) -> AsyncGenerator[Any]:
@@ -312,18 +301,13 @@ async def _events(response: httpx.Response) -> AsyncGenerator[Any]:
 
 
 async def get(url: str, *, timeout_s: float = 30.0) -> Any:
-    """GET once and return the JSON. Raises :class:`EngineError` for anything else."""
+    """GET once and return the JSON. Raises :class:`EngineError` on any failure."""
     try:
         response = await _clients.next().get(url, timeout=timeout_s)
         response.raise_for_status()
     except httpx.HTTPError as error:
         raise EngineError(f"GET {url} failed: {type(error).__name__}: {error}") from error
     return _content(response)
-
-
-def _is_final(status: int) -> bool:
-    """Whether the same request would be refused again."""
-    return status < 500 and status not in _LATER
 
 
 def _problem(response: httpx.Response) -> str:

@@ -1,7 +1,7 @@
-"""``sys.exit`` in a user's function is an error of that function.
+"""Turns ``sys.exit`` in a user's function into an error of that function.
 
 ``SystemExit`` ends a thread or an actor without a message, and stops an event loop that thousands of requests share.
-Wherever user code is called, it becomes a :class:`UserExit`, which is handled as any other exception of that code.
+Every call of user code turns it into a :class:`UserExit`, which is handled like any other exception of that code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LIBRARIES = (f"{Path(__file__).parents[1]}/", *(sysconfig.get_path(name) for na
 
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The lines of the traceback that belong neither to slime nor to a library, outermost first."""
+    """The traceback frames that belong neither to slime nor to a library, outermost first."""
     frames = traceback.extract_tb(error.__traceback__)
     return [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
 
@@ -35,7 +35,7 @@ class UserExit(RuntimeError):
 
 @contextlib.contextmanager
 def exit_is_error() -> Iterator[None]:
-    """Turn such exceptions into :class:`UserExit`. Cancellation passes, and Ctrl-C in the main thread.
+    """Turn such exceptions into :class:`UserExit`, except cancellation and Ctrl-C in the main thread.
 
     Raises:
         UserExit: with the function, file and line that exited.
@@ -57,7 +57,7 @@ def exit_is_error() -> Iterator[None]:
 
 
 def exits_are_errors(cls: Class) -> Class:
-    """Class decorator: :func:`exit_is_error` around every method. For Ray actors that call user code."""
+    """Wrap every method of a class in :func:`exit_is_error`. For Ray actors that call user code."""
     for name, method in list(vars(cls).items()):
         if inspect.isfunction(method) and not name.startswith("__"):
             setattr(cls, name, exit_is_error()(method))

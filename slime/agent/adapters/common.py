@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
+from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ from slime.agent.adapters.wire import error_reply, health, is_from_here, sid_fro
 from slime.agent.parsing import ParsedModelOutput, parse_model_output
 from slime.agent.trajectory import Message, RewardSplit, TrajectoryManager, TurnRecord
 from slime.data.sample import Sample
+from slime.rollout.base_types import complete_args
 from slime.rollout.direct_engines import DirectEngines
 from slime.rollout.engine_request import cut_stop_token
 from slime.utils.errors import EngineError
@@ -248,7 +250,12 @@ class BaseAdapter(ABC):
         for sample in samples:
             ids = sample.tokens[len(sample.tokens) - sample.response_length :]
             sample.response = self.tokenizer.decode(ids, skip_special_tokens=False)
-        cut_stop_token(self.args, samples, session.sampling_defaults, self.tokenizer)
+        cut_stop_token(
+            complete_args(Namespace() if self.args is None else self.args),
+            samples,
+            session.sampling_defaults,
+            self.tokenizer,
+        )
         return samples
 
     async def drop_session(self, sid: str, *, wait_timeout: float = 5.0) -> None:

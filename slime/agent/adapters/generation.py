@@ -15,8 +15,6 @@ from slime.rollout.direct_engines import PAST_THE_ROUTER, DirectEngines, EngineC
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import post
 
-__all__ = ["DEFAULT_SID", "EngineAborted", "SamplingRefused", "Session", "call_sglang_generate"]
-
 DEFAULT_SID = "default"
 DEFAULT_MAX_NEW_TOKENS = 4096
 _ABORT_TIMEOUT_S = 5.0

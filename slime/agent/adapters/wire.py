@@ -9,18 +9,6 @@ from typing import Any
 
 from aiohttp import web
 
-__all__ = [
-    "dumps",
-    "error_reply",
-    "health",
-    "is_from_here",
-    "messages_of",
-    "send_events",
-    "send_json",
-    "sid_from_bearer",
-    "sid_from_body",
-]
-
 
 async def health(request: web.Request) -> web.Response:
     return web.json_response({"ok": True})

@@ -14,8 +14,6 @@ from typing import ClassVar
 from slime.agent.harness.common import BaseHarness, HarnessContext, host_file, install_npm_cli, run_agent
 from slime.agent.sandbox import AGENT_HOME, Sandbox
 
-__all__ = ["ClaudeCodeHarness"]
-
 _PROGRAM = "/usr/local/bin/claude"
 _CONFIG = json.dumps({"hasCompletedOnboarding": True, "bypassPermissionsModeAccepted": True})
 

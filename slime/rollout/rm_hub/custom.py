@@ -1,28 +1,34 @@
-"""Users' rewards: ``--custom-rm-path`` in every form that is accepted.
+"""Users' rewards: every accepted form of ``--custom-rm-path``, and calls with a deadline.
 
 f(args, sample)                      one sample; under --group-rm it receives the list
-f(args, samples)                     a batch, recognised by the parameter's name
+f(args, samples)                     a batch, recognized by the parameter's name
 f(prompts, responses[, labels])      a batch of plain values
 class with compute_reward(...)       made once per process
+
+A function that raises or hangs is a ``ScoringError`` that names it and the sample, which then counts as failed. The
+built-in rules keep their deadline in ``grader_pool``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from slime.data.reward import check_entries, reward_number
 from slime.data.sample import Sample
-from slime.hooks.load import accepted_kwargs, annotation, load_function, parameter_names
-from slime.rollout.failures import fresh_copy, reward_keys
-from slime.rollout.settings import setting
-from slime.utils.async_utils import call_user, is_async
+from slime.hooks.load import load_function
+from slime.hooks.signature import accepted_kwargs, annotation, parameter_names
+from slime.rollout.failures import reward_keys, traced_copy
+from slime.utils.async_utils import Slots, call_user, is_async
 from slime.utils.errors import DataError, ScoringError
 
-__all__ = ["call_scorer", "reward_value", "score_batch", "score_one"]
+_threads = Slots(64)
+"""Limits the threads that score at the same time."""
+
+_instances: dict[type, Any] = {}
+"""Reward classes are instantiated once per process, because they may hold a model."""
 
 
 async def score_one(args: Any, path: str, sample: Sample, **kwargs: Any) -> Any:
@@ -32,16 +38,16 @@ async def score_one(args: Any, path: str, sample: Sample, **kwargs: Any) -> Any:
         return (await _call_batch(args, path, function, [sample], kwargs))[0]
     what = f"--custom-rm-path {path} on sample {sample.index}"
     value = await call_scorer(
-        function, args, sample, what=what, timeout_s=setting(args, "rm_timeout"), **accepted_kwargs(function, kwargs)
+        function, args, sample, what=what, timeout_s=args.rm_timeout, **accepted_kwargs(function, kwargs)
     )
-    return reward_value(args, value, what)
+    return reward_value(reward_keys(args), value, what)
 
 
 async def score_batch(args: Any, path: str, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
     """The rewards of samples that belong together: a group under ``--group-rm``, or the rows of one execution."""
     function = _resolve(args, path)
-    # ``sample: Sample | list[Sample]`` says that the function handles both
-    takes_list = _takes(function) != "sample" or setting(args, "group_rm") or "list[" in annotation(function, 1)
+    # The annotation ``Sample | list[Sample]`` shows that the function handles both.
+    takes_list = _takes(function) != "sample" or args.group_rm or "list[" in annotation(function, 1)
     if not takes_list:
         return await asyncio.gather(*(score_one(args, path, sample, **kwargs) for sample in samples))
     return await _call_batch(args, path, function, list(samples), kwargs)
@@ -65,27 +71,23 @@ async def _call_batch(
         keywords = {name: available[name] for name in parameter_names(function) if name in available}
     else:
         positional, keywords = (args, samples), accepted_kwargs(function, kwargs)
-    result = await call_scorer(function, *positional, what=what, timeout_s=setting(args, "rm_timeout"), **keywords)
+    result = await call_scorer(function, *positional, what=what, timeout_s=args.rm_timeout, **keywords)
     if hasattr(result, "tolist"):
         result = result.tolist()
     if not isinstance(result, list | tuple):
         raise ScoringError(f"{what} returned {type(result).__name__}; it must return a list with one reward per sample")
     if len(result) != len(samples):
         raise ScoringError(f"{what} returned {len(result)} rewards for {len(samples)} samples")
-    return [reward_value(args, value, what) for value in result]
-
-
-_instances: dict[type, Any] = {}
-"""Reward classes are made once per process: they may hold a model."""
+    return [reward_value(reward_keys(args), value, what) for value in result]
 
 
 def _resolve(args: Any, path: str) -> Callable[..., Any]:
-    """The callable behind the path; of a class, its method."""
-    target: Callable[..., Any] = load_function(path, "reward", group_rm=setting(args, "group_rm"))
+    """The callable at ``path``; the method of a class."""
+    target: Callable[..., Any] = load_function(path, "reward", group_rm=args.group_rm)
     if not inspect.isclass(target):
         return target
     if target not in _instances:
-        offered = {"args": args, "model_path": setting(args, "hf_checkpoint")}
+        offered = {"args": args, "model_path": args.hf_checkpoint}
         _instances[target] = target(**{name: offered[name] for name in parameter_names(target) if name in offered})
     instance = _instances[target]
     method = next((name for name in ("compute_reward", "reward_func") if hasattr(instance, name)), "__call__")
@@ -101,35 +103,12 @@ def _takes(function: Callable[..., Any]) -> str:
     return "samples" if "samples" in names else "sample"
 
 
-# Calling code that scores: in a thread when it is not async, never without a deadline, errors with an address.
-#
-# A function of users that raises or hangs is a ``ScoringError`` that names it and the sample, which then counts as
-# failed.
-# Built-in rules keep their deadline in ``grader_pool``.
-
-_MAX_THREADS = 64
-
-
-class _Slots:
-    """Threads that score at the same time, per event loop (a semaphore belongs to one)."""
-
-    def __init__(self) -> None:
-        self._by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
-        self._by_loop = weakref.WeakKeyDictionary()
-
-    def current(self) -> asyncio.Semaphore:
-        return self._by_loop.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_MAX_THREADS))
-
-
-_slots = _Slots()
-
-
 async def call_scorer(function: Callable[..., Any], *args: Any, what: str, timeout_s: float, **kwargs: Any) -> Any:
-    """Call ``function`` and await its result.
+    """Call ``function`` and await its result. A function that is not async runs in a thread.
 
     Args:
-        what: who it is and what it scores, for errors: ``--custom-rm-path a.b on sample 3``.
-        timeout_s: seconds from the moment it starts.
+        what: names function and sample in errors: ``--custom-rm-path a.b on sample 3``.
+        timeout_s: seconds from its start.
 
     Raises:
         ScoringError: it raised, or did not return in time.
@@ -139,48 +118,46 @@ async def call_scorer(function: Callable[..., Any], *args: Any, what: str, timeo
         if is_async(function):
             async with limit:
                 return await call_user(function, *args, **kwargs)
-        # threads cannot be ended: one that is late must not write into samples that have gone on without it
+        # A thread cannot be ended: a late function must not write into samples that the rollout uses again.
         own = [_copied(arg) for arg in args]
-        async with _slots.current(), limit:
+        async with _threads.semaphore, limit:
             result = await call_user(function, *own, **kwargs)
         for arg, copied in zip(args, own, strict=True):
             _take_back(arg, copied)
         return result
     except TimeoutError as error:
-        if not limit.expired():  # its own
+        if not limit.expired():  # raised by the function itself
             raise ScoringError(f"{what} raised {type(error).__name__}: {error}") from error
         raise ScoringError(
             f"{what} did not return within {timeout_s:g} s: fix it, or raise --rm-timeout (seconds per call)"
         ) from None
     except DataError:
         raise
-    except Exception as error:  # the user's code may raise anything
+    except Exception as error:  # the user's code may raise any exception
         raise ScoringError(f"{what} raised {type(error).__name__}: {error}") from error
 
 
 def _copied(arg: Any) -> Any:
-    """Samples, alone or in a list, as copies; anything else as it is."""
+    """Samples, alone or in a list, as copies. Other values are returned unchanged."""
     if isinstance(arg, list):
         return [_copied(item) for item in arg]
-    if not isinstance(arg, Sample):
-        return arg
-    copied = fresh_copy(arg)
-    if hasattr(arg, "trace"):
-        copied.trace = arg.trace  # type: ignore[attr-defined]  # open spans go on in it
-    return copied
+    return traced_copy(arg) if isinstance(arg, Sample) else arg
 
 
 def _take_back(arg: Any, copied: Any) -> None:
-    """What a function changed in its copies becomes true of the samples."""
+    """Apply the changes of a copy to its sample."""
     if isinstance(arg, Sample):
         vars(arg).update(vars(copied))
     elif isinstance(arg, list):
-        for item, twin in zip(arg, copied, strict=False):  # it may have grown
+        for item, twin in zip(arg, copied, strict=False):  # the function may have appended to its list
             _take_back(item, twin)
 
 
-def reward_value(args: Any, value: Any, what: str) -> Any:
-    """A reward by the rule of :mod:`slime.data.reward`: a plain number, or a dict.
+def reward_value(keys: Sequence[str], value: Any, what: str) -> Any:
+    """A valid reward by the rule of :mod:`slime.data.reward`: a plain number, or a dict.
+
+    Args:
+        keys: the entries of reward dicts that are read (:func:`slime.rollout.failures.reward_keys`).
 
     Raises:
         ScoringError: it breaks the rule, or is a dict without the entry that is read.
@@ -188,7 +165,6 @@ def reward_value(args: Any, value: Any, what: str) -> Any:
     try:
         if not isinstance(value, dict):
             return reward_number(value)
-        keys = reward_keys(args)
         if keys and not any(key in value for key in keys):
             have = ", ".join(map(str, value)) or "nothing"
             raise ValueError(f"a dict with the keys {have}, and --reward-key reads {keys[0]!r}")

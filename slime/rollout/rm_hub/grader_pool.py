@@ -25,8 +25,6 @@ from typing import Any
 
 from slime.utils.errors import DataError, ScoringError
 
-__all__ = ["LONGEST_CALL_S", "MAX_CHARS", "GradeLimit", "grade_in_process", "grade_limit", "preload_graders"]
-
 logger = logging.getLogger(__name__)
 
 MAX_CHARS = 10_000

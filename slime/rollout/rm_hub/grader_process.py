@@ -27,8 +27,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main"]
-
 _GRADERS = {
     "sympy": ("slime.rollout.rm_hub.math_utils", "compare_with_sympy"),
     "math_verify": ("slime.rollout.rm_hub.libraries", "compare_with_math_verify"),

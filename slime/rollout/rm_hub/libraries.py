@@ -12,8 +12,6 @@ from typing import Any
 from slime.rollout.rm_hub.grader_pool import MAX_CHARS, grade_in_process
 from slime.utils.errors import DataError
 
-__all__ = ["compare_with_math_verify", "compute_ifbench_reward", "grade_ifbench", "grade_math_verify"]
-
 
 def grade_math_verify(response: str, label: Any) -> float:
     """1.0 when the answer in ``response`` equals ``label``, else 0.0; also if that takes too long.

@@ -10,15 +10,6 @@ from typing import Any
 
 from slime.rollout.rm_hub.math_utils import extract_boxed_answer, grade_answer_mathd, grade_answer_sympy
 
-__all__ = [
-    "ANSWER_KEYS",
-    "DEFAULT_VALID_LETTERS",
-    "compute_gpqa_reward",
-    "f1_score",
-    "get_deepscaler_rule_based_reward",
-    "normalize_answer",
-]
-
 _END_OF_THINKING = "</think>"
 _RESPONSE = "###Response"
 

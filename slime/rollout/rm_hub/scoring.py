@@ -1,9 +1,11 @@
-"""Which reward a sample gets: its own function, the run's function, or a built-in rule by name."""
+"""Rewards of generated samples: chooses function or rule, and gives up samples that cannot be scored.
+
+Called by the rollout after generation and sample hooks. Knows no engine.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import random
 from argparse import Namespace
@@ -13,22 +15,21 @@ from typing import Any
 
 from slime.data.sample import Sample, iter_samples
 from slime.observability.trace_utils import trace_span
-from slime.rollout.failures import failed_reward, give_up, is_given_up
+from slime.rollout.base_types import complete_args
+from slime.rollout.failures import failed_reward, give_up, is_given_up, reward_keys
 from slime.rollout.rm_hub.custom import call_scorer, reward_value, score_batch, score_one
 from slime.rollout.rm_hub.grader_pool import LONGEST_CALL_S, grade_limit
 from slime.rollout.rm_hub.libraries import grade_ifbench, grade_math_verify
 from slime.rollout.rm_hub.math_dapo_utils import compute_score as compute_score_dapo
 from slime.rollout.rm_hub.math_utils import extract_answer, grade_answer_verl
 from slime.rollout.rm_hub.rules import ANSWER_KEYS, compute_gpqa_reward, f1_score, get_deepscaler_rule_based_reward
-from slime.rollout.settings import setting
 from slime.utils.errors import DataError, RequestRefused, ScoringError
 from slime.utils.http_utils import post
 
-__all__ = ["async_rm", "batched_async_rm", "known_rm_types", "remote_rm", "score", "score_group"]
-
-logger = logging.getLogger(__name__)
-
 _BOXED = "boxed_"
+
+_REMOTE_TIMEOUT_S = 120.0
+"""Of ``remote_rm``, unless ``--rm-timeout`` is longer."""
 
 Rule = Callable[[str, Any, dict[str, Any]], Any]
 
@@ -49,7 +50,7 @@ _BOXED_RULES: dict[str, Rule] = _RULES | {
     "deepscaler": _RULES["math"],
     "dapo": lambda response, label, _: compute_score_dapo(response, label, strict_box_verify=True),
 }
-"""With the ``boxed_`` prefix: rules that look for a marker of their own grade the box instead."""
+"""With the ``boxed_`` prefix: rules that search for another marker grade the box instead."""
 
 _COMPARE_TEXTS = frozenset({"math", "math_verify", "deepscaler", "dapo", "f1"})
 _FIND_THE_BOX_THEMSELVES = frozenset({"math", "math_verify", "deepscaler", "dapo"})
@@ -60,39 +61,88 @@ def known_rm_types() -> frozenset[str]:
     return frozenset(_RULES) | {"remote_rm"}
 
 
+async def score(args: Namespace, result: Any) -> None:
+    """Fill in the missing rewards of one sample, or of the samples of one execution, unless one is aborted."""
+    samples = list(iter_samples(result))
+    if any(sample.status is Sample.Status.ABORTED for sample in samples):
+        return
+    _check_given_rewards(reward_keys(args), samples)
+    missing = _without_failed(args, [sample for sample in samples if sample.reward is None])
+    if missing:
+        with trace_span(missing, "reward_model"):
+            await _score(args, missing, are_together=isinstance(result, list))
+
+
+async def score_group(args: Namespace, group: Any) -> None:
+    """Score all samples of a prompt in one call (``--group-rm``)."""
+    samples = _without_failed(args, list(iter_samples(group)))
+    if samples:
+        with trace_span(samples, "group_reward_model"):
+            await _score(args, samples, are_together=True)
+
+
+def _check_given_rewards(keys: Sequence[str], samples: Sequence[Sample]) -> None:
+    """Apply the rule for rewards to those that a generate function set."""
+    for sample in samples:
+        if sample.reward is not None and not is_given_up(sample):
+            try:
+                sample.reward = reward_value(keys, sample.reward, f"the generate function of sample {sample.index}")
+            except ScoringError as error:
+                sample.reward = failed_reward(keys)
+                give_up(sample, "reward", error, str(error))
+
+
+def _without_failed(args: Namespace, samples: Sequence[Sample]) -> list[Sample]:
+    """The samples whose generation did not fail. Reward functions do not see the others."""
+    for sample in filter(is_given_up, samples):
+        sample.reward = failed_reward(reward_keys(args))
+    return [sample for sample in samples if not is_given_up(sample)]
+
+
+async def _score(args: Namespace, samples: Sequence[Sample], *, are_together: bool) -> None:
+    try:
+        rewards = await batched_async_rm(args, samples) if are_together else [await async_rm(args, samples[0])]
+    except ScoringError as error:
+        rewards = [failed_reward(reward_keys(args))] * len(samples)
+        for sample in samples:
+            give_up(sample, "reward", error.__cause__ or error, str(error))
+    for sample, reward in zip(samples, rewards, strict=True):
+        sample.reward = reward
+
+
 async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
     """The reward of one sample.
 
-    Order: ``sample.custom_rm_path``, ``--custom-rm-path``, ``metadata["rm_type"]``, ``--rm-type``.
+    The first of these decides: ``sample.custom_rm_path``, ``--custom-rm-path``, ``metadata["rm_type"]``, ``--rm-type``.
 
     Raises:
         ScoringError: scoring failed.
-        DataError: the reward's library is missing, or another thing that would fail for every sample.
+        DataError: scoring would fail for every sample, for instance because a library is missing.
         NotImplementedError: no reward is configured, or its type is unknown.
     """
-    path = sample.custom_rm_path or setting(args, "custom_rm_path")
-    if path:
+    complete_args(args)
+    if path := sample.custom_rm_path or args.custom_rm_path:
         return await score_one(args, path, sample, **kwargs)
-    return await _by_type(args, sample)
+    return await _score_by_type(args, sample)
 
 
 async def batched_async_rm(args: Namespace, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
     """The rewards of samples that are scored together, in their order."""
-    path = setting(args, "custom_rm_path")
+    path = complete_args(args).custom_rm_path
     if path and all(sample.custom_rm_path in (None, path) for sample in samples):
         return await score_batch(args, path, samples, **kwargs)
     return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
 
 
-async def _by_type(args: Namespace, sample: Sample) -> Any:
+async def _score_by_type(args: Namespace, sample: Sample) -> Any:
     metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
-    rm_type = str(metadata.get("rm_type") or setting(args, "rm_type") or "").strip()
+    rm_type = str(metadata.get("rm_type") or args.rm_type or "").strip()
     if not rm_type:
         raise NotImplementedError("no reward is configured: give --rm-type or --custom-rm-path")
     name = rm_type.removeprefix(_BOXED)
     what = f"--rm-type {rm_type} on sample {sample.index}"
     if name == "remote_rm":
-        return reward_value(args, await remote_rm(args, sample), what)
+        return reward_value(reward_keys(args), await remote_rm(args, sample), what)
     if name not in _RULES:
         known = ", ".join(sorted(known_rm_types()))
         raise NotImplementedError(f"reward type {rm_type!r} is unknown; use one of {known}, or --custom-rm-path")
@@ -102,8 +152,8 @@ async def _by_type(args: Namespace, sample: Sample) -> Any:
         response = extract_answer(response) or ""
     rule = (_BOXED_RULES if is_boxed else _RULES)[name]
     label = _label(name, sample.label, metadata, what)
-    with grade_limit(setting(args, "rm_timeout")) as limit:
-        longest_s = LONGEST_CALL_S + limit.wall_s  # the limit itself is kept by the process that grades
+    with grade_limit(args.rm_timeout) as limit:
+        longest_s = LONGEST_CALL_S + limit.wall_s  # the grading process enforces the limit itself
         grade = await call_scorer(rule, response, label, metadata, what=what, timeout_s=longest_s)
     if limit.stopped:
         metadata["grading_stopped"] = limit.stopped
@@ -111,10 +161,10 @@ async def _by_type(args: Namespace, sample: Sample) -> Any:
 
 
 def _label(name: str, label: Any, metadata: Mapping[str, Any], what: str) -> Any:
-    """The label as the rule ``name`` takes it: numbers become text where texts are compared.
+    """The label for the rule ``name``: rules that compare texts get numbers as text.
 
     Raises:
-        ScoringError: it is nothing that a response could be compared with.
+        ScoringError: a label that cannot be compared with a response.
     """
     is_number = isinstance(label, int) or (isinstance(label, Real) and math.isfinite(label))
     if name in _COMPARE_TEXTS:
@@ -122,7 +172,12 @@ def _label(name: str, label: Any, metadata: Mapping[str, Any], what: str) -> Any
             return str(int(label) if label == int(label) else label)  # 42.0: a column that had gaps
         if isinstance(label, str):
             return label
-    elif name != "gpqa" or is_number or isinstance(label, str) or (label is None and _has_answer(metadata)):
+    elif (
+        name != "gpqa"
+        or is_number
+        or isinstance(label, str)
+        or (label is None and any(metadata.get(key) for key in ANSWER_KEYS))
+    ):
         return label
     kind = type(label).__name__
     raise ScoringError(
@@ -130,82 +185,19 @@ def _label(name: str, label: Any, metadata: Mapping[str, Any], what: str) -> Any
     )
 
 
-def _has_answer(metadata: Mapping[str, Any]) -> bool:
-    return any(metadata.get(key) for key in ANSWER_KEYS)
-
-
-# Rewards of generated samples: samples without a reward are scored; those that cannot be scored are given up.
-#
-# Called by the rollout once generation and sample hooks are through. Knows no engine.
-
-
-async def score(args: Namespace, result: Any) -> None:
-    """Fill in the missing rewards of one sample, or of the samples of one execution. Aborted ones stay as they are."""
-    samples = list(iter_samples(result))
-    if any(sample.status is Sample.Status.ABORTED for sample in samples):
-        return
-    _check_own(args, samples)
-    missing = _without_failed(args, [sample for sample in samples if sample.reward is None])
-    if missing:
-        with trace_span(missing, "reward_model"):
-            await _score(args, missing, are_together=isinstance(result, list))
-
-
-async def score_group(args: Namespace, group: Any) -> None:
-    """``--group-rm``: the rewards of all samples of a prompt, in one call."""
-    samples = _without_failed(args, list(iter_samples(group)))
-    if samples:
-        with trace_span(samples, "group_reward_model"):
-            await _score(args, samples, are_together=True)
-
-
-def _check_own(args: Namespace, samples: Sequence[Sample]) -> None:
-    """Rewards that a generate function set follow the same rule as those of reward functions."""
-    for sample in samples:
-        if sample.reward is not None and not is_given_up(sample):
-            try:
-                sample.reward = reward_value(args, sample.reward, f"the generate function of sample {sample.index}")
-            except ScoringError as error:
-                sample.reward = failed_reward(args)
-                give_up(sample, "reward", error, str(error))
-
-
-def _without_failed(args: Namespace, samples: Sequence[Sample]) -> list[Sample]:
-    """Samples whose generation failed are not shown to reward functions."""
-    for sample in filter(is_given_up, samples):
-        sample.reward = failed_reward(args)
-    return [sample for sample in samples if not is_given_up(sample)]
-
-
-async def _score(args: Namespace, samples: Sequence[Sample], *, are_together: bool) -> None:
-    try:
-        rewards = await batched_async_rm(args, samples) if are_together else [await async_rm(args, samples[0])]
-    except ScoringError as error:
-        rewards = [failed_reward(args)] * len(samples)
-        for sample in samples:
-            give_up(sample, "reward", error.__cause__ or error, str(error))
-    for sample, reward in zip(samples, rewards, strict=True):
-        sample.reward = reward
-
-
-# ``--rm-type remote_rm``: a service at ``--rm-url`` that receives prompt, response and label.
-
-_TIMEOUT_S = 120.0
-"""Unless ``--rm-timeout`` is longer."""
-
-
 async def remote_rm(args: Any, sample: Sample, max_retries: int = 10) -> Any:
-    """The JSON that the service answers: a number or a dict. Connection errors and 5xx are retried.
+    """The JSON reply of the service at ``--rm-url`` to prompt, response and label: a number or a dict.
 
     Raises:
         ScoringError: the service refused this sample (4xx).
         EngineError, DeadlineExceeded: it does not answer, which concerns every sample.
     """
+    complete_args(args)
     if not args.rm_url:
         raise DataError("--rm-type remote_rm needs --rm-url, the address of the service")
     payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
     try:
-        timeout_s = max(_TIMEOUT_S, setting(args, "rm_timeout"))
+        timeout_s = max(_REMOTE_TIMEOUT_S, args.rm_timeout)
         return await post(args.rm_url, payload, max_retries=max_retries, timeout_s=timeout_s)
     except RequestRefused as error:
         raise ScoringError(f"--rm-type remote_rm on sample {sample.index}: {error}") from error

@@ -15,6 +15,7 @@ from slime.batch.compile import compile_train_data
 from slime.batch.rewards import RewardArgs, raw_rewards
 from slime.data.reward import reward_number
 from slime.data.sample import Sample
+from slime.rollout.base_types import complete_args
 from slime.rollout.failures import is_given_up
 from slime.rollout.rm_hub.scoring import score
 from slime.utils.errors import DataError
@@ -52,7 +53,7 @@ def returns(args: Any, sample: Sample) -> Any:
 def scored(returned: Any, reward_key: str | None = None, own: bool = False) -> Sample:
     sample = Sample(index=7, tokens=[1, 2], response_length=1, reward=returned if own else None)
     args = SimpleNamespace(custom_rm_path=f"{__file__}:returns", returned=returned, reward_key=reward_key)
-    asyncio.run(score(args, sample))  # type: ignore[arg-type]
+    asyncio.run(score(complete_args(args), sample))  # type: ignore[arg-type]
     return sample
 
 

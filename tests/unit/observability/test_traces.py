@@ -28,7 +28,7 @@ from slime.observability.trace_utils import (
     trace_next_attempt,
     trace_span,
 )
-from slime.rollout.failures import generate_with_retries
+from slime.rollout.failures import Attempts
 from slime.utils.net import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -341,7 +341,9 @@ def test_a_repeated_generation_goes_on_in_the_same_trace() -> None:
 
     async def generate() -> Any:
         with trace_span(sample, "generate_and_rm"):
-            return await generate_with_retries(attempt, [sample], retries=2, what="generate")
+            for one in Attempts([sample], retries=2, what="generate"):
+                with one:
+                    return await attempt()
 
     assert asyncio.run(generate()) == "done"
     (row,) = timeline_rows([sample.to_dict()])

@@ -87,7 +87,7 @@ def test_what_the_batch_of_this_rollout_has_already_counts_as_under_way(setup):
     assert len(worker.get_completed_groups(3, is_held=True)) == 3
     worker.release(1)  # a filter dropped it
     wait_until(lambda: worker.queue_size() == 2, Deadline(600, "its place to be taken again"))
-    assert worker._free_places() == 0
+    assert worker._num_free() == 0
     worker.release()  # the batch is complete
     wait_until(lambda: worker.queue_size() == 4, Deadline(600, "the places of the batch to be taken again"))
     worker.stop()

@@ -11,7 +11,7 @@ import pytest
 from slime.data.sample import Sample
 from slime.rollout.collect import Drops, apply_filter
 from slime.rollout.custom_generate import call_generate, takes_group
-from slime.rollout.failures import generate_with_retries
+from slime.rollout.failures import Attempts
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm, generate_and_rm_group
 from slime.utils.async_utils import run
@@ -184,10 +184,12 @@ def test_a_thread_that_is_too_late_does_not_write_into_the_next_attempt():
 
     source, args = sample_with(0, Status.PENDING, num_tokens=0), SimpleNamespace(custom_generate_timeout=0.2)
 
-    async def attempt():
-        return await call_generate(late_at_first, args, source, {}, evaluation=False)
+    async def generate():
+        for attempt in Attempts([source], retries=1, what="late"):
+            with attempt:
+                return await call_generate(late_at_first, args, source, {}, evaluation=False)
 
-    sample = run(generate_with_retries(attempt, [source], retries=1, what="late"))
+    sample = run(generate())
     is_through.set()
     assert has_written.wait(120)
     assert (sample.response_length, sample.response, sample.metadata["failed_attempts"]) == (1, "in time", 1)

@@ -15,7 +15,7 @@ import pytest
 from slime.config.groups import groups_in
 from slime.data.sample import Sample
 from slime.rollout import sft_rollout
-from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn, complete_args
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.eval_config import EvalDatasetConfig, build_eval_dataset_configs, build_eval_datasets
 from slime.rollout.failures import fresh_copy
@@ -28,7 +28,6 @@ from slime.rollout.filters import (
     should_drop_dynamic_filter_output,
 )
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id, set_evaluated_rollout_id
-from slime.rollout.settings import setting
 from slime.utils import http_utils
 from slime.utils.errors import ConfigError, DataError, DeadlineExceeded, EngineError
 from tests.limits import unloaded_time
@@ -202,10 +201,12 @@ def test_supervised_batches_of_rows_that_cannot_be_trained_are_an_error(tmp_path
 
 
 def test_settings_left_out_of_a_hand_made_namespace_have_their_declared_default():
-    assert setting(SimpleNamespace(), "rm_timeout") == 60.0
-    assert setting(SimpleNamespace(rm_timeout=1), "rm_timeout") == 1
-    with pytest.raises(KeyError):
-        setting(SimpleNamespace(), "no_such_flag")
+    args = SimpleNamespace(rm_timeout=1)
+    assert complete_args(args) is args
+    assert (args.rm_timeout, args.max_sample_retries) == (1, 2)
+    assert complete_args(SimpleNamespace()).rollout_sample_hook_path is not args.rollout_sample_hook_path
+    with pytest.raises(AttributeError):
+        _ = args.no_such_flag
 
 
 def test_a_fresh_copy_shares_no_list_and_keeps_plugin_attributes():

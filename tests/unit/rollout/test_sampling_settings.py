@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from slime.data.sample import Sample
+from slime.rollout.base_types import complete_args
 from slime.rollout.engine_request import build_request, eval_sampling_params, response_room, train_sampling_params
 from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.evaluate import _with_eval_limits
@@ -41,8 +42,8 @@ def test_an_evaluation_set_has_settings_of_its_own() -> None:
 def test_evaluation_has_its_own_context_length() -> None:
     args = make_args("/model", 0, rollout_max_context_len=16, eval_max_context_len=12)
     prompt = Sample(prompt="1+1=")
-    assert response_room(_with_eval_limits(args), prompt, 10, 8) == 2
-    assert response_room(args, prompt, 10, 8) == 6
+    assert response_room(_with_eval_limits(args).rollout_max_context_len, prompt, 10, 8) == 2
+    assert response_room(args.rollout_max_context_len, prompt, 10, 8) == 6
 
 
 def test_a_conversation_that_is_trained_from_its_first_token_keeps_it_as_the_prompt() -> None:
@@ -56,7 +57,7 @@ def test_a_conversation_that_is_trained_from_its_first_token_keeps_it_as_the_pro
 def test_the_requests_of_a_session_name_it_to_a_router_that_keeps_sessions_together(
     policy: str | None, headers: dict[str, str] | None
 ) -> None:
-    args = make_args("/model", 0, router_policy=policy)
+    args = complete_args(make_args("/model", 0, router_policy=policy))
     request = build_request(args, Sample(prompt="1+1=", session_id="s1"), {"max_new_tokens": 4}, [5, 6])
     assert request is not None
     assert request.headers == headers

@@ -13,7 +13,7 @@ from slime.data.sample import Sample
 from slime.hooks.load import load_function
 from slime.ray.data_buffer import DataBuffer
 from slime.rollout.custom_generate import call_generate
-from slime.rollout.failures import generate_with_retries
+from slime.rollout.failures import Attempts
 from slime.rollout.filters import call_dynamic_filter
 from slime.rollout.rm_hub import async_rm
 from slime.utils.async_utils import AsyncLoopThread, call_in_thread
@@ -57,10 +57,15 @@ def test_a_reward_that_exits_is_a_failed_sample(function: Any):
 def test_generation_that_exits_is_tried_again_and_given_up(function: Any):
     sample = Sample(index=7, tokens=[1])
 
-    async def attempt() -> Any:
-        return await call_generate(function, SimpleNamespace(), sample, {}, evaluation=False)
+    args = SimpleNamespace(custom_generate_timeout=60.0)
 
-    assert asyncio.run(generate_with_retries(attempt, [sample], retries=1, what="f")) is None
+    async def generate() -> Any:
+        for attempt in Attempts([sample], retries=1, what="f"):
+            with attempt:
+                return await call_generate(function, args, sample, {}, evaluation=False)
+        return None
+
+    assert asyncio.run(generate()) is None
     failure = sample.metadata["failure"]
     assert (failure["boundary"], failure["type"]) == ("generate", "UserExit")
     assert f"({__file__}:" in failure["message"]
