@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.data.sample import Sample, SampleGroup, iter_samples
-from slime.hooks.signature import parameter_names
+from slime.hooks.load import parameter_names
 from slime.utils.errors import DataError
 
 

@@ -20,8 +20,7 @@ from slime.data.media import load_processor
 from slime.data.prompts import Dataset, open_prompts, parse_path
 from slime.data.sample import Sample, SampleGroup, as_groups
 from slime.data.streaming import StreamingDataset
-from slime.hooks.load import load_function
-from slime.hooks.signature import can_be_called, parameter_names
+from slime.hooks.load import can_be_called, load_function, parameter_names
 from slime.rollout.base_types import complete_args
 from slime.rollout.buffer_filter import choose, pop_first, takes_samples
 from slime.rollout.failures import fresh_copy

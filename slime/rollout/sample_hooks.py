@@ -6,8 +6,7 @@ import threading
 from typing import Any
 
 from slime.data.sample import Sample
-from slime.hooks.load import load_function
-from slime.hooks.signature import accepted_kwargs
+from slime.hooks.load import accepted_kwargs, load_function
 from slime.rollout.base_types import complete_args
 from slime.utils.async_utils import call_user
 

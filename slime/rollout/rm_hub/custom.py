@@ -18,8 +18,7 @@ from typing import Any
 
 from slime.data.reward import check_entries, reward_number
 from slime.data.sample import Sample
-from slime.hooks.load import load_function
-from slime.hooks.signature import accepted_kwargs, annotation, parameter_names
+from slime.hooks.load import accepted_kwargs, annotation, load_function, parameter_names
 from slime.rollout.failures import reward_keys, traced_copy
 from slime.utils.async_utils import Slots, call_user, is_async
 from slime.utils.errors import DataError, ScoringError
