@@ -1,4 +1,4 @@
-"""An agent that knows nothing of slime: plain OpenAI chat completions over HTTP, and one tool of its own.
+"""An agent that does not depend on slime: OpenAI chat completions over HTTP, and one tool.
 
     OPENAI_BASE_URL=http://host:port/v1 OPENAI_API_KEY=... python agent.py facts.json "code of amber?"
 

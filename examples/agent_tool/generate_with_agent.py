@@ -35,11 +35,11 @@ class AdapterService(AgentService):
 async def generate(
     args: Namespace, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Sample | list[Sample]:
-    """Run the program for one sample; what it prints is the answer, and an exact match is rewarded.
+    """Run the program for one sample. Its output is the answer, and an exact match is rewarded.
 
     Raises:
         DataError: the prompt is a text.
-        EngineError: the program ended without a turn to train on; slime tries again.
+        EngineError: the program ended without a turn to train on. slime retries.
     """
     if not isinstance(sample.prompt, list):
         raise DataError(f"sample {sample.index}: the agent needs messages: drop --apply-chat-template")
@@ -54,7 +54,7 @@ async def generate(
 
 
 async def run_program(args: Namespace, question: str, url: str, sid: str) -> str | None:
-    """What the program printed; None where it failed or ran out of time. It does not outlive this call."""
+    """The output of the program. None if it failed or exceeded its time. The program ends with this call."""
     environment = os.environ | {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": sid}
     program = await asyncio.create_subprocess_exec(
         *map(str, args.agent_command),

@@ -1,10 +1,10 @@
-"""Generation of your own, in both forms that ``--custom-generate-function-path`` accepts.
+"""Custom generation in both forms that ``--custom-generate-function-path`` accepts.
 
     --custom-generate-function-path examples/custom_generate/custom_generate.py --max-turns 2    custom_generate
     --custom-generate-function-path examples/custom_generate/custom_generate.py:best_of_group    a prompt per call
 
-``custom_generate`` plays a guessing game of several turns: after a wrong answer the model is told whether its number is
-too low or too high, and tries again. ``metadata`` of the data row (``--metadata-key``) says how much it is told.
+``custom_generate`` plays a guessing game of several turns: after a wrong answer the model gets a hint whether its
+number is too low or too high, and tries again. ``metadata`` of the data row (``--metadata-key``) selects the hints.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ async def custom_generate(args: Namespace, sample: Sample, sampling_params: dict
 
 
 def hint(answer: str | None, sample: Sample) -> str:
-    """What the user says next, with the marks of the chat template around it."""
+    """The next message of the user, with the marks of the chat template."""
     if answer is None:
         text = "a number, please."
     elif sample.metadata.get("hints") == "direction":

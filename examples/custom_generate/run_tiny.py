@@ -1,9 +1,10 @@
-"""Generation of your own on one machine without a GPU, in about a minute: a guessing game of two turns.
+"""Custom generation on one machine without a GPU, in about a minute: a guessing game of two turns.
 
     python examples/custom_generate/run_tiny.py --output outputs/custom_generate
 
-1. "copy 47", and a model that has learnt the game from a teacher who is wrong half of the time, and right after a hint.
-2. GRPO with ``custom_generate.py``: an answer that is right at once is worth twice as much as one after the hint.
+1. "copy 47", and a model that has learned the game from a teacher who is wrong half of the time, and right after a
+   hint.
+2. GRPO with ``custom_generate.py``: a right first answer is worth twice as much as one after the hint.
 """
 
 from __future__ import annotations

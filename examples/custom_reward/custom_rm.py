@@ -1,11 +1,11 @@
-"""Rewards of your own, in every form that ``--custom-rm-path`` accepts. The task: the sum of two numbers.
+"""Custom rewards in every form that ``--custom-rm-path`` accepts. The task: the sum of two numbers.
 
     --custom-rm-path examples/custom_reward/custom_rm.py                     reward_func, one sample per call
     --custom-rm-path examples/custom_reward/custom_rm.py --group-rm          batched_custom_rm, a prompt's samples
-    --custom-rm-path examples/custom_reward/custom_rm.py:CustomRewardModel   a class, made once per process
+    --custom-rm-path examples/custom_reward/custom_rm.py:CustomRewardModel   a class, instantiated once per process
 
-A function may be ``async`` (network) or plain (computing; it runs in a thread). Either has ``--rm-timeout`` seconds.
-A number is a reward; of a dict, ``--reward-key`` names the entry that is trained on.
+A function may be ``async`` (network) or plain (computing, in a thread). Either may take ``--rm-timeout`` seconds.
+It returns a number, or a dict in which ``--reward-key`` names the entry for training.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ async def batched_custom_rm(args: Namespace, samples: list[Sample], **kwargs: An
 
 
 class CustomRewardModel:
-    """A stand-in for a reward model: loaded once, then asked for many responses at a time."""
+    """A simple substitute for a reward model: loaded once, called with many responses at a time."""
 
     def __init__(self, model_path: str) -> None:
         from transformers import AutoTokenizer

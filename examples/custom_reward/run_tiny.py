@@ -1,9 +1,9 @@
-"""A reward of your own on one machine without a GPU, in about a minute.
+"""A custom reward on one machine without a GPU, in about a minute.
 
     python examples/custom_reward/run_tiny.py --output outputs/custom_reward
     python examples/custom_reward/run_tiny.py --output outputs/custom_reward_group --form group
 
-1. "copy 47", and a model that has learnt it from a teacher who is wrong half of the time.
+1. "copy 47", and a model that has learned it from a teacher who is wrong half of the time.
 2. GRPO with ``custom_rm.py`` in one of its forms, and its filter: groups whose rewards are all equal are dropped.
 """
 

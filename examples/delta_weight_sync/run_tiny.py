@@ -2,7 +2,7 @@
 
     python examples/delta_weight_sync/run_tiny.py --output outputs/delta_weight_sync
 
-1. "copy 47", and a model that has learnt it from a teacher who is wrong half of the time.
+1. "copy 47", and a model that has learned it from a teacher who is wrong half of the time.
 2. GRPO in bfloat16; the first version of the weights is written whole, the later ones as differences.
 """
 

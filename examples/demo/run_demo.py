@@ -1,11 +1,11 @@
-"""The whole journey on one machine without a GPU: make a task, teach a little, then let the model learn by itself.
+"""The demo on one machine without a GPU: make a task, warm a model up, then train it with GRPO.
 
     python examples/demo/run_demo.py --output outputs/demo
 
 1. ``tools/make_tiny_task.py`` makes a tiny Qwen3 and addition problems, without any download.
 2. A supervised warm start by ``train.py`` with ``--loss-type sft_loss``, from a teacher who often forgets to carry: the
    model learns the form of an answer, and the teacher's mistake.
-3. GRPO from that checkpoint, with real engines behind the real router, rewarded by the right answer alone.
+3. GRPO from that checkpoint, with real engines and the real router, rewarded for right answers only.
 4. A summary, the reward curve, and a Hugging Face checkpoint that ``transformers`` loads and that answers.
 """
 
@@ -130,7 +130,7 @@ def plot_curve(records: list[dict[str, Any]], path: Path) -> None:
 
 
 def ask(checkpoint: Path, questions: list[str]) -> list[str]:
-    """What the exported checkpoint answers in plain ``transformers``."""
+    """The answers of the exported checkpoint in plain ``transformers``."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)

@@ -2,8 +2,8 @@
 
     python examples/fully_async/run_tiny.py --output outputs/fully_async
 
-1. "copy 47", and a model that has learnt it from a teacher who is wrong half of the time.
-2. ``train_async.py`` with a worker that keeps generations in flight all the time: the trainer takes what is finished,
+1. "copy 47", and a model that has learned it from a teacher who is wrong half of the time.
+2. ``train_async.py`` with a worker that generates continuously: the trainer takes finished groups,
    and no sample is older than ``--max-weight-staleness`` rollouts.
 """
 

@@ -8,8 +8,9 @@
     --custom-config-path examples/multi_agent/multi_agent.yaml
 
 The function returns a list. Its samples come from one execution, so they have one ``rollout_id``: a loss that averages
-over executions counts the team once, however many agents spoke. Prompts stay messages (no ``--apply-chat-template``),
-because every agent wraps the problem in words of its own. Rewards are those of --rm-type or --custom-rm-path.
+over executions counts the team once, regardless of the number of agents. Prompts stay messages (no
+``--apply-chat-template``), because every role wraps the problem in a different prompt. Rewards are those of --rm-type
+or --custom-rm-path.
 """
 
 from __future__ import annotations
@@ -64,12 +65,12 @@ async def generate_with_multi_agents(
 def team_rewards(rewards: Sequence[float], count: int, picked: int | None, weights: tuple[float, float]) -> list[float]:
     """Rewards of solvers, rewriters and selector.
 
-    Each has the reward of what it wrote, the selector that of what it picked, times ``weights[1]`` where the team is
-    right (the picked answer has a positive reward), else ``weights[0]``: what one does for the others counts.
+    Each agent has the reward of its text, the selector that of the answer that it picked, times ``weights[1]`` if the
+    team is right (the picked answer has a positive reward), else ``weights[0]``.
 
     Args:
         rewards: of ``count`` solvers, then of ``count`` rewriters.
-        picked: number of a rewriter, from 0; None where the selector named none.
+        picked: number of a rewriter, from 0. None if the selector named none.
     """
     answer = 0.0 if picked is None else rewards[count + picked]
     weight = weights[1] if answer > 0 else weights[0]
@@ -77,7 +78,7 @@ def team_rewards(rewards: Sequence[float], count: int, picked: int | None, weigh
 
 
 def choice(text: str, count: int) -> int | None:
-    """The candidate that a selector named, from 0: the last number it wrote. None where there is no such candidate."""
+    """The candidate that a selector named, from 0: the last number in its text. None if it does not exist."""
     numbers = _NUMBER.findall(text)
     return int(numbers[-1]) - 1 if numbers and 1 <= int(numbers[-1]) <= count else None
 

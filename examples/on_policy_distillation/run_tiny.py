@@ -5,8 +5,8 @@
 
 1. One supervised run, two checkpoints: the student, who answers "pass" half of the time, and later the teacher, who
    never does.
-2. The student samples, the teacher says how likely it finds every token; no reward. With ``sglang`` the teacher is a
-   second engine that the reward function asks, with ``megatron`` the trainer holds it.
+2. The student samples, and the teacher computes the log-prob of every token, without a reward. With ``sglang`` the
+   teacher is a second engine that the reward function calls. With ``megatron`` the trainer holds it.
 3. An evaluation before and after: the student has the teacher's accuracy.
 """
 
@@ -55,7 +55,7 @@ def demonstrations() -> list[dict[str, Any]]:
 
 
 def teacher_flags(kind: str, teacher: str, output: Path, stack: ExitStack) -> list[Any]:
-    """Where the teacher's log-probs come from."""
+    """Flags that select the source of the teacher's log-probs."""
     if kind == "sglang":
         here = "slime.rollout.on_policy_distillation"
         url = stack.enter_context(serve(teacher, output))
@@ -77,7 +77,7 @@ def main() -> None:
     total = STUDENT_ROLLOUTS + TEACHER_ROLLOUTS
     teacher = warm_start(make_model(output, WORDS), demonstrations(), output, rollouts=total, save_interval=1)
     student = output / "warm_start" / f"hf_{STUDENT_ROLLOUTS - 1}"
-    # The evaluation has a reward function of its own: that of training asks the teacher.
+    # The evaluation needs a separate reward function, because that of training calls the teacher.
     held_out = {"name": "repeat", "path": data, "custom_rm_path": "examples.on_policy_distillation.reward.exact_match"}
     (output / "eval.yaml").write_text(yaml.safe_dump({"eval": {"datasets": [held_out]}}), encoding="utf-8")
     with ExitStack() as stack:

@@ -81,7 +81,7 @@ async def _run(args: Namespace, code: str) -> Result:
 
 
 def code_block(response: str) -> str | None:
-    """The code that the response ends with, without a Markdown fence; None where it ends with something else."""
+    """The code at the end of the response, without a Markdown fence. None if it does not end with code."""
     text = response[response.rfind(_END_OF_OUTPUT) + len(_END_OF_OUTPUT) :] if _END_OF_OUTPUT in response else response
     blocks = list(_CODE.finditer(text))
     if not blocks or text[blocks[-1].end() :].strip():
@@ -92,7 +92,7 @@ def code_block(response: str) -> str | None:
 
 
 def observation(result: Result) -> str:
-    """What the model sees of a run. Tags in the output must not look like the model's own."""
+    """The output of a run as the model gets it, without tags that look like the model's."""
     output = re.sub(r"</?(code|interpreter|answer)>", "", result.output).strip()
     return f"<interpreter>{output or 'no output'}</interpreter>"
 

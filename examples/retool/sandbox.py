@@ -1,13 +1,13 @@
-"""Runs a piece of Python that a model wrote: one process, limits, nothing of this process's environment.
+"""Run Python that a model wrote, in one process with limits and without the environment of this process.
 
     result = await run_python("print(6 * 7)", Limits())
 
-What it is: a seat belt against endless loops, memory bombs, floods of output, files in the wrong place and processes
-that stay. The code runs with ``python -I -S -B`` in an empty temporary directory, as its own session, with resource
-limits, a minimal environment, and without the modules that reach the network or start processes.
+The sandbox limits accidents: endless loops, memory bombs, too much output, files in the wrong place and processes
+that do not end. The code runs with ``python -I -S -B`` in an empty temporary directory, as a new session, with
+resource limits, a minimal environment, and without the modules that reach the network or start processes.
 
-What it is not: a wall against somebody who wants to get out. The check for forbidden modules can be fooled, and files
-that the user may read can be read. For code that you do not trust at all, run the sandbox in a container or a
+It does not stop an attacker. The check for forbidden modules can be bypassed, and the code can read all files of the
+user. For code that you do not trust at all, run the sandbox in a container or a
 micro-VM without a network; ``run_python`` is the only function to replace.
 """
 
@@ -48,7 +48,7 @@ exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
 
 @dataclass(frozen=True)
 class Limits:
-    """What one run may use."""
+    """Limits of one run."""
 
     timeout_s: float = 5.0
     memory_bytes: int = 512 << 20
@@ -71,7 +71,7 @@ class Result:
 
 
 async def run_python(code: str, limits: Limits) -> Result:
-    """Run ``code`` to its end, or to the end of ``timeout_s``. Never raises for what the code does."""
+    """Run ``code`` to its end, or to the end of ``timeout_s``. Errors of the code do not raise here."""
     problem = refusal(code)
     if problem is not None:
         return Result("refused", problem)
@@ -109,7 +109,7 @@ async def _talk(process: asyncio.subprocess.Process, code: str, most: int) -> tu
         await process.stdin.drain()
         process.stdin.close()
     except (BrokenPipeError, ConnectionResetError):
-        pass  # it ended before it had read everything; its status tells why
+        pass  # it ended before it had read everything, and its status has the reason
     output, errors = await asyncio.gather(_head(process.stdout, most), _tail(process.stderr, most))
     return output, errors
 
@@ -142,7 +142,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def refusal(code: str) -> str | None:
-    """Why ``code`` is not run; None where nothing speaks against it."""
+    """The reason to refuse ``code``, or None."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

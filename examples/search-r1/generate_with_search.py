@@ -80,7 +80,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
 
 
 def _turn_start(sample: Sample, start: int) -> int:
-    """Where the turn's text begins; a continued sample was cut off in the middle of one."""
+    """The beginning of the turn's text. A continued sample was cut off in the middle of a turn."""
     return sample.response.rfind("</information>", 0, start) + len("</information>") if start else 0
 
 
@@ -104,7 +104,7 @@ async def search(args: Namespace, query: str) -> list[str]:
 
 
 def observation(passages: Iterable[str]) -> str:
-    """What the model sees of the passages. Tags inside them must not look like actions."""
+    """The passages as the model gets them, without tags that look like actions."""
     lines = [f"doc {number}: {_plain(text)}" for number, text in enumerate(passages, 1)]
     return f"<information>{chr(10).join(lines) or 'nothing found.'}</information>"
 

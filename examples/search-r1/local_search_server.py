@@ -62,7 +62,7 @@ def read_corpus(path: Path) -> list[str]:
     """Passages of a JSONL file.
 
     Raises:
-        ValueError: a line that is no JSON object with ``contents``, with file and line.
+        ValueError: a line is not a JSON object with ``contents``. Names file and line.
     """
     passages = []
     with path.open(encoding="utf-8") as lines:
@@ -109,7 +109,7 @@ def make_server(index: Bm25, host: str, port: int) -> ThreadingHTTPServer:
             self.wfile.write(data)
 
         def log_message(self, *args: Any) -> None:
-            """Thousands of requests are no news."""
+            """Log nothing: a run sends thousands of requests."""
 
     server = ThreadingHTTPServer((host, port), Handler)
     server.daemon_threads = True

@@ -1,10 +1,10 @@
-"""Search-R1 on one machine without a GPU, in about a minute: a tiny model learns to look up what it cannot know.
+"""Search-R1 on one machine without a GPU, in about a minute: a tiny model learns to look up unknown facts.
 
     python examples/search-r1/run_tiny.py --output outputs/search-r1
 
 1. A corpus of invented facts ("code of amber is 47."), questions about them, and a random model.
 2. A supervised warm start from a teacher who looks up four times in ten and guesses otherwise.
-3. GRPO with the local search server, rewarded for right answers: guessing disappears.
+3. GRPO with the local search server, rewarded for right answers: the model stops guessing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A task for offline runs that are about something else: write the number of the question, "copy 47" -> 47.
+"""A simple task for offline runs whose subject is another feature: write the number of the question, "copy 47" -> 47.
 
-A model of this size learns it from a sloppy teacher, who writes some other number half of the time, in half a minute;
-what is left to reinforcement learning is to stop doing so.
+A model of this size learns it in half a minute from a teacher who writes another number half of the time.
+Reinforcement learning then removes these errors.
 """
 
 from __future__ import annotations

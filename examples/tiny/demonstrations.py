@@ -1,9 +1,9 @@
-"""A rollout function for the warm start of the examples: responses that are given, with tool output masked.
+"""A rollout function for the warm start of the examples: given responses, with tool output masked.
 
     --rollout-function-path examples.tiny.demonstrations.generate_rollout --loss-type sft_loss
 
-A row's ``metadata.segments`` lists the parts of its response in order: ``[text, 1]`` for what the model shall write and
-``[text, 0]`` for what a tool wrote. Chat conversations need nothing of this: ``slime.rollout.sft_rollout`` masks them.
+A row's ``metadata.segments`` lists the parts of its response in order: ``[text, 1]`` for text of the model and
+``[text, 0]`` for text of a tool. Chat conversations do not need it: ``slime.rollout.sft_rollout`` masks them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the offline runs of the examples share: a tiny model, data made by code, ``train.py`` as a command, its metrics.
+"""Shared code of the offline runs: a tiny model, generated data, ``train.py`` as a command, its metrics.
 
-Every ``examples/*/run_tiny.py`` calls it, and the demo. Nothing here is needed to use an example with a real model.
+Every ``examples/*/run_tiny.py`` and the demo call it. An example with a real model does not need it.
 """
 
 from __future__ import annotations

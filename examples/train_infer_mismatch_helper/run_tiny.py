@@ -2,9 +2,9 @@
 
     python examples/train_infer_mismatch_helper/run_tiny.py --output outputs/mismatch
 
-1. "copy 47", and a model that has learnt it from a teacher who is wrong half of the time.
-2. GRPO by weights that are older than the trainer's (``train_async.py``), corrected by ``mis.py``; its metrics say how
-   large the gap was and what was done about it.
+1. "copy 47", and a model that has learned it from a teacher who is wrong half of the time.
+2. GRPO by weights that are older than the trainer's (``train_async.py``), corrected by ``mis.py``. Its metrics show
+   the gap and the correction.
 """
 
 from __future__ import annotations
