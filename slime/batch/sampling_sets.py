@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from slime.data.columns import COLUMNS, Column, TrainData
+from slime.data.columns import COLUMNS, SAMPLING_SETS, Column, TrainData
 from slime.data.sample import Sample
 from slime.utils.errors import DataError
 
@@ -23,7 +23,7 @@ def sampling_sets(samples: list[Sample], masks: list[torch.Tensor]) -> TrainData
     Raises:
         DataError: a trained sample without sets, or sets that are not those of its tokens.
     """
-    ids, offsets = "rollout_top_p_token_ids", "rollout_top_p_token_offsets"
+    ids, offsets = SAMPLING_SETS
     if all(sample.rollout_top_p_token_offsets is None for sample in samples):
         return {}
     data: TrainData = {ids: [], offsets: []}

@@ -24,6 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from slime.data.columns import TRAINER_VALUES
 from slime.observability.metric_table import MetricEntry, describe
 from slime.observability.run_info import RunInfo, read_run_info
 from slime.observability.sample_record import FOLDER, LIGHT, record_file, train_files
@@ -37,7 +38,6 @@ Kind = Literal["rollout", "eval"]
 
 _NAME = re.compile(r"^(rollout|eval)_(\d+)\.parquet$")
 _LIVE_S = 120.0
-_PER_TOKEN = ("log_probs", "ref_log_probs", "advantages", "returns", "values", "entropy", "kl", "opd_reverse_kl")
 _SORTABLE = ("rollout", *LIGHT)
 
 
@@ -141,7 +141,9 @@ class RunData:
         num_prompt = len(row["tokens"]) - row["response_length"]
         texts = self._texts.of(row["tokens"])
         mask = row["loss_mask"] if row["loss_mask"] is not None else [1] * row["response_length"]
-        per_token = {"rollout_log_probs": row["rollout_log_probs"]} | {name: trained.get(name) for name in _PER_TOKEN}
+        per_token = {"rollout_log_probs": row["rollout_log_probs"]} | {
+            name: trained.get(name) for name in TRAINER_VALUES
+        }
         return {
             "kind": kind,
             "rollout": rollout_id,

@@ -1,9 +1,8 @@
-"""The columns of a training batch, in one table. Nobody else keeps a list of their names.
+"""The columns of a training batch, in one table: the only list of their names.
 
-``TrainData`` is a plain dict (hooks add to it) with one list entry per sample and column. The table says what each
-column holds, who fills it, which Python value or tensor it becomes on the training rank, and whether context
-parallelism slices it. Compiling, splitting, shipping, moving to the device and dumping all read it. A key that is not
-in the table and has one entry per sample is carried along like any per-sample column.
+``TrainData`` is a plain dict (hooks add to it) with one list entry per sample and column. Compiling, splitting,
+shipping, recording and the losses read the table. A key that is not in the table and has one entry per sample is
+carried along like any per-sample column.
 
 ``n`` is the number of samples, ``L_i`` prompt + response tokens of sample i, ``R_i`` its response tokens.
 Standard library only.
@@ -14,13 +13,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-__all__ = ["COLUMNS", "Column", "RankBatch", "TrainData", "column"]
+__all__ = [
+    "COLUMNS",
+    "SAMPLING_SETS",
+    "TOKEN_VALUES",
+    "TRAINER_VALUES",
+    "USER_LOSS_VALUES",
+    "Column",
+    "RankBatch",
+    "TrainData",
+    "column",
+]
 
 TrainData: TypeAlias = dict[str, Any]
 """Column name -> list with one entry per sample of the whole rollout."""
 
 RankBatch: TypeAlias = dict[str, Any]
-"""What one data-parallel rank receives: its share of ``TrainData`` as CPU tensors, and its part of the schedule."""
+"""The batch of one data-parallel rank: its share of ``TrainData`` as CPU tensors, and its part of the schedule."""
 
 
 @dataclass(frozen=True)
@@ -28,162 +37,98 @@ class Column:
     """One column.
 
     Attributes:
-        name: key in the dict.
-        meaning: one line, with unit where there is one.
         form: on the training rank: ``ragged`` list of one tensor per sample; ``vector`` one tensor ``[n_local]``;
             ``plain`` list of Python values; ``fixed`` one value for the rank.
-        dtype: torch dtype name of a tensor form; "" for other forms, and for tensors that keep their own.
+        dtype: torch dtype name of a tensor form; "" for other forms, and for tensors that keep their dtype.
         per: ``sample`` is split by the schedule; ``batch`` goes whole to every rank; ``rank`` is made by the schedule.
         axis: length of a ragged entry: ``tokens`` (L_i), ``inputs`` (L_i - 1, all but the last), ``response`` (R_i),
-            ``borders`` (R_i + 1) or ``sets`` (what the last border says).
-        on_device: the trainer moves it to its device.
-        cp_sliced: only the context-parallel rank's own positions stay.
-        producer: module that fills it.
-        required: always there; otherwise ``when`` says when it is.
-        when: condition, for people.
+            ``borders`` (R_i + 1) or ``sets`` (the last border).
+        required: always there.
         sample_field: an optional column is copied from this field of ``Sample``.
+        by_trainer: a result of the trainer's own passes.
+        in_user_loss: users' loss functions get it; None if it does not exist.
     """
 
     name: str
-    meaning: str
     form: Literal["ragged", "vector", "plain", "fixed"]
     dtype: str = ""
     per: Literal["sample", "batch", "rank"] = "sample"
     axis: Literal["", "tokens", "inputs", "response", "sets", "borders"] = ""
-    on_device: bool = False
-    cp_sliced: bool = False
-    producer: str = "batch.compile"
     required: bool = True
-    when: str = "always"
     sample_field: str = ""
+    by_trainer: bool = False
+    in_user_loss: bool = False
 
 
-def _optional(name: str, meaning: str, form: Literal["ragged", "plain"], when: str, **kwargs: Any) -> Column:
-    return Column(name, meaning, form, required=False, when=when, **kwargs)
+def _optional(name: str, form: Literal["ragged", "plain"] = "plain", **kwargs: Any) -> Column:
+    return Column(name, form, required=False, **kwargs)
 
 
-def _trained(name: str, meaning: str, when: str = "policy_loss") -> Column:
-    """A per-token result of the trainer's own passes."""
-    return _optional(
-        name,
-        meaning,
-        "ragged",
-        when,
-        dtype="float32",
-        axis="response",
-        on_device=True,
-        cp_sliced=True,
-        producer="trainer",
-    )
+def _tokens(name: str, *, in_user_loss: bool = True, **kwargs: Any) -> Column:
+    """One number per response token."""
+    return _optional(name, "ragged", dtype="float32", axis="response", in_user_loss=in_user_loss, **kwargs)
 
 
-def _scheduled(name: str, meaning: str) -> Column:
-    return Column(name, meaning, "fixed", per="rank", producer="batch.schedule")
+def _copied(name: str, form: Literal["ragged", "plain"] = "plain", **kwargs: Any) -> Column:
+    return _optional(name, form, sample_field=name, **kwargs)
 
 
 _TABLE = (
-    Column("tokens", "prompt and response ids", "ragged", "int64", axis="tokens", on_device=True),
-    Column("response_lengths", "R_i", "plain"),
-    Column("total_lengths", "L_i", "plain"),
-    Column("loss_masks", "1 = trained", "ragged", "int32", axis="response", on_device=True),
-    Column("rewards", "reward after group normalisation", "plain"),
-    Column("raw_reward", "reward as the grader gave it", "plain", per="batch"),
-    Column("truncated", "1 = the response was cut at its maximum length", "plain"),
-    Column("sample_indices", "Sample.index", "plain"),
-    Column("rollout_ids", "execution that the sample came from", "plain"),
-    Column(
-        "rollout_mask_sums",
-        "trained tokens of all samples with the same rollout id: the loss denominator",
-        "vector",
-        "float32",
-        on_device=True,
-    ),
-    _optional(
-        "rollout_log_probs",
-        "log-probs that the engine sampled with",
-        "ragged",
-        "the engine returned them",
-        dtype="float32",
-        axis="response",
-        on_device=True,
-        cp_sliced=True,
-        sample_field="rollout_log_probs",
-    ),
-    _optional(
-        "teacher_log_probs",
-        "log-probs of a teacher model",
-        "ragged",
-        "a reward hook set them",
-        dtype="float32",
-        axis="response",
-        on_device=True,
-        cp_sliced=True,
-        sample_field="teacher_log_probs",
-    ),
-    _optional(
-        "rollout_routed_experts",
-        "experts that the engine chose, [L_i - 1, layers, topk], in the smallest integers that hold them",
-        "ragged",
-        "the engine returned them (--use-rollout-routing-replay)",
-        axis="inputs",
-        sample_field="rollout_routed_experts",
-    ),
-    _optional(
-        "rollout_top_p_token_ids",
-        "ids that the response tokens were sampled from, one token's behind the other's",
-        "ragged",
-        "top-p or top-k cut the vocabulary",
-        dtype="int32",
-        axis="sets",
-    ),
-    _optional(
-        "rollout_top_p_token_offsets",
-        "where each response token's ids begin, [R_i + 1]; a token that was not sampled has none",
-        "ragged",
-        "top-p or top-k cut the vocabulary",
-        dtype="int32",
-        axis="borders",
-    ),
-    _optional(
-        "weight_versions",
-        "weight versions that generated the response, one per request",
-        "plain",
-        "the engine reported them",
-        sample_field="weight_versions",
-    ),
-    _optional(
-        "multimodal_train_inputs",
-        "processor outputs besides the ids",
-        "plain",
-        "a sample has them",
-        sample_field="multimodal_train_inputs",
-    ),
-    _optional("metadata", "Sample.train_metadata", "plain", "a sample has it", sample_field="train_metadata"),
-    _optional("round_number", "turns of a conversation", "plain", "metadata['round_number'] is set"),
-    _optional(
-        "local_raw_reward", "raw_reward of the rank's samples", "plain", "with raw_reward", producer="ray.shards"
-    ),
-    _optional("source_names", "data source of the prompt", "plain", "a sample names its source"),
-    _scheduled("partition", "global positions of the rank's samples"),
-    _scheduled("micro_batch_indices", "local positions per micro-batch, all steps in order"),
-    _scheduled("num_microbatches", "micro-batches of this rank, per step"),
-    _scheduled("global_batch_sizes", "rollouts per step, all ranks together"),
-    _trained("log_probs", "log-probs under the weights at the start of the rollout's training"),
-    _trained("ref_log_probs", "log-probs under the reference model", "use_kl_loss or kl_coef"),
-    _trained("entropy", "entropy of the next-token distribution"),
-    _trained("advantages", "credit per token"),
-    _trained("returns", "target of a value function"),
-    _trained("values", "estimate of the critic", "with a critic"),
-    _trained("kl", "KL from the reference model inside the rewards, 0 without --kl-coef"),
-    _trained("opd_reverse_kl", "log-prob of the student minus that of the teacher", "use_opd"),
+    Column("tokens", "ragged", "int64", axis="tokens"),  # prompt and response ids
+    Column("response_lengths", "plain"),  # R_i
+    Column("total_lengths", "plain"),  # L_i
+    Column("loss_masks", "ragged", "int32", axis="response"),  # 1 = trained
+    Column("rewards", "plain"),  # after group normalization
+    Column("raw_reward", "plain", per="batch"),  # from the grader
+    Column("truncated", "plain"),  # 1 = the response was cut at its maximum length
+    Column("sample_indices", "plain"),  # Sample.index
+    Column("rollout_ids", "plain"),  # execution that the sample came from
+    # trained tokens of all samples with the same rollout id: the loss denominator
+    Column("rollout_mask_sums", "vector", "float32"),
+    _tokens("rollout_log_probs", sample_field="rollout_log_probs"),  # the engine sampled with them
+    _tokens("teacher_log_probs", sample_field="teacher_log_probs"),  # a reward hook, or a pass of the trainer
+    # experts that the engine chose, [L_i - 1, layers, topk], in the smallest integers that hold them
+    _copied("rollout_routed_experts", "ragged", axis="inputs"),
+    # if top-p or top-k cut the vocabulary: the ids that each response token was sampled from, concatenated, and where
+    # each token's ids begin; a token that was not sampled has none
+    _optional("rollout_top_p_token_ids", "ragged", dtype="int32", axis="sets"),
+    _optional("rollout_top_p_token_offsets", "ragged", dtype="int32", axis="borders"),
+    _copied("weight_versions"),  # that generated the response, one per request
+    _copied("multimodal_train_inputs"),  # processor outputs besides the ids
+    _optional("metadata", sample_field="train_metadata"),
+    _optional("round_number"),  # turns of a conversation, from metadata["round_number"]
+    _optional("local_raw_reward"),  # raw_reward of the rank's samples, added on the rank
+    _optional("source_names"),  # data source of the prompt
+    Column("partition", "fixed", per="rank"),  # global positions of the rank's samples
+    Column("micro_batch_indices", "fixed", per="rank"),  # local positions per micro-batch, all steps in order
+    Column("num_microbatches", "fixed", per="rank"),  # of this rank, per step
+    Column("global_batch_sizes", "fixed", per="rank"),  # rollouts per step, all ranks together
+    _tokens("log_probs", by_trainer=True),  # under the weights at the start of the rollout's training
+    _tokens("ref_log_probs", by_trainer=True),  # under the reference model
+    _tokens("entropy", by_trainer=True, in_user_loss=False),  # of the next-token distribution
+    _tokens("advantages", by_trainer=True),  # credit per token
+    _tokens("returns", by_trainer=True),  # target of a value function
+    _tokens("values", by_trainer=True),  # estimate of the critic
+    _tokens("kl", by_trainer=True, in_user_loss=False),  # from the reference inside the rewards; 0 without --kl-coef
+    _tokens("opd_reverse_kl", by_trainer=True, in_user_loss=False),  # log-prob of the student minus that of the teacher
 )
 
 COLUMNS: dict[str, Column] = {item.name: item for item in _TABLE}
+
+TOKEN_VALUES = tuple(item.name for item in _TABLE if item.axis == "response" and item.dtype == "float32")
+"""Columns with one number per response token."""
+
+TRAINER_VALUES = tuple(item.name for item in _TABLE if item.by_trainer)
+"""The :data:`TOKEN_VALUES` that the trainer's passes fill."""
+
+USER_LOSS_VALUES = tuple(item.name for item in _TABLE if item.in_user_loss)
+"""The :data:`TOKEN_VALUES` that users' loss functions get."""
+
+SAMPLING_SETS = tuple(item.name for item in _TABLE if item.axis in ("sets", "borders"))
+"""(ids, offsets) of the sets that tokens were sampled from."""
 
 
 def column(name: str) -> Column:
     """The table's entry for ``name``; a key that a hook added counts as a plain optional per-sample column."""
     known = COLUMNS.get(name)
-    return (
-        known if known is not None else _optional(name, "added by a hook", "plain", "a hook added it", producer="hook")
-    )
+    return known if known is not None else _optional(name)

@@ -26,7 +26,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from slime.data.columns import COLUMNS
+from slime.data.columns import TRAINER_VALUES
 from slime.data.sample import Sample
 from slime.utils.files import replacing
 
@@ -71,7 +71,6 @@ _TEXTS = ("response", "prompt", "trace")
 _REPEATED = ("status", "weight_version", "prompt", "advantages.list.element", "returns.list.element")
 """What is stored as a few different values; for the rest looking for them costs more than it saves."""
 _JSON = json.JSONEncoder(skipkeys=True, default=lambda item: f"<{type(item).__name__}>")
-_PER_TOKEN = tuple(name for name, column in COLUMNS.items() if column.producer == "trainer")
 
 
 def record_file(run: Path, kind: Literal["rollout", "eval"], rollout_id: int) -> Path:
@@ -121,7 +120,7 @@ def record_training(
     path = run / FOLDER / f"train_{rollout_id:06d}_dp{data_parallel_rank}.parquet"
     with _excused(path):
         positions = [int(position) for position in columns["partition"]]
-        names = [name for name in _PER_TOKEN if columns.get(name) is not None]
+        names = [name for name in TRAINER_VALUES if columns.get(name) is not None]
         rows = [
             {
                 "position": position,
@@ -258,7 +257,7 @@ def _train_schema() -> pa.Schema:
     import pyarrow as pa
 
     fixed = [("position", pa.int32()), ("sample_index", pa.int64()), ("train_reward", pa.float64())]
-    return pa.schema([*fixed, *((name, pa.list_(pa.float32())) for name in _PER_TOKEN)])
+    return pa.schema([*fixed, *((name, pa.list_(pa.float32())) for name in TRAINER_VALUES)])
 
 
 def _write(path: Path, rows: list[dict[str, Any]], schema: pa.Schema) -> None:

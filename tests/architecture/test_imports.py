@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, list[str]] = {
     "testing": ["ray", "rollout", "batch", "data", "hooks", "utils"],
     "doctor": [EVERYTHING],
     "replay": [EVERYTHING],
-    "board": ["observability", "models", "utils"],
+    "board": ["data", "observability", "models", "utils"],
     "cli": [EVERYTHING],
     "__main__": ["cli"],
 }

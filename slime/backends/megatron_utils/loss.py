@@ -32,6 +32,7 @@ from slime.backends.training.context_parallel import gather_parts, held_spans, h
 from slime.backends.training.credit import add_credit
 from slime.backends.training.custom import CustomFunctions
 from slime.config.groups import from_args
+from slime.data.columns import SAMPLING_SETS
 from slime.data.sampling_mask import cuts_vocabulary
 from slime.utils.errors import ConfigError
 
@@ -49,7 +50,7 @@ __all__ = [
     "vanilla_tis_function",
 ]
 
-ROLLOUT_TOP_P_TOKEN_KEYS = ("rollout_top_p_token_ids", "rollout_top_p_token_offsets")
+ROLLOUT_TOP_P_TOKEN_KEYS = SAMPLING_SETS
 
 UserLoss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 

@@ -37,6 +37,7 @@ from slime.algorithms.types import LossOutput
 from slime.backends.training.context_parallel import held_tokens
 from slime.backends.training.custom import CustomFunctions
 from slime.backends.training.data import MicroBatch, TrainBatch
+from slime.data.columns import SAMPLING_SETS, USER_LOSS_VALUES
 
 __all__ = [
     "LossScale",
@@ -328,19 +329,6 @@ def _held(micro_batch: MicroBatch, batch: TrainBatch, samples: Samples) -> Sampl
     return replace(samples, response_lengths=lengths, loss_masks=list(masks))
 
 
-_PER_TOKEN_COLUMNS = (
-    "log_probs",
-    "ref_log_probs",
-    "values",
-    "advantages",
-    "returns",
-    "rollout_log_probs",
-    "teacher_log_probs",
-)
-
-_SAMPLING_COLUMNS = ("rollout_top_p_token_ids", "rollout_top_p_token_offsets")
-
-
 def _user_batch(
     micro_batch: MicroBatch, batch: TrainBatch, samples: Samples, held: Samples, packing: Any
 ) -> dict[str, Any]:
@@ -368,6 +356,6 @@ def _user_batch(
         "full_loss_masks": masks.unsqueeze(0),
         "rollout_mask_sums": samples.rollout_mask_sums,
         "multimodal_train_inputs": batch.media_inputs(indices) or None,
-        **{name: column(name) for name in _PER_TOKEN_COLUMNS},
-        **{name: batch.select(name, indices) for name in _SAMPLING_COLUMNS if batch.columns.get(name) is not None},
+        **{name: column(name) for name in USER_LOSS_VALUES},
+        **{name: batch.select(name, indices) for name in SAMPLING_SETS if batch.columns.get(name) is not None},
     }

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from slime.algorithms.reduce import make_reducer
+from slime.data.columns import TOKEN_VALUES
 from slime.utils import accelerator
 
 __all__ = ["rollout_report", "warn_if_off_policy"]
@@ -18,18 +19,6 @@ logger = logging.getLogger(__name__)
 _SAME = 1e-6
 """Largest difference between log-probs that the same weights and tokens may have where both sides are aligned."""
 
-_PER_TOKEN = (
-    "log_probs",
-    "ref_log_probs",
-    "teacher_log_probs",
-    "rollout_log_probs",
-    "advantages",
-    "returns",
-    "values",
-    "kl",
-    "entropy",
-    "opd_reverse_kl",
-)
 _PER_SAMPLE = ("rewards", "response_lengths", "total_lengths", "truncated")
 
 
@@ -44,7 +33,7 @@ def rollout_report(
     masks = columns["loss_masks"]
     device = accelerator.current().device()  # where the group communicates; the columns are on the cpu
     reduce = make_reducer(columns["response_lengths"], masks, columns["rollout_mask_sums"], per_token=False)
-    names = [name for name in _PER_TOKEN if columns.get(name) is not None]
+    names = [name for name in TOKEN_VALUES if columns.get(name) is not None]
     sums = [float(reduce(_flat(columns[name]))) / num_rollouts for name in names]
     plain = [name for name in _PER_SAMPLE if columns.get(name) is not None]
     sums += [float(sum(columns[name])) for name in plain]

@@ -16,7 +16,7 @@ from slime.batch.rewards import RewardArgs
 from slime.batch.schedule import MicroBatchArgs
 from slime.batch.ship import split_by_dp, tensorize
 from slime.data import dump_file
-from slime.data.columns import COLUMNS, column
+from slime.data.columns import COLUMNS, SAMPLING_SETS, TOKEN_VALUES, TRAINER_VALUES, USER_LOSS_VALUES, column
 from slime.data.layout import ParallelLayout
 from slime.data.sample import Sample
 from slime.observability.train_data_utils import save_debug_train_data
@@ -96,17 +96,17 @@ def test_a_view_does_not_carry_the_storage_of_the_whole_rollout():
     assert batch["rollout_log_probs"][0].data_ptr() != big.data_ptr()
 
 
-def test_the_table_is_consistent():
+def test_the_lists_of_columns_are_those_of_the_table():
     for name, item in COLUMNS.items():
         assert name == item.name
         assert item.form in ("ragged", "vector") or not item.dtype
         assert item.form != "vector" or item.dtype
         assert (item.form == "ragged") == bool(item.axis)
-        assert not item.cp_sliced or item.axis == "response"
-        assert not item.on_device or item.dtype
         assert not item.dtype or isinstance(getattr(torch, item.dtype), torch.dtype)
         assert not item.sample_field or hasattr(Sample(), item.sample_field)
-        assert item.required == (item.when == "always")
+        assert not (item.required and item.sample_field)
+    assert set(TRAINER_VALUES) | set(USER_LOSS_VALUES) == set(TOKEN_VALUES)
+    assert SAMPLING_SETS == ("rollout_top_p_token_ids", "rollout_top_p_token_offsets")
     assert not column("of_a_hook").required
     assert column("of_a_hook").per == "sample"
 
