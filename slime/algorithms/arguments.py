@@ -119,6 +119,11 @@ class AlgorithmArgs:
     )
 
     @property
+    def wants_entropy(self) -> bool:
+        """Whether the loss needs the entropy, as a term or as a metric."""
+        return self.entropy_metric or self.entropy_coef != 0
+
+    @property
     def clip_bounds(self) -> tuple[float, float]:
         """How far the ratio may leave 1, (below, above)."""
         return self.eps_clip, self.eps_clip if self.eps_clip_high is None else self.eps_clip_high

@@ -25,21 +25,21 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from slime.backends.fsdp_utils import checkpoint
 from slime.backends.fsdp_utils.arguments import FsdpArgs
-from slime.backends.fsdp_utils.forward import compute_log_probs
 from slime.backends.fsdp_utils.hf_weights import export_weights, load_weights
 from slime.backends.fsdp_utils.model import build_model, local_tensor, local_tensors, read_config
 from slime.backends.fsdp_utils.optimizer import build_optimizer, reset_moments
-from slime.backends.fsdp_utils.step import TrainState, train_step
+from slime.backends.fsdp_utils.step import TrainState, outputs_by_sample, train_step
 from slime.backends.protocols import NamedTensor, TrainerPart
 from slime.backends.training.arguments import OptimizerArgs, ParallelArgs, PrecisionArgs, TrainerArgs
 from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.context_parallel import Sharding
 from slime.backends.training.data import TrainBatch
 from slime.backends.training.hf_files import TensorReader, save_hf_directory
+from slime.backends.training.loss import LossContext
 from slime.backends.training.offload import DeviceMemory
 from slime.backends.training.place import RankPlace
 from slime.backends.training.schedule import RateSchedule, ScheduledRates
-from slime.backends.training.steps import StepResult
+from slime.backends.training.steps import ReadOutput, StepResult
 from slime.backends.training.trainer import TrainerBase
 from slime.backends.training.weight_backup import WeightBackup
 from slime.config.groups import from_args
@@ -120,9 +120,7 @@ class FsdpTrainer(TrainerBase):
                 is_main=dist.get_rank() == 0,
                 keeps_batch=cp_rank == 0,
             ),
-            vocab_size=self._config.vocab_size,
             clip_grad=settings.clip_grad,
-            recomputes_loss=args.recompute_loss_function,
         )
 
     @property
@@ -139,32 +137,13 @@ class FsdpTrainer(TrainerBase):
     def _train_batch(self, batch: Mapping[str, Any]) -> TrainBatch:
         return TrainBatch(dict(batch), accelerator.current().device(), self._ready.sharding)
 
-    def _log_probs(self, batch: TrainBatch, store_prefix: str = "") -> list[torch.Tensor]:
-        return self._pass(batch)[0]
+    def _outputs(
+        self, batch: TrainBatch, read: ReadOutput, shape: tuple[int, ...] = (), store_prefix: str = ""
+    ) -> list[torch.Tensor]:
+        return outputs_by_sample(self._ready.model, batch, read)
 
-    def _log_probs_and_entropy(self, batch: TrainBatch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        return self._pass(batch, with_entropy=True)
-
-    def _pass(self, batch: TrainBatch, *, with_entropy: bool = False) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        return compute_log_probs(
-            self._ready.model,
-            self._for_passes(batch),
-            self._algorithm,
-            vocab_size=self._ready.vocab_size,
-            temperature=self._args.rollout_temperature,
-            with_entropy=with_entropy,
-        )
-
-    def _step(self, rollout_id: int, batch: TrainBatch, step: int) -> StepResult:
-        return train_step(
-            self._ready,
-            batch,
-            step,
-            self._algorithm,
-            temperature=self._args.rollout_temperature,
-            skip_bad=self._skips_bad_steps,
-            custom=self._custom,
-        )
+    def _step(self, rollout_id: int, step: int, context: LossContext) -> StepResult:
+        return train_step(self._ready, context, step)
 
     def _reset_moments(self) -> None:
         reset_moments(self._ready.optimizer)

@@ -1,37 +1,37 @@
-"""One optimizer step: forward and backward over its micro-batches, validity, update, metrics. Called by ``actor``.
+"""Passes through the sharded model and its optimizer steps. Called by ``actor``.
 
-FSDP averages gradients over all ranks in every backward pass; the loss is divided so that what comes out is the
-gradient described in ``training.loss``, the same as with the other backends.
+Layers are gathered from all ranks while they compute, so all ranks must run the same number of micro-batches; the
+schedule makes it so. FSDP averages gradients over all ranks in every backward pass; the loss is divided so that the
+result is the gradient described in ``training.loss``, the same as with the other backends.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from slime.algorithms.arguments import AlgorithmArgs
-from slime.backends.fsdp_utils.forward import run_model
+from slime.backends.fsdp_utils.attention import PACKED
 from slime.backends.fsdp_utils.model import local_tensor
 from slime.backends.training.context_parallel import Sharding
-from slime.backends.training.custom import CustomFunctions
-from slime.backends.training.data import TrainBatch
-from slime.backends.training.loss import LossScale, micro_batch_loss, needs_all_rows
+from slime.backends.training.data import MicroBatch, TrainBatch
+from slime.backends.training.loss import LossContext, micro_batch_loss
 from slime.backends.training.place import RankPlace
 from slime.backends.training.schedule import ScheduledRates
 from slime.backends.training.steps import (
-    TEACHES_NOTHING,
-    NonFiniteGradients,
+    ReadOutput,
     StepRecord,
     StepResult,
+    finish_step,
     num_trained_tokens,
-    teaches_nothing,
+    split_by_sample,
 )
 
-__all__ = ["TrainState", "train_step"]
+__all__ = ["TrainState", "outputs_by_sample", "run_model", "train_step"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,6 @@ class TrainState:
         model: sharded over all ranks.
         sharding: how the samples of a data-parallel rank are divided among the ranks that share them.
         clip_grad: largest gradient norm; 0 means no limit.
-        recomputes_loss: the backward pass computes the loss again.
     """
 
     model: PreTrainedModel
@@ -50,82 +49,78 @@ class TrainState:
     rates: ScheduledRates
     sharding: Sharding
     place: RankPlace
-    vocab_size: int
     clip_grad: float
-    recomputes_loss: bool = False
 
 
-def train_step(
-    state: TrainState,
-    batch: TrainBatch,
-    step: int,
-    settings: AlgorithmArgs,
-    *,
-    temperature: float,
-    skip_bad: bool,
-    custom: CustomFunctions,
-) -> StepResult:
+def run_model(model: PreTrainedModel, micro_batch: MicroBatch) -> torch.Tensor:
+    """Logits ``[n, V]`` of the rows that predict response tokens, or fp32 ``[1, T, V]`` of all rows if the micro-batch
+    asks for them."""
+    packed, rows = micro_batch.packed, micro_batch.head_rows
+    attention: dict[str, Any] = {}
+    if model.config._attn_implementation == PACKED:
+        attention = {"attention_plan": micro_batch.plan, "cp_group": micro_batch.sharding.cp_group}
+    logits: torch.Tensor = model(
+        input_ids=packed.tokens,
+        position_ids=packed.position_ids,  # they also tell transformers' own attention where samples begin
+        use_cache=False,
+        logits_to_keep=0 if rows is None else rows,
+        **attention,
+    ).logits
+    return logits.float() if rows is None else logits.squeeze(0)
+
+
+@torch.no_grad()
+def outputs_by_sample(model: PreTrainedModel, batch: TrainBatch, read: ReadOutput) -> list[torch.Tensor]:
+    """``read``'s values of the model's outputs: fp32 ``[R_i, ...]`` per sample, in the batch's order, on the cpu."""
+    results: dict[int, torch.Tensor] = {}
+    model.eval()
+    for step in range(batch.num_steps):
+        for micro_batch in batch.micro_batches(step):
+            results |= split_by_sample(read(micro_batch, run_model(model, micro_batch)), micro_batch)
+    model.train()
+    return [results[index] for index in range(batch.num_samples)]
+
+
+def train_step(state: TrainState, context: LossContext, step: int) -> StepResult:
     """Train on step ``step`` of the batch.
-
-    Args:
-        skip_bad: skip the update when gradients are not finite, instead of raising.
-        custom: the user's functions inside the objective.
 
     Raises:
         NonFiniteGradients: on all ranks, before anything was applied.
     """
-    place = state.place
-    scale = LossScale(
-        batch.num_micro_batches(step),
-        batch.num_rollouts(step),
-        place.dp_size,
-        context_parallel_size=place.cp_size,
-    )
-    share = _share(state, batch, step, settings)
+    batch, place, num_rollouts = context.batch, state.place, context.scale.num_rollouts
+    per_token = context.settings.calculate_per_token_loss
+    share = _share(batch, step, place, per_token=per_token)
     record = StepRecord()
     state.model.train()
     state.optimizer.zero_grad(set_to_none=True)
-    for micro_batch in batch.micro_batches(step, all_rows=needs_all_rows(settings)):
-        loss = micro_batch_loss(
-            run_model(state.model, micro_batch),
-            micro_batch,
-            batch,
-            settings,
-            scale,
-            vocab_size=state.vocab_size,
-            temperature=temperature,
-            custom=custom,
-            recompute=state.recomputes_loss,
-        )
+    for micro_batch in batch.micro_batches(step, all_rows=context.objective.needs_all_rows):
+        loss = micro_batch_loss(run_model(state.model, micro_batch), micro_batch, context)
         record.add(micro_batch, loss)
         torch.autograd.backward(loss.loss * share)
-    metrics = record.metrics(
-        per_token=settings.calculate_per_token_loss, num_rollouts=scale.num_rollouts, group=place.dp_group
-    )
-    metrics |= {f"lr-pg_{i}": float(group["lr"]) for i, group in enumerate(state.optimizer.param_groups)}
-    gradients = _gradients(state.model)
-    metrics["grad_norm"] = _norm(gradients)
-    metrics["global_batch_size"] = float(scale.num_rollouts)
-    if not math.isfinite(metrics["grad_norm"]):
-        reason = f"gradients are NaN or infinite ({record.blame(batch, place.dp_rank)})"
-        if not skip_bad:
-            raise NonFiniteGradients(reason)
-        return StepResult(metrics | {"grad_norm": math.nan}, record.log_probs, reason)
-    if teaches_nothing(batch, step, settings, place.dp_group):
-        return StepResult(metrics, record.log_probs, TEACHES_NOTHING)
-    _update(state, gradients, metrics["grad_norm"], scale.num_rollouts)
-    return StepResult(metrics, record.log_probs)
+    metrics = record.metrics(per_token=per_token, num_rollouts=num_rollouts, group=place.dp_group)
+    gradients = [local_tensor(one.grad) for one in state.model.parameters() if one.grad is not None]
+    norm = _norm(gradients)
+    is_bad = not math.isfinite(norm)
+
+    def update() -> tuple[float, str | None]:
+        if is_bad:
+            return math.nan, f"gradients are NaN or infinite ({record.describe_bad(batch, place.dp_rank)})"
+        factor = state.clip_grad / (norm + 1e-6) if state.clip_grad > 0 else 1.0
+        if factor < 1:
+            torch._foreach_mul_(gradients, factor)
+        state.optimizer.step()
+        state.rates.advance(num_rollouts)
+        return norm, None
+
+    groups = state.optimizer.param_groups
+    return finish_step(context, step, record, metrics, place=place, param_groups=groups, is_bad=is_bad, update=update)
 
 
-def _share(state: TrainState, batch: TrainBatch, step: int, settings: AlgorithmArgs) -> float:
-    """What a micro-batch's loss is multiplied by, so that the mean over ranks is the gradient of ``training.loss``."""
-    if not settings.calculate_per_token_loss:
+def _share(batch: TrainBatch, step: int, place: RankPlace, *, per_token: bool) -> float:
+    """Factor of a micro-batch's loss that makes the mean over ranks the gradient of ``training.loss``."""
+    if not per_token:
         return 1.0 / batch.num_micro_batches(step)
-    return state.place.dp_size / max(1, num_trained_tokens(batch, step, state.place.dp_group))
-
-
-def _gradients(model: PreTrainedModel) -> list[torch.Tensor]:
-    return [local_tensor(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    return place.dp_size / max(1, num_trained_tokens(batch, step, place.dp_group))
 
 
 def _norm(gradients: list[torch.Tensor]) -> float:
@@ -134,11 +129,3 @@ def _norm(gradients: list[torch.Tensor]) -> float:
     total = torch.stack(norms).double().square().sum()
     dist.all_reduce(total)
     return float(total.sqrt())
-
-
-def _update(state: TrainState, gradients: list[torch.Tensor], norm: float, num_rollouts: int) -> None:
-    factor = state.clip_grad / (norm + 1e-6) if state.clip_grad > 0 else 1.0
-    if factor < 1:
-        torch._foreach_mul_(gradients, factor)
-    state.optimizer.step()
-    state.rates.advance(num_rollouts)

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from slime.backends.megatron_utils.checkpoint.writer import CheckpointWriter
     from slime.backends.megatron_utils.parallel.routing_replay import RoutingReplay
     from slime.backends.megatron_utils.step import TrainState
-    from slime.backends.training.steps import StepResult
+    from slime.backends.training.loss import LossContext
+    from slime.backends.training.steps import ReadOutput, StepResult
     from slime.backends.training.weight_backup import WeightBackup
 
 __all__ = ["MegatronTrainer"]
@@ -121,6 +122,8 @@ class MegatronTrainer(TrainerBase):
     def _place(self) -> RankPlace:
         from megatron.core import parallel_state as mpu
 
+        from slime.backends.megatron_utils.forward import tensor_group
+
         is_last_stage = mpu.is_pipeline_last_stage(ignore_virtual=True)
         has_loss = bool(is_last_stage and mpu.get_tensor_model_parallel_rank() == 0)
         return RankPlace(
@@ -130,6 +133,7 @@ class MegatronTrainer(TrainerBase):
             cp_size=mpu.get_context_parallel_world_size(),
             is_main=has_loss and mpu.get_data_parallel_rank(with_context_parallel=True) == 0,
             keeps_batch=has_loss and mpu.get_context_parallel_rank() == 0,
+            tensor_group=tensor_group(),
         )
 
     # ------------------------------------------------------------------------------------------------ training
@@ -167,44 +171,20 @@ class MegatronTrainer(TrainerBase):
             return self._replay.recording()
         return self._replay.replaying() if self._replay.is_recorded else nullcontext()
 
-    def _log_probs_and_entropy(self, batch: TrainBatch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        from slime.backends.megatron_utils.entropy import compute_log_probs_and_entropy
-
-        self._hooks.before_log_probs(self._ready, "")
-        return compute_log_probs_and_entropy(
-            self._ready.chunks,
-            self._for_passes(batch),
-            self._algorithm,
-            vocab_size=self._shape.vocab_size,
-            temperature=self._args.rollout_temperature,
-        )
-
-    def _log_probs(self, batch: TrainBatch, store_prefix: str = "") -> list[torch.Tensor]:
-        from slime.backends.megatron_utils.forward import compute_log_probs
+    def _outputs(
+        self, batch: TrainBatch, read: ReadOutput, shape: tuple[int, ...] = (), store_prefix: str = ""
+    ) -> list[torch.Tensor]:
+        from slime.backends.megatron_utils.forward import from_last_stage, outputs_of_last_stage
 
         self._hooks.before_log_probs(self._ready, store_prefix)
-        return compute_log_probs(
-            self._ready.chunks,
-            self._for_passes(batch),
-            self._algorithm,
-            vocab_size=self._shape.vocab_size,
-            temperature=self._args.rollout_temperature,
-        )
+        results = outputs_of_last_stage(self._ready.chunks, batch, read)
+        return from_last_stage(results, batch.columns["response_lengths"], shape)
 
-    def _step(self, rollout_id: int, batch: TrainBatch, step: int) -> StepResult:
+    def _step(self, rollout_id: int, step: int, context: LossContext) -> StepResult:
         from slime.backends.megatron_utils.step import train_step
 
-        return train_step(
-            self._ready,
-            batch,
-            step,
-            self._algorithm,
-            temperature=self._args.rollout_temperature,
-            skip_bad=self._skips_bad_steps,
-            custom=self._custom,
-            is_critic=self.is_critic,
-            before=partial(self._hooks.before_step, self._ready, rollout_id, step),
-        )
+        before = partial(self._hooks.before_step, self._ready, rollout_id, step)
+        return train_step(self._ready, context, step, place=self._place, before=before)
 
     def _whole_batch(self, results: dict[int, torch.Tensor], lengths: Sequence[int]) -> list[torch.Tensor]:
         from slime.backends.megatron_utils.forward import from_last_stage

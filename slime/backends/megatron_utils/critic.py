@@ -20,6 +20,7 @@ from slime.backends.protocols import TRAINER_PARTS, TrainReport
 from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.credit import add_credit
 from slime.backends.training.custom import CustomFunctions
+from slime.backends.training.loss import response_values
 from slime.backends.training.rollout_report import rollout_report
 from slime.backends.training.trainer import timed
 
@@ -56,15 +57,13 @@ class MegatronCritic(MegatronTrainer):
             The report, whose means over the rollout count where no policy is trained (--num-critic-only-steps); and the
             values that the weights before the update gave: fp32 ``[R_i]`` per sample, on the cpu.
         """
-        from slime.backends.megatron_utils.forward import compute_values
-
         self._device.require(TRAINER_PARTS, "training")
         seconds: dict[str, float] = {}
         train_batch = self._train_batch(batch)
         with self._bad_steps.dumping(rollout_id, batch):
-            self._hooks.before_log_probs(self._ready, "")
             with timed(seconds, "critic_values"):
-                values = compute_values(self._ready.chunks, self._for_passes(train_batch))
+                batch_of_pass = self._for_passes(train_batch)
+                values = self._outputs(batch_of_pass, lambda micro_batch, out: response_values(out, micro_batch))
             columns = train_batch.columns
             columns["values"] = values
             add_credit(columns, self._algorithm, self._distillation, self._custom, self._place.dp_group)

@@ -1,7 +1,7 @@
 """Passes through the model: one micro-batch forward, and a step's or a whole batch's outputs without gradients.
 
 Called by ``step`` and ``actor``. Knows Megatron's schedules: with pipeline parallelism the last stage has the outputs,
-and :func:`forward_only` gives them to the others, so that every rank holds the same columns.
+and :func:`from_last_stage` gives them to the others, so that every rank holds the same columns.
 """
 
 from __future__ import annotations
@@ -16,18 +16,13 @@ from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
-from slime.algorithms.arguments import AlgorithmArgs
 from slime.backends.megatron_utils.model.attention import PackedSegments, segments_of
 from slime.backends.megatron_utils.model.gpt import unwrap
 from slime.backends.training.data import MicroBatch, TrainBatch
-from slime.backends.training.loss import response_log_probs, response_values
-from slime.backends.training.steps import split_by_sample
+from slime.backends.training.steps import ReadOutput, split_by_sample
 from slime.utils import accelerator
 
 __all__ = [
-    "compute_log_probs",
-    "compute_values",
-    "forward_only",
     "from_last_stage",
     "outputs_of_last_stage",
     "run_model",
@@ -36,52 +31,10 @@ __all__ = [
 ]
 
 
-def compute_log_probs(
-    chunks: Sequence[Any], batch: TrainBatch, settings: AlgorithmArgs, *, vocab_size: int, temperature: float
-) -> list[torch.Tensor]:
-    """Log-probs of the responses under the weights the model holds now: as :func:`forward_only`."""
-
-    def log_probs(micro_batch: MicroBatch, logits: torch.Tensor) -> torch.Tensor:
-        return response_log_probs(
-            logits,
-            micro_batch,
-            vocab_size=vocab_size,
-            temperature=temperature,
-            chunk_size=settings.log_probs_chunk_size,
-            tensor_group=tensor_group(),
-        )[0]
-
-    return forward_only(chunks, batch, log_probs)
-
-
-def compute_values(chunks: Sequence[Any], batch: TrainBatch) -> list[torch.Tensor]:
-    """What a critic's value head says at each response token: as :func:`forward_only`."""
-    return forward_only(chunks, batch, lambda micro_batch, output: response_values(output, micro_batch))
-
-
-def forward_only(
-    chunks: Sequence[Any], batch: TrainBatch, read: Callable[[MicroBatch, torch.Tensor], torch.Tensor]
-) -> list[torch.Tensor]:
-    """``read``'s values of the model's outputs: fp32 ``[R_i]`` per sample, in the batch's order, on the cpu.
-
-    All ranks get them. With the micro-batches of the training steps an unchanged model gives the same numbers in both
-    passes.
-
-    Args:
-        read: (micro-batch, output of the model) -> ``[N]`` for its response tokens, samples in order.
-    """
-    return from_last_stage(outputs_of_last_stage(chunks, batch, read), batch.columns["response_lengths"])
-
-
 @torch.no_grad()
-def outputs_of_last_stage(
-    chunks: Sequence[Any], batch: TrainBatch, read: Callable[[MicroBatch, torch.Tensor], torch.Tensor]
-) -> dict[int, torch.Tensor]:
-    """:func:`forward_only` by position in the batch, where the outputs are; nothing on other pipeline stages.
-
-    Args:
-        read: may return ``[N, ...]``; each sample's part is ``[R_i, ...]``.
-    """
+def outputs_of_last_stage(chunks: Sequence[Any], batch: TrainBatch, read: ReadOutput) -> dict[int, torch.Tensor]:
+    """``read``'s values of the model's outputs by position in the batch, on the cpu: ``[R_i, ...]``; nothing on other
+    pipeline stages than the last."""
     results: dict[int, torch.Tensor] = {}
 
     def collect(micro_batch: MicroBatch, output: torch.Tensor, non_loss_data: bool = False) -> None:
@@ -140,14 +93,16 @@ def tensor_group() -> dist.ProcessGroup | None:
     return mpu.get_tensor_model_parallel_group() if mpu.get_tensor_model_parallel_world_size() > 1 else None
 
 
-def from_last_stage(results: dict[int, torch.Tensor], lengths: Sequence[int]) -> list[torch.Tensor]:
-    """The last pipeline stage's fp32 values per sample, in order, on the cpu of every stage."""
+def from_last_stage(
+    results: dict[int, torch.Tensor], lengths: Sequence[int], shape: tuple[int, ...] = ()
+) -> list[torch.Tensor]:
+    """The last pipeline stage's fp32 values ``[R_i, *shape]`` per sample, in order, on the cpu of every stage."""
     if mpu.get_pipeline_model_parallel_world_size() == 1:
         return [results[index] for index in range(len(lengths))]
     device = accelerator.current().device()
     if mpu.is_pipeline_last_stage(ignore_virtual=True):
         flat = torch.cat([results[index] for index in range(len(lengths))]).float().to(device)
     else:
-        flat = torch.empty(sum(lengths), dtype=torch.float32, device=device)
+        flat = torch.empty((sum(lengths), *shape), dtype=torch.float32, device=device)
     dist.broadcast(flat, mpu.get_pipeline_model_parallel_last_rank(), group=mpu.get_pipeline_model_parallel_group())
     return list(flat.cpu().split(list(lengths)))

@@ -132,10 +132,8 @@ def build_train_state(args: Namespace, shape: ModelShape, *, is_critic: bool = F
         config,
         optimizer,
         scheduler,
-        shape.vocab_size,
         _sharding(config),
         trains_prediction=trains_prediction,
-        recomputes_loss=precision.recompute_loss_function,
     )
 
 
@@ -149,7 +147,7 @@ def build_model_state(args: Namespace, shape: ModelShape) -> TrainState:
     chunks = build_chunks(
         shape, config, padded_vocab_size=padded_vocab_size(args, shape), provider=provider, layers=layers
     )
-    return TrainState(chunks, config, None, None, shape.vocab_size, _sharding(config))
+    return TrainState(chunks, config, None, None, _sharding(config))
 
 
 def _with_args(provider: Callable[..., Any], args: Namespace) -> Callable[..., Any]:

@@ -1,10 +1,10 @@
 """The loss of one micro-batch: dispatch by --loss-type, and the scaling that a backend's step expects.
 
-Called by the ``step`` of each backend. The formulae are in ``slime.algorithms``; nothing here knows an algorithm.
+Called by the ``step`` of each backend. The formulas are in ``slime.algorithms``; nothing here knows an algorithm.
 
-The convention is Megatron's, whose schedule computes ``loss / max(normaliser, 1) / num_micro_batches`` and whose
+The convention is Megatron's, whose schedule computes ``loss / max(normalizer, 1) / num_micro_batches`` and whose
 data-parallel wrapper averages gradients over the data- and context-parallel ranks, unless the config says per-token:
-then it sums over ranks and divides by the sum of all normalisers. Hence the factors in :func:`micro_batch_loss`, which
+then it sums over ranks and divides by the sum of all normalizers. Hence the factors in :func:`micro_batch_loss`, which
 leave
 
     rollout mean    grad = 1 / rollouts of the step * sum over rollouts of grad of the rollout's token mean
@@ -19,7 +19,7 @@ rows: the parts add up to the loss, and their gradients to its gradient; metrics
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -37,22 +37,49 @@ from slime.algorithms.types import LossOutput
 from slime.backends.training.context_parallel import held_tokens
 from slime.backends.training.custom import CustomFunctions
 from slime.backends.training.data import MicroBatch, TrainBatch
+from slime.backends.training.place import RankPlace
 from slime.data.columns import SAMPLING_SETS, USER_LOSS_VALUES
 
 __all__ = [
+    "LossContext",
     "LossScale",
     "MicroBatchLoss",
+    "Objective",
     "micro_batch_loss",
     "names_of_all",
-    "needs_all_rows",
     "response_log_probs",
     "response_values",
 ]
 
 
 @dataclass(frozen=True)
+class Objective:
+    """The part of the loss that stays the same over a run.
+
+    Attributes:
+        custom: the user's functions inside the objective.
+        is_critic: the model has a value head and is trained on the value loss.
+        recompute: only the logits are kept for the backward pass, which computes the loss again.
+        skip_bad: a step whose gradients are not finite is skipped; otherwise it raises.
+    """
+
+    settings: AlgorithmArgs
+    vocab_size: int
+    temperature: float = 1.0
+    custom: CustomFunctions = field(default_factory=CustomFunctions)
+    is_critic: bool = False
+    recompute: bool = False
+    skip_bad: bool = False
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """Whether the objective reads the logits of all rows, not only of those that predict response tokens."""
+        return self.settings.loss_type == "custom_loss"
+
+
+@dataclass(frozen=True)
 class LossScale:
-    """What the loss depends on besides the micro-batch.
+    """The numbers that a step divides by.
 
     Attributes:
         num_micro_batches: of this rank in this step.
@@ -68,6 +95,27 @@ class LossScale:
     context_parallel_size: int = 1
     tensor_group: dist.ProcessGroup | None = None
 
+    @classmethod
+    def of(cls, batch: TrainBatch, step: int, place: RankPlace) -> LossScale:
+        """The scale of step ``step`` on this rank."""
+        return cls(
+            batch.num_micro_batches(step), batch.num_rollouts(step), place.dp_size, place.cp_size, place.tensor_group
+        )
+
+
+@dataclass(frozen=True)
+class LossContext:
+    """Everything that the loss of a micro-batch depends on besides the micro-batch and its logits."""
+
+    objective: Objective
+    batch: TrainBatch
+    scale: LossScale
+
+    @property
+    def settings(self) -> AlgorithmArgs:
+        """Flags of the algorithm."""
+        return self.objective.settings
+
 
 @dataclass(frozen=True)
 class MicroBatchLoss:
@@ -75,7 +123,7 @@ class MicroBatchLoss:
 
     Attributes:
         loss: scaled scalar with a graph.
-        num_tokens: integer scalar, the normaliser.
+        num_tokens: integer scalar, the normalizer.
         names: metric names.
         values: fp32 [1 + metrics]: trained tokens in per-token mode (else 0), then each metric in reducer space.
         log_probs: [N] detached; None where the objective computes none.
@@ -93,11 +141,6 @@ class MicroBatchLoss:
             return self.values
         known = dict(zip(self.names, self.values[1:], strict=True))
         return torch.stack([self.values[0], *(known.get(name, torch.zeros_like(self.values[0])) for name in names)])
-
-
-def needs_all_rows(settings: AlgorithmArgs) -> bool:
-    """Whether the objective wants the logits of all rows, not only of those that predict response tokens."""
-    return settings.loss_type == "custom_loss"
 
 
 def response_log_probs(
@@ -143,116 +186,80 @@ def _response_rows(output: torch.Tensor, micro_batch: MicroBatch) -> torch.Tenso
 
 
 def micro_batch_loss(
-    logits: torch.Tensor,
-    micro_batch: MicroBatch,
-    batch: TrainBatch,
-    settings: AlgorithmArgs,
-    scale: LossScale,
-    *,
-    vocab_size: int,
-    temperature: float,
-    custom: CustomFunctions | None = None,
-    is_critic: bool = False,
-    packing: Any = None,
-    recompute: bool = False,
+    logits: torch.Tensor, micro_batch: MicroBatch, context: LossContext, *, packing: Any = None
 ) -> MicroBatchLoss:
     """The scaled loss of ``micro_batch`` from its logits (or, for the critic, its value head's output).
 
     Args:
         packing: how the backend's model was told where samples begin; only users' losses see it.
-        recompute: only the logits are kept for the backward pass, which computes the loss again.
     """
-    compute = partial(
-        _micro_batch_loss,
-        micro_batch=micro_batch,
-        batch=batch,
-        settings=settings,
-        scale=scale,
-        vocab_size=vocab_size,
-        temperature=temperature,
-        custom=custom or CustomFunctions(),
-        is_critic=is_critic,
-        packing=packing,
-    )
-    loss: MicroBatchLoss = checkpoint(compute, logits, use_reentrant=False) if recompute else compute(logits)
-    return loss
+    compute = partial(_micro_batch_loss, micro_batch=micro_batch, context=context, packing=packing)
+    if context.objective.recompute:
+        loss: MicroBatchLoss = checkpoint(compute, logits, use_reentrant=False)
+        return loss
+    return compute(logits)
 
 
 def _micro_batch_loss(
-    logits: torch.Tensor,
-    *,
-    micro_batch: MicroBatch,
-    batch: TrainBatch,
-    settings: AlgorithmArgs,
-    scale: LossScale,
-    vocab_size: int,
-    temperature: float,
-    custom: CustomFunctions,
-    is_critic: bool,
-    packing: Any,
+    logits: torch.Tensor, micro_batch: MicroBatch, context: LossContext, packing: Any
 ) -> MicroBatchLoss:
-    masks = batch.masks(micro_batch.indices)
+    batch, settings = context.batch, context.settings
     samples = Samples(
         micro_batch.response_lengths,
-        masks,
+        batch.masks(micro_batch.indices),
         batch.mask_sums(micro_batch.indices),
         per_token=settings.calculate_per_token_loss,
     )
     log_probs = None
-    if is_critic:
-        output = _critic_loss(logits, micro_batch, batch, settings, samples)
-    elif settings.loss_type == "custom_loss":
-        output = _custom_loss(logits, micro_batch, batch, samples, custom, packing)
+    if context.objective.is_critic:
+        output = _critic_loss(logits, micro_batch, context, samples)
+    elif context.objective.needs_all_rows:
+        output = _custom_loss(logits, micro_batch, context, samples, packing)
     else:
         log_probs, entropy = response_log_probs(
             logits,
             micro_batch,
-            vocab_size=vocab_size,
-            temperature=temperature,
+            vocab_size=context.objective.vocab_size,
+            temperature=context.objective.temperature,
             chunk_size=settings.log_probs_chunk_size,
-            tensor_group=scale.tensor_group,
-            with_entropy=settings.loss_type == "policy_loss" and _wants_entropy(settings),
+            tensor_group=context.scale.tensor_group,
+            with_entropy=settings.loss_type == "policy_loss" and settings.wants_entropy,
             with_entropy_grad=settings.entropy_coef != 0,
         )
         match settings.loss_type:
             case "policy_loss":
-                output = _policy_loss(log_probs, entropy, micro_batch, batch, settings, samples, custom)
+                output = _policy_loss(log_probs, entropy, micro_batch, context, samples)
             case "sft_loss":
                 output = sft_loss(log_probs, samples.reducer())
             case other:
                 raise ValueError(f"--loss-type {other} is not supported")
         log_probs = log_probs.detach()
-    return _scaled(output, samples, scale, log_probs)
+    return _scaled(output, samples, context.scale, log_probs)
 
 
 def _scaled(output: LossOutput, samples: Samples, scale: LossScale, log_probs: torch.Tensor | None) -> MicroBatchLoss:
-    """See the module docstring for the factors."""
+    """The loss and its normalizer; the module docstring derives the factors."""
     num_tokens = count_tokens(samples.loss_masks)
     if samples.per_token:
-        # every context-parallel rank counts all tokens, so Megatron divides by that much too much
-        loss, normaliser = output.loss * scale.context_parallel_size, num_tokens
+        # every context-parallel rank counts all tokens, so Megatron divides by that factor too much
+        loss, normalizer = output.loss * scale.context_parallel_size, num_tokens
     else:
         num_ranks = scale.data_parallel_size * scale.context_parallel_size
         loss = output.loss * (scale.num_micro_batches * num_ranks / scale.num_rollouts)
-        normaliser, num_tokens = torch.ones_like(num_tokens), torch.zeros_like(num_tokens)
+        normalizer, num_tokens = torch.ones_like(num_tokens), torch.zeros_like(num_tokens)
     metrics = [value.float() for value in output.metrics.values()]
     values = torch.stack([num_tokens.to(output.loss.device).float(), *metrics])
-    return MicroBatchLoss(loss, normaliser.int(), list(output.metrics), values, log_probs)
-
-
-def _wants_entropy(settings: AlgorithmArgs) -> bool:
-    return settings.entropy_metric or settings.entropy_coef != 0
+    return MicroBatchLoss(loss, normalizer.int(), list(output.metrics), values, log_probs)
 
 
 def _policy_loss(
     log_probs: torch.Tensor,
     entropy: torch.Tensor | None,
     micro_batch: MicroBatch,
-    batch: TrainBatch,
-    settings: AlgorithmArgs,
+    context: LossContext,
     samples: Samples,
-    custom: CustomFunctions,
 ) -> LossOutput:
+    batch, custom = context.batch, context.objective.custom
     indices = micro_batch.indices
     advantages = batch.flat("advantages", indices)
     if advantages is None:
@@ -269,36 +276,29 @@ def _policy_loss(
     )
     return policy_loss(
         tokens,
-        settings,
+        context.settings,
         samples,
         correct=custom.correct(samples, total_lengths),
         make_pg_reducer=custom.make_pg_reducer(samples, total_lengths),
     )
 
 
-def _critic_loss(
-    output: torch.Tensor, micro_batch: MicroBatch, batch: TrainBatch, settings: AlgorithmArgs, samples: Samples
-) -> LossOutput:
-    old_values, returns = (batch.flat(name, micro_batch.indices) for name in ("values", "returns"))
+def _critic_loss(output: torch.Tensor, micro_batch: MicroBatch, context: LossContext, samples: Samples) -> LossOutput:
+    old_values, returns = (context.batch.flat(name, micro_batch.indices) for name in ("values", "returns"))
     if old_values is None or returns is None:
         raise ValueError("the critic needs values and returns; its forward pass and the advantages come first.")
     values = response_values(output, micro_batch)
-    return value_loss(values, old_values, returns, settings.value_clip, samples.reducer())
+    return value_loss(values, old_values, returns, context.settings.value_clip, samples.reducer())
 
 
 def _custom_loss(
-    logits: torch.Tensor,
-    micro_batch: MicroBatch,
-    batch: TrainBatch,
-    samples: Samples,
-    custom: CustomFunctions,
-    packing: Any,
+    logits: torch.Tensor, micro_batch: MicroBatch, context: LossContext, samples: Samples, packing: Any
 ) -> LossOutput:
     """The user's loss of this rank's rows; metrics of all context-parallel ranks together."""
     sharding = micro_batch.sharding
-    held = _held(micro_batch, batch, samples)
-    view = _user_batch(micro_batch, batch, samples, held, packing)
-    output = custom.run_loss(view, logits, held.reducer(), sharding)
+    held = _held(micro_batch, context.batch, samples)
+    view = _user_batch(micro_batch, context.batch, samples, held, packing)
+    output = context.objective.custom.run_loss(view, logits, held.reducer(), sharding)
     if sharding.cp_size == 1:
         return output
     loss = output.loss

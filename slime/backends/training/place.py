@@ -16,6 +16,7 @@ class RankPlace:
     Attributes:
         dp_rank, dp_size: data-parallel ranks, context parallelism not counted; ``dp_group`` is their group.
         cp_size: ranks that share every sequence.
+        tensor_group: ranks that share the vocabulary; None for one rank, which needs no collectives.
         is_main: the one rank that reports the steps.
         keeps_batch: the one rank of those with the same samples that writes them down.
     """
@@ -26,3 +27,4 @@ class RankPlace:
     cp_size: int = 1
     is_main: bool = True
     keeps_batch: bool = True
+    tensor_group: dist.ProcessGroup | None = None

@@ -5,27 +5,32 @@ Called by the ``step`` of each backend.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from slime.algorithms.arguments import AlgorithmArgs
 from slime.backends.training.data import MicroBatch, TrainBatch
-from slime.backends.training.loss import MicroBatchLoss, names_of_all, needs_all_rows
+from slime.backends.training.loss import LossContext, MicroBatchLoss, names_of_all
+from slime.backends.training.place import RankPlace
 
 __all__ = [
-    "TEACHES_NOTHING",
+    "NO_TRAINED_TOKENS",
     "NonFiniteGradients",
+    "ReadOutput",
     "StepRecord",
     "StepResult",
+    "finish_step",
     "num_trained_tokens",
     "split_by_sample",
-    "teaches_nothing",
 ]
 
-TEACHES_NOTHING = "none of its tokens is trained on (loss masks, remove_sample)"
+ReadOutput: TypeAlias = Callable[[MicroBatch, torch.Tensor], torch.Tensor]
+"""(micro-batch, output of the model) -> ``[N, ...]`` for its response tokens, samples in order."""
+
+NO_TRAINED_TOKENS = "none of its tokens is trained on (loss masks, remove_sample)"
 """Why a step is not applied whose gradient is zero: momentum and weight decay would move the weights all the same."""
 
 
@@ -56,13 +61,8 @@ def num_trained_tokens(batch: TrainBatch, step: int, group: dist.ProcessGroup | 
     return int(trained)
 
 
-def teaches_nothing(batch: TrainBatch, step: int, settings: AlgorithmArgs, group: dist.ProcessGroup | None) -> bool:
-    """Whether no token of a step is trained on. Users' losses decide themselves which tokens they read."""
-    return not needs_all_rows(settings) and num_trained_tokens(batch, step, group) == 0
-
-
 def split_by_sample(flat: torch.Tensor, micro_batch: MicroBatch) -> dict[int, torch.Tensor]:
-    """``[N]`` -> position in the rank's batch -> ``[R_i]`` on the cpu."""
+    """``[N, ...]`` -> position in the rank's batch -> ``[R_i, ...]`` on the cpu."""
     parts = torch.split(flat.detach().cpu(), micro_batch.response_lengths)
     return dict(zip(micro_batch.indices, parts, strict=True))
 
@@ -100,7 +100,7 @@ class StepRecord:
         divisor = max(tokens, 1.0) if per_token else num_rollouts
         return {name: total / divisor for name, total in zip(names, sums, strict=True)}
 
-    def blame(self, batch: TrainBatch, dp_rank: int) -> str:
+    def describe_bad(self, batch: TrainBatch, dp_rank: int) -> str:
         """The micro-batches and samples whose loss is not finite, of all ranks. A collective over all of them."""
         mine = [
             f"loss of micro-batch {number} of rank {dp_rank}, samples {batch.select('sample_indices', indices)}"
@@ -111,3 +111,39 @@ class StepRecord:
         dist.all_gather_object(everywhere, mine)
         named = list(dict.fromkeys(one for of_rank in everywhere for one in of_rank))  # ranks that share samples agree
         return "; ".join(named) or "all losses are finite: it began in the backward pass"
+
+
+def finish_step(
+    context: LossContext,
+    step: int,
+    record: StepRecord,
+    metrics: dict[str, float],
+    *,
+    place: RankPlace,
+    param_groups: Sequence[dict[str, Any]],
+    is_bad: bool,
+    update: Callable[[], tuple[float, str | None]],
+) -> StepResult:
+    """Apply the gradients of a step, unless it trains no token, and complete its metrics. A collective.
+
+    Args:
+        metrics: of the losses.
+        is_bad: gradients are not finite.
+        update: applies the gradients; (their norm before clipping, why nothing was applied or None).
+
+    Raises:
+        NonFiniteGradients: on all ranks, before anything was applied.
+    """
+    rates = {f"lr-pg_{i}": float(group["lr"]) for i, group in enumerate(param_groups)}
+    # users' losses decide which tokens they read, so their gradient may not be zero without trained tokens
+    reads_masks = not context.objective.needs_all_rows
+    norm: float = 0.0
+    skipped: str | None
+    if reads_masks and not is_bad and num_trained_tokens(context.batch, step, place.dp_group) == 0:
+        skipped = NO_TRAINED_TOKENS
+    else:
+        norm, skipped = update()
+        if skipped and not context.objective.skip_bad:
+            raise NonFiniteGradients(skipped)
+    metrics |= {"grad_norm": norm, **rates, "global_batch_size": float(context.scale.num_rollouts)}
+    return StepResult(metrics, record.log_probs, skipped)

@@ -8,6 +8,7 @@ rank stands. Knows neither Ray nor engines, and no model.
 
 from __future__ import annotations
 
+import functools
 import time
 from abc import ABC, abstractmethod
 from argparse import Namespace
@@ -19,20 +20,20 @@ import torch
 
 from slime.algorithms.arguments import AlgorithmArgs, DistillationArgs, ModelCopyArgs
 from slime.backends.protocols import TRAINER_PARTS, TrainerPart, TrainReport
-from slime.backends.training.arguments import CheckpointArgs, OptimizerArgs
+from slime.backends.training.arguments import CheckpointArgs, OptimizerArgs, PrecisionArgs
 from slime.backends.training.bad_steps import BadSteps
 from slime.backends.training.batch_files import keep_batch
 from slime.backends.training.checkpoint_source import Source, find_reference, find_start, find_teacher, foreign
 from slime.backends.training.credit import add_credit, passes_needed
 from slime.backends.training.custom import CustomFunctions
 from slime.backends.training.damage import verify_source
-from slime.backends.training.data import TrainBatch
+from slime.backends.training.data import MicroBatch, TrainBatch
 from slime.backends.training.forward_batch import forward_batch
-from slime.backends.training.loss import needs_all_rows
+from slime.backends.training.loss import LossContext, LossScale, Objective, response_log_probs
 from slime.backends.training.offload import DeviceMemory
 from slime.backends.training.place import RankPlace
 from slime.backends.training.rollout_report import rollout_report, warn_if_off_policy
-from slime.backends.training.steps import NonFiniteGradients, StepResult
+from slime.backends.training.steps import NonFiniteGradients, ReadOutput, StepResult
 from slime.backends.training.weight_backup import WeightBackup
 from slime.batch.arguments import BatchArgs
 from slime.config.groups import from_args
@@ -65,7 +66,7 @@ class TrainerBase(ABC):
         self._checkpoint = from_args(CheckpointArgs, args)
         self._copies = from_args(ModelCopyArgs, args)
         self._bad_steps = BadSteps(args.save or args.output_dir, rank)
-        self._skips_bad_steps = not from_args(OptimizerArgs, args).check_for_nan_in_loss_and_grad
+        self._vocab_size = vocab_size
         self._custom = CustomFunctions.load(args, vocab_size=vocab_size)
         self._profiler = TrainProfiler(args, rank)
         self._memory: DeviceMemory | None = None
@@ -73,7 +74,20 @@ class TrainerBase(ABC):
         self._teacher: WeightBackup | None = None
         self._generators: dict[str, WeightBackup] = {}
 
-    # ------------------------------------------------------------------------------------------ what a backend says
+    @functools.cached_property
+    def _objective(self) -> Objective:
+        """The loss of this run; subclasses change its parts in their ``__init__``."""
+        return Objective(
+            self._algorithm,
+            self._vocab_size,
+            self._args.rollout_temperature,
+            custom=self._custom,
+            is_critic=self.is_critic,
+            recompute=from_args(PrecisionArgs, self._args).recompute_loss_function,
+            skip_bad=not from_args(OptimizerArgs, self._args).check_for_nan_in_loss_and_grad,
+        )
+
+    # ------------------------------------------------------------------------------------------ given by a backend
 
     @property
     @abstractmethod
@@ -85,15 +99,15 @@ class TrainerBase(ABC):
         """The rank's columns, to be divided as the model wants them."""
 
     @abstractmethod
-    def _log_probs(self, batch: TrainBatch, store_prefix: str = "") -> list[torch.Tensor]:
-        """Log-probs of the responses under the weights the model holds now: fp32 ``[R_i]`` per sample, on the cpu."""
+    def _outputs(
+        self, batch: TrainBatch, read: ReadOutput, shape: tuple[int, ...] = (), store_prefix: str = ""
+    ) -> list[torch.Tensor]:
+        """``read``'s values of the model's outputs, without gradients, on every rank: ``[R_i, *shape]`` per sample, in
+        order, on the cpu. With the micro-batches of the training steps an unchanged model gives the same numbers in
+        both passes."""
 
     @abstractmethod
-    def _log_probs_and_entropy(self, batch: TrainBatch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The same, with the entropies of the distributions."""
-
-    @abstractmethod
-    def _step(self, rollout_id: int, batch: TrainBatch, step: int) -> StepResult:
+    def _step(self, rollout_id: int, step: int, context: LossContext) -> StepResult:
         """One optimizer step."""
 
     @abstractmethod
@@ -248,8 +262,29 @@ class TrainerBase(ABC):
     def _old_policy(self, batch: TrainBatch) -> dict[str, list[torch.Tensor]]:
         if not self._algorithm.use_rollout_entropy:
             return {"log_probs": self._log_probs(batch)}
-        log_probs, entropy = self._log_probs_and_entropy(batch)
-        return {"log_probs": log_probs, "entropy": entropy}
+        rows = self._log_probs(batch, with_entropy=True)
+        return {name: [row[:, i].contiguous() for row in rows] for i, name in enumerate(("log_probs", "entropy"))}
+
+    def _log_probs(
+        self, batch: TrainBatch, store_prefix: str = "", *, with_entropy: bool = False
+    ) -> list[torch.Tensor]:
+        """Log-probs of the responses under the weights that the model holds now: fp32 ``[R_i]`` per sample, on the
+        cpu; ``[R_i, 2]`` with the entropies."""
+        objective, group = self._objective, self._place.tensor_group
+
+        def read(micro_batch: MicroBatch, logits: torch.Tensor) -> torch.Tensor:
+            log_probs, entropy = response_log_probs(
+                logits,
+                micro_batch,
+                vocab_size=objective.vocab_size,
+                temperature=objective.temperature,
+                chunk_size=objective.settings.log_probs_chunk_size,
+                tensor_group=group,
+                with_entropy=with_entropy,
+            )
+            return log_probs if entropy is None else torch.stack([log_probs, entropy], dim=-1)
+
+        return self._outputs(self._for_passes(batch), read, (2,) if with_entropy else (), store_prefix)
 
     def _for_passes(self, batch: TrainBatch) -> TrainBatch:
         """The batch as passes without gradients run it."""
@@ -263,8 +298,9 @@ class TrainerBase(ABC):
     def _run_steps(self, rollout_id: int, batch: TrainBatch) -> list[dict[str, float]]:
         metrics = []
         for step in range(batch.num_steps):
+            context = LossContext(self._objective, batch, LossScale.of(batch, step, self._place))
             try:
-                result = self._step(rollout_id, batch, step)
+                result = self._step(rollout_id, step, context)
             except NonFiniteGradients as error:
                 raise SlimeError(
                     f"rollout {rollout_id}, step {step}: {error}; nothing was applied. "
@@ -272,7 +308,7 @@ class TrainerBase(ABC):
                 ) from error
             skipped = self._bad_steps.count(rollout_id, step, batch.columns, result.skipped)
             metrics.append(result.metrics | {"skipped_steps": skipped})
-        has_log_probs = not self.is_critic and not needs_all_rows(self._algorithm)
+        has_log_probs = not self.is_critic and not self._objective.needs_all_rows
         if batch.num_steps == 1 and "log_probs" not in batch.columns and has_log_probs:
             batch.columns["log_probs"] = self._whole_batch(result.log_probs, batch.columns["response_lengths"])
         return metrics

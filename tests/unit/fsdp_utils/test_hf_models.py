@@ -46,7 +46,7 @@ def _loaded(path: Path, mesh: Any, **settings: Any) -> Any:
 
 def _logits(model: Any, batch: dict[str, Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Per sample (tokens, logits ``[L, V]``) from packed micro-batches."""
-    from slime.backends.fsdp_utils.forward import run_model
+    from slime.backends.fsdp_utils.step import run_model
 
     for micro_batch in TrainBatch(batch, torch.device("cpu")).micro_batches(0, all_rows=True):
         tokens = [batch["tokens"][index] for index in micro_batch.indices]

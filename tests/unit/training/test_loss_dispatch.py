@@ -11,7 +11,7 @@ import torch
 
 from slime.algorithms.arguments import AlgorithmArgs
 from slime.backends.training.context_parallel import Sharding
-from slime.backends.training.loss import LossScale, MicroBatchLoss, micro_batch_loss, needs_all_rows
+from slime.backends.training.loss import LossContext, LossScale, MicroBatchLoss, Objective, micro_batch_loss
 from slime.batch.packing import pack
 
 VOCAB = 11
@@ -68,7 +68,7 @@ def run(settings: AlgorithmArgs, scale: LossScale, *, picked: bool = False, **kw
     columns = {"advantages": per_token(1), "values": per_token(2), "returns": per_token(4)}
     shown = logits[0, one.packed.response_rows] if picked else logits
     batch: Any = Batch(columns)
-    out = micro_batch_loss(shown, one, batch, settings, scale, vocab_size=VOCAB, temperature=0.5, **kwargs)
+    out = micro_batch_loss(shown, one, LossContext(Objective(settings, VOCAB, 0.5, **kwargs), batch, scale))
     (gradient,) = torch.autograd.grad(out.loss, logits)
     return replace(out, log_probs=gradient)  # handed back in the place of the log-probs
 
@@ -124,12 +124,13 @@ def test_the_critics_loss_reads_the_value_head_without_temperature() -> None:
 
 
 def test_what_an_objective_lacks_is_named() -> None:
-    one, batch = micro_batch([0]), Batch({})
+    one = micro_batch([0])
+    batch: Any = Batch({})
     logits = torch.zeros(1, one.packed.tokens.shape[1], VOCAB)
-    arguments: Any = (logits, one, batch)
+    objective = Objective(AlgorithmArgs(), VOCAB)
     with pytest.raises(ValueError, match="needs advantages: drop --disable-compute-advantages-and-returns"):
-        micro_batch_loss(*arguments, AlgorithmArgs(), ALONE, vocab_size=VOCAB, temperature=1.0)
+        micro_batch_loss(logits, one, LossContext(objective, batch, ALONE))
     with pytest.raises(ValueError, match="the critic needs values and returns"):
-        micro_batch_loss(*arguments, AlgorithmArgs(), ALONE, vocab_size=VOCAB, temperature=1.0, is_critic=True)
-    assert needs_all_rows(AlgorithmArgs(loss_type="custom_loss"))
-    assert not needs_all_rows(AlgorithmArgs())
+        micro_batch_loss(logits, one, LossContext(replace(objective, is_critic=True), batch, ALONE))
+    assert Objective(AlgorithmArgs(loss_type="custom_loss"), VOCAB).needs_all_rows
+    assert not objective.needs_all_rows

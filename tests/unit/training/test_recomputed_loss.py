@@ -11,7 +11,7 @@ import torch
 from slime.algorithms.arguments import AlgorithmArgs
 from slime.backends.training.custom import CustomFunctions
 from slime.backends.training.data import TrainBatch
-from slime.backends.training.loss import LossScale, MicroBatchLoss, micro_batch_loss
+from slime.backends.training.loss import LossContext, LossScale, MicroBatchLoss, Objective, micro_batch_loss
 from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_batch
 
 ALONE = LossScale(num_micro_batches=1, num_rollouts=8, data_parallel_size=1)
@@ -29,18 +29,10 @@ def gradient_of(
     micro_batch = next(batch.micro_batches(0, all_rows=True))
     shape = (1, micro_batch.packed.tokens.shape[1], 1 if is_critic else VOCAB)
     logits = torch.randn(shape, generator=torch.Generator().manual_seed(9), requires_grad=True)
-    loss = micro_batch_loss(
-        logits,
-        micro_batch,
-        batch,
-        settings,
-        ALONE,
-        vocab_size=VOCAB,
-        temperature=0.7,
-        custom=custom,
-        is_critic=is_critic,
-        recompute=recompute,
+    objective = Objective(
+        settings, VOCAB, 0.7, custom=custom or CustomFunctions(), is_critic=is_critic, recompute=recompute
     )
+    loss = micro_batch_loss(logits, micro_batch, LossContext(objective, batch, ALONE))
     (gradient,) = torch.autograd.grad(loss.loss, logits)
     return loss, gradient
 
