@@ -27,8 +27,13 @@ from tests.limits import Limit
 __all__ = ["main"]
 
 _IMPORTED = (
-    *(f"slime.backends.megatron_utils.{name}" for name in ("actor", "setup", "step", "forward", "offload")),
-    *(f"slime.backends.megatron_utils.{name}" for name in ("checkpoint", "hf_checkpoint")),
+    "slime.backends.megatron_utils.actor",
+    "slime.backends.megatron_utils.setup",
+    "slime.backends.megatron_utils.step",
+    "slime.backends.megatron_utils.forward",
+    "slime.backends.megatron_utils.offload",
+    "slime.backends.megatron_utils.checkpoint.state",
+    "slime.backends.megatron_utils.checkpoint.hf_weights",
     *("slime.backends.fsdp_utils.actor", "transformers.models.qwen3.modeling_qwen3"),
     *("torch._dynamo", "torch.onnx"),  # imported by the first optimizer that is made
     "tests.unit.megatron_utils.tiny_trainer",
