@@ -3,7 +3,7 @@
     ids       [K]      the sets of the response tokens, one behind the other
     offsets   [R + 1]  where the set of each token begins; first 0, last K. A token that was not sampled has none.
 
-Read from an engine's reply by ``engine_meta``, checked where samples become columns (``slime.batch.sampling_sets``),
+Read from an engine's reply by ``engine_meta``, checked where samples become columns (``slime.batch.compile``),
 replayed by the trainer (``slime.algorithms.sampling_mask``). Importable without torch.
 """
 

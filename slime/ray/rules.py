@@ -13,7 +13,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from slime.backends.fsdp_utils import argument_rules as fsdp_rules
+from slime.backends.fsdp_utils import arguments as fsdp_rules
 from slime.backends.megatron_utils import argument_rules as megatron_rules
 from slime.backends.megatron_utils.model_shape import check_against_hf
 from slime.backends.megatron_utils.precision_rules import int4, kv_fp8

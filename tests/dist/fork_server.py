@@ -30,7 +30,7 @@ _IMPORTED = (
     "slime.backends.megatron_utils.actor",
     "slime.backends.megatron_utils.setup",
     "slime.backends.megatron_utils.step",
-    "slime.backends.megatron_utils.forward",
+    "slime.backends.megatron_utils.step",
     "slime.backends.megatron_utils.offload",
     "slime.backends.megatron_utils.checkpoint.state",
     "slime.backends.megatron_utils.checkpoint.hf_weights",

@@ -33,15 +33,13 @@ from slime.backends.protocols import NamedTensor, TrainerPart
 from slime.backends.training.arguments import OptimizerArgs, ParallelArgs, PrecisionArgs, TrainerArgs
 from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.context_parallel import Sharding
-from slime.backends.training.data import TrainBatch
+from slime.backends.training.data import RankPlace, TrainBatch
 from slime.backends.training.hf_files import TensorReader, save_hf_directory
 from slime.backends.training.loss import LossContext
-from slime.backends.training.offload import DeviceMemory
-from slime.backends.training.place import RankPlace
-from slime.backends.training.schedule import RateSchedule, ScheduledRates
+from slime.backends.training.offload import DeviceMemory, WeightBackup
+from slime.backends.training.optimizer import RateSchedule, ScheduledRates
 from slime.backends.training.steps import ReadOutput, StepResult
 from slime.backends.training.trainer import TrainerBase
-from slime.backends.training.weight_backup import WeightBackup
 from slime.config.groups import from_args
 from slime.utils import accelerator
 from slime.utils.distributed_utils import init_default_group

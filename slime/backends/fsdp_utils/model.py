@@ -4,6 +4,10 @@
 
 Every rank holds 1/N of each tensor in fp32, the master weights; a layer is gathered, in bf16 unless --fp32, while it
 computes. Called by ``actor``. Weights come from ``hf_weights`` or ``checkpoint``.
+
+slime's packed attention is one of the attention functions of transformers: a model with ``attn_implementation=PACKED``
+calls :func:`packed_in_transformers` in every layer. The plan of the micro-batch is a keyword argument that models hand
+on to their attention. transformers makes no mask for a name that has no mask function.
 """
 
 from __future__ import annotations
@@ -15,13 +19,22 @@ import torch
 from accelerate import init_empty_weights
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from slime.backends.fsdp_utils.attention import PACKED, register_packed_attention
+from slime.backends.training.attention import AttentionPlan, packed_attention
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 
-__all__ = ["build_model", "is_tied", "local_tensor", "local_tensors", "read_config", "saved_tensors"]
+__all__ = [
+    "PACKED",
+    "build_model",
+    "is_tied",
+    "local_tensor",
+    "local_tensors",
+    "read_config",
+    "register_packed_attention",
+    "saved_tensors",
+]
 
 
 def read_config(hf_checkpoint: str) -> Any:
@@ -123,3 +136,56 @@ def _allocate(model: PreTrainedModel) -> None:
 
     model._apply(place)
     model.tie_weights()  # each name got memory of its own
+
+
+PACKED = "slime_packed"
+
+_UNSUPPORTED = {
+    "sliding_window": "sliding windows",
+    "softcap": "capped scores",
+    "s_aux": "attention sinks",
+    "position_bias": "biased scores",
+}
+
+
+def register_packed_attention() -> None:
+    """Make :data:`PACKED` a name that models can be built with; again is fine."""
+    AttentionInterface.register(PACKED, packed_in_transformers)
+
+
+def packed_in_transformers(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    attention_plan: AttentionPlan | None = None,
+    cp_group: Any = None,
+    **settings: Any,
+) -> tuple[torch.Tensor, None]:
+    """query ``[1, heads, t, d]``, key and value ``[1, groups, t, d]`` -> ``[1, t, heads, d]``.
+
+    Raises:
+        NotImplementedError: the model's attention is not plainly causal, or does not hand keyword arguments on.
+    """
+    unsupported = [what for name, what in _UNSUPPORTED.items() if settings.get(name) is not None]
+    if unsupported:
+        raise NotImplementedError(f"packed attention has no {', '.join(unsupported)}: use --attn-implementation.")
+    if attention_plan is None:
+        raise NotImplementedError(
+            f"{type(module).__name__} does not know the packing of the batch: its model keeps keyword arguments from "
+            "its attention. Use --attn-implementation."
+        )
+    out = packed_attention(
+        query.squeeze(0).transpose(0, 1),
+        key.squeeze(0).transpose(0, 1),
+        value.squeeze(0).transpose(0, 1),
+        attention_plan,
+        scale=query.size(-1) ** -0.5 if scaling is None else scaling,
+        dropout=dropout,
+        cp_group=cp_group,
+    )
+    return out.unsqueeze(0), None

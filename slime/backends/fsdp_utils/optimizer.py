@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from slime.backends.training.arguments import OptimizerArgs
-from slime.backends.training.stateless_adam import StatelessAdam
+from slime.backends.training.optimizer import StatelessAdam
 
 __all__ = ["allocate_states", "build_optimizer", "reset_moments"]
 

@@ -15,13 +15,11 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from slime.backends.fsdp_utils.attention import PACKED
-from slime.backends.fsdp_utils.model import local_tensor
+from slime.backends.fsdp_utils.model import PACKED, local_tensor
 from slime.backends.training.context_parallel import Sharding
-from slime.backends.training.data import MicroBatch, TrainBatch
+from slime.backends.training.data import MicroBatch, RankPlace, TrainBatch
 from slime.backends.training.loss import LossContext, micro_batch_loss
-from slime.backends.training.place import RankPlace
-from slime.backends.training.schedule import ScheduledRates
+from slime.backends.training.optimizer import ScheduledRates
 from slime.backends.training.steps import (
     ReadOutput,
     StepRecord,

@@ -25,10 +25,9 @@ from slime.backends.megatron_utils.vision_rules import sees_media
 from slime.backends.protocols import NamedTensor, TrainReport
 from slime.backends.training.arguments import ParallelArgs, TrainerArgs
 from slime.backends.training.checkpoint_source import Source
-from slime.backends.training.data import TrainBatch
+from slime.backends.training.data import RankPlace, TrainBatch
 from slime.backends.training.hf_files import save_hf_directory
 from slime.backends.training.media import MediaTokens
-from slime.backends.training.place import RankPlace
 from slime.backends.training.trainer import TrainerBase
 from slime.config.groups import from_args
 from slime.utils import accelerator
@@ -39,8 +38,8 @@ if TYPE_CHECKING:
     from slime.backends.megatron_utils.parallel.routing_replay import RoutingReplay
     from slime.backends.megatron_utils.step import TrainState
     from slime.backends.training.loss import LossContext
+    from slime.backends.training.offload import WeightBackup
     from slime.backends.training.steps import ReadOutput, StepResult
-    from slime.backends.training.weight_backup import WeightBackup
 
 __all__ = ["MegatronTrainer"]
 
@@ -122,7 +121,7 @@ class MegatronTrainer(TrainerBase):
     def _place(self) -> RankPlace:
         from megatron.core import parallel_state as mpu
 
-        from slime.backends.megatron_utils.forward import tensor_group
+        from slime.backends.megatron_utils.step import tensor_group
 
         is_last_stage = mpu.is_pipeline_last_stage(ignore_virtual=True)
         has_loss = bool(is_last_stage and mpu.get_tensor_model_parallel_rank() == 0)
@@ -174,7 +173,7 @@ class MegatronTrainer(TrainerBase):
     def _outputs(
         self, batch: TrainBatch, read: ReadOutput, shape: tuple[int, ...] = (), store_prefix: str = ""
     ) -> list[torch.Tensor]:
-        from slime.backends.megatron_utils.forward import from_last_stage, outputs_of_last_stage
+        from slime.backends.megatron_utils.step import from_last_stage, outputs_of_last_stage
 
         self._hooks.before_log_probs(self._ready, store_prefix)
         results = outputs_of_last_stage(self._ready.chunks, batch, read)
@@ -187,7 +186,7 @@ class MegatronTrainer(TrainerBase):
         return train_step(self._ready, context, step, place=self._place, before=before)
 
     def _whole_batch(self, results: dict[int, torch.Tensor], lengths: Sequence[int]) -> list[torch.Tensor]:
-        from slime.backends.megatron_utils.forward import from_last_stage
+        from slime.backends.megatron_utils.step import from_last_stage
 
         return from_last_stage(results, lengths)
 

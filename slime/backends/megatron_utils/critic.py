@@ -21,7 +21,7 @@ from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.credit import add_credit
 from slime.backends.training.custom import CustomFunctions
 from slime.backends.training.loss import response_values
-from slime.backends.training.rollout_report import rollout_report
+from slime.backends.training.steps import rollout_report
 from slime.backends.training.trainer import timed
 
 __all__ = ["MegatronCritic"]

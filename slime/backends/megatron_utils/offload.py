@@ -13,8 +13,7 @@ import torch
 
 from slime.backends.megatron_utils.optimizer.host_adam import HostAdam
 from slime.backends.protocols import TRAINER_PARTS, TrainerPart
-from slime.backends.training.offload import DeviceMemory
-from slime.backends.training.weight_backup import WeightBackup
+from slime.backends.training.offload import DeviceMemory, WeightBackup
 
 __all__ = ["copied_weights", "device_memory"]
 

@@ -1,16 +1,17 @@
-"""Steps that failed, and steps that were skipped: what they leave behind, and when it is enough.
+"""Batches on disk: those of steps that failed or were skipped, and those that the flags ask for.
 
     a step raises                     its batch is dumped, the run ends
-    gradients are not finite          the same; --no-check-for-nan-in-loss-and-grad makes it a step that is skipped,
-                                      counted (train/skipped_steps) and dumped; ten in a row end the run
+    gradients are not finite          the same; --no-check-for-nan-in-loss-and-grad skips, counts
+                                      (train/skipped_steps) and dumps the step; ten in a row end the run
 
-Dumps are ``failed_steps/rollout_<id>_rank_<rank>.pt`` under --save, else --output-dir; every rank writes its own part.
-Used by ``actor`` and ``critic``.
+Dumps are ``failed_steps/rollout_<id>_rank_<rank>.pt`` under --save, else --output-dir; every rank writes its part.
+Called by ``trainer``.
 """
 
 from __future__ import annotations
 
 import logging
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,9 +19,15 @@ from typing import Any
 
 import torch
 
+from slime.backends.training.data import RankPlace
+from slime.batch.arguments import ReplayArgs
+from slime.config.groups import from_args
+from slime.observability.sample_record import record_training
+from slime.observability.tracking import run_directory
+from slime.observability.train_data_utils import save_debug_train_data
 from slime.utils.errors import SlimeError
 
-__all__ = ["BadSteps"]
+__all__ = ["BadSteps", "keep_batch"]
 
 logger = logging.getLogger(__name__)
 
@@ -94,3 +101,22 @@ class BadSteps:
         except (OSError, RuntimeError) as failure:  # PyTorch has the latter for a full disk
             return f"could not be written to {path} ({failure})"
         return f"is in {path}"
+
+
+def keep_batch(args: Namespace, rollout_id: int, columns: dict[str, Any], place: RankPlace) -> None:
+    """Write what is asked for.
+
+    Args:
+        columns: the rank's columns with whole responses, log-probs and advantages included.
+        place: where the rank stands.
+    """
+    template, limit = from_args(ReplayArgs, args).save_debug_train_data, args.record_samples
+    if template is None and limit == 0:
+        return
+    if not place.keeps_batch:
+        return
+    if limit > 0:
+        run = run_directory(args)
+        record_training(run, columns, rollout_id=rollout_id, limit=limit, data_parallel_rank=place.dp_rank)
+    if template is not None:
+        save_debug_train_data(template, rollout_id=rollout_id, rollout_data=columns, group=place.dp_group)

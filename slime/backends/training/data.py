@@ -1,27 +1,32 @@
-"""The rank's batch as the model reads it: packed micro-batches on the device, one step's at a time.
+"""The batch of one rank, packed into micro-batches on the device, and the place of the rank.
 
-Called by the backends' ``forward`` and ``step``. The schedule (which samples in which micro-batch) is made in
-``slime.batch``.
+Called by the backends' ``step``. ``slime.batch`` schedules the micro-batches of training steps. Those of passes without
+gradients are made here, because they may hold more tokens (``--log-probs-max-tokens-per-gpu``).
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from slime.algorithms.sampling_mask import SamplingMask
 from slime.backends.training.attention import AttentionPlan, plan_attention
 from slime.backends.training.context_parallel import ShardedSequences, Sharding, gather_responses, shard
 from slime.backends.training.media import Media, MediaTokens, merge_inputs, place_media
+from slime.batch.arguments import BatchArgs
+from slime.batch.balance import expand_bins_by_splitting, first_fit_pack
 from slime.batch.packing import PackedSequences, pack
+from slime.utils import accelerator
 from slime.utils.errors import DataError
 
-__all__ = ["MicroBatch", "TrainBatch"]
+__all__ = ["MicroBatch", "RankPlace", "TrainBatch", "forward_batch", "has_own_micro_batches"]
 
 
 @dataclass(frozen=True)
@@ -203,3 +208,57 @@ class TrainBatch:
     def mask_sums(self, indices: Sequence[int]) -> torch.Tensor:
         sums: torch.Tensor = self.columns["rollout_mask_sums"]
         return sums[torch.as_tensor(indices, dtype=torch.int64)].to(self._device)
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """One rank.
+
+    Attributes:
+        dp_rank, dp_size: data-parallel ranks, context parallelism not counted; ``dp_group`` is their group.
+        cp_size: ranks that share every sequence.
+        tensor_group: ranks that share the vocabulary; None for one rank, which needs no collectives.
+        is_main: the one rank that reports the steps.
+        keeps_batch: the one rank of those with the same samples that writes them down.
+    """
+
+    dp_rank: int
+    dp_size: int
+    dp_group: dist.ProcessGroup | None
+    cp_size: int = 1
+    is_main: bool = True
+    keeps_batch: bool = True
+    tensor_group: dist.ProcessGroup | None = None
+
+
+def has_own_micro_batches(settings: BatchArgs) -> bool:
+    """Whether passes without gradients may hold more tokens, or fewer, than training steps."""
+    limit = settings.log_probs_max_tokens_per_gpu
+    return settings.use_dynamic_batch_size and limit is not None and limit != settings.max_tokens_per_gpu
+
+
+def forward_batch(batch: TrainBatch, settings: BatchArgs, *, context_parallel_size: int, multiple: int) -> TrainBatch:
+    """The batch with the micro-batches of a pass without gradients. A collective over all ranks.
+
+    Args:
+        multiple: the number of micro-batches must be one of it (interleaved pipelines).
+    """
+    if not has_own_micro_batches(settings):
+        return batch
+    assert settings.log_probs_max_tokens_per_gpu is not None, "has_own_micro_batches looked"
+    lengths = [len(tokens) for tokens in batch.columns["tokens"]]
+    bins = first_fit_pack(lengths, settings.log_probs_max_tokens_per_gpu * context_parallel_size)
+    largest, fewest_samples = _over_all_ranks(len(bins), len(lengths))
+    target = math.ceil(largest / multiple) * multiple
+    if target > fewest_samples:
+        return batch  # some rank has too few samples for its share
+    expand_bins_by_splitting(bins, target, lengths)
+    return batch.with_micro_batches(bins)
+
+
+def _over_all_ranks(num_bins: int, num_samples: int) -> tuple[int, int]:
+    """Most micro-batches and fewest samples of a rank."""
+    values = torch.tensor([num_bins, -num_samples], device=accelerator.current().device())
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    most, fewest = values.tolist()
+    return int(most), -int(fewest)

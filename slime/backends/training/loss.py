@@ -36,8 +36,7 @@ from slime.algorithms.sft import sft_loss
 from slime.algorithms.types import LossOutput
 from slime.backends.training.context_parallel import held_tokens
 from slime.backends.training.custom import CustomFunctions
-from slime.backends.training.data import MicroBatch, TrainBatch
-from slime.backends.training.place import RankPlace
+from slime.backends.training.data import MicroBatch, RankPlace, TrainBatch
 from slime.data.columns import SAMPLING_SETS, USER_LOSS_VALUES
 
 __all__ = [

@@ -11,14 +11,15 @@ that refers to them stay what they are, so nothing has to be rebuilt and the nex
 One storage at a time is copied and freed; on the device the peak does not rise. Host memory is pinned once and kept,
 because pinning costs more than copying. On a CPU the same code runs: there the gradients' memory is what is gained.
 
-Called by ``trainer``; each backend says what its tensors are. Process groups, and the copies of other weights
-(``weight_backup``), are not touched.
+Called by ``trainer``; each backend says what its tensors are. Process groups and the copies of other weights
+(:class:`WeightBackup`) are not touched.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -26,7 +27,7 @@ from slime.backends.protocols import TRAINER_PARTS, TrainerPart
 from slime.utils import accelerator
 from slime.utils.errors import SlimeError
 
-__all__ = ["DeviceMemory"]
+__all__ = ["DeviceMemory", "WeightBackup"]
 
 
 class DeviceMemory:
@@ -129,3 +130,41 @@ def _moved_out(storages: Sequence[torch.UntypedStorage], kept: Sequence[torch.Te
         accelerator.current().synchronize()
         storage.resize_(0)
         yield host
+
+
+class WeightBackup:
+    """A copy of what ``weights``, the live tensors of this rank, held when this was made, or last refreshed.
+
+    Where the live ones wait while the copy is swapped in is memory of that time only. It is pinned, and PyTorch keeps
+    pinned memory for the next who asks: all copies of a process share it.
+    """
+
+    @torch.no_grad()
+    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
+        self._parameters = list(weights)
+        self._copy = [_on_host(parameter) for parameter in self._parameters]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Hold what the live tensors are now."""
+        for parameter, copy in zip(self._parameters, self._copy, strict=True):
+            copy.copy_(parameter)
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """The model computes with the copied weights inside the block; its own are back afterwards, bit for bit."""
+        with torch.no_grad():
+            live = [_on_host(parameter) for parameter in self._parameters]
+            for parameter, copy in zip(self._parameters, self._copy, strict=True):
+                parameter.copy_(copy)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, own in zip(self._parameters, live, strict=True):
+                    parameter.copy_(own)
+
+
+def _on_host(parameter: torch.Tensor) -> torch.Tensor:
+    is_pinned = not accelerator.current().is_cpu
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu", pin_memory=is_pinned).copy_(parameter)

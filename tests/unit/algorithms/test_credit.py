@@ -15,10 +15,10 @@ import torch
 
 from slime.algorithms import credit as formulae
 from slime.algorithms.arguments import AlgorithmArgs
+from slime.algorithms.credit import masked_whiten
 from slime.algorithms.estimators import ESTIMATORS
 from slime.algorithms.gae import chunked_discounted_returns, chunked_gae, vanilla_gae
 from slime.algorithms.types import CreditData
-from slime.algorithms.whiten import masked_whiten
 from tests.verification import verify
 
 WORKER = Path(__file__).with_name("whiten_worker.py")

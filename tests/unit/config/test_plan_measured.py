@@ -70,8 +70,8 @@ def _trainer(kind: str, num_layers: int, path: Path) -> MegatronTrainer:
 
 def _stored_bytes_per_token(chunk: Any) -> float:
     """Distinct memory that one forward pass keeps for the backward pass, without the parameters."""
-    from slime.backends.megatron_utils.forward import run_model
     from slime.backends.megatron_utils.model.attention import segments_of
+    from slime.backends.megatron_utils.step import run_model
     from slime.backends.training.data import TrainBatch  # after the trainer has prepared megatron for a CPU
 
     batch = make_batch(8, seed=3, lengths=[(40, 40)] * 8)

@@ -11,7 +11,7 @@ import torch
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
 from slime.backends.megatron_utils.critic import MegatronCritic
-from slime.backends.training.stateless_adam import StatelessAdam
+from slime.backends.training.optimizer import StatelessAdam
 from tests.unit.megatron_utils import user_trainer_hooks
 from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, schedule, single_rank
 

@@ -57,8 +57,8 @@ def _trainer(path: Path, *, with_ref: bool = False, **overrides: Any) -> Megatro
 
 def _packed_logits(trainer: MegatronTrainer, batch: dict[str, Any]) -> list[torch.Tensor]:
     """Logits of every sample, all packed in one micro-batch."""
-    from slime.backends.megatron_utils.forward import run_model
     from slime.backends.megatron_utils.model.attention import segments_of
+    from slime.backends.megatron_utils.step import run_model
     from slime.backends.training.data import TrainBatch
 
     whole = schedule(batch, [list(range(len(batch["tokens"])))], size=len(batch["tokens"]))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slime.backends.training.arguments import OptimizerArgs
-from slime.backends.training.schedule import RateSchedule, ScheduledRates
+from slime.backends.training.optimizer import RateSchedule, ScheduledRates
 
 
 @pytest.mark.parametrize(

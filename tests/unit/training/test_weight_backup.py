@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from slime.backends.training.weight_backup import WeightBackup
+from slime.backends.training.offload import WeightBackup
 
 
 def test_a_copy_computes_inside_the_block_and_the_own_weights_afterwards_also_after_an_error() -> None:

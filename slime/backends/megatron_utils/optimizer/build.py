@@ -13,8 +13,7 @@ from slime.backends.megatron_utils.arguments import MuonArgs, OptimizerArgs, Pre
 from slime.backends.megatron_utils.model.build import params_dtype, uses_distributed_optimizer
 from slime.backends.megatron_utils.optimizer.host_adam import keep_states_on_host
 from slime.backends.megatron_utils.optimizer.muon import build_muon
-from slime.backends.training.schedule import RateSchedule
-from slime.backends.training.stateless_adam import StatelessAdam
+from slime.backends.training.optimizer import RateSchedule, StatelessAdam
 from slime.utils.errors import ConfigError
 
 __all__ = ["build_optimizer", "build_scheduler", "reset_moments"]

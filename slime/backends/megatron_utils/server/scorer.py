@@ -80,7 +80,7 @@ class MegatronScorer(MegatronTrainer):
         Returns:
             The answers, in the same places, on one of the ranks that share the requests; None on the others.
         """
-        from slime.backends.megatron_utils.forward import outputs_of_last_stage
+        from slime.backends.megatron_utils.step import outputs_of_last_stage
 
         filled = [list(requests) or [_NOTHING] for requests in micro_batches]
         requests = [request for part in filled for request in part]
@@ -114,7 +114,7 @@ class MegatronScorer(MegatronTrainer):
         self, requests: Sequence[ScoreRequest], layout: _Layout, micro_batch: MicroBatch, logits: torch.Tensor
     ) -> torch.Tensor:
         """``[N, layout.width]`` float64 of the micro-batch."""
-        from slime.backends.megatron_utils.forward import tensor_group
+        from slime.backends.megatron_utils.step import tensor_group
 
         args = self._args
         vocabulary = Vocabulary(self._shape.vocab_size, args.rollout_temperature, tensor_group())
