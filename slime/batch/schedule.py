@@ -23,7 +23,7 @@ from slime.batch.balance import (
     split_bin,
 )
 from slime.data.layout import ParallelLayout
-from slime.models.flops import ModelDims, calculate_fwd_flops
+from slime.models.cost import ModelDims, calculate_fwd_flops
 from slime.utils.errors import ConfigError, DataError
 
 __all__ = ["MicroBatchArgs", "ScheduleError", "StepPlan", "build_dp_schedule", "plan_steps"]

@@ -17,7 +17,7 @@ import torch
 from slime.batch.schedule import MicroBatchArgs, StepPlan, plan_steps
 from slime.data.columns import RankBatch, TrainData, column
 from slime.data.layout import ParallelLayout
-from slime.models.flops import ModelDims
+from slime.models.cost import ModelDims
 
 __all__ = ["Shipment", "slice_batch", "split_by_dp", "tensorize"]
 

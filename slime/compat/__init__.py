@@ -33,7 +33,7 @@ slime.utils.dp_schedule
 slime.utils.eval_config
     slime.rollout.eval_config: EvalDatasetConfig build_eval_dataset_configs
 slime.utils.flops_utils
-    slime.models.flops: calculate_fwd_flops
+    slime.models.cost: calculate_fwd_flops
 slime.utils.iter_utils
     slime.utils.misc: group_by
 slime.utils.logging_utils

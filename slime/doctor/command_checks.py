@@ -16,12 +16,13 @@ from safetensors import SafetensorError, safe_open
 from slime.config.plan.files import Output, plan_files
 from slime.config.plan.layout import PlanError
 from slime.config.plan.render import size
-from slime.config.plan.shape import Shape, read_shape
+from slime.config.plan.shape import read_shape
 from slime.data.chat import load_tokenizer, render_chat
 from slime.data.prompts import prompt_key_of, read_file
 from slime.doctor import Finding, Situation, fail, ok, warn
 from slime.hooks.load import check_hooks
 from slime.hooks.protocols import HOOKS
+from slime.models.shape import ModelShape
 from slime.utils.errors import DataError
 
 __all__ = [
@@ -231,7 +232,7 @@ def disk_space(situation: Situation) -> Iterator[Finding]:
     """Every place that is written to can be, and holds two of the largest thing written there (the old, the new)."""
     if situation.args is None:
         return
-    shape: Shape | None
+    shape: ModelShape | None
     try:
         shape = read_shape(situation.args)
     except PlanError:

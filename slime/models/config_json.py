@@ -7,13 +7,10 @@ and the plan a bad file is an empty one: :func:`read_model_config`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from slime.utils.errors import ConfigError
-
-__all__ = ["MOST_LAYERS", "indexer_layers", "load_model_config", "read_model_config", "text_part"]
 
 MOST_LAYERS = 10_000
 """More layers than that are a mistake, and lists of them would fill the memory."""
@@ -81,15 +78,3 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
     """The keys of the language model: those of ``text_config`` in a model that sees, too, else all."""
     part = config.get("text_config") or config
     return part if isinstance(part, dict) else {}
-
-
-def indexer_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-    """Which layers of a model with sparse attention have an indexer; the others take the choice of a layer before them.
-
-    By a list or a text such as FFSS (full, shared), else every so many layers behind the first few (GLM-5.2).
-    """
-    kinds = config.get("indexer_types") or config.get("index_topk_pattern")
-    if isinstance(kinds, list | str):
-        return tuple(str(kind).upper().startswith("F") for kind in kinds)
-    freq, offset = config.get("index_topk_freq") or 1, config.get("index_skip_topk_offset", 2)
-    return tuple(max(layer - offset + 1, 0) % freq == 0 for layer in range(num_layers))

@@ -1,7 +1,7 @@
 """The shape of a model, read from the ``config.json`` of its Hugging Face directory.
 
-Owns what the fields of every family's config mean. Called by the command line (``model_shape``), the trainer and the
-plan. Knows neither flags nor Megatron, and imports neither torch nor megatron nor transformers.
+This is the only reader of the fields that describe an architecture. Names, defaults and exceptions of a family are data
+of its :class:`~slime.models.family.Family`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from slime.models.config_json import MOST_LAYERS, indexer_layers
-from slime.models.config_json import load_model_config as read_hf_config
-from slime.models.registry import FAMILIES, why_not_built
+from slime.models.config_json import MOST_LAYERS, load_model_config
+from slime.models.family import Family, Switch, families, why_not_built
 from slime.models.shape import (
     DeltaNetShape,
     Llama3Rope,
@@ -23,50 +22,32 @@ from slime.models.shape import (
     VisionShape,
     YarnRope,
 )
-from slime.models.tables import Family, Rule
+from slime.models.tables import Rule
 from slime.utils.errors import ConfigError
 
-__all__ = [
-    "DeltaNetShape",
-    "Llama3Rope",
-    "MlaShape",
-    "ModelShape",
-    "MoeShape",
-    "YarnRope",
-    "read_hf_config",
-    "read_shape",
-    "shape_from_config",
-]
-
-_SIGMOID_FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "kimi_k2", "minimax_m2", "deepseek_v32", "glm_moe_dsa")
-_ONE_DENSE_LAYER = ("glm4_moe", "glm4_moe_lite")
-"""Families whose first layer alone is dense if the config does not say."""
-_INTERLEAVED_FAMILIES = ("glm4",)
 _MOST, _LARGEST = 2**40, 1e15
-_OPTIONAL_BIAS_FAMILIES = ("glm4", "glm4_moe")
-"""Families whose ``attention_bias`` decides, absent meaning false; of the others the family alone does."""
 
 
 def read_shape(hf_checkpoint: str, *, with_vision: bool = False) -> ModelShape:
-    """The shape of the model in ``hf_checkpoint``.
+    """The shape of the model in the directory ``hf_checkpoint``.
 
     Args:
-        with_vision: with its vision tower; otherwise of a vision-language model the language model alone.
+        with_vision: include the vision tower. Otherwise only the language model of a vision-language model is read.
 
     Raises:
-        ConfigError: the architecture or one of its options is not supported, or a field is missing or no number.
+        ConfigError: the architecture or one of its options is not supported, or a field is missing or not a number.
     """
-    return shape_from_config(read_hf_config(hf_checkpoint), hf_checkpoint, with_vision=with_vision)
+    return shape_from_config(load_model_config(hf_checkpoint), hf_checkpoint, with_vision=with_vision)
 
 
 def shape_from_config(config: Mapping[str, Any], hf_checkpoint: str, *, with_vision: bool = False) -> ModelShape:
-    """The shape that ``config`` describes; ``hf_checkpoint`` is what messages call it. Raises as :func:`read_shape`."""
+    """The shape that ``config`` describes; messages name ``hf_checkpoint``. Raises as :func:`read_shape`."""
     where = f"--hf-checkpoint {hf_checkpoint}: config.json"
     model_type = config.get("model_type")
     missing = why_not_built(model_type)
     if missing is not None or not isinstance(model_type, str):
         raise ConfigError(f"{where} has model_type {model_type!r}, which cannot be trained: {missing}.")
-    reader = _Reader(_text_model(config), FAMILIES[model_type])
+    reader = _Reader(_text_model(config), families()[model_type])
     shape = _read(reader)
     if with_vision:
         shape = replace(shape, vision=_vision(config, reader))
@@ -80,8 +61,23 @@ def shape_from_config(config: Mapping[str, Any], hf_checkpoint: str, *, with_vis
     return shape
 
 
+def sizes_from_config(
+    config: Mapping[str, Any], family: Family, *, with_vision: bool = False
+) -> tuple[ModelShape, list[str], list[str]]:
+    """The shape of any model that is like ``family``, its problems, and the fields that are missing.
+
+    For the plan, which shows sizes of models that cannot be trained, too. A wrong or missing field has the value 1.
+    """
+    reader = _Reader(_text_model(config), family)
+    shape = _read(reader)
+    if with_vision:
+        # Problems of the tower are dropped: its number of parameters does not depend on the fields that are checked.
+        shape = replace(shape, vision=_vision(config, _Reader(reader.config, family)))
+    return shape, reader.problems, reader.missing
+
+
 def _text_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part that describes the language model; a multimodal model may say only outside that its head is tied."""
+    """The part that describes the language model. In multimodal models, tied embeddings may be declared outside."""
     inner = config.get("text_config")
     if not isinstance(inner, Mapping):
         return config
@@ -89,7 +85,7 @@ def _text_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class _Reader:
-    """Typed look-ups in one config; problems are collected so that one message has them all."""
+    """Typed look-ups in one config. Problems are collected, so that one message lists all of them."""
 
     def __init__(self, config: Mapping[str, Any], family: Family) -> None:
         self.config = config
@@ -111,8 +107,11 @@ class _Reader:
         value = self.config.get(name)
         return bool(self.family.defaults.get(name, default) if value is None else value)
 
+    def switch(self, value: Switch) -> bool:
+        return self.flag(value) if isinstance(value, str) else value
+
     def number(self, *names: str, default: float | None = None) -> float:
-        """The first of ``names`` that is there, else the family's default, else ``default``."""
+        """The first of ``names`` that is present or has a default of the family; otherwise ``default``."""
         for name in names:
             value = self.config.get(name)
             if value is None:
@@ -133,12 +132,17 @@ class _Reader:
         return int(value)
 
     def items(self, name: str) -> list[Any]:
-        """A list; empty where it is left out."""
+        """A list; empty if the field is missing."""
         value = self.config.get(name)
         if value is not None and not isinstance(value, list):
             self.problems.append(f"has {name} {value!r}; it must be a list.")
             return []
         return value or []
+
+    def layer_kinds(self, name: str, num_layers: int) -> list[Any] | None:
+        """A list with one entry per layer; None if there is no such list."""
+        kinds = self.config.get(name)
+        return kinds if isinstance(kinds, list) and len(kinds) == num_layers else None
 
     def rope_number(self, name: str, default: float | None = None) -> float:
         value = self.rope.get(name)
@@ -150,10 +154,11 @@ class _Reader:
         return default
 
     def _checked(self, name: str, value: Any) -> float:
+        # bool is a subclass of int: true would pass as 1.
         if isinstance(value, bool) or not isinstance(value, int | float):
             self.problems.append(f"has {name} {value!r}; it must be a number.")
             return 1
-        if abs(value) > _LARGEST:  # infinity, too
+        if abs(value) > _LARGEST:  # also infinity
             self.problems.append(f"has a {name} beyond {_LARGEST:.0e}; no model has such a number.")
             return 1
         return value
@@ -172,10 +177,9 @@ def _read(reader: _Reader) -> ModelShape:
         head_dim = reader.integer("head_dim", default=max(1, hidden_size // heads))
         groups = reader.integer("num_key_value_heads", default=heads)
     num_layers = reader.integer("num_hidden_layers", most=MOST_LAYERS)
-    has_optional_bias = family.model_type in _OPTIONAL_BIAS_FAMILIES
     max_positions = reader.integer("max_position_embeddings", default=4096)
     return ModelShape(
-        model_type=family.model_type,
+        family=family,
         num_layers=num_layers,
         hidden_size=hidden_size,
         ffn_hidden_size=reader.integer("intermediate_size", "moe_intermediate_size"),
@@ -190,10 +194,10 @@ def _read(reader: _Reader) -> ModelShape:
         max_position_embeddings=max_positions,
         llama3_rope=_llama3_rope(reader) if reader.rope_type == "llama3" else None,
         yarn_rope=_yarn_rope(reader, max_positions) if reader.rope_type == "yarn" else None,
-        has_qk_norm=reader.flag("use_qk_norm") if family.model_type == "glm4_moe" else family.has_qk_norm,
-        has_qkv_bias=reader.flag("attention_bias") if has_optional_bias else family.has_qkv_bias,
+        has_qk_norm=reader.switch(family.has_qk_norm),
+        has_qkv_bias=reader.switch(family.has_qkv_bias),
         has_post_norms=family.has_post_norms,
-        is_rotary_interleaved=family.model_type in _INTERLEAVED_FAMILIES,
+        is_rotary_interleaved=family.is_rotary_interleaved,
         moe=_moe(reader, num_layers) if family.is_moe else None,
         mla=mla,
         sparse=_sparse(reader, num_layers) if family.is_sparse else None,
@@ -205,21 +209,21 @@ def _read(reader: _Reader) -> ModelShape:
 
 
 def _mla(reader: _Reader) -> MlaShape:
-    # null means "not compressed", which is not the same as being left out
+    # null means "not compressed"; a missing field has the family's default.
     is_direct = "q_lora_rank" in reader.config and reader.config["q_lora_rank"] is None
     return MlaShape(
         q_lora_rank=None if is_direct else reader.integer("q_lora_rank"),
-        kv_lora_rank=reader.integer("kv_lora_rank", default=512),
-        qk_head_dim=reader.integer("qk_nope_head_dim", default=128),
-        qk_pos_emb_head_dim=reader.integer("qk_rope_head_dim", default=64),
-        v_head_dim=reader.integer("v_head_dim", default=128),
+        kv_lora_rank=reader.integer("kv_lora_rank"),
+        qk_head_dim=reader.integer("qk_nope_head_dim"),
+        qk_pos_emb_head_dim=reader.integer("qk_rope_head_dim"),
+        v_head_dim=reader.integer("v_head_dim"),
     )
 
 
 def _sparse(reader: _Reader, num_layers: int) -> SparseShape:
-    layers = indexer_layers(reader.config, num_layers)
+    layers = _indexer_layers(reader.config, num_layers)
     if len(layers) != num_layers or not layers[0]:
-        reader.problems.append("must say for every layer whether it has an indexer, and the first must have one.")
+        reader.problems.append("must declare for every layer whether it has an indexer, and the first must have one.")
     return SparseShape(
         num_heads=reader.integer("index_n_heads"),
         head_dim=reader.integer("index_head_dim"),
@@ -229,9 +233,18 @@ def _sparse(reader: _Reader, num_layers: int) -> SparseShape:
     )
 
 
+def _indexer_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    """A list or a text such as FFSS (full, shared), else each n-th layer after the first few (GLM-5.2)."""
+    kinds = config.get("indexer_types") or config.get("index_topk_pattern")
+    if isinstance(kinds, list | str):
+        return tuple(str(kind).upper().startswith("F") for kind in kinds)
+    freq, offset = config.get("index_topk_freq") or 1, config.get("index_skip_topk_offset", 2)
+    return tuple(max(layer - offset + 1, 0) % freq == 0 for layer in range(num_layers))
+
+
 def _delta_net(reader: _Reader, num_layers: int) -> DeltaNetShape:
-    kinds = reader.config.get("layer_types")
-    if isinstance(kinds, list) and len(kinds) == num_layers:
+    kinds = reader.layer_kinds("layer_types", num_layers)
+    if kinds is not None:
         layers = tuple(kind == "linear_attention" for kind in kinds)
     else:
         interval = max(1, reader.integer("full_attention_interval"))
@@ -247,20 +260,20 @@ def _delta_net(reader: _Reader, num_layers: int) -> DeltaNetShape:
 
 
 def _moe(reader: _Reader, num_layers: int) -> MoeShape:
-    width = reader.integer(reader.family.expert_width)
-    # transformers 5 writes num_local_experts where released checkpoints say num_experts
+    family = reader.family
+    width = reader.integer(family.expert_width)
+    # transformers 5 writes num_local_experts for models whose released checkpoints have num_experts.
     num_experts = reader.integer("n_routed_experts", "num_experts", "num_local_experts")
     topk = reader.integer("num_experts_per_tok")
-    if reader.family.model_type not in _SIGMOID_FAMILIES:
+    if family.routing == "softmax":
+        has_gate = family.has_shared_gate
         return MoeShape(
             num_experts=num_experts,
             layers=_sparse_step_layers(reader, num_layers),
             ffn_hidden_size=width,
             topk=topk,
-            shared_size=reader.integer("shared_expert_intermediate_size", least=0)
-            if reader.family.has_shared_gate
-            else None,
-            has_shared_gate=reader.family.has_shared_gate,
+            shared_size=reader.integer("shared_expert_intermediate_size", least=0) if has_gate else None,
+            has_shared_gate=has_gate,
             score_function="softmax",
             pre_softmax=not reader.flag("norm_topk_prob"),
             has_expert_bias=False,
@@ -270,10 +283,10 @@ def _moe(reader: _Reader, num_layers: int) -> MoeShape:
         )
     num_groups = reader.integer("n_group", default=1)
     scale = reader.number("routed_scaling_factor", default=1.0)
-    num_shared = reader.integer("n_shared_experts", default=1, least=0)
+    num_shared = reader.integer("n_shared_experts", default=0, least=0)
     return MoeShape(
         num_experts=num_experts,
-        layers=_behind_dense_layers(reader, num_layers),
+        layers=_layers_after_dense(reader, num_layers),
         ffn_hidden_size=width,
         topk=topk,
         shared_size=width * num_shared if num_shared else None,
@@ -293,26 +306,25 @@ def _sparse_step_layers(reader: _Reader, num_layers: int) -> tuple[bool, ...]:
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
 
 
-def _behind_dense_layers(reader: _Reader, num_layers: int) -> tuple[bool, ...]:
-    """DeepSeek and GLM: all layers after the first few, of those each ``moe_layer_freq``-th."""
-    kinds = reader.config.get("mlp_layer_types")
-    if isinstance(kinds, list) and len(kinds) == num_layers:  # how transformers 5 writes it for some of them
+def _layers_after_dense(reader: _Reader, num_layers: int) -> tuple[bool, ...]:
+    """DeepSeek and GLM: every ``moe_layer_freq``-th layer after the first few."""
+    kinds = reader.layer_kinds("mlp_layer_types", num_layers)  # transformers 5 writes it for some of them
+    if kinds is not None:
         return tuple(kind == "sparse" for kind in kinds)
-    default = 1 if reader.family.model_type in _ONE_DENSE_LAYER else 3
-    num_dense = reader.integer("first_k_dense_replace", default=default, least=0)
+    num_dense = reader.integer("first_k_dense_replace", least=0)
     step = max(1, reader.integer("moe_layer_freq", default=1, least=0))
     return tuple(layer >= num_dense and layer % step == 0 for layer in range(num_layers))
 
 
 def _rotary_percent(reader: _Reader, head_dim: int) -> float:
-    """The share of a head's columns that rope turns; MiniMax gives their number as ``rotary_dim``."""
+    """The share of a head's columns that rope rotates; MiniMax gives their number as ``rotary_dim``."""
     if reader.rope.get("partial_rotary_factor") is not None:
         return float(reader.rope_number("partial_rotary_factor"))
     return reader.number("partial_rotary_factor", default=reader.integer("rotary_dim", default=head_dim) / head_dim)
 
 
 def _vision(config: Mapping[str, Any], reader: _Reader) -> VisionShape | None:
-    """Of the fields outside of the language model's; transformers knows the defaults of the tower's own."""
+    """Token ids are fields outside of the language model's config. transformers has the defaults of the tower's."""
     tower = config.get("vision_config")
     if reader.family.vision_tower is None or not isinstance(tower, Mapping):
         reader.problems.append(
@@ -348,7 +360,7 @@ def _llama3_rope(reader: _Reader) -> Llama3Rope:
 
 
 def _yarn_rope(reader: _Reader, max_positions: int) -> YarnRope:
-    """Absent values as in the family's reference implementation; without mscale_all_dim only the logits are scaled."""
+    """Defaults are those of the reference implementation; without mscale_all_dim only the logits are scaled."""
     return YarnRope(
         factor=float(reader.rope_number("factor")),
         original_max_position_embeddings=int(reader.rope_number("original_max_position_embeddings", max_positions)),
@@ -360,7 +372,7 @@ def _yarn_rope(reader: _Reader, max_positions: int) -> YarnRope:
 
 
 def _contradictions(config: Mapping[str, Any], shape: ModelShape) -> Iterator[str]:
-    """Numbers that are valid alone but not together. Megatron and engines fail on them without naming them."""
+    """Numbers that are valid alone but not together. Megatron and engines fail on them without naming the field."""
     heads, groups, head_dim = shape.num_attention_heads, shape.num_query_groups, shape.head_dim
     if heads % groups:
         yield f"has num_attention_heads {heads} and num_key_value_heads {groups}: the first must be a multiple."
@@ -385,14 +397,14 @@ def _contradictions(config: Mapping[str, Any], shape: ModelShape) -> Iterator[st
 
 
 def _other_architecture(config: Mapping[str, Any], family: Family) -> Iterator[str]:
-    """Engines build the class that ``architectures`` names, the trainer the family of ``model_type``."""
+    """Engines build the class named by ``architectures``, the trainer the family of ``model_type``."""
     names = config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         yield f"has architectures {names!r}; it must be a list of names of classes."
         return
     for name in names:
         stem = name.partition("For")[0].lower().replace("_", "")
-        other = next((one for one in FAMILIES.values() if one.model_type.replace("_", "") == stem), None)
+        other = next((one for one in families().values() if one.model_type.replace("_", "") == stem), None)
         if other is not None and other is not family and _decoder(other) != _decoder(family):
             yield (
                 f"has model_type {config.get('model_type')!r} and architectures {names}: they name different models. "
@@ -402,12 +414,12 @@ def _other_architecture(config: Mapping[str, Any], family: Family) -> Iterator[s
 
 
 def _decoder(family: Family) -> list[Rule]:
-    """The table without layers that predict further tokens: an engine may serve the model without them."""
+    """The table without multi-token-prediction layers: an engine may serve the model without them."""
     return [rule for rule in family.rules if not rule.megatron.startswith("mtp.")]
 
 
 def _refused(reader: _Reader) -> list[str]:
-    """Options of the family that would need another model than the one that is built."""
+    """Options of the family that the trainer does not build."""
     config, family = reader.config, reader.family
     problems = [
         f"has {name} {config[name]}: {meaning} are not supported."
@@ -416,10 +428,9 @@ def _refused(reader: _Reader) -> list[str]:
     ]
     if config.get("hidden_act", "silu") != "silu":
         problems.append(f"has hidden_act {config['hidden_act']!r}; only silu is supported.")
-    rope_types = set(family.rope_types) | ({"llama3"} if family.supports_llama3_rope else set())
-    if reader.rope_type not in rope_types:
-        problems.append(f"has rope type {reader.rope_type!r}; supported are {', '.join(sorted(rope_types))}.")
-    if family.model_type in _SIGMOID_FAMILIES:
+    if reader.rope_type not in family.rope_types:
+        problems.append(f"has rope type {reader.rope_type!r}; supported are {', '.join(sorted(family.rope_types))}.")
+    if family.routing == "sigmoid":
         problems += _refused_routing(reader)
     if family.is_mla and (share := _rotary_percent(reader, head_dim=1)) != 1.0:
         problems.append(f"has partial_rotary_factor {share}; with latent attention it must be 1.")
@@ -436,13 +447,13 @@ def _refused_routing(reader: _Reader) -> list[str]:
     if scoring != "sigmoid":
         problems.append(f"has scoring_func {scoring!r}; only sigmoid is supported for this family.")
     if not reader.flag("norm_topk_prob", default=True):
-        problems.append("has norm_topk_prob false; the scores of the chosen experts must be normalised.")
+        problems.append("has norm_topk_prob false; the scores of the chosen experts must be normalized.")
     groups, kept = reader.config.get("n_group") or 1, reader.config.get("topk_group") or 1
     topk = reader.config.get("num_experts_per_tok") or 0
     if groups > 1 and topk != 2 * kept:
-        # Megatron ranks a group by its best topk / group_topk scores, the reference model always by its best two
+        # Megatron ranks a group by its best topk / group_topk scores, the reference model always by its best two.
         problems.append(
-            f"has num_experts_per_tok {topk}, topk_group {kept} with n_group {groups}: groups are built only where "
+            f"has num_experts_per_tok {topk}, topk_group {kept} with n_group {groups}: groups are built only if "
             "num_experts_per_tok is twice topk_group."
         )
     return problems

@@ -1,28 +1,16 @@
-"""What a model is made of, as plain values: the sizes and switches of every part, whatever config.json calls them.
+"""The shape of a model as plain values: sizes and switches of every part, independent of the names in config.json.
 
-Filled by ``hf_shape``; read by the command line, the trainer and the plan. Imports neither torch nor megatron.
+``hf_shape`` makes it from config.json. The plan, the rules, the trainer and the FLOPs model read it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
-from slime.models.registry import FAMILIES
-from slime.models.tables import Family
-
-__all__ = [
-    "DeltaNetShape",
-    "Llama3Rope",
-    "MlaShape",
-    "ModelShape",
-    "MoeShape",
-    "SparseShape",
-    "VisionShape",
-    "YarnRope",
-]
+from slime.models.family import Family
 
 
 @dataclass(frozen=True)
@@ -60,13 +48,13 @@ class MlaShape:
 
 @dataclass(frozen=True)
 class SparseShape:
-    """Sparse attention: the indexer that chooses which keys a query sees.
+    """Sparse attention (DeepSeek-V3.2, arXiv:2512.02556): the indexer that chooses the keys a query attends to.
 
     Attributes:
         num_heads, head_dim: of the indexer.
-        topk: how many keys a query sees at most.
-        is_rope_interleaved: rope turns neighbouring columns of the indexer's heads, not halves.
-        layers: per decoder layer whether it has an indexer; the others take the choice of the last one before them.
+        topk: the number of keys that a query attends to at most.
+        is_rope_interleaved: rope rotates adjacent columns of the indexer's heads, not halves.
+        layers: for each decoder layer whether it has an indexer. The others use the choice of the last one before them.
     """
 
     num_heads: int
@@ -78,14 +66,14 @@ class SparseShape:
 
 @dataclass(frozen=True)
 class MoeShape:
-    """The layers of experts.
+    """Mixture of experts.
 
     Attributes:
-        layers: per decoder layer whether it has experts.
+        layers: for each decoder layer whether it has experts; the others have the dense MLP.
         shared_size: width of all shared experts together; None without. ``has_shared_gate``: a gate on their output.
-        pre_softmax: scores are taken before the choice of the top k, so that the kept ones do not add up to one.
+        pre_softmax: scores are computed before the top-k choice, so the scores of the chosen experts do not sum to 1.
         num_groups, group_topk: the choice is limited to the best groups of experts; None without groups.
-        scaling_factor: of the kept scores; None is 1.
+        scaling_factor: of the scores of the chosen experts; None means 1.
     """
 
     num_experts: int
@@ -104,7 +92,7 @@ class MoeShape:
 
 @dataclass(frozen=True)
 class DeltaNetShape:
-    """The gated delta nets in the place of attention. ``layers``: per decoder layer whether it is one."""
+    """Gated delta nets (arXiv:2412.06464), which replace attention in the layers whose entry of ``layers`` is true."""
 
     layers: tuple[bool, ...]
     num_key_heads: int
@@ -113,16 +101,26 @@ class DeltaNetShape:
     value_head_dim: int
     conv_kernel_dim: int
 
+    @property
+    def key_width(self) -> int:
+        """Columns of all keys together; the queries have as many."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_width(self) -> int:
+        return self.num_value_heads * self.value_head_dim
+
 
 @dataclass(frozen=True)
 class VisionShape:
-    """The vision tower, and how images and videos are told among the tokens.
+    """The vision tower, and the tokens that mark images and videos.
 
     Attributes:
-        config: ``vision_config`` of config.json, which ``transformers`` builds the tower from.
-        num_deep_layers: so many of the first decoder layers have features of their own added to their output.
-        rope_sections: how many frequencies of a head turn with time, with height and with width; they alternate.
-        image_token, video_token, start_token: ids; a run of the first two is one image or frame, behind the third.
+        config: ``vision_config`` of config.json, from which ``transformers`` builds the tower.
+        num_deep_layers: number of the first decoder layers to whose output features of the tower are added (DeepStack).
+        rope_sections: number of a head's frequencies that rotate with time, with height and with width; they alternate.
+        image_token, video_token, start_token: ids. A run of the first or the second is one image or frame, after the
+            third.
         merge_size: patches along one side that become one token.
     """
 
@@ -137,13 +135,13 @@ class VisionShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Everything that decides which tensors the model has and what they compute.
+    """Everything that decides which tensors a model has and what they compute.
 
-    ``num_mtp_layers`` counts the multi-token-prediction layers that the checkpoint has, whether they are built or not.
-    ``vision`` is None where no tower is built, also of a checkpoint that has one.
+    ``num_mtp_layers`` counts the multi-token-prediction layers of the checkpoint; the plan replaces it by the number
+    that the run builds. ``vision`` is None if the run builds no vision tower, even if the checkpoint has one.
     """
 
-    model_type: str
+    family: Family = field(repr=False)
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
@@ -170,13 +168,30 @@ class ModelShape:
     num_mtp_layers: int = 0
 
     @property
+    def model_type(self) -> str:
+        return self.family.model_type
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values. Megatron checkpoints contain them, so names and values must not change."""
+        whole = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "family"}
+        parts = {name: asdict(value) for name, value in whole.items() if is_dataclass(value)}
+        return {"model_type": self.model_type, **whole, **parts}
+
+    @property
     def kv_channels(self) -> int:
         """Megatron's name of ``head_dim``."""
         return self.head_dim
 
+    def has_experts(self, layer: int) -> bool:
+        return self.moe is not None and self.moe.layers[layer]
+
+    def is_delta_net(self, layer: int) -> bool:
+        return self.delta_net is not None and self.delta_net.layers[layer]
+
     @property
-    def family(self) -> Family:
-        return FAMILIES[self.model_type]
+    def num_cached_layers(self) -> int:
+        """Layers whose keys and values an engine caches."""
+        return self.num_layers - (sum(self.delta_net.layers) if self.delta_net else 0)
 
     def padded_vocab_size(self, multiple: int) -> int:
         """Rows of the embedding: ``vocab_size`` rounded up to a multiple of ``multiple``."""

@@ -20,7 +20,6 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from slime.backends.megatron_utils.model_shape import read_shape
 from slime.backends.megatron_utils.server.app import ServedModel, make_app, serving, warm_up
 from slime.backends.megatron_utils.server.arguments import (
     TeacherServerArgs,
@@ -37,6 +36,7 @@ from slime.config import parse as config_parse
 from slime.config import resolve as config_resolve
 from slime.config.groups import from_args, unsupported_flags
 from slime.data.layout import ParallelLayout
+from slime.models.hf_shape import read_shape
 from slime.observability.logging_utils import configure_logger
 from slime.observability.run_info import hide_secrets
 from slime.ray.actor_group import RayTrainGroup

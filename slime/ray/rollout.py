@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import ray
 
-from slime.backends.megatron_utils.model_shape import read_shape
 from slime.batch.compile import compile_train_data
 from slime.batch.replay import load_debug_rollout_data, save_debug_rollout_data, save_tokenizer
 from slime.batch.rewards import RewardArgs, SignalWatch
@@ -24,7 +23,8 @@ from slime.config.groups import from_args
 from slime.data.layout import ParallelLayout
 from slime.data.sample import Sample, iter_samples
 from slime.hooks.load import load_function
-from slime.models.flops import calculate_fwd_flops
+from slime.models.cost import calculate_fwd_flops
+from slime.models.hf_shape import read_shape
 from slime.observability.logging_utils import configure_logger
 from slime.observability.rollout_metrics import log_eval_rollout_data, log_rollout_data
 from slime.observability.sample_record import BackgroundWriter, record_rollout

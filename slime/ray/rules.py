@@ -25,8 +25,8 @@ from slime.config.check import numbers, paths
 from slime.config.groups import flag_of
 from slime.config.roles import check_roles, read_roles, role_args
 from slime.hooks.load import check_hooks
+from slime.models.family import families
 from slime.models.hf_shape import read_shape
-from slime.models.registry import FAMILIES
 from slime.rollout.arguments import DEFAULT_ROLLOUT_FUNCTION
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
@@ -74,7 +74,7 @@ def _converter(args: Namespace) -> Iterator[str]:
     family = read_shape(args.hf_checkpoint).family.model_type
     named = _family_named(args.model_name)
     if named != family:
-        found = f"names the converter of {named}" if named else f"names none of {', '.join(sorted(FAMILIES))}"
+        found = f"names the converter of {named}" if named else f"names none of {', '.join(sorted(families()))}"
         yield (
             f"--model-name {args.model_name} {found}, but --hf-checkpoint {args.hf_checkpoint} holds a model of type "
             f"{family}: leave it out."
@@ -84,8 +84,8 @@ def _converter(args: Namespace) -> Iterator[str]:
 def _family_named(name: str) -> str | None:
     """The family in ``qwen3moeconfig``, ``Qwen3-MoE`` or ``qwen3_moe``; the longest type inside the name counts."""
     wanted = _plain(name)
-    inside = [family for family in FAMILIES if _plain(family) in wanted]
-    around = [family for family in FAMILIES if wanted and wanted in _plain(family)]
+    inside = [family for family in families() if _plain(family) in wanted]
+    around = [family for family in families() if wanted and wanted in _plain(family)]
     return max(inside, key=len, default=None) or min(around, key=len, default=None)
 
 

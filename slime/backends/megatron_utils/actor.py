@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slime.backends.megatron_utils.model_shape import ModelShape, read_shape
 from slime.backends.megatron_utils.patches.install import install
 from slime.backends.megatron_utils.trainer_hooks import TrainerHooks
 from slime.backends.megatron_utils.vision_rules import sees_media
@@ -30,6 +29,8 @@ from slime.backends.training.hf_files import save_hf_directory
 from slime.backends.training.media import MediaTokens
 from slime.backends.training.trainer import TrainerBase
 from slime.config.groups import from_args
+from slime.models.hf_shape import read_shape
+from slime.models.shape import ModelShape
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 

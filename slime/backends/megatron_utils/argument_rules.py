@@ -12,12 +12,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 
 from slime.backends.megatron_utils.attention_rules import joint_norm, sparse
-from slime.backends.megatron_utils.model_shape import (
-    ModelShape,
-    check_against_hf,
-    resolve_model,
-    shape_or_none,
-)
+from slime.backends.megatron_utils.model_shape import check_against_hf, resolve_model, shape_or_none
 from slime.backends.megatron_utils.optimizer_rules import instances, optimizer, schedule, weight_decay
 from slime.backends.megatron_utils.precision_rules import deepgemm, fake_quantisation, fp8
 from slime.backends.megatron_utils.spec_rules import BUILT_IN_SPECS, spec
@@ -25,6 +20,7 @@ from slime.backends.megatron_utils.transformer_config import expert_tensor_paral
 from slime.backends.megatron_utils.vision_rules import vision
 from slime.config import notices
 from slime.config.groups import flag_of
+from slime.models.shape import ModelShape
 
 _SIZES = (
     "tensor_model_parallel_size",

@@ -27,8 +27,9 @@ from slime.backends.megatron_utils.model.attention import LatentAttention, Packe
 from slime.backends.megatron_utils.model.gated_delta_net import GatedDeltaNet
 from slime.backends.megatron_utils.model.norms import JointHeadNorm, TorchNorm
 from slime.backends.megatron_utils.model.sparse_attention import make_sparse
+from slime.hooks.load import load_function
+from slime.models.family import Family
 from slime.models.shape import SparseShape
-from slime.models.tables import Family
 from slime.utils.errors import ConfigError
 
 __all__ = ["PostNormLayer", "block_spec", "mtp_spec", "user_block", "with_classes"]
@@ -143,11 +144,26 @@ def _adapt(layer: Any, config: Any, family: Family) -> None:
                 setattr(owner, name, TorchNorm)
     if config.multi_latent_attention:
         _replicate_down_projections(attention)
-    if family.has_joint_qk_norm:
-        attention.q_layernorm = ModuleSpec(JointHeadNorm, params={"num_heads": config.num_attention_heads})
-        attention.k_layernorm = ModuleSpec(JointHeadNorm, params={"num_heads": config.num_query_groups})
-    if family.has_post_norms:
-        layer.module = PostNormLayer
+    for name in family.special_layers:
+        change = load_function(name) if ":" in name else SPECIAL_LAYERS[name]
+        change(layer, config)
+
+
+def _join_qk_norm(layer: Any, config: Any) -> None:
+    attention = layer.submodules.self_attention.submodules
+    attention.q_layernorm = ModuleSpec(JointHeadNorm, params={"num_heads": config.num_attention_heads})
+    attention.k_layernorm = ModuleSpec(JointHeadNorm, params={"num_heads": config.num_query_groups})
+
+
+def _add_post_norms(layer: Any, config: Any) -> None:
+    layer.module = PostNormLayer
+
+
+SPECIAL_LAYERS: dict[str, Callable[[Any, Any], None]] = {
+    "joint_qk_norm": _join_qk_norm,
+    "post_norms": _add_post_norms,
+}
+"""Values of ``Family.special_layers``: functions that change the spec of a decoder layer."""
 
 
 def _replicate_down_projections(attention: Any) -> None:

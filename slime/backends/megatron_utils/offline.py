@@ -17,13 +17,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from slime.algorithms import arguments as algorithm_arguments
-from slime.backends.megatron_utils import argument_rules, arguments, model_shape
+from slime.backends.megatron_utils import argument_rules, arguments
 from slime.backends.megatron_utils.patches.install import install
 from slime.backends.megatron_utils.vision_rules import sees_media
 from slime.backends.training.checkpoint_source import Source, inspect_checkpoint
 from slime.config.groups import add_group, from_args, groups_in, unsupported_flags
 from slime.config.parse import EngineNamespace, parse
-from slime.models.config_json import text_part
+from slime.models.config_json import load_model_config, text_part
+from slime.models.hf_shape import read_shape
 from slime.utils.errors import ConfigError, SlimeError
 from slime.utils.net import free_port
 
@@ -77,7 +78,7 @@ def read_options(
         read_engine=lambda tokens, known: EngineNamespace(rest=list(tokens)),
         add_arguments=prepare,
     )
-    whole = model_shape.read_hf_config(args.hf_checkpoint)
+    whole = load_model_config(args.hf_checkpoint)
     config = {**whole, **text_part(whole)}
     if not (args.bf16 or args.fp16 or args.fp32):
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
@@ -151,7 +152,7 @@ class OfflineModel:
     def __init__(self, args: argparse.Namespace, *, reads: tuple[str, str] | None = None) -> None:
         self._args = args
         with_vision = sees_media(args) or (reads is not None and _has_tower(*reads))
-        self.shape = model_shape.read_shape(args.hf_checkpoint, with_vision=with_vision)
+        self.shape = read_shape(args.hf_checkpoint, with_vision=with_vision)
         self._state: TrainState | None = None
 
     def __enter__(self) -> OfflineModel:

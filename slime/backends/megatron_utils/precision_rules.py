@@ -11,7 +11,8 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator
 
-from slime.models.hf_shape import read_hf_config, read_shape
+from slime.models.config_json import load_model_config
+from slime.models.hf_shape import read_shape
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 
@@ -125,7 +126,7 @@ def int4(args: Namespace) -> Iterator[str]:
     if args.fp32:
         yield f"{where} and --fp32 exclude each other: the engines' scales have 16 bits, and so must the trainer's."
     try:
-        quantization = read_hf_config(args.hf_checkpoint).get("quantization_config") or {}
+        quantization = load_model_config(args.hf_checkpoint).get("quantization_config") or {}
     except ConfigError:
         return  # reported elsewhere
     if quantization.get("format") != "pack-quantized":

@@ -9,7 +9,8 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any, Literal
 
-from slime.models.hf_shape import DeltaNetShape, MlaShape, ModelShape, MoeShape, YarnRope, read_shape
+from slime.models.hf_shape import read_shape
+from slime.models.shape import DeltaNetShape, MlaShape, ModelShape, MoeShape, YarnRope
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -95,7 +96,7 @@ def _layers(args: Namespace, shape: ModelShape) -> dict[str, Any]:
         "kv_channels": shape.head_dim,
         "normalization": "RMSNorm",
         "layernorm_epsilon": shape.norm_epsilon,
-        "layernorm_zero_centered_gamma": shape.family.has_zero_centred_norms,
+        "layernorm_zero_centered_gamma": shape.family.has_zero_centered_norms,
         # Under this switch Megatron adds up the norms' gradients over the tensor-parallel ranks, as if all had the same
         "qk_layernorm": shape.has_qk_norm and not shape.family.has_joint_qk_norm,
         "gated_linear_unit": True,

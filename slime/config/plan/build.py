@@ -19,7 +19,8 @@ from slime.config.plan.files import Output, plan_files
 from slime.config.plan.layout import Layout, PlanError, read, read_layout
 from slime.config.plan.memory import Precision, StageMemory, Tokens, precision_of, stage_memory, tokens_per_micro_batch
 from slime.config.plan.placement import Placement, Turn, plan_placement, plan_turns
-from slime.config.plan.shape import Shape, read_shape
+from slime.config.plan.shape import padded_vocab_size, read_shape, shape_section
+from slime.models.shape import ModelShape
 from slime.utils.errors import ConfigError
 
 SCHEMA = 1
@@ -42,7 +43,8 @@ class Plan:
     batch: BatchPlan | None = None
     layout: Layout | None = None
     placement: Placement | None = None
-    shape: Shape | None = None
+    shape: ModelShape | None = None
+    padded_vocab: int = 0
     precision: Precision | None = None
     tokens: Tokens | None = None
     stages: list[StageMemory] = field(default_factory=list)
@@ -63,8 +65,9 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``; see docs/plan.md."""
         result = {"schema": SCHEMA, "is_startable": self.is_startable, **dataclasses.asdict(self)}
-        if self.shape and self.layout:
-            result["shape"] |= {"num_parameters": self.shape.num_parameters, "num_active": self.shape.num_active}
+        padded_vocab = result.pop("padded_vocab")
+        result["shape"] = self.shape and shape_section(self.shape, padded_vocab)
+        if self.layout:
             result["layout"] |= {"dp": self.layout.dp, "edp": self.layout.edp}
         for stage, values in zip(self.stages, result["stages"], strict=True):
             values["total"] = stage.total
@@ -110,6 +113,7 @@ def build(
         layout=layout,
         placement=placement,
         shape=shape,
+        padded_vocab=padded_vocab_size(args, shape) if shape else 0,
         precision=precision_of(args),
         tokens=tokens_per_micro_batch(args),
         stages=stages or [],

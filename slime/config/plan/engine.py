@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from slime.config.plan.layout import Layout, number, read, stage_layers
 from slime.config.plan.memory import precision_of
-from slime.config.plan.shape import Shape, Weight, layer_weights, model_weights
 from slime.models.config_json import read_model_config
+from slime.models.cost import Weight, layer_weights, model_weights, num_parameters
+from slime.models.shape import ModelShape
 
 ASSUMED_FRACTION = 0.85
 """SGLang picks --mem-fraction-static itself when it is not given; this is close to what it picks on large devices."""
@@ -53,7 +54,7 @@ class WeightSync:
     num_syncs: int | None
 
 
-def engine_memory(args: Namespace, shape: Shape, device_bytes: int) -> EngineMemory:
+def engine_memory(args: Namespace, shape: ModelShape, device_bytes: int) -> EngineMemory:
     """Memory of a device of a regular engine."""
     pp = number(args, "sglang_pp_size", 1)
     tp = max(1, number(args, "rollout_num_gpus_per_engine", 1) // pp)
@@ -92,11 +93,11 @@ def _on_device(weight: Weight, tp: int, attention_tp: int) -> float:
     return weight.numel * weight.count / (attention_tp if is_attention else tp)
 
 
-def _kv_numbers(shape: Shape, tp: int) -> int:
+def _kv_numbers(shape: ModelShape, tp: int) -> int:
     """Per token and layer: keys and values of the heads on this device; MLA caches the compressed stream, uncut."""
-    if shape.latent:
-        return shape.latent.kv_rank + shape.latent.rope_dim
-    return 2 * -(-shape.kv_heads // tp) * shape.head_dim
+    if shape.mla:
+        return shape.mla.kv_lora_rank + shape.mla.qk_pos_emb_head_dim
+    return 2 * -(-shape.num_query_groups // tp) * shape.head_dim
 
 
 def _max_length(args: Namespace) -> int:
@@ -122,7 +123,7 @@ def _weight_bytes(args: Namespace) -> float:
             return precision_of(args).weights
 
 
-def weight_sync(args: Namespace, shape: Shape, layout: Layout, num_rollouts: int | None) -> WeightSync:
+def weight_sync(args: Namespace, shape: ModelShape, layout: Layout, num_rollouts: int | None) -> WeightSync:
     """One sync of the whole model. Every pipeline stage sends its own tensors, so buckets are counted per stage."""
     width = precision_of(args).weights
     limit = number(args, "update_weight_buffer_size", 512 * 1024**2)
@@ -135,7 +136,7 @@ def weight_sync(args: Namespace, shape: Shape, layout: Layout, num_rollouts: int
     return WeightSync(
         mode=read(args, "update_weight_mode") or "full",
         transport="shared memory (tensor)" if read(args, "colocate") and transport == "nccl" else transport,
-        bytes=shape.num_parameters * width,
+        bytes=num_parameters(shape) * width,
         buckets=sum(count_buckets((numel * width for numel in stage), limit) for stage in sizes),
         buffer_bytes=limit,
         interval=interval,
@@ -143,7 +144,7 @@ def weight_sync(args: Namespace, shape: Shape, layout: Layout, num_rollouts: int
     )
 
 
-def _stage_tensors(shape: Shape, layers: Sequence[int], stage: int, pp: int) -> Iterator[int]:
+def _stage_tensors(shape: ModelShape, layers: Sequence[int], stage: int, pp: int) -> Iterator[int]:
     """Sizes of the tensors that a stage sends, in order."""
     ends = [weight for weight in model_weights(shape) if weight.where != "layer"]
     if stage == 0:

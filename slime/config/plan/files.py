@@ -11,7 +11,8 @@ from pathlib import Path
 from slime.config.path_flags import PATH_FLAGS
 from slime.config.plan.layout import read
 from slime.config.plan.memory import precision_of
-from slime.config.plan.shape import Shape
+from slime.models.cost import num_parameters
+from slime.models.shape import ModelShape
 
 _ADAM_IN_CHECKPOINT = 12  # fp32 main weight and two fp32 moments
 
@@ -26,7 +27,7 @@ class Output:
     bytes: int | None = None
 
 
-def plan_files(args: Namespace, shape: Shape | None) -> list[Output]:
+def plan_files(args: Namespace, shape: ModelShape | None) -> list[Output]:
     """Everything that ends on disk."""
     return [*_metrics(args), *_written(args, shape), *_snapshots(args)]
 
@@ -51,10 +52,10 @@ def _events(args: Namespace, run: Path) -> str:
     return str(Path("tensorboard_log") / (read(args, "tb_project_name") or "slime") / experiment)
 
 
-def _written(args: Namespace, shape: Shape | None) -> Iterator[Output]:
+def _written(args: Namespace, shape: ModelShape | None) -> Iterator[Output]:
     interval = read(args, "save_interval")
     when = "at the end" if interval is None else f"every {interval} rollouts, and last"
-    size = shape.num_parameters * precision_of(args).weights if shape else None
+    size = num_parameters(shape) * precision_of(args).weights if shape else None
     is_disk = read(args, "update_weight_transport") == "disk"
     sizes = {"save": (_checkpoint_bytes(args, shape), when), "save_hf": (size, when)}
     if is_disk:
@@ -68,12 +69,12 @@ def _written(args: Namespace, shape: Shape | None) -> Iterator[Output]:
             yield Output(flag.what, str(read(args, flag.name)), when, num_bytes)
 
 
-def _checkpoint_bytes(args: Namespace, shape: Shape | None) -> int | None:
+def _checkpoint_bytes(args: Namespace, shape: ModelShape | None) -> int | None:
     if shape is None:
         return None
     precision = precision_of(args)
     states = 0 if read(args, "no_save_optim") else min(precision.states, _ADAM_IN_CHECKPOINT)
-    return shape.num_parameters * (precision.weights + states)
+    return num_parameters(shape) * (precision.weights + states)
 
 
 def _snapshots(args: Namespace) -> Iterator[Output]:

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slime.config.plan.layout import Layout, number, read, stage_layers
-from slime.config.plan.shape import DeltaNet, Latent, Shape, Weight, layer_weights, model_weights
+from slime.config.plan.shape import padded_vocab_size
+from slime.models.cost import Weight, layer_activations, layer_weights, model_weights
+from slime.models.shape import ModelShape
 
 __all__ = ["Precision", "StageMemory", "Tokens", "precision_of", "stage_memory", "tokens_per_micro_batch"]
 
@@ -107,7 +109,7 @@ def tokens_per_micro_batch(args: Namespace) -> Tokens:
     return Tokens(-(-size * length // cp), f"{size} x {source}{shared}")
 
 
-def stage_memory(args: Namespace, shape: Shape, layout: Layout) -> list[StageMemory]:
+def stage_memory(args: Namespace, shape: ModelShape, layout: Layout) -> list[StageMemory]:
     """One entry per pipeline stage."""
     tokens = tokens_per_micro_batch(args).count
     if read(args, "train_backend") == "fsdp":
@@ -117,11 +119,12 @@ def stage_memory(args: Namespace, shape: Shape, layout: Layout) -> list[StageMem
 
 
 def _stage(
-    args: Namespace, shape: Shape, layout: Layout, stages: Sequence[range], stage: int, tokens: int
+    args: Namespace, shape: ModelShape, layout: Layout, stages: Sequence[range], stage: int, tokens: int
 ) -> StageMemory:
     layers, precision = stages[stage], precision_of(args)
     is_last = stage == layout.pp - 1
-    held = list(_held(shape, layers, is_first=stage == 0, is_last=is_last))
+    vocab = padded_vocab_size(args, shape)
+    held = list(_held(shape, layers, vocab, is_first=stage == 0, is_last=is_last))
     dense = sum(_share(weight, layout) for weight in held if weight.split != "expert")
     expert = sum(_share(weight, layout) for weight in held if weight.split == "expert")
     # ZeRO stage 1 (arXiv:1910.02054): only optimizer states are sharded, over the ranks that hold the same weights
@@ -149,15 +152,15 @@ def _stage(
     )
 
 
-def _fully_sharded(args: Namespace, shape: Shape, layout: Layout, tokens: int) -> StageMemory:
+def _fully_sharded(args: Namespace, shape: ModelShape, layout: Layout, tokens: int) -> StageMemory:
     """FSDP, ZeRO stage 3 (arXiv:1910.02054): fp32 weights, gradients and moments are divided among all ranks.
 
     Whole, in the type that computes, are the embedding and the head during a pass, and a layer with the one that is
     gathered ahead; whole in fp32 are gradients on their way to the ranks.
     """
     layers, precision = range(shape.num_layers), precision_of(args)
-    ends = sum(weight.numel * weight.count for weight in model_weights(shape) if weight.where != "layer")
-    sizes = [sum(weight.numel * weight.count for weight in layer_weights(shape, layer)) for layer in layers]
+    ends = sum(weight.total for weight in model_weights(shape) if weight.where != "layer")
+    sizes = [sum(weight.total for weight in layer_weights(shape, layer)) for layer in layers]
     share = (ends + sum(sizes)) / layout.world
     moments = precision.states - (0 if precision.name == "fp32" else _width(args, "main_params_dtype"))
     return StageMemory(
@@ -174,9 +177,9 @@ def _fully_sharded(args: Namespace, shape: Shape, layout: Layout, tokens: int) -
     )
 
 
-def _held(shape: Shape, layers: range, *, is_first: bool, is_last: bool) -> list[Weight]:
+def _held(shape: ModelShape, layers: range, vocab: int, *, is_first: bool, is_last: bool) -> list[Weight]:
     """The weights of a stage. A tied head on another stage than the embedding is a second copy."""
-    ends = [weight for weight in model_weights(shape, is_padded=True) if weight.where != "layer"]
+    ends = [weight for weight in model_weights(shape, vocab=vocab) if weight.where != "layer"]
     held = [weight for weight in ends if weight.where == "head" and is_last]
     held += [weight for weight in ends if weight.where == "embedding" and is_first]
     if is_last and not is_first and shape.is_tied:
@@ -226,16 +229,20 @@ def _in_flight(args: Namespace, layout: Layout, stage: int) -> int:
 
 
 def _activations(
-    args: Namespace, shape: Shape, layout: Layout, layers: range, tokens: int, in_flight: int, precision: Precision
+    args: Namespace, shape: ModelShape, layout: Layout, layers: range, tokens: int, in_flight: int, precision: Precision
 ) -> float:
     """Numbers stored for the backward pass, section 4 and (recomputation) section 5 of arXiv:2205.05198."""
     width = precision.weights
-    stored = [tokens * layer_activations(shape, layout, width, layer) for layer in layers]
+    tp, has_sp = layout.tp, layout.has_sequence_parallel
+    stored = [
+        tokens * layer_activations(shape, layer, width, tp=tp, expert_tp=layout.etp, has_sequence_parallel=has_sp)
+        for layer in layers
+    ]
     if not stored:
         return 0.0
     if read(args, "recompute_granularity") != "full":
         return sum(stored) * in_flight
-    checkpoint = tokens * shape.hidden * width / (layout.tp if layout.has_sequence_parallel else 1)
+    checkpoint = tokens * shape.hidden_size * width / (tp if has_sp else 1)
     unit = number(args, "recompute_num_layers", 1)
     if read(args, "recompute_method") == "block":  # the first N layers are recomputed, the others stored
         kept = sum(stored[unit:]) + checkpoint * min(unit, len(stored))
@@ -243,57 +250,9 @@ def _activations(
     return -(-len(stored) // unit) * checkpoint * in_flight + max(stored) * min(unit, len(stored))
 
 
-def layer_activations(shape: Shape, layout: Layout, width: int, layer: int) -> float:
-    """Bytes per token of one layer. Sequence parallelism divides what tensor parallelism leaves whole (equation 4)."""
-    tp, sp = layout.tp, layout.tp if layout.has_sequence_parallel else 1
-    whole = 4 * shape.hidden  # inputs of the two norms and of the two blocks
-    if shape.delta_net and shape.is_delta_layer(layer):
-        inner, rotary = _delta_activations(shape.delta_net), 0
-    elif shape.latent:
-        inner, compressed = _latent_activations(shape, shape.latent)
-        rotary = 4 * shape.latent.rope_dim
-        whole += compressed
-    else:
-        query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        rotary = 4 * shape.head_dim  # sines and cosines, for queries and for keys
-        inner = 2 * query + 2 * key  # q, k, v and the output, which is also the input of the projection
-        inner += query + 2 * key if shape.has_qk_norm else 0  # the projection's output, which the norms read
-    if shape.has_post_norms:
-        whole += 2 * shape.hidden
-    extra = 0.0
-    if shape.experts and shape.is_expert_layer(layer):
-        experts = shape.experts
-        # every token goes to top_k experts: its copies, what their MLPs store, their outputs
-        extra = experts.top_k * (2 * shape.hidden * layout.etp + _mlp_numbers(shape, experts.ffn)) / sp
-        inner += _mlp_numbers(shape, experts.shared_ffn)
-        extra += experts.num * 4 / width / sp  # fp32 scores of the router
-    else:
-        inner += _mlp_numbers(shape, shape.ffn)
-    return width * (whole / sp + inner / tp + extra + rotary)
-
-
-def _mlp_numbers(shape: Shape, ffn: int) -> int:
-    """Gate and up, silu of the gate, up with its offset, their product; without a gate only before and after."""
-    return (5 if shape.is_gated else 2) * ffn
-
-
-def _delta_activations(delta: DeltaNet) -> int:
-    """With fused kernels: what is projected, convolved and passed through SiLU, unit queries and keys per value head,
-    output and gated norm. Plain torch also stores the matrices of every chunk."""
-    repeated = 2 * delta.value_heads * delta.key_dim
-    return 6 * delta.keys + 6 * delta.values + repeated
-
-
-def _latent_activations(shape: Shape, latent: Latent) -> tuple[int, int]:
-    """(numbers cut among tensor-parallel ranks, numbers that every rank holds)."""
-    head = latent.nope_dim + latent.rope_dim
-    inner = shape.heads * (3 * head + latent.nope_dim + 3 * latent.value_dim)
-    return inner, 2 * ((latent.q_rank or 0) + latent.kv_rank + latent.rope_dim)
-
-
-def _logits(args: Namespace, shape: Shape, layout: Layout, tokens: int, precision: Precision) -> int:
+def _logits(args: Namespace, shape: ModelShape, layout: Layout, tokens: int, precision: Precision) -> int:
     """Logits and their gradient in the weights' type, and the fp32 softmax of one chunk with its gradient."""
-    rows = shape.padded_vocab / layout.tp
+    rows = padded_vocab_size(args, shape) / layout.tp
     chunk = number(args, "log_probs_chunk_size", -1)
     chunk = tokens if chunk < 1 else min(chunk, tokens)
     return round(tokens * rows * 2 * precision.weights + chunk * rows * 8)

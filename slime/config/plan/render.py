@@ -22,7 +22,8 @@ from slime.config.plan.engine import EngineMemory, WeightSync
 from slime.config.plan.layout import Layout
 from slime.config.plan.memory import StageMemory
 from slime.config.plan.placement import EngineGroup, NodePlan, Placement, Turn
-from slime.config.plan.shape import Shape
+from slime.models.cost import num_active, num_parameters
+from slime.models.shape import ModelShape
 
 WIDTH = 100
 _MAX_NODES = 6
@@ -37,7 +38,7 @@ def render(plan: Plan, stream: IO[str] | None = None) -> None:
     sections: list[tuple[str, Iterable[RenderableType]]] = [
         ("Batch", _batch(plan.batch) if plan.batch else ()),
         ("Processes", _processes(plan.placement, plan.layout) if plan.placement and plan.layout else ()),
-        ("Model", _model(plan.shape) if plan.shape else ()),
+        ("Model", _model(plan.shape, plan.padded_vocab) if plan.shape else ()),
         ("Trainer memory, per rank", _trainer(plan)),
         ("Engine memory, per device", _engine(plan.engine, plan.device_bytes) if plan.engine else ()),
         ("Weight sync", _sync(plan.sync) if plan.sync else ()),
@@ -181,29 +182,31 @@ def _range(ends: tuple[int, int]) -> str:
     return str(ends[0]) if ends[0] == ends[1] else f"{ends[0]}-{ends[1]}"
 
 
-def _model(shape: Shape) -> Iterable[RenderableType]:
+def _model(shape: ModelShape, padded_vocab: int) -> Iterable[RenderableType]:
     table = _grid()
-    active = f", {count(shape.num_active)} active per token" if shape.experts else ""
-    table.add_row("parameters", f"[bold]{count(shape.num_parameters)}[/bold] ({shape.num_parameters:,}){active}")
-    heads = f"{shape.heads} heads, {shape.kv_heads} key/value heads of {shape.head_dim}"
-    if shape.latent:
-        heads = f"{shape.heads} heads, latent attention (keys and values in {shape.latent.kv_rank} numbers)"
+    active = f", {count(num_active(shape))} active per token" if shape.moe else ""
+    total = num_parameters(shape)
+    table.add_row("parameters", f"[bold]{count(total)}[/bold] ({total:,}){active}")
+    heads = f"{shape.num_attention_heads} heads, {shape.num_query_groups} key/value heads of {shape.head_dim}"
+    if shape.mla:
+        latent = f"keys and values in {shape.mla.kv_lora_rank} numbers"
+        heads = f"{shape.num_attention_heads} heads, latent attention ({latent})"
     kind = shape.model_type if shape.model_type != "unknown" else "shape from flags"
-    table.add_row("shape", f"{kind}: {shape.num_layers} layers x {shape.hidden}, {heads}")
+    table.add_row("shape", f"{kind}: {shape.num_layers} layers x {shape.hidden_size}, {heads}")
     if shape.delta_net:
         delta, layers = shape.delta_net, sum(shape.delta_net.layers)
         table.add_row(
-            "gated delta nets", f"in {layers} layers, {delta.key_heads} key and {delta.value_heads} value heads"
+            "gated delta nets", f"in {layers} layers, {delta.num_key_heads} key and {delta.num_value_heads} value heads"
         )
-    if shape.experts:
-        layers = sum(shape.experts.layers)
-        shared = f", shared expert of {shape.experts.shared_ffn}" if shape.experts.shared_ffn else ""
+    if shape.moe:
+        moe, layers = shape.moe, sum(shape.moe.layers)
+        shared = f", shared expert of {moe.shared_size}" if moe.shared_size else ""
         table.add_row(
             "experts",
-            f"{shape.experts.num} of {shape.experts.ffn}, {shape.experts.top_k} per token, in {layers} layers{shared}",
+            f"{moe.num_experts} of {moe.ffn_hidden_size}, {moe.topk} per token, in {layers} layers{shared}",
         )
     tied = "tied to the output layer" if shape.is_tied else "output layer of its own"
-    table.add_row("vocabulary", f"{shape.vocab:,} (padded to {shape.padded_vocab:,}), {tied}")
+    table.add_row("vocabulary", f"{shape.vocab_size:,} (padded to {padded_vocab:,}), {tied}")
     if shape.num_mtp_layers:
         table.add_row("MTP", f"{shape.num_mtp_layers} multi-token-prediction layers, counted above")
     yield table

@@ -1,1 +1,1 @@
-"""Model families: one declarative table each, both directions between Hugging Face and Megatron names."""
+"""One file per model family. Every ``Family`` in a module of this package is registered."""

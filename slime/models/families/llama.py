@@ -1,15 +1,14 @@
-"""Llama 2, 3.x: no biases, gated SiLU MLP; Llama 3.1 and later scale low rope frequencies."""
+"""Llama 2 and 3.x: no biases, gated SiLU MLP. Llama 3.1 and later scale low rope frequencies."""
 
-from __future__ import annotations
-
-from slime.models.tables import ATTENTION, DENSE_MLP, EMBEDDINGS, Family
-
-__all__ = ["LLAMA"]
+from slime.models.family import Family
+from slime.models.tables import ATTENTION, DENSE_MLP, EMBEDDINGS
 
 LLAMA = Family(
     model_type="llama",
+    models="Llama 2, 3.x",
+    particulars="Llama 3.1's rope scaling",
     rules=EMBEDDINGS + ATTENTION + DENSE_MLP,
-    supports_llama3_rope=True,
+    rope_types=frozenset({"default", "llama3"}),
     defaults={"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False},
     refuses=(("attention_bias", "biases in attention"), ("mlp_bias", "biases in the MLP")),
 )

@@ -1,24 +1,15 @@
-"""MiniMax-M2: experts in every layer behind a sigmoid router with a bias, queries and keys normalised over all heads.
+"""MiniMax-M2: experts in every layer with a sigmoid router and a bias, queries and keys normalized over all heads.
 
-The norms' weights are as long as all heads together; tensor-parallel ranks share them like the heads. Rope turns the
-first ``rotary_dim`` columns of a head.
+Rope rotates the first ``rotary_dim`` columns of a head.
 """
 
-from __future__ import annotations
-
-from slime.models.tables import ATTENTION, EMBEDDINGS, Family, decoder_line
-
-__all__ = ["MINIMAX_M2"]
-
-_JOINT_QK_NORM = tuple(
-    decoder_line(f"self_attention.{part}_layernorm.weight", f"self_attn.{part}_norm.weight", split="column")
-    for part in ("q", "k")
-)
+from slime.models.family import Family
+from slime.models.tables import ATTENTION, EMBEDDINGS, JOINT_QK_NORM, MLP_NORM, decoder_line
 
 _MOE = "block_sparse_moe"
 _EXPERT = f"{_MOE}.experts.{{expert}}"
 _EXPERTS = (
-    decoder_line("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+    *MLP_NORM,
     decoder_line("mlp.router.weight", f"{_MOE}.gate.weight"),
     decoder_line("mlp.router.expert_bias", f"{_MOE}.e_score_correction_bias"),
     decoder_line(
@@ -33,11 +24,14 @@ _EXPERTS = (
 
 MINIMAX_M2 = Family(
     model_type="minimax_m2",
-    rules=EMBEDDINGS + ATTENTION + _JOINT_QK_NORM + _EXPERTS,
-    has_qk_norm=True,
-    has_joint_qk_norm=True,
-    is_moe=True,
+    models="MiniMax-M2, M2.5",
+    particulars="norms over all heads of queries and of keys together, sigmoid router with a bias, rope on half a head",
+    rules=EMBEDDINGS + ATTENTION + JOINT_QK_NORM + _EXPERTS,
+    routing="sigmoid",
     expert_width="intermediate_size",
+    has_qk_norm=True,
+    special_layers=("joint_qk_norm",),
+    spec="slime_plugins.models.minimax_m2",
     defaults={
         "head_dim": 128,
         "rms_norm_eps": 1e-6,

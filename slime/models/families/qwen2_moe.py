@@ -1,32 +1,22 @@
-"""Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2's attention, experts behind a softmax router, a shared expert with a gate."""
+"""Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2's attention, experts with a softmax router, a shared expert with a gate."""
 
-from __future__ import annotations
+from dataclasses import replace
 
-from slime.models.tables import (
-    ATTENTION,
-    DENSE_MLP,
-    EMBEDDINGS,
-    EXPERTS,
-    GATED_SHARED_EXPERT,
-    QKV_BIAS,
-    Family,
-)
+from slime.models.families.qwen2 import QWEN2
+from slime.models.tables import EXPERTS, GATED_SHARED_EXPERT
 
-__all__ = ["QWEN2_MOE"]
-
-QWEN2_MOE = Family(
+QWEN2_MOE = replace(
+    QWEN2,
     model_type="qwen2_moe",
-    rules=EMBEDDINGS + ATTENTION + QKV_BIAS + DENSE_MLP + EXPERTS + GATED_SHARED_EXPERT,
-    has_qkv_bias=True,
-    is_moe=True,
+    models="Qwen1.5-MoE, Qwen2-57B-A14B",
+    particulars="experts, a shared expert with a sigmoid gate",
+    rules=QWEN2.rules + EXPERTS + GATED_SHARED_EXPERT,
+    routing="softmax",
     has_shared_gate=True,
     defaults={
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
+        **QWEN2.defaults,
         "norm_topk_prob": False,
         "decoder_sparse_step": 1,
         "shared_expert_intermediate_size": 5632,
     },
-    refuses=(("use_sliding_window", "sliding-window attention"),),
 )

@@ -1,13 +1,12 @@
-"""Qwen3, dense: grouped-query attention with per-head norms on queries and keys, gated SiLU MLP."""
+"""Qwen3, dense: grouped-query attention with a norm on each query and key head, gated SiLU MLP."""
 
-from __future__ import annotations
-
-from slime.models.tables import ATTENTION, DENSE_MLP, EMBEDDINGS, QK_NORM, Family
-
-__all__ = ["QWEN3"]
+from slime.models.family import Family
+from slime.models.tables import ATTENTION, DENSE_MLP, EMBEDDINGS, QK_NORM
 
 QWEN3 = Family(
     model_type="qwen3",
+    models="Qwen3 dense",
+    particulars="norms on queries and keys",
     rules=EMBEDDINGS + ATTENTION + QK_NORM + DENSE_MLP,
     has_qk_norm=True,
     defaults={"head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False},

@@ -1,26 +1,27 @@
-"""Qwen3.5: dense and with experts. Layers as Qwen3-Next's, the delta nets' projections kept apart.
+"""Qwen3.5, dense and with experts: the layers of Qwen3-Next, with separate projections in the delta nets.
 
-The checkpoints are those of a vision-language model: names have a prefix, and a vision tower stands beside them, which
-is built for runs with images. They have the experts of a layer as one tensor.
+The checkpoints are those of a vision-language model: names have a prefix, and there is a vision tower, which is built
+for runs with images. A checkpoint holds all experts of a layer as one tensor.
 """
-
-from __future__ import annotations
 
 from dataclasses import replace
 
-from slime.models.families.qwen3_next import GATED_ATTENTION, HYBRID_DEFAULTS, MTP_NAMES, delta_net
+from slime.models.families.qwen3_next import HYBRID_DEFAULTS, QWEN3_NEXT
 from slime.models.tables import (
     DENSE_MLP,
     EMBEDDINGS,
     EXPERTS,
+    GATED_ATTENTION,
     GATED_SHARED_EXPERT,
-    Family,
-    Rule,
+    MLP_NORM,
+    QWEN_MTP,
+    VISION_TOWER,
+    Rules,
+    delta_net,
+    in_language_model,
     mtp_rules,
+    stacked_experts,
 )
-from slime.models.vision_tables import VISION_TOWER, in_language_model
-
-__all__ = ["QWEN3_5", "QWEN3_5_MOE"]
 
 _DELTA_NET = delta_net(
     {
@@ -32,39 +33,34 @@ _DELTA_NET = delta_net(
 )
 
 
-def _stacked(rule: Rule) -> Rule:
-    if not rule.is_expert:
-        return rule
-    name = "gate_up_proj" if rule.layout == "gate_up" else "down_proj"
-    return replace(rule, stacked=f"model.layers.{{layer}}.mlp.experts.{name}")
-
-
-def _table(mlps: tuple[Rule, ...]) -> tuple[Rule, ...]:
+def _table(mlps: Rules) -> Rules:
     decoder = EMBEDDINGS + GATED_ATTENTION + _DELTA_NET + mlps
-    prediction = mtp_rules(GATED_ATTENTION + mlps, "mtp.", MTP_NAMES, layer_prefix="mtp.layers.{mtp}.")
-    return tuple(map(in_language_model, decoder)) + prediction + VISION_TOWER
+    prediction = mtp_rules(GATED_ATTENTION + mlps, "mtp.", QWEN_MTP, layer_prefix="mtp.layers.{mtp}.")
+    return in_language_model(decoder) + prediction + VISION_TOWER
 
 
-QWEN3_5 = Family(
+QWEN3_5 = replace(
+    QWEN3_NEXT,
     model_type="qwen3_5",
+    models="Qwen3.5 dense",
+    particulars="the layers of Qwen3-Next, rope with three positions; [images](#images)",
     rules=_table(DENSE_MLP),
-    has_qk_norm=True,
-    has_delta_nets=True,
-    has_output_gate=True,
-    has_zero_centred_norms=True,
+    routing=None,
+    has_shared_gate=False,
     vision_tower="qwen3_5_vision",
+    spec="slime_plugins.models.qwen3_5",
+    vision_spec="slime_plugins.models.qwen3_5_vl",
     defaults=HYBRID_DEFAULTS,
-    refuses=(("attention_bias", "biases in attention"),),
-    ignored=(r"mtp\..*",),
     untouched=(r"model\.visual\..*",),
 )
 
 QWEN3_5_MOE = replace(
     QWEN3_5,
     model_type="qwen3_5_moe",
-    # every layer has experts; DENSE_MLP brings the norm in front of them
-    rules=_table(DENSE_MLP[:1] + tuple(map(_stacked, EXPERTS)) + GATED_SHARED_EXPERT),
+    models="Qwen3.5-35B-A3B, Qwen3.6-35B-A3B",
+    particulars="as `qwen3_5`, with experts and a gated shared expert",
+    rules=_table(MLP_NORM + stacked_experts(EXPERTS) + GATED_SHARED_EXPERT),  # every layer has experts
+    routing="softmax",
     has_shared_gate=True,
-    is_moe=True,
     vision_tower="qwen3_5_moe_vision",
 )

@@ -15,7 +15,7 @@ from slime.batch.balance import (
 )
 from slime.batch.schedule import MicroBatchArgs, ScheduleError, StepPlan, build_dp_schedule, plan_steps
 from slime.data.layout import ParallelLayout
-from slime.models.flops import calculate_fwd_flops
+from slime.models.cost import calculate_fwd_flops
 from slime.utils.errors import ConfigError, DataError
 
 DIMS = SimpleNamespace(

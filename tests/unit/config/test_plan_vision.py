@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from slime.config.plan.vision import tower_parameters
 from transformers import AutoConfig, AutoModel
 
 from slime.config.plan.shape import read_shape
-from slime.config.plan.vision import tower_parameters
 
 _SMALL = {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 24}
 _TEXT = {"num_hidden_layers": 2, "hidden_size": 24, "intermediate_size": 32, "num_attention_heads": 4, "vocab_size": 9}

@@ -15,7 +15,7 @@ from slime.backends.megatron_utils.checkpoint.tensor_layouts import (
     shard,
     to_megatron,
 )
-from slime.models.registry import FAMILIES
+from slime.models.family import families
 from slime.models.tables import Rule
 
 _SIZE = Dimensions(
@@ -33,7 +33,7 @@ _PARTS = {
 
 def _kinds() -> list[Rule]:
     """One rule of each kind that any table has."""
-    found = {(rule.layout, rule.split, len(rule.hf)): rule for family in FAMILIES.values() for rule in family.rules}
+    found = {(rule.layout, rule.split, len(rule.hf)): rule for family in families().values() for rule in family.rules}
     return list(found.values())
 
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from slime.backends.megatron_utils.patches.install import install
 from slime.backends.megatron_utils.transformer_config import dtype_name, transformer_config_kwargs
-from slime.models.hf_shape import ModelShape, read_shape, shape_from_config
+from slime.models.hf_shape import read_shape, shape_from_config
+from slime.models.shape import ModelShape
 from tests.unit.megatron_utils.hub_models import DEEPSEEK_V3, GLM45_AIR, MOONLIGHT, QWEN3_4B, QWEN3_30B
 from tests.unit.megatron_utils.tiny_families import KINDS, make_family_checkpoint, packed_logits
 from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_args, use_single_rank_env

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime.models.registry import FAMILIES
+from slime.models.family import families
 from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 from tests.unit.megatron_utils.tiny_trainer import VOCAB
 
@@ -186,13 +186,13 @@ def make_family_checkpoint(kind: str, path: Path, dtype: torch.dtype = torch.flo
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *biases]:
             noise = torch.randn_like(parameter)
-            is_zero_centred = FAMILIES[model_type].has_zero_centred_norms and "linear_attn" not in name
-            parameter.copy_((not is_zero_centred) + 0.1 * noise if "norm" in name else 0.15 * noise)
+            is_zero_centered = families()[model_type].has_zero_centered_norms and "linear_attn" not in name
+            parameter.copy_((not is_zero_centered) + 0.1 * noise if "norm" in name else 0.15 * noise)
     model.save_pretrained(path)
     content = json.loads((path / "config.json").read_text())
     content["model_type"] = model_type
     (path / "config.json").write_text(json.dumps(content))
-    if FAMILIES[model_type].has_delta_nets:
+    if families()[model_type].has_delta_nets:
         _as_released(path, config.get_text_config())
     else:
         _add_prediction_layer(model_type, path, config.get_text_config())
@@ -256,7 +256,7 @@ def is_left_out(name: str, model_type: str) -> bool:
     """A tensor of the prediction layer or of a vision tower, which the models of the tests do not have."""
     if name.startswith(("mtp.", "model.visual.")) or ".mtp_layers." in name:
         return True
-    return FAMILIES[model_type].ignored != () and name.startswith(f"model.layers.{_BASE['num_hidden_layers']}.")
+    return families()[model_type].ignored != () and name.startswith(f"model.layers.{_BASE['num_hidden_layers']}.")
 
 
 def saved_tensors(path: Path) -> dict[str, torch.Tensor]:

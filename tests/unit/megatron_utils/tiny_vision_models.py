@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from slime.models.registry import FAMILIES
+from slime.models.family import families
 from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_batch, schedule
 
@@ -83,11 +83,11 @@ def make_vision_model(kind: str, path: Path, dtype: torch.dtype = torch.float32,
     )
     torch.manual_seed(7)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    is_zero_centred = FAMILIES[kind].has_zero_centred_norms
+    is_zero_centered = families()[kind].has_zero_centered_norms
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
-            is_around_zero = is_zero_centred and "visual" not in name and "linear_attn" not in name
+            is_around_zero = is_zero_centered and "visual" not in name and "linear_attn" not in name
             is_gain = "norm" in name and name.endswith("weight")
             parameter.copy_((not is_around_zero) + 0.1 * noise if is_gain else 0.15 * noise)
     model.save_pretrained(path)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from slime.weight_sync import rules
 from tests.unit.config.tiny_command import TinyCommand, make_command
 
 DISK = ("--update-weight-transport", "disk", "--update-weight-disk-dir", "{dir}/shared")

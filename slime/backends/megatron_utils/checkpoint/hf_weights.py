@@ -23,7 +23,7 @@ from slime.backends.megatron_utils.checkpoint.tensor_plan import LocalTensor, Mo
 from slime.backends.megatron_utils.precision.fp8_layers import readable
 from slime.backends.protocols import NamedTensor
 from slime.backends.training.hf_files import TensorReader, raise_everywhere
-from slime.models.tables import Family
+from slime.models.family import Family
 from slime.utils.errors import ConfigError
 
 __all__ = ["export_weights", "load_weights"]

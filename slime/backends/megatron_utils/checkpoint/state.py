@@ -23,10 +23,10 @@ from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slime.backends.megatron_utils.checkpoint.tensor_plan import chunks_of
-from slime.backends.megatron_utils.model_shape import ModelShape
 from slime.backends.megatron_utils.step import TrainState
 from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.damage import DAMAGE, unfit, unreadable
+from slime.models.shape import ModelShape
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 
@@ -115,8 +115,7 @@ def load_model_weights(model: Any, shape: ModelShape, source: Source, *, optiona
 
 def describe_shape(shape: ModelShape) -> dict[str, Any]:
     """The fields of ``shape`` as plain values, to be saved and compared."""
-    raw = dataclasses.asdict(shape)
-    return {name: json.loads(json.dumps(value, default=str)) for name, value in raw.items()}
+    return {name: json.loads(json.dumps(value, default=str)) for name, value in shape.as_dict().items()}
 
 
 def _metadata() -> dict[str, Any]:

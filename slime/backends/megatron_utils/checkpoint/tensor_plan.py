@@ -22,7 +22,8 @@ from megatron.core import parallel_state as mpu
 from slime.backends.megatron_utils.checkpoint.tensor_layouts import Dimensions
 from slime.backends.megatron_utils.model.gpt import unwrap
 from slime.backends.megatron_utils.model.value_head import VALUE_HEAD_PARAMETERS, ValueHead
-from slime.models.tables import Family, Rule
+from slime.models.family import Family
+from slime.models.tables import Rule
 from slime.utils.errors import ConfigError
 
 __all__ = ["LocalTensor", "ModelTensors", "Place", "chunks_of", "dimensions_of"]

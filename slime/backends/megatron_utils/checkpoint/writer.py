@@ -29,10 +29,10 @@ from megatron.core.dist_checkpointing.strategies.base import StrategyAction, get
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slime.backends.megatron_utils.checkpoint.state import SHARDING, CheckpointContent, describe_shape, sharded_state
-from slime.backends.megatron_utils.model_shape import ModelShape
 from slime.backends.megatron_utils.step import TrainState
 from slime.backends.training import checkpoint_files as files
 from slime.backends.training.checksums import checksums_of, written_by
+from slime.models.shape import ModelShape
 from slime.utils import accelerator
 from slime.utils.distributed_utils import do_on_first_rank
 from slime.utils.errors import SlimeError

@@ -28,9 +28,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from slime.backends.megatron_utils.arguments import OptimizerArgs, PrecisionArgs
 from slime.backends.megatron_utils.layer_specs import block_spec, mtp_spec, user_block
 from slime.backends.megatron_utils.model.gpt import PackedGPTModel
-from slime.backends.megatron_utils.model_shape import Llama3Rope, ModelShape
 from slime.backends.megatron_utils.precision.fp8_layers import check_recipe, with_fp8_layers
 from slime.backends.megatron_utils.vision_model import VisionGPTModel
+from slime.models.shape import Llama3Rope, ModelShape
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 

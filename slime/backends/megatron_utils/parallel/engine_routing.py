@@ -17,10 +17,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from megatron.core import parallel_state as mpu
 
-from slime.backends.megatron_utils.model_shape import ModelShape
 from slime.backends.training.context_parallel import Sharding, zigzag_rows
 from slime.backends.training.data import TrainBatch
 from slime.data.routed_experts import check_routed_experts
+from slime.models.shape import ModelShape
 from slime.utils.errors import DataError
 
 __all__ = ["COLUMN", "engine_choices", "lay_out"]

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from slime.models.hf_shape import read_hf_config
+from slime.models.config_json import load_model_config
 from slime.utils.errors import ConfigError
 from slime.weight_sync.quantize import quantize_fp8
 
@@ -84,7 +84,7 @@ def products_of(hf_checkpoint: str) -> Products:
     Raises:
         ConfigError: its weights are quantised in another way than 8-bit blocks of 128 x 128.
     """
-    config = read_hf_config(hf_checkpoint).get("quantization_config")
+    config = load_model_config(hf_checkpoint).get("quantization_config")
     if config is None:
         return Products()
     if config.get("quant_method") != "fp8" or config.get("weight_block_size") != [_BLOCK, _BLOCK]:

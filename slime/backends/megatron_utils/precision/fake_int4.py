@@ -17,7 +17,7 @@ import torch
 from megatron.core import parallel_state as mpu
 
 from slime.backends.megatron_utils.checkpoint.tensor_plan import ModelTensors, chunks_of
-from slime.backends.megatron_utils.model_shape import ModelShape
+from slime.models.shape import ModelShape
 from slime.utils.errors import ConfigError
 from slime.weight_sync.quantize import find_quantizer, int4_scale, round_int4
 

@@ -1,0 +1,274 @@
+"""The cost of a model: weights and how ranks share them, activations for the backward pass, FLOPs of a forward pass.
+
+Tests compare the counts of weights with models that megatron-core builds: they are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+from slime.models.shape import DeltaNetShape, MlaShape, ModelShape, MoeShape, SparseShape
+
+Split = Literal["all", "tensor", "expert"]
+"""all: every rank of the pipeline stage holds it. tensor: split among tensor-parallel ranks. expert: experts are
+distributed over expert-parallel ranks, and each is split among expert-tensor-parallel ranks."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """``count`` tensors of ``numel`` numbers each.
+
+    Attributes:
+        active: the number of the ``count`` tensors that one token passes through.
+        where: embedding (first pipeline stage), layer, head (last stage).
+    """
+
+    name: str
+    numel: int
+    count: int = 1
+    active: int = 1
+    split: Split = "all"
+    where: Literal["embedding", "layer", "head"] = "layer"
+
+    @property
+    def total(self) -> int:
+        return self.numel * self.count
+
+
+def num_parameters(shape: ModelShape) -> int:
+    """As in the checkpoint: without padding of the vocabulary, with ``num_mtp_layers`` prediction layers."""
+    return sum(weight.total for weight in model_weights(shape))
+
+
+def num_active(shape: ModelShape) -> int:
+    """Parameters that one token passes through, embeddings included: the second number in names like 30B-A3B."""
+    return sum(weight.numel * weight.active for weight in model_weights(shape))
+
+
+def model_weights(shape: ModelShape, *, vocab: int | None = None) -> Iterator[Weight]:
+    """Every weight, in the order of the layers.
+
+    Args:
+        vocab: rows of embedding and head, if they are padded.
+    """
+    vocab = vocab or shape.vocab_size
+    if shape.vision is not None:
+        yield Weight("vision_tower", tower_parameters(shape.vision.config), where="embedding")
+    yield Weight("embed_tokens", vocab * shape.hidden_size, split="tensor", where="embedding")
+    for layer in range(shape.num_layers):
+        yield from layer_weights(shape, layer)
+    yield Weight("norm", shape.hidden_size, where="head")
+    if not shape.is_tied:
+        yield Weight("lm_head", vocab * shape.hidden_size, split="tensor", where="head")
+    for _ in range(shape.num_mtp_layers):
+        yield from _mtp_weights(shape)
+
+
+def layer_weights(shape: ModelShape, layer: int) -> Iterator[Weight]:
+    """One decoder layer."""
+    delta = shape.delta_net if shape.is_delta_net(layer) else None
+    yield from _layer_weights(shape, has_experts=shape.has_experts(layer), delta=delta)
+    if shape.sparse and shape.mla and shape.sparse.layers[layer]:
+        yield from _indexer_weights(shape, shape.mla, shape.sparse)
+
+
+def _layer_weights(shape: ModelShape, *, has_experts: bool, delta: DeltaNetShape | None = None) -> Iterator[Weight]:
+    hidden = shape.hidden_size
+    yield Weight("input_layernorm", hidden)
+    if delta is not None:
+        yield from _delta_weights(hidden, delta)
+    else:
+        yield from _latent_weights(shape, shape.mla) if shape.mla else _attention_weights(shape)
+    if shape.has_post_norms:
+        yield Weight("post_self_attn_layernorm", hidden)
+        yield Weight("post_mlp_layernorm", hidden)
+    yield Weight("post_attention_layernorm", hidden)
+    if has_experts and shape.moe is not None:
+        yield from _expert_weights(hidden, shape.moe)
+    else:
+        yield from _mlp_weights(hidden, "mlp", shape.ffn_hidden_size)
+
+
+def _attention_weights(shape: ModelShape) -> Iterator[Weight]:
+    heads, groups = shape.num_attention_heads, shape.num_query_groups
+    query, key = heads * shape.head_dim * (2 if shape.family.has_output_gate else 1), groups * shape.head_dim
+    for name, width in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
+        yield Weight(name, shape.hidden_size * width, split="tensor")
+        if shape.has_qkv_bias:
+            yield Weight(f"{name}.bias", width, split="tensor")
+    if shape.has_qk_norm:
+        is_joint = shape.family.has_joint_qk_norm
+        split: Split = "tensor" if is_joint else "all"
+        yield Weight("q_norm", (heads if is_joint else 1) * shape.head_dim, split=split)
+        yield Weight("k_norm", (groups if is_joint else 1) * shape.head_dim, split=split)
+    yield Weight("o_proj", heads * shape.head_dim * shape.hidden_size, split="tensor")
+
+
+def _delta_weights(hidden: int, delta: DeltaNetShape) -> Iterator[Weight]:
+    keys, values = delta.key_width, delta.value_width
+    yield Weight("linear_attn.in_proj_qkvz", hidden * 2 * (keys + values), split="tensor")
+    yield Weight("linear_attn.in_proj_ba", hidden * 2 * delta.num_value_heads, split="tensor")
+    yield Weight("linear_attn.conv1d", (2 * keys + values) * delta.conv_kernel_dim, split="tensor")
+    yield Weight("linear_attn.A_log", delta.num_value_heads, split="tensor")
+    yield Weight("linear_attn.dt_bias", delta.num_value_heads, split="tensor")
+    yield Weight("linear_attn.norm", delta.value_head_dim)
+    yield Weight("linear_attn.out_proj", values * hidden, split="tensor")
+
+
+def _latent_weights(shape: ModelShape, mla: MlaShape) -> Iterator[Weight]:
+    """Multi-latent attention (DeepSeek-V2, arXiv:2405.04434)."""
+    hidden, heads = shape.hidden_size, shape.num_attention_heads
+    query = heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
+    if mla.q_lora_rank is None:
+        yield Weight("q_proj", hidden * query, split="tensor")
+    else:
+        yield Weight("q_a_proj", hidden * mla.q_lora_rank)
+        yield Weight("q_a_layernorm", mla.q_lora_rank)
+        yield Weight("q_b_proj", mla.q_lora_rank * query, split="tensor")
+    yield Weight("kv_a_proj_with_mqa", hidden * (mla.kv_lora_rank + mla.qk_pos_emb_head_dim))
+    yield Weight("kv_a_layernorm", mla.kv_lora_rank)
+    yield Weight("kv_b_proj", mla.kv_lora_rank * heads * (mla.qk_head_dim + mla.v_head_dim), split="tensor")
+    yield Weight("o_proj", heads * mla.v_head_dim * hidden, split="tensor")
+
+
+def _indexer_weights(shape: ModelShape, mla: MlaShape, sparse: SparseShape) -> Iterator[Weight]:
+    yield Weight("indexer.wq_b", (mla.q_lora_rank or 0) * sparse.num_heads * sparse.head_dim)
+    yield Weight("indexer.wk", shape.hidden_size * sparse.head_dim)
+    yield Weight("indexer.k_norm", 2 * sparse.head_dim)
+    yield Weight("indexer.weights_proj", shape.hidden_size * sparse.num_heads)
+
+
+def _mlp_weights(hidden: int, prefix: str, ffn: int) -> Iterator[Weight]:
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        yield Weight(f"{prefix}.{name}", hidden * ffn, split="tensor")
+
+
+def _expert_weights(hidden: int, moe: MoeShape) -> Iterator[Weight]:
+    yield Weight("mlp.gate", moe.num_experts * hidden)
+    yield Weight("mlp.experts", hidden * moe.ffn_hidden_size, 3 * moe.num_experts, 3 * moe.topk, split="expert")
+    if moe.shared_size:
+        yield from _mlp_weights(hidden, "mlp.shared_experts", moe.shared_size)
+    if moe.has_shared_gate:
+        yield Weight("mlp.shared_expert_gate", hidden)
+
+
+def _mtp_weights(shape: ModelShape) -> Iterator[Weight]:
+    """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437 section 2.2): two norms, a projection, a layer, a norm.
+
+    Embedding and head are those of the model.
+    """
+    hidden = shape.hidden_size
+    inner = (
+        Weight("enorm", hidden),
+        Weight("hnorm", hidden),
+        Weight("eh_proj", 2 * hidden * hidden, split="tensor"),
+        *_layer_weights(shape, has_experts=shape.has_experts(-1)),
+        Weight("shared_head.norm", hidden),
+    )
+    for weight in inner:
+        yield replace(weight, where="head")
+
+
+def tower_parameters(config: Mapping[str, Any]) -> int:
+    """Parameters of Qwen3-VL's and Qwen3.5's vision towers, from ``vision_config`` of config.json.
+
+    Patches, positions, blocks, and the mergers of adjacent patches. Defaults are those of transformers' config classes.
+    """
+    hidden, ffn = config.get("hidden_size", 1152), config.get("intermediate_size", 4304)
+    merged = hidden * config.get("spatial_merge_size", 2) ** 2
+    patch = config.get("in_channels", 3) * config.get("temporal_patch_size", 2) * config.get("patch_size", 16) ** 2
+    attention = 4 * hidden * hidden + 4 * hidden
+    mlp = 2 * hidden * ffn + hidden + ffn
+    block = attention + mlp + 4 * hidden  # two norms with biases
+    projections = merged * (merged + 1) + (merged + 1) * config.get("out_hidden_size", 3584)
+    deep = len(config.get("deepstack_visual_indexes") or ())
+    ends = (patch + 1) * hidden + config.get("num_position_embeddings", 2304) * hidden
+    norms = 2 * hidden + deep * 2 * merged  # DeepStack's mergers normalize after merging
+    return int(ends + config.get("depth", 27) * block + (1 + deep) * projections + norms)
+
+
+def layer_activations(
+    shape: ModelShape, layer: int, width: int, *, tp: int = 1, expert_tp: int = 1, has_sequence_parallel: bool = False
+) -> float:
+    """Bytes per token that a layer stores for the backward pass (arXiv:2205.05198 section 4), without dropout.
+
+    Args:
+        width: bytes per number.
+        has_sequence_parallel: also divide the parts that tensor parallelism leaves whole (equation 4).
+    """
+    sp = tp if has_sequence_parallel else 1
+    whole = 4 * shape.hidden_size  # inputs of the two norms and of the two blocks
+    if shape.delta_net and shape.is_delta_net(layer):
+        inner, rotary = _delta_activations(shape.delta_net), 0
+    elif shape.mla:
+        inner, compressed = _latent_activations(shape.num_attention_heads, shape.mla)
+        rotary = 4 * shape.mla.qk_pos_emb_head_dim
+        whole += compressed
+    else:
+        query, key = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
+        rotary = 4 * shape.head_dim  # sines and cosines, for queries and for keys
+        inner = 2 * query + 2 * key  # q, k, v and the output, which is also the input of the projection
+        inner += query + 2 * key if shape.has_qk_norm else 0  # the projection's output, which the norms read
+    if shape.has_post_norms:
+        whole += 2 * shape.hidden_size
+    extra = 0.0
+    if shape.moe and shape.has_experts(layer):
+        moe = shape.moe
+        # Each token goes to topk experts: its copies, the numbers that their MLPs store, their outputs.
+        extra = moe.topk * (2 * shape.hidden_size * expert_tp + _MLP_NUMBERS * moe.ffn_hidden_size) / sp
+        inner += _MLP_NUMBERS * (moe.shared_size or 0)
+        extra += moe.num_experts * 4 / width / sp  # fp32 scores of the router
+    else:
+        inner += _MLP_NUMBERS * shape.ffn_hidden_size
+    return width * (whole / sp + inner / tp + extra + rotary)
+
+
+_MLP_NUMBERS = 5  # per column: gate, up, SiLU of the gate, up with its offset, their product
+
+
+def _delta_activations(delta: DeltaNetShape) -> int:
+    """With fused kernels: the projections before and after convolution and SiLU, normalized queries and keys per value
+    head, the output and its gated norm. Plain torch also stores the matrices of every chunk."""
+    return 6 * delta.key_width + 6 * delta.value_width + 2 * delta.num_value_heads * delta.key_head_dim
+
+
+def _latent_activations(heads: int, mla: MlaShape) -> tuple[int, int]:
+    """(numbers that tensor-parallel ranks share, numbers that every rank holds)."""
+    head = mla.qk_head_dim + mla.qk_pos_emb_head_dim
+    inner = heads * (3 * head + mla.qk_head_dim + 3 * mla.v_head_dim)
+    return inner, 2 * ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_pos_emb_head_dim)
+
+
+class ModelDims(Protocol):
+    """The sizes that FLOPs depend on; the flat arguments and :class:`ModelShape` have them."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_query_groups(self) -> int: ...
+    @property
+    def kv_channels(self) -> int: ...
+    @property
+    def ffn_hidden_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+
+def calculate_fwd_flops(seqlens: Sequence[int], args: ModelDims) -> int:
+    """FLOPs of one forward pass of a dense decoder over packed sequences; a multiply-add counts as two.
+
+    Per layer and sequence of length L: projections ``2 L h d (heads + 2 groups)``, causal attention ``2 L^2 heads d``
+    (half of it is masked), output ``2 L h^2``, gated MLP ``6 L h ffn``. The head adds ``2 L h V``.
+    """
+    h, d, heads = args.hidden_size, args.kv_channels, args.num_attention_heads
+    per_token = 2 * h * d * (heads + 2 * args.num_query_groups) + 2 * h * h + 6 * h * args.ffn_hidden_size
+    return sum(
+        args.num_layers * (length * per_token + 2 * heads * length * length * d) + 2 * length * h * args.vocab_size
+        for length in seqlens
+    )
