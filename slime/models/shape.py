@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from slime.models.family import Family
@@ -173,9 +173,9 @@ class ModelShape:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values. Megatron checkpoints contain them, so names and values must not change."""
-        whole = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "family"}
-        parts = {name: asdict(value) for name, value in whole.items() if is_dataclass(value)}
-        return {"model_type": self.model_type, **whole, **parts}
+        values: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "family"}
+        plain = {name: vars(value) if is_dataclass(value) else value for name, value in values.items()}
+        return {"model_type": self.model_type, **plain}
 
     @property
     def kv_channels(self) -> int:

@@ -46,7 +46,7 @@ def read_shape(args: Namespace) -> ModelShape:
         raise PlanError(f"the shape of the model is unknown: give --hf-checkpoint or {', '.join(flags or missing)}.")
     if problems:
         raise PlanError(f"config.json {' It '.join(problems)}")
-    moe = None if shape.moe is None else _experts(args, text, shape.moe, shape.num_layers)
+    moe = None if shape.moe is None else _experts(args, text, shape, shape.moe)
     return replace(shape, moe=moe, num_mtp_layers=number(args, "mtp_num_layers", 0))
 
 
@@ -90,19 +90,20 @@ def _num_experts(text: Mapping[str, Any]) -> Any:
     return text.get("num_experts") or text.get("num_local_experts")
 
 
-def _experts(args: Namespace, text: Mapping[str, Any], moe: MoeShape, num_layers: int) -> MoeShape:
-    """Two facts that flags and fields of config.json count differently."""
+def _experts(args: Namespace, text: Mapping[str, Any], shape: ModelShape, moe: MoeShape) -> MoeShape:
+    """Facts that flags and fields of config.json describe differently."""
     shared = read(args, "moe_shared_expert_intermediate_size")
     if shared is None:
         shared = text.get("shared_expert_intermediate_size") or moe.shared_size
+    moe = replace(moe, shared_size=shared, has_shared_gate=shape.family.has_shared_gate)
     pattern = read(args, "moe_layer_freq")
     if isinstance(pattern, str | int):
-        pattern = None if pattern in (1, "1") else expand_layer_pattern(str(pattern), num_layers)
+        pattern = None if pattern in (1, "1") else expand_layer_pattern(str(pattern), shape.num_layers)
     if not pattern:
-        return replace(moe, shared_size=shared)
-    if len(pattern) != num_layers:
-        raise PlanError(f"--moe-layer-freq describes {len(pattern)} layers, the model has {num_layers}.")
-    return replace(moe, shared_size=shared, layers=tuple(bool(int(one)) for one in pattern))
+        return moe
+    if len(pattern) != shape.num_layers:
+        raise PlanError(f"--moe-layer-freq describes {len(pattern)} layers, the model has {shape.num_layers}.")
+    return replace(moe, layers=tuple(bool(int(one)) for one in pattern))
 
 
 def padded_vocab_size(args: Namespace, shape: ModelShape) -> int:

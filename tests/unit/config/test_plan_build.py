@@ -17,6 +17,7 @@ from slime.config.plan.layout import PlanError, read_layout
 from slime.config.plan.placement import Placement, plan_placement
 from slime.config.plan.render import WIDTH, count, render, size
 from slime.config.plan.shape import read_shape
+from slime.models.cost import num_parameters
 from tests.unit.config.plan_args import plan_args
 
 GIB = 2**30
@@ -134,10 +135,10 @@ def test_checkpoints_are_priced_with_their_optimizer() -> None:
     args = plan_args(save="ckpt", save_hf="hf/{rollout_id}", save_interval=5)
     shape = read_shape(args)
     sizes = {output.what: output.bytes for output in plan_files(args, shape)}
-    assert sizes["checkpoint"] == 14 * shape.num_parameters
-    assert sizes["Hugging Face checkpoint"] == 2 * shape.num_parameters
+    assert sizes["checkpoint"] == 14 * num_parameters(shape)
+    assert sizes["Hugging Face checkpoint"] == 2 * num_parameters(shape)
     args.no_save_optim = True
-    assert {output.what: output.bytes for output in plan_files(args, shape)}["checkpoint"] == 2 * shape.num_parameters
+    assert {output.what: output.bytes for output in plan_files(args, shape)}["checkpoint"] == 2 * num_parameters(shape)
 
 
 def test_a_section_that_cannot_be_worked_out_leaves_the_others() -> None:
@@ -224,7 +225,7 @@ def test_the_json_is_plain_and_says_its_schema() -> None:
     plan = build(plan_args(), title="t", device_bytes=GIB)
     values = json.loads(json.dumps(plan.as_dict()))
     assert values["schema"] == SCHEMA
-    assert values["shape"]["num_parameters"] == plan.shape.num_parameters if plan.shape else False
+    assert values["shape"]["num_parameters"] == num_parameters(plan.shape) if plan.shape else False
     assert values["stages"][0]["total"] == plan.stages[0].total
     assert set(values) == {
         *("schema", "is_startable", "title", "device_bytes", "batch", "layout", "placement", "shape", "precision"),

@@ -11,6 +11,7 @@ import pytest
 
 from slime.config.plan.layout import PlanError
 from slime.config.plan.shape import read_shape
+from slime.models.cost import num_active, num_parameters, tower_parameters
 
 TINY: dict[str, Any] = {
     "num_hidden_layers": 3,
@@ -104,7 +105,7 @@ def test_the_count_equals_that_of_the_model_in_transformers(family: str, tmp_pat
     kept = {key: value for key, value in config.items() if value is not None or key == "q_lora_rank"}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**kept))
-    assert shape.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert num_parameters(shape) == sum(parameter.numel() for parameter in model.parameters())
 
 
 QWEN3_4B = {
@@ -163,8 +164,8 @@ def test_the_count_of_a_released_model_is_the_published_one(
     config: dict[str, Any], total: float, active: float, tmp_path: Path
 ) -> None:
     shape = read_shape(checkpoint(tmp_path, config))
-    assert shape.num_parameters / 1e9 == pytest.approx(total, rel=2e-3)
-    assert shape.num_active / 1e9 == pytest.approx(active, rel=2e-2)
+    assert num_parameters(shape) / 1e9 == pytest.approx(total, rel=2e-3)
+    assert num_active(shape) / 1e9 == pytest.approx(active, rel=2e-2)
 
 
 def test_a_flag_beats_the_checkpoint(tmp_path: Path) -> None:
@@ -177,15 +178,15 @@ def test_flags_alone_describe_a_model() -> None:
     args = Namespace(num_layers=2, hidden_size=8, ffn_hidden_size=16, num_attention_heads=2, vocab_size=10)
     args.untie_embeddings_and_output_weights = True
     # two layers of attention 4 h h, gated MLP 3 h f and two norms; embedding, head and the last norm
-    assert read_shape(args).num_parameters == 2 * (4 * 64 + 3 * 8 * 16 + 2 * 8) + 2 * 10 * 8 + 8
+    assert num_parameters(read_shape(args)) == 2 * (4 * 64 + 3 * 8 * 16 + 2 * 8) + 2 * 10 * 8 + 8
 
 
 def test_dense_layers_are_read_from_the_layer_pattern(tmp_path: Path) -> None:
     args = checkpoint(tmp_path, QWEN3_30B_A3B)
     args.moe_layer_freq = [0] * 47 + [1]
     shape = read_shape(args)
-    assert shape.experts is not None
-    assert sum(shape.experts.layers) == 1
+    assert shape.moe is not None
+    assert sum(shape.moe.layers) == 1
 
 
 def test_a_pattern_of_the_wrong_length_is_named(tmp_path: Path) -> None:
@@ -208,12 +209,58 @@ def test_only_layers_of_full_attention_have_a_cache_of_keys_and_values(tmp_path:
     )
     assert (shape.num_layers, shape.num_cached_layers) == (36, 9)
     assert shape.is_tied
-    assert shape.has_output_gate
+    assert shape.family.has_output_gate
 
 
 def test_prediction_layers_add_their_own_layer_and_no_second_embedding(tmp_path: Path) -> None:
     args = checkpoint(tmp_path, QWEN3_4B)
     before = read_shape(args)
     args.mtp_num_layers = 1
-    layer = (before.num_parameters - 151936 * 2560 - 2560) // 36
-    assert read_shape(args).num_parameters - before.num_parameters == layer + 2 * 2560 * 2560 + 3 * 2560
+    layer = (num_parameters(before) - 151936 * 2560 - 2560) // 36
+    assert num_parameters(read_shape(args)) - num_parameters(before) == layer + 2 * 2560 * 2560 + 3 * 2560
+
+
+_SMALL = {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 24}
+_TEXT = {"num_hidden_layers": 2, "hidden_size": 24, "intermediate_size": 32, "num_attention_heads": 4, "vocab_size": 9}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("qwen3_vl_vision", {}),
+        ("qwen3_vl_vision", _SMALL | {"deepstack_visual_indexes": [0, 2], "patch_size": 4}),
+        ("qwen3_5_vision", {}),
+        ("qwen3_5_moe_vision", _SMALL | {"spatial_merge_size": 1}),
+    ],
+)
+def test_a_tower_has_as_many_parameters_as_transformers_builds(kind: str, config: dict[str, Any]) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModel
+
+    with torch.device("meta"):
+        whole = AutoConfig.for_model(kind, **config)
+        tower = AutoModel.from_config(whole)
+    if kind == "qwen3_vl_vision":  # released checkpoints always name them
+        config = {"deepstack_visual_indexes": list(whole.deepstack_visual_indexes)} | config
+    assert tower_parameters(config) == sum(parameter.numel() for parameter in tower.parameters())
+
+
+def test_a_tower_is_counted_if_the_run_builds_it(tmp_path: Path) -> None:
+    config = {"model_type": "qwen3_vl", "text_config": _TEXT, "vision_config": _SMALL}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args = Namespace(hf_checkpoint=str(tmp_path), multimodal_keys={"image": "images"})
+    named = Namespace(
+        hf_checkpoint=str(tmp_path), spec=["slime_plugins.models.qwen3_vl", "get_qwen3_vl_model_provider"]
+    )
+    blind = Namespace(hf_checkpoint=str(tmp_path), multimodal_keys=None)
+    assert num_parameters(read_shape(args)) == num_parameters(read_shape(named))
+    assert num_parameters(read_shape(args)) - num_parameters(read_shape(blind)) == tower_parameters(_SMALL) > 0
+
+
+def test_a_layer_pattern_counts_without_a_checkpoint() -> None:
+    """The text of the flag, as a launch script passes it."""
+    args = Namespace(num_layers=4, hidden_size=8, ffn_hidden_size=16, num_attention_heads=2, vocab_size=10)
+    args.num_experts, args.moe_router_topk, args.moe_layer_freq = 4, 2, "[0]*1+[1]*3"
+    shape = read_shape(args)
+    assert shape.moe is not None
+    assert shape.moe.layers == (False, True, True, True)

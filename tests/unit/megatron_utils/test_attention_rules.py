@@ -95,7 +95,7 @@ def test_layers_with_an_indexer_follow_from_the_config(changes: dict[str, Any], 
     ("changes", "message"),
     [
         ({"index_topk_pattern": "SFFF", "num_hidden_layers": 4}, "the first must have one"),
-        ({"index_topk_pattern": "FF", "num_hidden_layers": 4}, "must say for every layer"),
+        ({"index_topk_pattern": "FF", "num_hidden_layers": 4}, "must declare for every layer"),
         ({"q_lora_rank": None}, "has q_lora_rank null"),
     ],
 )
