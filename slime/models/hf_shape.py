@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from slime.models.config_json import MOST_LAYERS, load_model_config
-from slime.models.family import Family, Switch, families, why_not_built
+from slime.models.config_json import MOST_LAYERS, ConfigReader, load_model_config
+from slime.models.family import Family, families, why_not_built
 from slime.models.shape import (
     DeltaNetShape,
     Llama3Rope,
@@ -24,8 +24,6 @@ from slime.models.shape import (
 )
 from slime.models.tables import Rule
 from slime.utils.errors import ConfigError
-
-_MOST, _LARGEST = 2**40, 1e15
 
 
 def read_shape(hf_checkpoint: str, *, with_vision: bool = False) -> ModelShape:
@@ -47,7 +45,7 @@ def shape_from_config(config: Mapping[str, Any], hf_checkpoint: str, *, with_vis
     missing = why_not_built(model_type)
     if missing is not None or not isinstance(model_type, str):
         raise ConfigError(f"{where} has model_type {model_type!r}, which cannot be trained: {missing}.")
-    reader = _Reader(_text_model(config), families()[model_type])
+    reader = ConfigReader(_text_model(config), families()[model_type])
     shape = _read(reader)
     if with_vision:
         shape = replace(shape, vision=_vision(config, reader))
@@ -68,11 +66,11 @@ def sizes_from_config(
 
     For the plan, which shows sizes of models that cannot be trained, too. A wrong or missing field has the value 1.
     """
-    reader = _Reader(_text_model(config), family)
+    reader = ConfigReader(_text_model(config), family)
     shape = _read(reader)
     if with_vision:
         # Problems of the tower are dropped: its number of parameters does not depend on the fields that are checked.
-        shape = replace(shape, vision=_vision(config, _Reader(reader.config, family)))
+        shape = replace(shape, vision=_vision(config, ConfigReader(reader.config, family)))
     return shape, reader.problems, reader.missing
 
 
@@ -84,87 +82,7 @@ def _text_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**inner, "tie_word_embeddings": inner.get("tie_word_embeddings") or config.get("tie_word_embeddings")}
 
 
-class _Reader:
-    """Typed look-ups in one config. Problems are collected, so that one message lists all of them."""
-
-    def __init__(self, config: Mapping[str, Any], family: Family) -> None:
-        self.config = config
-        self.family = family
-        self.problems: list[str] = []
-        self.missing: list[str] = []
-
-    @property
-    def rope(self) -> Mapping[str, Any]:
-        """``rope_parameters`` (transformers 5) or ``rope_scaling`` (4)."""
-        value = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
-        return value if isinstance(value, Mapping) else {}
-
-    @property
-    def rope_type(self) -> str:
-        return str(self.rope.get("rope_type") or self.rope.get("type") or "default")
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        value = self.config.get(name)
-        return bool(self.family.defaults.get(name, default) if value is None else value)
-
-    def switch(self, value: Switch) -> bool:
-        return self.flag(value) if isinstance(value, str) else value
-
-    def number(self, *names: str, default: float | None = None) -> float:
-        """The first of ``names`` that is present or has a default of the family; otherwise ``default``."""
-        for name in names:
-            value = self.config.get(name)
-            if value is None:
-                value = self.family.defaults.get(name)
-            if value is not None:
-                return self._checked(name, value)
-        if default is None:
-            self.missing.append(names[0])
-            return 1
-        return default
-
-    def integer(self, *names: str, default: int | None = None, least: int = 1, most: int = _MOST) -> int:
-        value = self.number(*names, default=default)
-        if value != int(value) or not least <= value <= most:
-            name = next((name for name in names if self.config.get(name) is not None), names[0])
-            self.problems.append(f"has {name} {value:.12g}; it must be a whole number from {least} to {most}.")
-            return max(1, least)
-        return int(value)
-
-    def items(self, name: str) -> list[Any]:
-        """A list; empty if the field is missing."""
-        value = self.config.get(name)
-        if value is not None and not isinstance(value, list):
-            self.problems.append(f"has {name} {value!r}; it must be a list.")
-            return []
-        return value or []
-
-    def layer_kinds(self, name: str, num_layers: int) -> list[Any] | None:
-        """A list with one entry per layer; None if there is no such list."""
-        kinds = self.config.get(name)
-        return kinds if isinstance(kinds, list) and len(kinds) == num_layers else None
-
-    def rope_number(self, name: str, default: float | None = None) -> float:
-        value = self.rope.get(name)
-        if value is not None:
-            return self._checked(name, value)
-        if default is None:
-            self.missing.append(f"{name} of its rope settings")
-            return 1
-        return default
-
-    def _checked(self, name: str, value: Any) -> float:
-        # bool is a subclass of int: true would pass as 1.
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            self.problems.append(f"has {name} {value!r}; it must be a number.")
-            return 1
-        if abs(value) > _LARGEST:  # also infinity
-            self.problems.append(f"has a {name} beyond {_LARGEST:.0e}; no model has such a number.")
-            return 1
-        return value
-
-
-def _read(reader: _Reader) -> ModelShape:
+def _read(reader: ConfigReader) -> ModelShape:
     family = reader.family
     heads = reader.integer("num_attention_heads")
     hidden_size = reader.integer("hidden_size")
@@ -208,7 +126,7 @@ def _read(reader: _Reader) -> ModelShape:
     )
 
 
-def _mla(reader: _Reader) -> MlaShape:
+def _mla(reader: ConfigReader) -> MlaShape:
     # null means "not compressed"; a missing field has the family's default.
     is_direct = "q_lora_rank" in reader.config and reader.config["q_lora_rank"] is None
     return MlaShape(
@@ -220,7 +138,7 @@ def _mla(reader: _Reader) -> MlaShape:
     )
 
 
-def _sparse(reader: _Reader, num_layers: int) -> SparseShape:
+def _sparse(reader: ConfigReader, num_layers: int) -> SparseShape:
     layers = _indexer_layers(reader.config, num_layers)
     if len(layers) != num_layers or not layers[0]:
         reader.problems.append("must declare for every layer whether it has an indexer, and the first must have one.")
@@ -242,7 +160,7 @@ def _indexer_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, .
     return tuple(max(layer - offset + 1, 0) % freq == 0 for layer in range(num_layers))
 
 
-def _delta_net(reader: _Reader, num_layers: int) -> DeltaNetShape:
+def _delta_net(reader: ConfigReader, num_layers: int) -> DeltaNetShape:
     kinds = reader.layer_kinds("layer_types", num_layers)
     if kinds is not None:
         layers = tuple(kind == "linear_attention" for kind in kinds)
@@ -259,7 +177,7 @@ def _delta_net(reader: _Reader, num_layers: int) -> DeltaNetShape:
     )
 
 
-def _moe(reader: _Reader, num_layers: int) -> MoeShape:
+def _moe(reader: ConfigReader, num_layers: int) -> MoeShape:
     family = reader.family
     width = reader.integer(family.expert_width)
     # transformers 5 writes num_local_experts for models whose released checkpoints have num_experts.
@@ -299,14 +217,14 @@ def _moe(reader: _Reader, num_layers: int) -> MoeShape:
     )
 
 
-def _sparse_step_layers(reader: _Reader, num_layers: int) -> tuple[bool, ...]:
+def _sparse_step_layers(reader: ConfigReader, num_layers: int) -> tuple[bool, ...]:
     """Qwen: every ``decoder_sparse_step``-th layer, except ``mlp_only_layers``."""
     step = max(1, reader.integer("decoder_sparse_step", default=1, least=0))
     dense = reader.items("mlp_only_layers")
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
 
 
-def _layers_after_dense(reader: _Reader, num_layers: int) -> tuple[bool, ...]:
+def _layers_after_dense(reader: ConfigReader, num_layers: int) -> tuple[bool, ...]:
     """DeepSeek and GLM: every ``moe_layer_freq``-th layer after the first few."""
     kinds = reader.layer_kinds("mlp_layer_types", num_layers)  # transformers 5 writes it for some of them
     if kinds is not None:
@@ -316,14 +234,14 @@ def _layers_after_dense(reader: _Reader, num_layers: int) -> tuple[bool, ...]:
     return tuple(layer >= num_dense and layer % step == 0 for layer in range(num_layers))
 
 
-def _rotary_percent(reader: _Reader, head_dim: int) -> float:
+def _rotary_percent(reader: ConfigReader, head_dim: int) -> float:
     """The share of a head's columns that rope rotates; MiniMax gives their number as ``rotary_dim``."""
     if reader.rope.get("partial_rotary_factor") is not None:
         return float(reader.rope_number("partial_rotary_factor"))
     return reader.number("partial_rotary_factor", default=reader.integer("rotary_dim", default=head_dim) / head_dim)
 
 
-def _vision(config: Mapping[str, Any], reader: _Reader) -> VisionShape | None:
+def _vision(config: Mapping[str, Any], reader: ConfigReader) -> VisionShape | None:
     """Token ids are fields outside of the language model's config. transformers has the defaults of the tower's."""
     tower = config.get("vision_config")
     if reader.family.vision_tower is None or not isinstance(tower, Mapping):
@@ -331,7 +249,7 @@ def _vision(config: Mapping[str, Any], reader: _Reader) -> VisionShape | None:
             "describes no vision tower that can be trained, which images need: drop --multimodal-keys."
         )
         return None
-    outside = _Reader(config, reader.family)
+    outside = ConfigReader(config, reader.family)
     sections = reader.rope.get("mrope_section")
     if not isinstance(sections, list) or len(sections) != 3 or not reader.rope.get("mrope_interleaved", True):
         reader.problems.append("must have three mrope_section in its rope settings, and mrope_interleaved true.")
@@ -350,7 +268,7 @@ def _vision(config: Mapping[str, Any], reader: _Reader) -> VisionShape | None:
     return shape
 
 
-def _llama3_rope(reader: _Reader) -> Llama3Rope:
+def _llama3_rope(reader: ConfigReader) -> Llama3Rope:
     return Llama3Rope(
         factor=float(reader.rope_number("factor")),
         low_freq_factor=float(reader.rope_number("low_freq_factor")),
@@ -359,7 +277,7 @@ def _llama3_rope(reader: _Reader) -> Llama3Rope:
     )
 
 
-def _yarn_rope(reader: _Reader, max_positions: int) -> YarnRope:
+def _yarn_rope(reader: ConfigReader, max_positions: int) -> YarnRope:
     """Defaults are those of the reference implementation; without mscale_all_dim only the logits are scaled."""
     return YarnRope(
         factor=float(reader.rope_number("factor")),
@@ -418,7 +336,7 @@ def _decoder(family: Family) -> list[Rule]:
     return [rule for rule in family.rules if not rule.megatron.startswith("mtp.")]
 
 
-def _refused(reader: _Reader) -> list[str]:
+def _refused(reader: ConfigReader) -> list[str]:
     """Options of the family that the trainer does not build."""
     config, family = reader.config, reader.family
     problems = [
@@ -441,7 +359,7 @@ def _refused(reader: _Reader) -> list[str]:
     return problems
 
 
-def _refused_routing(reader: _Reader) -> list[str]:
+def _refused_routing(reader: ConfigReader) -> list[str]:
     problems = []
     scoring = reader.config.get("scoring_func", "sigmoid")
     if scoring != "sigmoid":
