@@ -92,6 +92,26 @@ slime.backends.megatron_utils.hf_to_megatron
     slime.backends.megatron_utils.conversion: load_hf_weights
 slime.backends.megatron_utils.initialize
     slime.backends.megatron_utils.conversion: init
+slime.backends.megatron_utils.megatron_to_hf
+    slime.backends.megatron_utils.conversion: convert_to_hf remove_padding
+slime.backends.megatron_utils.megatron_to_hf.deepseekv3
+    slime.backends.megatron_utils.conversion: convert_deepseekv3_to_hf=convert_tensor_to_hf
+slime.backends.megatron_utils.megatron_to_hf.glm4
+    slime.backends.megatron_utils.conversion: convert_glm4_to_hf=convert_tensor_to_hf
+slime.backends.megatron_utils.megatron_to_hf.glm4moe
+    slime.backends.megatron_utils.conversion: convert_glm4moe_to_hf=convert_tensor_to_hf
+slime.backends.megatron_utils.megatron_to_hf.mimo
+    slime.backends.megatron_utils.conversion: convert_mimo_to_hf=convert_tensor_to_hf
+slime.backends.megatron_utils.megatron_to_hf.minimax_m2
+    slime.backends.megatron_utils.conversion: convert_minimax_m2_to_hf=convert_tensor_to_hf
+slime.backends.megatron_utils.megatron_to_hf.qwen2
+    slime.backends.megatron_utils.conversion: convert_qwen2_to_hf=convert_tensor_to_hf
+slime.backends.megatron_utils.megatron_to_hf.qwen3_5
+    slime.backends.megatron_utils.conversion: convert_qwen3_5_to_hf=convert_tensor_to_hf
+slime.backends.megatron_utils.megatron_to_hf.qwen3_next
+    slime.backends.megatron_utils.conversion: convert_qwen3_next_to_hf=convert_tensor_to_hf
+slime.backends.megatron_utils.megatron_to_hf.qwen3moe
+    slime.backends.megatron_utils.conversion: convert_qwen3moe_to_hf=convert_tensor_to_hf
 slime.backends.megatron_utils.misc_utils
     slime.backends.megatron_utils.conversion: strip_param_name_prefix
 slime.backends.megatron_utils.model_provider

@@ -123,7 +123,7 @@ def why_not_built(model_type: object) -> str | None:
 
 def is_family_spec(module: str) -> bool:
     """Whether ``--spec MODULE`` names layers that a family has anyway."""
-    return any(module in (family.spec, family.vision_spec) for family in families().values())
+    return any(module == family.spec for family in families().values())
 
 
 def is_vision_spec(module: str) -> bool:

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slime.backends.megatron_utils.model_rules import sees_media
 from slime.backends.megatron_utils.patches.install import install
 from slime.backends.megatron_utils.trainer_hooks import TrainerHooks
-from slime.backends.megatron_utils.vision_rules import sees_media
 from slime.backends.protocols import NamedTensor, TrainReport
 from slime.backends.training.arguments import ParallelArgs, TrainerArgs
 from slime.backends.training.checkpoint_source import Source

@@ -11,15 +11,14 @@ import os
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 
-from slime.backends.megatron_utils.attention_rules import joint_norm, sparse
+from slime.backends.megatron_utils.model_rules import joint_norm, sparse, spec, vision
 from slime.backends.megatron_utils.model_shape import check_against_hf, resolve_model, shape_or_none
 from slime.backends.megatron_utils.optimizer_rules import instances, optimizer, schedule, weight_decay
 from slime.backends.megatron_utils.precision_rules import deepgemm, fake_quantisation, fp8
-from slime.backends.megatron_utils.spec_rules import BUILT_IN_SPECS, spec
 from slime.backends.megatron_utils.transformer_config import expert_tensor_parallel_size
-from slime.backends.megatron_utils.vision_rules import vision
 from slime.config import notices
 from slime.config.groups import flag_of
+from slime.models.family import is_family_spec
 from slime.models.shape import ModelShape
 
 _SIZES = (
@@ -97,7 +96,7 @@ def _experts(args: Namespace) -> None:
 def _tokenizer_and_spec(args: Namespace) -> None:
     args.tokenizer_type = args.tokenizer_type or "HuggingFaceTokenizer"
     args.tokenizer_model = args.hf_checkpoint if args.tokenizer_model is None else os.path.abspath(args.tokenizer_model)
-    if args.spec and args.spec[0] in BUILT_IN_SPECS:
+    if args.spec and is_family_spec(args.spec[0]):
         notices.info(args, "--spec", f"{' '.join(args.spec)} is not needed: the family builds these layers.")
 
 

@@ -25,9 +25,9 @@ import torch.distributed as dist
 
 from slime.backends.megatron_utils.arguments import ParallelArgs, TrainerArgs
 from slime.backends.megatron_utils.checkpoint.tensor_layouts import from_megatron
+from slime.backends.megatron_utils.model_rules import sees_media
 from slime.backends.megatron_utils.model_shape import padded_vocab_size
 from slime.backends.megatron_utils.patches.install import install
-from slime.backends.megatron_utils.vision_rules import sees_media
 from slime.backends.training.hf_files import save_hf_directory
 from slime.config.groups import from_args
 from slime.models.hf_shape import read_shape
@@ -161,6 +161,11 @@ def convert_to_hf(
         parts = from_megatron(param, rule, dimensions_of(build_config(args, shape), shape.vocab_size))
         return [(hf.format(**numbers), part) for hf, part in zip(rule.hf, parts, strict=True)]
     raise ConfigError(f"{name}: models of model_type {shape.model_type} have no such tensor.")
+
+
+def convert_tensor_to_hf(args: Namespace, name: str, param: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """:func:`convert_to_hf` under the public names of the families; the family is that of ``args.hf_checkpoint``."""
+    return convert_to_hf(args, "", name, param)
 
 
 def _shape(args: Namespace) -> ModelShape:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from slime.algorithms import arguments as algorithm_arguments
 from slime.backends.megatron_utils import argument_rules, arguments
+from slime.backends.megatron_utils.model_rules import sees_media
 from slime.backends.megatron_utils.patches.install import install
-from slime.backends.megatron_utils.vision_rules import sees_media
 from slime.backends.training.checkpoint_source import Source, inspect_checkpoint
 from slime.config.groups import add_group, from_args, groups_in, unsupported_flags
 from slime.config.parse import EngineNamespace, parse

@@ -10,6 +10,7 @@ and sequence parallelism its gradients are a part of the whole, which Megatron s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,12 +18,10 @@ from megatron.core import parallel_state as mpu
 
 from slime.backends.megatron_utils.model.attention import DeepFeatures, PackedSegments
 from slime.backends.megatron_utils.model.gpt import PackedGPTModel
-from slime.backends.megatron_utils.vision_tower import build_tower
 from slime.backends.training.context_parallel import zigzag_rows
 from slime.backends.training.media import Media
 from slime.models.shape import VisionShape
-
-__all__ = ["VisionGPTModel", "rope_angles"]
+from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 
 
 class VisionGPTModel(PackedGPTModel):
@@ -142,3 +141,22 @@ def rope_angles(positions: torch.Tensor, frequencies: torch.Tensor, sections: tu
         columns = slice(axis, 3 * sections[axis], 3)
         angles[:, columns] = by_axis[axis, :, columns]
     return torch.cat([angles, angles], dim=-1)[:, None, None, :]
+
+
+def build_tower(model_type: str, config: Mapping[str, Any], *, recomputes: bool) -> torch.nn.Module:
+    """The module of ``transformers`` without weights: ``(pixel_values, grid_thw=...)`` -> ``pooler_output`` ``[f, h]``.
+
+    Args:
+        model_type: of the tower in transformers. That of ``config`` is ignored: older checkpoints have another one.
+        recomputes: the backward pass recomputes the activations of the blocks.
+    """
+    allow_torchvision_on_cpu()
+    from transformers import AutoConfig, AutoModel
+
+    settings = {name: value for name, value in config.items() if name != "model_type"}
+    tower = AutoModel.from_config(
+        AutoConfig.for_model(model_type, **settings), dtype=torch.float32, attn_implementation="sdpa"
+    )
+    if recomputes:
+        tower.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return tower

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from slime.backends.megatron_utils.vision_rules import VISION_SPECS, sees_media, vision
+from slime.backends.megatron_utils.model_rules import sees_media, vision
+from slime.models.family import families
 from slime.models.hf_shape import shape_from_config
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.hub_models import QWEN3_4B
@@ -85,7 +86,9 @@ def test_as_many_stages_as_leave_the_first_layers_together_are_fine(tmp_path: Pa
 
 
 def test_a_launch_scripts_spec_stands_for_the_tower_where_there_is_no_flag_for_images() -> None:
-    for module in VISION_SPECS:
+    modules = {family.vision_spec for family in families().values() if family.vision_spec}
+    assert len(modules) == 2
+    for module in modules:
         function = f"get_{module.rpartition('.')[2]}_model_provider"
         assert callable(getattr(importlib.import_module(module), function))
         assert sees_media(Namespace(spec=[module, function]))
