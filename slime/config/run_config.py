@@ -77,13 +77,18 @@ class RunConfig:
     def args(self) -> Namespace:
         """The namespace for users' hooks and plugins: every argument, and the facts.
 
-        One object per process, because hooks keep state in it.
+        One object per process, because hooks keep state in it: ``with_facts`` adds to it instead of making another.
         """
         return Namespace(**self._merged)
 
     def with_facts(self, **facts: Any) -> RunConfig:
         """The configuration after the start has learned ``facts`` (fields of :class:`RunFacts`)."""
-        return dataclasses.replace(self, facts=dataclasses.replace(self.facts, **facts))
+        twin = dataclasses.replace(self, facts=dataclasses.replace(self.facts, **facts))
+        if "args" in vars(self):
+            # Objects made before, such as the state of generation, hold this namespace and read the router in it.
+            vars(self.args).update(twin.facts.attributes())
+            vars(twin)["args"] = self.args
+        return twin
 
     def with_values(self, **values: Any) -> RunConfig:
         """The configuration with other arguments: for a role, or for a run that starts again."""

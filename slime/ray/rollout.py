@@ -19,7 +19,7 @@ from slime.batch.replay import load_debug_rollout_data, save_debug_rollout_data,
 from slime.batch.rewards import RewardArgs, SignalWatch
 from slime.batch.schedule import MicroBatchArgs
 from slime.batch.ship import split_by_dp
-from slime.config.groups import from_args
+from slime.config.run_config import RunConfig
 from slime.data.layout import ParallelLayout
 from slime.data.sample import Sample, iter_samples
 from slime.hooks.load import load_function
@@ -65,7 +65,8 @@ class RolloutManager:
         configure_logger(" rollout")
         register_process("the rollout manager", args.heartbeat_timeout)
         logging.getLogger("httpx").setLevel(logging.WARNING)
-        self._args = args
+        self._config = RunConfig.of(args)
+        self._args = self._config.args
         self._slots = slots
         self._data_buffer = data_buffer
         self._servers: RolloutServers | None = None
@@ -96,9 +97,7 @@ class RolloutManager:
         self._dims = read_shape(args.hf_checkpoint) if args.balance_data or args.balance_by_flops else None
         self._layout = _trainer_layout(args)
         if self._servers is not None:
-            routers = self._servers.wait_ready()
-            self._args.sglang_model_routers = routers
-            self._args.sglang_router_ip, self._args.sglang_router_port = next(iter(routers.values()))
+            self._config = self._config.with_facts(routers=self._servers.wait_ready())
             if args.check_weight_update_equal and not args.debug_rollout_only:
                 self._reset_weights()
         if self._http_workers is not None:
@@ -183,7 +182,7 @@ class RolloutManager:
             return RolloutResult([], metrics)
         data = compile_train_data(
             groups,
-            rewards=from_args(RewardArgs, self._args),
+            rewards=self._config[RewardArgs],
             post_process=self._post_process,
             convert=self._convert,
             args=self._args,
@@ -193,7 +192,7 @@ class RolloutManager:
             data,
             layout=self._layout,
             global_batch_size=self._args.global_batch_size,
-            settings=from_args(MicroBatchArgs, self._args),
+            settings=self._config[MicroBatchArgs],
             dims=self._dims,
         )
         metrics["rollout/dropped_samples"] = float(shipment.num_dropped_samples)

@@ -17,9 +17,9 @@ import ray
 
 from slime.backends.protocols import TRAINER_PARTS, Trainer, TrainerPart, TrainReport
 from slime.backends.sglang_utils.checksum import expected_checksums
+from slime.config.arguments import SyncArgs
 from slime.config.groups import from_args
 from slime.observability.logging_utils import configure_logger
-from slime.ray.arguments import SyncArgs
 from slime.ray.engines.fleet import RayEngineFleet
 from slime.ray.run.cluster import engines_share_devices, node_address
 from slime.ray.run.weight_updates import weight_updater

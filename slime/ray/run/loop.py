@@ -23,10 +23,12 @@ import ray
 from slime.backends.protocols import TrainReport
 from slime.config.resolve.paths import needs_reference
 from slime.config.roles import role_args
+from slime.config.run_config import RunConfig
 from slime.data.ledger import ledger_path
 from slime.observability.step_metrics import Work, perf_metrics, step_line, warn_if_mismatched
 from slime.observability.tracking import Tracker, create_tracker, run_directory
 from slime.ray.actor_group import RayTrainGroup
+from slime.ray.arguments import run_config
 from slime.ray.critic import critic_args, needs_critic
 from slime.ray.data_buffer import DataBufferClient, create_data_buffer
 from slime.ray.engines.fleet import RayEngineFleet, RemoteEngineMemory, WaitingEngines
@@ -61,7 +63,7 @@ def is_due(rollout_id: int, interval: int | None, last: int | None = None) -> bo
 class Run:
     """A started run: its actors, where it begins, and one method per step."""
 
-    args: Namespace
+    config: RunConfig
     tracker: Tracker
     manager: Any
     data_buffer: DataBufferClient
@@ -85,6 +87,11 @@ class Run:
     _evaluation: tuple[Any, int] | None = None
     _trainer_in_use: threading.Lock = field(default_factory=threading.Lock)
     _seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def args(self) -> Namespace:
+        """Resolved arguments and the facts that the start learned."""
+        return self.config.args
 
     @property
     def rollout_ids(self) -> range:
@@ -352,12 +359,13 @@ def start_run(args: Namespace) -> Run:
     given it back by the time the trainer comes. Whatever fails first ends the start with its own error, and what was
     already started is stopped.
     """
-    run = _create_run(args)
+    run = _create_run(run_config(args))
+    args = run.args
     manager, data_buffer, slots = run.manager, run.data_buffer, run.slots
     try:
         ready = [manager.start.remote(), data_buffer.start()]
         num_rollout = _num_rollout(args, data_buffer, ready)
-        args.num_rollout = num_rollout  # the trainer's learning-rate schedule needs it
+        run.config = run.config.with_facts(num_rollout=num_rollout)  # read by the trainer's learning-rate schedule
         if engines_share_devices(args):
             get(ready, args.trainer_start_timeout, "engines to start")
             run.handoff.engines = RemoteEngineMemory(manager, args.weight_sync_timeout)
@@ -365,6 +373,7 @@ def start_run(args: Namespace) -> Run:
         starts = [] if args.debug_rollout_only else _start_trainer(run, slots["actor"])
         results = get([*ready, *starts], args.trainer_start_timeout, "engines and trainer to start")
         run.start_rollout_id = run._num_trained = _start_id(args, results[len(ready) :])
+        run.config = run.config.with_facts(start_rollout_id=run.start_rollout_id)
         run.num_rollout = num_rollout
         if not run.rollout_ids and num_rollout:
             text = "nothing is left to train: --load %s is at rollout %d, and --num-rollout is %d"
@@ -383,8 +392,9 @@ def start_run(args: Namespace) -> Run:
     return run
 
 
-def _create_run(args: Namespace) -> Run:
-    """What a run owns from the first moment; what is there already is ended when one of them cannot be made."""
+def _create_run(config: RunConfig) -> Run:
+    """Create everything that a run owns from the first moment; if one part fails, the parts before it are closed."""
+    args = config.args
     with ExitStack() as made:
         tracker = create_tracker(args)
         made.callback(tracker.close)
@@ -397,7 +407,7 @@ def _create_run(args: Namespace) -> Run:
         made.callback(data_buffer.kill)
         progress = Progress(directory, ledger=str(ledger))
         manager = create_rollout_manager(args, slots["rollout"], data_buffer)
-        run = Run(args, tracker, manager, data_buffer, None, 0, 0, None, slots, progress, save_lock=save_lock)
+        run = Run(config, tracker, manager, data_buffer, None, 0, 0, None, slots, progress, save_lock=save_lock)
         made.pop_all()
     return run
 

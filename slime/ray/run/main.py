@@ -60,21 +60,24 @@ def run_to_the_end(train: Callable[[Namespace], None], args: Namespace) -> None:
 
 def _named(args: Namespace) -> Namespace:
     """All attempts are one run to Weights & Biases; the run's folder has its name from the command line's checks."""
-    args = copy.copy(args)
-    if args.use_wandb and args.wandb_run_id is None:
-        args.wandb_run_id = uuid.uuid4().hex[:8]
-    return args
+    if not args.use_wandb or args.wandb_run_id is not None:
+        return args
+    return Namespace(**vars(args) | {"wandb_run_id": uuid.uuid4().hex[:8]})
 
 
 def continued(args: Namespace) -> Namespace:
-    """``args`` of processes that start again: how to read ``--load`` was said of the checkpoint at the beginning."""
+    """The arguments of processes that start again from ``--save``: flags about the first ``--load`` no longer apply."""
     if inspect_checkpoint("--save", args.save) is None:
         return args  # nothing saved yet: as at first
-    args = copy.copy(args)
-    args.load, args.ckpt_step, args.start_rollout_id = args.save, None, None
-    args.finetune = False
-    args.no_load_optim, args.no_load_rng = args.no_save_optim, args.no_save_rng
-    return args
+    how_to_load = {
+        "load": args.save,
+        "ckpt_step": None,
+        "start_rollout_id": None,
+        "finetune": False,
+        "no_load_optim": args.no_save_optim,
+        "no_load_rng": args.no_save_rng,
+    }
+    return Namespace(**vars(args) | how_to_load)
 
 
 # How a run ends badly: the sentence that explains it last on the screen, and a non-zero exit status.

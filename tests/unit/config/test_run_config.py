@@ -48,8 +48,14 @@ def test_facts_reach_sections_and_hooks() -> None:
     assert after.args.sglang_model_routers == ROUTERS
     assert (after.args.sglang_router_ip, after.args.sglang_router_port) == ROUTERS["default"]
     assert after.facts.start_rollout_id == 3
-    assert before.args.num_rollout is None
-    assert before.args.sglang_router_ip is None
+    assert before.facts.num_rollout is before[RunLengthArgs].num_rollout is None
+
+
+def test_facts_are_added_to_the_namespace_that_hooks_hold_already() -> None:
+    config = RunConfig.of(Namespace(num_rollout=None))
+    held = config.args
+    assert config.with_facts(num_rollout=7).args is held
+    assert held.num_rollout == 7
 
 
 def test_a_role_or_a_restart_changes_values() -> None:

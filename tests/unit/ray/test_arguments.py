@@ -110,11 +110,11 @@ def test_help_answers_without_loading_the_engines():
 
 
 def test_a_transport_whose_package_is_missing_is_refused_before_anything_starts(tiny_task, capsys, monkeypatch):
-    monkeypatch.setattr("slime.ray.argument_rules.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("slime.ray.rules.importlib.util.find_spec", lambda name: None)
     assert "--rollout-data-transport nixl needs the package nixl" in problems(
         *(tiny_task, capsys, "--rollout-data-transport", "nixl")
     )
-    monkeypatch.setattr("slime.ray.argument_rules.importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("slime.ray.rules.importlib.util.find_spec", lambda name: name)
     assert parse(tiny_task, "--rollout-data-transport", "nixl").rollout_data_transport == "nixl"
 
 

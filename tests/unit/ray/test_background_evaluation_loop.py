@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from slime.config.run_config import RunConfig
 from slime.ray.run import loop
 
 
@@ -24,9 +25,8 @@ def make_run(monkeypatch: pytest.MonkeyPatch, story: Story, *, background: bool)
     monkeypatch.setattr(loop, "get", lambda ref, *args, **kwargs: story.note(f"waited for {ref}", {"eval/a": 0.5}))
     run = object.__new__(loop.Run)
     vars(run).update({name: field.default for name, field in loop.Run.__dataclass_fields__.items()})
-    run.args = SimpleNamespace(
-        background_eval=background, debug_train_only=False, is_async=True, rollout_timeout=1.0, weight_sync_timeout=1.0
-    )
+    flags = {"background_eval": background, "debug_train_only": False, "is_async": True}
+    run.config = RunConfig(flags | {"rollout_timeout": 1.0, "weight_sync_timeout": 1.0})
     eval_remote = SimpleNamespace(
         remote=lambda rollout_id: story.note(f"eval {rollout_id} begins", f"eval {rollout_id}")
     )

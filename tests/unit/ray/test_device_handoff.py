@@ -9,6 +9,7 @@ import pytest
 
 import train as driver
 from slime.backends.protocols import TRAINER_PARTS, TrainReport
+from slime.config.run_config import RunConfig
 from slime.ray.run import loop
 from slime.ray.run.device_handoff import DeviceHandoff
 from slime.ray.shards import RolloutResult
@@ -129,7 +130,13 @@ def story_of(
     manager = make(FakeManager, "manager")
     silent = SimpleNamespace(kill=lambda: None, trained=lambda rollout_id: None)
     run = loop.Run(
-        **{"args": args, "tracker": tracker, "manager": manager, "data_buffer": silent, "trainer": trainer},
+        **{
+            "config": RunConfig.of(args),
+            "tracker": tracker,
+            "manager": manager,
+            "data_buffer": silent,
+            "trainer": trainer,
+        },
         **{"start_rollout_id": 0, "num_rollout": num_rollout, "_fleet": object(), "slots": {}, "critic": of_critic},
         **{"progress": Progress(tmp_path), "handoff": handoff},
     )

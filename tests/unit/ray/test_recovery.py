@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from slime.backends.protocols import EngineInfo
+from slime.config.run_config import RunConfig
 from slime.ray.engines import health as recovery_module
 from slime.ray.engines.fleet import RayEngineFleet, WaitingEngines
 from slime.ray.engines.health import Recovery
@@ -84,7 +85,7 @@ def a_run(manager: Manager, *, trained: int, version: str | None, trainer: bool 
 
     args = Namespace(rollout_timeout=5.0, engine_start_timeout=5.0, weight_sync_timeout=5.0, save_interval=None)
     run = Run(
-        args,
+        RunConfig.of(args),
         None,
         manager,
         None,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from slime.config.run_config import RunConfig
 from slime.ray.run import loop
 from slime.utils.errors import DataError, ProcessDied
 
@@ -22,7 +23,7 @@ def _end(monkeypatch: pytest.MonkeyPatch, *, async_save: bool = True, death: Exc
     monkeypatch.setattr(loop, "raise_if_dead", look)
     monkeypatch.setattr(loop.Run, "dispose", lambda self: story.append("disposed"))
     run = object.__new__(loop.Run)
-    run.args = SimpleNamespace(async_save=async_save)  # type: ignore[assignment]
+    run.config = RunConfig({"async_save": async_save})
     run.progress = SimpleNamespace(update=lambda state: story.append(state))  # type: ignore[assignment]
     run.critic = None
     run.trainer = SimpleNamespace(ranks=[], finish_saves=lambda seconds: story.append("saved"))  # type: ignore[assignment]

@@ -41,7 +41,7 @@ def test_what_was_made_before_a_start_failed_is_ended_in_the_reverse_order(
     monkeypatch.setattr(loop, "ledger_path", lambda save, directory: "ledger")
     monkeypatch.setattr(loop, "Progress", lambda directory, ledger: None)
     with pytest.raises(DeadlineExceeded, match=breaks):
-        loop.start_run(SimpleNamespace(save=None))  # type: ignore[arg-type]
+        loop.start_run(SimpleNamespace(save=None, advantage_estimator="grpo"))  # type: ignore[arg-type]
     assert ended == list(STEPS[: STEPS.index(breaks)])[::-1]
 
 

@@ -14,6 +14,7 @@ from slime.backends.protocols import TrainReport
 from slime.batch.replay import save_debug_rollout_data
 from slime.config.arguments import SyncArgs
 from slime.config.groups import from_args
+from slime.config.run_config import RunConfig
 from slime.data.sample import Sample
 from slime.ray import rollout as rollout_module
 from slime.ray import train_actor
@@ -33,6 +34,8 @@ def make_run(**more: Any) -> loop.Run:
     run = object.__new__(loop.Run)
     vars(run).update({name: field.default for name, field in loop.Run.__dataclass_fields__.items()})
     run.handoff, run._seconds, run._trainer_in_use = DeviceHandoff(), {}, threading.Lock()
+    if "args" in more:
+        run.config = RunConfig.of(more.pop("args"))
     vars(run).update(more)
     return run
 

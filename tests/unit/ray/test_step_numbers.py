@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from slime.backends.protocols import TrainReport
+from slime.config.run_config import RunConfig
 from slime.ray.run import loop
 from slime.ray.shards import RolloutResult
 from slime.ray.train_actor import SyncReport
@@ -30,7 +31,7 @@ def test_the_number_of_a_step_never_goes_back(
 
     run = object.__new__(loop.Run)
     vars(run).update({name: field.default for name, field in loop.Run.__dataclass_fields__.items()})
-    run.args = SimpleNamespace(world_size=1)  # type: ignore[assignment]
+    run.config = RunConfig({"world_size": 1})
     run.tracker = SimpleNamespace(log=log, directory=None)  # type: ignore[assignment]
     run._synced = SyncReport()
     run.handoff, run._seconds = SimpleNamespace(seconds={}), {}  # type: ignore[assignment]
