@@ -355,9 +355,8 @@ class Run:
 def start_run(args: Namespace) -> Run:
     """Start everything at once: engines and router, Data Buffer and trainer come up side by side.
 
-    Engines that share devices with the trainer come first: they take a part of the memory that is free then, and have
-    given it back by the time the trainer comes. Whatever fails first ends the start with its own error, and what was
-    already started is stopped.
+    Engines that share devices with the trainer start first: they take a part of the free memory, and release it before
+    the trainer starts. The first failure ends the start with its error, and everything already started is stopped.
     """
     run = _create_run(run_config(args))
     args = run.args
