@@ -339,8 +339,9 @@ class Run:
         try:
             get(self.manager.dispose.remote(), _DISPOSE_TIMEOUT_S, "the rollout manager to stop its engines")
         except Exception as error:  # whatever is left dies with the actors below
-            told = message_of(error) or str(error)
-            logger.warning("engines were not stopped in order: %s", told.partition("\n")[0])
+            logger.warning(
+                "engines were not stopped in order: %s", (message_of(error) or str(error)).partition("\n")[0]
+            )
         ray.kill(self.manager)
         self.data_buffer.kill()
         for group in (self.trainer, self.critic):
@@ -359,8 +360,7 @@ def start_run(args: Namespace) -> Run:
     the trainer starts. The first failure ends the start with its error, and everything already started is stopped.
     """
     run = _create_run(run_config(args))
-    args = run.args
-    manager, data_buffer, slots = run.manager, run.data_buffer, run.slots
+    args, manager, data_buffer, slots = run.args, run.manager, run.data_buffer, run.slots
     try:
         ready = [manager.start.remote(), data_buffer.start()]
         num_rollout = _num_rollout(args, data_buffer, ready)
@@ -371,8 +371,8 @@ def start_run(args: Namespace) -> Run:
             run.handoff.engines.offload()
         starts = [] if args.debug_rollout_only else _start_trainer(run, slots["actor"])
         results = get([*ready, *starts], args.trainer_start_timeout, "engines and trainer to start")
-        run.start_rollout_id = run._num_trained = _start_id(args, results[len(ready) :])
-        run.config = run.config.with_facts(start_rollout_id=run.start_rollout_id)
+        run.start_rollout_id = run._num_trained = start = _start_id(args, results[len(ready) :])
+        run.config = run.config.with_facts(start_rollout_id=start)
         run.num_rollout = num_rollout
         if not run.rollout_ids and num_rollout:
             text = "nothing is left to train: --load %s is at rollout %d, and --num-rollout is %d"
