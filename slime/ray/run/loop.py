@@ -90,7 +90,6 @@ class Run:
 
     @property
     def args(self) -> Namespace:
-        """Resolved arguments and the facts that the start learned."""
         return self.config.args
 
     @property
