@@ -1,4 +1,4 @@
-"""Write the tables of ``docs/models/*.md`` and ``docs/en/examples/*.md``: the plans of the launch scripts.
+"""Write the tables of model pages: the families, and the plans of the launch scripts.
 
     python tools/make_model_pages.py            write the tables between the marks of the pages
     python tools/make_model_pages.py --check    exit with 1 and name the pages that are out of date
@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.marked_part import with_part
 from slime.config.plan.build import Plan, build
+from slime.models.family import families
 from slime.ray.arguments import parse_only
 from tests.unit.scripts.bash_arrays import model_words
 from tests.unit.scripts.dry_run import SCRIPTS, dry_run_with_files, launchers
@@ -35,6 +36,8 @@ Section = TypeVar("Section")
 DOCS = ROOT / "docs" / "models"
 GUIDES = ROOT / "docs" / "en" / "examples"
 BEGIN, END = "<!-- plans: begin -->", "<!-- plans: end -->"
+FAMILIES = ROOT / "docs" / "model_families.md"
+FAMILY_MARKS = ("<!-- families: begin -->", "<!-- families: end -->")
 DEVICE_GIB = 80
 
 
@@ -136,7 +139,7 @@ class Row:
 
 
 def pages() -> dict[Path, str]:
-    """Every page with a table, as it should be.
+    """The text of every page that has a table.
 
     Raises:
         ValueError: a page lacks the marks, or a launch script has a model that is on no page.
@@ -159,7 +162,16 @@ def pages() -> dict[Path, str]:
         for guide, script in SCRIPTS_OF_GUIDES.items():
             path = GUIDES / f"{guide}.md"
             result[path] = _with_table(path, _table([reader.script(script)], "../../models/README.md"))
+        result[FAMILIES] = with_part(str(FAMILIES), FAMILIES.read_text(encoding="utf-8"), FAMILY_MARKS, family_table())
         return result
+
+
+def family_table() -> str:
+    """Every registered family, in the order of their names."""
+    rows = [(f"`{name}`", family.models, family.particulars) for name, family in sorted(families().items())]
+    return "\n".join(
+        f"| {' | '.join(row)} |" for row in [("`model_type`", "models", "particulars"), ("---",) * 3, *rows]
+    )
 
 
 def _model_of(script: str) -> tuple[str, str]:

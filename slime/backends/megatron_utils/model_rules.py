@@ -124,7 +124,7 @@ def user_spec(args: Namespace) -> Any | None:
     if callable(found) and not can_be_called(found, ("args", "config", "vp_stage")):
         raise ConfigError(
             f"{flag} is called with (args, config, vp_stage), but its signature is {inspect.signature(found)} "
-            "(see docs/trainer_hooks.md)."
+            "(see docs/en/get_started/customization.md)."
         )
     return found
 

@@ -15,7 +15,7 @@ DEEPSEEK_V32 = replace(
     DEEPSEEK_V3,
     model_type="deepseek_v32",
     models="DeepSeek-V3.2",
-    particulars="`deepseek_v3` with [sparse attention](sparse_attention.md)",
+    particulars="`deepseek_v3` with [sparse attention](#sparse-attention)",
     rules=EMBEDDINGS + _LATENT + INDEXER + DENSE_MLP + EXPERTS + ROUTER_BIAS + SHARED_EXPERTS,
     is_sparse=True,
     defaults={

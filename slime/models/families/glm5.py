@@ -8,7 +8,7 @@ GLM5 = replace(
     DEEPSEEK_V32,
     model_type="glm_moe_dsa",
     models="GLM-5, GLM-5.2",
-    particulars="as `deepseek_v32`; layers may share an indexer",
+    particulars="as `deepseek_v32`, but layers may share an indexer",
     spec="slime_plugins.models.glm5.glm5",
     defaults={
         **DEEPSEEK_V32.defaults,

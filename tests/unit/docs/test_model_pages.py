@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.make_model_pages import DOCS, GUIDES, PAGES, SCRIPTS_OF_GUIDES, pages
+from tools.make_model_pages import DOCS, FAMILIES, GUIDES, PAGES, SCRIPTS_OF_GUIDES, pages
 from tools.make_presets import load_presets
 
 FOR_TESTS = {"deepseek-v3-5layer", "deepseek-v3-20layer", "glm4-32B"}
@@ -19,7 +19,7 @@ def made() -> dict[Path, str]:
     return pages()
 
 
-TABLES = [*(DOCS / f"{page}.md" for page in PAGES), *(GUIDES / f"{guide}.md" for guide in SCRIPTS_OF_GUIDES)]
+TABLES = [FAMILIES, *(DOCS / f"{page}.md" for page in PAGES), *(GUIDES / f"{guide}.md" for guide in SCRIPTS_OF_GUIDES)]
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
