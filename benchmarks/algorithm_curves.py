@@ -32,8 +32,6 @@ from examples.demo.run_demo import Size, curve, grpo_command, warm_start_command
 from examples.tiny.recipe import read_metrics, run_train
 from tools.make_tiny_task import TinyTask, make_tiny_task
 
-__all__ = ["ALGORITHMS", "RECORD", "load_record", "page_part", "pages"]
-
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "docs" / "algorithms" / "curves.jsonl"
 PICTURES = ROOT / "docs" / "images" / "curves"

@@ -12,8 +12,6 @@ from typing import Any
 
 import aiohttp
 
-__all__ = ["dom_of", "find_chromium", "picture_of", "seconds_until_painted"]
-
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _TIMEOUT_S = 60.0
 

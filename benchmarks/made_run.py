@@ -21,8 +21,6 @@ from slime.observability.run_info import write_run_info
 from slime.observability.sample_record import record_rollout, record_training
 from slime.observability.trace_utils import trace_span
 
-__all__ = ["make_run"]
-
 _ARGS = Namespace(reward_key=None, hf_checkpoint=None, rollout_temperature=1.0)
 _COMMAND = ["train.py", "--hf-checkpoint", "model", "--prompt-data", "train.jsonl", "--wandb-key", "secret"]
 

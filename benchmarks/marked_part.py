@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["with_part"]
-
 
 def with_part(page: str, text: str, marks: tuple[str, str], part: str) -> str:
     """``text`` with ``part`` between its marks.

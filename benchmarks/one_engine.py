@@ -14,8 +14,6 @@ from slime.backends.sglang_utils.server_args import build_argv, server_env
 from slime.utils import accelerator
 from slime.utils.net import free_port
 
-__all__ = ["one_engine"]
-
 
 @contextmanager
 def one_engine(root: Path, model: str, *flags: str) -> Iterator[SGLangEngine]:

@@ -15,8 +15,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main", "router_table", "server_table"]
-
 TARGET = Path(__file__).resolve().parent.parent / "slime" / "backends" / "sglang_utils"
 
 _TYPES = {

@@ -20,8 +20,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["OUTPUT", "main", "read_options"]
-
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = ROOT / "slime" / "backends" / "megatron_utils" / "arguments" / "core_options.json"
 

@@ -29,8 +29,6 @@ from tests.unit.scripts.dry_run import SCRIPTS, dry_run_with_files, launchers
 from tests.unit.scripts.hub_configs import hub_config
 from tools.make_presets import load_presets
 
-__all__ = ["BEGIN", "DOCS", "END", "GUIDES", "PAGES", "SCRIPTS_OF_GUIDES", "pages"]
-
 ROOT = Path(__file__).resolve().parents[1]
 Section = TypeVar("Section")
 DOCS = ROOT / "docs" / "models"

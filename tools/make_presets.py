@@ -20,8 +20,6 @@ from typing import Any
 
 import yaml
 
-__all__ = ["Preset", "files", "load_presets", "model_flags", "preset_script"]
-
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ROOT / "scripts" / "models"
 FACTS = MODELS / "presets.yaml"

@@ -29,8 +29,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["ModelShape", "TinyTask", "make_tiny_task"]
-
 PAD, UNKNOWN, START, END = "<pad>", "<unk>", "<|im_start|>", "<|im_end|>"
 ROLES = ("system", "user", "assistant")
 CHARACTERS = "0123456789+-*/=()?!.,:' \nabcdefghijklmnopqrstuvwxyz"

@@ -11,8 +11,6 @@ from slime.observability.run_info import FILE
 from slime.utils.errors import DataError
 from slime.utils.net import url_host
 
-__all__ = ["board"]
-
 _PORT = 9265
 
 
@@ -29,8 +27,8 @@ def board(words: Sequence[str]) -> int:
     parser.add_argument(
         "--host",
         default="127.0.0.1",
-        help="address to listen on, default %(default)s: only this machine. Everybody who reaches another one can read "
-        "every prompt and response of the run",
+        help="address to listen on, default %(default)s: only this machine. Any other address lets everyone who "
+        "reaches it read every prompt and response of the run",
     )
     options = parser.parse_args(list(words))
     from slime.board.run_data import RunData
@@ -49,11 +47,11 @@ def board(words: Sequence[str]) -> int:
 def _port(text: str) -> int:
     number = int(text)
     if not 0 < number < 2**16:
-        raise argparse.ArgumentTypeError(f"{text}: a port is from 1 to 65535")
+        raise argparse.ArgumentTypeError(f"{text}: must be a port from 1 to 65535")
     return number
 
 
 def _chosen_run(folder: Path) -> Path:
-    """The folder itself, or the run in it that was started last."""
+    """``folder`` itself, or the newest run in it."""
     runs = [] if (folder / FILE).is_file() else sorted(folder.glob(f"*/{FILE}"), key=lambda path: path.stat().st_mtime)
     return runs[-1].parent if runs else folder

@@ -1,7 +1,7 @@
-"""What the board shows of a run, from the files in its folder. Called by ``server``; tested without it.
+"""The data of the board, from the files in a run's folder. Called by ``server``.
 
 The table of samples is a query over the light columns of all sample files, which stay in memory once they are read; one
-sample is read whole only when somebody looks at it.
+sample is read whole only when the page shows it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ from slime.observability.run_info import RunInfo, read_run_info
 from slime.observability.sample_record import FOLDER, LIGHT, record_file, train_files
 from slime.utils.errors import DataError
 
-__all__ = ["MetricFile", "RunData", "SampleQuery", "TokenTexts", "thin"]
-
 logger = logging.getLogger(__name__)
 
 Kind = Literal["rollout", "eval"]
@@ -43,7 +41,7 @@ _SORTABLE = ("rollout", *LIGHT)
 
 @dataclass(frozen=True)
 class SampleQuery:
-    """Which rows of the table. None means: whatever it is.
+    """A selection of rows. None means no condition.
 
     Attributes:
         rollout: its number.
@@ -70,7 +68,7 @@ class RunData:
     """The folder of one run.
 
     Raises:
-        DataError: it is not one.
+        DataError: ``run`` is not the folder of a run.
     """
 
     def __init__(self, run: Path) -> None:
@@ -82,7 +80,7 @@ class RunData:
         self._lock = threading.Lock()
 
     def overview(self) -> dict[str, Any]:
-        """Name, command and which samples there are; cheap enough to ask every other second."""
+        """Name, command and recorded samples; cheap enough for a request every other second."""
         rollouts = self._recorded("rollout")
         with self._lock:
             self._metrics.refresh()
@@ -108,10 +106,10 @@ class RunData:
             return self._metrics.series()
 
     def samples(self, query: SampleQuery) -> dict[str, Any]:
-        """Rows of the table, and how many there are in all."""
+        """Rows of the table, and their total number."""
         started = time.perf_counter()
         if query.order not in _SORTABLE:
-            raise DataError(f"there is no column {query.order!r}: order by one of {', '.join(_SORTABLE)}")
+            raise DataError(f"unknown column {query.order!r}: order by one of {', '.join(_SORTABLE)}")
         with self._lock:
             table = self._light(query)
         condition = _condition(query)
@@ -136,7 +134,7 @@ class RunData:
         path = record_file(self.run, kind, rollout_id)
         row = _row_at(path, position)
         if row is None:
-            raise DataError(f"{self.run}: there is no sample {position} of {kind} {rollout_id}")
+            raise DataError(f"{self.run}: sample {position} of {kind} {rollout_id} is not recorded")
         trained = _trained_row(self.run, rollout_id, row) if kind == "rollout" else {}
         num_prompt = len(row["tokens"]) - row["response_length"]
         texts = self._texts.of(row["tokens"])
@@ -192,7 +190,7 @@ class RunData:
 
 
 def _read_light(path: Path, rollout_id: int) -> pa.Table | None:
-    """None for a file that was copied while it was written, or comes from another version."""
+    """None for a file that is incomplete, or from another version of slime."""
     try:
         table = pq.read_table(path, columns=list(LIGHT))
     except (OSError, pa.ArrowException) as error:
@@ -237,7 +235,7 @@ def _row_at(path: Path, position: int) -> dict[str, Any] | None:
 
 
 def _trained_row(run: Path, rollout_id: int, row: dict[str, Any]) -> dict[str, Any]:
-    """What the trainer noted about the sample; nothing while it has not trained on it."""
+    """The trainer's columns of the sample; empty before it is trained on."""
     for path in train_files(run, rollout_id):
         found = _row_at(path, row["position"])
         if found is not None and found["sample_index"] == row["index"]:
@@ -246,7 +244,7 @@ def _trained_row(run: Path, rollout_id: int, row: dict[str, Any]) -> dict[str, A
 
 
 def _version_per_token(mask: list[int], versions: list[str]) -> list[str | None]:
-    """One request wrote one stretch of trained tokens; where that does not come out, only one version is certain."""
+    """The weight version of each token: one per stretch of trained tokens, None if the numbers do not match."""
     if len(set(versions)) <= 1:
         return [versions[0] if versions and kept else None for kept in mask]
     stretches = [(bool(kept), len(list(run))) for kept, run in itertools.groupby(mask)]
@@ -281,13 +279,12 @@ def _spans(trace: dict[str, Any]) -> Iterator[dict[str, Any]]:
         }
 
 
-# The curves of a run, from its ``metrics.jsonl``; reads only what was appended since the last look.
-
 _MOST_POINTS = 600
 
 
 class MetricFile:
-    """All series of the file. Not thread-safe: the server asks one question at a time."""
+    """The curves of a run from ``metrics.jsonl``; reads appended lines only. Not thread-safe: needs the caller's
+    lock."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -299,15 +296,15 @@ class MetricFile:
 
     @property
     def size(self) -> int:
-        """Bytes of the file; another number means that there is more to read."""
+        """Bytes of the file; a change means new lines."""
         try:
             return self._path.stat().st_size
         except FileNotFoundError:
             return 0
 
     def refresh(self) -> None:
-        """Read what is new. A line that is not complete yet is left for the next time."""
-        if self.size < self._offset:  # begun anew
+        """Read appended lines. An incomplete line is read the next time."""
+        if self.size < self._offset:  # the file was replaced
             self.__init__(self._path)  # type: ignore[misc]
         if self.size == self._offset:
             return
@@ -332,7 +329,7 @@ class MetricFile:
             if name not in self._axes:
                 self._entries[name] = describe(name)
             self._axes[name] = axis
-            self._points.setdefault(name, {})[step] = float(value)  # a resumed run writes a step again
+            self._points.setdefault(name, {})[step] = float(value)  # a resumed run repeats steps: the last value counts
 
     def series(self) -> dict[str, dict[str, Any]]:
         """``{name: {"axis": "train/step", "x": [...], "y": [...], "unit", "meaning"}}``, some hundred points each.
@@ -350,7 +347,7 @@ class MetricFile:
 
 
 def thin(x: list[float], y: list[float], limit: int = _MOST_POINTS) -> tuple[list[float], list[float]]:
-    """The lowest and the highest point of each of ``limit / 2`` stretches: peaks stay visible."""
+    """Keep the lowest and the highest point of each of ``limit / 2`` stretches, so that peaks stay visible."""
     if len(x) <= limit:
         return x, y
     kept: list[int] = []
@@ -361,15 +358,15 @@ def thin(x: list[float], y: list[float], limit: int = _MOST_POINTS) -> tuple[lis
     return [x[place] for place in kept], [y[place] for place in kept]
 
 
-# Token ids as texts, with the model's own tokenizer file and without the weight of transformers.
+# Texts of tokens need only the tokenizer's file: importing transformers takes seconds.
 
 
 _HALF = "\ufffd"
-"""What a part of a character is decoded to."""
+"""Decoders return it for an incomplete character."""
 
 
 class TokenTexts:
-    """``checkpoint`` is the folder of the model; where it holds no ``tokenizer.json`` a token is shown as its id."""
+    """Texts of token ids. A ``checkpoint`` folder without ``tokenizer.json`` shows ids instead."""
 
     def __init__(self, checkpoint: str | None) -> None:
         self._checkpoint = checkpoint
@@ -386,7 +383,7 @@ class TokenTexts:
             return None
 
     def of(self, ids: Sequence[int]) -> list[str]:
-        """One text per token. Characters that several tokens share stand at the last of them."""
+        """One text per token. A character of several tokens is at the last of them."""
         if self._tokenizer is None:
             return [f"{token} " for token in ids]
         texts: list[str] = []
@@ -397,7 +394,7 @@ class TokenTexts:
             if text.endswith(_HALF) and len(pending) < 4:
                 texts.append("")
                 continue
-            # a decoder that strips leading blanks would lose them: compare with a neighbour in front
+            # decoding a single token may strip its leading blank
             texts.append(self._with_blanks(token) if len(pending) == 1 else text)
             pending = []
         if pending:

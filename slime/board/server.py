@@ -6,9 +6,9 @@
     GET /api/samples?...        rows of the table (fields of SampleQuery)
     GET /api/sample?kind=&rollout=&position=
 
-Loopback by default: samples are nobody else's business. A request must name this machine, or an address, in its Host
-header: a web page elsewhere that points a name of its own here cannot read the run through the visitor's browser. The
-page sets all texts as text, never as HTML, and the content policy forbids scripts from anywhere but here.
+Listens on loopback by default, because samples are private. The Host header of a request must be a name of this machine
+or an address. This stops DNS rebinding: a foreign web page could otherwise read the run through the visitor's browser.
+The page sets all texts as text, never as HTML, and the content policy forbids scripts from other origins.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from slime.board.run_data import RunData, SampleQuery
 from slime.utils.errors import DataError
-
-__all__ = ["OwnHost", "make_app", "serve"]
 
 _STATIC = Path(__file__).with_name("static")
 _POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -98,7 +96,9 @@ def serve(data: RunData, host: str, port: int) -> None:
 
 
 class OwnHost:
-    """Refuses requests for other names. Starlette's own middleware cannot say "any address"."""
+    """Refuses requests with a foreign Host header."""
+
+    # starlette's TrustedHostMiddleware cannot allow "any address"
 
     def __init__(self, app: ASGIApp, names: Set[str]) -> None:
         self._app = app
@@ -108,7 +108,7 @@ class OwnHost:
         if self._is_own(Headers(scope=scope).get("host", "")):
             await self._app(scope, receive, send)
         else:
-            await Response("this is no name of this machine", 400)(scope, receive, send)
+            await Response("the Host header is not a name of this machine", 400)(scope, receive, send)
 
     def _is_own(self, header: str) -> bool:
         try:
@@ -141,7 +141,7 @@ def _finite(value: Any) -> Any:
 
 
 def _query(values: Mapping[str, str]) -> SampleQuery:
-    """The query of a URL; an empty value is no condition."""
+    """The query of a URL; empty values are ignored."""
     found: dict[str, Any] = {}
     for item in dataclasses.fields(SampleQuery):
         text = values.get(item.name, "")
@@ -164,7 +164,7 @@ def _query(values: Mapping[str, str]) -> SampleQuery:
 
 def _kind(text: str) -> Any:
     if text not in ("rollout", "eval"):
-        raise DataError(f"kind={text}: it is rollout or eval")
+        raise DataError(f"kind={text}: must be rollout or eval")
     return text
 
 
@@ -175,7 +175,7 @@ def _whole(name: str, values: Mapping[str, str]) -> int:
     except ValueError:
         number = _LARGEST
     if abs(number) >= _LARGEST:
-        raise DataError(f"{name}={text[:50]}: it is a whole number below 2**31")
+        raise DataError(f"{name}={text[:50]}: must be a whole number below 2**31")
     return number
 
 
@@ -183,4 +183,4 @@ def _real(name: str, text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise DataError(f"{name}={text}: it is a number") from None
+        raise DataError(f"{name}={text}: must be a number") from None

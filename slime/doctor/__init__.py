@@ -16,7 +16,7 @@ Status = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what was looked at, what was found, and how to repair it."""
+    """One line of the output: the subject, its value, and a fix."""
 
     status: Status
     what: str
@@ -26,12 +26,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Situation:
-    """What a check may look at.
+    """The input of a check.
 
     Attributes:
-        args: the resolved train command; None when none was given or it cannot be read.
-        problems: what the command line's own checks found.
-        is_deep: slow checks run as well.
+        args: the resolved train command; None without a command, or if it is invalid.
+        problems: sentences from the checks of the command line.
+        is_deep: run slow checks, too.
     """
 
     args: Namespace | None = None
@@ -40,7 +40,7 @@ class Situation:
 
 
 Check = Callable[[Situation], Iterator[Finding]]
-"""Yields its findings; nothing where it does not apply."""
+"""Yields findings, or nothing if it does not apply."""
 
 
 def ok(what: str, value: str) -> Finding:

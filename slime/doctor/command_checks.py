@@ -1,4 +1,4 @@
-"""The command line and the functions that it names."""
+"""Checks of a train command: arguments, functions, checkpoint, tokenizer, data, disk space."""
 
 from __future__ import annotations
 
@@ -25,21 +25,9 @@ from slime.hooks.protocols import HOOKS
 from slime.models.shape import ModelShape
 from slime.utils.errors import DataError
 
-__all__ = [
-    "arguments",
-    "chat_template",
-    "disk_space",
-    "first_row",
-    "hooks",
-    "notices",
-    "resume",
-    "tokenizer",
-    "weights",
-]
-
 
 def arguments(situation: Situation) -> Iterator[Finding]:
-    """Every problem for which ``train.py`` would refuse to start."""
+    """Every problem that prevents ``train.py`` from starting."""
     for problem in situation.problems:
         yield fail("arguments", problem, "")
     if situation.args is not None and not situation.problems:
@@ -47,14 +35,14 @@ def arguments(situation: Situation) -> Iterator[Finding]:
 
 
 def notices(situation: Situation) -> Iterator[Finding]:
-    """What was guessed or dropped."""
+    """Warnings about guessed and ignored flags."""
     for notice in situation.args.notices if situation.args is not None else ():
         if notice.level == "warning":
             yield warn("arguments", f"{notice.flag}: {notice.text}", "")
 
 
 def hooks(situation: Situation) -> Iterator[Finding]:
-    """Every function that a flag names can be imported and takes what it will be called with."""
+    """Every function that a flag names can be imported, and accepts the arguments of its hook."""
     if situation.args is None:
         return
     problems = check_hooks(situation.args)
@@ -65,17 +53,15 @@ def hooks(situation: Situation) -> Iterator[Finding]:
         yield ok("functions", f"{', '.join(named)}: imported, signatures fit" if named else "slime's own")
 
 
-# The checkpoint: complete, not truncated, and the one that the flags resume from.
-
 _INDEX = "model.safetensors.index.json"
 _DOWNLOAD = "download it again: hf download <model> --local-dir {0}"
 
 
 def weights(situation: Situation) -> Iterator[Finding]:
-    """Every file of the index is there and as long as its header says."""
+    """Every file of the index exists and is complete."""
     path = situation.args.hf_checkpoint if situation.args is not None else None
     if path is None or not Path(path).is_dir():
-        return  # the arguments' own checks say so
+        return  # reported by the checks of the arguments
     root, fix = Path(path), _DOWNLOAD.format(path)
     try:
         files = _files(root)
@@ -98,7 +84,7 @@ def weights(situation: Situation) -> Iterator[Finding]:
 
 def resume(situation: Situation) -> Iterator[Finding]:
     """Which checkpoint training would start from."""
-    from slime.backends.megatron_utils.arguments import CheckpointArgs
+    from slime.backends.training.arguments import CheckpointArgs
     from slime.backends.training.checkpoint_source import find_start
     from slime.config.groups import from_args
     from slime.utils.errors import ConfigError
@@ -116,7 +102,7 @@ def resume(situation: Situation) -> Iterator[Finding]:
 
 
 def _files(root: Path) -> list[str]:
-    """Weight files by the index; without one, those that are there."""
+    """Weight files of the index; without an index, all safetensors files."""
     if not (root / _INDEX).is_file():
         return sorted(file.name for file in root.glob("*.safetensors"))
     index = json.loads((root / _INDEX).read_text(encoding="utf-8"))
@@ -124,7 +110,7 @@ def _files(root: Path) -> list[str]:
 
 
 def _is_whole(file: Path) -> bool:
-    """Whether the header can be read, and the tensors that it names end where the file does."""
+    """Whether the header is readable and matches the length of the file."""
     try:
         with safe_open(file, framework="np"):
             return True
@@ -135,8 +121,6 @@ def _is_whole(file: Path) -> bool:
 def _listed(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
-
-# Tokenizer, chat template, and the first row of every prompt file.
 
 _TEXT = "2 + 2 = 4, isn't it?\n\tüber 你好"
 _WORD = "2 + 2"
@@ -158,7 +142,7 @@ def tokenizer(situation: Situation) -> Iterator[Finding]:
     if vocab is not None and len(words) > vocab:
         value = f"{len(words)} tokens, but the model has {vocab} rows"
         yield fail("tokenizer", value, "the tokenizer belongs to another checkpoint")
-    elif _WORD not in back:  # transformers makes up an empty tokenizer where the files are missing
+    elif _WORD not in back:  # without its files, transformers returns an empty tokenizer
         value = f"{type(words).__name__} of {len(words)} tokens does not know the text {_WORD!r}"
         yield fail(
             "tokenizer", value, "copy tokenizer.json, or the files of the tokenizer's class, into the checkpoint"
@@ -172,7 +156,7 @@ def tokenizer(situation: Situation) -> Iterator[Finding]:
 
 
 def chat_template(situation: Situation) -> Iterator[Finding]:
-    """The template renders, where prompts go through it."""
+    """The chat template renders, if prompts use it."""
     args = situation.args
     if args is None or not args.apply_chat_template or not _has_checkpoint(args):
         return
@@ -191,7 +175,7 @@ def chat_template(situation: Situation) -> Iterator[Finding]:
 
 
 def first_row(situation: Situation) -> Iterator[Finding]:
-    """The first row has the keys that the flags name. Later rows are the data source's business."""
+    """The first row has the keys that the flags name. The data source checks later rows."""
     args = situation.args
     if args is None:
         return
@@ -208,7 +192,7 @@ def _row(what: str, path: str, args: Namespace) -> Iterator[Finding]:
         yield fail(what, str(error), "")
         return
     if row is None:
-        yield fail(what, f"{path}: there is no row in it", "")
+        yield fail(what, f"{path}: has no rows", "")
         return
     has = f"the first row of {Path(path).name} has {', '.join(map(str, row))}"
     if prompt_key_of(row, args.input_key) is None:
@@ -223,13 +207,11 @@ def _has_checkpoint(args: Namespace) -> bool:
     return args.hf_checkpoint is not None and Path(args.hf_checkpoint).is_dir()
 
 
-# Room on disk for what the run writes.
-
 _SPARE = 1024**3
 
 
 def disk_space(situation: Situation) -> Iterator[Finding]:
-    """Every place that is written to can be, and holds two of the largest thing written there (the old, the new)."""
+    """Every output folder is writable, and has room for two of its largest output (the old and the new one)."""
     if situation.args is None:
         return
     shape: ModelShape | None
@@ -240,7 +222,7 @@ def disk_space(situation: Situation) -> Iterator[Finding]:
     for place, outputs in _by_place(plan_files(situation.args, shape)).items():
         what = " and ".join(dict.fromkeys(output.what for output in outputs))
         if any(f"{place} cannot be written" in problem for problem in situation.problems):
-            continue  # named with its flag already
+            continue  # already reported with its flag
         if not os.access(place, os.W_OK):
             yield fail("disk", f"{place} cannot be written ({what})", "name another folder, or change its rights")
             continue

@@ -1,4 +1,4 @@
-"""``slime doctor ledger``: was a prompt lost or trained on twice? Called by ``slime.cli``."""
+"""``slime doctor ledger``: finds prompts that were lost or trained on twice. Called by ``slime.cli``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import IO
 
 from slime.data.ledger import LEDGER, Audit, audit, format_numbers, ledger_path, read_ledger
 from slime.utils.errors import DataError
-
-__all__ = ["examine_ledger", "find_ledger"]
 
 _EXAMPLES = 5
 
@@ -34,7 +32,7 @@ def find_ledger(path: Path) -> Path:
 
 
 def _named_by_run(progress: Path) -> Path | None:
-    """What the run's file of its progress says; None without one, or while it cannot be read."""
+    """The ledger that the run's progress file names; None if it names none or is unreadable."""
     try:
         named = json.loads(progress.read_text(encoding="utf-8"))["ledger"]
     except (OSError, ValueError, LookupError, TypeError):
@@ -43,10 +41,10 @@ def _named_by_run(progress: Path) -> Path | None:
 
 
 def examine_ledger(path: Path, stream: IO[str] | None = None) -> int:
-    """Print what became of the prompts.
+    """Print the fate of all prompts.
 
     Returns:
-        0 when none was lost and none was trained on twice; 1 otherwise, or when that cannot be known.
+        0 if no prompt was lost or trained on twice; 1 otherwise, or if it is unknown.
     """
     stream = stream or sys.stdout
     found = find_ledger(path)
@@ -54,7 +52,7 @@ def examine_ledger(path: Path, stream: IO[str] | None = None) -> int:
     result = audit(entries)
     print(f"{found}: {_summary(result)}", file=stream)
     if num_unreadable:
-        print(f"  {num_unreadable} unreadable line(s), as a process leaves that is killed while it writes", file=stream)
+        print(f"  {num_unreadable} unreadable line(s), left by a process that was killed while writing", file=stream)
     if result.lost:
         _list("LOST", dict(sorted(result.lost.items())), stream)
     if result.twice:

@@ -18,18 +18,6 @@ from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 from slime.utils.net import FIRST_SERVICE_PORT, is_port_free
 
-__all__ = [
-    "device",
-    "device_works",
-    "imports",
-    "memory",
-    "open_files",
-    "packages",
-    "ports",
-    "python_version",
-    "shared_memory",
-]
-
 _OLDEST, _TOO_NEW = (3, 11), (3, 14)
 _MIN_OPEN_FILES = 4096
 _GOOD_OPEN_FILES = 65536
@@ -44,7 +32,7 @@ _RUN_BYTES = 1400 * _MIB
 """Driver, Data Buffer, rollout manager, router, Ray, and the process that engines are forked from."""
 _RANK_BYTES = 400 * _MIB
 _ENGINE_BYTES = 690 * _MIB
-"""Of every device of an engine: scheduler, HTTP process, detokenizer, Ray's actor."""
+"""Per device of an engine: scheduler, HTTP process, detokenizer, Ray actor."""
 
 
 def python_version(situation: Situation, version: tuple[int, ...] = sys.version_info[:3]) -> Iterator[Finding]:
@@ -92,7 +80,7 @@ def device(situation: Situation) -> Iterator[Finding]:
     if mode == "cuda" and not has_driver:
         yield fail("device", f"cuda mode, torch {torch}, but no GPU driver", "load it, or set SLIME_ACCELERATOR=cpu")
     elif mode == "cpu" and has_driver:
-        fix = "install a CUDA build of torch, or set SLIME_ACCELERATOR=cpu to say that this is meant"
+        fix = "install a CUDA build of torch, or set SLIME_ACCELERATOR=cpu if this is intended"
         meant = os.environ.get("SLIME_ACCELERATOR") == "cpu"
         yield (
             ok("device", f"cpu by SLIME_ACCELERATOR, torch {torch}")
@@ -104,7 +92,7 @@ def device(situation: Situation) -> Iterator[Finding]:
 
 
 def memory(situation: Situation) -> Iterator[Finding]:
-    """Host memory against what the processes of the run hold, in CPU mode."""
+    """Host memory against the memory of the run's processes in CPU mode."""
     import psutil
 
     free = psutil.virtual_memory().available
@@ -117,8 +105,7 @@ def memory(situation: Situation) -> Iterator[Finding]:
 
 
 def _cpu_bytes(situation: Situation) -> int:
-    """Without a GPU every process of the run holds its share of the model in host memory, beside Python and its
-    libraries. 0 where that is unknown."""
+    """Host memory of a run without GPUs: shares of the model, Python and its libraries. 0 if unknown or with GPUs."""
     from slime.config.plan.build import build
 
     if situation.args is None or not accelerator.current().is_cpu:
@@ -141,11 +128,11 @@ def open_files(situation: Situation) -> Iterator[Finding]:
 
 
 def shared_memory(situation: Situation) -> Iterator[Finding]:
-    """Ray's object store lives in /dev/shm; where that is too small Ray falls back to disk, many times slower."""
+    """Room for Ray's object store in /dev/shm; if it is too small, Ray falls back to the disk, which is far slower."""
     import psutil
 
     if not _SHM.is_dir():
-        yield fail("shared memory", "there is no /dev/shm", "mount a tmpfs there: Ray's object store lives in it")
+        yield fail("shared memory", "/dev/shm is missing", "mount a tmpfs there for Ray's object store")
         return
     state = os.statvfs(_SHM)
     free = state.f_bavail * state.f_frsize
@@ -161,7 +148,7 @@ def shared_memory(situation: Situation) -> Iterator[Finding]:
 
 
 def ports(situation: Situation) -> Iterator[Finding]:
-    """Ports of the engines and, where one is named, of the router."""
+    """Ports of the engines, and of the router if --sglang-router-port is given."""
     args = situation.args
     values = vars(args) if args is not None else {}
     per_engine = values.get("rollout_num_gpus_per_engine") or 1
@@ -171,13 +158,15 @@ def ports(situation: Situation) -> Iterator[Finding]:
     free = len(list(itertools.islice((port for port in span if is_port_free("0.0.0.0", port)), needed)))
     if free < min(needed, len(span)):
         taken = f"{free} free ports from {span.start} to {span.stop - 1}, {num_engines} engines need {needed}"
-        yield fail("ports", taken, "end what listens there: ss -ltnp")
+        yield fail("ports", taken, "end the processes that listen there: ss -ltnp")
     else:
         yield ok("ports", f"at least {free} free from {span.start} for {num_engines} engines")
     router_port, address = values.get("sglang_router_port"), values.get("sglang_router_ip")
     if router_port is not None and address is None and not is_port_free("0.0.0.0", router_port):
         yield fail(
-            "router port", f"--sglang-router-port {router_port} is in use", "leave it out, or end what listens there"
+            "router port",
+            f"--sglang-router-port {router_port} is in use",
+            "leave it out, or end the process that listens there",
         )
 
 
@@ -188,7 +177,7 @@ def _version(package: str) -> str:
         return "missing"
 
 
-# Slow checks, behind ``--deep``: the engines can be imported, the device computes. Each in its own process.
+# Slow checks, only with ``--deep``. Each runs in a new process.
 
 _MODULES = ("torch", "transformers", "ray", "sglang.srt.server_args", "megatron.core", "sglang_router")
 _TIMEOUT_S = 300.0

@@ -1,4 +1,4 @@
-"""Why trainer and engine give the same tokens different log-probs: one cause, in one sentence.
+"""Diagnosis: why trainer and engine give the same tokens different log-probs. One cause, in one sentence.
 
     mask         trained tokens that no engine sampled
     tokens       the trainer saw other tokens than the engine: shifted, tokenized again, another beginning
@@ -8,9 +8,9 @@
     routing      near ties between experts were decided differently
     precision    rounding
 
-A referee, the same model in transformers, computes what the log-probs should be; each cause predicts in its own way how
-the engine would then depart from it, and the prediction that fits names the cause. Without a referee the pattern of the
-differences alone decides, which is less certain. Called by ``slime doctor mismatch``.
+A referee, the same model in transformers, computes the correct log-probs. Each cause predicts a different deviation of
+the engine from them, and the prediction that fits names the cause. Without a referee only the pattern of the
+differences decides, which is less certain. Called by ``slime doctor mismatch``.
 """
 
 from __future__ import annotations
@@ -25,12 +25,10 @@ import torch
 
 from slime.doctor.mismatch_input import Opinion, Referee, Row
 
-__all__ = ["Cause", "Verdict", "diagnose"]
-
 Cause = Literal["none", "mask", "tokens", "temperature", "top-p", "weights", "routing", "precision"]
 
 _AGREE = 1e-3
-"""Mean |difference| in nats below which nothing needs an explanation."""
+"""Mean |difference| in nats that counts as agreement."""
 _EXPLAINED = 0.25
 """A prediction fits when it leaves less than this share of the difference."""
 _TEMPERATURES = tuple(round(0.3 + 0.05 * i, 2) for i in range(55))
@@ -45,7 +43,7 @@ class Verdict:
 
     Attributes:
         sentence: cause, side and number, for a person.
-        evidence: the figures behind it, by name; nats unless the name says otherwise.
+        evidence: figures by name, in nats unless the name has another unit.
     """
 
     cause: Cause
@@ -60,7 +58,7 @@ def diagnose(
 
     Args:
         rows: samples with the log-probs of both sides.
-        referee: the weights that should have generated them; None where nobody has them.
+        referee: the weights that should have generated them; None if they are not available.
         temperature: ``--rollout-temperature``: the trainer's log-probs are at this temperature.
         other: weights that the engine may have held instead, such as those of an earlier rollout.
     """
@@ -77,7 +75,7 @@ def diagnose(
     return Verdict(found.cause, found.sentence, evidence | found.evidence)
 
 
-# ---------------------------------------------------------------------------------------- what needs no referee
+# ---------------------------------------------------------------------------------------- without a referee
 
 
 def _mask(rows: Sequence[Row]) -> Verdict | None:
@@ -121,7 +119,7 @@ def _shift(rows: Sequence[Row]) -> Verdict | None:
 
 
 def _prefix(rows: Sequence[Row], size: float) -> Verdict | None:
-    """Both agree up to some token of a response and never again after it: the context is another one from there on."""
+    """Both agree up to some token of a response and never after it, so the contexts differ from there on."""
     tolerance = max(_AGREE, size / 20)
     lengths = []
     for row in rows:
@@ -145,7 +143,7 @@ def _prefix(rows: Sequence[Row], size: float) -> Verdict | None:
 
 
 def _precision(difference: torch.Tensor) -> Verdict | None:
-    """Rounding is small, and as often up as down."""
+    """Rounding errors are small and have no direction."""
     size, bias = _mean(difference), abs(float(difference.mean()))
     if size > 0.05 or bias > 0.5 * size:
         return None
@@ -159,7 +157,7 @@ def _precision(difference: torch.Tensor) -> Verdict | None:
 
 def _weights_by_elimination(rows: Sequence[Row], referee: Referee | None, size: float) -> Verdict:
     versions = sorted({version for row in rows for version in row.versions})
-    held = f" (the samples say weight version {', '.join(versions)})" if versions else ""
+    held = f" (the samples have weight version {', '.join(versions)})" if versions else ""
     sure = "" if referee is None else ", and no other cause explains it"
     return Verdict(
         "weights",
@@ -168,7 +166,7 @@ def _weights_by_elimination(rows: Sequence[Row], referee: Referee | None, size: 
     )
 
 
-# ---------------------------------------------------------------------------------------- what a referee can tell
+# ------------------------------------------------------------------------------------------- with a referee
 
 
 def _with_referee(
@@ -206,7 +204,7 @@ def _with_referee(
 
 def _trainer_is_off(off_trainer: float, off_engine: float) -> Verdict | None:
     if off_engine > 0.5 * off_trainer:
-        return None  # the referee holds weights of neither: it has nothing to say
+        return None  # the referee has other weights than both: it cannot decide
     return Verdict(
         "weights",
         f"The trainer is the one that is off: {off_trainer:.2f} nats from the model's own log-probs, the engine "
@@ -215,13 +213,13 @@ def _trainer_is_off(off_trainer: float, off_engine: float) -> Verdict | None:
 
 
 Prediction = Callable[[Row, Opinion], torch.Tensor]
-"""What one side's column would be, ``[R]``, if a cause were true."""
+"""(row, opinion) -> the engine's log-probs ``[R]`` if a cause were true."""
 
 
 def _predictions(
     referee: Referee, other: Referee | None, temperature: float
 ) -> Iterator[tuple[str, Prediction, Verdict]]:
-    """What the engine would have returned, cause by cause, and what to say if it fits."""
+    """For each cause: its name, the engine's log-probs under it, and the verdict if they fit."""
     for value in _TEMPERATURES:
         if abs(value - temperature) > 0.01:
             sentence = (

@@ -13,14 +13,12 @@ from pathlib import Path
 from slime.observability.run_info import FILE, read_run_info
 from slime.utils.errors import DataError
 
-__all__ = ["mismatch"]
-
 
 def mismatch(words: Sequence[str]) -> int:
-    """Print why trainer and engine disagree.
+    """The command ``slime doctor mismatch``: print the cause of the difference.
 
     Returns:
-        0 when they agree or differ by rounding only, 1 when there is a cause to repair, 2 for what cannot be read.
+        0 if they agree or differ by rounding only, 1 if there is a cause to repair, 2 if the input is unreadable.
     """
     options = _parse(words)
     from slime.doctor.mismatch import diagnose
@@ -49,8 +47,8 @@ def mismatch(words: Sequence[str]) -> int:
 def _parse(words: Sequence[str]) -> Namespace:
     parser = argparse.ArgumentParser(
         prog="slime doctor mismatch",
-        description="Why do the log-probs of trainer and engine differ? Weights, tokens, mask, temperature, top-p, "
-        "routing or precision: one sentence, and the figures behind it.",
+        description="Find out why the log-probs of trainer and engine differ: weights, tokens, mask, temperature, "
+        "top-p, routing or precision. Prints one sentence and its figures.",
     )
     parser.add_argument("dump", type=Path, help="folder of a run, or a file of --save-debug-train-data")
     parser.add_argument("--rollout", type=int, help="of a run's folder; default: the last one that was trained on")
@@ -70,12 +68,12 @@ def _parse(words: Sequence[str]) -> Namespace:
 def _count(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}: it is at least 1")
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
     return number
 
 
 def _settings(options: Namespace, version: int) -> tuple[str | None, float]:
-    """(checkpoint of the referee, temperature): as given, else as the run says.
+    """(checkpoint of the referee, temperature): from the options, else from the run.
 
     Args:
         version: weights that generated the samples: the number of rollouts they were trained on.
@@ -84,7 +82,7 @@ def _settings(options: Namespace, version: int) -> tuple[str | None, float]:
     if options.dump.is_dir() and (options.dump / FILE).is_file():
         info = read_run_info(options.dump)
         template = info.settings.get("save_hf") or ""
-        is_kept = "{rollout_id" in template  # else the export is that of a later rollout
+        is_kept = "{rollout_id" in template  # else a later rollout has overwritten it
         saved = info.resolved(template.format(rollout_id=version - 1)) if is_kept and version else None
         is_saved = saved is not None and (Path(saved) / "config.json").is_file()
         checkpoint = checkpoint or (saved if is_saved else info.resolved(info.hf_checkpoint))

@@ -1,4 +1,4 @@
-"""Samples with the log-probs of trainer and engine, from what a run left on disk. Read by ``mismatch``."""
+"""Input of the mismatch diagnosis: recorded samples with both log-probs, and the referee model."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from slime.observability.run_info import read_run_info
 from slime.observability.sample_record import FOLDER, read_rows, record_file, train_files
 from slime.utils.errors import DataError
 
-__all__ = ["Opinion", "Referee", "Row", "read_rows_of"]
-
 
 @dataclass(frozen=True)
 class Row:
@@ -26,7 +24,7 @@ class Row:
     Attributes:
         tokens: prompt and response ids, ``[L]``.
         num_prompt: of the prompt.
-        mask: True where the loss is, ``[R]``.
+        mask: True for tokens with loss, ``[R]``.
         all_trainer: log-probs of the response tokens by the trainer, ``[R]``, natural log.
         all_engine: the same by the engine.
         versions: weight versions that the engine reported.
@@ -66,13 +64,13 @@ def read_rows_of(path: Path, rollout: int | None, limit: int) -> list[Row]:
         limit: most samples.
 
     Raises:
-        DataError: nothing there that has the log-probs of both sides.
+        DataError: no sample has the log-probs of both sides.
     """
     rows = list(_of_run(path, rollout) if path.is_dir() else _of_dump(path))
     if not rows:
         raise DataError(
-            f"{path}: no sample has log-probs of trainer and engine. Those of the trainer are there when the run is "
-            "started with --use-rollout-entropy; those of the engine when a custom generate function hands them to "
+            f"{path}: no sample has log-probs of trainer and engine. A run has those of the trainer with "
+            "--use-rollout-entropy, and those of the engine if its custom generate function passes them to "
             "Sample.append_response_tokens."
         )
     return rows[:limit]
@@ -104,13 +102,13 @@ def _of_dump(path: Path) -> Iterable[Row]:
     try:
         samples = load_saved(path)["samples"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is no file of --save-debug-train-data: {error}") from None
+        raise DataError(f"{path} is not a file of --save-debug-train-data: {error}") from None
     for sample in samples:
         yield from _row(sample["tokens"], sample["loss_masks"], sample, sample.get("weight_versions"))
 
 
 def _row(tokens: Any, mask: Any, columns: Mapping[str, Any], versions: Any) -> Iterable[Row]:
-    """One row, or none where a side is missing or nothing is trained."""
+    """One row; none if one side is missing or no token is trained."""
     if columns.get("log_probs") is None or columns.get("rollout_log_probs") is None:
         return
     kept = torch.as_tensor(mask).bool()
@@ -125,12 +123,9 @@ def _row(tokens: Any, mask: Any, columns: Mapping[str, Any], versions: Any) -> I
         )
 
 
-# The referee of ``slime doctor mismatch``: the model in transformers, one sample at a time, in float32.
-
-
 @dataclass(frozen=True)
 class Opinion:
-    """What the model says about one response.
+    """The model's distributions for one response.
 
     Attributes:
         logits: of the distributions that the response tokens were drawn from, ``[R, V]``, float32.
@@ -148,8 +143,8 @@ class Opinion:
         return self._chosen(torch.log_softmax(self.logits.double() / temperature, -1))
 
     def nucleus(self, temperature: float, share: float) -> torch.Tensor:
-        """The same where only the most likely tokens that make up ``share`` can be drawn; a token outside of them
-        keeps its own."""
+        """Log-probs if only the most likely tokens with a total of ``share`` can be drawn, ``[R]``; tokens outside of
+        this nucleus keep theirs."""
         log_probs = torch.log_softmax(self.logits.double() / temperature, -1)
         ranked, order = log_probs.exp().sort(-1, descending=True)
         is_kept = ranked.cumsum(-1) - ranked < share  # up to the one that reaches the share
@@ -163,7 +158,7 @@ class Opinion:
 
 
 class Referee:
-    """A Hugging Face checkpoint that gives opinions."""
+    """A Hugging Face model that computes log-probs in float32, one sample at a time."""
 
     def __init__(self, model: Any, checkpoint: str) -> None:
         self._model = model
@@ -190,10 +185,12 @@ class Referee:
         experts = getattr(self._model.config, "num_experts_per_tok", None)
         extra = {"output_router_logits": True} if experts else {}
         output = self._model(input_ids=ids, **extra)
-        places = slice(row.num_prompt - 1, len(row.tokens) - 1)  # the place before a token is where it was drawn
+        places = slice(row.num_prompt - 1, len(row.tokens) - 1)  # logits at a position predict the next token
         router = getattr(output, "router_logits", None)
         margin = None
-        if router and experts is not None and experts < router[0].shape[-1]:  # all experts leave nothing to choose
+        if (
+            router and experts is not None and experts < router[0].shape[-1]
+        ):  # with all experts chosen, there is no margin
             margin = _margin(router, experts)[places]
         return Opinion(output.logits[0, places].float(), ids[0, row.num_prompt :], margin)
 

@@ -14,8 +14,6 @@ from rich.table import Table
 
 from slime.doctor import Check, Finding, Situation, command_checks, machine_checks
 
-__all__ = ["examine", "exit_status", "render", "render_json"]
-
 CHECKS: tuple[Check, ...] = (
     machine_checks.python_version,
     machine_checks.packages,
@@ -42,24 +40,24 @@ _WIDTH = 100
 
 
 def examine(situation: Situation, checks: Sequence[Check] = CHECKS) -> list[Finding]:
-    """All findings. A check that itself breaks is a finding too: the others still run."""
+    """All findings. A check that raises is a finding, too, and the others still run."""
     findings: list[Finding] = []
     for check in checks:
         try:
             findings += check(situation)
-        except Exception as error:  # a check looks at foreign files and machines; one surprise must not hide the rest
+        except Exception as error:  # checks read arbitrary files and machines: one surprise must not hide the rest
             name = check.__name__.replace("_", " ")
             findings.append(Finding("fail", name, f"the check itself failed: {type(error).__name__}: {error}"))
     return findings
 
 
 def exit_status(findings: Iterable[Finding]) -> int:
-    """1 when something fails."""
+    """1 if a check failed, else 0."""
     return int(any(finding.status == "fail" for finding in findings))
 
 
 def render(findings: Sequence[Finding], stream: IO[str] | None = None) -> None:
-    """One line per finding, the fix below those that are not well."""
+    """Print one line per finding, with the fix below problems."""
     stream = stream or sys.stdout
     console = Console(file=stream, width=_WIDTH, highlight=False, no_color=not stream.isatty(), emoji=False)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)

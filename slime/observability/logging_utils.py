@@ -1,8 +1,8 @@
 """Process-wide logging set-up, and the public tracking verbs that custom drivers call.
 
 ``configure_logger`` is called once per process by the drivers and every actor. ``init_tracking``, ``log`` and
-``finish_tracking`` are thin accessors over one :class:`~slime.observability.tracking.Tracker`; the loop of slime owns
-its tracker and does not come here.
+``finish_tracking`` access one process-wide :class:`~slime.observability.tracking.Tracker`. The loop of slime owns its
+tracker and does not use them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class _Collector:
 
 @contextmanager
 def collecting() -> Iterator[dict[str, Any]]:
-    """Keep what the block logs, without its steps, instead of writing it.
+    """Collect the metrics that the block logs, without their steps, instead of writing them.
 
     For functions of the user that run in a process other than the driver's: the caller sends the metrics there.
     """

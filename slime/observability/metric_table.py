@@ -1,15 +1,14 @@
-"""Every metric that slime logs: what it says, its unit, and how single values become the one that is logged.
+"""Every metric that slime logs: its meaning, its unit, and its reduction over tokens, samples and ranks.
 
-The one list of their names; ``docs/metrics.md`` is generated from it (``tools/make_metrics_docs.py``), and tests hold
-what runs log against it. ``*`` in a name stands for what depends on the run: a data set, a reason, a category.
+The only list of metrics. To add one, add a row. ``docs/metrics.md`` is generated from the rows
+(``tools/make_metrics_docs.py``), the board shows unit and meaning next to the curve, and tests fail if a run logs a
+metric without a row. ``*`` in a name is the part that depends on the run: a data set, a reason, a category.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-
-__all__ = ["METRICS", "MetricEntry", "describe"]
 
 
 @dataclass(frozen=True)
@@ -229,6 +228,6 @@ METRICS: tuple[MetricEntry, ...] = (*_TRAIN, *_ROLLOUT, *_EVAL, *_PERF)
 
 
 def describe(name: str) -> MetricEntry | None:
-    """The entry of a metric; the first that fits. None for what a user's function logs."""
+    """The entry of a metric; the first that fits. None for metrics of users' functions."""
     exact = (entry for entry in METRICS if entry.name == name)
     return next(exact, None) or next((entry for entry in METRICS if fnmatchcase(name, entry.name)), None)

@@ -1,4 +1,4 @@
-"""Arithmetic on lists of numbers and texts behind the metrics. Standard library only."""
+"""Arithmetic on lists of numbers and texts for metrics, and metrics of single requests. Standard library only."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def compute_pass_rate(
         flat_rewards: rewards of ``num_groups`` prompts, ``group_size`` consecutive samples each.
 
     Returns:
-        ``{"pass@1": ...}``, empty for groups of one sample, where it would be the mean reward again.
+        ``{"pass@1": ...}``, empty for groups of one sample, because it would repeat the mean reward.
     """
     if group_size == 1:
         return {}
@@ -102,22 +102,18 @@ def compression_ratio(
 
 
 def has_repetition(text: str) -> bool:
-    """Whether the end of a long text says the same thing again and again."""
+    """Whether the end of a long text repeats itself."""
     if len(text) <= _REPETITION_WINDOW:
         return False
     return compression_ratio(text[-_REPETITION_WINDOW:])[0] > _REPETITION_RATIO
 
 
 def compute_rollout_step(args: Namespace | Any, rollout_id: int) -> int:
-    """Where a rollout stands on its axis: its number, or the number of optimizer steps before it."""
+    """The place of a rollout on its axis: its number, or the number of optimizer steps before it."""
     if args.wandb_always_use_train_step:
         return int(rollout_id * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size)
     return rollout_id
 
-
-# Metrics of single requests, from the traces of the samples: latency, queue, speed, phases of separated engines.
-#
-# Called by ``rollout_metrics``. Reads the plain dicts that ``trace_utils`` writes.
 
 _REQUESTS = ("sglang_generate", "sglang_generate_stream")
 _OF_REQUEST = {
@@ -134,12 +130,12 @@ _PHASE = "sglang_pd_"
 
 
 def request_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Statistics over all finished requests of the samples, without prefix; empty where nothing was traced."""
+    """Statistics over all finished requests of the samples, without prefix; empty without traces."""
     found: dict[str, list[float]] = defaultdict(list)
     count = profiled = 0
     for event in _events(samples):
         kind = event["type"]
-        if kind == "span_start":  # half of all events; what is measured is at the end
+        if kind == "span_start":  # half of all events; measurements are at the end of a span
             continue
         attrs, name = event.get("attrs", {}), event["name"]
         if kind == "span_end" and name in _REQUESTS:
@@ -165,7 +161,7 @@ def request_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _events(samples: Sequence[Sample]) -> Iterator[Mapping[str, Any]]:
-    """Every trace once: the samples of one execution may share theirs."""
+    """Events of every trace once: the samples of one execution may share a trace."""
     seen: set[int] = set()
     for sample in samples:
         trace = getattr(sample, "trace", None)

@@ -1,4 +1,4 @@
-"""Profiles of the trainer: where the time goes (torch profiler) and where the memory goes (allocator history, memray).
+"""Profiles of the trainer: time (torch profiler) and memory (allocator history, memray).
 
     begin()             after the process groups exist
     section(name)       around a pass that --profile-target may name
@@ -25,8 +25,6 @@ from slime.observability.tracking import run_directory
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 
-__all__ = ["Section", "TrainProfiler"]
-
 logger = logging.getLogger(__name__)
 
 Section = Literal["train_actor", "train_log_probs"]
@@ -35,7 +33,7 @@ _HISTORY_ENTRIES = 1_000_000
 
 
 class TrainProfiler:
-    """What the flags ask for, on one rank.
+    """The profiles that the flags request, on one rank.
 
     ``--profile-step-start`` and ``--profile-step-end`` count rollouts since the start of this process.
     """
@@ -77,7 +75,7 @@ class TrainProfiler:
             yield
 
     def end_rollout(self, rollout_id: int) -> None:
-        """A rollout was trained on. Traces and snapshots whose time has come are written here."""
+        """Count a trained rollout, and write the traces and snapshots that are due."""
         self._num_rollouts += 1
         if self._overall is not None:
             self._overall.step()

@@ -1,7 +1,7 @@
-"""What a rollout and an evaluation say about themselves: lengths, rewards, truncation, speed.
+"""Metrics of a rollout and of an evaluation: lengths, rewards, truncation, speed.
 
-Called by the rollout manager, which sends the metrics to the driver, where the trackers are. A function of the user may
-take the place of all of them. Knows samples only.
+Called by the rollout manager, which sends the metrics to the driver and its trackers. A user's function may replace all
+of them. Reads samples only.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def log_rollout_data(
     """All metrics of one rollout, with their prefixes.
 
     Args:
-        rollout_extra_metrics: what the rollout function returned besides the samples; taken as it is.
+        rollout_extra_metrics: metrics that the rollout function returned, with their prefixes.
         rollout_time: seconds from the request to the last sample.
-        custom_log_func: ``--custom-rollout-log-function-path``. What it gives to ``logging_utils.log`` is in the
-            result; when it returns something true, the result holds nothing else.
+        custom_log_func: ``--custom-rollout-log-function-path``. Metrics that it passes to ``logging_utils.log`` are
+            in the result. If it returns a true value, the result holds nothing else.
     """
     logged: dict[str, Any] = {}
     is_done = False
@@ -66,7 +66,8 @@ def log_rollout_data(
         if is_done:
             return logged
     _check_reward_category(args, samples)
-    trained = [sample.effective_response_length for sample in samples]  # sums over all tokens: once
+    # computed once, because each length is a sum over all tokens
+    trained = [sample.effective_response_length for sample in samples]
     metrics = dict(rollout_extra_metrics or {})
     metrics |= dict_add_prefix(compute_metrics_from_samples(args, samples, trained), "rollout/")
     metrics |= dict_add_prefix(_correct_samples(args, samples), "rollout/")
@@ -85,7 +86,7 @@ def log_eval_rollout_data(
     extra_metrics: Mapping[str, Any] | None = None,
     custom_log_func: Callable[..., Any] | None = None,
 ) -> dict[str, Any]:
-    """The same for an evaluation, whose ``data`` are described at :func:`eval_metrics`."""
+    """All metrics of an evaluation, with their prefixes; :func:`eval_metrics` describes ``data``."""
     logged: dict[str, Any] = {}
     is_done = False
     if custom_log_func is not None:
@@ -143,7 +144,7 @@ def compute_perf_metrics_from_samples(
 
 
 def eval_metrics(args: Namespace, data: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """``eval/<dataset>...`` of what an evaluation function returned.
+    """``eval/<dataset>...`` from the result of an evaluation function.
 
     Args:
         data: ``{dataset: {"rewards": [...], "truncated"?: [...], "samples"?: [...]}}``, lists over samples.
@@ -178,15 +179,15 @@ def _numbers(name: str, rewards: Sequence[Any]) -> list[float]:
             numbers.append(float(reward))
         except (TypeError, ValueError):
             raise DataError(
-                f"evaluation set {name}: reward {position} is {reward!r}, which is no number: name the key of a reward "
-                "that is a dict with --eval-reward-key, or return numbers"
+                f"evaluation set {name}: reward {position} is {reward!r}, not a number: if rewards are dicts, "
+                "name the key with --eval-reward-key, or return numbers"
             ) from None
     return numbers
 
 
 @contextmanager
 def _excused(flag: str) -> Iterator[None]:
-    """What a user's log function raises is shown; our metrics are logged as if it had not been there."""
+    """Log the error of a user's log function instead of raising it: metrics of slime are logged in any case."""
     try:
         yield
     except Exception:
@@ -198,7 +199,7 @@ def _share(flags: Any) -> float:
 
 
 def _zero_std(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
-    """Prompt groups without a signal: all rewards equal. Counted by that reward."""
+    """Prompt groups without a signal (all rewards are equal), counted by that reward."""
     if find_estimator(args.advantage_estimator).needs_critic:  # its advantages do not compare siblings
         return {}
     groups: dict[Any, list[float]] = defaultdict(list)
@@ -211,7 +212,7 @@ def _zero_std(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _raw_reward(args: Namespace, sample: Sample) -> Any:
-    """What the grader said, before a user's shaping."""
+    """The grader's reward, before a user's shaping."""
     reward = sample.metadata.get("raw_reward") if sample.metadata else None
     return sample.get_reward_value(args) if reward is None else reward
 
@@ -233,7 +234,7 @@ def _correct_samples(args: Namespace, samples: Sequence[Sample]) -> dict[str, fl
 
 
 def _weight_version_lag(rollout_id: int, samples: Sequence[Sample]) -> dict[str, float]:
-    """How many rollouts the oldest weights that wrote into a sample are behind those it could have had."""
+    """Age of the oldest weights that wrote into a sample, in rollouts: 0 for the newest possible version."""
     oldest = [
         min(int(version) for version in sample.weight_versions)
         for sample in samples
@@ -244,7 +245,7 @@ def _weight_version_lag(rollout_id: int, samples: Sequence[Sample]) -> dict[str,
 
 
 def _token_counts(samples: Sequence[Sample], trained: Sequence[int], metrics: Mapping[str, Any]) -> dict[str, float]:
-    """What was generated for this rollout, and how much of it is of no use to the loss."""
+    """Generated tokens of this rollout, and the share of them without loss."""
     generated = sum(sample.response_length for sample in samples)
     if not generated:
         return {}
@@ -257,7 +258,7 @@ def _token_counts(samples: Sequence[Sample], trained: Sequence[int], metrics: Ma
 
 
 def _multi_turn(args: Namespace, samples: Sequence[Sample], trained: Sequence[int]) -> dict[str, float]:
-    """Lengths with and without what an environment wrote into the response, and numbers of turns."""
+    """Response lengths with and without the tokens of environments, and numbers of turns."""
     if not args.log_multi_turn or not samples:
         return {}
     raw = [sample.response_length for sample in samples]
@@ -278,7 +279,7 @@ def _extremes(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def _pass_rate(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
-    """pass@k of the training prompts whose group is complete; fan-out and dropped samples leave none."""
+    """pass@k of the training prompts with a complete group; fan-out and dropped samples make a group incomplete."""
     if not args.log_passrate:
         return {}
     groups: dict[Any, list[float]] = defaultdict(list)
@@ -290,7 +291,7 @@ def _pass_rate(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _speculation(samples: Sequence[Sample]) -> dict[str, float]:
-    """Counters are only filled when the engine speculates."""
+    """Metrics of speculative decoding; its counters are 0 without it."""
     if not any(sample.spec_info.spec_verify_ct for sample in samples):
         return {}
     return {
@@ -334,7 +335,7 @@ def _compute_top_p_kept_vocab_metrics(args: Namespace, all_samples: Sequence[Sam
         offsets = sample.rollout_top_p_token_offsets
         if offsets is None or sample.remove_sample:
             continue
-        # item by item a tensor takes many times as long
+        # converted at once: indexing a tensor item by item takes many times as long
         ends = offsets.tolist() if hasattr(offsets, "tolist") else offsets
         mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
         spans = zip(ends[:-1], ends[1:], mask, strict=True)

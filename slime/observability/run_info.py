@@ -1,6 +1,6 @@
-"""``run.json`` in the run's folder: the command that made it, so that the board and the replay know what they look at.
+"""``run.json`` in the run's folder: the command of the run, for the board, the replay and the doctor.
 
-Written once by the driver, through the tracker. Secrets of the command line are left out.
+Written once by the driver, through the tracker. Secrets of the command line are hidden.
 """
 
 from __future__ import annotations
@@ -18,19 +18,17 @@ from typing import Any
 from slime.utils.errors import DataError
 from slime.utils.files import replacing
 
-__all__ = ["FILE", "RunInfo", "hide_secrets", "hide_secrets_of_words", "read_run_info", "write_run_info"]
-
 FILE = "run.json"
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What is known about a run.
+    """The command of a run.
 
     Attributes:
         driver: ``train.py``, ``train_async.py``, or a user's own.
         argv: its arguments.
-        cwd: where it was started; relative paths of ``argv`` belong there.
+        cwd: its working directory, which relative paths of ``argv`` start from.
         started: unix seconds.
         hf_checkpoint: model and tokenizer.
         settings: resolved arguments that are plain values.
@@ -44,7 +42,7 @@ class RunInfo:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def resolved(self, path: str | None) -> str | None:
-        """A path of the command line, from wherever the reader was started; the name of a model in a hub stays."""
+        """``path`` made absolute from the run's directory if it exists there; names of models in a hub are kept."""
         if path is None or Path(path).is_absolute():
             return path
         place = Path(self.cwd) / path
@@ -52,7 +50,7 @@ class RunInfo:
 
 
 def write_run_info(run: Path, args: Namespace, argv: Sequence[str] | None = None) -> None:
-    """``argv`` is this process's own command line when it is left out. A resumed run writes the file again."""
+    """Write the file; a resumed run replaces it. ``argv`` defaults to the command line of this process."""
     words = list(sys.argv if argv is None else argv)
     settings = {name: hide_secrets(value, name) for name, value in vars(args).items() if _is_plain(value)}
     info = RunInfo(
@@ -63,7 +61,7 @@ def write_run_info(run: Path, args: Namespace, argv: Sequence[str] | None = None
         hf_checkpoint=getattr(args, "hf_checkpoint", None),
         settings=settings,
     )
-    with replacing(run / FILE) as partial:  # the board may be reading the one of the start before
+    with replacing(run / FILE) as partial:  # atomic: the board may read the old file now
         partial.write_text(json.dumps(asdict(info), indent=1), encoding="utf-8")
 
 
@@ -77,7 +75,9 @@ def read_run_info(run: Path) -> RunInfo:
     try:
         return RunInfo(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
-        raise DataError(f"{run} is no folder of a run: it holds no {FILE}; name <output-dir>/<experiment>.") from None
+        raise DataError(
+            f"{run} is not the folder of a run: it has no {FILE}; name <output-dir>/<experiment>."
+        ) from None
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
 
@@ -88,7 +88,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float | bool)
 
 
-# Keys and passwords among arguments: what a run writes about itself does not hold them.
+# Keys and passwords among arguments, which no file of a run may hold.
 #
 # Recognized by their name (a flag, an environment variable, an entry of a JSON object) and by their place in a URL.
 # Used wherever arguments are shown: ``run_info``, the W&B sink and the log-prob server.
@@ -102,7 +102,8 @@ _IN_URL = re.compile(r"(?<=://)[^/@\s\"']+(?=@)")
 
 
 def hide_secrets(value: Any, name: str = "") -> Any:
-    """``value`` of the argument ``name`` with ``***`` for every secret in it; of another type only where it is one."""
+    """``value`` of the argument ``name`` with ``***`` for every secret in it; values of another type are hidden if they
+    are a secret themselves."""
     if value is not None and value != "" and _NAME.search(name):
         return _HIDDEN
     match value:

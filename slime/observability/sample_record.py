@@ -1,12 +1,12 @@
-"""Samples of each rollout, kept in the run's folder so that a person can look at them while the run goes on.
+"""Samples of each rollout in the run's folder, readable while the run goes on.
 
     <run>/samples/rollout_000003.parquet      the first --record-samples samples, as generated and scored
     <run>/samples/eval_000003.parquet         the same of an evaluation
-    <run>/samples/train_000003_dp1.parquet    what the trainer made of them: log-probs, advantages, ... per token
+    <run>/samples/train_000003_dp1.parquet    the columns of the trainer: log-probs, advantages, ... per token
 
-Rows of the two kinds belong together where ``position`` is equal: the place of the sample in its rollout. The first is
-written by the rollout manager, the others by one rank of each data-parallel rank. Read by the run board, the replay
-and the doctor. A file appears complete or not at all, and a record that cannot be written stops no run.
+Rows of both kinds with the same ``position`` (the place of the sample in its rollout) belong together. The rollout
+manager writes the first kind, one rank of each data-parallel rank the other. Read by the board, the replay and the
+doctor. A file appears complete or not at all. A record that cannot be written does not end the run.
 """
 
 from __future__ import annotations
@@ -33,18 +33,6 @@ from slime.utils.files import replacing
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = [
-    "FOLDER",
-    "LIGHT",
-    "BackgroundWriter",
-    "read_rows",
-    "record_file",
-    "record_rollout",
-    "record_training",
-    "sample_of_row",
-    "train_files",
-]
-
 logger = logging.getLogger(__name__)
 
 FOLDER = "samples"
@@ -63,13 +51,13 @@ LIGHT = (
     "seconds",
     "snippet",
 )
-"""Columns of a table of samples: cheap to read for all of them."""
+"""Columns of the table of samples, cheap to read for all samples."""
 
 _SNIPPET_CHARS = 120
 _ARRAYS = ("tokens", "loss_mask", "rollout_log_probs", "weight_versions")
 _TEXTS = ("response", "prompt", "trace")
 _REPEATED = ("status", "weight_version", "prompt", "advantages.list.element", "returns.list.element")
-"""What is stored as a few different values; for the rest looking for them costs more than it saves."""
+"""Columns with few distinct values. For the others, building a dictionary costs more than it saves."""
 _JSON = json.JSONEncoder(skipkeys=True, default=lambda item: f"<{type(item).__name__}>")
 
 
@@ -95,7 +83,7 @@ def record_rollout(
     """Write the first ``limit`` samples, as they are now; nothing for 0.
 
     Args:
-        writer: who encodes and writes the file; None: it is written when this returns.
+        writer: encodes and writes the file in its thread; None: the file is written before this returns.
     """
     if limit > 0:
         path = record_file(run, kind, rollout_id)
@@ -112,7 +100,7 @@ def record_rollout(
 def record_training(
     run: Path, columns: Mapping[str, Any], *, rollout_id: int, limit: int, data_parallel_rank: int
 ) -> None:
-    """Write what this data-parallel rank knows about those of its samples that are among the first ``limit``.
+    """Write this data-parallel rank's columns for its samples among the first ``limit``.
 
     Args:
         columns: the rank's columns (``slime.data.columns``) with whole responses.
@@ -144,7 +132,7 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[dict[str
 
 
 def sample_of_row(row: Mapping[str, Any]) -> Sample:
-    """The sample that a row was made of, without what JSON cannot hold."""
+    """The sample of a row, without fields that JSON cannot hold."""
     fields = json.loads(row["rest"]) | {name: row[name] for name in ("index", "group_index", "status", *_ARRAYS)}
     fields |= {"response": row["response"], "response_length": row["response_length"]}
     fields["prompt"] = json.loads(row["prompt"])
@@ -155,7 +143,8 @@ def sample_of_row(row: Mapping[str, Any]) -> Sample:
 
 @contextlib.contextmanager
 def _excused(path: Path) -> Iterator[None]:
-    """Samples hold whatever a user's functions put there, and disks fill up: neither may end a run that goes well."""
+    """Log errors instead of raising them."""
+    # samples hold arbitrary objects of users' functions, and disks fill up: neither may end a healthy run
     try:
         yield
     except Exception as error:
@@ -168,7 +157,8 @@ def _write_excused(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def _forget_training(run: Path, rollout_id: int) -> None:
-    """A rollout that is made again, as after a restart, may come to other data-parallel ranks than before."""
+    """Delete the trainer's files of a rollout that is generated again."""
+    # after a restart, its samples may go to other data-parallel ranks than before
     for path in train_files(run, rollout_id):
         path.unlink(missing_ok=True)
 
@@ -194,17 +184,17 @@ def _row(position: int, sample: Sample, args: Namespace) -> dict[str, Any]:
         "response": _utf8(sample.response),
         "trace": _json(trace) if trace else None,
         "rest": _json(rest),
-        **{name: copy.copy(fields[name]) for name in _ARRAYS},  # what a user's function does to them comes later
+        **{name: copy.copy(fields[name]) for name in _ARRAYS},  # copied: a user's function may change them later
     }
 
 
 def _is_kept(value: Any) -> bool:
-    """Tensors, arrays and media are not: they are large, and a dump has them."""
+    """False for tensors, arrays and media: they are large, and --save-debug-rollout-data has them."""
     return value is None or isinstance(value, str | int | float | dict | list | tuple)
 
 
 def _json(value: Any) -> str:
-    # escapes keep what is no UTF-8, such as half of a surrogate pair; other keys than JSON's are left out
+    # escapes keep text that is not valid UTF-8, such as half of a surrogate pair; keys that JSON lacks are dropped
     return _JSON.encode(value)
 
 
@@ -272,24 +262,18 @@ def _write(path: Path, rows: list[dict[str, Any]], schema: pa.Schema) -> None:
         pq.write_table(table, partial, **options)
 
 
-# A thread that writes files while its process goes on: one job after the other, in the order in which they came.
-#
-#     caller                      thread                  what holds
-#     submit ──▶ queue of 8 ────▶ job()                   a full queue makes the caller wait, up to a deadline
-#     flush  ──────────────────▶ all jobs before it done  also at the exit of the process, SIGTERM's included
-#
-# Called by the rollout manager for its records. What a job raises is the job's own business: it is logged here and ends
-# nothing. A process that is killed with SIGKILL loses the jobs it had not come to.
-
-
 _ROOM = 8
-"""Jobs that may wait: rollouts that the disk may be behind before the run is slowed down."""
+"""Length of the queue: how many rollouts the disk may lag before the run waits for it."""
 _ROOM_TIMEOUT_S = 60.0
 _EXIT_TIMEOUT_S = 10.0
 
 
 class BackgroundWriter:
-    """The thread is started by the first job."""
+    """A thread that runs jobs in order, started by the first job.
+
+    The caller waits while the queue is full, up to a deadline. Errors of a job are logged. All jobs are done before the
+    process exits, also after SIGTERM. SIGKILL loses the jobs in the queue.
+    """
 
     def __init__(self, room: int = _ROOM) -> None:
         self._jobs: queue.Queue[Callable[[], object]] = queue.Queue(room)
@@ -297,10 +281,10 @@ class BackgroundWriter:
         self._thread: threading.Thread | None = None
 
     def submit(self, job: Callable[[], object], timeout_s: float = _ROOM_TIMEOUT_S) -> None:
-        """Have ``job`` done soon.
+        """Queue ``job``.
 
         Raises:
-            TimeoutError: the jobs before it have not been done for ``timeout_s`` seconds.
+            TimeoutError: the queue was full for ``timeout_s`` seconds.
         """
         self._start()
         try:
@@ -309,7 +293,7 @@ class BackgroundWriter:
             raise TimeoutError(f"{self._jobs.maxsize} files have waited for the disk for {timeout_s:g} s") from None
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until what was submitted before is done. Returns whether it is."""
+        """Wait for all earlier jobs. Returns whether they are done."""
         if self._thread is None:
             return True
         is_done = threading.Event()
@@ -323,7 +307,7 @@ class BackgroundWriter:
     def _start(self) -> None:
         with self._lock:
             if self._thread is None:
-                # a daemon, so that a disk that hangs cannot keep a process that has come to its end
+                # a daemon, so that a hanging disk cannot keep the process from exiting
                 self._thread = threading.Thread(target=self._work, name="background writer", daemon=True)
                 self._thread.start()
                 atexit.register(self._finish)

@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: one JSON object per record, for scripts and notebooks; needs no library and no viewer."""
+"""The destinations of metrics: ``metrics.jsonl``, the log, TensorBoard, and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -18,19 +18,17 @@ from typing import Any
 from slime.observability.run_info import hide_secrets
 from slime.utils.errors import ConfigError
 
-__all__ = ["AXES", "JsonlSink", "LogSink", "TensorboardSink", "WandbSink"]
-
 
 class JsonlSink:
     """Appends ``{"time": seconds, "step_key": "train/step", "train/step": 3, "train/loss": 0.1, ...}`` per record.
 
-    NaN and infinities, which JSON does not have, are written as null. A run that is resumed under the same name goes on
-    in the same file.
+    For scripts and notebooks: needs no library. NaN and infinities, which JSON lacks, become null. A resumed run of the
+    same name appends to the same file.
     """
 
     def __init__(self, path: Path) -> None:
         ends_torn = _ends_torn(path)
-        # a text of a user's metric may hold half of a character
+        # text in a user's metric may hold half of a character
         self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
         if ends_torn:
             self._file.write("\n")
@@ -39,14 +37,14 @@ class JsonlSink:
         record = {"time": round(time.time(), 3), "step_key": step_key, step_key: step}
         record |= {name: _json(value) for name, value in metrics.items()}
         self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
-        self._file.flush()  # readable while the run goes on, complete when it is killed
+        self._file.flush()  # readable during the run, complete if the run is killed
 
     def close(self) -> None:
         self._file.close()
 
 
 def _ends_torn(path: Path) -> bool:
-    """Whether a process was killed while it wrote the last line: the next record would be lost with it."""
+    """Whether the last line is incomplete because its process was killed; the next record would be lost with it."""
     if not path.is_file() or path.stat().st_size == 0:
         return False
     with path.open("rb") as file:
@@ -60,15 +58,16 @@ def _json(value: Any) -> Any:
     return value if isinstance(value, int | str) or value is None else str(value)
 
 
-# Metrics as lines of the log, for scripts that grep them: ``rollout 3: {...}``, ``perf 3: ...``, ``step 7: ...``.
-
 logger = logging.getLogger(__name__)
 
 _CRITIC = "train/critic-"
 
 
 class LogSink:
-    """One line per record and kind; names keep their prefix."""
+    """Lines of the log, for scripts that grep them: ``rollout 3: {...}``, ``perf 3: {...}``, ``step 7: {...}``.
+
+    One line per record and kind. Names keep their prefix.
+    """
 
     def log(self, metrics: Mapping[str, Any], step_key: str, step: int) -> None:
         kinds: dict[str, dict[str, Any]] = {}
@@ -88,11 +87,10 @@ def _kind(name: str) -> str:
     return prefix
 
 
-# TensorBoard event files, written with tensorboard's own writer: torch's would cost the driver an import of torch.
-
-
 class TensorboardSink:
-    """Scalars under their metric's name. The file is created by the first record."""
+    """TensorBoard event files: scalars under their metric's name. The first record creates the file."""
+
+    # tensorboard's writer, because torch's writer would import torch in the driver
 
     def __init__(self, directory: Path) -> None:
         if find_spec("tensorboard") is None:
@@ -124,9 +122,6 @@ class TensorboardSink:
             self._writer = None
 
 
-# Weights & Biases, with ``--use-wandb`` only. The driver is the only process that logs, so one plain run is enough.
-
-
 AXES = {
     "train/*": "train/step",
     "rollout/*": "rollout/step",
@@ -139,7 +134,10 @@ AXES = {
 
 
 class WandbSink:
-    """One run; the step of a record is a metric of its own, because the axes advance independently."""
+    """A run of Weights & Biases (``--use-wandb``). The driver alone logs, so one plain run is enough.
+
+    The step of a record is logged as a metric, because the axes advance independently.
+    """
 
     def __init__(self, args: Namespace) -> None:
         wandb = _library()

@@ -1,6 +1,6 @@
-"""What a step cost: seconds by phase, tokens and floating-point operations per second, bytes of a weight sync.
+"""The cost of a step (seconds by phase, tokens and FLOPs per second, bytes of a weight sync), and its console line.
 
-Called by the loop once per rollout with what everybody measured. Knows numbers only.
+Called by the loop once per rollout with all measurements.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-__all__ = ["MISMATCH_BAND", "Work", "perf_metrics", "step_line", "warn_if_mismatched"]
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +21,7 @@ _NAMES = {"sync": "update_weights"}
 
 @dataclass(frozen=True)
 class Work:
-    """What was done in the seconds.
+    """The work of a step.
 
     Attributes:
         num_tokens: prompt and response tokens that were trained on.
@@ -41,7 +39,7 @@ class Work:
 
 
 def perf_metrics(seconds: Mapping[str, float], work: Work) -> dict[str, float]:
-    """``perf/<phase>_time`` in seconds, and what follows from them.
+    """``perf/<phase>_time`` in seconds, and the rates derived from them.
 
     Args:
         seconds: by phase; ``train_wait`` is the time from the end of one training to the begin of the next.
@@ -68,17 +66,19 @@ def perf_metrics(seconds: Mapping[str, float], work: Work) -> dict[str, float]:
 
 
 def warn_if_mismatched(rollout_id: int, steps: Sequence[Mapping[str, float]], run: Path | None) -> None:
-    """Say that trainer and engine disagree about the tokens, and what finds out why."""
+    """Warn if log-probs of trainer and engine differ, and name the command that finds the cause."""
     worst = max((step.get("train_rollout_logprob_abs_diff", 0.0) for step in steps), default=0.0)
     if worst > MISMATCH_BAND:
         logger.warning(
             "rollout %d: log-probs of trainer and engine differ by %.3f on average, more than %.1f. "
-            "`slime doctor mismatch %s --rollout %d` says why.",
-            *(rollout_id, worst, MISMATCH_BAND, run or "<run>", rollout_id),
+            "`slime doctor mismatch %s --rollout %d` finds the cause.",
+            rollout_id,
+            worst,
+            MISMATCH_BAND,
+            run or "<run>",
+            rollout_id,
         )
 
-
-# One aligned line per rollout, for the person who watches the terminal.
 
 _PHASES = ("rollout", "train", "sync")
 
@@ -94,7 +94,7 @@ def step_line(
         step: metrics of its last optimizer step without prefix (``loss``); empty when nothing was trained.
         seconds: seconds by phase: ``rollout``, ``train``, ``sync``; ``first_step`` once, after the first trained step.
 
-    A value that the run does not have is shown as ``-``, so that the columns stay where they are.
+    A missing value is shown as ``-``, so that the columns stay aligned.
     """
     reward = _first(metrics, "rollout/raw_reward", "rollout/rewards")
     length = _first(metrics, "rollout/response_len/mean", "rollout/response_lengths")

@@ -1,4 +1,4 @@
-"""Traces as things to draw: one row per sample with its spans in lanes, or events for Perfetto.
+"""Traces for viewers (rows with spans in lanes, events for Perfetto), and SGLang's timings as trace attributes.
 
 Called by ``tools/trace_timeline_viewer.py``. Reads the plain dicts that ``trace_utils`` writes, from samples as dicts.
 """
@@ -8,17 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = [
-    "SGLANG_PD_DECODE_SEGMENTS",
-    "SGLANG_PD_PREFILL_SEGMENTS",
-    "SGLANG_PD_SUMMARY_KEYS",
-    "SGLANG_TRACE_META_KEYS",
-    "TRACE_CHILDREN_KEY",
-    "build_sglang_meta_trace_attrs",
-    "perfetto_events",
-    "timeline_rows",
-]
-
 _PD_PREFIX = {"sglang_pd_prefill": "[P] ", "sglang_pd_decode": "[D] "}
 
 
@@ -26,8 +15,8 @@ def timeline_rows(samples: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A row per sample that has a trace, in order.
 
     Each row's ``items`` are spans (``closed_span``, ``open_span``), events and ends without a beginning
-    (``orphan_end``). A lane is a depth of nesting. A span that was never closed is drawn to where something else says
-    that it was over: the next span beside it, the end of one around it, or the end of the row.
+    (``orphan_end``). A lane is a depth of nesting. A span that was never closed is drawn until the next span beside it,
+    the end of a span around it, or the end of the row, whichever is first.
     """
     return [_row(number, sample) for number, sample in enumerate(samples) if _events(sample)]
 
@@ -140,7 +129,7 @@ def _parents(event: Mapping[str, Any], starts: Mapping[str, Mapping[str, Any]]) 
 
 
 def _clip(item: Mapping[str, Any], items: Sequence[Mapping[str, Any]], row_end: float) -> tuple[float, str]:
-    """Where a span that was never closed ends on the screen, and what says so."""
+    """(end on the screen, reason) of a span that was never closed."""
     begin, parent = item["start_ts"], item["parent_span_id"]
     candidates = [(row_end, "end of the row")]
     for other in items:
@@ -153,10 +142,7 @@ def _clip(item: Mapping[str, Any], items: Sequence[Mapping[str, Any]], row_end: 
     return min(candidates)
 
 
-# What a reply of SGLang says about its own timing, as attributes of the span around the request.
-#
-# Called where a request ends; read by the performance metrics and by the viewers. Knows dictionaries only.
-
+# Timings in the replies of SGLang, as attributes of the span around the request. Added when a request ends.
 TRACE_CHILDREN_KEY = "_trace_children"
 """Attribute of a span that holds synthetic child spans and events, placed by seconds from the span's start."""
 

@@ -1,4 +1,4 @@
-"""Traces of samples: what happened to each of them, when, and inside of what.
+"""Traces of samples: nested spans and events with their times.
 
 A sample carries its trace as a plain dict, so that it travels, is dumped and is read without this module:
 
@@ -6,8 +6,8 @@ A sample carries its trace as a plain dict, so that it travels, is dumped and is
     event        = {"type": "span_start" | "span_end" | "event", "name", "ts": unix seconds, "trace_id", "sample_id",
                     "group_id", "attempt"[, "span_id"][, "parent_span_id"][, "attrs"]}
 
-Called by the rollout and by functions of the user. Nothing here raises into its caller: a trace that cannot be written
-is not worth a sample. Open spans are remembered per asyncio task, so concurrent samples do not mix.
+Called by the rollout and by users' functions. No function here raises an error of tracing: a failed trace must not cost
+a sample. Open spans are kept per asyncio task, so concurrent samples do not mix.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class TraceSpanContext:
 
 
 def bind_trace(sample: Sample) -> TraceHandle:
-    """The handle of a sample; gives it a trace where it has none."""
+    """The handle of a sample; adds a trace to a sample without one."""
     carrier = getattr(sample, "trace", None)
     if not isinstance(carrier, dict) or "events" not in carrier:
         carrier = _new_carrier(os.urandom(16).hex(), sample.index, sample.group_index, 0)
@@ -137,14 +137,14 @@ def bind_trace_carrier(
     attempt: int = 0,
     parent_span_id: str | None = None,
 ) -> TraceHandle:
-    """Make ``carrier``, any dict, the place of a trace that began elsewhere."""
+    """Continue a trace from elsewhere in ``carrier``, any dict."""
     for key, value in _new_carrier(trace_id, sample_id, group_id, attempt).items():
         carrier.setdefault(key, value)
     return TraceHandle(carrier, parent_span_id)
 
 
 def export_trace(handle: TraceHandle) -> dict[str, Any]:
-    """What another process needs to go on with the trace; small and JSON-able."""
+    """The data that another process needs to continue the trace; small, and valid JSON."""
     names = ("trace_id", "sample_id", "group_id", "attempt")
     return {name: handle.carrier.get(name) for name in names} | {"parent_span_id": _parent_of(handle)}
 
@@ -162,14 +162,14 @@ def import_trace(payload: Mapping[str, Any], carrier: dict[str, Any] | None = No
 
 
 def trace_event(target: Any, name: str, *, attrs: Mapping[str, Any] | None = None) -> None:
-    """Note that something happened now to every sample of ``target``."""
+    """Add an event to the trace of every sample of ``target``, at the current time."""
     now = time.time()
     for handle in _handles(target):
         _quietly(_append, handle, "event", name, now, dict(attrs or {}), parent_span_id=_parent_of(handle))
 
 
 def trace_next_attempt(target: Any, *, attrs: Mapping[str, Any] | None = None) -> None:
-    """What follows belongs to another attempt at the same sample."""
+    """Start the next attempt at the same sample; later events belong to it."""
     for handle in _handles(target):
         handle.carrier["attempt"] = int(handle.carrier.get("attempt") or 0) + 1
     trace_event(target, "attempt_start", attrs=attrs)
@@ -181,15 +181,17 @@ def trace_span(
     """A span around the block, on every sample of ``target``.
 
     Args:
-        target: a sample, a handle, or a nested list of them. Anything else: nothing is recorded, and the target itself
-            is what the block gets.
+        target: a sample, a handle, or a nested list of them. For anything else nothing is recorded, and the block gets
+            the target itself.
         record_error: an exception that leaves the block is noted with its type and message. It propagates either way.
     """
     return _SpanBlock(target, name, attrs, record_error)
 
 
 class _SpanBlock(AbstractContextManager[Any]):
-    """The block of one ``with trace_span``. No generator: four of these per sample are most of what tracing costs."""
+    """The block of one ``with trace_span``."""
+
+    # a class and not a generator: four of these per sample are most of the cost of tracing
 
     __slots__ = ("_attrs", "_name", "_record_error", "_span", "_target", "_tokens")
 
@@ -306,7 +308,8 @@ def _new_carrier(trace_id: str, sample_id: Any, group_id: Any, attempt: int) -> 
 
 
 def _new_span_id() -> str:
-    """Different from those of this trace and of other processes; a random number for each would cost more."""
+    """An id that is unique over all processes."""
+    # a counter with a random prefix: one random number per span would cost more
     return f"{_PROCESS}{next(_SPAN_NUMBERS):08x}"
 
 
@@ -351,7 +354,7 @@ def _append(
         "group_id": carrier.get("group_id"),
         "attempt": carrier.get("attempt"),
     }
-    # written out: this runs for every span of every sample
+    # no loop over the optional keys: this runs for every span of every sample
     if span_id is not None:
         event["span_id"] = span_id
     if parent_span_id is not None:
@@ -376,7 +379,7 @@ def _append_child(handle: TraceHandle, child: Mapping[str, Any], started: float,
 
 
 def _handles(target: Any) -> list[TraceHandle]:
-    """The handles of a target; none for what cannot carry a trace."""
+    """The handles of a target; none for objects that cannot carry a trace."""
     return _quietly(lambda: list(_find_handles(target))) or []
 
 
@@ -393,7 +396,7 @@ def _find_handles(target: Any) -> Iterator[TraceHandle]:
 
 
 def _quietly(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """The result, or None where tracing itself fails: it must not reach the caller's code."""
+    """The result, or None if tracing fails: its errors must not reach the caller."""
     try:
         return function(*arguments, **named)
     except Exception:

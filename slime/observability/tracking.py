@@ -1,4 +1,4 @@
-"""Where metrics go: the tracker hands every record to its sinks.
+"""The tracker: passes every record of metrics to its sinks.
 
     sink          written                                       where
     jsonl         always                                        <output-dir>/<experiment>/metrics.jsonl
@@ -7,7 +7,7 @@
     log           --log-metric-lines                            the driver's output
     wandb         --use-wandb                                   its own folder or server
 
-The driver owns the one tracker of a run. A sink knows nothing but names, numbers and steps.
+The driver owns the only tracker of a run. A sink gets names, numbers and steps.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from slime.observability.sinks import JsonlSink, LogSink, TensorboardSink, Wandb
 from slime.utils.errors import ConfigError
 from slime.utils.run_lock import RunLock
 
-__all__ = ["Sink", "Tracker", "create_tracker", "event_directory", "run_directory"]
-
 logger = logging.getLogger(__name__)
 
 _ROLLOUT_AXES = ("rollout/step", "eval/step")
@@ -47,13 +45,13 @@ class Sink(Protocol):
 
 
 class Tracker:
-    """Hands each record to every sink.
+    """Passes each record to every sink.
 
     Args:
         sinks: where records go.
         rollout_step: maps a rollout's number to its place on the rollout and eval axes.
         directory: the run's folder, for messages.
-        lock: of that folder; let go at the end.
+        lock: of that folder; released by :meth:`close`.
     """
 
     def __init__(
@@ -79,7 +77,7 @@ class Tracker:
         for sink in self._sinks:
             try:
                 sink.log(values, step_key, step)
-            except Exception as error:  # a server that is away or a full disk must not end a run that is going well
+            except Exception as error:  # an unreachable server or a full disk must not end a healthy run
                 self._complain(sink, error)
 
     def _complain(self, sink: Sink, error: Exception) -> None:
@@ -91,7 +89,7 @@ class Tracker:
             )
 
     def close(self) -> None:
-        """Close every sink; a second call does nothing. A sink that fails to close does not keep the others open."""
+        """Close every sink, even if closing one of them fails; a second call does nothing."""
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             try:
@@ -103,7 +101,7 @@ class Tracker:
 
 
 def create_tracker(args: Namespace) -> Tracker:
-    """The tracker that ``args`` asks for. Its folders exist when this returns.
+    """The tracker that ``args`` describes. Its folders exist when this returns.
 
     Raises:
         ConfigError: the run's folder cannot be written, or another live run has it.
@@ -134,12 +132,12 @@ def create_tracker(args: Namespace) -> Tracker:
 
 def _lock(directory: Path) -> RunLock:
     return RunLock(
-        directory, f"--experiment-name {directory.name}", "Give this run a name of its own, or another --output-dir"
+        directory, f"--experiment-name {directory.name}", "Give this run another name, or another --output-dir"
     )
 
 
 def _chosen_sinks(args: Namespace, directory: Path, started: str) -> Iterator[Sink]:
-    """What flags decide about."""
+    """The sinks that flags choose."""
     events = event_directory(args, started)
     if events is not None:
         yield TensorboardSink(events)
@@ -156,7 +154,7 @@ def run_directory(args: Namespace, started: str = "run") -> Path:
 
 
 def event_directory(args: Namespace, started: str) -> Path | None:
-    """Where TensorBoard events go, None for nowhere."""
+    """The folder of TensorBoard events; None without events."""
     override = os.environ.get("TENSORBOARD_DIR")
     if args.use_tensorboard:
         experiment = args.tb_experiment_name or args.experiment_name or started
@@ -173,6 +171,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bool | int | float | str) or value is None:
         return value
     if hasattr(value, "item"):
-        # an array in a user's metrics is no number, and no reason to end a run
+        # an array in a user's metrics is not a number, but must not end the run
         return value.item() if math.prod(getattr(value, "shape", ())) == 1 else str(value)
     return float(value) if isinstance(value, numbers.Real) else value

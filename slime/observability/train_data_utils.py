@@ -1,10 +1,10 @@
-"""What the trainer trained on, in a file per rollout (``--save-debug-train-data``).
+"""The training batch of each rollout in a file (``--save-debug-train-data``).
 
     {"format_version": 2, "rollout_id": int, "rank": int, "samples": [...], "dp_shards": [...], "raw_reward": [...]}
 
 ``samples[i]`` is one training row: every per-sample column of the trainer, log-probs and advantages included, with
 ``rollout_position`` (its place in the rollout and in a dump of ``--save-debug-rollout-data``), ``sample_index`` and
-``data_parallel_rank``. ``dp_shards[i]`` is what belongs to a data-parallel rank as a whole: its schedule.
+``data_parallel_rank``. ``dp_shards[i]`` is the schedule of a data-parallel rank.
 
 Called by the trainer on one rank of every data-parallel rank. Knows tensors and groups, no backend.
 """
@@ -58,7 +58,7 @@ def save_debug_train_data(
         group: one process of each data-parallel rank; None for a single process.
 
     Returns:
-        The file, on the rank that wrote it; None also if the disk refused it, of which a warning tells.
+        The file, on the rank that wrote it; None elsewhere, and if writing failed (which is logged).
     """
     shard = {name: _to_cpu(value) for name, value in rollout_data.items()}
     if group is None:
@@ -77,7 +77,7 @@ def save_debug_train_data(
 
 
 def build_dump_payload(dp_shards: Sequence[Mapping[str, Any]], *, rollout_id: int, writer_rank: int) -> dict[str, Any]:
-    """What the file holds.
+    """The contents of the file.
 
     Args:
         dp_shards: for each data-parallel rank its columns, ``rank`` and ``data_parallel_rank``.
@@ -127,7 +127,7 @@ def _is_per_sample(name: str, values: Any, num_samples: int) -> bool:
 def _to_cpu(value: Any) -> Any:
     match value:
         case torch.Tensor():
-            # clone: a row of a larger tensor would be saved with all of it
+            # a copy: torch.save would write the whole storage of a row that is a view
             return value.detach().to("cpu", copy=True)
         case dict():
             return {name: _to_cpu(item) for name, item in value.items()}

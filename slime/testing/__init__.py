@@ -1,11 +1,11 @@
-"""Contract tests for users' functions: called as a run calls them, with small inputs, and what comes back is checked.
+"""Contract tests for users' functions: calls them as a run does, with small inputs, and checks their results.
 
     python -m slime.testing --custom-rm-path my_pkg.rewards.reward_func        or the flags of a whole train command
 
     from slime.testing import check_plugin
     assert check_plugin("--custom-rm-path", "my_pkg.rewards.reward_func") == []
 
-Nothing is started: engines are played by a small HTTP server in this process. Knows every hook of ``slime.hooks``.
+Starts no engines: a small HTTP server in this process replaces them. Covers every hook of ``slime.hooks``.
 """
 
 from slime.testing.run import Outcome, check_command, check_plugin

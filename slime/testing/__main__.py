@@ -2,7 +2,7 @@
 
     python -m slime.testing --custom-rm-path my_pkg.rewards.reward_func --reward-key score
 
-Exit status 0: nothing is wrong; 1: something is; 2: the command line cannot be read, or names no function.
+Exit status 0: no problems; 1: problems; 2: the command line is invalid, or names no function.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from collections.abc import Sequence
 
 from slime.testing.run import check_command
 from slime.utils.errors import ConfigError
-
-__all__ = ["main"]
 
 _MARKS = {"ok": "ok  ", "signature": "-   ", "bad": "BAD "}
 
@@ -29,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if not outcomes:
-        print("error: these flags name no function of yours", file=sys.stderr)
+        print("error: these flags name no user function", file=sys.stderr)
         return 2
     for outcome in outcomes:
         print(f"{_MARKS[outcome.kind]}{outcome.flag} {outcome.path}" + (f" ({outcome.note})" if outcome.note else ""))

@@ -1,7 +1,6 @@
-"""What each hook must do, one function per hook: it calls the user's function and yields what is wrong.
+"""One check per hook: it calls the user's function as a run does, and yields a sentence per problem.
 
-Everything is called the way a run calls it. A function that raises is a problem, reported by the caller with its
-traceback.
+The caller reports errors of the function with their traceback.
 """
 
 from __future__ import annotations
@@ -31,8 +30,6 @@ from slime.rollout.sglang_rollout import GenerateState
 from slime.testing.fakes import NUM_GROUPS, PromptList, finished_groups, fresh_groups
 from slime.utils.http_utils import close_http_client
 
-__all__ = ["CHECKS", "SIGNATURE_ONLY", "TRAINER_CHECKS", "Call", "Check"]
-
 
 @dataclass(frozen=True)
 class Call:
@@ -40,8 +37,8 @@ class Call:
 
     Attributes:
         function: the user's, loaded.
-        args: the arguments of the run, with an engine behind the router's address where one is needed.
-        row: a sample as the run's data source gives it.
+        args: the arguments of the run; if the check needs an engine, the router's address leads to a pretended one.
+        row: a sample of the run's data source.
     """
 
     function: Callable[..., Any]
@@ -79,7 +76,7 @@ def custom_generate(call: Call) -> Iterator[str]:
 
 
 def generated_sample(sample: Sample) -> Iterator[str]:
-    """What training needs of a sample."""
+    """Problems of a sample that prevent training on it."""
     if sample.status in (Sample.Status.ABORTED, Sample.Status.FAILED):
         yield f"a sample has the status {sample.status.value} although the engine answered"
         return
@@ -182,7 +179,9 @@ def buffer_filter(call: Call) -> Iterator[str]:
     known = [id(item) for item in before]
     if any(id(item) not in known for item in chosen):
         yield f"it returned {kind} that are not of the buffer"
-    removes = len(parameter_names(call.function)) >= 4  # of the short form, the data source removes what it chose
+    removes = (
+        len(parameter_names(call.function)) >= 4
+    )  # with fewer parameters, the data source removes the chosen samples itself
     if removes and any(item is kept for item in chosen for kept in buffer):
         yield f"{kind} that it returned are still in the buffer: they would be drawn again"
 

@@ -1,4 +1,4 @@
-"""Small inputs for users' functions (groups of samples, a data source), and HTTP servers that stand in for engines."""
+"""Small inputs for users' functions (groups of samples, a data source), and HTTP servers that replace engines."""
 
 from __future__ import annotations
 

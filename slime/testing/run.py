@@ -1,4 +1,4 @@
-"""Finds the functions that a command names and checks each. Used by the command line and by plugins' tests."""
+"""Finds the functions that a command names, and checks each. Used by the command line and by tests of plugins."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ from slime.utils.async_utils import call_in_thread, run
 from slime.utils.errors import ConfigError, SlimeError
 from slime.utils.user_exit import user_frames
 
-__all__ = ["Outcome", "check_command", "check_plugin"]
-
 _NEEDS_ENGINE = ("custom_generate_function_path", "rollout_function_path", "eval_function_path")
 _NEEDS_DATA = {"data_source_path": "prompt_data", "eval_function_path": "eval_datasets"}
 _MAX_RESPONSE_LEN = 16
@@ -36,7 +34,7 @@ _PATIENCE_S = 300.0
 
 @dataclass
 class Outcome:
-    """What is known about one function. ``signature``: it was not called, and ``note`` says why."""
+    """The result for one function. ``signature``: only its signature was checked; ``note`` is the reason."""
 
     flag: str
     path: str
@@ -49,7 +47,7 @@ def check_command(argv: Sequence[str]) -> list[Outcome]:
     """Check every function that the flags of a train command name.
 
     Args:
-        argv: flags of ``train.py``; what it would miss otherwise (data, devices) may be left out.
+        argv: flags of ``train.py``; required flags about data and devices may be missing.
 
     Raises:
         ConfigError: the flags cannot be read.
@@ -58,7 +56,7 @@ def check_command(argv: Sequence[str]) -> list[Outcome]:
     if args is None:
         raise ConfigError(problems)
     if args.hf_checkpoint and not Path(args.hf_checkpoint).is_dir():
-        raise ConfigError(f"--hf-checkpoint {args.hf_checkpoint}: there is no such directory")
+        raise ConfigError(f"--hf-checkpoint {args.hf_checkpoint}: no such directory")
     outcomes = []
     for hook in HOOKS:
         if hook.dest not in args.given:
@@ -79,7 +77,7 @@ def check_plugin(flag: str, path: str, *more_flags: str) -> list[str]:
     """
     if flag not in {hook.flag for hook in HOOKS}:
         known = ", ".join(hook.flag for hook in HOOKS)
-        raise ConfigError(f"{flag} names no function of users; these do: {known}")
+        raise ConfigError(f"{flag} names no user function; these flags do: {known}")
     return [problem for outcome in check_command([flag, path, *more_flags]) for problem in outcome.problems]
 
 
@@ -128,14 +126,14 @@ async def _run_in_time(hook: Hook, path: str, args: Namespace) -> list[str]:
         async with limit:
             return await call_in_thread(list, _run(hook, path, args))
     except TimeoutError:
-        if not limit.expired():  # its own
+        if not limit.expired():  # raised by the function itself
             raise
-        return [f"it has not returned after {_PATIENCE_S:g} s"]
+        return [f"it did not return within {_PATIENCE_S:g} s"]
 
 
 def _run(hook: Hook, path: str, args: Namespace) -> Iterator[str]:
     call_args = Namespace(**vars(args) | {"n_samples_per_prompt": GROUP_SIZE})
-    for other in HOOKS:  # one function at a time: what the others do is their own check
+    for other in HOOKS:  # one function at a time: the others have checks for themselves
         if other.dest != hook.dest and other.dest in CHECKS:
             setattr(call_args, other.dest, [] if other.dest == "rollout_sample_hook_path" else None)
     function = load_function(path, hook.role, group_rm=args.group_rm)
@@ -148,7 +146,7 @@ def _run(hook: Hook, path: str, args: Namespace) -> Iterator[str]:
 
 
 def _first_row(args: Namespace) -> Sample:
-    """The first row of the run's data, where there is a model to read it with."""
+    """The first row of the run's data; a made-up question without data or tokenizer."""
     if not args.prompt_data or not args.hf_checkpoint:
         return QUESTION
     path, rows = parse_path(args.prompt_data)
@@ -159,7 +157,7 @@ def _first_row(args: Namespace) -> Sample:
 
 
 def _play_engine(args: Namespace, row: Sample, stack: ExitStack) -> Sample:
-    """Put an engine behind the router's address. Returns the row, rendered by the chat template if it was made up."""
+    """Start a pretended engine at the router's address. Returns the row; a made-up one is rendered as a chat."""
     tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
     args.sglang_router_ip, args.sglang_router_port = stack.enter_context(pretend_engine(tokenizer))
     args.rollout_num_gpus = args.rollout_num_gpus or 1

@@ -11,8 +11,6 @@ import torch
 from slime.backends.protocols import NamedTensor
 from slime.weight_sync.tensor_files import Bytes, Checksum, checksum_function
 
-__all__ = ["SentBefore", "Wants", "WeightChunk", "into_chunks"]
-
 
 @dataclass(frozen=True)
 class WeightChunk:

@@ -8,11 +8,11 @@ Either is a list of the bytes that differ:
     b"s" zstd( width u8 | count u56 | gaps, count x width bytes | values, count x u8 )
 
 A gap is the distance from the byte before in the list, the first one from 0; all have the smallest width of 1, 2, 4 and
-8 bytes that holds the largest. Numbers are little-endian. Where the list would be longer than the tensor, xor is
+8 bytes that holds the largest. Numbers are little-endian. If the list would be longer than the tensor, xor is
 
     b"d" zstd( new ^ old over all bytes )
 
-Pure functions over bytes; who owns the tensors is the publisher's and the copy's business.
+Pure functions over bytes.
 """
 
 from __future__ import annotations
@@ -26,16 +26,14 @@ import zstandard
 from slime.utils.errors import EngineError
 from slime.weight_sync.tensor_files import Bytes
 
-__all__ = ["Encoding", "apply_delta", "encode_delta"]
-
 Encoding: TypeAlias = Literal["xor", "overwrite"]
 _Positions: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 _LEVEL = 1
 _LINE = 64
 _BLOCK = 1 << 24
-"""Work goes block by block: memory of a tensor's size would cost more in page faults than all the work on it. With
-smaller blocks threads wait for each other: each call of numpy takes Python's lock once."""
+"""Work goes block by block: page faults of a buffer as large as the tensor would cost more than all other work. Smaller
+blocks make threads wait for each other, because every numpy call takes the GIL once."""
 _HEADER = 8
 _SPARSE, _DENSE = b"s", b"d"
 _WIDTHS = (1, 2, 4, 8)
@@ -85,11 +83,9 @@ def _dense(new: Bytes, old: Bytes) -> bytes:
 
 
 def _nonzero(data: Bytes) -> _Positions:
-    """``np.flatnonzero``, several times as fast where most is zero: words first, and lines of eight words before them.
-
-    Numpy's loop for at most a tenth of true values mispredicts a branch at each of them, the one for more has none; of
-    the eight parts of something that is not zero more than a tenth are not.
-    """
+    """``np.flatnonzero`` for mostly zeros, several times as fast: searches lines of 8 words, then words, then bytes."""
+    # numpy's loop for up to 10 % true values has a mispredicted branch per value, its loop for more has none; within a
+    # line or word that is not zero, more than a tenth of the parts is not zero
     end = data.size // _LINE * _LINE
     words = data[:end].view(np.uint64)
     lines = (words != 0).view(np.uint64)
@@ -99,7 +95,7 @@ def _nonzero(data: Bytes) -> _Positions:
 
 
 def _within(groups: np.ndarray[Any, np.dtype[np.uint64]], which: _Positions) -> _Positions:
-    """Positions of the bytes that are not zero in those groups of eight."""
+    """Positions of the nonzero bytes in groups of eight."""
     inside = np.flatnonzero(groups[which].view(np.uint8) != 0)
     found: _Positions = (which[inside >> 3] << 3) + (inside & 7)
     return found
@@ -131,8 +127,9 @@ def apply_delta(target: Bytes, packed: bytes | memoryview, encoding: Encoding) -
 
 
 def _unpacked(compressed: bytes | memoryview, size: int) -> bytes:
-    """The list of changes; memory is taken for no more than a tensor of ``size`` bytes can have."""
+    """Decompress the list of changes of a tensor of ``size`` bytes."""
     num_bytes = zstandard.frame_content_size(compressed)
+    # a damaged header could claim terabytes: check before memory is allocated
     if num_bytes > _HEADER + size * (1 + _WIDTHS[-1]):
         raise EngineError(
             f"a weight delta is damaged, or of another tensor: its {num_bytes} bytes do not fit one of {size} bytes"
@@ -141,7 +138,7 @@ def _unpacked(compressed: bytes | memoryview, size: int) -> bytes:
 
 
 def _changes(plain: bytes, size: int) -> tuple[_Positions, Bytes]:
-    """Where and what, for a tensor of ``size`` bytes."""
+    """(positions, values) of the changed bytes in a tensor of ``size`` bytes."""
     header = int.from_bytes(plain[:_HEADER], "little")
     width, count = header & 0xFF, header >> 8
     if width not in _WIDTHS or len(plain) != _HEADER + count * (width + 1):
@@ -154,7 +151,7 @@ def _changes(plain: bytes, size: int) -> tuple[_Positions, Bytes]:
 
 
 def _flip_all(target: Bytes, packed: bytes | memoryview) -> None:
-    """A block at a time: what was unpacked is still in the cache."""
+    """xor a whole tensor, block by block: a decompressed block is still in the CPU's cache."""
     reader = zstandard.ZstdDecompressor().stream_reader(packed)
     block = np.empty(_BLOCK, dtype=np.uint8)
     begin = 0

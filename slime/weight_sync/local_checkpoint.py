@@ -1,12 +1,11 @@
-"""One host's own copy of the weights: a complete checkpoint that full versions replace and deltas change in place.
+"""The local copy of the weights on an engine host: full versions replace it, deltas change it in place.
 
     <local>/config.json, *.safetensors, ...   what engines of this host load
-    <local>/.weight_sync/state.json           which version that is, and whether a change of it was begun
+    <local>/.weight_sync/state.json           its version, and whether a change is in progress
     <local>/.weight_sync/lock                 engines of one host share the copy: one of them changes it at a time
 
-A change that was interrupted, a copy of another run, a delta that is missing or damaged, a checksum that does not fit:
-all end the same way, with a fresh copy of the full version and every delta after it once more. Called in a process of
-each engine's host. Knows the shared directory and no trainer.
+After an interrupted change, for the copy of another run, for a missing or damaged delta, and for a wrong checksum, the
+copy is made again: the full version, and then every delta on it. Called in a process of each engine's host.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ from slime.weight_sync.delta_codec import apply_delta
 from slime.weight_sync.tensor_files import checksum_function, checksums_of, open_bytes, populate, spans_of, threads
 from slime.weight_sync.version_store import MANIFEST, Manifest, read_manifest, version_path, write_json
 
-__all__ = ["pull"]
-
 logger = logging.getLogger(__name__)
 
 _FOLDER = ".weight_sync"
@@ -40,7 +37,7 @@ class _State:
     """
     Attributes:
         is_whole: False from before the first byte is changed until after the last.
-        boot: what was changed just before a power failure may not be on the disk after it.
+        boot: id of the boot: changes from before a power failure may be lost, so another boot makes the copy invalid.
     """
 
     lineage: str
@@ -50,17 +47,17 @@ class _State:
 
 
 def pull(root: Path, local: Path, version: int, *, timeout_s: float = 600.0) -> None:
-    """Bring the copy in ``local`` to ``version`` of the versions in ``root``.
+    """Update the copy in ``local`` to ``version`` from ``root``.
 
     Raises:
-        ConfigError: ``local`` holds something that is not slime's.
-        EngineError: the version or one that it builds on is missing or damaged, or does not have its checksums even
-            when applied to a fresh copy. The copy must not be loaded then; the next call begins afresh.
-        DeadlineExceeded: another engine of this host has been changing the copy all the time.
+        ConfigError: ``local`` holds files that slime did not write.
+        EngineError: the version or one that it builds on is missing or damaged, or its checksums are wrong even on a
+            fresh copy. The copy must not be loaded then. The next call makes a fresh one.
+        DeadlineExceeded: another engine of this host held the lock.
     """
     folder = local / _FOLDER
     strangers = sorted(path.name for path in local.iterdir()) if local.is_dir() else []
-    if strangers and not folder.is_dir():  # asked in this order: another engine of this host may be beginning as well
+    if strangers and not folder.is_dir():  # in this order: another engine of this host may create the folder meanwhile
         raise ConfigError(
             f"--update-weight-local-checkpoint-dir {local} holds {strangers[0]!r} and was not made by slime, which "
             "replaces everything there: name an empty or a new directory."
@@ -92,14 +89,14 @@ def _chain(root: Path, version: int) -> list[Manifest]:
 
 
 def _position(chain: Sequence[Manifest], state: _State | None) -> int | None:
-    """Where in ``chain`` the copy is; None when it must be made afresh."""
+    """Index of the copy's version in ``chain``; None if a fresh copy is needed."""
     if state is None or not state.is_whole or state.boot != _boot() or state.lineage != chain[0].lineage:
         return None
     return next((index for index, manifest in enumerate(chain) if manifest.version == state.version), None)
 
 
 def _copy(root: Path, local: Path, full: Manifest) -> None:
-    """Replace the copy by the full version, and compare every checksum."""
+    """Replace the copy by the full version, and verify every checksum."""
     source = version_path(root, full.version)
     _write_state(local / _FOLDER, full, is_whole=False)
     for path in local.iterdir():
@@ -113,7 +110,7 @@ def _copy(root: Path, local: Path, full: Manifest) -> None:
 
 
 def _apply(root: Path, local: Path, deltas: Sequence[Manifest]) -> None:
-    """Change the copy by each delta in turn, and compare the checksum of everything that was changed."""
+    """Apply each delta in turn, and verify the checksums of the changed tensors."""
     spans = spans_of(local) if deltas else {}
     for delta in deltas:
         source = version_path(root, delta.version)

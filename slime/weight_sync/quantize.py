@@ -1,12 +1,12 @@
-"""Weights in the format in which the engines hold them, where their checkpoint is quantised and training is not.
+"""Quantizes weights on their way to engines that were started with a quantized checkpoint.
 
     fp8    q = x / s as float8_e4m3fn (arXiv:2209.05433), s = max|x| / 448 per block, row or tensor
     int4   q = round(x / s) in -8..7, s = max|x| / 7.5 per group of a row, eight values packed into one int32
 
-An engine copies what it is sent into the parameters of that name, so a bf16 tensor sent to an 8-bit parameter would be
-rounded without its scale: a wrong model, in silence. What is quantised is therefore read from the engines' checkpoint:
-the weights that have a scale there, and no others. Called between the exporter and the sender; the tools that write
-quantised checkpoints use the same functions.
+An engine copies each tensor into the parameter of the same name. A bf16 tensor in an 8-bit parameter would be rounded
+without its scale, which silently gives a wrong model. Therefore exactly the weights that have a scale in the engines'
+checkpoint are quantized. Called between the exporter and the sender. The tools that write quantized checkpoints use the
+same functions.
 
 Not every format that SGLang 0.5.23 serves can be loaded twice, because it rearranges some for its kernels and does not
 undo it (``process_weights_after_loading`` and ``restore_weights_before_loading`` of its schemes):
@@ -17,7 +17,7 @@ undo it (``process_weights_after_loading`` and ``restore_weights_before_loading`
     fp8 by tensors      scales of w1, w3 merged     replaced by its transpose
     int4 by groups      repacked, undone            repacked
 
-A transpose of a square matrix would even take what is sent. What cannot be loaded twice is refused here.
+A transposed square matrix would even accept a new tensor. Formats that cannot be loaded twice are refused here.
 """
 
 from __future__ import annotations
@@ -33,33 +33,23 @@ import torch
 from slime.backends.protocols import NamedTensor
 from slime.utils.errors import ConfigError
 
-__all__ = [
-    "Quantizer",
-    "find_quantizer",
-    "int4_scale",
-    "pack_int4",
-    "quantize_fp8",
-    "quantize_int4",
-    "round_int4",
-]
-
 _FP8 = torch.float8_e4m3fn
 _FP8_MAX = 448.0
 _LOADED_ONCE = "SGLang rearranges such weights when it has loaded them, and new ones cannot be loaded into them"
 _TINY = 1e-10
-"""Smallest magnitude that a scale is made for: a block of zeros has a scale too."""
+"""Smallest magnitude for a scale, so that a block of zeros has one too."""
 
 _SMALLEST_HALF = 2.0**-24
-"""Scales of int4 are stored in the weight's dtype; a smaller one would be zero in float16, and x / 0 no number."""
+"""Scales of int4 are stored in the weight's dtype. A smaller one would be 0 in float16, and x / 0 is not a number."""
 
 
 @dataclass(frozen=True)
 class Quantizer:
-    """How one checkpoint is quantised.
+    """The quantization of one checkpoint.
 
     Attributes:
-        names: weights that are.
-        apply: a weight's name and tensor -> the tensors that stand for it.
+        names: quantized weights.
+        apply: a weight's name and tensor -> its quantized tensors.
         config: the checkpoint's ``quantization_config``.
     """
 
@@ -77,10 +67,10 @@ class Quantizer:
 
 
 def find_quantizer(hf_checkpoint: str) -> Quantizer | None:
-    """What the engines that load ``hf_checkpoint`` need; None when its weights are not quantised.
+    """The quantizer for engines that load ``hf_checkpoint``; None if its weights are not quantized.
 
     Raises:
-        ConfigError: a format that cannot be written.
+        ConfigError: weights of this format cannot be sent.
     """
     directory = Path(hf_checkpoint)
     config = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("quantization_config")
@@ -97,7 +87,7 @@ def find_quantizer(hf_checkpoint: str) -> Quantizer | None:
         case method:
             raise ConfigError(
                 f"{where} has quant_method {method}, in which weights cannot be sent to engines; fp8 and "
-                "compressed-tensors can. Use a checkpoint of one of these, or an unquantised one."
+                "compressed-tensors can. Use a checkpoint of one of these, or an unquantized one."
             )
 
 
@@ -121,8 +111,8 @@ def quantize_fp8(
     grid = torch.nn.functional.pad(values, (0, -columns % width, 0, -rows % height))
     grid = grid.view(grid.shape[0] // height, height, grid.shape[1] // width, width)
     scale = _scale(grid.abs().amax(dim=(1, 3)), has_power_of_two_scales)
-    quantised = grid / scale[:, None, :, None]
-    whole = quantised.reshape(quantised.shape[0] * height, -1)
+    quantized = grid / scale[:, None, :, None]
+    whole = quantized.reshape(quantized.shape[0] * height, -1)
     return _to_fp8(whole[:rows, :columns]), scale
 
 
@@ -132,7 +122,7 @@ def _scale(largest: torch.Tensor, is_power_of_two: bool) -> torch.Tensor:
 
 
 def _to_fp8(values: torch.Tensor) -> torch.Tensor:
-    # a cast alone would make NaN of what division rounded to more than the largest number
+    # without the clamp, a quotient that was rounded above the largest number would become NaN
     return values.clamp(-_FP8_MAX, _FP8_MAX).to(_FP8).contiguous()
 
 
@@ -153,7 +143,7 @@ def quantize_int4(tensor: torch.Tensor, group_size: int) -> tuple[torch.Tensor, 
 
 
 def int4_scale(groups: torch.Tensor) -> torch.Tensor:
-    """``[..., group]`` -> ``[...]``: what makes the largest of a group 7.5."""
+    """``[..., group]`` -> ``[...]``: the scale that maps the largest magnitude of a group to 7.5."""
     return (groups.abs().amax(dim=-1) / 7.5).clamp(min=_SMALLEST_HALF)
 
 
@@ -163,7 +153,7 @@ def round_int4(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def pack_int4(values: torch.Tensor) -> torch.Tensor:
-    """Whole numbers of -8..7 ``[M, N]`` -> int32 ``[M, ceil(N / 8)]``; columns that are missing are filled with 0."""
+    """Whole numbers of -8..7 ``[M, N]`` -> int32 ``[M, ceil(N / 8)]``; missing columns become 0."""
     words = torch.nn.functional.pad(values.int() + 8, (0, -values.shape[1] % 8)).view(values.shape[0], -1, 8)
     shifts = torch.arange(0, 32, 4, device=values.device, dtype=torch.int32)
     packed = (words << shifts).sum(dim=-1, dtype=torch.int64)
@@ -193,14 +183,14 @@ def _fp8(config: Mapping[str, Any], names: set[str], where: str) -> Quantizer:
 def _fp8_by_rows(config: Mapping[str, Any], names: set[str], where: str) -> Quantizer:
     expected = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
     _only_group(config, expected, where)
-    quantised = frozenset(name for name in names if name + "_scale" in names)
-    _refuse_others_than_experts(quantised, where, "convert_hf_to_fp8.py --strategy block")
+    quantized = frozenset(name for name in names if name + "_scale" in names)
+    _refuse_others_than_experts(quantized, where, "convert_hf_to_fp8.py --strategy block")
 
     def apply(name: str, tensor: torch.Tensor) -> list[NamedTensor]:
         values, scale = quantize_fp8(tensor, (1, tensor.shape[1]))
         return [(name, values), (name + "_scale", scale)]
 
-    return Quantizer(quantised, apply, config)
+    return Quantizer(quantized, apply, config)
 
 
 def _int4(config: Mapping[str, Any], names: set[str], where: str) -> Quantizer:
@@ -223,7 +213,7 @@ def _int4(config: Mapping[str, Any], names: set[str], where: str) -> Quantizer:
 
 
 def _only_group(config: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """How the weights of the one config group of compressed-tensors are quantised, which must be as ``expected``."""
+    """The weight settings of the only config group of compressed-tensors. Raises if they differ from ``expected``."""
     groups = config.get("config_groups") or {}
     weights: Mapping[str, Any] = next((group.get("weights") or {} for group in groups.values()), {})
     wrong = {key: weights.get(key) for key, value in expected.items() if weights.get(key, value) != value}
@@ -235,12 +225,12 @@ def _only_group(config: Mapping[str, Any], expected: Mapping[str, Any], where: s
     return weights
 
 
-def _refuse_others_than_experts(quantised: Iterable[str], where: str, tool: str) -> None:
-    others = sorted(name for name in quantised if ".experts." not in name)
+def _refuse_others_than_experts(quantized: Iterable[str], where: str, tool: str) -> None:
+    others = sorted(name for name in quantized if ".experts." not in name)
     if others:
         raise ConfigError(
-            f"{where} quantises {len(others)} weights that are no experts' ({others[0]}, ...): {_LOADED_ONCE}. Convert "
-            f"it again: {tool}."
+            f"{where} quantizes {len(others)} weights outside of the experts ({others[0]}, ...): {_LOADED_ONCE}. "
+            f"Convert it again: {tool}."
         )
 
 

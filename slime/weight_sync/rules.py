@@ -44,20 +44,20 @@ def _quantization(args: Namespace) -> Iterator[str]:
         if args.sglang_quantization not in (None, "unquant") and args.sglang_load_format != "flash_rl":
             yield (
                 f"--sglang-quantization {args.sglang_quantization} does not work with --hf-checkpoint "
-                f"{args.hf_checkpoint}, which is not quantised: SGLang replaces the parameters when it has quantised "
-                "them, and cannot load new weights into them. Use a checkpoint that is quantised (fp8, "
+                f"{args.hf_checkpoint}, which is not quantized: SGLang replaces the parameters when it has quantized "
+                "them, and cannot load new weights into them. Use a checkpoint that is quantized (fp8, "
                 "compressed-tensors), or --sglang-load-format flash_rl where SGLang supports it for the model."
             )
         return
     method = config.get("quant_method")
     if method not in _SENDABLE:
         yield (
-            f"--hf-checkpoint {args.hf_checkpoint} is quantised by quant_method {method}, in which weights cannot be "
-            f"sent to engines: use a checkpoint of {' or '.join(_SENDABLE)}, or an unquantised one."
+            f"--hf-checkpoint {args.hf_checkpoint} is quantized by quant_method {method}, in which weights cannot be "
+            f"sent to engines: use a checkpoint of {' or '.join(_SENDABLE)}, or an unquantized one."
         )
     if args.check_weight_update_equal:
         yield (
-            f"--check-weight-update-equal does not work with --hf-checkpoint {args.hf_checkpoint}, which is quantised "
+            f"--check-weight-update-equal does not work with --hf-checkpoint {args.hf_checkpoint}, which is quantized "
             f"({method}): engines repack such weights, so there is nothing to compare with. Leave the flag out."
         )
 

@@ -1,11 +1,21 @@
-"""Weights through files: the trainer writes a version into a directory that everyone sees, engines load it from there.
+"""Weights through files: the trainer writes a version to a shared directory, and the engines load it from there.
 
     trainer ranks   write the version | hook |                                       | delete older ones
-    engine hosts                             | pull a copy of their own (optional)   |
+    engine hosts                             | pull a local copy (optional)          |
     engines         generate ............................. | pause, flush, load, verify, continue
 
-Engines stop for the last part only. Needs no network between trainer and engines, nor a common device. With
-``--update-weight-mode delta`` a version holds what has changed since the one before: ``send_delta``.
+Engines stop for the last part only. Trainer and engines need neither a common network nor a common device.
+
+With ``--update-weight-mode delta`` most versions hold only the difference from the version before:
+
+    version 0   full: a complete checkpoint, the weights of this run, whatever weights the engines started with
+    version 1   delta on 0
+    ...
+    version n   full again, when the deltas together are as large as a full version, or too many
+
+The copy of each host is updated version by version (``local_checkpoint``). A new host starts with the newest full
+version. The source rank keeps the bytes of the last version in host memory to compare with. After an error in a delta,
+or if a host cannot apply it, the next version is a full one.
 """
 
 from __future__ import annotations
@@ -26,7 +36,7 @@ from slime.backends.protocols import EngineFleet, NamedTensor, WeightExporter
 from slime.utils.errors import EngineError
 from slime.weight_sync.chunks import bytes_of
 from slime.weight_sync.delta_codec import Encoding, encode_delta
-from slime.weight_sync.session import TrainerRanks, WeightUpdate, load_files, message_of
+from slime.weight_sync.session import TrainerRanks, WeightUpdate, error_of, load_files, message_of
 from slime.weight_sync.tensor_files import (
     Bytes,
     checksum_function,
@@ -37,8 +47,6 @@ from slime.weight_sync.tensor_files import (
     threads,
 )
 from slime.weight_sync.version_store import Manifest, VersionStore, version_path
-
-__all__ = ["DeltaUpdater", "DiskSettings", "DiskUpdater"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +60,10 @@ class DiskSettings:
     """
     Attributes:
         root: directory that trainer and engine hosts share.
-        local: directory on each engine host for a copy of its own; None: engines load from ``root``.
+        local: directory on each engine host for a local copy; None: engines load from ``root``.
         keeps_files: never delete a version.
         checksum: name of the function over each tensor's bytes.
-        post_write: called on every trainer rank with a version's directory and the fleet, when it has been written.
+        post_write: called on every trainer rank with the directory of each written version and the fleet.
     """
 
     root: Path
@@ -80,7 +88,7 @@ class DiskUpdater:
     def update(self, fleet: EngineFleet, trainer: WeightExporter, update: WeightUpdate) -> int:
         """Publish the live weights, and make every engine load them. Returns the bytes written, on the source.
 
-        A version that has been published before is only loaded: engines that start again get what the others have.
+        A version that is already published is only loaded: restarted engines get the weights of the others.
 
         Raises:
             EngineError: the files could not be written, or an engine did not load them.
@@ -102,7 +110,7 @@ class DiskUpdater:
         return num_bytes
 
     def disconnect(self) -> None:
-        """There is no connection."""
+        """Nothing to do: files need no connection."""
 
     def _publish(self, version: int, trainer: WeightExporter) -> int:
         return self._publish_full(version, trainer)
@@ -125,13 +133,11 @@ class DiskUpdater:
         return sum(file.stat().st_size for file in final.iterdir())
 
     def _after_write(self, version: int, fleet: EngineFleet) -> None:
-        """Let the user's function see the version on every rank, before any engine does."""
+        """Call the user's function on every rank, before any engine loads the version."""
         problem: Exception | None = None
-        if self._settings.post_write is not None:
-            try:
-                self._settings.post_write(str(version_path(self._settings.root, version)), fleet)
-            except Exception as error:
-                problem = error
+        post_write = self._settings.post_write
+        if post_write is not None:
+            problem = error_of(lambda: post_write(str(version_path(self._settings.root, version)), fleet))
         problems = self._ranks.agree(None if problem is None else f"{type(problem).__name__}: {problem}")
         if problem is not None:
             raise problem
@@ -139,7 +145,7 @@ class DiskUpdater:
             raise EngineError(f"--custom-update-weight-post-write-path: {'; '.join(dict.fromkeys(problems))}")
 
     def _bring(self, fleet: EngineFleet, version: int, trainer: WeightExporter, timeout_s: float) -> None:
-        """Bring the copies of all engine hosts to ``version``, while engines still generate."""
+        """Update the copies of all engine hosts to ``version`` while engines still generate."""
         self._on_source(lambda: self._pull(fleet, version, timeout_s))
 
     def _pull(self, fleet: EngineFleet, version: int, timeout_s: float) -> None:
@@ -159,13 +165,14 @@ class DiskUpdater:
             ) from error
 
     def _needed(self, version: int) -> set[int]:
-        """Versions that a host which starts now must find; an engine that starts again loads the newest."""
+        """Versions that must stay on disk for hosts that start now; a restarted engine loads the newest."""
         return {version}
 
     def _on_source(self, work: Callable[[], _T]) -> _T:
-        """Do something on the source and tell the others what came of it. A meeting of all ranks.
+        """Run ``work`` on the source and broadcast its result. All ranks call this together.
 
-        Returns what it returned, everywhere; raises what it raised on the source, and its message elsewhere.
+        Returns the result on every rank. Raises the error itself on the source, and an EngineError with its message
+        on the other ranks.
         """
         result: _T | None = None
         failure: Exception | None = None
@@ -174,28 +181,16 @@ class DiskUpdater:
                 result = work()
             except Exception as error:
                 failure = error
-        told = self._ranks.from_source((result, None if failure is None else message_of(failure)))
+        answer = self._ranks.from_source((result, None if failure is None else message_of(failure)))
         if failure is not None:
             raise failure
-        if told[1] is not None:
-            raise EngineError(told[1])
-        return told[0]  # type: ignore[no-any-return]
-
-
-# Weights through files, only what has changed: each version holds the difference to the one before.
-#
-#     version 0   full: a complete checkpoint, the real weights of this run whatever engines started from
-#     version 1   delta on 0
-#     ...
-#     version n   full again, when the deltas together have become as large as a full version, or too many
-#
-# A host's copy follows version by version (``local_checkpoint``); a new host begins with the newest full version. The
-# source rank keeps the bytes of the last version in host memory to compare with. When anything goes wrong between that
-# and the files, or a host cannot apply a delta, the next version is a full one.
+        if answer[1] is not None:
+            raise EngineError(answer[1])
+        return answer[0]  # type: ignore[no-any-return]
 
 
 _MAX_DELTAS = 32
-"""On one full version: what a new host has to apply."""
+"""Most deltas on one full version; a new host has to apply all of them."""
 _FILE = "delta.safetensors"
 
 
@@ -229,7 +224,7 @@ class DeltaUpdater(DiskUpdater):
         return num_bytes
 
     def _publish_delta(self, version: int, trainer: WeightExporter) -> int:
-        """Write what has changed since the last version, and remember the new state."""
+        """Write the changes since the last version, and keep the new state."""
         last, self._last = self._last, {}  # a failure on the way leaves nothing to compare with: the next one is full
         packed: dict[str, Bytes] = {}
         checksums: dict[str, str] = {}
@@ -259,7 +254,7 @@ class DeltaUpdater(DiskUpdater):
     def _start(
         self, pool: ThreadPoolExecutor, last: Bytes, tensor: torch.Tensor
     ) -> Future[tuple[bytes, int, str] | None]:
-        """Compare in the background, while the next tensors are gathered. ``last`` becomes the new state."""
+        """Compare in a thread while the next tensors are gathered. ``last`` is overwritten with the new state."""
         new = bytes_of(tensor)
 
         def compare() -> tuple[bytes, int, str] | None:
@@ -296,7 +291,7 @@ class DeltaUpdater(DiskUpdater):
         super()._bring(fleet, version, trainer, timeout_s)
 
     def _pull_problem(self, fleet: EngineFleet, version: int, timeout_s: float) -> str | None:
-        """Why a host could not apply a delta. What a full version would not help against is raised."""
+        """The reason why a host could not apply a delta. Raises errors that a full version would not fix."""
         try:
             self._pull(fleet, version, timeout_s)
         except EngineError as error:

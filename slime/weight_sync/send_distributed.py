@@ -1,9 +1,8 @@
 """Weights over a process group: the trainer is rank 0, engine i owns the next ``num_gpus`` ranks; NCCL or gloo.
 
-Each chunk is one HTTP call per engine, which tells names, dtypes and shapes, and then one broadcast per tensor straight
-from the trainer's memory. Tensors so small that a collective costs more than a copy are laid out one behind another and
-travel before the others, as one. Two chunks are under way at most: while engines receive and load one, the next is
-gathered.
+Each chunk takes one HTTP call per engine with names, dtypes and shapes, and then one broadcast per tensor straight from
+the trainer's memory. Small tensors, for which a collective costs more than a copy, are copied to one buffer and sent
+first as one tensor. At most two chunks are in flight: the next chunk is gathered while engines receive and load one.
 
     trainer    gather 0 | gather 1                | wait | gather 2                | wait ...
     transfer            | broadcast 0, load 0     |      | broadcast 1, load 1     | ...
@@ -29,15 +28,13 @@ from slime.weight_sync.chunks import WeightChunk
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["DistributedSender"]
-
 
 _LEAVE_TIMEOUT_S = 60.0
-"""Engines are left in the end, or after a failure, when one of them may be silent for good."""
+"""Timeout of leaving the group at the end or after a failure, when an engine may never answer."""
 _SMALL_BYTES = 512 * 1024
 """A tensor below this: a broadcast costs 0.1 to 0.6 ms on a CPU, in which gloo moves 700 KB and more."""
 _FEW = 8
-"""So many small tensors are sent like the large ones of their chunk: one more HTTP call takes 3 ms."""
+"""Up to this number, small tensors are sent like large ones: the extra HTTP call of a flat chunk takes 3 ms."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +42,8 @@ class _UnderWay:
     """One chunk between trainer and engines.
 
     Attributes:
-        parts: what is being broadcast; kept until it has arrived.
-        memory: where a flat chunk was laid out, to be used again.
+        parts: the tensors of the broadcasts, kept alive until they have arrived.
+        memory: buffer of a flat chunk, for the next one.
     """
 
     receiving: PendingCalls
@@ -67,7 +64,7 @@ class DistributedSender:
         self._spare: torch.Tensor | None = None
 
     def connect(self, master_address: str, master_port: int) -> None:
-        """Form the group. Every engine joins while this rank does: nobody returns before all are there."""
+        """Form the group. The engines must join at the same time: no member returns before all have joined."""
         sizes = [engine.num_gpus for engine in self._fleet.engines]
         offsets = [1 + before for before in accumulate([0, *sizes[:-1]])]
         world_size = 1 + sum(sizes)
@@ -94,7 +91,7 @@ class DistributedSender:
         joining.wait(self._timeout_s)
 
     def _interfaces(self) -> str | None:
-        """Of engines that somebody else runs nobody knows how many connections they make."""
+        # external engines may use any number of connections, so the interfaces cannot be divided
         has_strangers = any(engine.first_slot is None for engine in self._fleet.engines)
         return None if has_strangers else os.environ.get(WEIGHT_INTERFACES)
 
@@ -129,12 +126,12 @@ class DistributedSender:
         self._under_way = _UnderWay(receiving, broadcasts, parts, memory)
 
     def finish(self) -> None:
-        """Return when everything has been applied."""
+        """Return when the engines have applied everything."""
         self._arrive()
         self._spare = None
 
     def _memory(self, chunk: WeightChunk) -> torch.Tensor:
-        """That of the chunk before the one under way, if it is large enough: fresh memory costs more than the copy."""
+        """The buffer of an earlier chunk if it is large enough: page faults of fresh memory cost more than the copy."""
         spare, self._spare = self._spare, None
         if spare is not None and spare.numel() >= chunk.num_bytes:
             return spare
@@ -150,7 +147,7 @@ class DistributedSender:
                 self._spare = under_way.memory
 
     def disconnect(self) -> None:
-        """Leave the group, whatever is under way."""
+        """Leave the group, also in the middle of a chunk."""
         self._under_way = self._spare = None
         if self._group is None:
             return

@@ -1,14 +1,18 @@
-"""Weights for engines on the trainer's own devices: no byte leaves the host, engines open the trainer's memory.
+"""Weights for engines on the trainer's devices: engines open the trainer's memory, and no byte leaves the host.
 
-An engine with n tensor-parallel ranks shares the device slots of n trainer ranks. Each of these lays out a chunk in
-memory of its own (shared memory on a CPU, device memory on a GPU), and the first of them, the *speaker*, collects the n
-handles and makes the engine's one HTTP call; engine rank k opens handle k, which was made on its own device.
+An engine with n tensor-parallel ranks shares the devices of n trainer ranks. Each of them copies a chunk to fresh
+memory (shared memory on a CPU, device memory on a GPU). The first of them, the *speaker*, gathers the n handles and
+makes the engine's one HTTP call. Engine rank k opens handle k, which belongs to its own device.
 
     trainer rank s      lay out | gather handles --> update_weights_from_tensor([h0, ..., hn-1]) --> engine
     trainer rank s+k    lay out | give handle ---^
 
-While the engines load a chunk the next is gathered and laid out; memory of a chunk is freed when its engine has
-answered. Every trainer rank has such a sender; a rank without an engine only takes part in gathering the weights.
+The next chunk is gathered and copied while the engines load this one. The memory of a chunk is freed after its engine
+has answered. Every trainer rank has such a sender. A rank without an engine only takes part in gathering the weights.
+
+The request is ``/update_weights_from_tensor`` of stock SGLang: a pickle of a handle to memory. The engine unpickles it
+with a list of allowed names, so it holds only a dictionary, torch's handles, and namespaces for SGLang's metadata.
+SGLang is not imported, because that takes seconds and a gigabyte.
 """
 
 from __future__ import annotations
@@ -30,28 +34,25 @@ from slime.backends.protocols import EngineFleet, PendingCalls
 from slime.utils import accelerator
 from slime.utils.errors import EngineError
 from slime.weight_sync.chunks import WeightChunk
-from slime.weight_sync.session import TrainerRanks
+from slime.weight_sync.session import TrainerRanks, error_of
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed import ProcessGroup
-
-__all__ = ["TensorSender", "serialized", "shareable"]
 
 
 class TensorSender:
-    """For the engine that covers this rank's device, if one does.
+    """Sends to the engine on this rank's device, if there is one.
 
     Args:
         fleet: colocated engines only; ``first_slot`` is the trainer rank of an engine's first device.
-        ranks: the trainer's; making a sender is a meeting of all of them.
+        ranks: of the trainer; all of them must create the sender together (it creates process groups).
     """
 
     def __init__(self, fleet: EngineFleet, ranks: TrainerRanks, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._ranks = ranks
         self._engine: EngineFleet | None = None
-        self._speaks = False
+        self._is_speaker = False
         self._group: ProcessGroup | None = None
         self._flat: torch.Tensor | None = None
         self._loading: PendingCalls | None = None
@@ -62,10 +63,10 @@ class TensorSender:
             group = ranks.group(members)
             if ranks.rank in members:
                 self._engine, self._group = fleet.only([index]), group
-                self._speaks = ranks.rank == members[0]
+                self._is_speaker = ranks.rank == members[0]
 
     def send(self, chunk: WeightChunk, weight_version: str) -> None:
-        """Start to send ``chunk``. What fails is raised by :meth:`finish`: the other ranks must not be left waiting."""
+        """Start to send ``chunk``. Errors are raised by :meth:`finish`, because the other ranks wait in gather()."""
         if self._engine is None:
             return
         flat, payload, problem = None, "", None
@@ -76,21 +77,21 @@ class TensorSender:
             except Exception as error:
                 problem = f"trainer rank {self._ranks.rank}: {error}"
         self._arrive()
-        said = self._ranks.gather((payload, problem), self._group)
-        # all ranks have met: the engine is done with the chunk before, whose memory may go
+        replies = self._ranks.gather((payload, problem), self._group)
+        # after gather() the engine is done with the chunk before: its memory may be freed now, not earlier
         self._flat = flat
-        problems = [what for _, what in said if what is not None]
+        problems = [found for _, found in replies if found is not None]
         if problems and self._failure is None:
             self._failure = EngineError("; ".join(problems))
-        if self._speaks and self._failure is None:
+        if self._is_speaker and self._failure is None:
             self._loading = self._engine.start(
                 "update_weights_from_tensor",
-                serialized_named_tensors=[text for text, _ in said],
+                serialized_named_tensors=[text for text, _ in replies],
                 weight_version=weight_version,
             )
 
     def finish(self) -> None:
-        """Return when the engine has everything, with the first failure if there was one."""
+        """Return when the engine has applied everything. Raises the first error of any send."""
         self._arrive()
         if self._engine is not None:
             self._ranks.gather(None, self._group)
@@ -101,17 +102,14 @@ class TensorSender:
             raise failure
 
     def _arrive(self) -> None:
-        """Wait until the engine has answered for the chunk before; only the rank that speaks with it knows."""
+        """Wait for the engine's answer to the chunk before; only the speaker has one to wait for."""
         loading, self._loading = self._loading, None
-        if loading is None:
-            return
-        try:
-            loading.wait(self._timeout_s)
-        except Exception as error:
+        if loading is not None:
+            error = error_of(lambda: loading.wait(self._timeout_s))  # wait even after a failure: the first one is kept
             self._failure = self._failure or error
 
     def disconnect(self) -> None:
-        """Forget the engine."""
+        """Leave the engine."""
         import torch.distributed as dist
 
         self._flat = self._loading = self._failure = None
@@ -119,13 +117,6 @@ class TensorSender:
             dist.destroy_process_group(self._group)
             self._group = None
 
-
-# A chunk of weights as ``/update_weights_from_tensor`` of stock SGLang takes it: a handle to memory, not the bytes.
-#
-# On a CPU the bytes lie in shared memory of this host, on a GPU in this process's device memory (CUDA IPC). Either way
-# the engine must be on the same host, and on a GPU on the same device. The other side unpickles with a list of allowed
-# names, so that everything here is plain: a dictionary, torch's own handles, and namespaces for SGLang's metadata.
-# SGLang is not imported, because that takes seconds and a gigabyte.
 
 _SHARED_MEMORY = "/dev/shm"
 _DEVICE_ARGUMENT = 6
@@ -135,7 +126,7 @@ _DEVICE_ARGUMENT = 6
 def shareable(chunk: WeightChunk) -> torch.Tensor:
     """All bytes of ``chunk``, uint8 [num_bytes], in memory that another process of this host can open.
 
-    Fresh memory each time: an engine may still be reading what it was sent before.
+    Each call takes fresh memory, because an engine may still read the chunk before.
 
     Raises:
         EngineError: the host has too little shared memory.
@@ -203,7 +194,7 @@ def _sharing_by_name() -> Iterator[None]:
 
 
 def _free_shared_memory() -> int | None:
-    """Bytes, None where it is not known."""
+    """Bytes; None if unknown."""
     try:
         found = os.statvfs(_SHARED_MEMORY)
     except OSError:

@@ -190,6 +190,15 @@ def load_files(fleet: EngineFleet, path: str, update: WeightUpdate, sent: Iterab
         _flush_and_verify(fleet, update, sent)
 
 
+def error_of(work: Callable[[], object]) -> Exception | None:
+    """The error of ``work``, which a rank keeps while other ranks wait for it in a collective."""
+    try:
+        work()
+    except Exception as error:
+        return error
+    return None
+
+
 def message_of(error: BaseException) -> str:
     """The message for other ranks, without a traceback that came from another process."""
     return str(getattr(error, "cause", None) or error)  # Ray's errors of tasks keep the original in ``cause``
@@ -208,15 +217,8 @@ def _deliver(
         num_bytes += chunk.num_bytes
         # after a failure this rank still exhausts ``weights``: gathering them is a collective of all ranks
         if failure is None:
-            try:
-                sender.send(chunk, update.version)
-            except Exception as error:
-                failure = error
-    if failure is None:
-        try:
-            sender.finish()
-        except Exception as error:
-            failure = error
+            failure = error_of(lambda: sender.send(chunk, update.version))  # noqa: B023 (called at once)
+    failure = failure or error_of(sender.finish)
     problems = ranks.agree(None if failure is None else message_of(failure))
     if failure is not None:
         raise failure
@@ -257,9 +259,8 @@ def _writable(fleet: EngineFleet, timeout_s: float) -> Iterator[None]:
 
 def _after_failure(fleet: EngineFleet, verb: str, timeout_s: float) -> None:
     """Call ``verb``, but only log its failure: the caller raises the first error, which is the cause."""
-    try:
-        fleet.start(verb).wait(min(timeout_s, _CLOSING_TIMEOUT_S))
-    except Exception as error:
+    error = error_of(lambda: fleet.start(verb).wait(min(timeout_s, _CLOSING_TIMEOUT_S)))
+    if error is not None:
         logger.warning("%s after a failed weight update: %s", verb, message_of(error))
 
 

@@ -1,6 +1,6 @@
-"""The raw bytes of tensors in safetensors files: where they lie, their checksums, and patching them in place.
+"""The raw bytes of tensors in safetensors files: their offsets and checksums, and writing them in place.
 
-Used by the publishing side and by each host's copy. Knows bytes and names, no dtypes and no models.
+Used by the publisher and by the local copy of each host. Handles names and bytes only, without dtypes.
 """
 
 from __future__ import annotations
@@ -24,19 +24,6 @@ import numpy as np
 
 from slime.utils.errors import ConfigError, EngineError
 
-__all__ = [
-    "Bytes",
-    "Checksum",
-    "Span",
-    "checksum_function",
-    "checksums_of",
-    "content_hash",
-    "open_bytes",
-    "populate",
-    "spans_of",
-    "threads",
-]
-
 Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 """uint8 [num_bytes]."""
 Checksum: TypeAlias = Callable[[Bytes], str]
@@ -58,7 +45,7 @@ class Span:
 
 
 def spans_of(directory: Path) -> dict[str, Span]:
-    """Tensor name -> where it is, over all safetensors files of ``directory``.
+    """Tensor name -> its span, over all safetensors files of ``directory``.
 
     Raises:
         EngineError: a file is damaged or too short.
@@ -91,7 +78,7 @@ def _spans_in(file: Path) -> dict[str, Span]:
 
 @contextmanager
 def open_bytes(spans: Mapping[str, Span], *, writable: bool = False) -> Iterator[dict[str, Bytes]]:
-    """Tensor name -> its bytes in the file; with ``writable`` what is written there is written to the file.
+    """Tensor name -> its bytes, mapped from the file; with ``writable``, writes go to the file.
 
     No array may be used after the block.
     """
@@ -104,20 +91,18 @@ def open_bytes(spans: Mapping[str, Span], *, writable: bool = False) -> Iterator
                 file = stack.enter_context(span.file.open("r+b" if writable else "rb"))
                 maps[span.file] = mmap.mmap(file.fileno(), 0, access=access)
             memory = maps[span.file]
-            # memory is unmapped with its last array, not before: a view keeps it
+            # the map lives until its last array is deleted, because a view holds a reference
             arrays[name] = np.frombuffer(memory, dtype=np.uint8, count=span.end - span.begin, offset=span.begin)
         maps.clear()
         yield arrays
 
 
 def populate(array: Bytes) -> None:
-    """Get the pages of a writable array at once: half the time of a fault for each, a third where it is read first.
-
-    Not by way of ``mmap.madvise``, which keeps Python's lock: tensors can be populated side by side.
-    """
+    """Map the pages of a writable array at once, in half to a third of the time that single page faults take."""
+    # not mmap.madvise, which holds the GIL: tensors are populated in parallel
     begin = array.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
     length = array.ctypes.data + array.size - begin
-    if array.size:  # a kernel before 5.14 cannot, and says so in a result that nobody needs
+    if array.size:  # fails on kernels before 5.14, which is harmless: pages are then mapped on first use
         _libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _POPULATE_WRITE)
 
 
@@ -165,5 +150,5 @@ def content_hash(checksums: Mapping[str, str]) -> str:
 
 
 def threads() -> ThreadPoolExecutor:
-    """For work on bytes, which leaves Python's lock alone."""
+    """A pool for work that releases the GIL."""
     return ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="weights")

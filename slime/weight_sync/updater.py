@@ -1,11 +1,11 @@
-"""Weights through memory and network: chooses how they travel to each engine, and keeps the connections.
+"""Weights through memory and network: chooses a sender for each engine, and keeps the connections.
 
     --update-weight-transport   engine                             travels by
     nccl                        on the trainer's own devices       TensorSender: shared memory or CUDA IPC
-    nccl                        on devices of its own              DistributedSender: broadcasts from rank 0
-    disk                        any                                files that engines load: see send_disk, send_delta
+    nccl                        on other devices                   DistributedSender: broadcasts from rank 0
+    disk                        any                                files that engines load: see send_disk
 
-Every rank of the trainer has one and calls it at the same time. Called by ``slime.ray.train_actor``.
+Every rank of the trainer has one, and all call it at the same time. Called by ``slime.ray.train_actor``.
 """
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ from slime.utils.net import free_port
 from slime.weight_sync.chunks import SentBefore, WeightChunk
 from slime.weight_sync.send_distributed import DistributedSender
 from slime.weight_sync.send_tensor import TensorSender
-from slime.weight_sync.session import ChunkSender, TrainerRanks, WeightUpdate, message_of, push_weights
-
-__all__ = ["Senders", "Updater", "WeightUpdater"]
+from slime.weight_sync.session import ChunkSender, TrainerRanks, WeightUpdate, error_of, message_of, push_weights
 
 logger = logging.getLogger(__name__)
 
 
 class Updater(Protocol):
-    """One way of sending weights. All ranks of the trainer have one of the same kind, and call it at the same time.
+    """One way of sending weights. All ranks of the trainer have the same kind, and call it at the same time.
 
     Attributes:
         changed_share: changed bytes over all bytes in the last update, if it sent differences; on the source.
@@ -85,16 +83,17 @@ class WeightUpdater:
             wants = None if self._sent_before is None else self._sent_before.begin()
             return push_weights(fleet, senders, weights, update, self._ranks, wants)
         except Exception:
-            self.disconnect(is_urgent=True)  # whoever died of it, the next update starts with new connections
+            self.disconnect(is_urgent=True)  # an engine may have died: the next update makes new connections
             raise
 
     def _connected(self, fleet: EngineFleet) -> Senders:
-        """A meeting of all ranks when the fleet is another one than before, or an update has failed on any rank."""
+        """The senders; reconnects if the fleet changed or an update failed on any rank. All ranks call this
+        together."""
         is_usable = self._senders is not None and self._fleet == fleet
         if not self._ranks.agree(None if is_usable else "not connected"):
             assert self._senders is not None
             return self._senders
-        self.disconnect(is_urgent=True)  # the fleet is another one because somebody of it died
+        self.disconnect(is_urgent=True)  # the fleet changed because an engine died: it cannot answer
         if self._sent_before is not None:
             self._sent_before.forget()
         self._senders, self._fleet = Senders(), fleet
@@ -103,14 +102,11 @@ class WeightUpdater:
             self._senders.add(TensorSender(fleet.only(near), self._ranks, timeout_s=self._timeout_s))
         problem: Exception | None = None
         if far and self._ranks.is_source:
-            # another name each time: an engine may not have left the group before
+            # a new name each time: an engine may still be in the old group
             name = f"slime-pp_{next(self._group_numbers)}"
             sender = DistributedSender(fleet.only(far), group_name=name, timeout_s=self._timeout_s)
             self._senders.add(sender)
-            try:
-                sender.connect(self._address, free_port())
-            except Exception as error:
-                problem = error
+            problem = error_of(lambda: sender.connect(self._address, free_port()))
         problems = self._ranks.agree(None if problem is None else message_of(problem))
         if problem is not None:
             raise problem
@@ -119,7 +115,7 @@ class WeightUpdater:
         return self._senders
 
     def _places(self, engines: Sequence[EngineInfo]) -> tuple[list[int], list[int]]:
-        """Numbers of the engines on the trainer's devices, and of all others."""
+        """Indices of the engines on the trainer's devices, and of all others."""
         near = [index for index, engine in enumerate(engines) if self._is_near(engine)]
         return near, [index for index in range(len(engines)) if index not in near]
 
@@ -129,20 +125,19 @@ class WeightUpdater:
         return engine.first_slot + engine.num_gpus <= self._ranks.size
 
     def disconnect(self, *, is_urgent: bool = False) -> None:
-        """Leave the engines. ``is_urgent``: some of them may be dead; those that live have left then."""
+        """Leave the engines. ``is_urgent``: some may be dead, so their failure to leave is only logged."""
         senders, self._senders = self._senders, None
         if senders is None:
             return
-        try:
-            senders.disconnect()
-        except Exception as error:
+        error = error_of(senders.disconnect)
+        if error is not None:
             if not is_urgent:
-                raise
-            logger.info("left the engines without all of them: %s", error)
+                raise error
+            logger.info("some engines could not leave: %s", error)
 
 
 class Senders:
-    """Several senders as one: what some engines get through memory, others get over the network."""
+    """Several senders as one: some engines receive through memory, others over the network."""
 
     def __init__(self) -> None:
         self._senders: list[ChunkSender] = []

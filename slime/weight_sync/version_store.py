@@ -1,11 +1,11 @@
 """The directory through which weights travel: one folder per version, complete or not there.
 
-    <root>/.slime_weights              says that everything here is slime's, to keep and to delete
+    <root>/.slime_weights              marks the directory as slime's: everything in it may be deleted
     <root>/.writing/weight_v000003     a version being written
     <root>/weight_v000003              a version: its files and their manifest
 
-A folder is renamed to its name when everything in it is on disk. A *full* version is a Hugging Face checkpoint, a
-*delta* holds the changes since the version before. The publisher writes; each host's copy and the engines only read.
+A folder gets its final name after everything in it is on disk. A *full* version is a Hugging Face checkpoint, a *delta*
+holds the changes since the version before. Only the publisher writes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from slime.utils.errors import ConfigError, EngineError
 from slime.utils.files import replacing
 from slime.utils.run_lock import RunLock
 
-__all__ = ["MANIFEST", "Manifest", "VersionStore", "foreign_content", "read_manifest", "version_path", "write_json"]
-
 MANIFEST = "slime_weights.json"
 _MARKER = ".slime_weights"
 _WRITING = ".writing"
@@ -39,13 +37,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a version consists of.
+    """The contents of a version.
 
     Attributes:
         lineage: the same for a full version and everything that builds on it; no two runs have the same.
         base: for a delta the version before, for a full one None.
         checksum: name of the function that ``tensors`` are checksums of.
-        tensors: name -> checksum of all its bytes in this version. A delta lists what it changes.
+        tensors: name -> checksum of all its bytes in this version. A delta lists changed tensors only.
         files: name -> size in bytes.
         encoding: of a delta.
         content: hash of all weights of this version, None in a delta.
@@ -88,7 +86,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def foreign_content(root: Path) -> str | None:
-    """What keeps a publisher from taking ``root`` over; None: nothing."""
+    """The reason why a publisher must not use ``root``; None if it may."""
     if (root / _MARKER).is_file() or not root.is_dir():
         return None
     strangers = sorted(path.name for path in root.iterdir())
@@ -108,10 +106,10 @@ class VersionStore:
         self._lock: RunLock | None = None
 
     def open(self, *, keeps_files: bool) -> None:
-        """Take the directory over, and delete what an earlier run has left there.
+        """Take the directory over, and delete the leftovers of an earlier run.
 
         Raises:
-            ConfigError: it holds something that is not slime's, or another live run has it.
+            ConfigError: it holds files that slime did not write, or another live run uses it.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         if problem := foreign_content(self.root):
@@ -123,10 +121,8 @@ class VersionStore:
             self.prune(keep=())
 
     def _locked(self) -> RunLock:
-        """Held as long as this process lives: two runs would delete each other's versions, or load them.
-
-        A trainer that starts again may have to wait until the kernel has taken the old one's memory.
-        """
+        """Take the lock of the directory for the life of this process: two runs would delete each other's versions."""
+        # a restarted trainer may have to wait until the kernel has freed the memory of the old one
         deadline = Deadline(_LOCK_TIMEOUT_S, "the lock")
         while True:
             try:
@@ -138,17 +134,17 @@ class VersionStore:
                 time.sleep(min(_LOCK_POLL_S, deadline.remaining))
 
     def begin(self, version: int) -> Path:
-        """An empty folder's name to write ``version`` to; the folder above it exists."""
+        """The folder to write ``version`` to. It does not exist yet, its parent does."""
         folder = version_path(self.root / _WRITING, version)
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(exist_ok=True)
         return folder
 
     def commit(self, folder: Path, manifest: Manifest) -> Path:
-        """Make what :meth:`begin` named a version. It replaces an earlier attempt at the same one."""
+        """Turn the folder from :meth:`begin` into a version. Replaces an earlier attempt at the same one."""
         files = [file for file in sorted(folder.iterdir()) if file.is_file()]
         for file in files:
-            file.chmod(_READABLE)  # engines may run as somebody else
+            file.chmod(_READABLE)  # engines may run as another user
         sizes = {file.name: file.stat().st_size for file in files}
         content = asdict(manifest) | {"files": sizes}
         (folder / MANIFEST).write_text(json.dumps(content), encoding="utf-8")
@@ -162,7 +158,7 @@ class VersionStore:
         return final
 
     def versions(self) -> Iterator[int]:
-        """Those that are there, oldest first."""
+        """Complete versions, oldest first."""
         for path in sorted(self.root.glob("weight_v*")):
             number = path.name.removeprefix("weight_v")
             if number.isdecimal() and path.is_dir():
@@ -176,7 +172,7 @@ class VersionStore:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace ``path`` as a whole: a reader finds the old or the new content, unless the host has lost power since."""
+    """Replace ``path`` atomically: a reader finds the old or the new content (power failures excepted)."""
     with replacing(path) as partial:
         partial.write_text(json.dumps(content), encoding="utf-8")
 

@@ -216,14 +216,14 @@ def test_of_a_folder_of_runs_the_newest_is_shown(tmp_path: Path, capsys: pytest.
     assert _chosen_run(tmp_path) == tmp_path / "a"
     assert _chosen_run(tmp_path / "b") == tmp_path / "b"
     assert board([str(tmp_path / "nothing")]) == 2
-    assert "no folder of a run" in capsys.readouterr().err
+    assert "is not the folder of a run" in capsys.readouterr().err
 
 
 def test_a_port_that_cannot_be_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for port in ("0", "65536"):
         with pytest.raises(SystemExit):
             board([str(tmp_path), "--port", port])
-        assert f"{port}: a port is from 1 to 65535" in capsys.readouterr().err
+        assert f"{port}: must be a port from 1 to 65535" in capsys.readouterr().err
 
 
 def test_tokens_are_texts_that_make_the_whole_again(tmp_path: Path) -> None:

@@ -261,7 +261,7 @@ def test_a_run_that_follows_the_advice_has_the_trainers_log_probs(
     tmp_path: Path, num_steps: int, use_rollout_logprobs: bool, loss_type: str
 ) -> None:
     torch.save({"samples": []}, tmp_path / "train.pt")
-    with pytest.raises(DataError, match="started with --use-rollout-entropy;"):
+    with pytest.raises(DataError, match="A run has those of the trainer with --use-rollout-entropy,"):
         read_rows_of(tmp_path / "train.pt", None, 8)
     settings = AlgorithmArgs(use_rollout_entropy=True, use_rollout_logprobs=use_rollout_logprobs, loss_type=loss_type)
     assert passes_needed(settings, DistillationArgs(), num_steps=num_steps).old

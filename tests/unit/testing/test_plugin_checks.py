@@ -74,7 +74,7 @@ def more(tiny_task) -> list[str]:
 def test_a_function_that_never_returns_is_named_and_does_not_stop_the_check(monkeypatch):
     monkeypatch.setattr(testing_run, "_PATIENCE_S", 0.3)
     (problem,) = check_plugin("--rollout-all-samples-process-path", f"{PLUGINS}:waits_for_ever")
-    assert problem.endswith("plugins.py:waits_for_ever: it has not returned after 0.3 s")
+    assert problem.endswith("plugins.py:waits_for_ever: it did not return within 0.3 s")
 
 
 @pytest.mark.parametrize(("flag", "name"), GOOD)
@@ -113,7 +113,7 @@ def test_messages_name_the_file_of_a_function_and_not_the_module_it_is_loaded_as
 
 
 def test_a_model_that_is_missing_is_an_error_of_the_command():
-    with pytest.raises(ConfigError, match="--hf-checkpoint /none: there is no such directory"):
+    with pytest.raises(ConfigError, match="--hf-checkpoint /none: no such directory"):
         check_plugin("--custom-rm-path", f"{PLUGINS}:reward_raises", "--hf-checkpoint", "/none", "--prompt-data", "x")
 
 
@@ -145,7 +145,7 @@ def test_what_needs_a_model_is_only_compared_with_its_signature_and_says_so():
 
 
 def test_a_flag_that_names_no_function_is_an_error():
-    with pytest.raises(ConfigError, match="--lr names no function"):
+    with pytest.raises(ConfigError, match="--lr names no user function"):
         check_plugin("--lr", "1")
     with pytest.raises(ConfigError, match="n-samples-per-prompt"):
         check_plugin("--custom-rm-path", f"{PLUGINS}:reward_dict", "--n-samples-per-prompt", "many")

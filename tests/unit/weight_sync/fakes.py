@@ -12,8 +12,6 @@ from safetensors.torch import save_file
 from slime.backends.protocols import EngineInfo, NamedTensor
 from slime.weight_sync.chunks import WeightChunk
 
-__all__ = ["Done", "RecordingFleet", "RecordingSender", "StubTrainer"]
-
 
 class Done:
     def __init__(self, results: Sequence[Any]) -> None:

@@ -149,8 +149,8 @@ def test_experts_with_a_scale_per_row_are_sent_as_the_checkpoint_holds_them(tmp_
 @pytest.mark.parametrize(
     ("config", "stored", "text"),
     [
-        (BY_ROWS, ("a.o_proj.weight", "a.o_proj.weight_scale"), "1 weights that are no experts' \\(a.o_proj.weight"),
-        (PACKED, ("a.shared_experts.up_proj.weight_packed",), "1 weights that are no experts'"),
+        (BY_ROWS, ("a.o_proj.weight", "a.o_proj.weight_scale"), "1 weights outside of the experts \\(a.o_proj.weight"),
+        (PACKED, ("a.shared_experts.up_proj.weight_packed",), "1 weights outside of the experts"),
         (BY_TENSOR, ("a.experts.0.up_proj.weight", "a.experts.0.up_proj.weight_scale"), "one scale per tensor"),
     ],
 )
