@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from slime.algorithms.estimators import default_estimator, find_estimator
 from slime.config.resolve.batches import is_group_relative
-from slime.data.reward import reward_number
 from slime.data.sample import Sample
+from slime.data.values import reward_number
 from slime.utils.errors import DataError
 
 __all__ = ["RewardArgs", "SignalWatch", "group_keys", "normalize_by_group", "raw_rewards"]
@@ -71,7 +71,7 @@ def raw_rewards(samples: Sequence[Sample], settings: RewardArgs) -> list[float]:
     """The reward of every sample (``--reward-key`` of a dict reward).
 
     Raises:
-        DataError: a reward that is missing or breaks the rule of :mod:`slime.data.reward`, with its sample.
+        DataError: a reward that is missing or breaks the rule of :mod:`slime.data.values`, with its sample.
     """
     return [_reward_of(sample, settings) for sample in samples]
 

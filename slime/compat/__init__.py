@@ -131,6 +131,7 @@ slime.ray.utils
 slime.rollout.filter_hub
 slime.rollout.filter_hub.base_types = slime.rollout.filters
 slime.rollout.filter_hub.dynamic_sampling_filters = slime.rollout.filters
+slime.rollout.sleep_rollout = slime.rollout.forge_load
 slime.rollout.rm_hub.deepscaler = slime.rollout.rm_hub.rules
 slime.rollout.rm_hub.f1 = slime.rollout.rm_hub.rules
 slime.rollout.rm_hub.gpqa = slime.rollout.rm_hub.rules

@@ -22,11 +22,10 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from slime.data.chat import render_chat
+from slime.data.chat import SpecialTokens, render_chat
 from slime.data.media import expand_media, has_media, process_vision_info, run_processor
-from slime.data.row_values import check_label, parse_json
 from slime.data.sample import Sample
-from slime.data.special_tokens import SpecialTokens
+from slime.data.values import check_label, parse_json
 from slime.utils.errors import DataError
 
 Row: TypeAlias = dict[str, Any]

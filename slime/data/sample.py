@@ -275,9 +275,6 @@ def iter_samples(node: Any) -> Iterator[Sample]:
         raise TypeError(f"expected a Sample or a list of them, got {type(node).__name__}")
 
 
-# Groups out of what data sources and users' functions hand over: groups, or a flat list of samples.
-
-
 def as_groups(items: Sequence[Any], make_group: Callable[[Sample], SampleGroup]) -> list[SampleGroup]:
     """Groups stay as they are. Flat samples with the same ``group_index`` form one; a sample without becomes its own.
 

@@ -1,16 +1,18 @@
-"""Replays rollout dumps while the engines stay up: training, weight sync and evaluation of the engines go on as usual.
+"""Rollout functions without generation: replay of dumps while the engines stay up, and a sleep.
 
-For ``--rollout-function-path slime.rollout.forge_load.generate_rollout`` with ``--load-forge-rollout-data TEMPLATE``.
-(``--load-debug-rollout-data`` replays dumps without engines.) With a literal path every rollout is that file; with
-``{rollout_id}`` rollout n is file n, and file 0 where there is no file n.
+``slime.rollout.forge_load.generate_rollout`` replays the dumps of ``--load-forge-rollout-data TEMPLATE``. Training,
+weight sync and evaluation of the engines continue as usual. (``--load-debug-rollout-data`` replays dumps without
+engines.) With a literal path, every rollout is that file. With ``{rollout_id}``, rollout n is file n, or file 0 if file
+n does not exist. ``slime.rollout.sleep_rollout.sleep`` keeps the engines up for work from outside.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from slime.data.dump_file import dump_path, read_samples
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
@@ -25,7 +27,7 @@ _EVAL_SET = "forge_eval"
 def generate_rollout(
     args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """The samples of a dump as they were; an evaluation is the set ``forge_eval``, or empty where none was dumped.
+    """The unchanged samples of a dump. An evaluation is the set ``forge_eval``, or empty if none was dumped.
 
     Raises:
         ConfigError: the flag is not given.
@@ -39,7 +41,7 @@ def generate_rollout(
     path = _training_file(template, rollout_id)
     samples = read_samples(_FLAG, path)
     for sample in samples:
-        sample.weight_versions = []  # other weights than the engines' generated them, and nobody is to check
+        sample.weight_versions = []  # made by other weights, so they must not be compared with those of the engines
     logger.info("rollout %d: %d samples of %s", rollout_id, len(samples), path)
     return RolloutFnTrainOutput(samples=samples)  # type: ignore[arg-type]  # a flat list is as good as groups
 
@@ -70,3 +72,10 @@ def _training_file(template: str, rollout_id: int) -> Path:
 
 def _is_literal(template: str) -> bool:
     return dump_path(_FLAG, template, "0") == dump_path(_FLAG, template, "1")
+
+
+def sleep(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> NoReturn:
+    """Keep the engines up for work from outside, until the process ends. ``--rollout-timeout`` still applies."""
+    while True:
+        logger.info("sleeping; engines are up at %s:%s", args.sglang_router_ip, args.sglang_router_port)
+        time.sleep(3600)

@@ -19,9 +19,8 @@ from slime.batch.rewards import RewardArgs
 from slime.data.sample import Sample, as_groups, iter_samples
 from slime.hooks.load import accepts, can_be_called, parameter_names
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
-from slime.rollout.buffer_filter import call_filter, takes_samples
 from slime.rollout.custom_generate import call_generate, call_group_generate, complete, takes_group
-from slime.rollout.data_source import make_data_source
+from slime.rollout.data_source import call_filter, make_data_source, takes_samples
 from slime.rollout.failures import fresh_copy
 from slime.rollout.filters import DynamicFilterOutput
 from slime.rollout.rm_hub import async_rm, batched_async_rm

@@ -13,8 +13,16 @@ from uuid import uuid4
 from aiohttp import web
 
 from slime.agent.adapters.common import BaseAdapter, Reply
-from slime.agent.adapters.content import flatten_content, manager_finish_reason, tool_call_dict
-from slime.agent.adapters.wire import dumps, messages_of, send_events, send_json, sid_from_bearer
+from slime.agent.adapters.wire import (
+    dumps,
+    flatten_content,
+    manager_finish_reason,
+    messages_of,
+    send_events,
+    send_json,
+    sid_from_bearer,
+    tool_call_dict,
+)
 from slime.agent.parsing import ParsedModelOutput
 from slime.agent.trajectory import Message
 

@@ -23,7 +23,6 @@ from typing import Any, ClassVar
 
 from aiohttp import web
 
-from slime.agent.adapters.content import flatten_content, manager_finish_reason, tool_call_dict
 from slime.agent.adapters.generation import (
     DEFAULT_SID,
     EngineAborted,
@@ -31,7 +30,16 @@ from slime.agent.adapters.generation import (
     Session,
     call_sglang_generate,
 )
-from slime.agent.adapters.wire import error_reply, health, is_from_here, sid_from_bearer, sid_from_body
+from slime.agent.adapters.wire import (
+    error_reply,
+    flatten_content,
+    health,
+    is_from_here,
+    manager_finish_reason,
+    sid_from_bearer,
+    sid_from_body,
+    tool_call_dict,
+)
 from slime.agent.parsing import ParsedModelOutput, parse_model_output
 from slime.agent.trajectory import Message, RewardSplit, TrajectoryManager, TurnRecord
 from slime.data.sample import Sample

@@ -15,8 +15,17 @@ from uuid import uuid4
 from aiohttp import web
 
 from slime.agent.adapters.common import BaseAdapter, Reply
-from slime.agent.adapters.content import flatten_content, manager_finish_reason, tool_call_dict
-from slime.agent.adapters.wire import dumps, messages_of, send_events, send_json, sid_from_bearer, sid_from_body
+from slime.agent.adapters.wire import (
+    dumps,
+    flatten_content,
+    manager_finish_reason,
+    messages_of,
+    send_events,
+    send_json,
+    sid_from_bearer,
+    sid_from_body,
+    tool_call_dict,
+)
 from slime.agent.parsing import ParsedModelOutput, as_object
 from slime.agent.trajectory import Message
 

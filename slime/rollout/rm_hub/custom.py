@@ -16,8 +16,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from slime.data.reward import check_entries, reward_number
 from slime.data.sample import Sample
+from slime.data.values import check_entries, reward_number
 from slime.hooks.load import accepted_kwargs, annotation, load_function, parameter_names
 from slime.rollout.failures import reward_keys, traced_copy
 from slime.utils.async_utils import Slots, call_user, is_async
@@ -153,7 +153,7 @@ def _take_back(arg: Any, copied: Any) -> None:
 
 
 def reward_value(keys: Sequence[str], value: Any, what: str) -> Any:
-    """A valid reward by the rule of :mod:`slime.data.reward`: a plain number, or a dict.
+    """A valid reward by the rule of :mod:`slime.data.values`: a plain number, or a dict.
 
     Args:
         keys: the entries of reward dicts that are read (:func:`slime.rollout.failures.reward_keys`).

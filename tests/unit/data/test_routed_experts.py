@@ -11,7 +11,7 @@ from slime.observability.rollout_data_utils import validate_rollout_routed_exper
 
 from slime.batch.compile import compile_train_data
 from slime.batch.rewards import RewardArgs
-from slime.data.routed_experts import check_routed_experts
+from slime.data.engine_meta import check_routed_experts
 from slime.data.sample import Sample
 from slime.utils.errors import DataError
 

@@ -14,9 +14,8 @@ import psutil
 import pytest
 
 from slime.data.prepare import PromptMaker, prepare
-from slime.data.prompts import Dataset, open_prompts
+from slime.data.prompts import Dataset, StreamingDataset, open_prompts, shuffled
 from slime.data.sample import Sample
-from slime.data.streaming import StreamingDataset, shuffled
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.utils.deadline import Deadline, wait_until
 from slime.utils.errors import DataError

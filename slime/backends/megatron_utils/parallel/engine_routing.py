@@ -19,7 +19,7 @@ from megatron.core import parallel_state as mpu
 
 from slime.backends.training.context_parallel import Sharding, zigzag_rows
 from slime.backends.training.data import TrainBatch
-from slime.data.routed_experts import check_routed_experts
+from slime.data.engine_meta import check_routed_experts
 from slime.models.shape import ModelShape
 from slime.utils.errors import DataError
 

@@ -6,6 +6,7 @@ Environment: ``SLIME_AGENT_NODE_TARBALL``, ``SLIME_AGENT_CC_TARBALL`` (files of 
 
 from __future__ import annotations
 
+import base64
 import json
 import shlex
 from collections.abc import Mapping, Sequence
@@ -52,4 +53,49 @@ class ClaudeCodeHarness(BaseHarness):
         env = self.environment(
             ANTHROPIC_BASE_URL=ctx.adapter_url, ANTHROPIC_AUTH_TOKEN=ctx.session_id, ANTHROPIC_MODEL=ctx.model_label
         )
+        return await run_agent(sb, workdir=ctx.workdir, start_cmd=command, env=env, time_budget_sec=time_budget_sec)
+
+
+# Codex, against :class:`slime.agent.adapters.OpenAIAdapter`; a version that still speaks chat completions.
+#
+# Environment: ``SLIME_AGENT_NODE_TARBALL``, ``SLIME_AGENT_CODEX_TARBALL`` (files of this machine),
+# ``SLIME_AGENT_CODEX_EXTRA_ARGS`` (words), ``SLIME_AGENT_CODEX_EXTRA_ENVS`` (JSON object).
+
+_FOLDER = f"{AGENT_HOME}/.codex"
+
+
+class CodexHarness(BaseHarness):
+    name: ClassVar[str] = "codex"
+    cli_tarball_env: ClassVar[str] = "SLIME_AGENT_CODEX_TARBALL"
+    extra_args_env: ClassVar[str] = "SLIME_AGENT_CODEX_EXTRA_ARGS"
+    extra_envs_env: ClassVar[str] = "SLIME_AGENT_CODEX_EXTRA_ENVS"
+    launch_flags: ClassVar[str | Sequence[str]] = "--skip-git-repo-check"
+
+    async def install_cli(self, sb: Sandbox) -> None:
+        await install_npm_cli(
+            sb,
+            node_runtime=host_file(self.node_tarball_env),
+            npm_package=host_file(self.cli_tarball_env),
+            check_cmd="codex --version",
+        )
+
+    async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
+        # A JSON string is a TOML string as well; base64 keeps the shell out of it.
+        provider = (
+            f'{{ name = "slime", base_url = {json.dumps(ctx.adapter_url + "/v1")}, '
+            'env_key = "OPENAI_API_KEY", wire_api = "chat" }'
+        )
+        config = (
+            f'model = {json.dumps(ctx.model_label)}\nmodel_provider = "slime"\nmodel_providers.slime = {provider}\n'
+        )
+        encoded = base64.b64encode(config.encode()).decode()
+        await sb.exec(
+            f"mkdir -p {_FOLDER} && echo {encoded} | base64 -d > {_FOLDER}/config.toml && "
+            f"chown -R agent:agent {_FOLDER}",
+            check=True,
+        )
+
+    async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: int) -> int:
+        command = " ".join(filter(None, ["codex exec", self.launch_words(), shlex.quote(prompt)]))
+        env = self.environment(OPENAI_API_KEY=ctx.session_id, OPENAI_BASE_URL=f"{ctx.adapter_url}/v1")
         return await run_agent(sb, workdir=ctx.workdir, start_cmd=command, env=env, time_budget_sec=time_budget_sec)
