@@ -1,4 +1,4 @@
-"""External agents as data generators: they talk plain OpenAI or Anthropic HTTP, and leave loss-masked samples behind.
+"""External agents as data generators: they use OpenAI or Anthropic HTTP, and their turns become loss-masked samples.
 
     agent program ──HTTP──▶ adapters ──/generate──▶ engines        sandbox, harness: where the program runs
                                │ exact token ids, log-probs

@@ -1,4 +1,4 @@
-"""An aiohttp application on a thread and event loop of its own, beside whatever loop the caller runs.
+"""An aiohttp application on a separate thread and event loop.
 
 Used for the adapters: agents' requests are answered while the rollout's own loop does its work.
 """
@@ -25,7 +25,7 @@ _STOP_TIMEOUT_S = 10.0
 
 
 class FilteredAccessLogger(AbstractAccessLogger):
-    """Logs what is worth reading: errors and slow requests. Not HEAD, not what is answered with 200 in two minutes."""
+    """Logs errors and slow requests. Omits HEAD requests, and those answered with 200 within two minutes."""
 
     def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
         if request.method == "HEAD" or (response.status == 200 and time <= SLOW_REQUEST_S):

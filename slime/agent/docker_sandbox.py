@@ -1,4 +1,4 @@
-"""A sandbox in a container of this machine, by the ``docker`` command (or ``podman``). No service is needed."""
+"""A sandbox in a container of this machine, through the ``docker`` command (or ``podman``)."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from slime.agent.sandbox import ExecResult, FileContent
+from slime.agent.sandbox import BaseSandbox, ExecResult, FileContent
 from slime.utils.errors import DeadlineExceeded
 
 _START_TIMEOUT_S = 600  # the image may have to be fetched
 _FILE_TIMEOUT_S = 120
-_LINGER_S = 5  # what a command gets after SIGTERM
+_LINGER_S = 5  # of a command after SIGTERM
 _MOST_BYTES = 256 << 20
 _READ_BY_THE_CLIENT = ("PATH", "HOME", "XDG_", "LD_", "DOCKER_", "CONTAINER", "PODMAN_")
-"""Beginnings of variables that are meant for the container and would change what the program on this machine does."""
+"""Prefixes of variables for the container that would change the behavior of the client on this machine."""
 
 
-class DockerSandbox:
+class DockerSandbox(BaseSandbox):
     """Implements :class:`slime.agent.sandbox.Sandbox`.
 
     Args:
         image: must have bash, and ``timeout`` of coreutils or busybox.
-        timeout: seconds that the container lives, whatever happens to us.
+        timeout: seconds after which the container ends, even if this process has died.
         command: the program that runs containers.
         run_args: further words for ``docker run``, such as ``("--network=host",)`` so that the adapter of this machine
             is reached, or limits of memory and processes.
@@ -46,7 +46,7 @@ class DockerSandbox:
         return self._id
 
     async def __aenter__(self) -> DockerSandbox:
-        # an image's own entry point would take `sleep` for one of its arguments
+        # The entry point of an image would take `sleep` as one of its arguments.
         program = ["--entrypoint", "sleep", self.image, str(self.timeout)]
         code, out, err = await self._run(
             ["run", "--detach", "--rm", "--init", *self.run_args, *program], _START_TIMEOUT_S
@@ -61,28 +61,19 @@ class DockerSandbox:
             await self._run(["rm", "--force", self._id], _FILE_TIMEOUT_S)
             self._id = ""
 
-    async def exec(
-        self,
-        cmd: str,
-        *,
-        user: str = "root",
-        env: dict[str, str] | None = None,
-        timeout: int = 120,
-        check: bool = False,
-        idempotent: bool = True,
-    ) -> ExecResult:
-        # names only: values, such as keys, stand in no command line, which every user of this machine may read
-        env = env or {}
+    @property
+    def label(self) -> str:
+        return f"container {self._id[:12]}"
+
+    async def _exec(self, cmd: str, *, user: str, env: dict[str, str], timeout: int, idempotent: bool) -> ExecResult:
+        # Every user of this machine can read command lines, so they hold the names of variables, not the values.
         hidden = {name: value for name, value in env.items() if not name.startswith(_READ_BY_THE_CLIENT)}
         shown = [name if name in hidden else f"{name}={value}" for name, value in env.items()]
         variables = [word for variable in shown for word in ("--env", variable)]
-        # ends the command where our wait has ended: a client that is killed leaves it running
+        # Ends the command when the wait below has ended: a killed client leaves it running in the container.
         limit = ["timeout", "-k", str(_LINGER_S), str(timeout + 1)]
         words = ["exec", "--user", user, *variables, self._id, *limit, "bash", "-c", cmd]
-        code, out, err = await self._run(words, timeout, env=hidden)
-        if check and code != 0:
-            raise RuntimeError(f"container {self._id[:12]}: {cmd[:200]!r} ended with {code}: {(err or out)[-500:]}")
-        return code, out, err
+        return await self._run(words, timeout, env=hidden)
 
     async def write_file(self, path: str, content: FileContent, *, user: str = "root") -> None:
         data = content.read_bytes() if isinstance(content, Path) else content
@@ -90,12 +81,12 @@ class DockerSandbox:
         words = ["exec", "--interactive", "--user", user, self._id, "bash", "-c", f"mkdir -p {folder} && cat > {place}"]
         code, _, err = await self._run(words, _FILE_TIMEOUT_S, data.encode() if isinstance(data, str) else data)
         if code != 0:
-            raise RuntimeError(f"container {self._id[:12]}: {path} could not be written: {err[-500:]}")
+            raise RuntimeError(f"{self.label}: {path} could not be written: {err[-500:]}")
 
     async def read_file(self, path: str, *, user: str = "root") -> str:
         code, out, err = await self.exec(f"cat {shlex.quote(path)}", user=user, timeout=_FILE_TIMEOUT_S)
         if code != 0:
-            raise FileNotFoundError(f"container {self._id[:12]}: {path}: {err.strip()}")
+            raise FileNotFoundError(f"{self.label}: {path}: {err.strip()}")
         return out
 
     async def _run(
@@ -117,7 +108,7 @@ class DockerSandbox:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
-                await process.communicate()  # an end is noticed only when everything before it is read
+                await process.communicate()  # the process only ends after its output is read
         assert process.returncode is not None
         if max(len(out), len(err)) > _MOST_BYTES:
             raise RuntimeError(f"{self.command} {words[0]} wrote more than {_MOST_BYTES >> 20} MiB: {words[-1][:200]}")
@@ -125,7 +116,7 @@ class DockerSandbox:
 
 
 async def _communicate(process: asyncio.subprocess.Process, data: bytes) -> tuple[bytes, bytes]:
-    """(stdout, stderr) as ``process.communicate`` has them; a process that writes more than we keep is killed."""
+    """Return (stdout, stderr) like ``process.communicate``, but kill a process whose output exceeds the limit."""
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
@@ -148,7 +139,7 @@ async def _read(stream: asyncio.StreamReader, process: asyncio.subprocess.Proces
 
 
 async def _write(stream: asyncio.StreamWriter, data: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it does not read its input
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the process does not read its input
         stream.write(data)
         await stream.drain()
     stream.close()

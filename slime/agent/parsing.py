@@ -1,6 +1,6 @@
 """From the text that a model wrote to reasoning, answer and tool calls.
 
-Called by the adapters, once per turn. SGLang's parsers are used where one is named, and imported only then;
+Called by the adapters, once per turn. A named parser is SGLang's, imported on first use;
 without one, ``</think>`` ends the reasoning and the XML form of tool calls is understood.
 """
 
@@ -26,7 +26,7 @@ _PARAMETER = re.compile(r"<parameter=([^>\s]+)>(.*?)</parameter>", re.DOTALL)
 
 @dataclass(frozen=True)
 class ParsedModelOutput:
-    """One turn's output. ``ill_formed``: a tool call had arguments that are no JSON object."""
+    """One turn's output. ``ill_formed``: the arguments of a tool call were not a JSON object."""
 
     reasoning: str
     text: str
@@ -95,7 +95,7 @@ def _parse_by_sglang(body: str, tools_schema: list[dict[str, Any]], name: str) -
 
 
 def as_object(arguments: Any) -> tuple[dict[str, Any], bool]:
-    """(a tool call's arguments as an object, whether they are one); what is none is kept under ``_raw_arguments``."""
+    """(arguments of a tool call as an object, whether they are one). Other values are kept under ``_raw_arguments``."""
     if isinstance(arguments, dict):
         return arguments, True
     try:

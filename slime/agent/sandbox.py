@@ -1,8 +1,7 @@
-"""Where an agent's commands run: the protocol of a sandbox, a long command in one, and two kinds of sandbox.
+"""Sandboxes, in which the commands of agents run: the protocol, long commands, and a client of E2B.
 
-Harnesses and users' generate functions call this. A command that takes minutes is not one remote call: it is spawned
-once behind a lock, so that a retried call cannot start it twice, and its end is a file that is polled
-(:func:`exec_and_wait`).
+Called by harnesses and users' generate functions. A command of minutes is not one remote call: :func:`exec_and_wait`
+starts it under a lock, so that a retried call cannot start it twice, and polls for the file that marks its end.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import os
 import random
 import shlex
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
@@ -22,6 +22,7 @@ from slime.utils.errors import DeadlineExceeded
 __all__ = [
     "AGENT_HOME",
     "EXIT_TIME_BUDGET_EXCEEDED",
+    "BaseSandbox",
     "E2BSandbox",
     "ExecResult",
     "FileContent",
@@ -50,7 +51,7 @@ _CALL_TIMEOUT_S = 120.0
 
 @runtime_checkable
 class Sandbox(Protocol):
-    """A machine of its own for one agent; an async context manager that makes and destroys it."""
+    """A separate machine for one agent. The async context manager creates and destroys it."""
 
     @property
     def sandbox_id(self) -> str: ...
@@ -81,8 +82,36 @@ class Sandbox(Protocol):
     async def write_file(self, path: str, content: FileContent, *, user: str = "root") -> None: ...
 
     async def read_file(self, path: str, *, user: str = "root") -> str:
-        """Raises FileNotFoundError where it cannot be read."""
+        """Raises FileNotFoundError if the file cannot be read."""
         ...
+
+
+class BaseSandbox(ABC):
+    """Implements :meth:`Sandbox.exec` with the call of a backend."""
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """Kind and id, for errors."""
+
+    @abstractmethod
+    async def _exec(self, cmd: str, *, user: str, env: dict[str, str], timeout: int, idempotent: bool) -> ExecResult:
+        """Run ``cmd`` in bash. Arguments are those of :meth:`Sandbox.exec`."""
+
+    async def exec(
+        self,
+        cmd: str,
+        *,
+        user: str = "root",
+        env: dict[str, str] | None = None,
+        timeout: int = 120,
+        check: bool = False,
+        idempotent: bool = True,
+    ) -> ExecResult:
+        code, out, err = await self._exec(cmd, user=user, env=env or {}, timeout=timeout, idempotent=idempotent)
+        if check and code != 0:
+            raise RuntimeError(f"{self.label}: {cmd[:200]!r} ended with {code}: {(err or out)[-500:]}")
+        return code, out, err
 
 
 async def exec_and_wait(
@@ -111,7 +140,7 @@ async def exec_and_wait(
     # A subshell, so that an `exit` in the command does not skip the marker.
     script = f"#!/bin/bash\n(\n{enter}{cmd}\n)\necho $? > {done}\n"
     await sb.write_file(launcher, script, user=user)
-    # On its own, not behind the lock: a lock left by an earlier run would skip it.
+    # A separate call, not under the lock: a lock left by an earlier run would skip it.
     await sb.exec(f"rm -rf {lock} {shlex.quote(out)} {done}", user="root", check=True)
     await sb.exec(
         f"chmod +x {launcher}; mkdir {lock} 2>/dev/null || exit 0; "
@@ -130,7 +159,7 @@ async def exec_and_wait(
 
 
 async def _await_done_marker(sb: Sandbox, done: str, time_budget_sec: int) -> int:
-    """The exit code in the marker file. Both the clock and the pauses count, whichever is ahead."""
+    """The exit code in the marker file. The budget ends by the clock or by the sum of the pauses."""
     end, slept = time.monotonic() + time_budget_sec, 0
     while True:
         code, text, _ = await sb.exec(f"test -f {done} && cat {done}")
@@ -143,7 +172,7 @@ async def _await_done_marker(sb: Sandbox, done: str, time_budget_sec: int) -> in
 
 
 async def ensure_agent_user(sb: Sandbox, workdir: str) -> None:
-    """A user ``agent`` who owns ``workdir``: agents' command-line programs refuse to work as root."""
+    """Create a user ``agent`` who owns ``workdir``, because agents' programs refuse to run as root."""
     place = shlex.quote(workdir)
     await sb.exec(
         "id agent >/dev/null 2>&1 || useradd -m -s /bin/bash agent; "
@@ -168,7 +197,7 @@ _TRANSIENT = frozenset(
 _FINAL_SANDBOX_ERRORS = ("does not exist", "STOPPED state")
 
 
-class E2BSandbox:
+class E2BSandbox(BaseSandbox):
     """A sandbox of a service that speaks E2B's protocol; needs the package ``e2b``.
 
     Connection errors are retried, at growing random intervals, unless a command is not idempotent.
@@ -228,33 +257,25 @@ class E2BSandbox:
         if self._sandbox is not None:
             try:
                 await self._call(self._sandbox.kill, idempotent=False)
-            except DeadlineExceeded as error:  # what the block raised says more
+            except DeadlineExceeded as error:  # the error of the block is more important
                 logger.warning("%s; it ends by itself %d s after its start", error, self.timeout)
             self._sandbox = None
 
-    async def exec(
-        self,
-        cmd: str,
-        *,
-        user: str = "root",
-        env: dict[str, str] | None = None,
-        timeout: int = 120,
-        check: bool = False,
-        idempotent: bool = True,
-    ) -> ExecResult:
+    @property
+    def label(self) -> str:
+        return f"sandbox {self.sandbox_id}"
+
+    async def _exec(self, cmd: str, *, user: str, env: dict[str, str], timeout: int, idempotent: bool) -> ExecResult:
         async def run() -> ExecResult:
             try:
-                result = await self._sandbox.commands.run(cmd, user=user, envs=env or {}, timeout=timeout)
+                result = await self._sandbox.commands.run(cmd, user=user, envs=env, timeout=timeout)
             except Exception as error:
                 if not hasattr(error, "exit_code"):
                     raise
                 result = error  # e2b raises for a non-zero exit, with the fields of a result
             return int(result.exit_code), str(result.stdout or ""), str(result.stderr or "")
 
-        code, out, err = await self._call(run, idempotent, timeout_s=timeout + _CALL_TIMEOUT_S)
-        if check and code != 0:
-            raise RuntimeError(f"sandbox {self.sandbox_id}: {cmd[:200]!r} ended with {code}: {(err or out)[-500:]}")
-        return code, out, err
+        return await self._call(run, idempotent, timeout_s=timeout + _CALL_TIMEOUT_S)
 
     async def write_file(self, path: str, content: FileContent, *, user: str = "root") -> None:
         data = content.read_bytes() if isinstance(content, Path) else content
@@ -264,7 +285,7 @@ class E2BSandbox:
         try:
             return str(await self._call(lambda: self._sandbox.files.read(path, user=user)))
         except Exception as error:
-            raise FileNotFoundError(f"sandbox {self.sandbox_id}: {path}: {error}") from error
+            raise FileNotFoundError(f"{self.label}: {path}: {error}") from error
 
     async def _call(
         self, function: Callable[[], Awaitable[Result]], idempotent: bool = True, timeout_s: float | None = None
@@ -286,7 +307,7 @@ class E2BSandbox:
 
 
 def _is_transient(error: Exception) -> bool:
-    """By class name: the classes belong to packages that need not be installed."""
+    """Compares class names, because the classes belong to packages that need not be installed."""
     names = {cls.__name__ for cls in type(error).__mro__}
     if "SandboxException" in names:
         return not any(text in str(error) for text in _FINAL_SANDBOX_ERRORS)

@@ -1,15 +1,15 @@
-"""What an agent said, as a tree of messages, and how it becomes training samples.
+"""The turns of an agent as a tree of messages, and their conversion to training samples.
 
 Adapters record every turn (:meth:`TrajectoryManager.record_turn`) and turn a finished session into samples
 (:meth:`TrajectoryManager.get_trajectory`). Messages decide where a turn belongs in the tree; token ids decide how the
 turns of a branch are joined into samples. Knows no HTTP and no tokenizer.
 
-    record_turn     the prompt's messages are followed from the root; what is new becomes nodes, the reply a leaf
+    record_turn     follows the prompt's messages from the root; new messages become nodes, the reply a leaf
     get_trajectory  leaf by leaf, the turns on the way are joined:
-                      CLEAN    the next prompt continues the tokens held            -> append what is new, masked
+                      CLEAN    the next prompt continues the tokens held            -> append the new tokens, masked
                       REALIGN  it differs only inside the last response             -> that response loses its training,
                                                                 which metadata["abandoned_response_tokens"] says
-                      FORK     it differs before that, or the next output is long   -> a sample of its own
+                      FORK     it differs before that, or the next output is long   -> a separate sample
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class TurnRecord:
     """One request to the engine and its reply.
 
     Attributes:
-        prompt_ids: what was sent, ``[P]``.
-        output_ids: what was sampled, ``[O]``.
+        prompt_ids: tokens of the request, ``[P]``.
+        output_ids: sampled tokens, ``[O]``.
         finish_reason: the engine's: ``stop``, ``length``, ``abort``.
         output_log_probs: natural-log probabilities of ``output_ids``, ``[O]``; empty where unknown.
         ill_formed: the output holds a tool call that could not be parsed.
@@ -187,7 +187,7 @@ class TrajectoryManager:
         leaf.turn, leaf.turn_index = turn, usage.num_turns
 
     def _merge_rewrite(self, sid: str, node: MessageNode, message: Message) -> bool:
-        """A client sent our last reply back in other words: let its words stand, if the reply is short enough."""
+        """A client sent the last reply back in other words: keep its words, if the reply is short enough."""
         replies = [child for child in node.children if child.role == "assistant"]
         if self._threshold <= 0 or message.get("role") != "assistant" or not replies:
             return False
@@ -263,7 +263,7 @@ class TrajectoryManager:
         self._usage.pop(sid, None)
 
     def drop_idle(self, max_idle_s: float) -> list[str]:
-        """Forget sessions that nobody finished: without a turn for ``max_idle_s`` seconds. Returns their ids."""
+        """Forget unfinished sessions without a turn for ``max_idle_s`` seconds. Returns their ids."""
         limit = time.monotonic() - max_idle_s
         idle = [sid for sid, usage in self._usage.items() if usage.last_used < limit]
         for sid in idle:
@@ -302,7 +302,7 @@ class _SampleBuilder:
         """Hold ``prompt_ids``, whose end is context that the model did not write here."""
         if kind is DriftKind.REALIGN:
             assert self.last_start is not None
-            last = self.parts.pop()  # the last response: what follows replaces it
+            last = self.parts.pop()  # the last response, which the following tokens replace
             self.num_abandoned += len(last.tokens) if last.is_trained else 0
             del self.tokens[self.last_start :]
         self._append(_Part(prompt_ids[len(self.tokens) :]))
@@ -321,7 +321,7 @@ class _SampleBuilder:
     def to_sample(
         self, base: Sample, extra_metadata: dict[str, Any], max_sample_tokens: int, args: Any
     ) -> Sample | None:
-        """None where nothing is left to train on."""
+        """None without a trained token."""
         turns = [node.turn for node in self.nodes if node.turn is not None]
         sample = Sample(
             group_index=base.group_index,

@@ -13,9 +13,9 @@ import torch
 
 from slime.batch.rewards import RewardArgs, group_keys, normalize_by_group, raw_rewards
 from slime.data.columns import COLUMNS, SAMPLING_SETS, Column, TrainData
-from slime.data.values import reward_number
 from slime.data.engine_meta import compact_routed_experts
 from slime.data.sample import Sample, iter_samples
+from slime.data.values import reward_number
 from slime.utils.errors import DataError
 
 __all__ = [

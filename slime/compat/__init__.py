@@ -125,7 +125,7 @@ slime.backends.sglang_utils.arguments
     slime.ray.arguments: validate_args=validate_sglang_args
 slime.observability.rollout_data_utils
     slime.batch.replay: load_debug_rollout_data save_debug_rollout_data
-    slime.data.routed_experts: validate_rollout_routed_experts_for_replay
+    slime.data.engine_meta: validate_rollout_routed_experts_for_replay
 slime.ray.utils
     slime.ray.run.cluster: NOSET_VISIBLE_DEVICES_ENV_VARS_LIST
 slime.rollout.filter_hub

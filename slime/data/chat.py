@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,10 +19,12 @@ from typing import Any, cast
 
 from slime.utils.errors import DataError
 
+logger = logging.getLogger(__name__)
+
 Messages = Sequence[Mapping[str, Any]]
 
 _TURN = "slime-assistant-turn"
-"""Stands for the assistant's turn in a conversation of which only the rest is wanted."""
+"""Replaces the assistant's turn in a conversation of which only the rest is used."""
 
 
 @functools.lru_cache(maxsize=8)
@@ -44,7 +47,7 @@ def render_chat(tokenizer: Any, messages: Messages, *, tools: list[Any] | None =
     """Messages as the text the model reads, by the tokenizer's chat template.
 
     Args:
-        kwargs: passed to the template; ``add_generation_prompt=True`` ends the text where the assistant begins.
+        kwargs: passed to the template; ``add_generation_prompt=True`` ends the text before the assistant's message.
 
     Raises:
         DataError: no chat template, or one that refuses the messages.
@@ -88,7 +91,7 @@ def _apply(tokenizer: Any, messages: Messages, **kwargs: Any) -> Any:
         )
     try:
         return tokenizer.apply_chat_template(list(messages), **kwargs)
-    except Exception as error:  # the template is a program of the checkpoint and raises what it likes
+    except Exception as error:  # the template is a program of the checkpoint and may raise any exception
         raise DataError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
 
 

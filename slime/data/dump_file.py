@@ -34,10 +34,10 @@ def dump_path(flag: str, template: str, rollout_id: str) -> Path:
 
 
 def write_dump(flag: str, path: Path, content: Any) -> bool:
-    """Write ``content`` to ``path``, complete or not at all. A full disk must not end a run that goes well.
+    """Write ``content`` to ``path``, completely or not at all. A full disk must not end a healthy run.
 
     Returns:
-        False: the disk refused. The first time for ``flag`` a warning says so.
+        False if the disk refused, with a warning the first time for ``flag``.
     """
     written = 0
     try:
@@ -66,7 +66,7 @@ def _free_bytes(path: Path) -> int:
 
 
 def read_samples(flag: str, path: Path) -> list[Sample]:
-    """The samples of a dump, in the order of the rollout.
+    """The samples of a dump in the order of the rollout.
 
     Raises:
         DataError: no such file, or not a dump; names ``flag`` and the file.
@@ -87,14 +87,14 @@ def read_samples(flag: str, path: Path) -> list[Sample]:
 
 
 def load_saved(path: Path) -> Any:
-    """What is in a file of ``torch.save``, on the CPU.
+    """Load a file of ``torch.save`` to the CPU.
 
     A pickle can run any code. Tensors and plain values are read without that; only a file that holds something else is
     trusted, with a warning.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it cannot be read; says why.
+        FileNotFoundError: the file is missing.
+        ValueError: it cannot be read, with the reason.
     """
     try:
         return torch.load(path, map_location="cpu", weights_only=True)

@@ -1,7 +1,7 @@
-"""From an engine's reply to a longer sample: the one place where generated tokens are appended.
+"""Arrays that engines return per token: vocabulary cuts (top-p sets) and routed experts.
 
-Called through ``Sample.append_response_tokens`` by the default rollout, custom generate functions and agents. Keeps
-tokens, mask, log-probs, top-p arrays, routed experts, counters and status aligned, and refuses what does not fit.
+Called by ``Sample.append_response_tokens``, where samples become columns, and by the trainer. Imports torch, so
+``slime.data.sample`` imports this module on first use.
 """
 
 from __future__ import annotations
@@ -14,20 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from slime.data.sample import Sample
 from slime.data.sampling_mask import SAMPLING_MASK
 
-_FINISH_TO_STATUS = {
-    "length": Sample.Status.TRUNCATED,
-    "abort": Sample.Status.ABORTED,
-    "stop": Sample.Status.COMPLETED,
-}
 _TOP_P_IDS = ("top_p_token_ids", "top_p_kept_token_ids")
 _TOP_P_OFFSETS = ("top_p_token_offsets", "top_p_kept_token_offsets")
 
 
 def decode_int32_meta_array(meta_info: dict[str, Any], keys: str | Iterable[str]) -> torch.Tensor | None:
-    """Flat int32 CPU tensor under the first of ``keys`` that is present; None if that value is None or none is there.
+    """Flat int32 CPU tensor under the first present key of ``keys``; None if its value is None or no key is present.
 
     A string is base64 of little-endian int32 bytes, bytes are those bytes, anything else is a tensor, array or list.
     """
@@ -44,171 +38,82 @@ def decode_int32_meta_array(meta_info: dict[str, Any], keys: str | Iterable[str]
     return torch.from_numpy(np.array(value, dtype=np.int32).reshape(-1))  # np.array copies: sources may be read-only
 
 
-def append_response_tokens(
-    sample: Sample,
-    args: Any = None,
-    *,
-    tokens: Any = None,
-    log_probs: Any = None,
-    trainable: bool = True,
-    meta_info: dict[str, Any] | None = None,
-    text: str | None = None,
-    update_terminal_info: bool = True,
-) -> None:
-    """See :meth:`slime.data.sample.Sample.append_response_tokens`."""
-    new_tokens = [] if tokens is None else [int(token) for token in _flat_list(tokens)]
-    new_log_probs = _checked_log_probs(sample, new_tokens, log_probs, trainable)
-    old_length = sample.response_length
-    if new_tokens or text:
-        _restore_stop_text(sample)
-    if text is not None:
-        sample.response += text
-    if new_tokens:
-        sample.tokens += new_tokens  # every list grows in place: callers keep aliases of them
-        sample.response_length += len(new_tokens)
-        if sample.loss_mask is None:
-            sample.loss_mask = [1] * old_length
-        sample.loss_mask += [int(trainable)] * len(new_tokens)
-    if new_log_probs is not None:
-        if sample.rollout_log_probs is None:
-            if trainable and old_length > 0:
-                raise ValueError(
-                    f"sample {sample.index}: its first {old_length} response tokens have no rollout log probabilities, "
-                    "so those of the following tokens cannot be aligned"
-                )
-            sample.rollout_log_probs = [0.0] * old_length
-        sample.rollout_log_probs += new_log_probs
-    if meta_info is not None or (new_tokens and not trainable):
-        _apply_meta(sample, args, meta_info or {}, len(new_tokens), trainable, update_terminal_info)
-    _check_lengths(sample)
-
-
-def _restore_stop_text(sample: Sample) -> None:
-    """The response goes on behind a stop token, whose text ``slime.rollout.engine_request`` removed: put it back."""
-    length, text = vars(sample).pop("stop_text", (None, ""))
-    if length == len(sample.response):  # otherwise a custom function appended text by itself
-        sample.response += text
-
-
-def _flat_list(values: Any) -> Sequence[Any]:
+def flat_list(values: Any) -> Sequence[Any]:
+    """A tensor or an iterable as a flat list."""
     return values.detach().flatten().tolist() if isinstance(values, torch.Tensor) else list(values)
 
 
-def _checked_log_probs(sample: Sample, tokens: list[int], log_probs: Any, trainable: bool) -> list[float] | None:
-    values = None if log_probs is None else [float(value) for value in _flat_list(log_probs)]
-    if values is not None and len(values) != len(tokens):
-        raise ValueError(f"sample {sample.index}: {len(values)} log probabilities for {len(tokens)} tokens")
-    if trainable:
-        if tokens and values is None:
-            raise ValueError(f"sample {sample.index}: trainable response tokens require rollout log probabilities")
-        return values
-    if not tokens:
-        return values
-    if values is not None and any(values):
-        raise ValueError(
-            f"sample {sample.index}: non-trainable response tokens should not pass rollout log probabilities"
-        )
-    return [0.0] * len(tokens)
+def extend_sets(
+    name: str, ids: Any, offsets: Any, response_length: int, meta: dict[str, Any], num_new: int, *, pads_missing: bool
+) -> tuple[Any, Any]:
+    """Append the sets of ``num_new`` tokens to a sample's CSR arrays (ids ``[K]``, offsets ``[response_length + 1]``).
 
+    Args:
+        name: of the sample, for errors.
+        response_length: with the new tokens.
+        pads_missing: new tokens without sets get empty ones.
 
-def _apply_meta(
-    sample: Sample, args: Any, meta: dict[str, Any], num_new: int, trainable: bool, update_terminal_info: bool
-) -> None:
-    if num_new:
-        _apply_top_p(sample, meta, num_new, pad_missing=not trainable)
-    _apply_routed_experts(sample, args, meta)
-    if not update_terminal_info or "finish_reason" not in meta:
-        return
-    if args is not None and getattr(args, "sglang_speculative_algorithm", None):
-        sample.spec_info.add(meta)
-    sample.prefix_cache_info.add(meta)
-    if "weight_version" in meta:
-        sample.weight_versions.append(meta["weight_version"])
-    finish = meta["finish_reason"] or {}
-    sample.status = _FINISH_TO_STATUS.get(str(finish.get("type")), sample.status)
-
-
-def _apply_top_p(sample: Sample, meta: dict[str, Any], num_new: int, pad_missing: bool) -> None:
-    """Merge the nuclei of ``num_new`` tokens into the sample's CSR arrays (ids, offsets)."""
-    ids: torch.Tensor | None
-    offsets: torch.Tensor | None
+    Raises:
+        ValueError: arrays of the engine that do not fit together.
+    """
+    new_ids: torch.Tensor | None
+    new_offsets: torch.Tensor | None
     if meta.get(SAMPLING_MASK) is not None:
-        ids, offsets = _sets_of_masks(meta[SAMPLING_MASK])
+        masks = meta[SAMPLING_MASK]
+        new_ids = torch.tensor(list(chain.from_iterable(masks)), dtype=torch.int32)
+        new_offsets = torch.tensor([0, *accumulate(map(len, masks))], dtype=torch.int32)
     else:
-        ids = decode_int32_meta_array(meta, _TOP_P_IDS)
-        offsets = decode_int32_meta_array(meta, _TOP_P_OFFSETS)
-    if ids is None and offsets is None:
-        if pad_missing and sample.rollout_top_p_token_offsets is not None:
-            old = torch.as_tensor(sample.rollout_top_p_token_offsets, dtype=torch.int32)
-            sample.rollout_top_p_token_offsets = torch.cat([old, old[-1:].repeat(num_new)])
-        return
-    if ids is None or offsets is None:
-        raise ValueError(f"sample {sample.index}: top-p token ids and offsets must come together")
-    if offsets.numel() == 0 or int(offsets[0]) != 0:
-        raise ValueError(f"sample {sample.index}: top-p offsets must start with 0, got {offsets[:1].tolist()}")
-    if int(offsets[-1]) != ids.numel():
-        raise ValueError(f"sample {sample.index}: the last top-p offset is {int(offsets[-1])} for {ids.numel()} ids")
-    if offsets.numel() != num_new + 1:
-        raise ValueError(f"sample {sample.index}: {offsets.numel()} top-p offsets for {num_new} new tokens")
-    if sample.rollout_top_p_token_ids is None:
-        # tokens that came before the first nucleus (tool output) have empty spans
-        earlier = sample.response_length - num_new
-        sample.rollout_top_p_token_ids = ids
-        sample.rollout_top_p_token_offsets = torch.cat([torch.zeros(earlier, dtype=torch.int32), offsets])
-        return
-    old_ids = torch.as_tensor(sample.rollout_top_p_token_ids, dtype=torch.int32)
-    old_offsets = torch.as_tensor(sample.rollout_top_p_token_offsets, dtype=torch.int32)
-    sample.rollout_top_p_token_ids = torch.cat([old_ids, ids])
-    sample.rollout_top_p_token_offsets = torch.cat([old_offsets, offsets[1:] + old_offsets[-1]])
+        new_ids = decode_int32_meta_array(meta, _TOP_P_IDS)
+        new_offsets = decode_int32_meta_array(meta, _TOP_P_OFFSETS)
+    if new_ids is None and new_offsets is None:
+        if pads_missing and offsets is not None:
+            old = torch.as_tensor(offsets, dtype=torch.int32)
+            offsets = torch.cat([old, old[-1:].repeat(num_new)])
+        return ids, offsets
+    if new_ids is None or new_offsets is None:
+        raise ValueError(f"{name}: top-p token ids and offsets must come together")
+    if new_offsets.numel() == 0 or int(new_offsets[0]) != 0:
+        raise ValueError(f"{name}: top-p offsets must start with 0, got {new_offsets[:1].tolist()}")
+    if int(new_offsets[-1]) != new_ids.numel():
+        raise ValueError(f"{name}: the last top-p offset is {int(new_offsets[-1])} for {new_ids.numel()} ids")
+    if new_offsets.numel() != num_new + 1:
+        raise ValueError(f"{name}: {new_offsets.numel()} top-p offsets for {num_new} new tokens")
+    if ids is None:
+        # Tokens before the first set (tool output) have empty ones.
+        earlier = torch.zeros(response_length - num_new, dtype=torch.int32)
+        return new_ids, torch.cat([earlier, new_offsets])
+    old_ids, old_offsets = (torch.as_tensor(values, dtype=torch.int32) for values in (ids, offsets))
+    return torch.cat([old_ids, new_ids]), torch.cat([old_offsets, new_offsets[1:] + old_offsets[-1]])
 
 
-def _sets_of_masks(masks: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids, offsets) int32 of one list of ids per token."""
-    ids = torch.tensor(list(chain.from_iterable(masks)), dtype=torch.int32)
-    return ids, torch.tensor([0, *accumulate(map(len, masks))], dtype=torch.int32)
+def extend_routed_experts(name: str, existing: Any, num_tokens: int, args: Any, meta: dict[str, Any]) -> Any:
+    """The routed experts of a sample, ``[num_tokens - 1, layers, topk]``, after a reply.
 
-
-def _apply_routed_experts(sample: Sample, args: Any, meta: dict[str, Any]) -> None:
+    Raises:
+        ValueError: a count that does not fit the tokens, or no ``args`` with the shape of the model.
+    """
     flat = decode_int32_meta_array(meta, "routed_experts")
     if flat is None:
-        return
+        return existing
     if args is None:
         raise ValueError("routed experts need args (num_layers, moe_router_topk) to get their shape")
     start = int(meta.get("routed_experts_start_len") or 0)
     if start < 0:
-        raise ValueError(f"sample {sample.index}: routed_experts_start_len is {start}")
-    rows = max(0, len(sample.tokens) - 1 - start)
+        raise ValueError(f"{name}: routed_experts_start_len is {start}")
+    rows = max(0, num_tokens - 1 - start)
     expected = rows * args.num_layers * args.moe_router_topk
     if flat.numel() != expected:
         raise ValueError(
-            f"sample {sample.index}: routed_experts element count is {flat.numel()}, expected {expected} "
+            f"{name}: routed_experts element count is {flat.numel()}, expected {expected} "
             f"({rows} positions x {args.num_layers} layers x top {args.moe_router_topk})"
         )
     experts = flat.reshape(rows, args.num_layers, args.moe_router_topk)
-    if start > 0:
-        existing = sample.rollout_routed_experts
-        if existing is None or len(existing) < start:
-            have = 0 if existing is None else len(existing)
-            raise ValueError(f"sample {sample.index}: routed experts start at {start}, but only {have} rows exist")
-        experts = torch.cat([torch.as_tensor(existing, dtype=torch.int32)[:start], experts])
-    sample.rollout_routed_experts = experts
-
-
-def _check_lengths(sample: Sample) -> None:
-    length = sample.response_length
-    for name in ("loss_mask", "rollout_log_probs"):
-        values = getattr(sample, name)
-        if values is not None and len(values) != length:
-            raise ValueError(f"sample {sample.index}: {name} has {len(values)} entries for {length} response tokens")
-    ids, offsets = sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets
-    if (ids is None) != (offsets is None):
-        raise ValueError(f"sample {sample.index}: top-p token ids and offsets must come together")
-    if offsets is None:
-        return
-    if len(offsets) != length + 1:
-        raise ValueError(f"sample {sample.index}: {len(offsets)} top-p offsets for {length} response tokens")
-    if int(offsets[-1]) != len(ids):
-        raise ValueError(f"sample {sample.index}: the last top-p offset is {int(offsets[-1])} for {len(ids)} ids")
+    if start == 0:
+        return experts
+    if existing is None or len(existing) < start:
+        have = 0 if existing is None else len(existing)
+        raise ValueError(f"{name}: routed experts start at {start}, but only {have} rows exist")
+    return torch.cat([torch.as_tensor(existing, dtype=torch.int32)[:start], experts])
 
 
 def compact_routed_experts(
@@ -216,8 +121,8 @@ def compact_routed_experts(
 ) -> list[Any]:
     """The smallest integer tensors that hold the choices, ``[L - 1, layers, topk]``.
 
-    Rows that are missing at the end, behind all that is trained, get any valid choices: a tool's output that no
-    request followed has none, and neither has a sample that nothing is trained of.
+    Missing rows at the end, after all trained tokens, get any valid choices. A tool's output without a later request
+    has no rows, and neither has a sample without trained tokens.
 
     Args:
         values: per sample ``[rows, layers, topk]``, a tensor, array or nested list; None for no rows.
@@ -261,14 +166,14 @@ def check_routed_experts(
     moe_layers: Sequence[int],
     num_experts: int | None = None,
 ) -> None:
-    """Raise where replaying the choices could not be right.
+    """Check choices before they are replayed.
 
     Args:
         experts: per sample ``[rows, num_layers, topk]``.
         moe_layers: numbers of the layers with experts, from 0; only these are looked at.
 
     Raises:
-        ValueError: no samples, another shape, no rows, numbers that are no experts, or a token that goes to the same
+        ValueError: no samples, another shape, no rows, numbers beyond the experts, or a token that goes to the same
             expert twice (an engine that recorded nothing leaves zeros).
     """
     if not experts:

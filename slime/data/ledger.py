@@ -1,4 +1,4 @@
-"""The prompt ledger: an append-only file that says what became of every prompt, and the audit that reads it.
+"""The prompt ledger, an append-only file with the fate of every prompt, and its audit.
 
     begin      {"rollout": R, "groups": ...}   the run starts, or starts again, at rollout R; groups given back to it;
                                                "changed" if the data are not those of the run before
@@ -10,10 +10,10 @@
     trained    {"rollout": R}                  the trainer took its steps on rollout R
 
 Groups are the numbers that the data source counts; a line is written with one call, so a killed process leaves at most
-one torn line, which the next start cuts off. A start at rollout R goes back to the state saved for R - 1: what the
-ledger says after that line was replayed. It stays in the file and does not count.
+one torn line, which the next start cuts off. A start at rollout R goes back to the state saved for R - 1: later lines
+were replayed. They stay in the file and do not count.
 
-Written by the Data Buffer; read by ``slime doctor ledger``. Knows neither the one nor the other.
+Written by the Data Buffer, read by ``slime doctor ledger``. Knows neither of them.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def format_numbers(numbers: Iterable[object]) -> str:
-    """``"0-15 20"``; whatever is not a number is left out: sources of users need not count their groups."""
+    """Format as ``"0-15 20"``. Other values than numbers are left out: users' sources need not count their groups."""
     ordered = sorted({number for number in numbers if isinstance(number, int)})
     ranges: list[list[int]] = []
     for number in ordered:
@@ -117,7 +117,7 @@ def format_numbers(numbers: Iterable[object]) -> str:
 
 
 def parse_numbers(text: str) -> list[int]:
-    """What :func:`format_numbers` wrote."""
+    """The inverse of :func:`format_numbers`."""
     numbers: list[int] = []
     for part in text.split():
         first, _, last = part.partition("-")
@@ -126,7 +126,7 @@ def parse_numbers(text: str) -> list[int]:
 
 
 def read_ledger(path: Path) -> tuple[list[Entry], int]:
-    """Entries in order, and how many lines are no entry (one torn last line is usual after a kill)."""
+    """Entries in order, and the number of lines that are not entries (one torn last line is usual after a kill)."""
     entries: list[Entry] = []
     unreadable = 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -144,15 +144,15 @@ def read_ledger(path: Path) -> tuple[list[Entry], int]:
 
 @dataclass
 class Audit:
-    """What became of the prompts.
+    """The fate of the prompts.
 
     Attributes:
         lost: group number -> how it was lost.
         twice: group number -> the rollouts that trained on it.
-        counts: groups by what became of them (``trained``, ``used``, ``dropped``, ``waiting``, ``under way``).
+        counts: groups by fate (``trained``, ``used``, ``dropped``, ``waiting``, ``under way``).
         num_rollouts: rollouts that were trained on.
         num_starts: how often the run began.
-        num_replayed: lines that a later start went back behind.
+        num_replayed: lines that a later start replayed.
         unknown: per start that continued with changed data, the reason: groups are numbers of draws, and which prompt
             of the file a number is cannot be compared across such a start.
     """
@@ -182,7 +182,7 @@ def audit(entries: Sequence[Entry]) -> Audit:
 
 
 def _without_replayed(entries: Sequence[Entry]) -> tuple[list[Entry], int]:
-    """The history that the weights know: a start at rollout R undoes what followed the state saved for R - 1."""
+    """The entries of the current weights: a start at rollout R undoes all after the state saved for R - 1."""
     kept: list[Entry] = []
     for entry in entries:
         if entry["event"] == "begin":
@@ -212,7 +212,7 @@ class _Books:
             case "drawn":
                 self._set(groups, "under way")
                 for number in groups:
-                    self.lost.pop(number, None)  # late, but here
+                    self.lost.pop(number, None)  # returned after a restart
             case "returned":
                 self._set(groups, "waiting")
             case "used":
@@ -230,7 +230,7 @@ class _Books:
         self.state.update(dict.fromkeys(groups, state))
 
     def _begin(self, rollout: int, given_back: set[int]) -> None:
-        """Groups under way died with the process that had them; the state holds them, or they are lost."""
+        """Groups under way ended with their process. They are in the saved state, or they are lost."""
         for number, state in self.state.items():
             if state == "under way" and number not in given_back:
                 self.lost[number] = f"under way when the run started again at rollout {rollout}, and not given back"

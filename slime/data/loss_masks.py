@@ -2,7 +2,7 @@
 
 Five ways to find them, because chat templates treat messages differently:
 
-    generic   render growing prefixes of the conversation; what an assistant message adds is trained. Right for every
+    generic   render growing prefixes of the conversation; the text of an assistant message is trained. Right for every
               template that renders a message the same way whatever follows it. The others are refused, not mistrained.
     qwen      render each message, or run of tool messages, alone and cut the automatic system text off.
     qwen3     render each of them next to a dummy user message and cut that away, because the template drops the
@@ -40,7 +40,7 @@ _DISTILLED = "<\uff5cAssistant\uff5c>"
 
 
 def get_response_lengths(loss_masks: Sequence[Sequence[int]]) -> list[int]:
-    """For each mask the length from its first 1 to its end; 0 where nothing is trained."""
+    """For each mask the length from its first 1 to its end; 0 without a trained token."""
     return [len(mask) - list(mask).index(1) if 1 in mask else 0 for mask in loss_masks]
 
 
@@ -85,7 +85,7 @@ class MultiTurnLossMaskGenerator:
             self.system_message_length, self.gen_token_length = self.get_system_message_length()
 
     def get_loss_mask(self, messages: Sequence[Message], tools: list[Any] | None = None) -> Masked:
-        """``(ids, mask)``, equally long; the mask is 1 on what the assistant wrote, end-of-turn token included.
+        """``(ids, mask)``, equally long; the mask is 1 on the tokens of the assistant, end-of-turn token included.
 
         Raises:
             DataError: messages that the template, or the chosen way of masking, cannot render.
@@ -97,9 +97,9 @@ class MultiTurnLossMaskGenerator:
     def get_loss_mask_with_multimodal_alignment(
         self, messages: Sequence[Message], input_ids: Sequence[int], tools: list[Any] | None = None
     ) -> Masked:
-        """``input_ids`` of a processor, which puts many tokens where the text has one for an image, and their mask.
+        """``input_ids`` of a processor, which replaces the one token of an image by many, and their mask.
 
-        The mask is that of the text, moved to the end: media must stand before the first trained token.
+        The mask is that of the text, moved to the end: media must precede the first trained token.
 
         Raises:
             DataError: fewer ids than the text has tokens.
@@ -151,7 +151,7 @@ class MultiTurnLossMaskGenerator:
         return ids, mask
 
     def _opening(self, ids: list[int]) -> list[int]:
-        """What stands before the words of an assistant that speaks first: there is no conversation to render before."""
+        """The tokens before the first message of a conversation that the assistant opens."""
         asked = self._ids([_DUMMY_USER])
         header = self._ids([_DUMMY_USER], add_generation_prompt=True)[len(asked) :]
         ends = range(len(header), len(ids) + 1)

@@ -2,7 +2,7 @@
 
     row {"images": [...]} + "<image>"  --expand_media-->        message items {"type": "image", "image": ...}
     messages                           --process_vision_info--> {"images": [PIL], "videos": [...] | None}
-    rendered text + media              --run_processor-->       prompt ids, and what the model is trained with
+    rendered text + media              --run_processor-->       prompt ids, and inputs of the trainer
     PIL image                          --encode_image...-->     data URI in the engine's request
 
 Called by ``prepare`` and by the rollout's requests. PIL and transformers load on first use. Knows no flags but their
@@ -26,7 +26,7 @@ from slime.utils.errors import DataError
 from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 
 DEFAULT_PATCH_SIZE = 14
-"""Of vision encoders whose processor does not tell."""
+"""Of vision encoders whose processor does not name one."""
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
@@ -35,7 +35,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class MultimodalType:
-    """A kind of media, and what stands for one item of it in a prompt."""
+    """A kind of media, and the placeholder of one item in a prompt."""
 
     name: str
     placeholder: str
@@ -131,7 +131,7 @@ def process_vision_info(prompt: Sequence[Message], processor: Any) -> dict[str, 
     patch = getattr(getattr(processor, "image_processor", None), "patch_size", DEFAULT_PATCH_SIZE)
     try:
         images, videos = of_qwen(list(prompt), image_patch_size=patch)
-    except Exception as error:  # a foreign reader of foreign files
+    except Exception as error:  # a foreign reader may raise any exception
         raise DataError(f"media cannot be read: {type(error).__name__}: {error}") from error
     return {"images": images, "videos": videos}
 
@@ -179,14 +179,14 @@ def _decoded(text: str) -> bytes:
 
 
 def encode_image_for_rollout_engine(image: Any) -> str:
-    """A PIL image as ``data:image/png;base64,...``: what the engine's ``image_data`` takes. Lossless."""
+    """A PIL image as ``data:image/png;base64,...``: the form of the engine's ``image_data``. Lossless."""
     buffer = io.BytesIO()
     image.convert("RGB").save(buffer, format="PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 def build_processor_kwargs(multimodal_inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What a processor is called with besides the text: ids as lists, everything else as tensors."""
+    """Arguments of a processor besides the text: ids as lists, everything else as tensors."""
     kwargs: dict[str, Any] = dict(multimodal_inputs or {})
     kwargs["text_kwargs"] = dict(kwargs.get("text_kwargs") or {}) | {
         "return_tensors": None,
@@ -205,7 +205,7 @@ def run_processor(processor: Any, text: str, inputs: Mapping[str, Any]) -> tuple
     """
     try:
         output = processor(text=text, **build_processor_kwargs(inputs))
-    except Exception as error:  # a program of the checkpoint
+    except Exception as error:  # a program of the checkpoint may raise any exception
         raise DataError(f"the processor refuses the prompt: {type(error).__name__}: {error}") from error
     ids = output["input_ids"][0]
     rest = {name: value for name, value in output.items() if name not in ("input_ids", "attention_mask")}
@@ -213,14 +213,14 @@ def run_processor(processor: Any, text: str, inputs: Mapping[str, Any]) -> tuple
 
 
 def with_single_placeholders(processor: Any, ids: Sequence[int]) -> list[int]:
-    """Token ids where each image is one token again: what an engine makes as many of as the image needs."""
+    """Token ids with one token per image. The engine repeats it as often as the image needs."""
     kinds = {getattr(processor, f"{name}_token_id", None) for name in ("image", "video")}
     return [token for before, token in zip((None, *ids), ids, strict=False) if token != before or token not in kinds]
 
 
 @functools.lru_cache(maxsize=8)
 def load_processor(name_or_path: str, **kwargs: Any) -> Any:
-    """The checkpoint's processor for images and text, once per process; None where the checkpoint knows text only.
+    """The checkpoint's processor for images and text, once per process; None for a text-only checkpoint.
 
     Raises:
         DataError: the checkpoint has a processor that cannot be loaded.

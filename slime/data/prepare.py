@@ -1,6 +1,6 @@
 """Rows become prompts: fields, chat template, token count. In this process, or ahead of their use in others.
 
-Called by ``prompts`` and ``streaming``. The order of the results is that of the rows, whoever prepared them.
+Called by ``prompts`` and ``streaming``. The results keep the order of the rows.
 
     rows --chunks--> worker 0 \\
                      worker 1  > results in the order of the rows; at most 2 chunks per worker are under way
@@ -30,7 +30,7 @@ from slime.utils.errors import DataError
 
 Row: TypeAlias = dict[str, Any]
 Placed: TypeAlias = tuple[str, Row]
-"""A row and where it stands, for error messages."""
+"""A row and its place, for error messages."""
 
 _LONG_TEXT = 1_000_000
 _LONGEST_UNMEASURED = 16_000_000
@@ -41,7 +41,7 @@ _TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prompt and its length; ``num_tokens`` is None where it was not measured."""
+    """A prompt and its length; ``num_tokens`` is None if it was not measured."""
 
     sample: Sample
     num_tokens: int | None
@@ -49,7 +49,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class PromptMaker:
-    """What is known about all rows of a file. Travels to other processes.
+    """The settings for all rows of a file. Sent to other processes.
 
     Attributes:
         tokenizer: needed for templates and for measuring.
@@ -77,7 +77,7 @@ class PromptMaker:
         """The prompts of some rows.
 
         Raises:
-            DataError: a row without prompt or label, or one of the wrong type; says where it stands.
+            DataError: a row without prompt or label, or one of the wrong type, with its line.
         """
         samples = [self._sample(where, row) for where, row in rows]
         for (where, _), sample in zip(rows, samples, strict=True):

@@ -53,7 +53,7 @@ def read_file(path: str) -> Iterator[Row]:
     """The rows of a ``.jsonl`` or ``.parquet`` file, optionally of a slice of them (``path@[start:stop]``).
 
     Raises:
-        DataError: no such file (also a FileNotFoundError), another format, a line that is no JSON object.
+        DataError: no such file (also a FileNotFoundError), another format, or a line that is not a JSON object.
     """
     for _, row in numbered_rows(path):
         yield row
@@ -77,10 +77,10 @@ def check_prompt_file(flag: str, path: str) -> Iterator[str]:
 
 
 def numbered_rows(path: str, on_problem: Callable[[DataError], None] | None = None) -> Iterator[tuple[str, Row]]:
-    """Rows with the place they stand at, for error messages.
+    """Rows with their place, for error messages.
 
     Args:
-        on_problem: told about each line that is no row, which is then left out; without it that is raised.
+        on_problem: called with the error of each invalid line, which is then left out. None: the error is raised.
     """
     file, part = parse_path(path)
     suffix = Path(file).suffix
@@ -261,7 +261,7 @@ def open_prompts(
     """How the rows of a file become prompts, and a function that reads them from the first on.
 
     Raises:
-        DataError: there is no row, or the settings cannot work.
+        DataError: a file without rows, or invalid settings.
     """
     if multimodal_keys is not None and processor is None:
         raise DataError("--multimodal-keys: the checkpoint has no processor for media; give one of a model with vision")
@@ -321,12 +321,12 @@ def _short_enough(prepared: list[Prepared], max_length: int | None) -> list[Samp
 
 
 def prompt_key_of(row: Row, key: str) -> str | None:
-    """The field that holds the prompt: ``key`` (``--input-key``), or what stands in for a default one. None without."""
+    """The field that holds the prompt: ``key`` (``--input-key``), or the fallback of a default one; None without."""
     return next((name for name in (key, *_FALLBACK_PROMPT_KEYS.get(key, ())) if name in row), None)
 
 
 def _prompt_key(row: Row, key: str) -> str:
-    """Of a file whose first row is ``row``; a row without any is an error of its own."""
+    """Of a file whose first row is ``row``; a row without any is an error later."""
     found = prompt_key_of(row, key) or key
     if found != key:
         logger.info("rows have no %r: prompts are read from %r (--input-key)", key, found)
@@ -395,7 +395,7 @@ class StreamingDataset:
         """The next ``count`` prompts.
 
         Raises:
-            DataError: a row that is no prompt; an epoch without a prompt that is short enough.
+            DataError: a row that is not a prompt, or an epoch without a prompt that is short enough.
         """
         drawn: list[Sample] = []
         while len(drawn) < count:
@@ -415,7 +415,7 @@ class StreamingDataset:
         """Continue at a position. The epoch is read again up to it, without preparing the skipped rows."""
         self.close()
         self.epoch_id, self.offset = epoch_id, offset
-        self._num_drawn = 1 if offset else 0  # whoever got there has found a prompt
+        self._num_drawn = 1 if offset else 0  # an earlier draw has found a prompt
 
     def close(self) -> None:
         """End the processes that prepare; the next draw starts them anew."""

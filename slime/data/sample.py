@@ -1,9 +1,7 @@
 """A sample: one row of training data, from prompt to reward.
 
-Made by the data source, filled by the rollout, read by everything downstream and by users' hooks. ``Sample`` is public
-and mutable; field order and dictionary form are a contract. It knows no engine, no algorithm and no file format.
-
-The routine that appends generated tokens lives in ``slime.data.engine_meta``; importing this module needs no torch.
+Made by the data source, filled by the rollout, read by all later steps and by users' hooks. ``Sample`` is public and
+mutable. The order of its fields and its dictionary form are a contract. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -97,7 +95,7 @@ class Sample:
         prompt: text after templating, or chat messages; another value of the data row as it is.
         tokens: prompt ids followed by response ids, ``[L]``.
         multimodal_inputs: raw media by kind (``images``, ``videos``).
-        multimodal_train_inputs: what the processor made of them, besides ids and mask.
+        multimodal_train_inputs: outputs of the processor for them, besides ids and mask.
         multimodal_train_input_id: reserved.
         apply_chat_template_kwargs: reserved.
         response: decoded response, without the stop token that ended it (``--keep-stop-token-text`` keeps it).
@@ -112,7 +110,7 @@ class Sample:
         rollout_routed_experts: expert choices of the engine, ``[L - 1, layers, topk]``.
         remove_sample: take part in reward normalisation but not in the loss.
         teacher_log_probs: ``[R]``, distillation.
-        status: where the sample stands.
+        status: progress of the sample.
         metadata: the data row's metadata and notes made on the way.
         generate_function_path: overrides ``--custom-generate-function-path`` for this sample.
         custom_rm_path: overrides ``--custom-rm-path`` for this sample.
@@ -235,18 +233,92 @@ class Sample:
         Raises:
             ValueError: lengths that do not fit together, with the numbers.
         """
-        from slime.data.engine_meta import append_response_tokens
+        from slime.data import engine_meta  # imports torch
 
-        append_response_tokens(
-            self,
-            args,
-            tokens=tokens,
-            log_probs=log_probs,
-            trainable=trainable,
-            meta_info=meta_info,
-            text=text,
-            update_terminal_info=update_terminal_info,
+        name, old_length = f"sample {self.index}", self.response_length
+        new_tokens = [] if tokens is None else [int(token) for token in engine_meta.flat_list(tokens)]
+        given = None if log_probs is None else [float(value) for value in engine_meta.flat_list(log_probs)]
+        new_log_probs = _checked_log_probs(name, len(new_tokens), given, trainable)
+        if new_tokens or text:
+            # Put the text of the stop token back that the rollout had removed, unless a function appended text itself.
+            length, stop_text = vars(self).pop("stop_text", (None, ""))
+            if length == len(self.response):
+                self.response += stop_text
+        if text is not None:
+            self.response += text
+        if new_tokens:
+            self.tokens += new_tokens  # every list grows in place: callers keep aliases of them
+            self.response_length += len(new_tokens)
+            if self.loss_mask is None:
+                self.loss_mask = [1] * old_length
+            self.loss_mask += [int(trainable)] * len(new_tokens)
+        if new_log_probs is not None:
+            if self.rollout_log_probs is None:
+                if trainable and old_length > 0:
+                    raise ValueError(
+                        f"{name}: its first {old_length} response tokens have no rollout log probabilities, so those "
+                        "of the following tokens cannot be aligned"
+                    )
+                self.rollout_log_probs = [0.0] * old_length
+            self.rollout_log_probs += new_log_probs
+        meta = meta_info or {}
+        if new_tokens:
+            self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets = engine_meta.extend_sets(
+                name,
+                self.rollout_top_p_token_ids,
+                self.rollout_top_p_token_offsets,
+                self.response_length,
+                meta,
+                len(new_tokens),
+                pads_missing=not trainable,
+            )
+        self.rollout_routed_experts = engine_meta.extend_routed_experts(
+            name, self.rollout_routed_experts, len(self.tokens), args, meta
         )
+        if update_terminal_info and "finish_reason" in meta:
+            self._finish(meta, getattr(args, "sglang_speculative_algorithm", None))
+        self._check_lengths(name)
+
+    def _finish(self, meta: dict[str, Any], speculative_algorithm: str | None) -> None:
+        if speculative_algorithm:
+            self.spec_info.add(meta)
+        self.prefix_cache_info.add(meta)
+        if "weight_version" in meta:
+            self.weight_versions.append(meta["weight_version"])
+        finish = meta["finish_reason"] or {}
+        self.status = _FINISH_TO_STATUS.get(str(finish.get("type")), self.status)
+
+    def _check_lengths(self, name: str) -> None:
+        length = self.response_length
+        for kind, values in (("loss_mask", self.loss_mask), ("rollout_log_probs", self.rollout_log_probs)):
+            if values is not None and len(values) != length:
+                raise ValueError(f"{name}: {kind} has {len(values)} entries for {length} response tokens")
+        ids, offsets = self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets
+        if (ids is None) != (offsets is None):
+            raise ValueError(f"{name}: top-p token ids and offsets must come together")
+        if offsets is None:
+            return
+        if len(offsets) != length + 1:
+            raise ValueError(f"{name}: {len(offsets)} top-p offsets for {length} response tokens")
+        if int(offsets[-1]) != len(ids):
+            raise ValueError(f"{name}: the last top-p offset is {int(offsets[-1])} for {len(ids)} ids")
+
+
+_FINISH_TO_STATUS = {"length": _Status.TRUNCATED, "abort": _Status.ABORTED, "stop": _Status.COMPLETED}
+
+
+def _checked_log_probs(name: str, num_tokens: int, values: list[float] | None, trainable: bool) -> list[float] | None:
+    if values is not None and len(values) != num_tokens:
+        raise ValueError(f"{name}: {len(values)} log probabilities for {num_tokens} tokens")
+    if trainable:
+        if num_tokens and values is None:
+            raise ValueError(f"{name}: trainable response tokens require rollout log probabilities")
+        return values
+    if not num_tokens:
+        return values
+    if values is not None and any(values):
+        raise ValueError(f"{name}: non-trainable response tokens should not pass rollout log probabilities")
+    return [0.0] * num_tokens
 
 
 for _name, _nested in (("Status", _Status), ("SpecInfo", _SpecInfo), ("PrefixCacheInfo", _PrefixCacheInfo)):

@@ -1,10 +1,10 @@
 """The ids that each token was sampled from when top-p or top-k cut the vocabulary: as engines tell them, and checked.
 
-    ids       [K]      the sets of the response tokens, one behind the other
-    offsets   [R + 1]  where the set of each token begins; first 0, last K. A token that was not sampled has none.
+    ids       [K]      the concatenated sets of the response tokens
+    offsets   [R + 1]  begin of each token's set; first 0, last K. A token that was not sampled has an empty set.
 
-Read from an engine's reply by ``engine_meta``, checked where samples become columns (``slime.batch.compile``),
-replayed by the trainer (``slime.algorithms.sampling_mask``). Importable without torch.
+Read from an engine's reply by ``Sample.append_response_tokens``, checked by ``slime.batch.compile``, replayed by
+the trainer (``slime.algorithms.sampling_mask``). Importable without torch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def cuts_vocabulary(args: Namespace) -> bool:
 
 
 def check_sampling_sets(args: Namespace, columns: Mapping[str, Any]) -> None:
-    """Refuse to train on the whole vocabulary what was sampled from a part of it.
+    """Check that tokens sampled from a part of the vocabulary come with their sets.
 
     Raises:
         DataError: the flags cut the vocabulary, and the batch, in which some token is trained, does not say to what.

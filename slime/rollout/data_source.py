@@ -363,7 +363,7 @@ def _row_settings(args: Namespace) -> dict[str, Any]:
 
 
 def pop_first(args: Any, rollout_id: Any, buffer: list[SampleGroup], num_samples: int) -> list[SampleGroup]:
-    """First in, first out; removes what it returns."""
+    """Remove and return the first groups of the buffer."""
     count = min(len(buffer), num_samples)
     taken = buffer[:count]
     del buffer[:count]

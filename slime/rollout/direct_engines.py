@@ -1,11 +1,11 @@
-"""Generation requests that must not pass through the router: it keeps only the fields that it knows.
+"""Generation requests that bypass the router, because it drops unknown fields.
 
     return_routed_experts   which experts were chosen (--use-rollout-routing-replay)
     return_sampling_mask    which ids a token was sampled from (--rollout-top-p, --rollout-top-k)
 
-The router still says which engines there are. Requests of one session stay on one engine, whose cache holds its earlier
-tokens; new sessions take the engines in turn. An engine that failed a request is avoided for a while: the router needs
-longer than the next attempt to notice.
+The router still lists the engines. Requests of one session stay on one engine, whose cache holds the earlier tokens.
+New sessions rotate over the engines. An engine that failed a request is avoided for a while, because the router notices
+a failure later than the next attempt starts.
 
 Used by ``sglang_rollout``, by agents' adapters and by custom generate functions that send their own requests
 (:meth:`DirectEngines.choose`).
@@ -33,8 +33,10 @@ _MOST_SESSIONS = 100_000
 
 
 class DirectEngines:
-    """The engines behind the router at ``router_url``, and which of them has which session. An engine may stand there
-    as well: it is the only one then."""
+    """The engines of the router at ``router_url``, and the engine of each session.
+
+    The address may also be that of an engine, which is then the only one.
+    """
 
     def __init__(self, router_url: str) -> None:
         self.router_url = router_url
@@ -46,11 +48,11 @@ class DirectEngines:
         self._failed: dict[str, float] = {}
 
     def choose(self, session_id: str | None = None) -> EngineChoice:
-        """What ``http_utils.post`` takes for a url: each attempt asks it where to go."""
+        """A url for ``http_utils.post`` that chooses the engine of each attempt."""
         return EngineChoice(self, session_id)
 
     async def next_url(self, session_id: str | None) -> str:
-        """The engine of the session, else one that did not fail lately.
+        """The engine of the session, else one without a recent failure.
 
         Raises:
             EngineError: the router does not answer, or has no engine.
@@ -67,7 +69,7 @@ class DirectEngines:
         return url
 
     def note_failure(self, url: str) -> None:
-        """An attempt at ``url`` did not succeed."""
+        """Note that an attempt at ``url`` failed."""
         self._failed[url] = time.monotonic()
         self._listed = float("-inf")
 
@@ -80,7 +82,7 @@ class DirectEngines:
         return usable or [min(self._urls, key=lambda url: self._failed[url])]  # the one that failed longest ago
 
     async def _refresh(self) -> None:
-        """One question to the router for all requests of the event loop that wait for its answer."""
+        """Ask the router once for all requests of the event loop that wait for its answer."""
         loop = asyncio.get_running_loop()
         if loop not in self._listing:
             self._listing[loop] = loop.create_task(self._list())
@@ -103,7 +105,7 @@ class DirectEngines:
 
 
 class EngineChoice:
-    """Where the attempts of one request go."""
+    """Chooses the engine of each attempt of one request."""
 
     def __init__(self, engines: DirectEngines, session_id: str | None) -> None:
         self._engines = engines
@@ -112,11 +114,11 @@ class EngineChoice:
 
     @property
     def last_url(self) -> str | None:
-        """Of the engine that the last attempt went to."""
+        """Address of the engine of the last attempt."""
         return self._last
 
     async def __call__(self) -> str:
-        """Address for the next attempt; being asked again says that the last one failed."""
+        """Address for the next attempt. A second call means that the last attempt failed."""
         if self._last is not None:
             self._engines.note_failure(self._last)
         self._last = await self._engines.next_url(self._session_id)

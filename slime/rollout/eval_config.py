@@ -6,7 +6,7 @@
         - {name: gsm8k, path: gsm8k.jsonl, n_samples_per_eval_prompt: 4}
 
 Called while arguments are parsed. A field comes from the set itself, else from ``defaults``, else from the
-``--eval-*`` flags, else from those of training. A field that is null counts as said: the search ends there.
+``--eval-*`` flags, else from those of training. A field that is null counts as given and ends the search.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def build_eval_datasets(args: Any) -> list[EvalDatasetConfig]:
     Raises:
         ConfigError: with every problem of the file or the flag.
     """
-    path = getattr(args, "eval_config", None)  # evaluation functions of users hand in namespaces of their own
+    path = getattr(args, "eval_config", None)  # users' evaluation functions pass other namespaces
     if path is not None:
         entries, defaults = _read(path)
         return build_eval_dataset_configs(args, entries, defaults, source=f"--eval-config {path}")
@@ -148,7 +148,7 @@ def build_eval_dataset_configs(
     """Complete each entry: its own value, else ``defaults``, else ``args``.
 
     Args:
-        source: what the user wrote the entries into, for messages.
+        source: the flag or file of the entries, for messages.
 
     Raises:
         ConfigError: unknown keys, values of the wrong kind, a set without name or path, two sets of the same name.
@@ -202,7 +202,7 @@ def _complete(args: Any, entry: Mapping[str, Any], defaults: Mapping[str, Any], 
 
 
 def _typed(value: Any, hint: Any) -> Any:
-    """``value`` as the field wants it; YAML 1.1 reads 1e-5 as a string."""
+    """Convert ``value`` to the type of the field. YAML 1.1 reads 1e-5 as a string."""
     members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     wanted = typing.get_origin(members[0]) or members[0]
     if value is None or wanted is Any:

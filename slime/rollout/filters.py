@@ -1,4 +1,4 @@
-"""What a dynamic filter returns, and how the rollout uses it."""
+"""Dynamic filters: the verdict, its use by the rollout, and the filters that come with slime."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class DynamicFilterOutput:
 
     Attributes:
         keep: train on it.
-        reason: why not; counted in ``rollout/dynamic_filter/drop_<reason>``.
-        keep_when_insufficient: take it after all when no more groups are coming than the batch needs.
+        reason: of a rejection, counted in ``rollout/dynamic_filter/drop_<reason>``.
+        keep_when_insufficient: keep it nevertheless if no more groups are coming than the batch needs.
     """
 
     keep: bool
@@ -37,7 +37,7 @@ def should_drop_dynamic_filter_output(
 
 
 def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> DynamicFilterOutput:
-    """Call a filter; no filter keeps everything, and any other result than a ``DynamicFilterOutput`` is a bool."""
+    """Call a filter. Without one everything is kept. Any result except a ``DynamicFilterOutput`` counts as a bool."""
     if fn is None:
         return DynamicFilterOutput(keep=True)
     output = fn(*args, **kwargs)
@@ -45,7 +45,7 @@ def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
 
 
 class MetricGatherer:
-    """Counts why groups were dropped during one rollout."""
+    """Counts the reasons of dropped groups during one rollout."""
 
     def __init__(self) -> None:
         self._drops: Counter[str] = Counter()
@@ -74,7 +74,7 @@ def check_reward_nonzero_std(args: Any, samples: SampleGroup, **kwargs: Any) -> 
 
 
 def check_reward_nonzero_std_with_fallback(args: Any, samples: SampleGroup, **kwargs: Any) -> DynamicFilterOutput:
-    """The same, but such groups fill the batch when nothing better is coming."""
+    """The same, but such groups fill the batch if no better ones are coming."""
     output = check_reward_nonzero_std(args, samples, **kwargs)
     output.keep_when_insufficient = True
     return output

@@ -31,7 +31,7 @@ def generate_rollout(
 
     Raises:
         ConfigError: the flag is not given.
-        DataError: there is no file for the rollout, or it is not a dump.
+        DataError: the file of the rollout is missing or not a dump.
     """
     template = args.load_forge_rollout_data
     if template is None:

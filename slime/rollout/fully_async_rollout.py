@@ -231,7 +231,7 @@ class AsyncRolloutWorker:
 
     def _give_back(self, group: SampleGroup) -> None:
         """Call :meth:`put_back` in a thread, because all other groups need the loop."""
-        if self._loop is None:  # there is no loop to block
+        if self._loop is None:  # without a loop nothing can be blocked
             self.put_back(group)
             return
         # The group keeps its slot until it is back, so that the next draw finds it.

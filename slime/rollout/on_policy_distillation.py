@@ -1,4 +1,4 @@
-"""On-policy distillation from a teacher behind HTTP: its log-probs of the student's own tokens.
+"""On-policy distillation from a teacher server: its log-probs of the student's tokens are the signal.
 
 The teacher is an SGLang server, or slime's own log-prob server (``docs/logprob_server.md``), which Megatron runs.
 
@@ -6,9 +6,9 @@ The teacher is an SGLang server, or slime's own log-prob server (``docs/logprob_
     --custom-reward-post-process-path slime.rollout.on_policy_distillation.post_process_rewards
     --rm-url http://teacher:port/generate --use-opd --opd-type sglang
 
-The reward of a sample is the teacher's reply; the post-processing turns it into ``Sample.teacher_log_probs`` and leaves
-no reward: the trainer's signal is the reverse KL between student and teacher (Agarwal et al. 2024, arXiv:2306.13649).
-The teacher must have the student's tokenizer.
+The reward of a sample is the teacher's reply. The post-processing turns it into ``Sample.teacher_log_probs`` and sets
+the reward to 0: the trainer's signal is the reverse KL between student and teacher (Agarwal et al. 2024,
+arXiv:2306.13649). The teacher must have the student's tokenizer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RETRIES = 8
 
 
 async def reward_func(args: Namespace, sample: Sample, **kwargs: Any) -> dict[str, Any]:
-    """Ask the teacher for the log-probs of the sample's tokens; nothing is generated. Returns its reply.
+    """Return the teacher's reply with the log-probs of the sample's tokens. It generates nothing.
 
     Raises:
         ConfigError: no ``--rm-url``.
@@ -50,7 +50,7 @@ async def reward_func(args: Namespace, sample: Sample, **kwargs: Any) -> dict[st
         "logprob_start_len": 0,
     }
     reply = await post(args.rm_url, payload, max_retries=_RETRIES, timeout_s=args.rm_timeout)
-    _log_probs(reply, sample)  # a reply that cannot be used is an error now, with the sample's name
+    _log_probs(reply, sample)  # raises now, with the index of the sample, if the reply is unusable
     result: dict[str, Any] = reply
     return result
 
@@ -58,7 +58,7 @@ async def reward_func(args: Namespace, sample: Sample, **kwargs: Any) -> dict[st
 def post_process_rewards(args: Namespace, samples: Sequence[Sample], **kwargs: Any) -> tuple[list[float], list[float]]:
     """Fill ``teacher_log_probs`` (fp32 ``[R]``) from the teacher's replies. Returns zeros as raw and final rewards."""
     for sample in samples:
-        if not is_given_up(sample):  # such a sample has no reply, and nothing is learned from it
+        if not is_given_up(sample):  # such a sample has no reply and no part in training
             sample.teacher_log_probs = _log_probs(sample.reward, sample)
     zeros = [0.0] * len(samples)
     return zeros, list(zeros)

@@ -14,8 +14,10 @@ __all__ = ["apply_rollout_sample_hooks", "current_rollout_id", "set_current_roll
 
 
 class _Current:
-    """What this process works on. Read from the event loop's thread, written by the manager's. A rollout and an
-    evaluation may run at the same time."""
+    """The rollout id of this process. The manager's thread writes it, the event loop's thread reads it.
+
+    A rollout and an evaluation may run at the same time.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -42,7 +44,7 @@ def set_current_rollout_id(rollout_id: int | None) -> None:
 
 
 def set_evaluated_rollout_id(rollout_id: int | None) -> None:
-    """Called by the rollout manager before it evaluates, perhaps beside a rollout."""
+    """Called by the rollout manager before it evaluates, possibly during a rollout."""
     _current.set(rollout_id, evaluation=True)
 
 
@@ -51,14 +53,14 @@ def current_rollout_id(evaluation: bool = False) -> int | None:
 
 
 async def apply_rollout_sample_hooks(args: Any, value: Any, **kwargs: Any) -> Any:
-    """Apply every hook, in the order of the flags, to each sample in ``value``; nesting stays as it is.
+    """Apply every hook, in the order of the flags, to each sample in ``value``. The nesting is kept.
 
     Args:
-        value: a sample or lists of them. Without hooks this very object is returned.
-        kwargs: offered to the hooks; each gets what its signature can take. ``rollout_id`` has a default.
+        value: a sample or lists of them. Without hooks the same object is returned.
+        kwargs: offered to the hooks. Each gets those that its signature accepts. ``rollout_id`` has a default.
 
     Raises:
-        TypeError: something else than samples and lists, or a hook that returns something else than a sample or None.
+        TypeError: a value that is not a sample or list, or a hook that returns neither a sample nor None.
     """
     paths = complete_args(args).rollout_sample_hook_path
     if not paths:

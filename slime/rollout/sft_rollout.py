@@ -1,7 +1,7 @@
-"""Supervised training through the same loop: a "rollout" is a batch of conversations with their loss masks.
+"""Supervised training through the same loop: a rollout is a batch of conversations with their loss masks.
 
 For ``--rollout-function-path slime.rollout.sft_rollout.generate_rollout`` with ``--loss-type sft_loss``. No engine is
-asked; evaluation generates as usual.
+asked. Evaluation generates as usual.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def generate_rollout(
 
     Raises:
         ConfigError: ``--n-samples-per-prompt`` other than 1, or no prompt data.
-        DataError: prompts that are no message lists, or only rows without an assistant message.
+        DataError: prompts that are not message lists, or only rows without an assistant message.
     """
     if evaluation:
         return sglang_rollout.generate_rollout(args, rollout_id, data_buffer, evaluation=True)
@@ -67,13 +67,13 @@ def generate_rollout(
 
 
 def _fill(sample: Sample, generator: MultiTurnLossMaskGenerator) -> bool:
-    """Tokens and mask of one conversation; False when nothing in it is trained."""
+    """Fill in tokens and mask of one conversation. Returns False if no token of it is trained."""
     if not isinstance(sample.prompt, list):
         raise DataError(
             f"row {sample.index}: supervised training needs message lists in --input-key, and no --apply-chat-template"
         )
     ids, mask = generator.get_loss_mask(sample.prompt, sample.metadata.get("tools"))
-    mask[0] = 0  # the first token has nothing before it that could predict it
+    mask[0] = 0  # no earlier token could predict the first one
     length = get_response_lengths([mask])[0]
     if length == 0:
         return False

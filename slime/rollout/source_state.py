@@ -1,4 +1,4 @@
-"""The files that hold where a data source is: written whole or not at all, JSON unless a sample holds tensors."""
+"""State files of data sources: written completely or not at all, as JSON unless a sample holds tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def state_path(directory: str, rollout_id: int | None) -> Path:
 
 
 def outstanding_path(directory: str, rollout_id: int | None) -> Path:
-    """Prompts that were under way at that moment, without its suffix."""
+    """File of the prompts that were under way at that moment, without its suffix."""
     return Path(directory) / "rollout" / f"outstanding_{rollout_id}"
 
 
@@ -47,7 +47,7 @@ def _from_dict(values: dict[str, Any]) -> Sample:
 
 
 def save_groups(path: Path, groups: list[SampleGroup]) -> None:
-    """Write groups; none leaves no file."""
+    """Write groups. Without groups the file is deleted."""
     if groups:
         write_state(path, {"groups": [group_to_dicts(group) for group in groups]})
     else:
@@ -56,13 +56,13 @@ def save_groups(path: Path, groups: list[SampleGroup]) -> None:
 
 
 def load_groups(path: Path) -> list[SampleGroup]:
-    """What :func:`save_groups` wrote."""
+    """Read the groups of :func:`save_groups`."""
     state = read_state(path) or {"groups": []}
     return [group_from_dicts(group) for group in state["groups"]]
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Write ``path.json``, or ``path.pt`` where JSON would change the values."""
+    """Write ``path.json``, or ``path.pt`` if JSON would change the values."""
     try:
         text: str | None = json.dumps(state)
         if json.loads(text or "") != state:
@@ -83,10 +83,10 @@ def write_state(path: Path, state: dict[str, Any]) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any] | None:
-    """What :func:`write_state` wrote, None where there is nothing.
+    """Read the file of :func:`write_state`; None without one.
 
     Raises:
-        DataError: a file that is damaged.
+        DataError: a damaged file.
     """
     as_json, as_torch = path.with_suffix(".json"), path.with_suffix(".pt")
     if as_json.is_file():

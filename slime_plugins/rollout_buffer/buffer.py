@@ -16,7 +16,7 @@ Requests are sent again when no reply comes, and each is made for that:
                        groups are gone once they are sent.
 
 Trajectories with the same ``instance_id`` are a group; it is complete with ``num_repeat_per_sample`` of them. The
-service listens on the loopback address unless told otherwise: whoever reaches it can write what a model is trained on.
+service listens on the loopback address by default: any client that reaches it can write training data.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def default_is_valid_group(group: list[Item], min_size: int, task_type: str) -> 
 
 
 def default_transform_group(group: list[Item], task_type: str) -> list[Item]:
-    """What is handed out for a complete group."""
+    """The reply for a complete group."""
     return group
 
 
@@ -85,7 +85,7 @@ class _Sent(NamedTuple):
     Attributes:
         received: replies the client had had when it asked.
         groups: as they were written, by instance.
-        items: what it was sent of them.
+        items: those that it was sent.
         meta: counts.
     """
 
@@ -124,7 +124,7 @@ class RolloutBuffer:
             self._groups = {key: self._groups[key] for key in self._complete()}
 
     def clear(self) -> None:
-        """Forget all groups: what comes is about other instances."""
+        """Forget all groups: the next generator has other instances."""
         with self._change:
             self._groups.clear()
             self._sent.clear()
@@ -157,7 +157,7 @@ class RolloutBuffer:
             self._change.notify_all()
 
     def end(self, reason: str) -> None:
-        """The generator ended; whoever waits is told why."""
+        """Note the end of the generator, with its reason for waiting trainers."""
         with self._change:
             self._end = reason
             self._change.notify_all()

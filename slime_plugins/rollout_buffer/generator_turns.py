@@ -1,8 +1,8 @@
 """One generator at a time, in a thread of the rollout buffer service.
 
-A generator is a user's function and cannot be interrupted. A trainer that is started again finds the one of the run
-before it: what that makes is taken as before, and when it ends (it was asked for no more, or the engines it asks are
-gone) the generator that the new trainer asked for makes what is still missing.
+A generator is a user's function and cannot be interrupted. A trainer that is started again finds the one of the
+run before it. Its results are used, and when it ends (its work is done, or its engines are gone) the generator of the
+new trainer makes the missing groups.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ __all__ = ["GeneratorTurns", "Groups"]
 logger = logging.getLogger(__name__)
 
 _OF_THE_TASK = ("task_type", "input_file", "num_repeat_per_sample")
-"""Payload keys that say what instances and groups there are: a trainer that is started again has the same."""
+"""Payload keys that decide the instances and groups. A restarted trainer has the same values."""
 
 
 class Groups(Protocol):
-    """What is told about generators: the ``RolloutBuffer``."""
+    """The interface of the ``RolloutBuffer`` to generators."""
 
     def clear(self) -> None: ...
     def configure(self, module: ModuleType, task_type: str, min_size: int) -> None: ...

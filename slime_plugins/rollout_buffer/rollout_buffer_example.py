@@ -1,4 +1,4 @@
-"""The rollout function that trains on what the rollout buffer service has collected.
+"""A rollout function that trains on the trajectories of the rollout buffer service.
 
     --rollout-function-path slime_plugins.rollout_buffer.rollout_buffer_example.generate_rollout
     --rollout-buffer-url http://127.0.0.1:8889 --rollout-task-type math
@@ -49,7 +49,7 @@ def _mask_generator(hf_checkpoint: str, loss_mask_type: str) -> MultiTurnLossMas
 
 
 def make_sample(args: Namespace, item: dict[str, Any]) -> Sample:
-    """A trajectory as a training row: what the assistant wrote is trained on."""
+    """A trajectory as a training row, trained on the tokens of the assistant."""
     generator = _mask_generator(args.hf_checkpoint, args.loss_mask_type)
     ids, mask = generator.get_loss_mask(item["messages"])
     mask[0] = 0  # nothing predicts the first token

@@ -119,7 +119,7 @@ def _blocks(content: Any) -> list[Any]:
 
 
 def _translate_messages(msgs: list[dict[str, Any]], system: Any) -> list[Message]:
-    """Messages for the chat template: every block of a user is a message of its own, tool results have role tool."""
+    """Messages for the chat template: every block of a user is a separate message, tool results have role tool."""
     translated: list[Message] = []
     if system:
         translated.append({"role": "system", "content": flatten_content(system)})

@@ -1,13 +1,13 @@
-"""What every wire protocol shares: sessions, the way of a turn to the engine and back, and its record.
+"""The base of all wire protocols: sessions, the path of a turn to the engine and back, and its record.
 
     request -> session -> messages -> token ids -> engine -> text, tool calls -> answer sent -> turn recorded
 
-    who waits for whom: a client waits for the engine (``request_timeout_s``); ``finish_session`` waits for turns that
-    are under way (``wait_timeout``), then cancels them.
+    Waits: a client waits for the engine (``request_timeout_s``). ``finish_session`` waits for the running turns
+    (``wait_timeout``), then cancels them.
 
-A subclass translates: see the hooks of :class:`BaseAdapter`. The engine may be a server or the router. Where an
-engine aborts a request (weights change, the rollout ends) the answer is 503, and the turn is not recorded: what was cut
-off must not look like the end of a message.
+A subclass translates: see the hooks of :class:`BaseAdapter`. The engine may be a server or the router. If an engine
+aborts a request (weights change, the rollout ends), the answer is 503 and the turn is not recorded, because a cut text
+must not look like the end of a message.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ DebugCallback = Callable[[str, list[Message], list[dict[str, Any]] | None, Messa
 
 @dataclass
 class Reply:
-    """A turn's reply in both worlds: the message as the client will send it back, and what goes over the wire."""
+    """A turn's reply: the message as the client will send it back, and its form on the wire."""
 
     manager_message: Message
     finish_reason: str
@@ -104,15 +104,15 @@ class BaseAdapter(ABC):
         tool_parser, reasoning_parser: names of SGLang's parsers; None: the XML form and ``</think>``.
         max_turns_per_sid: further turns are answered with 429.
         fork_threshold_tokens, reward_split: see :class:`TrajectoryManager`.
-        args: the run's arguments. They say what engines must tell the trainer: which ids the vocabulary was cut to
-            (``--rollout-top-p``, ``--rollout-top-k``; without ``args`` the sessions' sampling defaults say so), and
-            which experts were chosen (``--use-rollout-routing-replay``).
+        args: the run's arguments. They decide which data of the engines the trainer needs: the ids that the vocabulary
+            was cut to (``--rollout-top-p``, ``--rollout-top-k``; without ``args`` the sampling defaults of the sessions
+            decide), and the chosen experts (``--use-rollout-routing-replay``).
         debug_callback: ``(sid, messages, tools, manager_message, turn)``, after every answered turn.
-        client_sampling: whether clients may set temperature, top_p and top_k. Off: what they send is ignored, because
-            samples drawn otherwise than the rollout says make training off-policy. On: top_p and top_k are refused
-            all the same where the run does not cut the vocabulary, because the trainer would not know.
-        needs_session: whether sessions must be opened first. False: a turn with an unknown id opens one, whoever
-            sends it; None: one over loopback does.
+        client_sampling: whether clients may set temperature, top_p and top_k. Off: their values are ignored,
+            because other sampling makes training off-policy. On: top_p and top_k are still refused if the run does not
+            cut the vocabulary, because the trainer would not know the cut.
+        needs_session: whether sessions must be opened first. False: a turn with an unknown id opens one.
+            None: such a turn opens one over loopback only.
         request_timeout_s: seconds for the engine's reply.
         request_options: added to the body of every ``/generate``. Requests with fields that the router drops go past
             it, to the engines that it lists.
@@ -166,7 +166,7 @@ class BaseAdapter(ABC):
         self.app.cleanup_ctx.append(_http_clients)
         self._register_routes(self.app)
 
-    # --- what a protocol says about itself ---------------------------------------------------------------------------
+    # --- hooks of a protocol -----------------------------------------------------------------------------------------
 
     @abstractmethod
     def _register_routes(self, app: web.Application) -> None:
@@ -190,7 +190,7 @@ class BaseAdapter(ABC):
         translated: list[Message],
         tools_schema: list[dict[str, Any]] | None,
     ) -> Reply:
-        """What the conversation remembers of the turn, and what the client is sent."""
+        """The reply as the conversation keeps it, and as the client receives it."""
 
     @abstractmethod
     async def _respond(
@@ -221,7 +221,7 @@ class BaseAdapter(ABC):
     async def shutdown_session(self, sid: str, *, wait_timeout: float = 5.0) -> None:
         """Refuse further turns; wait for those under way, then cancel them. May be called from any event loop."""
         self.closed.add(sid)
-        # copied at once: the adapter's own loop may be on another thread and add or remove tasks meanwhile
+        # Copied first: the adapter's loop may run on another thread and add or remove tasks meanwhile.
         tasks = [task for task in list(self.inflight.get(sid, ())) if not task.done()]
         if not tasks:
             return
@@ -241,7 +241,7 @@ class BaseAdapter(ABC):
         extra_metadata: dict[str, Any] | None = None,
         wait_timeout: float = 5.0,
     ) -> list[Sample]:
-        """End a session; its samples, with decoded responses. [] when there are none, or when called again.
+        """End a session. Returns its samples with decoded responses, or [] without a turn or in a second call.
 
         As everywhere, the stop token of the last turn is not part of the text (``slime.rollout.engine_request``).
         """
@@ -267,7 +267,7 @@ class BaseAdapter(ABC):
         return samples
 
     async def drop_session(self, sid: str, *, wait_timeout: float = 5.0) -> None:
-        """End a session and forget what it did."""
+        """End a session and forget its turns."""
         await self.shutdown_session(sid, wait_timeout=wait_timeout)
         self._forget(sid)
 
@@ -332,7 +332,7 @@ class BaseAdapter(ABC):
         messages: list[Message],
         tools: list[dict[str, Any]] | None,
     ) -> web.StreamResponse:
-        # in a thread: a long conversation would keep the turns of all other sessions waiting
+        # In a thread, because rendering a long conversation would delay the turns of all other sessions.
         prompt_ids = await asyncio.to_thread(_render_token_ids, self.tokenizer, messages, tools)
         turn = await call_sglang_generate(prompt_ids, session, body, adapter=self, session_id=sid)
         text = self.tokenizer.decode(turn.output_ids, skip_special_tokens=False)
@@ -348,7 +348,7 @@ class BaseAdapter(ABC):
         try:
             response = await self._respond(request, body, reply, len(prompt_ids), len(turn.output_ids), stream)
         except ConnectionError:
-            return web.Response(status=499)  # nobody has read the reply: the turn did not happen
+            return web.Response(status=499)  # the client did not read the reply, so the turn is not recorded
         if self.debug_callback is not None:
             self.debug_callback(sid, messages, tools, reply.manager_message, turn)
         self.manager.record_turn(

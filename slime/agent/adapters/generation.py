@@ -24,11 +24,11 @@ _CLIENT_SAMPLING_KEYS = ("temperature", *_CUTS)
 
 
 class EngineAborted(EngineError):
-    """The engine gave up a request before the model was done."""
+    """The engine gave up a request before the model had finished."""
 
 
 class SamplingRefused(ValueError):
-    """A client wants its turn to be sampled in a way that could not be trained."""
+    """A client asks for sampling that could not be trained."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Session:
 
 
 class _Adapter(Protocol):
-    """What a request needs to know of :class:`slime.agent.adapters.common.BaseAdapter`."""
+    """The attributes of :class:`slime.agent.adapters.common.BaseAdapter` that a request reads."""
 
     sglang_url: str
     engines: DirectEngines
@@ -70,7 +70,7 @@ async def call_sglang_generate(
     """Generate one turn.
 
     Returns:
-        The turn; with no output and finish reason ``length``, without a request, where the context is full.
+        The turn. If the context is full, no request is sent, and the turn has no output and finish reason ``length``.
 
     Raises:
         SamplingRefused: the client's sampling parameters cannot be trained.
@@ -113,7 +113,7 @@ async def call_sglang_generate(
 
 
 def _options(session: Session, adapter: _Adapter) -> dict[str, Any]:
-    """What the request asks for on top: what the trainer of the run needs, and what the adapter was told to."""
+    """Further fields of the request: those that the trainer needs, and ``request_options``."""
     needed = {
         "return_sampling_mask": _replays_sets(session, adapter),
         "return_routed_experts": getattr(adapter.args, "use_rollout_routing_replay", False),
@@ -177,7 +177,7 @@ def _sampling_params(session: Session, body: dict[str, Any], adapter: _Adapter) 
 
 
 def _replays_sets(session: Session, adapter: _Adapter) -> bool:
-    """Whether the trainer is to know which ids each token was sampled from."""
+    """Whether the trainer needs the ids that each token was sampled from."""
     return _cuts(session.sampling_defaults) if adapter.args is None else cuts_vocabulary(adapter.args)
 
 

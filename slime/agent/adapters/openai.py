@@ -103,12 +103,12 @@ def _translate_assistant(message: dict[str, Any]) -> Message:
 
 
 def _arguments_as_dict(arguments: Any) -> dict[str, Any]:
-    """Arguments as an object; what is none is kept under ``_raw_arguments``."""
+    """Arguments as an object. Any other value is kept under ``_raw_arguments``."""
     return as_object(arguments)[0]
 
 
 def _tools_to_chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Function tools, nested or flat, in the nested form; None where there are none."""
+    """Function tools, nested or flat, in the nested form; None without tools."""
     found = []
     for tool in tools or ():
         function = tool.get("function") or tool

@@ -61,7 +61,7 @@ def messages_of(body: dict[str, Any]) -> list[dict[str, Any]]:
     """The conversation of a request.
 
     Raises:
-        ValueError: it is no list of messages.
+        ValueError: it is not a list of messages.
     """
     messages = body.get("messages")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
@@ -105,7 +105,7 @@ def _block_text(block: Any) -> str:
 
 
 def tool_call_dict(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """A tool call as chat templates read it: the arguments are an object, there is no id."""
+    """A tool call for chat templates: the arguments are an object, without an id."""
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 

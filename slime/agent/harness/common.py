@@ -1,4 +1,4 @@
-"""What every harness does: prepare the sandbox, write the program's configuration, run it within a time budget."""
+"""The base of all harnesses: prepare the sandbox, configure the program, run it within a time budget."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SingletonABCMeta(SingletonMeta, ABCMeta):
 
 @dataclass(frozen=True)
 class HarnessContext:
-    """One run: where, for whom, and which server plays the model."""
+    """One run: its folder, its session, and the server of the model."""
 
     workdir: str
     session_id: str
@@ -54,7 +54,7 @@ class HarnessContext:
 
 
 class BaseHarness(ABC, metaclass=SingletonABCMeta):
-    """An agent's program. ``install_cli`` once per sandbox, then ``run``. Subclasses may replace the class attributes.
+    """An agent's program. Call ``install_cli`` once per sandbox, then ``run``. Subclasses may set the class attributes.
 
     Attributes:
         node_tarball_env, cli_tarball_env: variables that name files of this machine, for ``install_cli``.
@@ -113,7 +113,7 @@ class BaseHarness(ABC, metaclass=SingletonABCMeta):
 
 
 async def run_agent(sb: Sandbox, *, workdir: str, start_cmd: str, env: dict[str, str], time_budget_sec: int) -> int:
-    """Run ``start_cmd`` as user ``agent``; what it prints is kept in ``{workdir}/.harness/trajectory.jsonl``."""
+    """Run ``start_cmd`` as user ``agent``, with its output in ``{workdir}/.harness/trajectory.jsonl``."""
     folder = f"{workdir}/.harness"
     place = shlex.quote(folder)
     await sb.exec(f"mkdir -p {place} && chown agent:agent {place}", check=True)
@@ -131,10 +131,10 @@ async def run_agent(sb: Sandbox, *, workdir: str, start_cmd: str, env: dict[str,
 
 
 async def install_npm_cli(sb: Sandbox, *, node_runtime: Path, npm_package: Path, check_cmd: str) -> None:
-    """Install Node and a packed npm program from files of this machine, then see that ``check_cmd`` works.
+    """Install Node and a packed npm program from files of this machine, then run ``check_cmd``.
 
     Raises:
-        RuntimeError: three attempts failed; with the end of npm's output.
+        RuntimeError: three attempts failed. The message has the end of npm's output.
     """
     await install_node22(sb, node_runtime)
     await sb.write_file(_CLI_TARBALL, npm_package)
@@ -163,15 +163,15 @@ async def install_node22(sb: Sandbox, host_tarball: Path) -> None:
 
 
 def _decompressed(tarball: Path) -> Path:
-    """The archive without xz, in a directory of ours in the temporary one; made once per version of the file.
+    """The archive without xz, in a private temporary directory, made once per version of the file.
 
     Raises:
-        ConfigError: somebody else made that directory.
+        ConfigError: another user made that directory.
     """
     stat = tarball.stat()
     key = hashlib.sha1(f"{tarball.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:12]
     directory = Path(tempfile.gettempdir()) / f"slime-{os.getuid()}"
-    if not is_private_directory(directory):  # it is unpacked into every sandbox
+    if not is_private_directory(directory):  # the archive is unpacked into every sandbox
         raise ConfigError(f"{directory} can be written by other users: delete it, or set TMPDIR to another place")
     target = directory / f"{tarball.stem}-{key}.tar"
     if not target.exists():
@@ -184,7 +184,7 @@ def host_file(variable: str) -> Path:
     """The file that an environment variable names.
 
     Raises:
-        ConfigError: it is not set, or there is no such file.
+        ConfigError: the variable is not set, or the file is missing.
     """
     value = os.environ.get(variable, "")
     if not value or not Path(value).is_file():

@@ -1,7 +1,11 @@
-"""Claude Code, against :class:`slime.agent.adapters.AnthropicAdapter`.
+"""The harnesses of Claude Code and Codex.
 
-Environment: ``SLIME_AGENT_NODE_TARBALL``, ``SLIME_AGENT_CC_TARBALL`` (files of this machine),
-``SLIME_AGENT_CC_EXTRA_ARGS`` (words), ``SLIME_AGENT_CC_EXTRA_ENVS`` (JSON object).
+    program      adapter                                     variables SLIME_AGENT_<NAME>_...
+    Claude Code  slime.agent.adapters.AnthropicAdapter       CC
+    Codex        slime.agent.adapters.OpenAIAdapter          CODEX; a version that still uses chat completions
+
+``SLIME_AGENT_NODE_TARBALL`` and ``..._TARBALL`` name files of this machine, ``..._EXTRA_ARGS`` has further words of the
+command line, ``..._EXTRA_ENVS`` further variables as a JSON object.
 """
 
 from __future__ import annotations
@@ -19,8 +23,27 @@ _PROGRAM = "/usr/local/bin/claude"
 _CONFIG = json.dumps({"hasCompletedOnboarding": True, "bypassPermissionsModeAccepted": True})
 
 
-class ClaudeCodeHarness(BaseHarness):
+class NpmHarness(BaseHarness):
+    """A program that is installed from a packed npm package.
+
+    Attributes:
+        check_cmd: command that shows that the program is installed.
+    """
+
+    check_cmd: ClassVar[str] = ""
+
+    async def install_cli(self, sb: Sandbox) -> None:
+        await install_npm_cli(
+            sb,
+            node_runtime=host_file(self.node_tarball_env),
+            npm_package=host_file(self.cli_tarball_env),
+            check_cmd=self.check_cmd,
+        )
+
+
+class ClaudeCodeHarness(NpmHarness):
     name: ClassVar[str] = "claude_code"
+    check_cmd: ClassVar[str] = f"{_PROGRAM} --version"
     cli_tarball_env: ClassVar[str] = "SLIME_AGENT_CC_TARBALL"
     extra_args_env: ClassVar[str] = "SLIME_AGENT_CC_EXTRA_ARGS"
     extra_envs_env: ClassVar[str] = "SLIME_AGENT_CC_EXTRA_ENVS"
@@ -34,16 +57,8 @@ class ClaudeCodeHarness(BaseHarness):
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
     }
 
-    async def install_cli(self, sb: Sandbox) -> None:
-        await install_npm_cli(
-            sb,
-            node_runtime=host_file(self.node_tarball_env),
-            npm_package=host_file(self.cli_tarball_env),
-            check_cmd=f"{_PROGRAM} --version",
-        )
-
     async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
-        """Answer the questions of the first start, so that none is asked."""
+        """Write the answers to the questions of the first start."""
         await sb.exec(f"mkdir -p {AGENT_HOME}/.claude && chown agent:agent {AGENT_HOME}/.claude", check=True)
         for path in (f"{AGENT_HOME}/.claude.json", f"{AGENT_HOME}/.claude/settings.json"):
             await sb.write_file(path, _CONFIG, user="agent")
@@ -56,28 +71,16 @@ class ClaudeCodeHarness(BaseHarness):
         return await run_agent(sb, workdir=ctx.workdir, start_cmd=command, env=env, time_budget_sec=time_budget_sec)
 
 
-# Codex, against :class:`slime.agent.adapters.OpenAIAdapter`; a version that still speaks chat completions.
-#
-# Environment: ``SLIME_AGENT_NODE_TARBALL``, ``SLIME_AGENT_CODEX_TARBALL`` (files of this machine),
-# ``SLIME_AGENT_CODEX_EXTRA_ARGS`` (words), ``SLIME_AGENT_CODEX_EXTRA_ENVS`` (JSON object).
-
 _FOLDER = f"{AGENT_HOME}/.codex"
 
 
-class CodexHarness(BaseHarness):
+class CodexHarness(NpmHarness):
     name: ClassVar[str] = "codex"
+    check_cmd: ClassVar[str] = "codex --version"
     cli_tarball_env: ClassVar[str] = "SLIME_AGENT_CODEX_TARBALL"
     extra_args_env: ClassVar[str] = "SLIME_AGENT_CODEX_EXTRA_ARGS"
     extra_envs_env: ClassVar[str] = "SLIME_AGENT_CODEX_EXTRA_ENVS"
     launch_flags: ClassVar[str | Sequence[str]] = "--skip-git-repo-check"
-
-    async def install_cli(self, sb: Sandbox) -> None:
-        await install_npm_cli(
-            sb,
-            node_runtime=host_file(self.node_tarball_env),
-            npm_package=host_file(self.cli_tarball_env),
-            check_cmd="codex --version",
-        )
 
     async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
         # A JSON string is a TOML string as well; base64 keeps the shell out of it.

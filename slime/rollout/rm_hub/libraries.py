@@ -61,7 +61,7 @@ def grade_ifbench(response: str | None, metadata: Mapping[str, Any]) -> float:
 
 
 def compute_ifbench_reward(response: str | None, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
-    """1.0 or 0.0; 0.0 as well where there is no response or no instruction.
+    """1.0 or 0.0. The reward is 0.0 without a response or an instruction.
 
     Args:
         metadata: ``instruction_id_list``, ``prompt_text``, ``kwargs`` (one mapping per instruction), ``record_id``.

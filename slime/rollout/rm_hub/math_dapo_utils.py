@@ -1,6 +1,6 @@
 r"""``--rm-type dapo``: the score of DAPO's training runs (arXiv:2503.14476), +1 or -1 on the line ``Answer: ...``.
 
-The answer is normalised as Minerva does (Lewkowycz et al. 2022, arXiv:2206.14858, appendix D.1). Only the end of a
+The answer is normalized as Minerva does (Lewkowycz et al. 2022, arXiv:2206.14858, appendix D.1). Only the end of a
 response counts: 300 characters, 100 for a strict box. Pure functions.
 """
 
@@ -26,7 +26,7 @@ _BOX_TAIL = 100
 _ANSWER_LINE = r"(?i)Answer\s*:\s*([^\n]+)"
 _INVALID = "[INVALID]"
 
-# The order of both tables matters: "\$" goes before " ", and "feet" would otherwise leave parts of other words behind.
+# The order of both tables matters: "\$" goes before " ", and "feet" would otherwise leave parts of other words.
 _REPLACED = (
     *(("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text")),
     *((",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}")),
@@ -81,7 +81,7 @@ def verify(
 def is_correct_minerva(
     solution_str: str, gt: str, gt_need_extract: bool = False, answer_pattern: str = _ANSWER_LINE
 ) -> tuple[bool, str]:
-    """Compare the last ``Answer:`` line with the ground truth, both normalised.
+    """Compare the last ``Answer:`` line with the ground truth, both normalized.
 
     A whole number as ground truth loses its spelling (``042``, ``42.0``); any other text is compared as it is. The
     original cuts fractions to their integer part, so that 42 answers a question whose answer is 42.7.
@@ -121,7 +121,7 @@ def is_correct_strict_box(
 
 
 def last_boxed_only_string(string: str) -> str | None:
-    r"""The last ``\boxed{...}`` with its braces; None where there is none or it never closes."""
+    r"""The last ``\boxed{...}`` with its braces; None without one that closes."""
     start = string.rfind("\\boxed{")
     if start < 0:
         return None

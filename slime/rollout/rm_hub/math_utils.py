@@ -57,7 +57,7 @@ _NAMES_OF_THE_PARSER = frozenset({"Symbol", "Integer", "Float", "Rational", "Fun
 
 
 def last_boxed_only_string(string: str) -> str | None:
-    r"""The last ``\boxed{...}`` (else ``\fbox{...}``) with its braces; None where there is none or it never closes."""
+    r"""The last ``\boxed{...}`` (else ``\fbox{...}``) with its braces; None without one that closes."""
     start = string.rfind("\\boxed")
     if start < 0:
         start = string.rfind("\\fbox")
@@ -374,7 +374,7 @@ def _are_equal_under_sympy(truth: str, given: str) -> bool:
         return bool(sympy.simplify(_parse(_difference(truth, given))) == 0)
     except MemoryError:
         raise
-    except Exception:  # sympy raises nearly anything on text that is no formula; such answers are not equal
+    except Exception:  # sympy raises many kinds of errors on text that is not a formula; such answers are not equal
         return False
 
 
@@ -393,7 +393,7 @@ def _parse(expr: str) -> Any:
 
 @functools.cache
 def _sympy_names() -> Mapping[str, Any]:
-    """What a formula may refer to: a few of sympy's names, and no builtins."""
+    """The names that a formula may use: a few of sympy's, without builtins."""
     import sympy
 
     return {name: getattr(sympy, name) for name in _NAMES | _NAMES_OF_THE_PARSER} | {"__builtins__": {}}

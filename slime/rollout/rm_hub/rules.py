@@ -1,4 +1,4 @@
-"""``--rm-type deepscaler``: 1 when the box behind the thinking holds the right answer (DeepScaleR's rule)."""
+"""Rules that compare text: deepscaler (the box after the thinking, DeepScaleR's rule), f1 and gpqa."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RESPONSE = "###Response"
 
 
 def get_deepscaler_rule_based_reward(response: str, label: Any) -> int:
-    """1 or 0. Without ``</think>`` or ``###Response`` there is no solution to grade, so the score is 0.
+    """1 or 0. The score is 0 without ``</think>`` or ``###Response``, which precede the solution.
 
     Raises:
         AssertionError: a label that is neither text nor a number.
@@ -66,7 +66,7 @@ def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, f
 
 # ``--rm-type gpqa``: multiple choice, 1.0 when the chosen letter, or else the text of the right choice, is given.
 #
-# What the answer is comes from the label and the metadata of the sample: ``choices``, ``valid_letters``,
+# The answer comes from the label and the metadata of the sample: ``choices``, ``valid_letters``,
 # ``correct_letter``, ``correct_answer``, ``answer_text``. Pure apart from noting ``correct_answer`` in the metadata.
 
 DEFAULT_VALID_LETTERS = list(string.ascii_uppercase[:10])

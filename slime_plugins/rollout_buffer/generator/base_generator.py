@@ -51,7 +51,7 @@ RewardFunc: TypeAlias = Callable[[Item], Any]
 def query_single_turn(
     client: OpenAI, messages: list[Message], sampling_params: dict[str, Any], tools: list[Any] | None = None
 ) -> list[Message]:
-    """``messages`` and the assistant's answer. Its key ``finish_reason`` says how the answer ended.
+    """``messages`` and the assistant's answer. Its key ``finish_reason`` is the reason of its end.
 
     Engines give requests up when their weights change: then they are asked to go on where they stopped.
     """
@@ -179,7 +179,7 @@ class BaseGenerator:
 
 
 def run_rollout(data: dict[str, Any], kind: type[BaseGenerator] = BaseGenerator) -> None:
-    """What the service calls with the payload of ``/start_rollout``; numbers may be text."""
+    """Called by the service with the payload of ``/start_rollout``. Numbers may be text."""
     generator = kind(
         data["remote_engine_url"],
         data["remote_buffer_url"],

@@ -225,5 +225,5 @@ def test_a_stream_needs_a_length_of_the_run_and_no_slice_from_the_end(tmp_path: 
     _, problems = command.run("--streaming-data", "--num-epoch", 2, without=("--num-rollout",))
     assert "--streaming-data does not know the length of an epoch: it needs --num-rollout" in problems
     _, problems = command.run("--streaming-data", "--prompt-data", command.prompts + "@[-2:]")
-    assert "--streaming-data does not know where the file ends" in problems
+    assert "the length of the file, which --streaming-data does not know" in problems
     command.resolve("--streaming-data", "--num-data-workers", 2, "--prompt-data", command.prompts + "@[1:3]")
