@@ -87,3 +87,22 @@ def test_the_search_ranks_generated_tables_below_guides() -> None:
     for name in ("flags.md", "metrics.md"):
         head = (_ROOT / "docs" / name).read_text(encoding="utf-8").split("---")[1]
         assert yaml.safe_load(head)["search"]["boost"] < 1
+
+
+# Phrase -> hits per 1000 words that the pages may have: twice the rate of well-written projects of this field.
+PROSE = {
+    r"\b(nobody|somebody|whoever|anybody)\b": 0.06,
+    r"\b[Ww]hat (a|an|the|is|it|was|they|users|one|comes|follows|becomes|has|had|can|may|will)\b": 0.6,
+    r"\b[Ww]here (it|there|no|one|nothing|a|the|this|that) ": 0.6,
+    r"\b(is told|are told|tells|says so|is said|says (how|what|which|who|whether|where))\b": 0.2,
+    r"\bof (one's|its|their|our|your) own\b": 0.1,
+    r"\b(stands?|behind)\b": 0.4,
+    r";": 10,
+}
+
+
+@pytest.mark.parametrize("phrase", PROSE)
+def test_pages_are_plain_technical_english(phrase: str) -> None:
+    text = "\n".join(re.sub(r"`[^`\n]*`", "x", _FENCE.sub("", page.read_text(encoding="utf-8"))) for page in _PAGES)
+    rate = 1000 * len(re.findall(phrase, text)) / len(text.split())
+    assert rate <= PROSE[phrase]
