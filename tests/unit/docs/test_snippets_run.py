@@ -1,8 +1,9 @@
-"""Python of the pages is run: here what stands outside the pages about hooks, which ``test_customization`` runs."""
+"""Python code of the pages runs, and every flag that names a function has a snippet that keeps its contract."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import textwrap
 from argparse import Namespace
 from pathlib import Path
@@ -12,12 +13,33 @@ import pytest
 
 from slime.data.chat import load_tokenizer
 from slime.data.sample import Sample
+from slime.hooks.protocols import HOOKS
 from slime.testing import check_plugin
 from tests.doc_commands import PAGES, ROOT, blocks
 from tests.unit.rollout.fake_engine import FakeEngine
 from tools.make_tiny_task import TinyTask
 
-OF_HOOKS = ("docs/en/get_started/customization.md",)
+OF_HOOKS = "docs/en/get_started/customization.md"
+SECTION = re.compile(r"^### `(--[a-z-]+)`\n(.*?)(?=^#)", re.MULTILINE | re.DOTALL)
+SNIPPET = re.compile(r"```python\n(.*?)```", re.DOTALL)
+
+
+def snippets_of_hooks() -> list[tuple[str, str]]:
+    """(flag, code) of the page about hooks."""
+    sections = SECTION.findall((ROOT / OF_HOOKS).read_text(encoding="utf-8") + "\n#")
+    return [(flag, code) for flag, body in sections for code in SNIPPET.findall(body)]
+
+
+@pytest.mark.parametrize(("flag", "code"), snippets_of_hooks(), ids=lambda value: value.split("\n")[0][:40])
+def test_a_snippet_keeps_the_contract_of_its_flag(flag: str, code: str, tmp_path: Path) -> None:
+    file = tmp_path / "snippet.py"
+    file.write_text(code)
+    name = re.findall(r"^(?:async def|def|class) (\w+)", code, re.MULTILINE)[-1]
+    assert check_plugin(flag, f"{file}:{name}") == []
+
+
+def test_every_flag_that_names_a_function_has_a_snippet() -> None:
+    assert {hook.flag for hook in HOOKS} - {flag for flag, _ in snippets_of_hooks()} == set()
 
 
 def snippet(page: str, words: str) -> str:
@@ -26,7 +48,7 @@ def snippet(page: str, words: str) -> str:
 
 
 def names_of(page: str, words: str, **given: Any) -> dict[str, Any]:
-    """What the snippet defines, with ``given`` names in its reach."""
+    """The names that the snippet defines, with ``given`` names in its scope."""
     scope = dict(given)
     exec(snippet(page, words), scope)
     return scope
@@ -85,7 +107,7 @@ def test_the_test_of_a_reward_passes_for_one_that_keeps_its_contract(
     (tmp_path / "my_pkg").mkdir()
     (tmp_path / "my_pkg" / "rewards.py").write_text("def score(args, sample, **kwargs):\n    return {'score': 1.0}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    made = names_of("docs/en/get_started/customization.md", "def test_the_reward")
+    made = names_of(OF_HOOKS, "def test_the_reward")
     made["test_the_reward_keeps_its_contract"]()
 
 
@@ -101,7 +123,7 @@ def test_an_adapter_serves_a_session_and_gives_its_samples(tiny_task: TinyTask) 
     }
     made = run_inside(code, tokenizer=load_tokenizer(tiny_task.model), **given)
     assert made["server"].port > 0
-    assert made["samples"] == [], "no program talked to it"
+    assert made["samples"] == [], "no program used it"
     made["server"].stop()
 
 
@@ -134,8 +156,8 @@ def test_a_harness_runs_its_program_in_a_sandbox(tmp_path: Path, monkeypatch: py
     assert any("setsid" in cmd for cmd in commands)
 
 
-def test_no_page_has_python_that_nobody_runs() -> None:
+def test_every_python_block_of_a_page_runs() -> None:
     here = Path(__file__).read_text()
     pages = {str(page.relative_to(ROOT)): len(blocks(page, "python")) for page in PAGES}
-    others = {page: number for page, number in pages.items() if number and page not in OF_HOOKS}
+    others = {page: number for page, number in pages.items() if number and page != OF_HOOKS}
     assert {page: here.count(f'"{page}", "') for page in others} == others
