@@ -1,4 +1,4 @@
-"""The command ``slime`` (also ``python -m slime``): what a train command would do, and whether this machine can do it.
+"""The command ``slime`` (also ``python -m slime``): plan a train command, examine this machine, replay and show runs.
 
     slime plan [--json] [--device-memory-gb N] <train command>
     slime doctor [--deep] [<train command>]
@@ -7,7 +7,7 @@
     slime board <run>                    a web page over the run's files, live while it trains
     slime doctor ledger <folder of a run or its checkpoints>    was a prompt lost, or trained on twice?
 
-A train command is what stands in a launch script: ``python train.py --flag ...``, or its flags alone. Nothing here
+A train command is the last line of a launch script: ``python train.py --flag ...``, or its flags alone. Nothing here
 imports torch, Ray, Megatron or SGLang; the doctor does, check by check.
 """
 
@@ -27,7 +27,7 @@ _HELP = (__doc__ or "").split("\n\n", 1)[1]
 
 
 class UsageError(Exception):
-    """The words behind ``slime`` make no command; the text says what is wrong."""
+    """The words after ``slime`` are not a command; the text is the reason."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(version("slime"))
                 return 0
             case _:
-                raise UsageError(f"{command!r} is no command of slime: use plan, doctor, replay or board.")
+                raise UsageError(f"{command!r} is not a command of slime: use plan, doctor, replay or board.")
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -147,7 +147,7 @@ def read_command(words: Sequence[str]) -> TrainCommand:
     """Find the driver's arguments in ``[--] [ENV=x ...] [ray job submit ... --] [python3 ...] [train.py] --flag ...``.
 
     Raises:
-        UsageError: words before the first flag that are no driver.
+        UsageError: words before the first flag that do not name a driver.
     """
     for index, word in enumerate(words):
         name = PurePath(word).name
@@ -165,7 +165,7 @@ class _Resolved:
 
     Attributes:
         ignored: (flag, why) of flags that were given and have no effect.
-        missing: what the command needs and this machine does not have.
+        missing: requirements that this machine does not meet.
     """
 
     args: Namespace | None

@@ -3,7 +3,7 @@
     python tools/profile_rollout.py --router-url http://127.0.0.1:30000 --num-steps 3 --output-dir /tmp/profile
     python tools/analyze_profile.py --profile-dir /tmp/profile
 
-``--rollout-function-path slime.rollout.sleep_rollout.sleep`` keeps the engines of a run up and idle meanwhile, for
+``--rollout-function-path slime.rollout.forge_load.sleep`` keeps the engines of a run up and idle meanwhile, for
 requests of your own. The traces are written by the engines, on their machines.
 """
 

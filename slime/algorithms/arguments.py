@@ -34,7 +34,7 @@ class AlgorithmArgs:
     eps_clip_high: float | None = _flag(
         None, "The ratio is clipped at 1 + EPS_CLIP_HIGH from above (default: --eps-clip)."
     )
-    eps_clip_c: float | None = _flag(None, "Dual clip: bound (above 1) on the ratio where the advantage is negative.")
+    eps_clip_c: float | None = _flag(None, "Dual clip: bound (above 1) on the ratio if the advantage is negative.")
     value_clip: float = _flag(0.2, "A value estimate may move this far from the one at the start of the rollout.")
     kl_coef: float = _flag(
         0.0, "Weight of the KL divergence from the reference model inside the rewards (reinforce++ and ppo)."
@@ -102,7 +102,7 @@ class AlgorithmArgs:
     )
     opsm_delta: float = _flag(1e-4, "Mean of log(old / new) per token above which a sequence counts as drifted.")
     use_rollout_entropy: bool = _flag(
-        False, "Report the entropy of the old policy as rollout/entropy; runs its pass even where it could be skipped."
+        False, "Report the entropy of the old policy as rollout/entropy; runs its pass even if it could be skipped."
     )
     true_on_policy_mode: bool = _flag(
         False, "Insist on strictly on-policy steps and report how far trainer and engine log-probs are apart."

@@ -18,7 +18,7 @@ class BatchArgs:
     max_tokens_per_gpu: int | None = field(
         default=None,
         metadata={
-            "help": "Most tokens in a dynamic micro-batch, per rank. A longer sample gets a micro-batch of its own."
+            "help": "Most tokens in a dynamic micro-batch, per rank. A longer sample is a micro-batch by itself."
         },
     )
     balance_data: bool = field(
@@ -75,7 +75,7 @@ class ReplayArgs:
         default=None,
         metadata={
             "metavar": "TEMPLATE",
-            "help": "Write what the trainer trained on to this file; {rollout_id} and {rank} are replaced.",
+            "help": "Write the trainer's batches to this file; {rollout_id} and {rank} are replaced.",
         },
     )
     dump_details: str | None = field(

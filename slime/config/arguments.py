@@ -88,15 +88,14 @@ class ClusterArgs:
 
 @dataclass(frozen=True)
 class SyncArgs:
-    """Weight synchronisation."""
+    """Weight sync."""
 
     update_weight_mode: Literal["full", "delta"] = _flag(
-        "full", "Send all weights, or what has changed since the last time (with --update-weight-transport disk)."
+        "full", "Send all weights, or only the changes since the last sync (with --update-weight-transport disk)."
     )
     update_weight_transport: Literal["nccl", "disk"] = _flag(
         "nccl",
-        "Collectives (gloo where there is no GPU; shared memory between processes of one device), or a directory that "
-        "everyone sees.",
+        "Collectives (gloo without a GPU; shared memory between processes of one device), or a shared directory.",
     )
     update_weight_buffer_size: int = _flag(512 * 1024**2, "Largest bucket of weights sent at once, in bytes.")
     update_weight_changed_only: bool = _flag(
@@ -146,7 +145,7 @@ class ConvenienceArgs:
     """Trainer, in one word."""
 
     gradient_checkpointing: bool = _flag(
-        False, "Recompute all layers in the backward pass; other --recompute-* flags decide instead where given."
+        False, "Recompute all layers in the backward pass; given --recompute-* flags take precedence."
     )
     initial_megatron_checkpoint: str | None = _flag(
         None,
@@ -187,7 +186,7 @@ class NetworkArgs:
     use_distributed_post: bool = _flag(
         False,
         "Processes on every node send the requests that the rollout manager makes; as many as the node has device "
-        "slots. For clusters where one process cannot send them all.",
+        "slots. For clusters whose requests are too many for one process.",
     )
     http_proxy: str | None = _flag(
         None, "Proxy for HTTP requests.", no_effect="engines, router and trainer talk to each other without a proxy"
@@ -200,11 +199,11 @@ class CiArgs:
 
     ci_test: bool = _flag(
         False,
-        "End the run when its numbers are not what a run of a trained model has. With --use-fault-tolerance, the first "
+        "End the run if its numbers are not those of a run with a trained model. With --use-fault-tolerance, the first "
         "engine is also stopped once.",
     )
     ci_disable_kl_checker: bool = _flag(
-        False, "Do not expect a KL divergence of zero where nothing was trained in between."
+        False, "Do not expect a KL divergence of zero if no training step came in between."
     )
     ci_train_rollout_logprob_abs_diff_threshold: float = _flag(
         0.1, "Largest difference allowed between log-probs of trainer and engine, on average over a step."

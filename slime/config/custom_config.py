@@ -1,7 +1,7 @@
 """``--custom-config-path``: argument names and values in a YAML file, as typed as if they were flags.
 
 Called by ``slime.config.parse`` before anything is derived. A key is the name of an argument or of its flag, with ``-``
-or ``_``; what no flag is called becomes an attribute of the namespace for the user's own functions. ``null`` leaves the
+or ``_``; other keys become attributes of the namespace, for the user's functions. ``null`` leaves the
 default.
 """
 
@@ -29,7 +29,7 @@ _ONLY_FLAGS = ("custom_config_path", "plan", "help")
 
 @dataclass
 class CustomConfig:
-    """What the file says.
+    """The content of the file.
 
     Attributes:
         defaults: values of arguments that flags have, under the names of the arguments.

@@ -17,10 +17,10 @@ becomes ``--eval-interval N``. The option's type follows the annotation:
     dict                         a JSON object
 
 Other metadata: ``flags`` (more spellings), ``metavar``, ``choices`` (names of a table), ``required``, ``derived`` (no
-flag: resolved from others), and what a flag can do here today:
+flag: resolved from others), and the support of the flag:
 
-    later      "what is missing": the flag parses, but a value other than the default is an error
-    no_effect  "why": accepted for the launch scripts that pass it; the plan lists it as ignored
+    later      the missing feature: the flag parses, but a value other than the default is an error
+    no_effect  the reason: accepted for the launch scripts that pass it; the plan lists it as ignored
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def from_args(group: type[Group], args: argparse.Namespace) -> Group:
 
 
 def defaults_of(groups: Sequence[type]) -> dict[str, Any]:
-    """Field -> default of every group: what a parser gives without a single flag."""
+    """Field -> default of every group."""
     return {item.name: _default(item) for group in groups for item in dataclasses.fields(group)}
 
 

@@ -1,4 +1,4 @@
-"""What the command line did not say and we decided: collected while resolving, logged once, shown by the plan.
+"""Decisions about values that the command line leaves open: collected while resolving, logged once, shown by the plan.
 
 Written by the steps of the resolution, read by ``parse_args`` (log, ``--strict-args``) and ``slime plan``.
 """
@@ -12,7 +12,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Notice:
-    """One decision. ``warning``: probably not what was meant, an error under ``--strict-args``; ``info``: a default."""
+    """One decision. ``warning``: probably unintended, an error under ``--strict-args``; ``info``: a default."""
 
     level: Literal["info", "warning"]
     flag: str

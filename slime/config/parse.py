@@ -3,7 +3,7 @@
 Precedence: a flag on the command line > ``--custom-config-path`` YAML > the default. YAML values become parser defaults
 *before* anything is derived, and are coerced to the type of the flag they name.
 
-Every problem found here ends in one :class:`ConfigError`. A flag that nobody knows is a warning with its nearest match
+All problems found here are raised as one :class:`ConfigError`. An unknown flag is a warning with its nearest match
 (older launch scripts carry some), an error under ``--strict-args``; it is never dropped in silence.
 """
 
@@ -36,7 +36,7 @@ class EngineNamespace:
 
     Attributes:
         rest: the tokens that are not theirs, in order.
-        attributes: what becomes readable as ``args.sglang_<name>`` and ``args.router_<name>``, defaults included.
+        attributes: values that become readable as ``args.sglang_<name>`` and ``args.router_<name>``, defaults included.
         given: the names among ``attributes`` that the command line set.
         argv: the engine's flags for its own parser, prefix removed; ``router_argv``: the router's.
     """
@@ -91,11 +91,11 @@ def parse(
     program: str = "train.py",
     usage: str = USAGE,
 ) -> argparse.Namespace:
-    """Parse ``argv``, the words behind ``program``.
+    """Parse ``argv``, the words after ``program``.
 
     Returns:
         The namespace before any derivation, with attributes more: ``given`` (names that a flag or the YAML file set),
-        ``custom_keys`` (what the file sets and no flag has), ``notices`` and ``sglang_argv``/``router_argv``.
+        ``custom_keys`` (keys of the file that are not flags), ``notices`` and ``sglang_argv``/``router_argv``.
 
     Raises:
         ConfigError: bad values, words that belong to no flag, an unreadable YAML file, unknown engine flags.
@@ -125,7 +125,7 @@ def parse(
 
 
 def _given(parser: argparse.ArgumentParser, argv: Sequence[str]) -> set[str]:
-    """Names whose flag stands on the command line: parsed once more with every default taken away."""
+    """Names whose flag is on the command line: parsed once more without defaults."""
     before = {action: (action.default, action.required) for action in parser._actions}
     inherited, parser._defaults = parser._defaults, {}
     try:
@@ -139,7 +139,7 @@ def _given(parser: argparse.ArgumentParser, argv: Sequence[str]) -> set[str]:
 
 
 def _unknown(tokens: Sequence[str], known: Collection[str]) -> tuple[list[Notice], list[str]]:
-    """Split what nobody consumed into unknown flags, with the words behind them as their values, and stray words."""
+    """Split unconsumed words into unknown flags, with the words after them as their values, and stray words."""
     notices: list[Notice] = []
     strays: list[str] = []
     for token in tokens:

@@ -99,7 +99,7 @@ def given_paths(flag: PathFlag, value: Any) -> list[str]:
 
 
 def absolute(path: str) -> str:
-    """The empty path stays what it is: the checks name it."""
+    """The empty path stays empty, so that a rule can report it."""
     return path and os.path.abspath(os.path.expanduser(path))
 
 

@@ -4,7 +4,7 @@
       - {name: default, role: actor, overrides: {lr: 1e-6}}
       - {name: default, role: critic, overrides: {lr: 1e-5, save: checkpoints/critic}}
 
-Called by the checks, and by whoever starts a training group. A role without an entry inherits everything. Nothing is
+Called by the checks and the start of a training group. A role without an entry inherits everything. Nothing is
 derived again from an overridden value.
 """
 
@@ -50,7 +50,7 @@ _OF_ALL_ROLES = (
     "start_rollout_id",
     "advantage_estimator",
 )
-"""What the loop and the batches follow: roles that differed here would train different batches."""
+"""Values of the loop and the batches: roles that differed here would train different batches."""
 
 _CRITIC: dict[str, Any] = {
     "kl_coef": 0.0,
@@ -58,7 +58,7 @@ _CRITIC: dict[str, Any] = {
     "custom_advantage_function_path": None,
     "untie_embeddings_and_output_weights": True,
 }
-"""What a critic is whatever the file says: it has no reference, no teacher, and an output layer of its own."""
+"""Fixed values of a critic: no reference, no teacher, and a separate output layer."""
 
 
 class NoRoles(ConfigError, AssertionError):
@@ -93,7 +93,7 @@ def read_roles(path: str) -> dict[str, RoleConfig]:
         problems += found
         if found:
             continue
-        config = RoleConfig(entry["role"], str(entry.get("name") or ""), _normalised(entry))
+        config = RoleConfig(entry["role"], str(entry.get("name") or ""), _normalized(entry))
         if config.role in roles:
             problems.append(f"{place}: there is an entry for {config.role} already; one role has one entry.")
         roles[config.role] = config
@@ -123,7 +123,7 @@ def role_args(args: Namespace, role: Role) -> Namespace:
 
 
 def parse_megatron_role_args(base_args: Namespace, megatron_config_path: str, role: Role) -> Namespace:
-    """:func:`role_args` with the file said apart; for drivers of one's own."""
+    """:func:`role_args` with the file as an argument; for users' drivers."""
     args = copy.copy(base_args)
     args.megatron_config_path = megatron_config_path
     return role_args(args, role)
@@ -208,7 +208,7 @@ def _entry_problems(place: str, entry: Any) -> Iterator[str]:
             yield f"{place}: {key} must be a mapping of names to values, not {entry[key]!r}."
 
 
-def _normalised(entry: dict[str, Any]) -> dict[str, Any]:
+def _normalized(entry: dict[str, Any]) -> dict[str, Any]:
     """Attribute names; ``args`` is the older name of ``overrides``."""
     return {
         str(key).replace("-", "_"): value for key, value in (entry.get("overrides") or entry.get("args") or {}).items()

@@ -16,7 +16,7 @@ def read_mapping(flag: str, path: str) -> dict[Any, Any]:
     """The mapping in the YAML (or JSON) file ``path`` that ``flag`` names; an empty file is an empty mapping.
 
     Raises:
-        ConfigError: there is no such file, it is not YAML, or its root is no mapping.
+        ConfigError: the file is missing, is not YAML, or has a root other than a mapping.
     """
     if not Path(path).is_file():
         raise ConfigError(f"{flag} {path}: there is no such file.")

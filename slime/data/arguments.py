@@ -19,7 +19,7 @@ class PromptDataArgs:
         metadata={"help": "Row field with the prompt: text or a list of messages. Rows without it may use 'prompt'."},
     )
     label_key: str | None = field(
-        default=None, metadata={"help": "Row field with the ground truth. Default: 'label' where rows have it."}
+        default=None, metadata={"help": "Row field with the ground truth. Default: 'label' if rows have it."}
     )
     metadata_key: str = field(
         default="metadata", metadata={"help": "Row field with a metadata object, or the JSON text of one."}
@@ -53,7 +53,7 @@ class PromptDataArgs:
     num_data_workers: int = field(
         default=0,
         metadata={
-            "help": "Processes that render and measure prompts ahead of their use; 0 does it where they are used."
+            "help": "Processes that render and measure prompts ahead of their use; 0: the process that uses them does."
         },
     )
     streaming_data: bool = field(
@@ -129,5 +129,5 @@ class RunLengthArgs:
     )
     num_epoch: int | None = field(default=None, metadata={"help": "Passes over the prompts."})
     start_rollout_id: int | None = field(
-        default=None, metadata={"help": "First rollout. Default: where the checkpoint ended, or 0."}
+        default=None, metadata={"help": "First rollout. Default: the one after the checkpoint, or 0."}
     )

@@ -3,7 +3,7 @@
     pkg.module.function        dotted
     pkg.module:function        module and attribute
     dir/file.py:function       file and attribute
-    dir/file.py                file; the attribute follows from what the flag is for
+    dir/file.py                file; the attribute follows from the flag
 
 Files are looked up as given, then in the working directory, then along ``sys.path``.
 """
@@ -44,7 +44,7 @@ def load_function(path: str, role: Role | None = None, *, group_rm: bool = False
 
     Args:
         path: one of the four forms above.
-        role: what it is for; only needed where ``path`` is a file without an attribute.
+        role: purpose of the function; only needed if ``path`` is a file without an attribute.
         group_rm: among the names of the reward role prefer the one for groups.
 
     Raises:
@@ -202,7 +202,7 @@ def accepts(function: Callable[..., Any], name: str) -> bool:
 
 
 def annotation(function: Callable[..., Any], position: int) -> str:
-    """The annotation of a parameter, in lower case and without ``typing.``; empty where there is none."""
+    """The annotation of a parameter, in lower case and without ``typing.``; empty if there is none."""
     signature = _signature(function)
     parameters = [] if signature is None else list(signature.parameters.values())[position : position + 1]
     texts = [str(p.annotation) for p in parameters if p.annotation is not inspect.Parameter.empty]

@@ -45,7 +45,7 @@ class OutputArgs:
     log_correct_samples: bool = field(
         default=False,
         metadata={
-            "help": "Log lengths of the samples with reward 1, and their entropy where the trainer computes it "
+            "help": "Log lengths of the samples with reward 1, and their entropy if the trainer computes it "
             "(--use-rollout-entropy)."
         },
     )
@@ -69,14 +69,14 @@ class ProfileArgs:
     profile_target: list[Literal["train_overall", "train_actor", "train_log_probs"]] = field(
         default_factory=lambda: ["train_overall"],
         metadata={
-            "help": "What a profile covers: whole rollouts, the optimizer steps, or the passes for log-probs and "
+            "help": "Content of a profile: whole rollouts, the optimizer steps, or the passes for log-probs and "
             "advantages."
         },
     )
     profile_step_start: int = field(default=10, metadata={"help": "First rollout of the process that is profiled."})
     profile_step_end: int = field(default=12, metadata={"help": "First one that is not profiled any more."})
     tensorboard_dir: str | None = field(
-        default=None, metadata={"metavar": "DIR", "help": "Where the traces go; default <run>/profile."}
+        default=None, metadata={"metavar": "DIR", "help": "Directory of the traces; default <run>/profile."}
     )
     record_memory_history: bool = field(
         default=False, metadata={"help": "Record the trainer's memory (--memory-recorder)."}

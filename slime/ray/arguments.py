@@ -1,7 +1,7 @@
 """The whole command line: the argument groups of every room, parsed, resolved and checked before anything starts.
 
-Here because this is wiring: ``slime.config`` knows how to parse but no room, and a room knows its own flags only. Must
-stay importable without torch, ray, megatron and sglang: ``train.py --help`` answers in about a second.
+``slime.config`` can parse but imports no room, and a room has only its own flags, so they meet here. Must stay
+importable without torch, ray, megatron and sglang: ``train.py --help`` answers in about a second.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ GROUPS: list[type] = [
     CiArgs,
     server.TeacherServerArgs,
 ]
-GROUPS.append(megatron.other_flags(GROUPS))  # last: it leaves out what the rooms declare
+GROUPS.append(megatron.other_flags(GROUPS))  # last: it leaves out the flags that rooms declare
 
 
 def parse_args(
@@ -118,12 +118,11 @@ def parse_only(
     """:func:`parse_args` for those who want to see the problems: neither prints nor exits, except for ``--help``.
 
     Args:
-        loads_hooks: look outside as well: load the user's functions, which may import anything, and compare their
-            signatures; ask external engines what they are.
+        loads_hooks: load the user's functions, which may import anything, compare their signatures, and query external
+            engines.
 
     Returns:
-        The resolved arguments, None where the words could not be read or resolved at all; and every problem, one
-        sentence each.
+        The resolved arguments, None if the words could not be read or resolved; and every problem, one sentence each.
     """
     try:
         args = config_parse.parse(
@@ -136,7 +135,7 @@ def parse_only(
     except SlimeError as error:
         return None, _sentences(error)
     args.is_async = is_async
-    problems = list(unsupported_flags(args, GROUPS))  # what was asked for, not what is derived from it
+    problems = list(unsupported_flags(args, GROUPS))  # given values, not derived ones
     try:
         sglang_rules.engine_width(args)  # before the steps that count engines
         sglang_rules.engine_devices(args)
@@ -152,7 +151,7 @@ def parse_only(
 
 
 def validate_sglang_args(args: Namespace) -> None:
-    """Derive and check what is about engines, for parsers of other programs; ``parse_args`` has done it already.
+    """Derive and check the arguments of engines, for parsers of other programs; ``parse_args`` includes it.
 
     Args:
         args: changed in place. Flags that it lacks have their defaults; those with other values count as given.
@@ -179,7 +178,7 @@ def run_config(args: Namespace) -> RunConfig:
 
 
 def machine_problems(args: Namespace) -> list[str]:
-    """What the machine of this process lacks for the run."""
+    """Requirements of the run that this machine does not meet."""
     return [problem for rule in MACHINE_RULES for problem in rule(args)]
 
 

@@ -55,9 +55,7 @@ class GenerationArgs:
     )
     max_weight_staleness: int | None = field(
         default=None,
-        metadata={
-            "help": "Fully-async rollouts: most rollouts by which the weights that began a response may lag behind."
-        },
+        metadata={"help": "Fully-async rollouts: largest age, in rollouts, of the weights that began a response."},
     )
     rollout_request_timeout: float = field(
         default=1800.0, metadata={"help": "Seconds one generation request may take, retries included."}
@@ -104,7 +102,7 @@ class RewardModelArgs:
         default=None, metadata={"help": "The same for evaluation. Default: --reward-key."}
     )
     custom_reward_post_process_path: str | None = field(
-        default=None, metadata={"help": "Replaces reward normalisation: f(args, samples) -> (raw, rewards)."}
+        default=None, metadata={"help": "Replaces reward normalization: f(args, samples) -> (raw, rewards)."}
     )
     custom_convert_samples_to_train_data_path: str | None = field(
         default=None, metadata={"help": "Replaces the conversion to training columns: f(args, samples) -> dict."}

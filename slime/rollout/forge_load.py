@@ -3,7 +3,7 @@
 ``slime.rollout.forge_load.generate_rollout`` replays the dumps of ``--load-forge-rollout-data TEMPLATE``. Training,
 weight sync and evaluation of the engines continue as usual. (``--load-debug-rollout-data`` replays dumps without
 engines.) With a literal path, every rollout is that file. With ``{rollout_id}``, rollout n is file n, or file 0 if file
-n does not exist. ``slime.rollout.sleep_rollout.sleep`` keeps the engines up for work from outside.
+n does not exist. ``slime.rollout.forge_load.sleep`` keeps the engines up for work from outside.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def reward_type(args: Namespace) -> None:
 
 
 def _row_without_reward_type(args: Namespace) -> dict[str, object] | None:
-    """The first row of ``--prompt-data`` if slime must score it and neither a flag nor the row says how."""
+    """The first row of ``--prompt-data`` if slime must score it and neither a flag nor the row names a reward."""
     generates = not args.debug_train_only and args.loss_type != "sft_loss"
     is_ours = args.rollout_function_path == DEFAULT_ROLLOUT_FUNCTION
     if not (generates and is_ours and args.rm_type is None and args.custom_rm_path is None):

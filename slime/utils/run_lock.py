@@ -56,7 +56,8 @@ class RunLock:
         os.pwrite(self._descriptor, _signature().encode(), 0)
 
     def close(self) -> None:
-        """Let go; again is fine. The file stays: whoever removed it could remove the next holder's."""
+        """Release the lock; a second call does nothing."""
+        # The file stays: removing it could remove the lock of the next holder.
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

@@ -1,8 +1,8 @@
-"""What the Megatron flags mean together: derived values (``STEPS``) and rules (``RULES``) of the trainer.
+"""Values derived from the Megatron flags (``STEPS``) and rules about them (``RULES``).
 
 Hooked into the command line by ``slime.ray.arguments``; the offline tools have the same steps and rules. So they read
 Megatron's flags, ``hf_checkpoint``, ``debug_rollout_only``, ``world_size`` and, if it is there, ``multimodal_keys``. A
-step derives and tells; a rule returns one sentence per problem. Imports neither torch nor megatron.
+step derives values and adds notices; a rule returns one sentence per problem. Imports neither torch nor megatron.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _parallel(args: Namespace) -> None:
 
 
 def virtual_stages(args: Namespace) -> int | None:
-    """Chunks of the model on every pipeline rank: None for one, or where the flags do not work out (a rule says so)."""
+    """Chunks of the model on every pipeline rank: None for one, or if the flags do not fit (a rule reports it)."""
     stages = args.num_virtual_stages_per_pipeline_rank
     per_chunk, ranks = args.num_layers_per_virtual_pipeline_stage, args.pipeline_model_parallel_size
     if stages is None and per_chunk is not None and args.num_layers is not None and per_chunk > 0 and ranks > 0:

@@ -1,6 +1,6 @@
-"""Rules of training in low precision: what the machine and the checkpoint must have. Called by ``argument_rules``.
+"""Rules of training in low precision: requirements on machine and checkpoint. Called by ``argument_rules``.
 
-Fake quantisation has no flags: launch scripts set ``OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1``, ``DSA_KV_FP8_QAT=1``. Imports
+Fake quantization has no flags: launch scripts set ``OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1``, ``DSA_KV_FP8_QAT=1``. Imports
 no torch.
 """
 
@@ -96,7 +96,7 @@ def low_precision_here(args: Namespace) -> Iterator[str]:
 
 
 def fake_quantisation(args: Namespace) -> None:
-    """A step: values that share a scale, or None where nothing is rounded.
+    """A step: values that share a scale, or None if nothing is rounded.
 
     Raises:
         ConfigError: a variable is neither on nor off, or no size.
@@ -115,7 +115,7 @@ def _size_if_on(switch: str, size: str) -> int | None:
 
 
 def int4(args: Namespace) -> Iterator[str]:
-    """Experts are rounded as the engines' are: the checkpoint says how."""
+    """Experts are rounded like the engines': the checkpoint has the format."""
     if args.int4_group_size is None:
         return
     where = f"{_INT4}=1"

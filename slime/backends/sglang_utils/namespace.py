@@ -1,8 +1,8 @@
 """The engine's share of the command line: ``--sglang-*`` for the server, ``--router-*`` for the router.
 
 Called by ``slime.config.parse`` before slime's own flags are parsed. Every option is checked and typed here, and every
-field of the server and the router becomes an attribute, its default included; what is handed on to their processes are
-the user's own words under the names that the installed version knows.
+field of the server and the router becomes an attribute, its default included; their processes receive the
+user's words under the names of the installed version.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def read_engine(tokens: Sequence[str], own: Collection[str]) -> EngineNamespace:
 
 
 def _split(tokens: Sequence[str], own: Collection[str]) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """(what is not the engine's, (flag, its words) of what is). Words belong to the flag before them."""
+    """(words of other flags, (flag, words) of the engine's). Words belong to the flag before them."""
     rest: list[str] = []
     engine: list[tuple[str, list[str]]] = []
     target = rest
@@ -155,7 +155,7 @@ def _take(reading: _Reading, option: Option, flag: str, shown: str, words: list[
 
 
 def _spelled(flag: str, words: list[str]) -> list[str]:
-    """``=`` where the word would not pass for a value."""
+    """``=`` if the word would not pass for a value."""
     if len(words) == 1 and (not words[0] or words[0].startswith("-")):
         return [f"{flag}={words[0]}"]
     return [flag, *words]

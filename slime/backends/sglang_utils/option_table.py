@@ -1,8 +1,8 @@
-"""What the installed SGLang server and router accept, without importing them.
+"""Options of the installed SGLang server and router, without importing them.
 
 The tables (``server_options.json``, ``router_options.json``) are written by ``tools/make_engine_options.py`` for one
-version each. With another version installed, its source is read for the names; what the table does not know about them
-is then left to the server's own parser.
+version each. With another version installed, its source is read for the names; options that
+the table lacks are then left to the server's parser.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Option:
     default: Any = None
 
     def value_of(self, words: list[str]) -> Any:
-        """The words behind the flag as one value. Raises ValueError saying what is wrong with them."""
+        """The words after the flag as one value. Raises ValueError with the reason."""
         match self.kind:
             case "unknown":
                 return _guess(words)
@@ -276,7 +276,7 @@ def _int_with_suffix(word: str) -> int:
 
 
 def _guess(words: list[str]) -> Any:
-    """The value of an option whose type is not known: JSON where it is, else text."""
+    """The value of an option whose type is not known: JSON if it parses, else text."""
     values = []
     for word in words:
         try:

@@ -1,4 +1,4 @@
-"""What follows from the engine's flags, and what they must satisfy. B70-B74 and D6 of the table of rules.
+"""Derivations from the engine's flags, and rules about them.
 
 :func:`engine_width` and :func:`engine_devices` run before every other derivation, which count engines with their
 results; :data:`STEPS` run after them, :data:`LIVE_STEPS` when the run really starts: they ask engines of others.
@@ -37,7 +37,7 @@ _LOOPBACK = ("127.", "localhost", "[::1]")
 
 
 def engine_width(args: Namespace) -> None:
-    """D6: ``--sglang-tp-size`` times the pipeline's size is the width of an engine where nothing else says it."""
+    """Derive the width of an engine from ``--sglang-tp-size`` and the pipeline's size."""
     if "sglang_tp_size" not in args.given or "rollout_num_gpus_per_engine" in args.given:
         return
     args.rollout_num_gpus_per_engine = args.sglang_tp_size * args.sglang_pp_size
@@ -57,7 +57,7 @@ def engine_devices(args: Namespace) -> None:
 
 
 def _parallel_sizes(args: Namespace) -> None:
-    """B71: the tensor-parallel size follows; B70: every size is readable under both of its names."""
+    """Derive the tensor-parallel size, and make every size readable under both of its names."""
     if "sglang_tp_size" not in args.given:
         args.sglang_tp_size = args.rollout_num_gpus_per_engine // max(1, args.sglang_pp_size)
     for name, alias in ALIASES.items():
@@ -65,13 +65,13 @@ def _parallel_sizes(args: Namespace) -> None:
 
 
 def _router_address(args: Namespace) -> None:
-    """B73: an IPv6 address stands in brackets in a URL."""
+    """Put an IPv6 address in brackets, as in a URL."""
     if args.sglang_router_ip is not None:
         args.sglang_router_ip = url_host(args.sglang_router_ip)
 
 
 def _num_engines(args: Namespace) -> None:
-    """How many engines answer requests, where the devices alone do not say it."""
+    """Count the engines that answer requests, if the number does not follow from the devices."""
     if args.debug_train_only:
         return
     if args.rollout_external_engine_addrs is not None:
@@ -87,13 +87,12 @@ def _num_engines(args: Namespace) -> None:
 
 
 def _external_engines(args: Namespace) -> None:
-    """B24: what the external engines are."""
     if args.rollout_external_engine_addrs is not None and not args.debug_train_only:
         apply_external_engine_info_to_args(args)
 
 
 def _dtype(args: Namespace) -> None:
-    """The trainer's precision is the engine's: SGLang would take that of config.json, and round what it is sent.
+    """Give engines the trainer's precision: SGLang would take that of config.json, and round the weights it receives.
 
     A quantized checkpoint says itself which precision its kernels need.
     """
@@ -122,7 +121,7 @@ def _sizes(args: Namespace) -> Iterator[str]:
         return
     if width % pp:
         yield f"{_WIDTH} {width} must be a multiple of --sglang-pp-size {pp}."
-    elif tp * pp != width:  # D6
+    elif tp * pp != width:
         yield (
             f"--sglang-tp-size {tp} times --sglang-pp-size {pp} is {tp * pp}, but {_WIDTH} is {width}. Leave "
             f"--sglang-tp-size out: it follows."
@@ -139,7 +138,7 @@ def _sizes(args: Namespace) -> Iterator[str]:
 
 
 def _stages(args: Namespace, start: str, *, is_updated: bool) -> Iterator[str]:
-    """What does not work on engines with several pipeline stages."""
+    """Features that do not work on engines with several pipeline stages."""
     if args.debug_train_only:
         return
     if is_updated and not args.debug_rollout_only:
@@ -176,7 +175,7 @@ def _exclusions(args: Namespace) -> Iterator[str]:
         "--prefill-num-servers": args.prefill_num_servers,
     }
     given = [flag for flag, value in sources.items() if value is not None]
-    if len(given) > 1:  # B74
+    if len(given) > 1:
         yield f"{' and '.join(given)} exclude each other: each says which engines there are. Keep one."
 
 
@@ -205,7 +204,7 @@ def _prefill(args: Namespace) -> Iterator[str]:
 
 
 def _deployment(args: Namespace) -> Iterator[str]:
-    """B78 and what :mod:`slime.backends.sglang_utils.topology` finds in the file."""
+    """The file is valid (:mod:`slime.backends.sglang_utils.topology`) and matches the devices."""
     if args.sglang_config is None or args.debug_train_only:
         return
     try:
@@ -225,7 +224,7 @@ def _deployment(args: Namespace) -> Iterator[str]:
 
 
 def _node_borders(args: Namespace, topology: Topology) -> Iterator[str]:
-    """B7: slots are taken in node order, the trainer's first, so an engine may end up on parts of two nodes."""
+    """Slots are taken in node order, the trainer's first, so an engine may be on parts of two nodes."""
     per_node = args.num_gpus_per_node
     before = 0 if args.colocate or args.debug_rollout_only else args.world_size
     for name, places in topology.places(args.hf_checkpoint).items():
@@ -239,7 +238,7 @@ def _node_borders(args: Namespace, topology: Topology) -> Iterator[str]:
                 )
                 return
             if first + place.num_gpus > per_node >= place.num_gpus:
-                text = f"engine {place.rank} of model {name} would stand on two nodes of --num-gpus-per-node {per_node}"
+                text = f"engine {place.rank} of model {name} would be on two nodes of --num-gpus-per-node {per_node}"
                 notices.warn(args, "--sglang-config", f"{text}, which does not work: put a placeholder before it")
                 return
 
@@ -251,8 +250,8 @@ def _models(args: Namespace, topology: Topology) -> Iterator[str]:
             yield f"{start}: model {model.name}: {problem}"
     if args.debug_rollout_only:
         return
-    if not any(model.updates_weights for model in topology.models):  # C6
-        yield f"{start}: no model has update_weights: true, so nobody would ever see what is trained."
+    if not any(model.updates_weights for model in topology.models):
+        yield f"{start}: no model has update_weights: true, so no engine would receive the trained weights."
 
 
 def _groups(args: Namespace, model: ModelSpec) -> Iterator[str]:
@@ -265,10 +264,10 @@ def _groups(args: Namespace, model: ModelSpec) -> Iterator[str]:
             else "slime does not start SGLang's encoder server"
         )
         yield f"worker_type encoder is not supported: {reason}. Use regular engines, which encode images themselves."
-    if model.has_pd and not {WorkerType.PREFILL, WorkerType.DECODE} <= kinds:  # C4
+    if model.has_pd and not {WorkerType.PREFILL, WorkerType.DECODE} <= kinds:
         yield "prefill engines need decode engines, and the other way round."
     if model.has_pd and WorkerType.REGULAR in kinds:
-        yield "regular engines cannot stand behind the router of prefill and decode engines: give them a model entry."
+        yield "regular engines cannot share the router of prefill and decode engines: give them a model entry."
     sizes = {(g.num_gpus_per_engine, num_stages(args, g.overrides)) for g in model.groups if g.num_engines}
     for width in sorted({width for width, _ in sizes}):
         if width > args.num_gpus_per_node and width % args.num_gpus_per_node:
@@ -281,7 +280,7 @@ def _groups(args: Namespace, model: ModelSpec) -> Iterator[str]:
 
 
 def _direct_requests(args: Namespace) -> Iterator[str]:
-    """Who asks for expert choices or sampling sets asks one engine; prefill and decode ones only answer together."""
+    """Expert choices and sampling sets come from one engine; prefill and decode engines only answer together."""
     asks = []
     if args.use_rollout_routing_replay:
         asks.append(("--use-rollout-routing-replay", "the expert choices"))
@@ -299,7 +298,7 @@ def _direct_requests(args: Namespace) -> Iterator[str]:
 
 
 def _pd_flag(args: Namespace) -> str | None:
-    """What asks for prefill and decode on different engines of the models that are trained; None where nothing does."""
+    """The flag that puts prefill and decode of a trained model on different engines, or None."""
     if args.debug_train_only:
         return None
     if args.prefill_num_servers is not None:
@@ -342,10 +341,10 @@ def _external(args: Namespace) -> Iterator[str]:
     if addrs is None or args.debug_train_only:
         return
     for flag, is_on in (("--colocate", args.colocate), ("--offload-rollout", args.offload_rollout)):
-        if is_on:  # C13
+        if is_on:
             yield f"{flag} does not work with {_EXTERNAL}: engines of others give no memory away. Drop one."
     if getattr(args, "rollout_external_engine_infos", None) is None:
-        return  # a plan: nobody was asked
+        return  # a plan does not query engines
     infos = external_engine_infos_from_args(args)
     for info in infos:
         yield from problems_of(info, args)

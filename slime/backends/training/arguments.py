@@ -39,7 +39,7 @@ class ParallelArgs:
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None, "Interleaved pipeline: layers of one chunk of a stage."
     )
-    num_virtual_stages_per_pipeline_rank: int | None = flag(None, "Interleaved pipeline: chunks of a stage, instead.")
+    num_virtual_stages_per_pipeline_rank: int | None = flag(None, "Interleaved pipeline: chunks of a stage.")
     microbatch_group_size_per_vp_stage: int | None = flag(
         None,
         "Interleaved pipeline: micro-batches a chunk runs before the next one. Default: pipeline stages.",
@@ -129,8 +129,8 @@ class OptimizerArgs:
         "exponential", "WSD: shape of that decay."
     )
     weight_decay: float = flag(0.01, "Weight decay; norms and biases are exempt.")
-    start_weight_decay: float | None = flag(None, "Weight decay at the first step, where it changes.")
-    end_weight_decay: float | None = flag(None, "Weight decay at the last step, where it changes.")
+    start_weight_decay: float | None = flag(None, "Weight decay at the first step, if it changes.")
+    end_weight_decay: float | None = flag(None, "Weight decay at the last step, if it changes.")
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag(
         "constant", "How weight decay goes from the one to the other."
     )
@@ -199,7 +199,7 @@ class CheckpointArgs:
     async_save: bool = flag(False, "Write checkpoints in the background; training waits only for the copy.")
     keep_last_checkpoints: int | None = flag(None, "Delete all but this many newest checkpoints under --save.")
     ref_load: str | None = flag(
-        None, "Checkpoint of the reference model; also where training starts while --load holds no checkpoint yet."
+        None, "Checkpoint of the reference model; training starts there, too, while --load holds no checkpoint."
     )
     ref_ckpt_step: int | None = flag(None, "Iteration of --ref-load to take instead of the latest.")
     pretrained_checkpoint: str | None = flag(
@@ -212,7 +212,7 @@ class TrainerArgs:
     """Trainer."""
 
     seed: int = flag(1234, "Seed of the trainer's random number generators.")
-    micro_batch_size: int = flag(1, "Samples per micro-batch where --use-dynamic-batch-size is off.")
+    micro_batch_size: int = flag(1, "Samples per micro-batch without --use-dynamic-batch-size.")
     deterministic_mode: bool = flag(False, "Only deterministic kernels; an operation that has none is an error.")
     rampup_batch_size: list[str] | None = field(
         default=None,

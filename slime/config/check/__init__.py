@@ -1,7 +1,7 @@
 """Rules over the resolved arguments. Every rule returns problems; the caller reports them all in one message.
 
-A problem is one sentence: the flag, its value, the rule, the fix. Rules that need another room (hooks, model shape,
-engines) are passed in by the wiring. Numbers like B34 are those of the table in ``tests/unit/config/test_rules.py``.
+A problem is one sentence: the flag, its value, the rule, the fix. ``slime.ray.arguments`` passes in the rules of other
+rooms (hooks, model shape, engines).
 """
 
 from __future__ import annotations
@@ -34,6 +34,6 @@ def find_problems(args: Namespace, more_rules: Sequence[Rule] = ()) -> list[str]
     for rule in (*RULES, *more_rules):
         try:
             problems += rule(args)
-        except SlimeError as error:  # a rule may call what the run itself will call
+        except SlimeError as error:  # a rule may call functions of the run, which raise
             problems += getattr(error, "problems", [str(error)])
     return list(dict.fromkeys(problems))

@@ -1,4 +1,4 @@
-"""Modes, devices, weight synchronisation, asynchronous training."""
+"""Rules about modes, devices, weight sync, asynchronous training, batch sizes, run length and parallel sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slime.config import notices
 
 
 def _modes(args: Namespace) -> Iterator[str]:
-    if args.debug_rollout_only and args.debug_train_only:  # B28
+    if args.debug_rollout_only and args.debug_train_only:
         cause = "--load-debug-rollout-data" if "debug_train_only" not in args.given else "--debug-train-only"
         yield f"--debug-rollout-only and {cause} exclude each other: drop one."
     if sum((args.bf16, args.fp16, args.fp32)) > 1:
@@ -23,7 +23,7 @@ def _devices(args: Namespace) -> Iterator[str]:
         return
     if total < 0:
         yield f"--rollout-num-gpus {total} must not be negative."
-    elif total % per_engine and args.sglang_config is None:  # groups of a file have widths of their own
+    elif total % per_engine and args.sglang_config is None:  # the groups of a file have their own widths
         yield (
             f"--rollout-num-gpus {total} must be a multiple of --rollout-num-gpus-per-engine {per_engine}: the rest "
             f"would idle."
@@ -46,7 +46,7 @@ def _devices(args: Namespace) -> Iterator[str]:
 def _drivers(args: Namespace) -> Iterator[str]:
     if args.async_buffer_size < 1:
         yield f"--async-buffer-size {args.async_buffer_size} must be at least 1."
-    if args.is_async and args.colocate:  # B75
+    if args.is_async and args.colocate:
         yield "--colocate does not work with train_async.py, where engines and trainer work at once: use train.py."
     elif args.is_async and args.offload_rollout:
         yield "--offload-rollout does not work with train_async.py, whose engines work all the time: drop it."
@@ -62,7 +62,6 @@ def _drivers(args: Namespace) -> Iterator[str]:
 
 
 def _weight_sync(args: Namespace) -> Iterator[str]:
-    """B44-B46."""
     if args.update_weight_transport == "disk" and args.update_weight_disk_dir is None:
         yield "--update-weight-transport disk needs --update-weight-disk-dir DIR, a directory that every node sees."
     if args.release_train:
@@ -95,7 +94,7 @@ RULES = (_modes, _devices, _drivers, _weight_sync)
 
 
 def _steps(args: Namespace) -> Iterator[str]:
-    """B34, B36, and what a rollout that does not fill its steps means."""
+    """A rollout's samples fill its optimizer steps; samples that do not are dropped with a warning."""
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     size, steps = args.global_batch_size, args.num_steps_per_rollout
     product = f"--rollout-batch-size {args.rollout_batch_size} x "
@@ -122,7 +121,6 @@ def _steps(args: Namespace) -> Iterator[str]:
 
 
 def _micro_batches(args: Namespace) -> Iterator[str]:
-    """B16, B17, B85."""
     if args.use_dynamic_batch_size and (args.max_tokens_per_gpu or 0) < 1:
         yield f"--use-dynamic-batch-size needs --max-tokens-per-gpu N with N above 0, got {args.max_tokens_per_gpu}."
     if args.balance_by_flops and not args.use_dynamic_batch_size:
@@ -143,7 +141,6 @@ def _micro_batches(args: Namespace) -> Iterator[str]:
 
 
 def _forward_passes(args: Namespace) -> Iterator[str]:
-    """Micro-batches of their own for passes without gradients."""
     limit = args.log_probs_max_tokens_per_gpu
     if limit is None or limit == args.max_tokens_per_gpu:
         return
@@ -158,7 +155,6 @@ def _forward_passes(args: Namespace) -> Iterator[str]:
 
 
 def _run_length(args: Namespace) -> Iterator[str]:
-    """B37."""
     if args.num_rollout is not None or args.rollout_global_dataset:
         return
     if args.num_epoch is not None:
@@ -181,7 +177,6 @@ def _ranks_per_sample(args: Namespace) -> int:
 
 
 def _parallel_sizes(args: Namespace) -> Iterator[str]:
-    """B59."""
     shared = _ranks_per_sample(args)
     if args.world_size % shared and not args.debug_rollout_only:
         yield (

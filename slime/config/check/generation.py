@@ -22,18 +22,17 @@ def _model(args: Namespace) -> Iterator[str]:
         hint = "" if is_there else "; a model of the Hugging Face Hub must be downloaded first"
         yield f"--hf-checkpoint {args.hf_checkpoint}: there is no {what}{hint}."
     else:
-        load_model_config(args.hf_checkpoint)  # raises what is wrong with it
+        load_model_config(args.hf_checkpoint)  # raises ConfigError for a bad file
 
 
 def _prompts(args: Namespace) -> Iterator[str]:
-    """B79."""
     if args.rollout_global_dataset and args.load_debug_rollout_data is None and args.prompt_data is None:
         yield "--prompt-data is required: the .jsonl or .parquet file with the prompts."
     if not args.input_key:
         yield "--input-key must not be empty: the field of a row that holds the prompt."
     for kind in args.multimodal_keys or {}:
         if kind not in MEDIA:
-            yield f"--multimodal-keys: {kind!r} is no kind of media; use {', '.join(MEDIA)}."
+            yield f"--multimodal-keys: {kind!r} is not a kind of media; use {', '.join(MEDIA)}."
     if args.background_eval and args.colocate:
         yield "--background-eval needs engines of their own: with --colocate they sleep while the trainer works."
     if not 0 <= args.max_failed_share <= 1:
@@ -41,7 +40,6 @@ def _prompts(args: Namespace) -> Iterator[str]:
 
 
 def _lengths(args: Namespace) -> Iterator[str]:
-    """B42, and what an engine would refuse."""
     context, prompt, limit = args.rollout_max_context_len, args.rollout_max_prompt_len, args.sglang_context_length
     if isinstance(limit, int) and limit < 2:
         yield f"--sglang-context-length {limit} must be at least 2: a token of the prompt and one of the response."
@@ -52,7 +50,6 @@ def _lengths(args: Namespace) -> Iterator[str]:
 
 
 def _sampling(args: Namespace) -> Iterator[str]:
-    """B2, B83."""
     if args.rollout_temperature <= 0:
         yield f"--rollout-temperature {args.rollout_temperature} must be above 0: training needs sampled responses."
     if args.eval_temperature is not None and args.eval_temperature < 0:
@@ -65,7 +62,7 @@ def _sampling(args: Namespace) -> Iterator[str]:
 
 
 def _sampling_sets(args: Namespace) -> Iterator[str]:
-    """What engines must say for a cut vocabulary to be replayed by the trainer."""
+    """The trainer replays a cut vocabulary from the ids that engines return, so engines must return all of them."""
     most = args.sglang_sampling_mask_max_tokens
     if args.rollout_top_k != -1 and not 1 < args.rollout_top_k <= most:
         yield (
@@ -91,7 +88,6 @@ def _sampling_sets(args: Namespace) -> Iterator[str]:
 
 
 def _dumps(args: Namespace) -> Iterator[str]:
-    """B90."""
     subsample = args.load_debug_rollout_data_subsample
     if subsample is not None and not 0 < subsample <= 1:
         yield f"--load-debug-rollout-data-subsample {subsample} is a share: above 0, at most 1."

@@ -1,6 +1,6 @@
 """The range of every number: one table, so that a value that cannot work is found before anything starts.
 
-Rules that compare numbers with each other stand with their subject.
+Rules that compare numbers with each other are in the module of their subject.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from slime.config.groups import flag_of
 
 @dataclass(frozen=True)
 class _Range:
-    """What the numbers ``names`` have in common; unset ones are skipped."""
+    """A rule for the numbers ``names``; unset ones are skipped."""
 
     rule: str
     holds: Callable[[float], bool]
@@ -125,14 +125,14 @@ _RANGES = (
 _BOUNDS = frozenset(
     ("eps_clip", "eps_clip_high", "eps_clip_c", "value_clip", "tis_clip", "tis_threshold", "opsm_delta")
 )
-"""Where infinity means something: no bound."""
+"""Flags for which infinity means "no bound"."""
 
 _LARGEST = 2**53
 """No count of anything here is larger, and every count up to it is an exact float."""
 
 
 def _real(args: Namespace) -> Iterator[str]:
-    """Numbers of the command line or the YAML file that are none, or that no count can be."""
+    """Given numbers are finite and small enough to be a count."""
     for name in sorted(args.given):
         values = getattr(args, name, None)
         for value in values if isinstance(values, list) else [values]:

@@ -69,7 +69,6 @@ RULES = (_empty, _outputs, _templates, _replayed)
 
 
 def _checkpoint_directories(args: Namespace) -> Iterator[str]:
-    """B3, B6."""
     has_reference = needs_reference(args)
     cause = "--use-kl-loss" if args.use_kl_loss else f"--kl-coef {args.kl_coef}"
     if has_reference and args.ref_load is None and args.hf_checkpoint is not None:
@@ -85,7 +84,6 @@ def _checkpoint_directories(args: Namespace) -> Iterator[str]:
 
 
 def _saving(args: Namespace) -> Iterator[str]:
-    """B61, D11."""
     if args.save is not None and args.save_interval is None and args.num_rollout != 0:
         yield "--save needs --save-interval N: how often to write a checkpoint (the last rollout is always saved)."
 

@@ -1,5 +1,5 @@
-"""What a train command will do, worked out from its arguments alone: ``slime plan`` and ``train.py --plan``.
+"""The plan of a train command, computed from its arguments alone: ``slime plan`` and ``train.py --plan``.
 
 Pure arithmetic over the resolved namespace: nothing is started, no torch, no Ray. ``build`` assembles the sections,
-``render`` prints them. Every formula stands in docs/plan.md with its source.
+``render`` prints them. docs/plan.md has every formula with its source.
 """

@@ -1,4 +1,4 @@
-"""The batch identity: prompts x samples = global batch x steps, and what one data-parallel rank gets of it."""
+"""The batch identity: prompts x samples = global batch x steps, and the share of one data-parallel rank."""
 
 from __future__ import annotations
 

@@ -29,13 +29,13 @@ Section = TypeVar("Section")
 
 @dataclass(frozen=True)
 class Plan:
-    """What a command will do. A section that could not be worked out is None; ``gaps`` says why.
+    """The plan of a command. A section that could not be computed is None, with the reason in ``gaps``.
 
     Attributes:
         device_bytes: memory of one device, for which the estimates are judged.
         ignored: (flag, why) of flags that were given and have no effect.
         problems: why the command would not start anywhere.
-        missing: what it needs and this machine does not have.
+        missing: requirements that this machine does not meet.
     """
 
     title: str

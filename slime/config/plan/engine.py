@@ -1,4 +1,4 @@
-"""Device memory of an inference engine, and what one weight sync moves to it."""
+"""Device memory of an inference engine, and the size of a weight sync."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class EngineMemory:
 
     Attributes:
         kv_per_token: key/value cache of one token, on this device.
-        pool: what is left for that cache, or what --sglang-max-total-tokens takes of it.
+        pool: memory left for that cache, or the part that --sglang-max-total-tokens limits it to.
         tokens: how many fit into the engine, over its data-parallel attention groups; ``sequences`` of the greatest
             length.
     """
@@ -43,7 +43,7 @@ class EngineMemory:
 
 @dataclass(frozen=True)
 class WeightSync:
-    """What one sync sends: every tensor of the checkpoint, whole, in buckets."""
+    """The data of one sync: every tensor of the checkpoint, whole, in buckets."""
 
     mode: str
     transport: str
@@ -108,7 +108,7 @@ def _max_length(args: Namespace) -> int:
 
 
 def _weight_bytes(args: Namespace) -> float:
-    """Bytes per weight of the engine: by its flag, or because the checkpoint is quantised."""
+    """Bytes per weight of the engine: by its flag, or because the checkpoint is quantized."""
     if str(read(args, "sglang_quantization")) == "fp8":
         return 1
     found = read_model_config(read(args, "hf_checkpoint")).get("quantization_config") or {}

@@ -1,4 +1,4 @@
-"""What a run writes, where, when, and how much."""
+"""Files that a run writes: path, time and size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ADAM_IN_CHECKPOINT = 12  # fp32 main weight and two fp32 moments
 
 @dataclass(frozen=True)
 class Output:
-    """One thing that is written; ``bytes`` of one writing, None where it depends on the data."""
+    """One output; ``bytes`` of one writing, None if it depends on the data."""
 
     what: str
     where: str

@@ -127,7 +127,7 @@ def stage_layers(args: Namespace, num_layers: int, pp: int) -> Sequence[range]:
     return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
 
-# How the plan reads the namespace: one place, so that a flag which no room declares reads as "not given".
+# ---- reading the namespace: a flag that no room declares reads as "not given"
 
 
 class PlanError(ValueError):
@@ -135,11 +135,11 @@ class PlanError(ValueError):
 
 
 def read(args: Namespace, name: str) -> Any:
-    """The value of ``name``; None where the namespace has no such flag."""
+    """The value of ``name``; None if the namespace has no such flag."""
     return vars(args).get(name)
 
 
 def number(args: Namespace, name: str, default: int) -> int:
-    """An integer flag; ``default`` where it is unset."""
+    """An integer flag; ``default`` if it is unset."""
     value = read(args, name)
     return default if value is None else int(value)

@@ -1,7 +1,7 @@
 """Which processes there will be and where: driver, Data Buffer, rollout manager, routers, engines, trainer ranks.
 
-Slots are devices in node order, as ``slime.ray.placement_group`` reserves them: trainer ranks first, engines behind
-them, or on the same slots with --colocate.
+Slots are devices in node order, as ``slime.ray.placement_group`` reserves them: trainer ranks first, then
+engines, or both on the same slots with --colocate.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class EngineGroup:
 
     Attributes:
         kind: what they do; a ``placeholder`` is devices without engines, counted as if they were engines of one.
-        first_slot: None for engines that somebody else runs.
+        first_slot: None for external engines.
         first_number: of its engines in the run, through all models.
     """
 
@@ -41,7 +41,7 @@ class EngineGroup:
 
 @dataclass(frozen=True)
 class NodePlan:
-    """What runs on one node: inclusive ranges, None where there is none of it."""
+    """Processes of one node: inclusive ranges, or None."""
 
     node: int
     slots: tuple[int, int]
@@ -197,7 +197,7 @@ class Turn:
 
 
 def plan_turns(args: Namespace) -> list[Turn]:
-    """The turns of one rollout, in order; none where everybody keeps what he has."""
+    """The turns of one rollout, in order; empty if no memory moves."""
     ends, moves = bool(read(args, "release_train")), bool(read(args, "offload_train"))
     releases = bool(read(args, "colocate")) and bool(read(args, "offload_rollout"))
     if read(args, "debug_rollout_only") or not (ends or moves or releases):

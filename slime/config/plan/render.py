@@ -133,7 +133,7 @@ def _engine_row(group: EngineGroup) -> tuple[str, str, str, str]:
     name = "engine" if group.kind == "regular" else f"engine ({group.kind})"
     width = f"{group.devices_per_engine} device{'s' * (group.devices_per_engine != 1)} each"
     if group.first_slot is None:
-        return name, str(group.num_engines), "elsewhere", "somebody else runs them"
+        return name, str(group.num_engines), "elsewhere", "not started by this run"
     slots = f"{group.first_slot}-{group.first_slot + group.num_devices - 1}"
     return name, str(group.num_engines), slots, f"{group.model}, {width}"
 
@@ -205,7 +205,7 @@ def _model(shape: ModelShape, padded_vocab: int) -> Iterable[RenderableType]:
             "experts",
             f"{moe.num_experts} of {moe.ffn_hidden_size}, {moe.topk} per token, in {layers} layers{shared}",
         )
-    tied = "tied to the output layer" if shape.is_tied else "output layer of its own"
+    tied = "tied to the output layer" if shape.is_tied else "separate output layer"
     table.add_row("vocabulary", f"{shape.vocab_size:,} (padded to {padded_vocab:,}), {tied}")
     if shape.num_mtp_layers:
         table.add_row("MTP", f"{shape.num_mtp_layers} multi-token-prediction layers, counted above")
@@ -297,7 +297,7 @@ def _outputs(plan: Plan) -> Iterable[RenderableType]:
 
 
 def _short(path: str) -> str:
-    """Relative to the working directory where it is inside."""
+    """Relative to the working directory if it is inside."""
     return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
 
 
@@ -359,7 +359,7 @@ def _table(*headers: str) -> Table:
     return table
 
 
-# Numbers for people.
+# ---- readable numbers
 
 
 def size(num_bytes: int) -> str:

@@ -1,13 +1,13 @@
 """Derived values: ordered steps, each with one subject. The only code that writes to ``args`` after parsing.
 
-    paths        names and absolute paths           batches      batch sizes, length of the run
-    cluster      modes, devices, offloading         generation   lengths, evaluation, rewards
-    objective    what follows from the algorithm    checkpoints  where weights come from and go to
-    environment  variables that launch scripts set
+    paths        names, absolute paths, where weights come from and go to
+    cluster      modes, devices, offloading, environment variables of launch scripts
+    batches      batch sizes, length of the run, lengths, evaluation, rewards
+    objective    clipping, KL, normalization
 
-A step looks at local files at most. Wherever it replaces something that the user did not say, it leaves a notice
-(:mod:`slime.config.notices`): a warning where the command probably meant something else. Comments name the decision
-(D5, B34) that keeps older launch scripts working.
+A step looks at local files at most. If it fills in a value that the user left open, it adds a notice
+(:mod:`slime.config.notices`): a warning if the command probably meant something else. Some defaults differ from
+Megatron's, so that older launch scripts keep working.
 
 Called by ``slime.ray.arguments``, which adds the steps that only other rooms know.
 """
@@ -54,6 +54,6 @@ STEPS: tuple[Step, ...] = (
 
 
 def resolve(args: Namespace, more_steps: Sequence[Step] = ()) -> None:
-    """Fill in everything that follows from what was given."""
+    """Derive all values from the given ones."""
     for step in (*STEPS, *more_steps):
         step(args)

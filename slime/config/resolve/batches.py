@@ -16,10 +16,10 @@ _DEFAULT_GROUP = 8
 
 
 def rollout_batch(args: Namespace) -> None:
-    if args.rollout_batch_size is None:  # D24
+    if args.rollout_batch_size is None:
         args.rollout_batch_size = _DEFAULT_ROLLOUT_BATCH
         notices.warn(args, "--rollout-batch-size", f"not given: {_DEFAULT_ROLLOUT_BATCH} prompts per rollout")
-    if args.over_sampling_batch_size is None:  # B36
+    if args.over_sampling_batch_size is None:
         args.over_sampling_batch_size = args.rollout_batch_size
 
 
@@ -51,7 +51,7 @@ def group_size(args: Namespace) -> None:
 
 def global_batch(args: Namespace) -> None:
     samples = args.rollout_batch_size * args.n_samples_per_prompt
-    if args.global_batch_size is None:  # B34; D5: one step per rollout, not Megatron's micro batch x data parallel
+    if args.global_batch_size is None:  # one step per rollout, not Megatron's micro batch x data parallel
         steps = args.num_steps_per_rollout
         args.global_batch_size = max(1, samples // steps) if steps is not None and steps > 0 else samples
         if steps is None:
@@ -62,7 +62,6 @@ def global_batch(args: Namespace) -> None:
 
 
 def micro_batch_budget(args: Namespace) -> None:
-    """B16, B17."""
     if args.use_dynamic_batch_size and args.log_probs_max_tokens_per_gpu is None:
         args.log_probs_max_tokens_per_gpu = args.max_tokens_per_gpu
     if args.balance_by_flops:
@@ -70,7 +69,6 @@ def micro_batch_budget(args: Namespace) -> None:
 
 
 def run_length(args: Namespace) -> None:
-    """B37, D23."""
     if args.num_rollout is not None and args.num_epoch is not None:
         notices.warn(args, "--num-epoch", f"ignored, because --num-rollout {args.num_rollout} decides")
     elif args.num_rollout is None and args.num_epoch is None and args.rollout_global_dataset:
@@ -84,7 +82,7 @@ _DEFAULT_RESPONSE_LEN = 1024
 
 
 def lengths(args: Namespace) -> None:
-    """B41, B42, D13: the context decides what is left open."""
+    """The context limit decides the limits of prompt and response that are not given."""
     engine_limit = getattr(args, "sglang_context_length", None)
     if args.rollout_max_context_len is None and isinstance(engine_limit, int) and engine_limit > 1:
         args.rollout_max_context_len = engine_limit
@@ -104,7 +102,7 @@ def lengths(args: Namespace) -> None:
 
 
 def _response_len(args: Namespace, context: int | None) -> int:
-    """What the context leaves after the longest prompt; without a context limit 1024, if the model can do that."""
+    """The context without the longest prompt; without a context limit 1024 tokens, if the model can do that."""
     prompt = args.rollout_max_prompt_len
     if context is not None:  # without a prompt limit generation leaves each prompt its own rest
         return max(1, context - (prompt or 1))
@@ -115,13 +113,12 @@ def _response_len(args: Namespace, context: int | None) -> int:
 
 
 def _model_context(hf_checkpoint: str | None) -> int | None:
-    """``max_position_embeddings`` of the model; None where it cannot be read, which the checks report."""
+    """``max_position_embeddings`` of the model; None if it cannot be read, which the checks report."""
     value = text_part(read_model_config(hf_checkpoint)).get("max_position_embeddings")
     return value if isinstance(value, int) and value > 1 else None
 
 
 def evaluation(args: Namespace) -> None:
-    """B10, B33, D10."""
     if args.eval_function_path is None:
         args.eval_function_path = args.rollout_function_path
     if args.eval_config is not None and args.eval_prompt_data:
@@ -139,6 +136,5 @@ def evaluation(args: Namespace) -> None:
 
 
 def reward_keys(args: Namespace) -> None:
-    """B20."""
     if args.eval_reward_key is None:
         args.eval_reward_key = args.reward_key

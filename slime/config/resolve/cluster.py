@@ -11,11 +11,11 @@ from slime.utils.errors import ConfigError
 
 
 def modes(args: Namespace) -> None:
-    """B23, B27: what the debug modes imply."""
+    """Derive the modes that replayed dumps and external engines imply."""
     if args.load_debug_rollout_data is not None and not args.debug_train_only:
         args.debug_train_only = True
         notices.info(args, "--debug-train-only", "on, because --load-debug-rollout-data replaces the engines")
-    args.rollout_external = args.rollout_external_engine_addrs is not None  # B24
+    args.rollout_external = args.rollout_external_engine_addrs is not None
 
 
 def critic(args: Namespace) -> None:
@@ -26,13 +26,13 @@ def critic(args: Namespace) -> None:
 
 
 def offloading(args: Namespace) -> None:
-    """B26, B29-B32: the tri-state switches get their values."""
+    """Decide the switches that are neither on nor off."""
     if args.offload:
         args.offload_train = args.offload_rollout = True
     if args.colocate and args.rollout_num_gpus == 0:
         notices.warn(args, "--colocate", "no effect: --rollout-num-gpus 0 starts no engine on the trainer's devices")
         args.colocate = args.offload_rollout = False
-    if args.debug_rollout_only:  # B27: nobody to share devices with
+    if args.debug_rollout_only:  # no trainer to share devices with
         if args.colocate and args.rollout_num_gpus is None:
             args.rollout_num_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
         args.colocate = args.offload_train = args.offload_rollout = False
@@ -48,10 +48,10 @@ def offloading(args: Namespace) -> None:
     if args.use_critic and not args.offload_train and not args.debug_rollout_only:
         if args.offload_train is False:
             notices.warn(args, "--no-offload-train", "actor and critic share devices: the trainer is offloaded")
-        args.offload_train = True  # B31
+        args.offload_train = True
     args.offload_train = bool(args.offload_train)
     args.offload_rollout = bool(args.offload_rollout)
-    if args.offload_train:  # B32
+    if args.offload_train:
         args.disable_grad_buffers_cpu_backup = args.disable_param_buffers_cpu_backup = True
 
 
@@ -79,7 +79,7 @@ def devices(args: Namespace) -> None:
 
 
 def node_borders(args: Namespace) -> None:
-    """B7: slots are taken in node order, the trainer's first, so an engine may end up on two nodes."""
+    """Warn about engines on two nodes: slots are taken in node order, the trainer's first."""
     width, per_node = args.rollout_num_gpus_per_engine, args.num_gpus_per_node
     if not 1 < width <= per_node or not args.rollout_num_gpus or args.rollout_external:
         return
@@ -88,7 +88,7 @@ def node_borders(args: Namespace) -> None:
     first = 0 if args.colocate or args.debug_rollout_only else args.world_size
     starts = range(first, first + min(args.rollout_num_gpus, width * per_node), width)
     if any(start % per_node + width > per_node for start in starts):
-        text = f"{width}: behind the {first} devices of the trainer an engine would stand on two nodes of "
+        text = f"{width}: after the {first} devices of the trainer an engine would be on two nodes of "
         text += f"--num-gpus-per-node {per_node}, which does not work"
         notices.warn(args, "--rollout-num-gpus-per-engine", text)
 

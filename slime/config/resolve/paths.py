@@ -22,7 +22,7 @@ _LONGEST_PATH = 3840
 
 
 def experiment_name(args: Namespace) -> None:
-    """Its own also when several start in one second."""
+    """A name that is unique even if several runs start in one second."""
     started = f"{time.strftime('%Y%m%d_%H%M%S')}_{os.getpid()}"
     args.experiment_name = args.experiment_name or args.tb_experiment_name or started
 
@@ -39,18 +39,18 @@ def absolute_paths(args: Namespace) -> None:
         pairs = args.eval_prompt_data
         args.eval_prompt_data = [absolute(item) if i % 2 else item for i, item in enumerate(pairs)]
     for name, value in vars(args).items():
-        if name.endswith("_path"):  # D1: functions in files
+        if name.endswith("_path"):  # functions in files
             setattr(args, name, absolute_hook(value))
 
 
 def usable_names(args: Namespace) -> None:
-    """What the file system cannot have fails here: other steps and rules look at these paths.
+    """Refuse paths that the file system cannot have, because later steps and rules open them.
 
     Raises:
         ConfigError: with every name and path of that kind.
     """
     problems = []
-    for name in args.given.intersection(_NAMES):  # one of them may stand for the other
+    for name in args.given.intersection(_NAMES):  # one is the default of the other
         value = getattr(args, name) or ""
         parts = [value] if name == "experiment_name" else value.split("/")
         reason = "it must be one folder name, without /" if "/" in parts[0] else _unusable(parts)
@@ -86,7 +86,7 @@ def _shortened(text: str) -> str:
 
 
 def debug_dumps(args: Namespace) -> None:
-    """B21: one directory stands for both dumps."""
+    """``--dump-details`` means both dumps."""
     if args.dump_details is None:
         return
     for name, folder in (("save_debug_rollout_data", "rollout_data"), ("save_debug_train_data", "train_data")):
@@ -96,13 +96,12 @@ def debug_dumps(args: Namespace) -> None:
         setattr(args, name, template)
 
 
-# Where the weights of actor and reference come from, and where checkpoints go.
+# ---- checkpoints: sources of the weights of actor and reference, and destinations
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def saving(args: Namespace) -> None:
-    """B11, B45, D10."""
     if args.save_interval is not None and args.save is None:
         args.save, why = _default_save(args)
         notices.warn(args, "--save", f"not given, but --save-interval is: checkpoints go to {args.save}{why}")
@@ -127,9 +126,9 @@ def _default_save(args: Namespace) -> tuple[str, str]:
 
 
 def initial_weights(args: Namespace) -> None:
-    """``--initial-megatron-checkpoint`` stands in for ``--load`` while that holds nothing, and for ``--ref-load``."""
+    """``--initial-megatron-checkpoint`` replaces ``--load`` while that is empty, and an unset ``--ref-load``."""
     initial = args.initial_megatron_checkpoint
-    if initial is None or not _holds_checkpoint(initial):  # what is missing is found by the checks
+    if initial is None or not _holds_checkpoint(initial):  # the checks report a missing one
         return
     if args.ref_load is None:
         args.ref_load = initial
@@ -145,12 +144,10 @@ def initial_weights(args: Namespace) -> None:
 
 
 def reference(args: Namespace) -> None:
-    """D9: without --ref-load the reference is where training starts.
-
-    Not a --load that is --save too: after a restart that holds the trained model, and the reference would be another.
-    """
+    """Without --ref-load the reference is the model that training starts from."""
     if args.ref_load is not None or not needs_reference(args):
         return
+    # Not a --load that is --save too: after a restart that holds the trained model.
     if args.load is not None and args.load != args.save and _holds_checkpoint(args.load):
         args.ref_load = args.load
         args.ref_ckpt_step = args.ckpt_step if args.ref_ckpt_step is None else args.ref_ckpt_step

@@ -102,7 +102,7 @@ def test_engines_that_are_not_given_have_as_many_devices_as_the_trainer(command:
 
 def test_33_evaluation_uses_the_rollout_function_unless_told_otherwise(command: TinyCommand):
     assert command.resolve().eval_function_path == "slime.rollout.sglang_rollout.generate_rollout"
-    own = "slime.rollout.sleep_rollout.sleep"
+    own = "slime.rollout.forge_load.sleep"
     assert command.run("--rollout-function-path", own)[0].eval_function_path == own
 
 
@@ -388,9 +388,7 @@ def test_every_step_leaves_a_resolved_namespace_as_it_is(command: TinyCommand):
     ],
 )
 def test_b7_an_engine_that_would_stand_on_two_nodes_is_a_warning(flags: str, is_told: bool, command: TinyCommand):
-    assert (
-        "an engine would stand on two nodes of --num-gpus-per-node 8" in command.warnings(*flags.split())
-    ) is is_told
+    assert ("an engine would be on two nodes of --num-gpus-per-node 8" in command.warnings(*flags.split())) is is_told
 
 
 @pytest.mark.parametrize(

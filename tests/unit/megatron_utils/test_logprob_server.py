@@ -394,6 +394,6 @@ def test_the_environment_gives_defaults(monkeypatch: pytest.MonkeyPatch) -> None
     assert (args.teacher_port, args.megatron_server_warmup) == (82, False)
     monkeypatch.setenv("MEGATRON_SERVER_MAX_LENGTH", "long")
     with pytest.raises(
-        ConfigError, match="MEGATRON_SERVER_MAX_LENGTH=long in the environment is no value of --megatron"
+        ConfigError, match="MEGATRON_SERVER_MAX_LENGTH=long in the environment is not a value of --megatron"
     ):
         server_args()

@@ -202,7 +202,7 @@ def test_an_ipv6_router_address_gets_its_brackets():
         (
             "sglang: [{name: a, server_groups: [{worker_type: prefill, num_gpus: 2}, "
             "{worker_type: decode, num_gpus: 4}, {worker_type: regular, num_gpus: 2}]}]",
-            "model a: regular engines cannot stand behind the router of prefill and decode engines",
+            "model a: regular engines cannot share the router of prefill and decode engines",
         ),
         (f"sglang: [{SPLIT}]", None),
     ],

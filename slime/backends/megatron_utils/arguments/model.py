@@ -1,7 +1,7 @@
 """Flags of the model: sizes, positions, latent attention, experts, multi-token prediction.
 
-A flag whose default is None is derived from --hf-checkpoint where it is left out (``model_shape.resolve_model``), and
-must agree with it where it is given.
+A flag whose default is None is derived from --hf-checkpoint if it is left out (``model_shape.resolve_model``), and
+must agree with it if it is given.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NO_DROPS = "no token is ever dropped"
 
 @dataclass(frozen=True)
 class ModelArgs:
-    """Model shape (derived from --hf-checkpoint where left out, checked against it where given)."""
+    """Model shape (derived from --hf-checkpoint if left out, checked against it if given)."""
 
     num_layers: int | None = flag(None, "Number of transformer layers.")
     hidden_size: int | None = flag(None, "Width of the residual stream.")
@@ -32,13 +32,15 @@ class ModelArgs:
     layernorm_zero_centered_gamma: bool = flag(
         False, "Norm weights are stored around zero and used as 1 + w.", off="--apply-layernorm-1p"
     )
-    qk_layernorm: bool = flag(False, "Queries and keys are normalised per head.")
-    post_self_attn_layernorm: bool = flag(False, "A norm behind the output of attention (GLM-4).")
-    post_mlp_layernorm: bool = flag(False, "A norm behind the output of the MLP (GLM-4).")
+    qk_layernorm: bool = flag(False, "Queries and keys are normalized per head.")
+    post_self_attn_layernorm: bool = flag(False, "A norm after the output of attention (GLM-4).")
+    post_mlp_layernorm: bool = flag(False, "A norm after the output of the MLP (GLM-4).")
     swiglu: bool = flag(False, "Gated SiLU MLP.")
     add_bias_linear: bool = flag(True, "Linear layers have no bias.", off="--disable-bias-linear")
     add_qkv_bias: bool = flag(False, "The query, key and value projections have a bias.")
-    untie_embeddings_and_output_weights: bool = flag(False, "The output layer has weights of its own.")
+    untie_embeddings_and_output_weights: bool = flag(
+        False, "The output layer does not share the weights of the embedding."
+    )
     vocab_size: int | None = flag(None, "Number of token ids, without padding.")
     make_vocab_size_divisible_by: int = flag(
         128, "The embedding is padded to a multiple of this many rows per tensor-parallel rank."
@@ -49,7 +51,7 @@ class ModelArgs:
     spec: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Module and function (args, config, vp_stage) of your own layers. Model families need none.",
+            "help": "Module and function (args, config, vp_stage) of custom layers. Model families need none.",
             "nargs": "*",
         },
     )
@@ -62,7 +64,7 @@ class ModelArgs:
     attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] = flag(
         "auto",
         "Attention kernel.",
-        no_effect="attention is variable-length flash attention on cuda where torch has it, else torch's SDPA",
+        no_effect="attention is variable-length flash attention on cuda if torch has it, else torch's SDPA",
     )
     attention_softmax_in_fp32: bool = flag(
         False, "Softmax of attention in fp32.", no_effect="always so in the attention that is used"
@@ -71,7 +73,7 @@ class ModelArgs:
         True, "Unfused masked softmax.", off="--no-masked-softmax-fusion", no_effect=_NO_FUSION
     )
     enable_experimental: bool = flag(
-        False, "Megatron's experimental features.", no_effect="nothing here is behind that switch"
+        False, "Megatron's experimental features.", no_effect="no feature here depends on it"
     )
 
 
@@ -134,7 +136,7 @@ class ExpertArgs:
     moe_router_group_topk: int | None = flag(None, "Groups a token may choose from.")
     moe_router_topk_scaling_factor: float | None = flag(None, "Factor on the scores of the chosen experts.")
     moe_router_dtype: Literal["fp32", "fp64"] | None = flag(
-        None, "What the router computes in. Default: fp32 for sigmoid routers, else the model's type."
+        None, "Precision of the router. Default: fp32 for sigmoid routers, else the model's type."
     )
     moe_router_load_balancing_type: (
         list[Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]] | None
@@ -177,9 +179,6 @@ class PredictionArgs:
     )
 
 
-# Flags of the optimizer Muon. Read by ``muon``; imports no torch.
-
-
 @dataclass(frozen=True)
 class MuonArgs:
     """Muon (--optimizer muon or dist_muon)."""
@@ -199,7 +198,7 @@ class MuonArgs:
     )
     muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = flag(
         "duplicated",
-        "With tensor parallelism: a rank's part is a matrix of its own, or every rank gathers the whole matrix, or its "
+        "With tensor parallelism: a rank's part is treated as a matrix, or every rank gathers the whole matrix, or its "
         "products are summed over the ranks.",
     )
     muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = flag(

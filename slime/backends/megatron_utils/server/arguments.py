@@ -1,4 +1,4 @@
-"""Flags of the log-prob server, what it forces on the others, and their rules. Standard library only."""
+"""Flags of the log-prob server, values that it forces on others, and rules. Standard library only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _flag(default: Any, help_text: str, **metadata: Any) -> Any:
 
 @dataclass(frozen=True)
 class TeacherServerArgs:
-    """Log-prob (teacher) server, an entry point of its own."""
+    """Log-prob (teacher) server, a separate entry point."""
 
     teacher_host: str = _flag("127.0.0.1", "Address that the server listens on. Anyone who can reach it can use it.")
     teacher_port: int = _flag(7999, "Port of the server.")
@@ -62,7 +62,7 @@ _FORCED: dict[str, Any] = {
     "no_load_rng": True,
     "only_train_params_name_list": ["nothing_to_train"],
 }
-"""What a model that only scores is, whatever the flags of the training run it is started with say."""
+"""Values of a model that only scores; they replace those of the training run's flags."""
 
 _MAY_BE_ZERO = ("megatron_server_max_length",)
 
@@ -74,12 +74,12 @@ def add_megatron_server_arguments(parser: argparse.ArgumentParser) -> argparse.A
 
 
 def configure_megatron_server_args(args: Namespace) -> Namespace:
-    """Take defaults from the environment, and force what a server is. Changes ``args`` in place, and returns it.
+    """Take defaults from the environment, and force the values of a server. Changes ``args`` in place, and returns it.
 
     Raises:
         ConfigError: a variable of the environment that holds no such value.
     """
-    given = getattr(args, "given", frozenset())  # absent where another parser made the arguments
+    given = vars(args).get("given", frozenset())  # absent if another parser made the arguments
     for name, convert in _FROM_ENVIRONMENT.items():
         text = os.environ.get(name.upper())
         if not text or name in given:
@@ -87,7 +87,7 @@ def configure_megatron_server_args(args: Namespace) -> Namespace:
         try:
             setattr(args, name, convert(text))
         except (ValueError, KeyError):
-            raise ConfigError(f"{name.upper()}={text} in the environment is no value of {flag_of(name)}.") from None
+            raise ConfigError(f"{name.upper()}={text} in the environment is not a value of {flag_of(name)}.") from None
     vars(args).update(_FORCED)
     return args
 
