@@ -5,16 +5,17 @@ python train.py --hf-checkpoint MODEL --prompt-data FILE --rollout-num-gpus 2 --
 
 import sys
 
-from slime.utils.arguments import parse_args
+from slime.ray.run.main import run_command
 
 
 def train(args):
-    from slime.ray.run.loop import is_due, start_run
+    from slime.ray.run.loop import is_due
+    from slime.ray.run.start import start_run
 
     with start_run(args) as run:
         # The engines generate with the trainer's weights from the first token on.
         run.sync_weights(num_trained=run.start_rollout_id)
-        if args.num_rollout == 0 and args.eval_interval is not None:
+        if run.num_rollout == 0 and args.eval_interval is not None:
             run.evaluate(rollout_id=0, num_trained=0)
 
         for rollout_id in run.rollout_ids:
@@ -24,10 +25,9 @@ def train(args):
             rollout = run.generate(rollout_id)
             report = run.train(rollout_id, rollout)
 
-            last = run.num_rollout - 1
             if run.saves_after(rollout_id):
                 run.save(rollout_id)
-            if is_due(rollout_id, args.update_weights_interval, last):
+            if is_due(rollout_id, args.update_weights_interval, run.num_rollout - 1):
                 run.sync_weights(num_trained=rollout_id + 1)
             run.report(rollout_id, rollout, report)
             if is_due(rollout_id, args.eval_interval):
@@ -35,18 +35,7 @@ def train(args):
 
 
 def main():
-    if "--plan" in sys.argv[1:]:
-        from slime.cli import main as slime
-
-        return slime(["plan", "train.py", *sys.argv[1:]])
-    args = parse_args()
-    from slime.observability.logging_utils import configure_logger
-    from slime.ray.run.cluster import running_cluster
-    from slime.ray.run.main import exit_status, run_to_the_end
-
-    configure_logger()
-    with exit_status(), running_cluster(args):
-        run_to_the_end(train, args)
+    return run_command(train, "train.py")
 
 
 if __name__ == "__main__":

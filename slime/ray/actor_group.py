@@ -14,7 +14,7 @@ from slime.backends.protocols import TRAINER_PARTS, TrainerPart, TrainReport
 from slime.ray.engines.fleet import RayEngineFleet
 from slime.ray.placement_group import GpuSlots
 from slime.ray.run.cluster import NOSET_VISIBLE_DEVICES, nccl_as_engines, worker_env
-from slime.ray.run.main import continued
+from slime.ray.run.restart import continued
 from slime.ray.shards import Box, actor_options
 from slime.ray.train_actor import SyncReport, TrainActor
 from slime.ray.watch.waiting import get

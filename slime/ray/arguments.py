@@ -41,7 +41,6 @@ from slime.config.run_config import RunConfig
 from slime.data import arguments as data
 from slime.hooks.load import check_hooks
 from slime.observability import arguments as observability
-from slime.ray import expectations
 from slime.ray import rules as wiring_rules
 from slime.rollout import arguments as rollout
 from slime.rollout import rules as rollout_rules
@@ -207,7 +206,7 @@ RULES: tuple[config_check.Rule, ...] = (
     *rollout_rules.RULES,
     *wiring_rules.ROLE_RULES,
     *sync_rules.RULES,
-    *expectations.RULES,
+    *wiring_rules.CI_RULES,
     server.unused,
 )
 

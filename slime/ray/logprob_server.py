@@ -44,7 +44,7 @@ from slime.ray.arguments import GROUPS, STEPS
 from slime.ray.placement_group import GpuSlots, create_placement_groups, release_placement_groups
 from slime.ray.rules import TRAINER_RULES
 from slime.ray.run.cluster import running_cluster
-from slime.ray.run.main import exit_status
+from slime.ray.run.restart import exit_status
 from slime.ray.train_actor import TrainActor
 from slime.ray.watch.waiting import get
 from slime.utils.errors import ConfigError, SlimeError

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from argparse import Namespace
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import ray
 
@@ -30,11 +30,10 @@ from slime.observability.rollout_metrics import log_eval_rollout_data, log_rollo
 from slime.observability.sample_record import BackgroundWriter, record_rollout
 from slime.observability.tracking import run_directory
 from slime.ray.data_buffer import DataBufferClient
-from slime.ray.engines.fleet import EngineMemory, RayEngineFleet, WaitingEngines
 from slime.ray.engines.http_workers import HttpWorkers, start_http_workers
 from slime.ray.engines.servers import RolloutServers
 from slime.ray.placement_group import GpuSlots
-from slime.ray.run.cluster import engines_share_devices, worker_env
+from slime.ray.run.cluster import worker_env
 from slime.ray.shards import RolloutResult, actor_options, boxed
 from slime.ray.watch.heartbeat import register_process
 from slime.rollout.base_types import call_rollout_fn
@@ -45,13 +44,13 @@ from slime.utils.errors import ConfigError
 from slime.utils.http_utils import set_sender
 from slime.utils.user_exit import exits_are_errors
 
-__all__ = ["RolloutManager", "create_rollout_manager"]
-
 logger = logging.getLogger(__name__)
 
-_FAULTY_ROLLOUT = 2
-"""The first one before which --ci-test stops an engine."""
+_FAULT = "slime_plugins.ci_test.StopFirstEngine"
 _RECORDS_TIMEOUT_S = 5.0
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _CALLS = 4
 """A rollout, an evaluation, a question about the engines, and the end of the run, which waits for none of them."""
@@ -73,7 +72,7 @@ class RolloutManager:
         self._http_workers: HttpWorkers | None = None
         self._records = BackgroundWriter()
         self._signal = SignalWatch(args)
-        self._stops_an_engine = args.ci_test and args.use_fault_tolerance
+        self._inject_fault: Any = None
 
     def start(self) -> None:
         """Start router and engines, load the user's functions meanwhile, and return when the engines answer."""
@@ -96,69 +95,21 @@ class RolloutManager:
         self._log_eval = _load_optional(args.custom_eval_rollout_log_function_path)
         self._dims = read_shape(args.hf_checkpoint) if args.balance_data or args.balance_by_flops else None
         self._layout = _trainer_layout(args)
+        if args.ci_test and args.use_fault_tolerance:
+            self._inject_fault = load_function(_FAULT)()
         if self._servers is not None:
             self._config = self._config.with_facts(routers=self._servers.wait_ready())
             if args.check_weight_update_equal and not args.debug_rollout_only:
-                self._reset_weights()
+                # random weights: only a complete sync can make them right again
+                self._servers.fleet.start("reset_weights").wait(args.weight_sync_timeout)
         if self._http_workers is not None:
             self._http_workers.wait_ready(args.engine_start_timeout)
             set_sender(self._http_workers.send)
 
-    def fleet(self) -> RayEngineFleet | None:
-        """The engines that receive weights; None where there is none of them."""
-        fleet = None if self._servers is None else self._servers.fleet
-        return fleet if fleet is not None and fleet.engines else None
-
-    def waiting_engines(self) -> WaitingEngines:
-        """Engines that started again and wait for weights. Raises when an engine cannot be kept alive."""
-        return self._running_servers.waiting()
-
-    def admit_engines(self, names: Sequence[str]) -> None:
-        """The waiting engines of these names have the weights of the others: they serve from now on."""
-        self._running_servers.admit(names)
-
-    def begin_sync(self) -> RayEngineFleet:
-        """The engines that can take weights. Their health is not checked until :meth:`end_sync`."""
-        return self._running_servers.begin_sync()
-
-    def end_sync(self, names: Sequence[str]) -> None:
-        """The engines of these names have the new weights."""
-        # where engines are without their KV cache still, onload_kv() resumes the watch
-        self._running_servers.end_sync(names, resumes_watch=not engines_share_devices(self._args))
-
-    def mark_engines_dead(self, names: Sequence[str]) -> None:
-        """The engines of these names live, but do not answer: where the dead are replaced, so are they."""
-        self._running_servers.mark_dead(names)
-
-    def lost_engines(self, names: Sequence[str]) -> list[str]:
-        """Those of ``names`` that are dead, looked at just now."""
-        return self._running_servers.lost(names)
-
-    @property
-    def _running_servers(self) -> RolloutServers:
+    def on_engines(self, method: Callable[Concatenate[RolloutServers, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The result of ``method(servers, ...)``, for the driver (``RemoteEngines.call``)."""
         assert self._servers is not None, "there are no engines"
-        return self._servers
-
-    def _reset_weights(self) -> None:
-        """Fill every engine with random weights, so that only a complete sync can make them right again."""
-        self._running_servers.fleet.start("reset_weights").wait(self._args.weight_sync_timeout)
-
-    def offload(self) -> None:
-        """Engines on devices of the trainer release their memory."""
-        self._memory.offload()
-
-    def onload_weights(self) -> None:
-        """They have room for weights again, and stay paused."""
-        self._memory.onload_weights()
-
-    def onload_kv(self) -> None:
-        """They have all of their memory and serve."""
-        self._memory.onload_kv()
-
-    @property
-    def _memory(self) -> EngineMemory:
-        args = self._args
-        return EngineMemory(self._running_servers, args.weight_sync_timeout, replaces_dead=args.use_fault_tolerance)
+        return method(self._servers, *args, **kwargs)
 
     def generate(self, rollout_id: int, saves_state: bool = False) -> RolloutResult:
         """One rollout: prompts -> groups of scored samples -> shards.
@@ -167,8 +118,8 @@ class RolloutManager:
             saves_state: write the Data Buffer's state as it is after this rollout, for the checkpoint that follows.
         """
         set_current_rollout_id(rollout_id)
-        if self._stops_an_engine and self._servers is not None and rollout_id >= _FAULTY_ROLLOUT:
-            self._stop_an_engine(self._servers)
+        if self._inject_fault is not None and self._servers is not None:
+            self._inject_fault(rollout_id, self._servers.all_engines())
         started = time.monotonic()
         groups, metrics = self._groups(rollout_id)
         if saves_state:
@@ -200,12 +151,6 @@ class RolloutManager:
         return RolloutResult(
             boxes, metrics, num_tokens=sum(data["total_lengths"]), forward_flops=self._flops(data["total_lengths"])
         )
-
-    def _stop_an_engine(self, servers: RolloutServers) -> None:
-        """Once in a run with --ci-test and --use-fault-tolerance: the rest of it shows that the engine is replaced."""
-        self._stops_an_engine = False
-        logger.warning("--ci-test: the first engine is stopped now, --use-fault-tolerance must replace it")
-        servers.all_engines().only([0]).start("stop")  # nobody waits: its actor ends as soon as the death is noticed
 
     def _flops(self, lengths: list[int]) -> float:
         """Of one forward pass; 0 for a model that only transformers knows (--train-backend fsdp)."""

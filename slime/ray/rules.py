@@ -9,6 +9,7 @@ import copy
 import importlib.util
 import os
 import resource
+import string
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -241,7 +242,36 @@ def _open_files(args: Namespace) -> Iterator[str]:
 
 
 Rules = tuple[Callable[[Namespace], Iterable[str]], ...]
+_NORM_FIELDS = {"role", "rollout_id", "step_id"}
+
+
+def _norm_templates(args: Namespace) -> Iterator[str]:
+    for name in ("ci_save_grad_norm", "ci_load_grad_norm"):
+        template = getattr(args, name)
+        if template is None:
+            continue
+        try:
+            fields = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None}
+        except ValueError as error:
+            yield f"{flag_of(name)} {template} is no template: {error}."
+            continue
+        needed = {"rollout_id", "step_id"} | ({"role"} if args.use_critic else set())
+        if fields - _NORM_FIELDS or needed - fields:
+            named = ", ".join(f"{{{field}}}" for field in sorted(needed))
+            yield f"{flag_of(name)} {template} must name one file for each norm: use {named}, and no other field."
+    if args.ci_save_grad_norm is not None and args.ci_load_grad_norm is not None:
+        notices.warn(args, "--ci-load-grad-norm", "no effect: --ci-save-grad-norm writes the norms instead")
+
+
+def _needs_ci_test(args: Namespace) -> Iterator[str]:
+    for name in ("ci_disable_kl_checker", "ci_train_rollout_logprob_abs_diff_threshold"):
+        if name in args.given and not args.ci_test:
+            notices.warn(args, flag_of(name), "no effect without --ci-test")
+    yield from ()
+
+
 RULES: Rules = (_first_model, _heartbeats, _checksums, check_roles)
+CI_RULES: Rules = (_norm_templates, _needs_ci_test)
 ROLE_RULES: Rules = (_roles,)
 ROLE_HOOK_RULES: Rules = (_role_hooks,)
 MACHINE_RULES: Rules = (_transport, _writable, _open_files)

@@ -67,11 +67,14 @@ def test_every_change_of_turns_is_timed(both_runs):
         assert values(apart, f"perf/{name}_time") == []
 
 
-class OneEngine:
+class OneEngine(EngineMemory):
     """The owner of a single engine without Ray."""
 
+    memory_timeout_s, replaces_dead = 60.0, False
+    fleet: Any = None
+
     def __init__(self, engine: SGLangEngine) -> None:
-        self.fleet: Any = LocalFleet([engine])
+        self.fleet = LocalFleet([engine])
 
     def offloadable(self) -> Any:
         return self.fleet
@@ -94,7 +97,7 @@ def test_an_engine_gives_its_memory_back_and_serves_again_after_a_sync(tiny_task
     engine = make_engine(tiny_task, server, tmp_path / "log", *flags)
     try:
         engine.start()
-        memory = EngineMemory(OneEngine(engine), 60.0, replaces_dead=False)
+        memory = OneEngine(engine)
         model = model_of(tiny_task)
         ids = [5, 6, 7, 8]
         generate(engine, ids)

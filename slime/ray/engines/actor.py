@@ -1,7 +1,8 @@
-"""The parts of an engine on other nodes than its first: an actor on each node, and what the engine knows of it.
+"""Actors of engines: a server on one node, its parts on other nodes, and a server that others run.
 
-The engine's own actor makes these actors, so they end with it, whatever ends it. No request and no weight sync goes
-to them: SGLang passes on what the engine's first node is told. Only files are the business of every node.
+``engines.servers`` makes them. The rollout manager starts and stops engines through the handles, the trainer sends
+weights. An engine's actor makes the actors of its other nodes, so they end with it. Requests and weight syncs go to the
+first node only, because SGLang forwards them. Weight files must reach every node.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import psutil
 import ray
+from ray.exceptions import RayError
 
 from slime.backends.protocols import EngineInfo
 from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
@@ -34,24 +36,23 @@ from slime.ray.watch.waiting import get
 from slime.utils import accelerator
 from slime.utils.async_utils import call_in_thread, run
 from slime.utils.deadline import Deadline
-from slime.utils.errors import DeadlineExceeded
-from slime.utils.net import claim_ports, url_host
+from slime.utils.errors import DeadlineExceeded, SlimeError
+from slime.utils.net import PortClaim, claim_ports, url_host
 from slime.utils.process import GuardedProcess, has_ended, log_tail
 
 logger = logging.getLogger(__name__)
 
-_THREADS = 2
-"""One may copy files while the other says that it lives."""
+_DIST_PORTS = 30  # ports from its rendezvous address upward that an engine may use, besides one per attention copy
+_NODE_THREADS = 2  # one may copy files while the other answers whether the server lives
 _LOOK_EVERY_S = 0.5
 _LOOK_TIMEOUT_S = 5.0
-_MOST_SILENT = 6
-"""Looks without an answer after which a node is lost. Before it has started it may be busy with that."""
+_MOST_SILENT = 6  # unanswered looks in a row after which a node is lost; a node that starts may be busy
 _STOP_TIMEOUT_S = 15.0
 
 
 @dataclass(frozen=True)
 class NodeSlot:
-    """Where a part of an engine goes.
+    """Device slot of an engine's part on another node.
 
     Attributes:
         strategy: pins an actor to the part's first device slot.
@@ -62,50 +63,156 @@ class NodeSlot:
     base_gpu_id: int
 
 
-class EngineNodeActor:
-    """Body of the actor.
+@dataclass(frozen=True)
+class Rendezvous:
+    """Addresses that all nodes of an engine share.
 
-    Args:
-        node: which of the engine's nodes this is, from 1.
+    Attributes:
         dist_init_addr: where the engine's processes meet.
         bootstrap_port: of prefill engines.
-        fork_server: where a preloading process may be used, if that is on this host.
-        log_path: of the server.
+    """
+
+    dist_init_addr: str
+    bootstrap_port: int | None
+    fork_server: ForkAddress | None
+
+
+def _claim(counts: Sequence[int]) -> tuple[str, list[PortClaim]]:
+    """This node's address and claims of consecutive ports. Keep the claims: they reserve the ports while they live."""
+    host = node_address()
+    return host, [claim_ports(host, count) for count in counts]
+
+
+def _server_argv(
+    args: Namespace, place: EnginePlace, base_gpu_id: int, host: str, ports: Sequence[int], meet: Rendezvous, node: int
+) -> list[str]:
+    """Command line of the server on node number ``node`` of an engine. ``ports``: HTTP and NCCL."""
+    return build_argv(
+        args,
+        rank=place.rank,
+        host=host,
+        port=ports[0],
+        nccl_port=ports[1],
+        base_gpu_id=accelerator.resolve_visible_device_id(base_gpu_id),
+        tp_size=place.num_tensor_ranks(args),
+        dist_init_addr=meet.dist_init_addr,
+        overrides=place.overrides,
+        worker_type=place.worker_type,
+        bootstrap_port=meet.bootstrap_port,
+        num_nodes=place.num_nodes(args.num_gpus_per_node),
+        node_rank=node,
+    )
+
+
+def _fork_socket(fork_server: ForkAddress | None, host: str) -> str | None:
+    return None if fork_server is None else fork_server.socket_on(host)
+
+
+def _register(name: str, log_name: str) -> None:
+    configure_logger(f" {log_name}")
+    register_process(name)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+
+
+class _Startable(SGLangEngine):
+    """Start in one call. ``_first_slot``: of the engine's devices, None if they do not belong to the run."""
+
+    _first_slot: int | None = None
+
+    def start_and_register(self, router_url: str) -> EngineInfo:
+        info = self.start_unregistered()
+        self.register(router_url)
+        return info
+
+    def start_unregistered(self) -> EngineInfo:
+        """Start without requests, because the weights are still those of the checkpoint."""
+        self.start()
+        return EngineInfo(self.url, self._spec.num_gpus, self._first_slot)
+
+
+class EngineActor(_Startable):
+    """Body of the actor: an engine that picks address and ports on the node where it runs.
+
+    Args:
+        first_slot: its first device among all of the run, the trainer's first.
+        base_gpu_id: number of that device on its node, as Ray counts.
+        num_before: engines that died in this slot before; each has its own log.
+        other_slots: device slots of its parts on other nodes.
     """
 
     def __init__(
         self,
         args: Namespace,
         place: EnginePlace,
-        node: int,
+        first_slot: int,
         base_gpu_id: int,
-        dist_init_addr: str,
-        bootstrap_port: int | None,
         fork_server: ForkAddress | None,
-        log_path: Path,
+        num_before: int = 0,
+        other_slots: Sequence[NodeSlot] = (),
     ) -> None:
-        self._name = f"engine {place.rank} node {node}"
-        configure_logger(f" engine-{place.rank}.{node}")
-        register_process(self._name)
-        self._host = host = node_address()
-        self._ports = [claim_ports(host, 1), claim_ports(host, 1)]
-        port, nccl_port = (claim.first for claim in self._ports)
-        self._argv = build_argv(
-            args,
+        _register(f"engine {place.rank}", f"engine-{place.rank}")
+        self._first_slot = first_slot
+        self._pull_timeout_s = args.weight_sync_timeout
+        is_prefill = place.worker_type is WorkerType.PREFILL
+        counts = [1, 1, _DIST_PORTS + args.sglang_dp_size, *([1] if is_prefill else [])]
+        host, self._ports = _claim(counts)  # held while this actor lives: the next engine on this node takes others
+        ports = [claim.first for claim in self._ports]
+        meet = Rendezvous(f"{url_host(host)}:{ports[2]}", ports[3] if is_prefill else None, fork_server)
+        name = f"engine_{place.rank}.{num_before}" if num_before else f"engine_{place.rank}"
+        log = engine_log_directory(args) / f"{name}.log"
+        self._nodes = [
+            RayOtherNode(slot, args, place, node, meet, log.with_suffix(f".node{node}.log"))
+            for node, slot in enumerate(other_slots, start=1)
+        ]
+        spec = EngineSpec(
             rank=place.rank,
             host=host,
-            port=port,
-            nccl_port=nccl_port,
-            base_gpu_id=accelerator.resolve_visible_device_id(base_gpu_id),
-            tp_size=place.num_tensor_ranks(args),
-            dist_init_addr=dist_init_addr,
-            overrides=place.overrides,
+            port=ports[0],
+            argv=_server_argv(args, place, base_gpu_id, host, ports, meet, node=0),
+            env=server_env(host),
+            log_path=log,
+            start_timeout_s=args.engine_start_timeout,
+            fork_server_socket=_fork_socket(fork_server, host),
+            num_gpus=place.num_gpus,
             worker_type=place.worker_type,
-            bootstrap_port=bootstrap_port,
-            num_nodes=place.num_nodes(args.num_gpus_per_node),
-            node_rank=node,
+            bootstrap_port=meet.bootstrap_port,
         )
-        self._fork_server_socket = None if fork_server is None else fork_server.socket_on(host)
+        super().__init__(spec, self._nodes)
+
+    def pull_weights(self, source_dir: str, local_dir: str, version: int) -> None:
+        """Bring the copies of the weights in ``local_dir``, one on each of the engine's nodes, up to ``version``."""
+        who, timeout_s = f"engine {self._spec.rank}", self._pull_timeout_s
+        others = [node.handle.pull_weights.remote(source_dir, local_dir, version) for node in self._nodes]
+        pull_in_time(who, source_dir, local_dir, version, timeout_s)
+        if others:
+            get(others, timeout_s, f"the other nodes of {who} to follow weight version {version}")
+
+
+class ExternalEngineActor(ExternalEngine, _Startable):
+    """Body of the actor for a server that others run."""
+
+    def __init__(self, args: Namespace, rank: int, info: ExternalEngineInfo) -> None:
+        _register(f"engine {rank}", f"engine-{rank}")
+        super().__init__(rank, info, args.engine_start_timeout)
+
+
+class EngineNodeActor:
+    """Body of the actor of an engine's part on another node.
+
+    Args:
+        node: number of the node within the engine, from 1.
+        log_path: of the server.
+    """
+
+    def __init__(
+        self, args: Namespace, place: EnginePlace, node: int, base_gpu_id: int, meet: Rendezvous, log_path: Path
+    ) -> None:
+        self._name = f"engine {place.rank} node {node}"
+        _register(self._name, f"engine-{place.rank}.{node}")
+        self._host, self._ports = _claim([1, 1])
+        ports = [claim.first for claim in self._ports]
+        self._argv = _server_argv(args, place, base_gpu_id, self._host, ports, meet, node)
+        self._fork_server_socket = _fork_socket(meet.fork_server, self._host)
         self._log_path = log_path
         self._pull_timeout_s = args.weight_sync_timeout
         self._deadline = Deadline(args.engine_start_timeout, f"{self._name} to start", "--engine-start-timeout")
@@ -122,13 +229,14 @@ class EngineNodeActor:
         )
 
     def note_parts(self) -> None:
-        """The engine answers, so every process of the server is there. SGLang waits for them one after the other on
-        this node, and would not notice the end of the second while the first one lives."""
+        """Remember the processes of the server, once the engine answers and all of them run."""
+        # SGLang waits for them one after the other on this node: it would not notice the end of the second process
+        # while the first one lives.
         if self._server is not None:
             self._parts = named_children(self._server.pid)
 
     def lost(self) -> str | None:
-        """Why the server, or a process of it, has ended; None while it runs, or has not been started."""
+        """Why the server, or a process of it, has ended; None while it runs, or before its start."""
         status = None if self._server is None else self._server.exit_code()
         part = next((name for name, part in self._parts.items() if has_ended(part)), None)
         if status is None and part is None:
@@ -146,8 +254,7 @@ class EngineNodeActor:
 
 
 def pull_in_time(who: str, source_dir: str, local_dir: str, version: int, timeout_s: float) -> None:
-    """Bring the copy of the weights in ``local_dir`` up to ``version``, in a thread: a file system that hangs does not
-    end with the wait for it.
+    """Bring the copy of the weights in ``local_dir`` up to ``version``.
 
     Raises:
         DeadlineExceeded: it takes longer than ``timeout_s``.
@@ -156,6 +263,7 @@ def pull_in_time(who: str, source_dir: str, local_dir: str, version: int, timeou
 
     async def wait() -> None:
         async with asyncio.timeout(timeout_s):
+            # In a thread, because a call into a file system that hangs cannot be interrupted.
             await call_in_thread(pull, Path(source_dir), Path(local_dir), version, timeout_s=timeout_s)
 
     what = f"{who} to bring its weights in {local_dir} to version {version} of {source_dir}"
@@ -169,21 +277,20 @@ def pull_in_time(who: str, source_dir: str, local_dir: str, version: int, timeou
 
 
 class RayOtherNode:
-    """The engine's side of one such actor, which it makes. Arguments as of :class:`EngineNodeActor`."""
+    """The engine's side of an :class:`EngineNodeActor`, which it makes."""
 
-    def __init__(self, slot: NodeSlot, args: Namespace, place: EnginePlace, node: int, *more: Any) -> None:
+    def __init__(
+        self, slot: NodeSlot, args: Namespace, place: EnginePlace, node: int, meet: Rendezvous, log_path: Path
+    ) -> None:
         self.name = f"engine {place.rank} node {node}"
-        self.handle = (
-            ray.remote(EngineNodeActor)
-            .options(
-                num_cpus=0.2,
-                num_gpus=0.2,
-                max_concurrency=_THREADS,
-                scheduling_strategy=slot.strategy,
-                runtime_env={"env_vars": worker_env() | NOSET_VISIBLE_DEVICES},
-            )
-            .remote(args, place, node, slot.base_gpu_id, *more)
+        options = ray.remote(EngineNodeActor).options(
+            num_cpus=0.2,
+            num_gpus=0.2,
+            max_concurrency=_NODE_THREADS,
+            scheduling_strategy=slot.strategy,
+            runtime_env={"env_vars": worker_env() | NOSET_VISIBLE_DEVICES},
         )
+        self.handle = options.remote(args, place, node, slot.base_gpu_id, meet, log_path)
         self._started: Any = None
         self._looked_at = float("-inf")
         self._num_silent = 0
@@ -195,7 +302,7 @@ class RayOtherNode:
         self.handle.note_parts.remote()
 
     def lost(self) -> str | None:
-        """Asked at most twice a second: those who watch ask more often."""
+        """:meth:`EngineNodeActor.lost`, at most twice a second; callers ask more often."""
         now = time.monotonic()
         if now - self._looked_at < _LOOK_EVERY_S:
             return None
@@ -208,128 +315,14 @@ class RayOtherNode:
         try:
             if self._started in ready:
                 ray.get(self._started)
-            return ray.get(call) if call in ready else None
-        except Exception as error:
+            lost: str | None = ray.get(call) if call in ready else None
+            return lost
+        except Exception as error:  # Ray raises the error of the actor in its own type
             return f"{self.name} is gone: {message_of(error) or f'{type(error).__name__}: {error}'}"
 
     def stop(self) -> None:
         try:
             get(self.handle.stop.remote(), _STOP_TIMEOUT_S, f"{self.name} to stop")
-        except Exception as error:  # killing the actor kills its server as well
+        except (RayError, SlimeError) as error:  # killing the actor kills its server as well
             logger.debug("%s", error)
         ray.kill(self.handle)
-
-
-# The actors that engines are: one that starts a server on its node, one that stands for a server somebody else runs.
-#
-# Made by ``slime.ray.engines.servers``, called by whoever holds the handle: the rollout manager for life and death, the
-# trainer for weights.
-
-_DIST_PORTS = 30
-"""Ports from its rendezvous address upward that an engine may use, on top of one per attention copy."""
-
-
-class _Startable(SGLangEngine):
-    """What both actors do in one call. ``_first_slot``: of the engine's devices, None where they are not ours."""
-
-    _first_slot: int | None = None
-
-    def start_and_register(self, router_url: str) -> EngineInfo:
-        info = self.start_unregistered()
-        self.register(router_url)
-        return info
-
-    def start_unregistered(self) -> EngineInfo:
-        """Start, but get no requests: the weights are still those of the checkpoint."""
-        self.start()
-        return EngineInfo(self.url, self._spec.num_gpus, self._first_slot)
-
-
-class EngineActor(_Startable):
-    """Body of the actor: an engine that picks address and ports on the node where it runs."""
-
-    def __init__(
-        self,
-        args: Namespace,
-        place: EnginePlace,
-        first_slot: int,
-        base_gpu_id: int,
-        fork_server: ForkAddress | None,
-        num_before: int = 0,
-        other_slots: Sequence[NodeSlot] = (),
-    ) -> None:
-        """
-        Args:
-            first_slot: its first device among all of the run, the trainer's first.
-            base_gpu_id: number of that device on its node, as Ray counts.
-            num_before: engines that died in this one's place; each has a log of its own.
-            other_slots: where its parts on other nodes go.
-        """
-        _register_engine(place.rank)
-        self._first_slot = first_slot
-        self._pull_timeout_s = args.weight_sync_timeout
-        host = node_address()
-        is_prefill = place.worker_type is WorkerType.PREFILL
-        # held as long as this actor lives, so that the next engine on this node takes others
-        counts = [1, 1, _DIST_PORTS + args.sglang_dp_size, *([1] if is_prefill else [])]
-        self._ports = [claim_ports(host, count) for count in counts]
-        port, nccl_port, dist_port, *rest = (claim.first for claim in self._ports)
-        bootstrap_port = rest[0] if rest else None
-        dist_init_addr = f"{url_host(host)}:{dist_port}"
-        argv = build_argv(
-            args,
-            rank=place.rank,
-            host=host,
-            port=port,
-            nccl_port=nccl_port,
-            base_gpu_id=accelerator.resolve_visible_device_id(base_gpu_id),
-            tp_size=place.num_tensor_ranks(args),
-            dist_init_addr=dist_init_addr,
-            overrides=place.overrides,
-            worker_type=place.worker_type,
-            bootstrap_port=bootstrap_port,
-            num_nodes=1 + len(other_slots),
-        )
-        name = f"engine_{place.rank}.{num_before}" if num_before else f"engine_{place.rank}"
-        log = engine_log_directory(args) / f"{name}.log"
-        meet = (dist_init_addr, bootstrap_port, fork_server)
-        self._nodes = [
-            RayOtherNode(slot, args, place, node, *meet, log.with_suffix(f".node{node}.log"))
-            for node, slot in enumerate(other_slots, start=1)
-        ]
-        spec = EngineSpec(
-            rank=place.rank,
-            host=host,
-            port=port,
-            argv=argv,
-            env=server_env(host),
-            log_path=log,
-            start_timeout_s=args.engine_start_timeout,
-            fork_server_socket=None if fork_server is None else fork_server.socket_on(host),
-            num_gpus=place.num_gpus,
-            worker_type=place.worker_type,
-            bootstrap_port=bootstrap_port,
-        )
-        super().__init__(spec, self._nodes)
-
-    def pull_weights(self, source_dir: str, local_dir: str, version: int) -> None:
-        """Bring the copies of the weights in ``local_dir``, one on each of the engine's nodes, up to ``version``."""
-        who, timeout_s = f"engine {self._spec.rank}", self._pull_timeout_s
-        others = [node.handle.pull_weights.remote(source_dir, local_dir, version) for node in self._nodes]
-        pull_in_time(who, source_dir, local_dir, version, timeout_s)
-        if others:
-            get(others, timeout_s, f"the other nodes of {who} to follow weight version {version}")
-
-
-class ExternalEngineActor(ExternalEngine, _Startable):
-    """Body of the actor that stands for a server somebody else runs."""
-
-    def __init__(self, args: Namespace, rank: int, info: ExternalEngineInfo) -> None:
-        _register_engine(rank)
-        super().__init__(rank, info, args.engine_start_timeout)
-
-
-def _register_engine(rank: int) -> None:
-    configure_logger(f" engine-{rank}")
-    register_process(f"engine {rank}")
-    logging.getLogger("httpx").setLevel(logging.WARNING)

@@ -1,11 +1,17 @@
-"""The engines as the trainer's weight sync sees them: handles of engine actors behind the EngineFleet protocol."""
+"""Calls to several engines at once, with the memory verbs of engines that share devices with the trainer.
+
+offload          pause (running requests end with the tokens they have), flush the cache, release all memory
+onload_weights   memory for weights; the engines stay paused and unwatched
+onload_kv        all memory; the engines serve, and their health checks resume
+"""
 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from ray.exceptions import RayTaskError
@@ -15,6 +21,8 @@ from slime.backends.sglang_utils.engine import MEMORY_TAGS
 from slime.ray.watch.failure_report import message_of
 from slime.ray.watch.waiting import get
 from slime.utils.errors import DeadlineExceeded, EngineSilent
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -26,12 +34,16 @@ class RayCalls:
     urls: Sequence[str]
 
     def wait(self, timeout_s: float) -> list[Any]:
+        """The results. Raises EngineSilent with the urls of the engines that did not answer in time."""
         what = f"engines {', '.join(self.urls)} to finish {self.verb}"
         try:
-            return get(list(self.refs), timeout_s, what, "Look at the engines' logs in the run's engine folder")
+            results: list[Any] = get(
+                list(self.refs), timeout_s, what, "Look at the engines' logs in the run's engine folder"
+            )
+            return results
         except DeadlineExceeded as error:
             if type(error) is not DeadlineExceeded:
-                raise  # an engine's own
+                raise  # Ray makes a subclass for the error of an engine; only our own deadline means silence
             _, pending = ray.wait(list(self.refs), num_returns=len(self.refs), timeout=0)
             silent = [url for url, ref in zip(self.urls, self.refs, strict=True) if ref in pending]
             raise EngineSilent(f"{error} No answer from: {', '.join(silent)}.", silent) from error
@@ -39,10 +51,10 @@ class RayCalls:
 
 @dataclass(frozen=True)
 class RayEngineFleet:
-    """Picklable: the manager makes it, the trainer ranks use it.
+    """Engines as the weight sync sees them (protocol EngineFleet). Picklable: made by the manager, used by the trainer.
 
     Attributes:
-        names: of the engines, for the manager; a url may come back, a name does not.
+        names: unique in the run. A url is used again by the next engine in the same slot, a name is not.
     """
 
     handles: Sequence[Any]
@@ -50,7 +62,7 @@ class RayEngineFleet:
     names: Sequence[str] = ()
 
     def only(self, indices: Sequence[int]) -> RayEngineFleet:
-        """A fleet of these engines of it."""
+        """The fleet of the engines at ``indices``."""
         names = [self.names[index] for index in indices] if self.names else ()
         return RayEngineFleet([self.handles[i] for i in indices], [self.engines[i] for i in indices], names)
 
@@ -72,10 +84,10 @@ class RayEngineFleet:
 
 @dataclass(frozen=True)
 class WaitingEngines:
-    """What the driver is told when it asks who needs weights.
+    """Engines that need weights before they can serve.
 
     Attributes:
-        fleet: engines that have started again and wait for weights; may be empty.
+        fleet: engines that have restarted and wait for weights; may be empty.
         num_serving: engines that the router sends requests to.
     """
 
@@ -84,103 +96,80 @@ class WaitingEngines:
 
 
 def silent_engines(error: BaseException, fleet: RayEngineFleet) -> list[str]:
-    """Names of the engines of ``fleet`` whose silence ``error`` tells of, from whichever process it comes."""
+    """Names of the engines of ``fleet`` that did not answer, if ``error`` is an EngineSilent of any process."""
     while isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
         error = error.cause
     urls = error.urls if isinstance(error, EngineSilent) else ()
     return [name for name, engine in zip(fleet.names, fleet.engines, strict=True) if engine.url in urls]
 
 
-# Lets the engines that share devices with the trainer give their memory back, and take it again.
-#
-#     offload          pause (what still runs ends with what it has), flush the cache, release everything
-#     onload_weights   room for weights; the engines stay paused and unwatched
-#     onload_kv        the rest of the memory; requests are served, and the health of the engines is watched again
-#
-# Lives in the rollout manager. The driver calls it through :class:`RemoteEngineMemory`. The verbs of an engine may be
-# repeated, so these may be as well: an engine that died is left out, and one that has started again meanwhile holds its
-# memory already.
-
-logger = logging.getLogger(__name__)
+def log_deaths(names: Sequence[str], during: str, error: Exception) -> None:
+    """Log that the engines ``names`` died of a call that ended with ``error``."""
+    dead = ", ".join(name.partition(".")[0] for name in names)
+    logger.warning("engine %s died during %s: %s", dead, during, message_of(error) or error)
 
 
-class SharedEngines(Protocol):
-    """What is needed of the engines' owner."""
+class EngineMemory(ABC):
+    """The memory verbs, for the owner of engines.
 
-    def offloadable(self) -> RayEngineFleet:
-        """Living engines that stand on devices of the trainer."""
+    All verbs may be repeated: SGLang is asked only for memory that is released or held. A verb skips engines that died
+    meanwhile. Engines that restarted hold their memory already.
+
+    Attributes:
+        memory_timeout_s: of each call to all engines.
+        replaces_dead: dead engines are replaced; otherwise the death of one is an error here.
+    """
+
+    memory_timeout_s: float
+    replaces_dead: bool
 
     @property
-    def fleet(self) -> RayEngineFleet | None:
-        """Living engines that receive weights, wherever they stand."""
+    @abstractmethod
+    def fleet(self) -> RayEngineFleet:
+        """Living engines that receive weights, on any devices."""
 
+    @abstractmethod
+    def offloadable(self) -> RayEngineFleet:
+        """Living engines on devices of the trainer."""
+
+    @abstractmethod
     def lost(self, names: Sequence[str]) -> list[str]:
-        """Those of ``names`` that are dead, looked at just now."""
+        """The engines of these names that are dead now."""
 
-    def pause_watch(self) -> None: ...
+    @abstractmethod
+    def pause_watch(self) -> None:
+        """Pause health checks until :meth:`resume_watch`."""
 
+    @abstractmethod
     def resume_watch(self) -> None: ...
 
-
-class EngineMemory:
-    """
-    Args:
-        timeout_s: of each verb on all engines.
-        replaces_dead: engines that die are made good by somebody else; without, their death is an error here.
-    """
-
-    def __init__(self, engines: SharedEngines, timeout_s: float, *, replaces_dead: bool) -> None:
-        self._engines = engines
-        self._timeout_s = timeout_s
-        self._replaces_dead = replaces_dead
-
     def offload(self) -> None:
-        """Release everything."""
-        self._engines.pause_watch()
-        self._on(self._engines.offloadable, "pause_generation", mode="abort")
-        self._on(self._engines.offloadable, "flush_cache")
-        self._on(self._engines.offloadable, "release_memory_occupation", tags=MEMORY_TAGS)
+        """Release all memory."""
+        self.pause_watch()
+        self._on(self.offloadable, "pause_generation", mode="abort")
+        self._on(self.offloadable, "flush_cache")
+        self._on(self.offloadable, "release_memory_occupation", tags=MEMORY_TAGS)
 
     def onload_weights(self) -> None:
-        """Room for weights. There is nothing in it unless the engine keeps a copy of its weights."""
-        self._on(self._engines.offloadable, "resume_memory_occupation", tags=("weights",))
+        """Take memory for weights. It is empty unless the engine keeps a copy of its weights."""
+        self._on(self.offloadable, "resume_memory_occupation", tags=("weights",))
 
     def onload_kv(self) -> None:
-        """All memory again. Engines elsewhere were paused with the others, for the sync: they go on as well."""
-        self._on(self._engines.offloadable, "resume_memory_occupation", tags=MEMORY_TAGS)
-        self._on(self._engines.offloadable, "continue_generation")
-        self._on(lambda: self._engines.fleet, "continue_generation")
-        self._engines.resume_watch()
+        """Take all memory and serve."""
+        self._on(self.offloadable, "resume_memory_occupation", tags=MEMORY_TAGS)
+        self._on(self.offloadable, "continue_generation")
+        # Engines on other devices were paused for the sync as well.
+        self._on(lambda: self.fleet, "continue_generation")
+        self.resume_watch()
 
-    def _on(self, living: Callable[[], RayEngineFleet | None], verb: str, **kwargs: Any) -> None:
-        """``verb`` on all engines of ``living``; when one dies of it, again on the others."""
-        while (fleet := living()) is not None and fleet.engines:
+    def _on(self, living: Callable[[], RayEngineFleet], verb: str, **kwargs: Any) -> None:
+        """Call ``verb`` on all engines of ``living``; if one dies, again on the others."""
+        while (fleet := living()).engines:
             try:
-                fleet.start(verb, **kwargs).wait(self._timeout_s)
+                fleet.start(verb, **kwargs).wait(self.memory_timeout_s)
                 return
-            except Exception as error:
-                lost = self._engines.lost(fleet.names) if self._replaces_dead else []
+            except Exception as error:  # an error of any kind may be the consequence of a death
+                lost = self.lost(fleet.names) if self.replaces_dead else []
                 if not lost:
                     raise
-                dead = ", ".join(name.partition(".")[0] for name in lost)
-                logger.warning("engine %s died during %s: %s", dead, verb, message_of(error) or error)
-
-
-@dataclass(frozen=True)
-class RemoteEngineMemory:
-    """The verbs of the manager's :class:`EngineMemory`, called by the driver; each returns when it is done."""
-
-    manager: Any
-    timeout_s: float
-
-    def offload(self) -> None:
-        self._call("offload", "engines to release their memory")
-
-    def onload_weights(self) -> None:
-        self._call("onload_weights", "engines to make room for weights")
-
-    def onload_kv(self) -> None:
-        self._call("onload_kv", "engines to take their memory back")
-
-    def _call(self, method: str, what: str) -> None:
-        get(getattr(self.manager, method).remote(), self.timeout_s, what, "--weight-sync-timeout")
+                log_deaths(lost, verb, error)

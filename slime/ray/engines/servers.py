@@ -1,13 +1,11 @@
-"""Every model that a run serves, and the engines behind each: which there are, who starts them, who receives weights.
+"""All models that a run serves: one router and its engines for each, started, watched and stopped together.
 
     --sglang-config, --prefill-num-servers   topology: models -> groups -> places of engines on the run's devices
-    --rollout-external-engine-addrs          one model; its engines run somewhere else already
+    --rollout-external-engine-addrs          one model; its engines already run elsewhere
     --rollout-num-gpus 0                     one model; its engines are those that others register with its router
-    model                                    a RolloutServer: one router, its engines
 
-Owned by the rollout manager. On a CPU engines are forked from a process that SGLang is preloaded in (``preloading``);
-engines on other nodes, and engines on GPUs, start SGLang themselves. Knows no trainer: it hands out a fleet of the
-engines that take weights.
+Owned by the rollout manager. On a CPU engines are forked from a process that has imported SGLang (``preloading``).
+Engines on other nodes, and engines on GPUs, import SGLang themselves.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -34,11 +32,11 @@ from slime.backends.sglang_utils.router import ExistingRouter, Router, RouterPro
 from slime.backends.sglang_utils.server_process import ForkAddress
 from slime.backends.sglang_utils.topology import EnginePlace, topology_of
 from slime.ray.engines.actor import EngineActor, ExternalEngineActor, NodeSlot
-from slime.ray.engines.fleet import RayEngineFleet, WaitingEngines
+from slime.ray.engines.fleet import EngineMemory, RayEngineFleet, WaitingEngines
 from slime.ray.engines.preloading import ClusterForkServer, engine_log_directory, fork_server_of
 from slime.ray.engines.slots import EngineSlots, WatchSettings
 from slime.ray.placement_group import GpuSlots
-from slime.ray.run.cluster import NOSET_VISIBLE_DEVICES, node_address, slot_layout, worker_env
+from slime.ray.run.cluster import NOSET_VISIBLE_DEVICES, engines_share_devices, node_address, slot_layout, worker_env
 from slime.utils import accelerator
 from slime.utils.deadline import Deadline
 from slime.utils.errors import ConfigError, EngineError
@@ -49,10 +47,27 @@ _ENGINE_THREADS = 4
 _DEFAULT_MODEL = "default"
 _LOOK_EVERY_S = 0.5
 _REPORT_EVERY_S = 60.0
+_START_GRACE_S = 60.0
 _REGISTERED = "the registered engine"
 
 
-class RolloutServers:
+@dataclass(frozen=True)
+class ServedModel:
+    """The router and the engines of one model.
+
+    Attributes:
+        updates_weights: False for a model that keeps the weights it was started with.
+        registers: its engines were registered by this run. An existing router must forget them at the end.
+    """
+
+    name: str
+    router: Router
+    engines: EngineSlots
+    updates_weights: bool
+    registers: bool = True
+
+
+class RolloutServers(EngineMemory):
     """All routers and engines of a run. The constructor returns at once; :meth:`wait_ready` waits.
 
     Args:
@@ -62,8 +77,10 @@ class RolloutServers:
     def __init__(self, args: Namespace, slots: GpuSlots) -> None:
         self._args = args
         self._gpus = slots
+        self.memory_timeout_s = args.weight_sync_timeout
+        self.replaces_dead = args.use_fault_tolerance
         self._fork_server: ForkServer | ClusterForkServer | None = None
-        self._servers: list[RolloutServer] = []
+        self._models: list[ServedModel] = []
         self._infos: list[ExternalEngineInfo] = []
         try:
             if args.rollout_external:
@@ -73,26 +90,27 @@ class RolloutServers:
                 self._use_external()
             else:
                 self._start_local()
-        except BaseException:
+        except BaseException:  # Ctrl-C as well: no router may survive
             self.stop()
             raise
 
+    # ---------------------------------------------------------------- start
+
     def _start_local(self) -> None:
-        args = self._args
-        topology = topology_of(args)
-        places = topology.places(args.hf_checkpoint)
+        topology = topology_of(self._args)
+        places = topology.places(self._args.hf_checkpoint)
         if accelerator.current().is_cpu and any(places.values()):
-            self._fork_server = fork_server_of(args)
+            self._fork_server = fork_server_of(self._args)
         for model in topology.models:
-            by_rank = {place.rank: self._for_model(place, model.updates_weights) for place in places[model.name]}
+            updates = model.updates_weights
+            by_rank = {place.rank: self._for_model(place, updates) for place in places[model.name]}
             router = self._router(model.name, has_pd=model.has_pd)
-            make = self._make_local(by_rank)
-            server = RolloutServer(model.name, router, make, list(by_rank), updates_weights=model.updates_weights)
-            self._servers.append(server)
+            engines = EngineSlots(self._make_local(by_rank), list(by_rank), router.url, needs_weights=updates)
+            self._models.append(ServedModel(model.name, router, engines, updates))
 
     @property
     def awaits_engines(self) -> bool:
-        """Whether engines are those that others register with the router, sooner or later."""
+        """Whether others register the engines with the router, sooner or later."""
         return not self._args.rollout_external and self._args.rollout_num_gpus == 0
 
     def _use_external(self) -> None:
@@ -104,18 +122,17 @@ class RolloutServers:
             return actor.remote(self._args, rank, self._infos[rank])
 
         router = self._router(_DEFAULT_MODEL, has_pd=any(info.is_pd_worker for info in self._infos))
-        ranks, registers = range(len(self._infos)), not self.awaits_engines
-        server = RolloutServer(_DEFAULT_MODEL, router, make, ranks, updates_weights=True, registers=registers)
-        self._servers.append(server)
+        engines = EngineSlots(make, range(len(self._infos)), router.url, needs_weights=True)
+        self._models.append(ServedModel(_DEFAULT_MODEL, router, engines, True, registers=not self.awaits_engines))
 
     def await_engines(self) -> None:
-        """Return when an engine has registered with the router of a run that starts none.
+        """Wait until an engine has registered with the router of a run that starts none.
 
         Raises:
             DeadlineExceeded: none has within ``--engine-start-timeout``.
             ConfigError: it does not fit the run.
         """
-        router = self._servers[0].router
+        router = self._models[0].router
         router.wait_ready()
         fix = (
             f"Start SGLang servers and register each: curl {router.url}/workers -H 'Content-Type: application/json' -d "
@@ -132,25 +149,26 @@ class RolloutServers:
             time.sleep(_LOOK_EVERY_S)
 
     def _adopt(self) -> int:
-        """Take the engines that have registered since the last time into the run. Returns how many it has."""
-        (server,) = self._servers
+        """Add the engines that have registered since the last call. Returns the number of engines."""
+        (model,) = self._models
         known = {info.url for info in self._infos}
-        urls = [url for url in registered_workers(server.router.url) if url not in known]
+        urls = [url for url in registered_workers(model.router.url) if url not in known]
         if urls:
             found = discover_external_engines(urls, source=_REGISTERED)
             if problems := [text for info in found for text in problems_of(info, self._args, source=_REGISTERED)]:
                 raise ConfigError(problems)
             self._infos += found
-            server.engines.start(range(len(known), len(self._infos)))
-            server.engines.wait_ready(self._args.engine_start_timeout)
-            self._args.rollout_num_engines = len(self._infos)
+            model.engines.start(range(len(known), len(self._infos)))
+            model.engines.wait_ready(self._args.engine_start_timeout)
+            # A fact that requests read: their number in flight grows with the number of engines.
+            vars(self._args)["rollout_num_engines"] = len(self._infos)
             logger.info("engines that have registered with the router: %s", ", ".join(urls))
         return len(self._infos)
 
     def _router(self, model: str, *, has_pd: bool) -> Router:
-        """The router that the command line names for the first model, or one of our own on this node."""
+        """The router that the command line names for the first model, or a new one on this node."""
         args = self._args
-        is_first = not self._servers
+        is_first = not self._models
         if is_first and args.sglang_router_ip is not None:
             return ExistingRouter(args.sglang_router_ip, args.sglang_router_port)
         return RouterProcess(
@@ -187,22 +205,20 @@ class RolloutServers:
         return make
 
     def _check_nodes(self, place: EnginePlace) -> None:
-        """Refuse an engine whose part on a node is on two, or has gaps: its server counts on from its first device, and
-        would take some that are not its own.
-
-        Slots are ordered by node and device, so numbers that do not rise are those of two nodes.
-        """
+        """Refuse an engine whose devices on one node are not consecutive, or are those of two nodes."""
+        # A server counts upward from its first device: with a gap it would use devices of other processes. Slots are
+        # ordered by node and device, so device numbers that do not rise belong to two nodes.
         per_node = self._args.num_gpus_per_node
         is_cpu = accelerator.current().is_cpu
         if is_cpu and place.num_gpus <= per_node:
-            return  # logical devices: one server serves as well
+            return  # logical devices: any server can use them
         end = place.first_slot + place.num_gpus
         for first in range(place.first_slot, end, per_node):
             part = slice(first, min(first + per_node, end))
             numbers = list(self._gpus.device_ids[part])
             if any(after <= before for before, after in itertools.pairwise(numbers)):
                 raise ConfigError(
-                    f"--num-gpus-per-node {per_node}: engine {place.rank} got the devices {numbers} where it needs "
+                    f"--num-gpus-per-node {per_node}: engine {place.rank} got the devices {numbers}, but needs "
                     "those of one node. Give the number that every node of Ray has free, and let the trainer, or a "
                     "placeholder of --sglang-config, fill a node where an engine would begin too late on it."
                 )
@@ -221,25 +237,23 @@ class RolloutServers:
         return [NodeSlot(self._gpus.strategy(slot), self._gpus.device_ids[slot]) for slot in firsts]
 
     def _slot(self, place: EnginePlace) -> int:
-        """First device of an engine among all of the run, the trainer's first."""
+        """First device of an engine among all devices of the run, the trainer's first."""
         return place.first_slot + slot_layout(self._args)[1]
 
     def _for_model(self, place: EnginePlace, updates_weights: bool) -> EnginePlace:
-        """Server fields in which engines differ from what the flags say; those of the user's file stay above them."""
+        """Add server fields that differ between engines. Fields of the user's file take precedence."""
         fields = {}
         if self._args.offload_rollout:
             if self._slot(place) >= self._args.world_size:
                 fields["enable_memory_saver"] = False
-            elif not updates_weights:  # nobody sends them again
+            elif not updates_weights:  # nothing sends them again after memory was released
                 fields["enable_weights_cpu_backup"] = True
-        if (
-            self._args.use_rollout_routing_replay and not updates_weights
-        ):  # SGLang refuses to, of a model without experts
-            fields["enable_return_routed_experts"] = False
+        if self._args.use_rollout_routing_replay and not updates_weights:
+            fields["enable_return_routed_experts"] = False  # SGLang refuses it for a model without experts
         return replace(place, overrides=fields | dict(place.overrides))
 
     def _fork_address(self) -> ForkAddress | None:
-        """None also when the preloading process has died: engines that start later can do without it."""
+        """None also if the preloading process is dead: engines that start later can import SGLang themselves."""
         if self._fork_server is None:
             return None
         try:
@@ -253,7 +267,12 @@ class RolloutServers:
         """Model name -> (host, port) of its router, once every engine is registered with its router."""
         args = self._args
         with self._naming_fork_server():
-            routers = {server.name: server.wait_ready(args.engine_start_timeout + 60.0) for server in self._servers}
+            for model in self._models:
+                model.router.wait_ready()
+                model.engines.wait_ready(args.engine_start_timeout + _START_GRACE_S)
+                urls = ", ".join(engine.url for engine in model.engines.fleet().engines) or "none"
+                about = "" if model.updates_weights else f" of {model.name}, whose weights stay"
+                logger.info("router %s, engines%s %s", model.router.url, about, urls)
         settings = WatchSettings(
             interval_s=args.rollout_health_check_interval,
             timeout_s=args.rollout_health_check_timeout,
@@ -261,32 +280,38 @@ class RolloutServers:
             start_timeout_s=args.engine_start_timeout,
             replaces_dead=args.use_fault_tolerance,
         )
-        for server in self._servers:
-            server.engines.watch(settings)
-        return routers
+        for model in self._models:
+            model.engines.watch(settings)
+        return {model.name: (model.router.host, model.router.port) for model in self._models}
 
     @contextmanager
     def _naming_fork_server(self) -> Iterator[None]:
         try:
             yield
-        except Exception:
+        except Exception:  # of any kind: a dead preloading process is the cause of all
             if self._fork_server is not None:
-                self._fork_server.raise_if_dead()  # then that is the cause
+                self._fork_server.raise_if_dead()
             raise
 
+    # ---------------------------------------------------------------- engines
+
     @property
-    def _trained(self) -> list[RolloutServer]:
+    def _trained(self) -> list[ServedModel]:
         """The models that receive weights."""
-        return [server for server in self._servers if server.updates_weights]
+        return [model for model in self._models if model.updates_weights]
 
     @property
     def fleet(self) -> RayEngineFleet:
         """The engines that receive weights: those that serve, and those that wait for weights."""
-        return RayEngineFleet.joined(server.engines.fleet() for server in self._trained)
+        return RayEngineFleet.joined(model.engines.fleet() for model in self._trained)
+
+    def receivers(self) -> RayEngineFleet:
+        """:attr:`fleet`, as a call for the driver."""
+        return self.fleet
 
     def all_engines(self) -> RayEngineFleet:
-        """Every engine that lives, of models that keep their weights too."""
-        return RayEngineFleet.joined(server.engines.fleet() for server in self._servers)
+        """Every living engine, also of models that keep their weights."""
+        return RayEngineFleet.joined(model.engines.fleet() for model in self._models)
 
     def offloadable(self) -> RayEngineFleet:
         """The engines that share devices with the trainer."""
@@ -295,119 +320,73 @@ class RolloutServers:
         return fleet.only([i for i, slot in enumerate(slots) if slot is not None and slot < self._args.world_size])
 
     def waiting(self) -> WaitingEngines:
-        """Who needs weights. Raises when a router or an engine cannot be kept alive."""
-        for server in self._servers:
-            if server.router.is_ours:
-                server.router.raise_if_dead()
-        states = {server.name: server.engines.waiting() for server in self._servers}
-        answers = [states[server.name] for server in self._trained]
+        """The engines that need weights. Raises when a router or an engine cannot be kept alive."""
+        for model in self._models:
+            if model.router.is_ours:
+                model.router.raise_if_dead()
+        states = {model.name: model.engines.waiting() for model in self._models}
+        answers = [states[model.name] for model in self._trained]
         needy = [answer for answer in answers if answer.fleet.engines] or answers
         num_serving = min((answer.num_serving for answer in needy), default=0)
         return WaitingEngines(RayEngineFleet.joined(answer.fleet for answer in answers), num_serving)
 
     def note_progress(self) -> None:
-        """Something was generated, so the engines can."""
-        for server in self._servers:
-            server.engines.note_progress()
+        """Record that engines have generated something."""
+        for model in self._models:
+            model.engines.note_progress()
 
     def admit(self, names: Sequence[str]) -> None:
-        """The engines of these names have the weights of the others: those of them that waited may serve now."""
-        for server in self._trained:
-            server.engines.admit(names)
+        """Let the waiting engines of these names serve: they have the weights of the others."""
+        for model in self._trained:
+            model.engines.admit(names)
 
     def pause_watch(self) -> None:
-        """Nobody is asked how he is until :meth:`resume_watch`."""
-        for server in self._servers:
-            server.engines.pause_watch()
+        """Pause health checks until :meth:`resume_watch`."""
+        for model in self._models:
+            model.engines.pause_watch()
 
     def resume_watch(self) -> None:
-        for server in self._servers:
-            server.engines.resume_watch()
+        for model in self._models:
+            model.engines.resume_watch()
 
     def begin_sync(self) -> RayEngineFleet:
-        """The engines that can take weights. Nobody is asked how he is until :meth:`end_sync`."""
+        """The engines that can take weights. Health checks pause until :meth:`end_sync`."""
         if self.awaits_engines:
             self._adopt()
         self.waiting()
         self.pause_watch()
         return self.fleet
 
-    def end_sync(self, names: Sequence[str], resumes_watch: bool = True) -> None:
-        """The engines of these names have the new weights."""
+    def end_sync(self, names: Sequence[str]) -> None:
+        """Let the engines of these names serve: they have the new weights."""
         self.admit(names)
-        if resumes_watch:
+        # Engines that share devices are still without their KV cache: onload_kv() resumes their health checks.
+        if not engines_share_devices(self._args):
             self.resume_watch()
 
     def mark_dead(self, names: Sequence[str]) -> None:
-        """Treat the engines of these names as dead, where the dead are replaced."""
-        for server in self._servers:
-            server.engines.mark_dead(names)
+        """Replace the engines of these names, which live but do not answer, if dead engines are replaced."""
+        for model in self._models:
+            model.engines.mark_dead(names)
 
     def lost(self, names: Sequence[str]) -> list[str]:
-        """Look now, and say which of the engines of these names are dead."""
-        for server in self._servers:
-            server.engines.look()
+        """The engines of these names that are dead now."""
+        for model in self._models:
+            model.engines.look()
         alive = self.all_engines().names
         return [name for name in names if name not in alive]
 
     def raise_if_dead(self) -> None:
-        """Raise the cause if a router has died, or an engine that nobody replaces."""
-        for server in self._servers:
-            server.raise_if_dead()
+        """Raise the cause if a router is dead, or an engine that is not replaced."""
+        for model in self._models:
+            model.router.raise_if_dead()
+            model.engines.raise_if_dead()
 
     def stop(self) -> None:
         """Stop engines, routers and the preloading process."""
-        for server in self._servers:
-            server.stop()
-        self._servers = []
+        for model in self._models:
+            model.engines.stop(leaves_router=model.registers and not model.router.is_ours)
+            model.router.stop()
+        self._models = []
         if self._fork_server is not None:
             self._fork_server.stop()
-
-
-# One served model: the router in front of it and its engines, started side by side, watched, and stopped together.
-
-
-class RolloutServer:
-    """Router and engines of one model. The constructor returns at once; :meth:`wait_ready` waits.
-
-    Args:
-        name: of the model.
-        make: starts the actor for (rank, how many died there before); returns its handle without waiting.
-        ranks: numbers of the engines in the run.
-        updates_weights: False for a model that keeps the weights it was started with.
-        registers: the engines were not registered with the router before; a router that lives on forgets them again.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        router: Router,
-        make: Callable[[int, int], Any],
-        ranks: Sequence[int],
-        *,
-        updates_weights: bool,
-        registers: bool = True,
-    ) -> None:
-        self._registers = registers
-        self.name = name
-        self.router = router
-        self.updates_weights = updates_weights
-        self.engines = EngineSlots(make, ranks, router.url, needs_weights=updates_weights)
-
-    def wait_ready(self, timeout_s: float) -> tuple[str, int]:
-        """(host, port) of the router once every engine is registered with it."""
-        self.router.wait_ready()
-        self.engines.wait_ready(timeout_s)
-        urls = ", ".join(engine.url for engine in self.engines.fleet().engines) or "none"
-        about = "" if self.updates_weights else f" of {self.name}, whose weights stay"
-        logger.info("router %s, engines%s %s", self.router.url, about, urls)
-        return self.router.host, self.router.port
-
-    def raise_if_dead(self) -> None:
-        """Raise the cause if the router has died, or an engine that nobody replaces."""
-        self.router.raise_if_dead()
-        self.engines.raise_if_dead()
-
-    def stop(self) -> None:
-        self.engines.stop(leaves_router=self._registers and not self.router.is_ours)
-        self.router.stop()

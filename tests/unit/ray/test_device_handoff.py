@@ -9,13 +9,14 @@ import pytest
 
 import train as driver
 from slime.backends.protocols import TRAINER_PARTS, TrainReport
-from slime.config.run_config import RunConfig
-from slime.ray.run import loop
+from slime.ray.engines import recovery
+from slime.ray.run import loop, start
 from slime.ray.run.device_handoff import DeviceHandoff
 from slime.ray.shards import RolloutResult
 from slime.ray.train_actor import SyncReport
 from slime.ray.watch.progress import Progress
 from slime.utils.errors import EngineError
+from tests.unit.ray.runs import Engines, make_run
 
 ALL = "+".join(TRAINER_PARTS)
 
@@ -97,54 +98,41 @@ def story_of(
     """What ``train.py`` does with a colocated run of these settings, from the first sync to the end."""
     story: list[str] = []
     settings: dict[str, Any] = {
-        **{"num_rollout": num_rollout, "eval_interval": None, "save_interval": None, "skip_eval_before_train": True},
-        **{
-            "update_weights_interval": 1,
-            "is_async": False,
-            "background_eval": False,
-            "debug_train_only": False,
-            "rollout_timeout": 1.0,
-        },
-        **{
-            "save": "checkpoints",
-            "save_hf": None,
-            "async_save": False,
-            "num_critic_only_steps": 0,
-            "release_train": False,
-            "offload_train": True,
-        },
-        **{"offload_rollout": True, "background_eval": False, **more},
+        "eval_interval": None,
+        "skip_eval_before_train": True,
+        "update_weights_interval": 1,
+        "save": "checkpoints",
+        "offload_train": True,
+        "offload_rollout": True,
+        "release_train": False,
+        **more,
     }
     args = SimpleNamespace(**settings)
     who, _, verb = fails_at.partition(".")
     make = lambda kind, name: kind(name, story, verb if name == who else "")  # noqa: E731
     trainer, of_critic = make(FakeTrainer, "trainer"), make(FakeTrainer, "critic") if critic else None
-    handoff = DeviceHandoff(
-        trainer,
-        of_critic,
-        make(FakeEngines, "engines") if args.offload_rollout else None,
-        args.offload_train,
-        args.release_train,
+    run = make_run(
+        args=settings,
+        rollout_ids=range(num_rollout),
+        trainer=trainer,
+        critic=of_critic,
+        engines=Engines(),
+        manager=make(FakeManager, "manager"),
+        progress=Progress(tmp_path),
+        handoff=DeviceHandoff(
+            trainer,
+            of_critic,
+            make(FakeEngines, "engines") if args.offload_rollout else None,
+            args.offload_train,
+            args.release_train,
+        ),
     )
-    tracker = SimpleNamespace(log=lambda *a, **k: None, close=lambda: None)
-    manager = make(FakeManager, "manager")
-    silent = SimpleNamespace(kill=lambda: None, trained=lambda rollout_id: None)
-    run = loop.Run(
-        **{
-            "config": RunConfig.of(args),
-            "tracker": tracker,
-            "manager": manager,
-            "data_buffer": silent,
-            "trainer": trainer,
-        },
-        **{"start_rollout_id": 0, "num_rollout": num_rollout, "_fleet": object(), "slots": {}, "critic": of_critic},
-        **{"progress": Progress(tmp_path), "handoff": handoff},
-    )
-    monkeypatch.setattr(loop, "get", lambda ref, *arguments: ref)
+    for module in (loop, recovery):
+        monkeypatch.setattr(module, "get", lambda ref, *arguments, **more: ref)
     monkeypatch.setattr(loop.Run, "report", lambda run, *told: None)
     monkeypatch.setattr(loop.ray, "kill", lambda actor: None)
     monkeypatch.setattr(loop, "release_placement_groups", lambda slots: None)
-    monkeypatch.setattr(loop, "start_run", lambda args: run)
+    monkeypatch.setattr(start, "start_run", lambda args: run)
     try:
         driver.train(args)
     except EngineError as error:

@@ -39,10 +39,12 @@ class FakeFleet:
 
 
 @dataclass
-class FakeEngines:
+class FakeEngines(EngineMemory):
     """Engines ``0.0`` and ``1.0`` on the trainer's devices, ``2.0`` elsewhere."""
 
     dies: dict[str, str] = field(default_factory=dict)
+    replaces_dead: bool = False
+    memory_timeout_s: float = 1.0
     told: list[tuple[str, list[str], Any]] = field(default_factory=list)
     dead: list[str] = field(default_factory=list)
 
@@ -69,10 +71,9 @@ SHARED = ["0.0", "1.0"]
 
 def test_memory_is_released_by_paused_engines_and_resumed_before_they_serve():
     engines = FakeEngines()
-    memory = EngineMemory(engines, 1.0, replaces_dead=False)
-    memory.offload()
-    memory.onload_weights()
-    memory.onload_kv()
+    engines.offload()
+    engines.onload_weights()
+    engines.onload_kv()
     assert engines.told == [
         ("pause_watch", [], None),
         ("pause_generation", SHARED, None),
@@ -87,14 +88,13 @@ def test_memory_is_released_by_paused_engines_and_resumed_before_they_serve():
 
 
 def test_a_death_is_an_error_where_nobody_replaces_engines():
-    memory = EngineMemory(FakeEngines({"1.0": "flush_cache"}), 1.0, replaces_dead=False)
     with pytest.raises(EngineError, match=r"1\.0 is gone"):
-        memory.offload()
+        FakeEngines({"1.0": "flush_cache"}).offload()
 
 
 def test_an_engine_that_dies_of_it_is_left_out_where_it_is_replaced():
-    engines = FakeEngines({"1.0": "release_memory_occupation"})
-    EngineMemory(engines, 1.0, replaces_dead=True).offload()
+    engines = FakeEngines({"1.0": "release_memory_occupation"}, replaces_dead=True)
+    engines.offload()
     assert [(verb, names) for verb, names, _ in engines.told[-2:]] == [
         ("release_memory_occupation", SHARED),
         ("release_memory_occupation", ["0.0"]),
@@ -102,10 +102,10 @@ def test_an_engine_that_dies_of_it_is_left_out_where_it_is_replaced():
 
 
 def test_a_refusal_of_a_living_engine_is_an_error_in_any_case():
-    engines = FakeEngines({"1.0": "flush_cache"})
+    engines = FakeEngines({"1.0": "flush_cache"}, replaces_dead=True)
     engines.lost = lambda names: []  # type: ignore[method-assign]
     with pytest.raises(EngineError):
-        EngineMemory(engines, 1.0, replaces_dead=True).offload()
+        engines.offload()
 
 
 def test_an_engine_is_never_asked_for_memory_that_it_holds_or_has_given(monkeypatch, tmp_path):

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from slime.backends.protocols import TrainReport
-from slime.ray.expectations import ExpectationFailed, check_expectations
-from slime.ray.rollout import RolloutManager
 from slime.utils.errors import DataError
+from slime_plugins.ci_test import ExpectationFailed, check_expectations
 from tests.unit.config.tiny_command import TinyCommand, make_command
+from tests.unit.ray.test_run_wiring import make_manager
 
 ROLLOUT = {"log_probs": -0.5, "ref_log_probs": -0.5, "entropy": 0.4}
 STEP = {"ppo_kl": 0.0, "kl_loss": 0.0, "train_rollout_logprob_abs_diff": 0.02, "grad_norm": 1.5, "mtp_loss": 2.0}
@@ -128,8 +128,7 @@ def test_the_first_engine_is_stopped_once_where_its_death_is_made_good(
     def no_groups(rollout_id: int) -> None:
         raise DataError("what comes after is not looked at")
 
-    monkeypatch.setattr("slime.ray.rollout.register_process", lambda *arguments: None)
-    manager = RolloutManager(command.resolve(*flags), slots=None, data_buffer=None)  # type: ignore[arg-type]
+    manager = make_manager(command.directory, *flags)
     manager._servers = SimpleNamespace(all_engines=lambda: fleet(["e0", "e1"]))  # type: ignore[assignment]
     monkeypatch.setattr(manager, "_groups", no_groups)
     for rollout_id in range(5):

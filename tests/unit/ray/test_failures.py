@@ -7,7 +7,7 @@ import errno
 import pytest
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayTaskError
 
-from slime.ray.run.main import exit_status
+from slime.ray.run.restart import exit_status
 from slime.ray.watch.failure_report import message_of
 from slime.utils.errors import DataError, ProcessDied
 

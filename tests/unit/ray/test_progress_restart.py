@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slime.ray.run.main import MAX_RESTARTS, run_to_the_end
+from slime.ray.run.restart import MAX_RESTARTS, run_to_the_end
 from slime.ray.watch.progress import PROGRESS, Progress, phase
 from slime.utils.errors import ProcessDied, SlimeError, StartFailed
 from tests.unit.ray.test_arguments import parse

@@ -7,20 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.backends.protocols import EngineInfo
 from slime.backends.sglang_utils.external import ExternalEngineInfo
+from slime.backends.sglang_utils.server_process import ForkAddress
 from slime.backends.sglang_utils.topology import EnginePlace, WorkerType
 from slime.ray.engines import servers as engine_servers
-from slime.ray.engines.actor import ForkAddress
 from slime.ray.engines.fleet import RayEngineFleet, WaitingEngines
 from slime.ray.engines.servers import RolloutServers
 from slime.ray.placement_group import GpuSlots
 from slime.utils.errors import ConfigError, DeadlineExceeded, EngineError
-
-
-def fleet(*names: str, slots: tuple[int | None, ...] = ()) -> RayEngineFleet:
-    infos = [EngineInfo(f"http://{n}", 1, s) for n, s in zip(names, slots or (None,) * len(names), strict=True)]
-    return RayEngineFleet(names, infos, names)
+from tests.unit.ray.runs import fleet
 
 
 class Slots:
@@ -46,7 +41,7 @@ def servers(*models: tuple[bool, RayEngineFleet, WaitingEngines], **changes) -> 
     values |= {"rollout_num_gpus": 4, "rollout_external": False, "offload_rollout": True}
     values |= {"use_rollout_routing_replay": False}
     made._args = Namespace(**values | changes)
-    made._servers = [
+    made._models = [
         SimpleNamespace(
             name=str(number),
             updates_weights=updates,
@@ -62,16 +57,24 @@ NOBODY = WaitingEngines(fleet(), 1)
 
 
 def test_weights_go_to_every_model_that_takes_them_and_to_no_other():
-    several = servers((True, fleet("0.0", "1.0"), NOBODY), (False, fleet("2.0"), NOBODY), (True, fleet("3.0"), NOBODY))
+    models = (True, fleet("0.0", "1.0"), NOBODY), (False, fleet("2.0"), NOBODY), (True, fleet("3.0"), NOBODY)
+    several = servers(*models, offload_rollout=False)
     assert several.fleet.names == ("0.0", "1.0", "3.0")
     assert several.all_engines().names == ("0.0", "1.0", "2.0", "3.0")
     assert several.begin_sync().names == ("0.0", "1.0", "3.0")
     several.end_sync(["0.0"])
-    assert [server.engines.diary for server in several._servers] == [
+    assert [server.engines.diary for server in several._models] == [
         ["pause_watch", "admit", "resume_watch"],
         ["pause_watch", "resume_watch"],
         ["pause_watch", "admit", "resume_watch"],
     ]
+
+
+def test_engines_that_share_devices_are_watched_again_once_they_have_their_memory():
+    sharing = servers((True, fleet("0.0"), NOBODY))
+    sharing.begin_sync()
+    sharing.end_sync(["0.0"])
+    assert sharing._models[0].engines.diary == ["pause_watch", "admit"]
 
 
 def test_engines_on_the_trainers_devices_release_their_memory_frozen_ones_too():
@@ -98,7 +101,7 @@ def test_a_model_that_keeps_its_weights_ends_the_run_when_it_cannot_be_kept_aliv
     def fail() -> None:
         raise EngineError("engine 2 died 4 times")
 
-    several._servers[1].engines.waiting = fail
+    several._models[1].engines.waiting = fail
     with pytest.raises(EngineError, match="engine 2 died 4 times"):
         several.waiting()
 
@@ -106,7 +109,7 @@ def test_a_model_that_keeps_its_weights_ends_the_run_when_it_cannot_be_kept_aliv
 def test_the_dead_are_those_that_no_model_knows_any_more():
     several = servers((True, fleet("0.0"), NOBODY), (False, fleet("2.0"), NOBODY))
     assert several.lost(["0.0", "1.0", "2.0"]) == ["1.0"]
-    assert [server.engines.diary for server in several._servers] == [["look"], ["look"]]
+    assert [server.engines.diary for server in several._models] == [["look"], ["look"]]
 
 
 def test_a_dead_router_is_the_answer_to_who_needs_weights():
@@ -115,7 +118,7 @@ def test_a_dead_router_is_the_answer_to_who_needs_weights():
     def fail() -> None:
         raise EngineError("the router ended")
 
-    several._servers[0].router.raise_if_dead = fail
+    several._models[0].router.raise_if_dead = fail
     with pytest.raises(EngineError, match="the router ended"):
         several.waiting()
 
@@ -195,7 +198,7 @@ class Registered:
         self.servers = servers((True, fleet(), NOBODY), rollout_num_gpus=0, engine_start_timeout=0.0)
         self.servers._args.__dict__.update(bf16=False, fp16=False, fp32=True)
         self.servers._infos = []
-        server = self.servers._servers[0]
+        server = self.servers._models[0]
         server.router = SimpleNamespace(
             is_ours=True, url="http://router:1", wait_ready=lambda: None, raise_if_dead=lambda: None
         )

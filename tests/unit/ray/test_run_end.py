@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from slime.config.run_config import RunConfig
 from slime.ray.run import loop
 from slime.utils.errors import DataError, ProcessDied
+from tests.unit.ray.runs import NoProgress, make_run
 
 
 def _end(monkeypatch: pytest.MonkeyPatch, *, async_save: bool = True, death: Exception | None = None) -> list[str]:
@@ -21,12 +21,9 @@ def _end(monkeypatch: pytest.MonkeyPatch, *, async_save: bool = True, death: Exc
             raise death
 
     monkeypatch.setattr(loop, "raise_if_dead", look)
-    monkeypatch.setattr(loop.Run, "dispose", lambda self: story.append("disposed"))
-    run = object.__new__(loop.Run)
-    run.config = RunConfig({"async_save": async_save})
-    run.progress = SimpleNamespace(update=lambda state: story.append(state))  # type: ignore[assignment]
-    run.critic = None
-    run.trainer = SimpleNamespace(ranks=[], finish_saves=lambda seconds: story.append("saved"))  # type: ignore[assignment]
+    monkeypatch.setattr(loop.RunHandles, "dispose", lambda self: story.append("disposed"))
+    trainer = SimpleNamespace(ranks=[], finish_saves=lambda seconds: story.append("saved"))
+    run = make_run(args={"async_save": async_save}, trainer=trainer, progress=NoProgress(story))
     with pytest.raises(DataError), run:
         raise DataError("a reward failed")
     return story

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from slime.config.run_config import RunConfig
 from slime.ray import placement_group
-from slime.ray.run import loop
+from slime.ray.run import start
 from slime.ray.watch.failure_report import Shortage
 from slime.utils.errors import DeadlineExceeded
 
@@ -35,13 +36,14 @@ def test_what_was_made_before_a_start_failed_is_ended_in_the_reverse_order(
         return make
 
     for name in STEPS:
-        monkeypatch.setattr(loop, name, step(name))
-    monkeypatch.setattr(loop, "release_placement_groups", lambda slots: ended.append("create_placement_groups"))
-    monkeypatch.setattr(loop, "run_directory", lambda args: None)
-    monkeypatch.setattr(loop, "ledger_path", lambda save, directory: "ledger")
-    monkeypatch.setattr(loop, "Progress", lambda directory, ledger: None)
+        monkeypatch.setattr(start, name, step(name))
+    monkeypatch.setattr(start, "release_placement_groups", lambda slots: ended.append("create_placement_groups"))
+    monkeypatch.setattr(start, "run_directory", lambda args: None)
+    monkeypatch.setattr(start, "ledger_path", lambda save, directory: "ledger")
+    monkeypatch.setattr(start, "Progress", lambda directory, ledger: None)
+    monkeypatch.setattr(start, "run_config", RunConfig.of)
     with pytest.raises(DeadlineExceeded, match=breaks):
-        loop.start_run(SimpleNamespace(save=None, advantage_estimator="grpo"))  # type: ignore[arg-type]
+        start.start_run(SimpleNamespace(save=None))  # type: ignore[arg-type]
     assert ended == list(STEPS[: STEPS.index(breaks)])[::-1]
 
 

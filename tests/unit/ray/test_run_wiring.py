@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,26 +17,17 @@ from slime.config.run_config import RunConfig
 from slime.data.sample import Sample
 from slime.ray import rollout as rollout_module
 from slime.ray import train_actor
+from slime.ray.engines import recovery
 from slime.ray.engines.fleet import WaitingEngines
 from slime.ray.rollout import RolloutManager
-from slime.ray.run import loop
-from slime.ray.run.device_handoff import DeviceHandoff
+from slime.ray.run import loop, start
 from slime.ray.run.weight_updates import weight_updater
 from slime.ray.shards import Box, RolloutResult
 from slime.ray.train_actor import SyncReport, TrainActor
 from slime.rollout.rules import FULLY_ASYNC
 from slime.utils.errors import ConfigError, EngineError
 from tests.unit.config.tiny_command import make_command
-
-
-def make_run(**more: Any) -> loop.Run:
-    run = object.__new__(loop.Run)
-    vars(run).update({name: field.default for name, field in loop.Run.__dataclass_fields__.items()})
-    run.handoff, run._seconds, run._trainer_in_use = DeviceHandoff(), {}, threading.Lock()
-    if "args" in more:
-        run.config = RunConfig.of(more.pop("args"))
-    vars(run).update(more)
-    return run
+from tests.unit.ray.runs import Engines, make_run
 
 
 def test_the_state_of_the_data_is_saved_with_every_rollout_that_a_checkpoint_follows(
@@ -50,10 +40,18 @@ def test_the_state_of_the_data_is_saved_with_every_rollout_that_a_checkpoint_fol
         return RolloutResult([], {})
 
     monkeypatch.setattr(loop, "get", lambda ref, *arguments: ref)
-    args = SimpleNamespace(save_interval=2, is_async=True, rollout_timeout=1.0)
+    monkeypatch.setattr(recovery, "get", lambda ref, *arguments, **more: ref)
     manager = SimpleNamespace(generate=SimpleNamespace(remote=generate))
-    run = make_run(args=args, manager=manager, num_rollout=5, _version="3")
-    results = [loop.Run.generate.__wrapped__(run, rollout_id) for rollout_id in range(5)]
+    trainer = SimpleNamespace(update_weights=lambda *arguments: SyncReport())
+    run = make_run(
+        args={"save_interval": 2, "is_async": True},
+        manager=manager,
+        rollout_ids=range(5),
+        engines=Engines(),
+        trainer=trainer,
+    )
+    run.sync_weights(3)
+    results = [run.generate(rollout_id) for rollout_id in range(5)]
     assert saved == [False, True, False, True, True]
     assert {(result.version, result.oldest_version) for result in results} == {("3", "3")}
 
@@ -66,24 +64,23 @@ def test_an_engine_that_waits_gets_weights_only_while_the_trainer_has_those_that
         return SyncReport(0.0, 0)
 
     trainer = SimpleNamespace(update_weights=update_weights, train=lambda *arguments: TrainReport())
-    args = SimpleNamespace(is_async=True, weight_sync_timeout=1.0)
-    buffer = SimpleNamespace(trained=lambda rollout_id: None)
-    run = make_run(args=args, trainer=trainer, data_buffer=buffer, _fleet=object(), _num_trained=3)
+    engines = Engines()
+    run = make_run(args={"is_async": True}, trainer=trainer, engines=engines, rollout_ids=range(3, 9))
     waiting = WaitingEngines(fleet=object(), num_serving=1)  # type: ignore[arg-type]
-    loop.Run.sync_weights.__wrapped__(run, 3)
+    run.sync_weights(3)
     assert run._send_current_weights(waiting)
-    loop.Run.train.__wrapped__(run, 3, RolloutResult([], {}))
+    run.train(3, RolloutResult([], {}))
     assert not run._send_current_weights(waiting)
-    loop.Run.sync_weights.__wrapped__(run, 4)
+    run.sync_weights(4)
     assert run._send_current_weights(waiting)
     assert sent == ["3", "3", "4", "4"]
 
 
 def test_ranks_that_would_start_with_different_rollouts_are_refused() -> None:
-    args = Namespace(start_rollout_id=None, load="/checkpoints")
-    assert loop._start_id(args, [4, 4]) == 4
+    args = start.StartArgs(load="/checkpoints")
+    assert start._start_id(args, [4, 4]) == 4
     with pytest.raises(ConfigError, match=r"--load /checkpoints: ranks would start at different rollouts: \[3, 4\]"):
-        loop._start_id(args, [4, 3])
+        start._start_id(args, [4, 3])
 
 
 def test_the_trainer_has_the_values_of_its_role(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -95,9 +92,10 @@ def test_the_trainer_has_the_values_of_its_role(monkeypatch: pytest.MonkeyPatch,
         seen.append(args)
         return SimpleNamespace(start_setup=lambda with_ref: [])
 
-    monkeypatch.setattr(loop, "RayTrainGroup", group)
+    monkeypatch.setattr(start, "RayTrainGroup", group)
     args = make_command(tmp_path).resolve("--megatron-config-path", str(file))
-    loop._start_trainer(make_run(args=args), slots=None)  # type: ignore[arg-type]
+    handles = SimpleNamespace(slots={"actor": None}, trainers=[])
+    start._start_trainers(RunConfig.of(args), handles)  # type: ignore[arg-type]
     assert [of_role.lr for of_role in seen] == [0.5]
     assert args.lr != 0.5
 
@@ -163,9 +161,9 @@ def test_the_death_of_an_engine_is_told_instead_of_what_it_does_to_a_rollout(tmp
 def test_new_weights_do_not_overtake_an_evaluation_that_is_under_way() -> None:
     story: list[str] = []
     trainer = SimpleNamespace(update_weights=lambda *arguments: story.append("sync") or SyncReport(0.0, 0))
-    run = make_run(args=SimpleNamespace(is_async=True), trainer=trainer, _fleet=object())
+    run = make_run(args={"is_async": True}, trainer=trainer, engines=Engines())
     run.finish_evaluation = lambda: story.append("evaluated")  # type: ignore[method-assign,assignment,return-value]
-    loop.Run.sync_weights.__wrapped__(run, 1)
+    run.sync_weights(1)
     assert story == ["evaluated", "sync"]
 
 

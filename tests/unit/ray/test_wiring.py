@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slime.ray.run.loop import is_due
-from slime.ray.run.main import exit_status
+from slime.ray.run.restart import exit_status
 from slime.ray.watch.failure_report import message_of
 from slime.utils.errors import ConfigError, EngineError
 

@@ -11,8 +11,8 @@ import threading
 
 import pytest
 
-from slime.ray.run.main import exit_status
 from slime.ray.run.prefetch import PrefetchedRollouts
+from slime.ray.run.restart import exit_status
 from slime.utils.deadline import Deadline, wait_until
 from slime.utils.interrupt import Interrupted, acknowledge, interruptible, raise_if_interrupted
 from tests.limits import unloaded_time

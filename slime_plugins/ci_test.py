@@ -1,29 +1,30 @@
-"""What ``--ci-test`` expects of a run's numbers, and gradient norms that one run leaves for another to compare with.
+"""``--ci-test``: expected ranges of a run's metrics, gradient norms compared between runs, one injected engine failure.
 
-Called by the loop after the metrics of a rollout are logged, so that the ones that failed are on record. Knows numbers
-only. A metric that a run does not have (no reference, no engine) is not expected of it.
+The run loads ``check_expectations`` if a ``--ci-*`` flag needs it, and calls it after the metrics of a rollout are
+logged: failed metrics are on record. A metric that a run does not have (no reference, no engine) is not checked. The
+rollout manager loads ``StopFirstEngine`` with ``--ci-test --use-fault-tolerance``.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-import string
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slime.backends.protocols import TrainReport
-from slime.config import notices
 from slime.config.arguments import CiArgs
-from slime.config.groups import flag_of, from_args
+from slime.config.groups import from_args
 from slime.utils.errors import DataError, SlimeError
 
-_ZERO = 1e-8
-"""What is zero in exact arithmetic may be this large: the same numbers, summed in another order."""
-_SAME_NORM = 0.01
-"""Gradient norms of two runs agree to this, relative or absolute."""
-_FIELDS = {"role", "rollout_id", "step_id"}
+_ZERO = 1e-8  # zero in exact arithmetic; the order of a sum may differ
+_SAME_NORM = 0.01  # relative or absolute difference of gradient norms
+_FAULTY_ROLLOUT = 2  # first rollout before which an engine is stopped
+
+logger = logging.getLogger(__name__)
 
 
 class ExpectationFailed(SlimeError, AssertionError):
@@ -51,7 +52,7 @@ class _Expectation:
 
 
 def check_expectations(args: Namespace, rollout_id: int, report: TrainReport) -> None:
-    """Compare the metrics of a trained rollout with what is expected, all of them in one error.
+    """Check the metrics of a trained rollout. All that fail are in one error.
 
     Raises:
         ExpectationFailed: metric, rollout and step, value, limits and meaning of each that is out of them.
@@ -107,9 +108,6 @@ def _is_zero_expected(args: Namespace, ci: CiArgs) -> bool:
     return not (ci.ci_disable_kl_checker or args.use_routing_replay or args.use_rollout_routing_replay)
 
 
-# ------------------------------------------------------------------------------------------------ gradient norms
-
-
 def _compare_norms(ci: CiArgs, rollout_id: int, report: TrainReport) -> list[str]:
     template = ci.ci_save_grad_norm or ci.ci_load_grad_norm
     if template is None:
@@ -141,32 +139,16 @@ def _read_norm(file: Path) -> float:
         ) from None
 
 
-# ------------------------------------------------------------------------------------------------ rules of the flags
+class StopFirstEngine:
+    """Stops the first engine once, so that the rest of the run shows whether ``--use-fault-tolerance`` replaces it."""
 
+    def __init__(self) -> None:
+        self._has_stopped = False
 
-def _templates(args: Namespace) -> Iterator[str]:
-    for name in ("ci_save_grad_norm", "ci_load_grad_norm"):
-        template = getattr(args, name)
-        if template is None:
-            continue
-        try:
-            fields = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None}
-        except ValueError as error:
-            yield f"{flag_of(name)} {template} is no template: {error}."
-            continue
-        needed = {"rollout_id", "step_id"} | ({"role"} if args.use_critic else set())
-        if fields - _FIELDS or needed - fields:
-            named = ", ".join(f"{{{field}}}" for field in sorted(needed))
-            yield f"{flag_of(name)} {template} must name one file for each norm: use {named}, and no other field."
-    if args.ci_save_grad_norm is not None and args.ci_load_grad_norm is not None:
-        notices.warn(args, "--ci-load-grad-norm", "no effect: --ci-save-grad-norm writes the norms instead")
-
-
-def _unused(args: Namespace) -> Iterator[str]:
-    for name in ("ci_disable_kl_checker", "ci_train_rollout_logprob_abs_diff_threshold"):
-        if name in args.given and not args.ci_test:
-            notices.warn(args, flag_of(name), "no effect without --ci-test")
-    yield from ()
-
-
-RULES = (_templates, _unused)
+    def __call__(self, rollout_id: int, engines: Any) -> None:
+        """Called before rollout ``rollout_id`` with the fleet of all engines."""
+        if self._has_stopped or rollout_id < _FAULTY_ROLLOUT:
+            return
+        self._has_stopped = True
+        logger.warning("--ci-test: the first engine is stopped now, --use-fault-tolerance must replace it")
+        engines.only([0]).start("stop")  # do not wait: the actor ends as soon as its death is noticed

@@ -1,0 +1,97 @@
+"""The end of a run and its restart after a death: error messages, exit status, the next attempt.
+
+With ``--use-fault-tolerance`` a dead engine is replaced while the run goes on (``engines.recovery``). A trainer rank,
+the rollout manager and the Data Buffer hold parts of the run's state and cannot be replaced alone. Their death ends the
+attempt: all processes are stopped, and the run starts as the same command would start it, from the checkpoint in
+``--save``. The data state is part of the checkpoint, so no prompt is lost and none is trained on twice.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+import uuid
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from slime.backends.training.checkpoint_source import inspect_checkpoint
+from slime.ray.watch.failure_report import message_of
+from slime.utils.errors import ProcessDied, StartFailed
+from slime.utils.interrupt import interruptible
+
+logger = logging.getLogger(__name__)
+
+MAX_RESTARTS = 3
+
+
+def run_to_the_end(train: Callable[[Namespace], None], args: Namespace) -> None:
+    """Call ``train(args)``, and again after a death that a checkpoint can repair, up to three times.
+
+    Raises:
+        ProcessDied: without ``--use-fault-tolerance`` and ``--save``, and after the third restart.
+        StartFailed: the first start failed: the second would not succeed either. A failure of a later start counts as
+            another death.
+    """
+    if args.use_wandb and args.wandb_run_id is None:
+        args = _replaced(args, wandb_run_id=uuid.uuid4().hex[:8])  # all attempts are one run for Weights & Biases
+    for restarts in range(MAX_RESTARTS + 1):
+        try:
+            return train(copy.deepcopy(args))  # hooks keep state in args; a restart begins without it
+        except ProcessDied as death:
+            if not args.use_fault_tolerance or args.save is None:
+                raise
+            if restarts == 0 and isinstance(death, StartFailed):
+                raise
+            if restarts == MAX_RESTARTS:
+                logger.error("giving up: the run was started again %d times", MAX_RESTARTS)
+                raise
+            args = continued(args)
+            logger.warning(
+                "%s\nstarting the run again (restart %d of at most %d) from %s",
+                message_of(death),
+                restarts + 1,
+                MAX_RESTARTS,
+                args.load or args.hf_checkpoint,
+            )
+
+
+def continued(args: Namespace) -> Namespace:
+    """The arguments of processes that start again from the last checkpoint in ``--save``.
+
+    Flags about the first ``--load`` (step, fine-tuning, parts to leave out) do not apply to it.
+    """
+    if inspect_checkpoint("--save", args.save) is None:
+        return args  # nothing is saved yet: start as the first time
+    return _replaced(
+        args,
+        load=args.save,
+        ckpt_step=None,
+        start_rollout_id=None,
+        finetune=False,
+        no_load_optim=args.no_save_optim,
+        no_load_rng=args.no_save_rng,
+    )
+
+
+def _replaced(args: Namespace, **values: Any) -> Namespace:
+    return Namespace(**{**vars(args), **values})
+
+
+@contextmanager
+def exit_status() -> Iterator[None]:
+    """Turn expected errors into a message and status 1, Ctrl-C into 130 and SIGTERM into 143 after an orderly stop."""
+    try:
+        with interruptible():
+            yield
+    except KeyboardInterrupt as interruption:
+        print("interrupted: every process of the run was stopped.", file=sys.stderr)
+        raise SystemExit(getattr(interruption, "status", 130)) from None
+    except Exception as error:  # any error of a user's function may come here; bugs keep their traceback
+        message = message_of(error)
+        if message is None:
+            raise
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None

@@ -1,0 +1,167 @@
+"""The start of a run: cluster slots, Data Buffer, rollout manager with engines, trainer and critic, side by side."""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import Any
+
+from slime.config.resolve.paths import needs_reference
+from slime.config.roles import role_args
+from slime.config.run_config import RunConfig
+from slime.data.ledger import ledger_path
+from slime.observability.tracking import create_tracker, run_directory
+from slime.ray.actor_group import RayTrainGroup
+from slime.ray.arguments import run_config
+from slime.ray.critic import critic_args, needs_critic
+from slime.ray.data_buffer import DataBufferClient, create_data_buffer
+from slime.ray.engines.recovery import RemoteEngines
+from slime.ray.engines.servers import RolloutServers
+from slime.ray.placement_group import create_placement_groups, release_placement_groups
+from slime.ray.rollout import create_rollout_manager
+from slime.ray.run.cluster import engines_share_devices
+from slime.ray.run.device_handoff import DeviceHandoff
+from slime.ray.run.loop import Run, RunHandles
+from slime.ray.watch.failure_report import message_of
+from slime.ray.watch.progress import Progress
+from slime.ray.watch.waiting import get
+from slime.utils.errors import ConfigError, ProcessDied, StartFailed
+from slime.utils.run_lock import lock_save
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StartArgs:
+    """The arguments that the start of a run reads."""
+
+    debug_rollout_only: bool = False
+    debug_train_only: bool = False
+    load: str | None = None
+    num_epoch: int = 1
+    num_rollout: int | None = None
+    offload_train: bool = False
+    prompt_data: str | None = None
+    release_train: bool = False
+    rollout_batch_size: int = 1
+    start_rollout_id: int | None = None
+    trainer_start_timeout: float = 0.0
+    weight_sync_timeout: float = 0.0
+
+
+def start_run(args: Namespace) -> Run:
+    """Start everything at once: engines and router, Data Buffer and trainer come up side by side.
+
+    Raises:
+        StartFailed: a process died during the start. After any error the processes that already run are stopped.
+    """
+    config = run_config(args)
+    handles = _create_handles(args)
+    try:
+        return _complete(config, handles)
+    except ProcessDied as death:
+        handles.dispose()
+        raise StartFailed(f"the run could not start: {message_of(death)}") from None
+    except BaseException:  # Ctrl-C as well: no process may survive
+        handles.dispose()
+        raise
+
+
+def _create_handles(args: Namespace) -> RunHandles:
+    """Create the actors, which start nothing yet. If one of them fails, the ones before it are stopped."""
+    with ExitStack() as made:
+        tracker = create_tracker(args)
+        made.callback(tracker.close)
+        save_lock = None if args.save is None else made.enter_context(closing(lock_save(args.save)))
+        slots = create_placement_groups(args)
+        made.callback(release_placement_groups, slots)
+        directory = run_directory(args)
+        ledger = ledger_path(args.save, directory)
+        data_buffer = create_data_buffer(args, ledger)
+        made.callback(data_buffer.kill)
+        progress = Progress(directory, ledger=str(ledger))
+        manager = create_rollout_manager(args, slots["rollout"], data_buffer)
+        made.pop_all()
+    return RunHandles(
+        tracker=tracker, manager=manager, data_buffer=data_buffer, slots=slots, progress=progress, save_lock=save_lock
+    )
+
+
+def _complete(config: RunConfig, handles: RunHandles) -> Run:
+    settings, data_buffer = config[StartArgs], handles.data_buffer
+    ready = [handles.manager.start.remote(), data_buffer.start()]
+    num_rollout = _num_rollout(settings, data_buffer, ready[-1])
+    config = config.with_facts(num_rollout=num_rollout)  # before the trainer: its learning-rate schedule needs it
+    engines = None
+    if not settings.debug_train_only:
+        engines = RemoteEngines(handles.manager, settings.weight_sync_timeout)
+    shared_engines = engines if engines_share_devices(config.args) else None
+    if shared_engines is not None:
+        # Before the trainer: engines take a share of the memory that is free when they start, and give it back here.
+        get(ready, settings.trainer_start_timeout, "engines to start")
+        shared_engines.offload()
+    starts = [] if settings.debug_rollout_only else _start_trainers(config, handles)
+    results = get([*ready, *starts], settings.trainer_start_timeout, "engines and trainer to start")
+    start_id = _start_id(settings, results[len(ready) :])
+    rollout_ids = range(start_id, num_rollout)
+    if not rollout_ids and num_rollout:
+        text = "nothing is left to train: --load %s is at rollout %d, and --num-rollout is %d"
+        logger.warning(text, settings.load, start_id, num_rollout)
+    data_buffer.begin(start_id)
+    handles.progress.update(first_rollout=start_id, num_rollout=num_rollout)
+    trainer, critic = (*handles.trainers, None, None)[:2]
+    return Run(
+        config=config.with_facts(start_rollout_id=start_id),
+        handles=handles,
+        rollout_ids=rollout_ids,
+        engines=engines,
+        takes_weights=engines is not None and bool(engines.call(RolloutServers.receivers).engines),
+        trainer=trainer,
+        critic=critic,
+        handoff=DeviceHandoff(trainer, critic, shared_engines, settings.offload_train, settings.release_train),
+    )
+
+
+def _start_trainers(config: RunConfig, handles: RunHandles) -> list[Any]:
+    """Start actor and critic. Returns refs to the rollout id that each rank would start with."""
+    args, settings, slots = config.args, config[StartArgs], handles.slots["actor"]
+    of_actor = role_args(args, "actor")
+    trainer = RayTrainGroup(of_actor, slots)
+    handles.trainers.append(trainer)
+    starts = trainer.start_setup(needs_reference(of_actor))
+    if not needs_critic(args):
+        return starts
+    if settings.offload_train:  # both models do not fit at once: the actor leaves before the critic is built
+        get(starts, settings.trainer_start_timeout, "the trainer to start")
+        trainer.offload()
+    critic = RayTrainGroup(critic_args(args), slots, "critic")
+    handles.trainers.append(critic)
+    return starts + critic.start_setup(with_ref=False)
+
+
+def _num_rollout(settings: StartArgs, data_buffer: DataBufferClient, is_read: Any) -> int:
+    """Number of rollouts: given, or so many epochs of the prompt file. ``is_read``: ref of the Data Buffer's start."""
+    if settings.num_rollout is not None:
+        return settings.num_rollout
+    get([is_read], settings.trainer_start_timeout, "the Data Buffer to read the prompts")
+    per_epoch = len(data_buffer) // settings.rollout_batch_size
+    if per_epoch == 0:
+        raise ConfigError(
+            f"--prompt-data {settings.prompt_data} holds {len(data_buffer)} prompts, fewer than --rollout-batch-size "
+            f"{settings.rollout_batch_size}: an epoch would have no rollout."
+        )
+    return per_epoch * settings.num_epoch
+
+
+def _start_id(settings: StartArgs, loaded: Sequence[int]) -> int:
+    if settings.start_rollout_id is not None:
+        return settings.start_rollout_id
+    if len(set(loaded)) > 1:
+        raise ConfigError(
+            f"--load {settings.load}: ranks would start at different rollouts: {sorted(set(loaded))}. Actor and critic "
+            "need checkpoints of the same rollout."
+        )
+    return loaded[0] if loaded else 0
