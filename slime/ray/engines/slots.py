@@ -1,18 +1,18 @@
-"""The engines of a run by their places: who sits where, whether he serves, and another one for a dead one.
+"""The engines of one router by slot: their state, and the replacement of dead engines.
 
-    SERVING   registered at the router, holds the weights of the others
+    SERVING   registered at the router, has the weights of the others
        | found dead
-    STARTING  taken out of the router, killed; another actor starts a server on the same devices
+    STARTING  removed from the router and killed; a new actor starts a server on the same devices
        | its server answers
-    WAITING   serves nobody: it still has the weights of the checkpoint. Left out where those are right
-       | the trainer has sent it weights, the owner admits it
+    WAITING   unregistered, because it has the weights of the checkpoint; skipped if those are right
+       | the trainer has sent weights, the owner admits the engine
     SERVING
 
-An engine is given up after three deaths; all of them at once when every one has died, was started again, and has died
-again before anything was generated: what kills them is not chance, and another start would not help.
+A slot is given up after three deaths. All slots are given up if every engine died again soon after its restart, before
+anything was generated: then the cause is not chance, and another start would not help.
 
-Owned by a rollout server, which says how an actor is made. Knows no trainer. Without ``--use-fault-tolerance`` a dead
-engine stays where it is: whoever asks next who needs weights gets the cause of its death.
+Without ``--use-fault-tolerance`` a dead engine is not replaced: the next question which engines wait raises the cause
+of its death.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from enum import StrEnum
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, RayError
 
 from slime.backends.protocols import EngineInfo
 from slime.backends.sglang_utils.router import remove_worker
@@ -36,14 +36,13 @@ from slime.ray.engines.fleet import RayEngineFleet, WaitingEngines
 from slime.ray.engines.health import Answer, HealthMonitor
 from slime.ray.watch.failure_report import message_of
 from slime.ray.watch.waiting import get
-from slime.utils.errors import EngineError
+from slime.utils.errors import EngineError, SlimeError
 
 logger = logging.getLogger(__name__)
 
 _MAX_DEATHS = 3
-_PAUSES_S = (1.0, 2.0, 4.0)
-"""Before another try to start an engine that did not start: whatever kept it from that may pass."""
-_SOON_S = 30.0
+_PAUSES_S = (1.0, 2.0, 4.0)  # before the next try to start an engine: the obstacle may be gone by then
+_SOON_S = 30.0  # a death earlier than this after a restart counts as "died again"
 _LOOK_TIMEOUT_S = 5.0
 _STOP_TIMEOUT_S = 15.0
 _CONTROL_TIMEOUT_S = 60.0
@@ -57,12 +56,12 @@ class _State(StrEnum):
 
 @dataclass
 class _Slot:
-    """One place.
+    """The devices of one engine.
 
     Attributes:
-        handle: the actor that sits there or is on its way; None while there is none.
-        ready_at: when the one that was started again last had started.
-        has_died_again: one that was started again died soon, and nothing has been generated since its start.
+        handle: actor that runs or starts there, if any.
+        ready_at: end of the last restart.
+        has_died_again: the engine died soon after its restart, and nothing was generated in between.
     """
 
     rank: int
@@ -76,16 +75,16 @@ class _Slot:
 
     @property
     def name(self) -> str:
-        """Of the engine that sits here now."""
+        """Name of the present engine."""
         return f"{self.rank}.{self.deaths}"
 
 
 @dataclass(frozen=True)
 class WatchSettings:
-    """Seconds of the health checks and of the start of an engine; see the flags of the same names.
+    """Seconds of the health checks and of the start of an engine, from the flags of the same names.
 
     Attributes:
-        replaces_dead: without, only ended processes are noticed, and the first one ends the run.
+        replaces_dead: if False, only ended processes are noticed, and the first one ends the run.
     """
 
     interval_s: float
@@ -99,9 +98,9 @@ class EngineSlots:
     """All engines of one router.
 
     Args:
-        make: starts the actor for (rank, how many died there before); returns its handle without waiting.
+        make: (rank, number of earlier deaths in the slot) -> handle of a new actor; does not wait for its start.
         ranks: numbers of the engines in the run.
-        needs_weights: False where the weights of the checkpoint are right: such engines never wait.
+        needs_weights: False if the weights of the checkpoint are right; such engines never wait.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class EngineSlots:
         self.start(ranks)
 
     def start(self, ranks: Sequence[int]) -> None:
-        """Start the engines of these numbers; :meth:`wait_ready` waits for them."""
+        """Start the engines of these numbers. :meth:`wait_ready` waits for them."""
         slots = [_Slot(rank, self._make(rank, 0)) for rank in ranks]
         with self._guard:
             self._slots = [*self._slots, *slots]
@@ -137,7 +136,7 @@ class EngineSlots:
             slot.info, slot.state = info, _State.SERVING
 
     def watch(self, settings: WatchSettings) -> None:
-        """From now on notice the dead, and start others in their places."""
+        """Start the health checks and the replacement of dead engines."""
         self._settings = settings
         self._monitor = HealthMonitor(
             self._find_ended,
@@ -149,18 +148,18 @@ class EngineSlots:
         self._monitor.start()
 
     def fleet(self) -> RayEngineFleet:
-        """Every engine that can take weights: those that serve, and those that wait for weights."""
+        """The engines that can take weights: those that serve, and those that wait for weights."""
         return self._fleet_of(_State.SERVING, _State.WAITING)
 
     def waiting(self) -> WaitingEngines:
-        """Who needs weights. Raises when an engine cannot be kept alive."""
+        """The engines that need weights. Raises when an engine cannot be kept alive."""
         if self._failure is not None:
             raise self._failure
         serving = self._fleet_of(_State.SERVING)
         return WaitingEngines(self._fleet_of(_State.WAITING), len(serving.engines))
 
     def pause_watch(self) -> None:
-        """Nobody is asked how he is until :meth:`resume_watch`."""
+        """Pause health checks until :meth:`resume_watch`."""
         if self._monitor is not None:
             self._monitor.pause()
 
@@ -169,19 +168,19 @@ class EngineSlots:
             self._monitor.resume()
 
     def look(self) -> None:
-        """Look now who has died."""
+        """Look for dead engines now."""
         if self._monitor is not None:
             self._monitor.look()
 
     def note_progress(self) -> None:
-        """Something was generated, so whoever has died again was not bound to."""
+        """Record that engines have generated something: earlier deaths after a restart were chance."""
         with self._guard:
             self._progress_at = time.monotonic()
             for slot in self._slots:
                 slot.has_died_again = False
 
     def mark_dead(self, names: Sequence[str]) -> None:
-        """Replace the engines of these names, which do not answer. Nothing happens where the dead are not replaced."""
+        """Replace the engines of these names, which do not answer, if dead engines are replaced."""
         if self._settings is None or not self._settings.replaces_dead:
             return
         for slot in self._slots:
@@ -189,7 +188,7 @@ class EngineSlots:
                 self._on_dead(slot.rank, "it did not answer during a weight sync")
 
     def admit(self, names: Sequence[str]) -> None:
-        """The engines of these names have the weights of the others: those of them that waited may serve now."""
+        """Let the waiting engines of these names serve: they have the weights of the others."""
         for slot in self._slots:
             with self._guard:
                 is_admitted = slot.state is _State.WAITING and slot.name in names
@@ -198,13 +197,13 @@ class EngineSlots:
                 self._admit(slot, handle)
 
     def raise_if_dead(self) -> None:
-        """Look now; raise the cause if an engine has died and nobody replaces it."""
+        """Look now, and raise the cause of a death that is not repaired."""
         self.look()
         if self._failure is not None:
             raise self._failure
 
     def stop(self, *, leaves_router: bool) -> None:
-        """Stop all engines. ``leaves_router``: the router lives on, so it must forget them."""
+        """Stop all engines. ``leaves_router``: the router continues, so it must forget them."""
         with self._guard:
             self._stopping.set()
         if self._monitor is not None:
@@ -219,7 +218,7 @@ class EngineSlots:
             logger.warning("the router still knows engines of this run: %s", error)
         try:
             get([handle.stop.remote() for handle in handles], _STOP_TIMEOUT_S, "engines to stop")
-        except Exception as error:  # killing the actor kills its server as well
+        except (RayError, SlimeError) as error:  # killing the actor kills its server as well
             logger.warning("an engine did not stop by itself: %s", error)
         for handle in handles:
             ray.kill(handle)
@@ -245,7 +244,7 @@ class EngineSlots:
             slot = self._by_rank[rank]
             handle, is_serving = slot.handle, slot.state is _State.SERVING
         if not is_serving:
-            return lambda: True  # paused while it takes weights, it could not answer
+            return lambda: True  # an engine that takes weights is paused and cannot answer
         call = handle.is_responsive.remote(timeout_s)
 
         def answer() -> bool | None:
@@ -270,7 +269,7 @@ class EngineSlots:
         threading.Thread(target=self._replace, args=(slot, reason), name=f"engine {rank} again", daemon=True).start()
 
     def _replace(self, slot: _Slot, reason: str) -> None:
-        """Body of a thread: until an engine waits in ``slot``, too many have died there, or the run ends."""
+        """Start engines in ``slot`` until one answers, too many have died there, or the run ends. Body of a thread."""
         cause = f"engine {slot.rank}: {reason}"
         try:
             for pause_s in itertools.chain([0.0], _PAUSES_S):
@@ -282,7 +281,7 @@ class EngineSlots:
                 if slot.deaths > _MAX_DEATHS:
                     raise EngineError(
                         f"--use-fault-tolerance: engine {slot.rank} died {slot.deaths} times in this run, which is "
-                        f"more than the {_MAX_DEATHS} that are made good. Last time: {cause}"
+                        f"more than the {_MAX_DEATHS} that are replaced. Last time: {cause}"
                     )
                 if all(each.has_died_again for each in self._slots):
                     raise EngineError(
@@ -292,13 +291,13 @@ class EngineSlots:
                 try:
                     self._start_again(slot)
                     return
-                except Exception as error:
+                except Exception as error:  # whatever it was, the next try may succeed
                     cause = f"engine {slot.rank} could not be started again: {_text(error)}"
-        except Exception as error:
+        except Exception as error:  # the driver raises it with its next question
             self._failure = error
 
     def _clean_up(self, slot: _Slot, reason: str) -> str:
-        """Take the dead engine out of the router and free its devices. Returns why it died, with its last words."""
+        """Remove the dead engine from the router and free its devices. Returns the cause of its death."""
         handle, info = slot.handle, slot.info
         if info is not None:
             try:
@@ -307,12 +306,12 @@ class EngineSlots:
                 logger.warning("the router still knows engine %d: %s", slot.rank, error)
         if handle is None:
             return reason
-        words = self._cause_of_death(handle)
-        if words is not None and _text(words) not in reason:
-            reason = f"{reason}. {_text(words)}"
+        cause = self._cause_of_death(handle)
+        if cause is not None and _text(cause) not in reason:
+            reason = f"{reason}. {_text(cause)}"
         try:
             get(handle.stop.remote(), _LOOK_TIMEOUT_S, "a dead engine to stop")
-        except Exception as error:  # killing the actor kills its server as well
+        except (RayError, SlimeError) as error:  # killing the actor kills its server as well
             logger.debug("%s", error)
         ray.kill(handle)
         with self._guard:
@@ -321,10 +320,10 @@ class EngineSlots:
 
     @staticmethod
     def _cause_of_death(handle: Any) -> Exception | None:
-        """Why the engine died, as its actor knows it."""
+        """The cause of the engine's death, if its actor knows it."""
         try:
-            get(handle.raise_if_dead.remote(), _LOOK_TIMEOUT_S, "the last words of a dead engine")
-        except Exception as error:
+            get(handle.raise_if_dead.remote(), _LOOK_TIMEOUT_S, "the cause of an engine's death")
+        except Exception as error:  # the error is the answer
             return error
         return None
 
@@ -351,7 +350,7 @@ class EngineSlots:
     def _admit(self, slot: _Slot, handle: Any) -> None:
         try:
             get(handle.register.remote(self._router_url), _CONTROL_TIMEOUT_S, f"engine {slot.rank} to register")
-        except Exception as error:  # it died just now, or the router did: the monitor and the rollout find out
+        except (RayError, SlimeError) as error:  # it or the router died just now: the monitor or the rollout notices
             logger.warning("engine %d could not be registered at the router: %s", slot.rank, _text(error))
             return
         with self._guard:
@@ -366,12 +365,12 @@ def _log_service(slot: _Slot) -> None:
 
 
 def _value(call: Any, *, if_dead: bool) -> bool:
-    """The result of a finished call; ``if_dead`` when the actor that should have answered is dead."""
+    """The result of a finished call; ``if_dead`` if the actor that should have answered is dead."""
     try:
         return bool(ray.get(call))
     except ActorDiedError:
         return if_dead
-    except Exception as error:
+    except Exception as error:  # Ray raises the error of the actor in its own type
         logger.warning("an engine could not be looked at: %s", _text(error))
         return False
 

@@ -1,6 +1,4 @@
-"""Who is to blame when a wait fails: the process that died, or the one that does not answer, and where it is.
-
-``waiting`` asks for the report; there is one format:
+"""Failure reports: the process that died or does not answer, its last lines, and the stacks of the others.
 
     trainer rank 1 died (pid 812 on 127.0.0.1) while the driver (pid 700) waited 2.1 s for the trainer to train ...:
     it ended without a trace, as after SIGKILL ...
@@ -8,6 +6,9 @@
           ...
       trainer rank 0 (pid 811 on 127.0.0.1) is at:
           File "/.../slime/backends/megatron_utils/step.py", line 71 in run_step
+
+Also the resources that a Ray cluster lacks for actors and placement groups that wait. The cluster may grow, so a
+shortage is a reason to report and not to stop.
 """
 
 from __future__ import annotations
@@ -38,15 +39,14 @@ _STACK_TIMEOUT_S = 1.0
 _STACK_FRAMES = 3
 _MOST_STACKS = 4
 _LOG_LINES = 15
-_LOG_BYTES = 256 * 1024
-"""Of a log: a run of days has written gigabytes."""
+_LOG_BYTES = 256 * 1024  # read from the end of a log, which may have gigabytes
 
 
 def death_report(error: RayActorError, pending: Sequence[Any], deadline: Deadline) -> ProcessDied:
     """The report on an actor that died during a call.
 
     Args:
-        pending: refs of the calls that others still work on.
+        pending: refs of calls that other actors still work on.
     """
     process = process_of(error.actor_id)
     who = str(process) if process is not None else f"a process of the run (Ray actor {error.actor_id})"
@@ -56,7 +56,7 @@ def death_report(error: RayActorError, pending: Sequence[Any], deadline: Deadlin
 
 
 def silence_report(process: ProcessInfo, reason: str, pending: Sequence[Any], deadline: Deadline) -> ProcessDied:
-    """The report on an actor that had not ended, but did not live any more either."""
+    """The report on an actor that was killed because it no longer lived."""
     waited = f"{myself()} waited {deadline.elapsed:.1f} s for {deadline.what}"
     others = [other for other in processes_of(pending) if other.actor_id != process.actor_id]
     head = f"{process} did not answer while {waited}: {reason}"
@@ -64,7 +64,7 @@ def silence_report(process: ProcessInfo, reason: str, pending: Sequence[Any], de
 
 
 def timeout_report(pending: Sequence[Any], num_refs: int, deadline: Deadline) -> DeadlineExceeded:
-    """The report on actors that have not answered when the deadline passed."""
+    """The report on actors that did not answer before the deadline."""
     processes = list(processes_of(pending))
     names = ", ".join(map(str, processes)) or "processes unknown"
     detail = f"{len(pending)} of {num_refs} calls have not returned: {names}"
@@ -78,9 +78,10 @@ def timeout_report(pending: Sequence[Any], num_refs: int, deadline: Deadline) ->
 
 
 def stack_of(process: ProcessInfo) -> str | None:
-    """Where the threads that run our code are, innermost frame first; None when it cannot tell.
+    """Stacks of the threads that run slime's code, innermost frame first; None if the process does not answer.
 
-    Of a library's frames the innermost three; a thread inside native code shows the Python line that called it.
+    Contains all frames of slime and the innermost three of libraries. A thread in native code shows the Python line
+    that called it.
     """
     if not process.is_here:
         return None
@@ -100,7 +101,7 @@ def _told(frames: Sequence[str]) -> list[str]:
 
 
 def _settled(path: Path) -> str:
-    """The file's text once it has not grown for a moment."""
+    """The text of the file, once it has stopped growing."""
     end, before = time.monotonic() + _STACK_TIMEOUT_S, ""
     while time.monotonic() < end:
         time.sleep(0.05)
@@ -145,7 +146,7 @@ def _last_lines(process: ProcessInfo | None) -> list[str]:
 
 
 def stacks_of(processes: Iterable[ProcessInfo]) -> list[str]:
-    """Lines that say where each of the first few of them is; nothing of those that cannot tell."""
+    """The stacks of the first few processes, as lines; those that do not answer are skipped."""
     lines = []
     for process in list(processes)[:_MOST_STACKS]:
         stack = stack_of(process)
@@ -155,7 +156,10 @@ def stacks_of(processes: Iterable[ProcessInfo]) -> list[str]:
 
 
 def message_of(error: BaseException) -> str | None:
-    """The message for the user, None when ``error`` is a bug that needs its traceback."""
+    """The message for the user; None if ``error`` is a bug that needs its traceback.
+
+    Ray wraps the error of an actor in its own type. Of errors that slime raises on purpose only the message is useful.
+    """
     if isinstance(error, RayTaskError):
         return message_of(error.cause) if isinstance(error.cause, Exception) else None
     if isinstance(error, ObjectStoreFullError | OutOfDiskError):
@@ -169,11 +173,6 @@ def message_of(error: BaseException) -> str | None:
         return f"a process of the run died: {error}"
     return str(error) if isinstance(error, SlimeError) else None
 
-
-# The resources that a Ray cluster lacks for waiting actors and placement groups.
-#
-# Read by the waits of this room: ``waiting`` (actors) and ``placement_group``. The cluster may grow, so a shortage is a
-# reason to report and not to stop.
 
 logger = logging.getLogger(__name__)
 
@@ -218,12 +217,12 @@ class Shortage:
 
     @property
     def missing(self) -> list[str]:
-        """Resources of which less is free than asked for."""
+        """Names of the resources of which too little is free."""
         return [name for name, amount in self.asked.items() if amount > self.free.get(name, 0.0)]
 
     @property
     def is_final(self) -> bool:
-        """Whether the cluster as it is is too small for the request, also when it is idle."""
+        """Whether the idle cluster would be too small for the request."""
         return any(amount > self.total.get(name, 0.0) for name, amount in self.asked.items())
 
     def __str__(self) -> str:
@@ -241,7 +240,7 @@ def _shown(name: str, amount: float) -> str:
 
 
 def _or_none(ask: Callable[..., Answer]) -> Callable[..., Answer | None]:
-    """A report must not end the wait that it is about: without an answer of Ray there is none."""
+    """Answer None if Ray does not answer: a report must not end the wait that it describes."""
 
     @functools.wraps(ask)
     def asked(*arguments: Any) -> Answer | None:
@@ -256,7 +255,7 @@ def _or_none(ask: Callable[..., Answer]) -> Callable[..., Answer | None]:
 
 @_or_none
 def shortage_of(bundles: Iterable[Mapping[str, float]] | None = None) -> Shortage | None:
-    """The shortage for ``bundles``, by default for all waiting requests of the cluster. None: there are none."""
+    """The shortage for ``bundles``, by default for all waiting requests of the cluster. None if nothing waits."""
     status = get_cluster_status(ray.get_runtime_context().gcs_address)
     if bundles is None:
         demands = status.resource_demands
@@ -275,7 +274,7 @@ def shortage_of(bundles: Iterable[Mapping[str, float]] | None = None) -> Shortag
 
 @_or_none
 def unplaced_of(refs: Iterable[Any]) -> list[str]:
-    """The kinds of the actors that work on ``refs`` and have no process yet, with their numbers: ``2 x TrainActor``."""
+    """Classes and counts of the actors that work on ``refs`` and have no process yet: ``2 x TrainActor``."""
     found = [actors(actor_id) for actor_id in {ref.task_id().actor_id().hex() for ref in refs}]
     counts = Counter(actor["ActorClassName"] for actor in found if actor.get("State") in _WITHOUT_PROCESS)
     return [f"{count} x {name}" for name, count in sorted(counts.items())]

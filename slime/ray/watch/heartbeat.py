@@ -1,10 +1,16 @@
-"""Who the processes of a run are, and whether they live: a card for each actor, and a pulse that anyone can feel.
+"""Process info and heartbeats of a run's processes, and the end of processes that no longer live.
 
-Every actor introduces itself when it starts: name, pid, node, log and a file that its Python stacks are written to on
-SIGUSR2. The card is kept in Ray's own store, so it can be read when the actor is gone. From then on a thread of the
-actor counts in the same store: a process that is stopped, or whose interpreter is stuck in native code, counts no more.
+Every actor registers when it starts: name, pid, node, log, and a file for the Python stacks that it writes on SIGUSR2.
+The info is in Ray's internal store and stays readable after the actor's death. A thread of the actor sends heartbeats
+to the same store. They stop if the process is stopped or native code holds the interpreter.
 
-Read by ``blame`` (the reports) and ``pulse`` (who has stopped counting).
+    no heartbeat for --heartbeat-timeout, and the kernel reports the process as stopped       it is killed
+    no heartbeat for six times as long, and it has hardly used a processor since              it is killed
+    no heartbeat, but it works, waits for a disk, or is being debugged                        one warning
+
+A killed process is an ordinary death: its memory and ports are free, its peers fail, and the run ends or restarts. A
+process with heartbeats is never killed, also if it waits for a lock or in a collective: that wait has a deadline.
+Only processes that a wait depends on are checked.
 """
 
 from __future__ import annotations
@@ -14,7 +20,6 @@ import dataclasses
 import faulthandler
 import itertools
 import json
-import logging
 import os
 import signal
 import tempfile
@@ -31,16 +36,21 @@ from ray.exceptions import RayError
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put  # as in Ray's own libraries
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-SILENCE_S = 10.0
-"""Default of --heartbeat-timeout."""
+logger = logging.getLogger(__name__)
+
+SILENCE_S = 10.0  # default of --heartbeat-timeout
 
 STACK_SIGNAL = signal.SIGUSR2
 _NAMESPACE = "slime.processes"
-_HEARTBEATS = 5
-"""Beats in the time after which silence is a sign."""
+_HEARTBEATS = 5  # heartbeats per silence_s
+_LOOK_EVERY_S = 2.0
+_STUCK = 6  # native code may hold the interpreter for a while, but not for six times the allowed silence
+_IDLE = 0.1  # share of a processor that Ray's own threads do not exceed
+_REMOTE_TIMEOUT_S = 10.0
 
-_stack_file: list[IO[str]] = []
-"""Keeps the file open that the signal handler writes to."""
+T = TypeVar("T")
+
+_stack_file: list[IO[str]] = []  # stays open: the signal handler writes to it
 
 
 @dataclass(frozen=True)
@@ -48,14 +58,14 @@ class ProcessInfo:
     """How to find a process of the run.
 
     Attributes:
-        name: what messages call it.
+        name: used in messages.
         pid: valid on the node ``host``.
-        created: the process's start in seconds since 1970, to tell it from another one with its number.
-        log: file of its standard error; empty where that is no file.
-        stack: file that SIGUSR2 makes it write its Python stacks to.
-        actor_id: Ray's name of it.
-        node_id: Ray's name of the node.
-        silence_s: seconds without a beat after which something is wrong with it; 0 when it does not beat.
+        created: start of the process in seconds since 1970; a later process may have the same pid.
+        log: file of its standard error; empty if that is not a file.
+        stack: file for its Python stacks, written on SIGUSR2.
+        actor_id: hexadecimal, from Ray.
+        node_id: hexadecimal, from Ray.
+        silence_s: longest time between two heartbeats of a healthy process; 0 if it sends none.
     """
 
     name: str
@@ -73,7 +83,7 @@ class ProcessInfo:
 
     @property
     def is_here(self) -> bool:
-        """Whether it lives, on this node."""
+        """Whether the process lives on this node."""
         try:
             return self.host == _host() and psutil.Process(self.pid).create_time() == self.created
         except psutil.NoSuchProcess:
@@ -81,9 +91,9 @@ class ProcessInfo:
 
 
 def register_process(name: str, silence_s: float = SILENCE_S) -> None:
-    """In an actor's constructor: from now on others know this process by ``name``, and feel its pulse."""
+    """Publish the info of this actor's process and start its heartbeats. Called in the actor's constructor."""
     if not ray.is_initialized():
-        return  # the body of an actor, used without Ray
+        return  # a test uses the body of an actor without Ray
     _stack_file[:] = [_nameless_file()]
     faulthandler.register(STACK_SIGNAL, _stack_file[0], all_threads=True)
     log = os.path.realpath("/proc/self/fd/2")
@@ -106,22 +116,23 @@ def register_process(name: str, silence_s: float = SILENCE_S) -> None:
 
 
 def _nameless_file() -> IO[str]:
-    """Found through /proc: nothing stays behind when the process is killed. To append to, as readers empty it."""
+    """A file without a name, found through /proc, so nothing remains if the process is killed."""
     descriptor, name = tempfile.mkstemp(prefix="slime-stack-")
     os.close(descriptor)
+    # Appends, because readers empty the file before each request.
     file = open(name, "a", encoding="utf-8")  # noqa: SIM115 - stays open with the process
     os.unlink(name)
     return file
 
 
 def process_of(actor_id: str | None) -> ProcessInfo | None:
-    """None for actors that have not introduced themselves."""
+    """The info of an actor; None if it has not registered."""
     found = _internal_kv_get(actor_id, namespace=_NAMESPACE) if actor_id else None
     return None if found is None else ProcessInfo(**json.loads(found))
 
 
 def processes_of(refs: Iterable[Any]) -> Iterator[ProcessInfo]:
-    """The actors that work on ``refs``, each once."""
+    """The registered actors that work on ``refs``, each once."""
     for actor_id in dict.fromkeys(ref.task_id().actor_id().hex() for ref in refs):
         process = process_of(actor_id)
         if process is not None:
@@ -129,12 +140,12 @@ def processes_of(refs: Iterable[Any]) -> Iterator[ProcessInfo]:
 
 
 def last_heartbeat(process: ProcessInfo) -> bytes | None:
-    """What the process counted last; says nothing but whether it has counted since one last asked."""
+    """The counter of the last heartbeat. Two equal answers mean no heartbeat in between."""
     return _internal_kv_get(_heartbeat_key(process.actor_id), namespace=_NAMESPACE)
 
 
 def myself() -> str:
-    """Who waits."""
+    """This process, for messages."""
     context = ray.get_runtime_context() if ray.is_initialized() else None
     process = process_of(context.get_actor_id()) if context is not None else None
     return str(process) if process is not None else f"the driver (pid {os.getpid()})"
@@ -142,48 +153,22 @@ def myself() -> str:
 
 def _send_heartbeats(actor_id: str, every_s: float) -> None:
     for count in itertools.count():
-        with contextlib.suppress(Exception):  # the store does not answer, in whatever way: nobody can feel a pulse then
+        with contextlib.suppress(Exception):  # the store may fail in any way; the next one may arrive
             _internal_kv_put(_heartbeat_key(actor_id), str(count), namespace=_NAMESPACE)
         time.sleep(every_s)
 
 
 def _heartbeat_key(actor_id: str) -> str:
-    return f"{actor_id}.pulse"
+    return f"{actor_id}.heartbeat"
 
 
 def _host() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-# Finds processes that do not live any more although they have not ended, and ends them.
-#
-#     no beat for --heartbeat-timeout, and the kernel says that it is stopped         it is killed
-#     no beat for six times as long, and it has hardly used a processor since         it is killed
-#     no beat, but it works, waits for a disk, or is being debugged                   a warning, once
-#
-# Killing it makes it an ordinary death: its memory and its ports are free, its peers fail, and the run ends or begins
-# again as after any other. A process that beats and waits, for a lock or in a collective, is left alone: its wait
-# has a deadline of its own.
-#
-# Used by ``waiting``: only those that somebody waits for are looked at.
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-_LOOK_EVERY_S = 2.0
-_STUCK = 6
-"""Native code may keep the interpreter for itself for a while; six times the silence that is allowed is no while."""
-
-_IDLE = 0.1
-"""Share of a processor that Ray's own threads stay below."""
-
-_REMOTE_TIMEOUT_S = 10.0
-
-
 @dataclass(frozen=True)
 class Usage:
-    """What the kernel says of a process: its state as psutil names it, and processor time used, in seconds."""
+    """State of a process as psutil names it, and its processor time in seconds."""
 
     state: str
     cpu_s: float
@@ -191,7 +176,7 @@ class Usage:
 
 @dataclass
 class _Silence:
-    """What one process said last, for how long it has not said anything else, and how it was when that was noticed."""
+    """Silence of one process: its last heartbeat, seconds since then, and its usage when it was noticed."""
 
     beat: bytes | None
     silent_s: float = 0.0
@@ -200,10 +185,7 @@ class _Silence:
 
 
 class HeartbeatWatch:
-    """The eye on those that one wait depends on.
-
-    Time in which nobody looked does not count as silence: the one who waits may have been stopped as well.
-    """
+    """Checks the processes that one wait depends on."""
 
     def __init__(self) -> None:
         self._looked_at = time.monotonic()
@@ -211,17 +193,18 @@ class HeartbeatWatch:
         self._silences: dict[str, _Silence] = {}
 
     def look(self, pending: Sequence[Any]) -> tuple[ProcessInfo, str] | None:
-        """The first of those that work on ``pending`` that had to be killed, and why; None when all live."""
+        """The first process that works on ``pending`` and had to be killed, with the reason; None if all live."""
         now = time.monotonic()
         if now < self._looked_at + _LOOK_EVERY_S:
             return None
+        # This process may have been stopped as well: time without a look does not count as silence of others.
         passed, self._looked_at = min(now - self._looked_at, 2 * _LOOK_EVERY_S), now
         try:
             for process in self._watched(pending):
                 reason = self._examine(process, passed)
                 if reason is not None:
                     return process, reason
-        except RayError as error:  # the store does not answer: nothing is known
+        except RayError as error:  # without an answer of the store nothing is known
             logger.warning("the processes' heartbeats cannot be read: %s", error)
         return None
 
@@ -264,7 +247,7 @@ def _why_it_is_gone(silence: _Silence, usage: Usage, silence_s: float) -> str | 
             hangs = silence.silent_s >= _STUCK * silence_s and is_idle
             return "it hangs in native code, without using a processor" if hangs else None
         case _:
-            return None  # it wants a processor or a disk and gets none, or somebody debugs it
+            return None  # it waits for a processor or a disk, or is being debugged
 
 
 def _usage(pid: int, created: float) -> Usage | None:
@@ -286,7 +269,7 @@ def _kill(pid: int, created: float) -> None:
 
 
 def _on_node_of(process: ProcessInfo, function: Callable[[int, float], T]) -> T | None:
-    """``function(pid, created)``, called on the node of the process; None when that node does not answer either."""
+    """``function(pid, created)``, called on the node of the process; None if that node does not answer."""
     if process.node_id == ray.get_runtime_context().get_node_id():
         return function(process.pid, process.created)
     where = NodeAffinitySchedulingStrategy(process.node_id, soft=False)

@@ -1,4 +1,4 @@
-"""``ray.get`` with a deadline and a name. No other module of this room waits on Ray without it."""
+"""``ray.get`` with a deadline and a name. All waits on Ray in this room use it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,9 @@ from slime.utils.interrupt import raise_if_interrupted
 
 logger = logging.getLogger(__name__)
 
-_SLICE_S = 1.0
-"""How often a wait looks up: was the run asked to end, do those it waits for still live?"""
-
-_REPORT_AFTER_S = 600.0
-"""A wait says where those are that it waits for, after this time, and each time it has become twice as long."""
-
-_PEER_DEATH_S = 2.0
-"""Longest time from the error that a death causes in another process until Ray knows of the death."""
+_SLICE_S = 1.0  # a wait checks for interrupts and dead peers this often
+_REPORT_AFTER_S = 600.0  # a wait logs the stacks of its peers after this time, and after each doubling of it
+_PEER_DEATH_S = 2.0  # Ray may know of a death this much later than the errors that it causes in other processes
 
 
 def get(
@@ -46,17 +41,16 @@ def get(
 ) -> Any:
     """The values of ``refs`` (one ref or a list).
 
-    A failed ref raises its own error at once, even while others still run: ``ray.get`` on a list would otherwise sit in
-    the first one until it returns. When a process dies, its peers often fail first, in the middle of a collective: it
-    is the death that is raised.
+    A failed ref raises its own error at once, while others still run. If a process died, its death is raised, also if
+    its peers failed before in the middle of a collective.
 
     Args:
         meanwhile: called about every ``slice_s`` seconds.
 
     Raises:
-        ProcessDied: who died or does not live any more, how, its last lines, and where the others are.
+        ProcessDied: the dead process, the cause, its last lines, and the stacks of the others.
         Interrupted: the run was asked to end.
-        DeadlineExceeded: who waited for whom and since when, and where those are that did not answer.
+        DeadlineExceeded: the waiter, the processes that did not answer, and their stacks.
     """
     deadline, places = Deadline(seconds, what, fix), Reports()
     is_list = isinstance(refs, Sequence)
@@ -108,10 +102,10 @@ def _report_places(pending: Sequence[Any], deadline: Deadline) -> None:
 
 
 def raise_if_dead(actors: Sequence[Any], what: str) -> None:
-    """Raise the report on the first of ``actors`` that is dead. Those that are busy are not waited for.
+    """Raise the report on the first of ``actors`` that is dead, without waiting for busy ones.
 
     Args:
-        what: what went wrong, for which a death may be the reason.
+        what: the failure that a death may have caused.
     """
     deadline = Deadline(_PEER_DEATH_S, what)
     refs = [actor.__ray_ready__.remote() for actor in actors]
@@ -124,7 +118,7 @@ def raise_if_dead(actors: Sequence[Any], what: str) -> None:
 
 
 def _death_among(pending: list[Any]) -> RayActorError | None:
-    """The first of the calls that has ended, or ends in a moment, because its process died."""
+    """The first death that ended one of the calls, or ends it within seconds."""
     deadline = Deadline(_PEER_DEATH_S, "peers to fail")
     while pending:
         done, pending = ray.wait(pending, num_returns=1, timeout=deadline.remaining)
