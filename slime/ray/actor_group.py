@@ -101,7 +101,8 @@ class RayTrainGroup:
         refs = self._all("update_weights", fleet, version)
         what = f"the trainer to send weight version {version} to {len(fleet.engines)} engines"
         seconds = self._args.weight_sync_timeout + _SYNC_GRACE_S
-        return max(get(refs, seconds, what), key=lambda report: report.seconds)
+        reports: list[SyncReport] = get(refs, seconds, what)
+        return max(reports, key=lambda report: report.seconds)
 
     def save(self, rollout_id: int) -> None:
         get(self._all("save", rollout_id), self._args.train_timeout, f"the checkpoint of rollout {rollout_id}")

@@ -14,7 +14,7 @@ _DIRECTORY = "critic"
 
 def needs_critic(args: Namespace) -> bool:
     """Whether the run trains a value function beside the policy."""
-    return args.use_critic and args.num_rollout != 0
+    return bool(args.use_critic and args.num_rollout != 0)
 
 
 def critic_args(args: Namespace) -> Namespace:

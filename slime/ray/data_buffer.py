@@ -191,7 +191,8 @@ class DataBufferClient:
         return self.actor.start.remote()
 
     def get_samples(self, num_samples: int) -> list[SampleGroup]:
-        return self._call("get_samples", num_samples)
+        groups: list[SampleGroup] = self._call("get_samples", num_samples)
+        return groups
 
     def add_samples(self, groups: list[SampleGroup]) -> None:
         self._call("add_samples", groups)
@@ -218,13 +219,14 @@ class DataBufferClient:
         self._call("load", rollout_id)
 
     def get_metadata(self) -> dict[str, Any]:
-        return self._call("get_metadata")
+        metadata: dict[str, Any] = self._call("get_metadata")
+        return metadata
 
     def update_metadata(self, metadata: dict[str, Any]) -> None:
         self._call("update_metadata", metadata)
 
     def __len__(self) -> int:
-        return self._call("size")
+        return int(self._call("size"))
 
     def __call__(self, num_samples: int) -> list[SampleGroup]:
         """Hooks that were written for a bound ``get_samples`` may call the client itself."""

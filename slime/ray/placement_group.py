@@ -129,7 +129,6 @@ class _Place:
         return _address_key(self.address), self.node_id, self.device_id
 
 
-@ray.remote(num_gpus=1)
 class _Probe:
     def locate(self) -> _Place:
         device_id = _number_of(ray.get_gpu_ids())
@@ -154,7 +153,8 @@ def _ordered(group: PlacementGroup, count: int) -> GpuSlots:
     """Sort bundles by node and device, so that neighbouring ranks share a node."""
     unordered = GpuSlots(group, range(count), range(count))
     env = {"env_vars": worker_env() | NOSET_VISIBLE_DEVICES}
-    probes = [_Probe.options(scheduling_strategy=unordered.strategy(i), runtime_env=env).remote() for i in range(count)]
+    actor = ray.remote(num_gpus=1)(_Probe)
+    probes = [actor.options(scheduling_strategy=unordered.strategy(i), runtime_env=env).remote() for i in range(count)]
     places: list[_Place] = get([probe.locate.remote() for probe in probes], 120.0, "device slots to say where they are")
     for probe in probes:
         ray.kill(probe)

@@ -27,13 +27,11 @@ logger = logging.getLogger(__name__)
 
 
 class Updater(Protocol):
-    """One way of sending weights. All ranks of the trainer have the same kind, and call it at the same time.
+    """One way of sending weights. All ranks of the trainer have the same kind, and call it at the same time."""
 
-    Attributes:
-        changed_share: changed bytes over all bytes in the last update, if it sent differences; on the source.
-    """
-
-    changed_share: float | None
+    @property
+    def changed_share(self) -> float | None:
+        """Changed bytes over all bytes in the last update, if it sent differences; on the source."""
 
     def update(self, fleet: EngineFleet, trainer: WeightExporter, update: WeightUpdate) -> int:
         """Make the live weights those of every engine. Returns the bytes sent (to each engine), on the source."""

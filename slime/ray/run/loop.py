@@ -175,7 +175,7 @@ class Run:
         # already draw prompts.
         saves_state = is_due(rollout_id, self._args.save_interval, self.num_rollout - 1)
         ref = self.handles.manager.generate.remote(rollout_id, saves_state)
-        result = self._wait_for_engines(ref, f"rollout {rollout_id}")
+        result: RolloutResult = self._wait_for_engines(ref, f"rollout {rollout_id}")
         seconds = time.monotonic() - started
         return replace(result, version=self._version, oldest_version=version, seconds=seconds)
 

@@ -58,6 +58,10 @@ class _QuantizedUpdater:
     quantizer: Quantizer
     hf_checkpoint: str
 
+    @property
+    def changed_share(self) -> float | None:
+        return self.updater.changed_share
+
     def update(self, fleet: EngineFleet, trainer: WeightExporter, update: WeightUpdate) -> int:
         return self.updater.update(fleet, _QuantizedWeights(trainer, self.quantizer, self.hf_checkpoint), update)
 

@@ -68,10 +68,8 @@ def timeout_report(pending: Sequence[Any], num_refs: int, deadline: Deadline) ->
     processes = list(processes_of(pending))
     names = ", ".join(map(str, processes)) or "processes unknown"
     detail = f"{len(pending)} of {num_refs} calls have not returned: {names}"
-    unplaced = unplaced_of(pending)
-    missing = shortage_of() if unplaced else None
-    if missing is not None:
-        detail += f". Ray has no place for {', '.join(unplaced)}: {missing}"
+    if missing := missing_for(pending):
+        detail += f". {missing}"
     error = deadline.error(detail)
     lines = [line for process in processes[:1] for line in _last_lines(process)]
     return DeadlineExceeded("\n".join([f"{myself()} {error}", *stacks_of(processes), *lines]))
@@ -278,3 +276,10 @@ def unplaced_of(refs: Iterable[Any]) -> list[str]:
     found = [actors(actor_id) for actor_id in {ref.task_id().actor_id().hex() for ref in refs}]
     counts = Counter(actor["ActorClassName"] for actor in found if actor.get("State") in _WITHOUT_PROCESS)
     return [f"{count} x {name}" for name, count in sorted(counts.items())]
+
+
+def missing_for(refs: Iterable[Any]) -> str | None:
+    """A sentence on what the actors that work on ``refs`` lack to start; None if all have started."""
+    unplaced = unplaced_of(refs)
+    missing = shortage_of() if unplaced else None
+    return None if not unplaced or missing is None else f"Ray has no place for {', '.join(unplaced)}: {missing}"

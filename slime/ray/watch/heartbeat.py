@@ -20,6 +20,7 @@ import dataclasses
 import faulthandler
 import itertools
 import json
+import logging
 import os
 import signal
 import tempfile
@@ -141,7 +142,7 @@ def processes_of(refs: Iterable[Any]) -> Iterator[ProcessInfo]:
 
 def last_heartbeat(process: ProcessInfo) -> bytes | None:
     """The counter of the last heartbeat. Two equal answers mean no heartbeat in between."""
-    return _internal_kv_get(_heartbeat_key(process.actor_id), namespace=_NAMESPACE)
+    return cast("bytes | None", _internal_kv_get(_heartbeat_key(process.actor_id), namespace=_NAMESPACE))
 
 
 def myself() -> str:

@@ -12,11 +12,10 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from slime.ray.watch.failure_report import (
     Reports,
     death_report,
-    shortage_of,
+    missing_for,
     silence_report,
     stacks_of,
     timeout_report,
-    unplaced_of,
 )
 from slime.ray.watch.heartbeat import HeartbeatWatch, processes_of
 from slime.utils.deadline import Deadline
@@ -66,8 +65,8 @@ def get(
                 meanwhile()
             if gone := watch.look(pending):
                 raise silence_report(*gone, pending, deadline)
-            if places.is_due():
-                _report_places(pending, deadline)
+            if places.is_due() and (missing := missing_for(pending)):
+                logger.warning("has waited %.0f s for %s: %s", deadline.elapsed, deadline.what, missing)
             if deadline.elapsed > report_at_s:
                 report_at_s *= 2
                 _report_long_wait(pending, deadline)
@@ -90,15 +89,6 @@ def get(
 def _report_long_wait(pending: Sequence[Any], deadline: Deadline) -> None:
     lines = stacks_of(processes_of(pending))
     logger.warning("\n".join([f"has waited {deadline.elapsed:.0f} s for {deadline.what}", *lines]))
-
-
-def _report_places(pending: Sequence[Any], deadline: Deadline) -> None:
-    """Name what the cluster lacks for actors that cannot start."""
-    unplaced = unplaced_of(pending)
-    missing = shortage_of() if unplaced else None
-    if missing is not None:
-        text = f"{deadline.what}: Ray has no place for {', '.join(unplaced)}"
-        logger.warning("has waited %.0f s for %s. %s", deadline.elapsed, text, missing)
 
 
 def raise_if_dead(actors: Sequence[Any], what: str) -> None:

@@ -132,6 +132,9 @@ def test_through_files(checkpoint: str, tmp_path: Path, monkeypatch: pytest.Monk
         updater.update(fleet, trainer, WeightUpdate("2", max_chunk_bytes=1 << 20, timeout_s=600))
         manifest = json.loads((tmp_path / "shared" / "weight_v000002" / "slime_weights.json").read_text())
         assert set(manifest["tensors"]) == {WEIGHT, WEIGHT + "_scale_inv"}
+        assert 0 < updater.changed_share < 1
+    else:
+        assert updater.changed_share is None
 
 
 def test_an_unquantised_checkpoint_gets_the_weights_as_they_are(checkpoint: str, tmp_path: Path) -> None:
