@@ -59,7 +59,7 @@ def start_run(args: Namespace) -> Run:
         StartFailed: a process died during the start. After any error the processes that already run are stopped.
     """
     config = run_config(args)
-    handles = _create_handles(args)
+    handles = _create_handles(config.args)
     try:
         return _complete(config, handles)
     except ProcessDied as death:
