@@ -104,7 +104,7 @@ def _kill_group_when_closed(descriptor: int, before_end: Callable[[], None] | No
         while os.read(descriptor, 1):
             pass
     try:
-        _remove_shared_memory(os.getpgrp())
+        _unlink_shared_memory(_shared_memory_of(os.getpgrp()))
         if before_end is not None:
             before_end()
     finally:
@@ -113,10 +113,12 @@ def _kill_group_when_closed(descriptor: int, before_end: Callable[[], None] | No
 
 def kill_group(leader: int) -> None:
     """SIGKILL the process group of ``leader`` and wait until all of it has ended, at most five seconds."""
+    # Not SIGSTOP first: if this process is killed meanwhile, the group stays stopped. Its own watch cannot run, its
+    # sockets stay open, and requests to it never end.
+    names = _shared_memory_of(leader)  # before the kill: a dead process has no mappings
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGSTOP)  # from now on it makes no further file
-        _remove_shared_memory(leader)
         os.killpg(leader, signal.SIGKILL)
+    _unlink_shared_memory(names)
     deadline = time.monotonic() + _KILL_TIMEOUT_S
     while time.monotonic() < deadline:
         with contextlib.suppress(ChildProcessError):
@@ -126,8 +128,8 @@ def kill_group(leader: int) -> None:
         time.sleep(0.02)
 
 
-def _remove_shared_memory(leader: int) -> None:
-    """Remove the files that only a server's own processes use. A file that any other process has mapped stays."""
+def _shared_memory_of(leader: int) -> set[str]:
+    """Names of the files that only the processes of this group have mapped and that servers make for themselves."""
     members: list[int] = []
     others: list[int] = []
     for pid in psutil.pids():
@@ -137,6 +139,10 @@ def _remove_shared_memory(leader: int) -> None:
     names = {name for name in names if name.startswith(_MADE_BY_SERVERS)}
     for pid in others if names else ():
         names -= mapped_files(pid, _SHARED_MEMORY)
+    return names
+
+
+def _unlink_shared_memory(names: set[str]) -> None:
     for name in names:
         with contextlib.suppress(OSError):
             (_SHARED_MEMORY / name).unlink()

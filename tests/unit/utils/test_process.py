@@ -72,6 +72,25 @@ def test_stop_ends_the_whole_group(tmp_path: Path):
     assert group_is_gone(process.pid, within_s=1.0)
 
 
+STOPPER = (
+    "import os, psutil, signal, sys; from pathlib import Path; from slime.utils.process import GuardedProcess\n"
+    "p = GuardedProcess([sys.executable, '-c', sys.argv[1]], log_path=Path(sys.argv[2]))\n"
+    "print(p.pid, flush=True); sys.stdin.readline()\n"
+    "psutil.pids = lambda: os.kill(os.getpid(), signal.SIGKILL); p.stop()"
+)
+
+
+def test_an_owner_that_is_killed_while_it_stops_its_child_takes_the_child_along(tmp_path: Path):
+    command = [sys.executable, "-c", STOPPER, CHILD.format(False), str(tmp_path / "log")]
+    owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    leader = int(owner.stdout.readline())
+    wait_for_text(tmp_path / "log", "up")
+    owner.communicate("stop\n")
+    assert owner.returncode == -signal.SIGKILL
+    assert group_is_gone(leader)
+
+
 PARENT_THAT_DOES_NOT_LOOK = (
     "import subprocess, sys, time; "
     "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'], start_new_session=True).pid, "
