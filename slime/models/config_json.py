@@ -140,7 +140,7 @@ class ConfigReader:
         return value or []
 
     def layer_kinds(self, name: str, num_layers: int) -> list[Any] | None:
-        """A list with one entry per layer; None if there is no such list."""
+        """A list with one entry per layer; None if the field is missing or has another length."""
         kinds = self.config.get(name)
         return kinds if isinstance(kinds, list) and len(kinds) == num_layers else None
 

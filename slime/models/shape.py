@@ -135,7 +135,7 @@ class VisionShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Everything that decides which tensors a model has and what they compute.
+    """All sizes and switches of a model: they decide its tensors and its computation.
 
     ``num_mtp_layers`` counts the multi-token-prediction layers of the checkpoint; the plan replaces it by the number
     that the run builds. ``vision`` is None if the run builds no vision tower, even if the checkpoint has one.

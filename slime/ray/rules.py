@@ -16,7 +16,7 @@ from pathlib import Path
 
 from slime.backends.fsdp_utils import arguments as fsdp_rules
 from slime.backends.megatron_utils import argument_rules as megatron_rules
-from slime.backends.megatron_utils.model_shape import check_against_hf
+from slime.backends.megatron_utils.model_rules import check_against_hf
 from slime.backends.megatron_utils.precision_rules import int4, kv_fp8
 from slime.backends.sglang_utils.topology import topology_of
 from slime.backends.training.checkpoint_source import check_checkpoints

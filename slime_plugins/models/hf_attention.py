@@ -1,4 +1,4 @@
-"""An attention layer of transformers in the place of Megatron's: the base class of layers that a user's spec names.
+"""Base class of a user's attention layer from transformers, which replaces Megatron's.
 
     class Attention(HuggingfaceAttention):
         def __init__(self, *args, **kwargs):
@@ -10,8 +10,8 @@
 
     ModuleSpec(module=Attention, params={"args": args})
 
-Every rank holds all weights of the layer and computes whole sequences: tensor-parallel ranks share no work in it, and
-context-parallel ranks compute the same sequences and keep their own rows.
+Every rank holds all weights of the layer and computes whole sequences. Tensor-parallel ranks do not divide the work.
+Context-parallel ranks compute the same sequences and keep their rows.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class HuggingfaceAttention(MegatronModule, ABC):
         """``[t, 1, h]``, this rank's rows, -> the same, and no bias."""
         is_shared = self.config.sequence_parallel
         if is_shared:
-            for parameter in self.parameters():  # each rank has the gradient of its rows: Megatron adds them up
+            # Each rank has the gradient of its rows only; Megatron sums the gradients of marked parameters.
+            for parameter in self.parameters():
                 parameter.sequence_parallel = True  # type: ignore[attr-defined]
             hidden_states = gather_from_sequence_parallel_region(hidden_states, group=self.tp_group)
         whole, rows = self._whole(hidden_states, packed_seq_params)
@@ -83,7 +84,7 @@ class HuggingfaceAttention(MegatronModule, ABC):
         return (self._own_rows(out) if is_shared else out), None
 
     def _own_rows(self, whole: torch.Tensor) -> torch.Tensor:
-        """Sequence parallelism. Megatron's scatter would give every rank the gradients of all rows."""
+        # Not Megatron's scatter: its backward would give every rank the gradients of all rows.
         group = get_tensor_model_parallel_group_if_none(self.tp_group)
         own: torch.Tensor = whole.chunk(group.size())[group.rank()]
         return own
@@ -101,10 +102,10 @@ class HuggingfaceAttention(MegatronModule, ABC):
 
     @staticmethod
     def _whole(local: torch.Tensor, segments: PackedSegments) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The rows of all context-parallel ranks, and which of them are this one's; None means all."""
+        """The rows of all context-parallel ranks, and the indices of this rank's rows; None means all."""
         if segments.cp_size == 1:
             return local, None
         rows = zigzag_rows(segments.cu_seqlens_q, segments.cp_rank, segments.cp_size)
         padded = local.new_zeros((segments.cp_size * len(local), *local.shape[1:])).index_copy(0, rows, local)
-        # each row has one owner, so the sum only copies; backward adds up the gradients of all ranks
+        # Each row has one owner, so the sum only copies; backward sums the gradients of all ranks.
         return all_reduce(padded, group=segments.cp_group), rows

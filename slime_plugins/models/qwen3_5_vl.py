@@ -1,4 +1,4 @@
-"""Qwen3.5 with its vision tower. What ``--spec`` of launch scripts with images names."""
+"""Qwen3.5 with its vision tower, named by ``--spec`` of launch scripts with images."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["get_qwen3_5_vl_model_provider"]
 def get_qwen3_5_vl_model_provider(
     args: Namespace, config: Any = None, vp_stage: int | None = None
 ) -> Callable[..., Any]:
-    """A function that makes this rank's part of the model: the tower, on the first pipeline stage, and decoder layers.
+    """A function that makes this rank's part of the model: decoder layers, and the tower on the first pipeline stage.
 
     Args:
-        config: not needed: it follows from ``args``.
-        vp_stage: which chunk of an interleaved pipeline, unless the function is told.
+        config: ignored; it follows from ``args``.
+        vp_stage: default of the chunk of an interleaved pipeline.
     """
     from slime.backends.megatron_utils.conversion import get_model_provider_func
 

@@ -11,8 +11,15 @@ import os
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 
-from slime.backends.megatron_utils.model_rules import joint_norm, sparse, spec, vision
-from slime.backends.megatron_utils.model_shape import check_against_hf, resolve_model, shape_or_none
+from slime.backends.megatron_utils.model_rules import (
+    check_against_hf,
+    joint_norm,
+    resolve_model,
+    shape_or_none,
+    sparse,
+    spec,
+    vision,
+)
 from slime.backends.megatron_utils.optimizer_rules import instances, optimizer, schedule, weight_decay
 from slime.backends.megatron_utils.precision_rules import deepgemm, fake_quantisation, fp8
 from slime.backends.megatron_utils.transformer_config import expert_tensor_parallel_size

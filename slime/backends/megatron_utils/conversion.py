@@ -1,4 +1,4 @@
-"""What users' conversion scripts and plugins call: a model of their own making, there and back to Hugging Face names.
+"""Functions for users' conversion scripts and plugins: build a model, and convert its weights from and to Hugging Face.
 
     init                            process groups and seeds of a script that torchrun started
     get_model_provider_func         makes the parts of the model for this rank
@@ -6,9 +6,9 @@
     save_hf_model_direct_to_path    writes such files
     convert_to_hf, remove_padding   one whole tensor
 
-The trainer does all of this by itself (``setup``, ``hf_checkpoint``); these are the same steps with ``args`` alone,
-under the public names ``initialize``, ``model_provider``, ``hf_to_megatron``, ``hf_checkpoint_saver``,
-``megatron_to_hf`` and ``misc_utils``. ``args`` has Megatron's flags, and ``hf_checkpoint`` says what the model is.
+The trainer uses ``setup`` and ``checkpoint.hf_weights``; these are the same steps with ``args`` alone. Their public
+names are in ``slime.compat``: ``initialize``, ``model_provider``, ``hf_to_megatron``, ``hf_checkpoint_saver``,
+``megatron_to_hf`` and ``misc_utils``. ``args`` has Megatron's flags; the model is that of ``args.hf_checkpoint``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.backends.megatron_utils.arguments import ParallelArgs, TrainerArgs
 from slime.backends.megatron_utils.checkpoint.tensor_layouts import from_megatron
-from slime.backends.megatron_utils.model_rules import sees_media
-from slime.backends.megatron_utils.model_shape import padded_vocab_size
+from slime.backends.megatron_utils.model_rules import padded_vocab_size, sees_media
 from slime.backends.megatron_utils.patches.install import install
+from slime.backends.training.arguments import ParallelArgs, TrainerArgs
 from slime.backends.training.hf_files import save_hf_directory
 from slime.config.groups import from_args
 from slime.models.hf_shape import read_shape
@@ -49,7 +48,7 @@ _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def init(args: Namespace) -> None:
-    """Process groups and seeds, from the environment that torchrun sets."""
+    """Initialize process groups and seeds from the environment variables of torchrun."""
     install()
     from slime.backends.megatron_utils.setup import init_distributed
 
@@ -57,10 +56,10 @@ def init(args: Namespace) -> None:
 
 
 def get_model_provider_func(args: Namespace, role: str = "actor") -> Callable[..., torch.nn.Module]:
-    """A function that makes this rank's part of the model, without weights; after :func:`init`.
+    """A function that makes this rank's part of the model, without weights. Call it after :func:`init`.
 
-    It takes what Megatron's ``get_model`` gives to such a function. ``pre_process`` and ``post_process`` follow from
-    the rank, whatever is given.
+    Its parameters are those that Megatron's ``get_model`` passes. ``pre_process`` and ``post_process`` are ignored:
+    they follow from the rank.
 
     Args:
         role: ``actor``; ``critic`` for a model with a value head.
@@ -77,7 +76,7 @@ def get_model_provider_func(args: Namespace, role: str = "actor") -> Callable[..
 
         shape = _shape(args)
         if role == "critic":
-            shape = replace(shape, is_tied=False)  # the embedding has nothing to share
+            shape = replace(shape, is_tied=False)  # a value head replaces the output layer
         config = build_config(args, shape)
         padded = padded_vocab_size(args, shape)
         model = build_model(shape, config, padded_vocab_size=padded, vp_stage=vp_stage)
@@ -92,7 +91,7 @@ def load_hf_weights(args: Namespace, model: Any, path: str | Path) -> None:
     """Fill ``model``, or the chunks of a list, from the safetensors files in ``path``. A collective.
 
     Raises:
-        ConfigError: files and model do not belong together, with every tensor that says so.
+        ConfigError: files and model do not fit; lists every tensor that is missing, unknown or misshapen.
     """
     from slime.backends.megatron_utils.checkpoint.hf_weights import load_weights
 
@@ -113,9 +112,9 @@ def save_hf_model_direct_to_path(
     A collective; rank 0 writes.
 
     Args:
-        model_name: not needed: ``args.hf_checkpoint`` says which family it is.
+        model_name: ignored; the family is that of ``args.hf_checkpoint``.
         quantization_config: must be None.
-        progress_desc: not shown.
+        progress_desc: ignored.
     """
     _refuse_quantization(quantization_config)
     from slime.backends.megatron_utils.checkpoint.hf_weights import export_weights
@@ -136,11 +135,11 @@ def convert_to_hf(
     """The Hugging Face tensors inside one whole Megatron tensor, with their names.
 
     Args:
-        model_name: not needed: ``args.hf_checkpoint`` says which family it is.
-        name: of the tensor, with or without ``module.`` before it; layers and experts count over the whole model.
-        param: not cut among ranks.
+        model_name: ignored; the family is that of ``args.hf_checkpoint``.
+        name: of the tensor, with or without ``module.`` before it. Layers and experts count over the whole model.
+        param: the whole tensor, not the part of a rank.
         quantization_config: must be None.
-        transform_ue8m0: belongs to it.
+        transform_ue8m0: ignored, as it belongs to ``quantization_config``.
 
     Raises:
         ConfigError: the family has no tensor of that name.
@@ -177,12 +176,12 @@ def _pattern(rule: Rule) -> re.Pattern[str]:
 
 
 def remove_padding(name: str, param: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """``param`` without the rows that pad the vocabulary, if it is the embedding or the head."""
+    """``param`` without padding rows of the vocabulary, if it is the embedding or the head."""
     return param[:vocab_size] if strip_param_name_prefix(name) in _PADDED else param
 
 
 def strip_param_name_prefix(name: str) -> str:
-    """A parameter's name without the ``module.`` of every wrapper around its model."""
+    """A parameter's name without the ``module.`` prefixes of the wrappers around the model."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name
@@ -191,6 +190,6 @@ def strip_param_name_prefix(name: str) -> str:
 def _refuse_quantization(config: dict[str, Any] | None) -> None:
     if config is not None:
         raise ConfigError(
-            "quantization_config must be None: weights are quantised on their way to the engines (slime.weight_sync), "
+            "quantization_config must be None: weights are quantized on their way to the engines (slime.weight_sync), "
             "checkpoints by tools/convert_hf_to_fp8.py and tools/convert_hf_to_int4_direct.py."
         )

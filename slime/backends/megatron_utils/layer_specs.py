@@ -1,6 +1,6 @@
-"""Megatron's local (not TransformerEngine) layers with our core attention and norms, for every family and user.
+"""Megatron's local (not TransformerEngine) layers with slime's core attention and norms.
 
-Called by ``model``. A spec is Megatron's description of which class to build where; the families' switches decide.
+A spec is Megatron's description of the classes to build. The switches of the model family decide, or a user's spec.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _STOCK_NORMS = (WrappedTorchNorm, FusedLayerNorm)
 
 
 def block_spec(config: Any, family: Family, vp_stage: int | None = None, *, sparse: SparseShape | None = None) -> Any:
-    """The decoder layers of this pipeline stage (of its ``vp_stage``-th chunk with interleaving).
+    """The decoder layers of this pipeline stage, or of its ``vp_stage``-th chunk.
 
     Raises:
-        ConfigError: with ``sparse`` attention, the first of them has no indexer.
+        ConfigError: with ``sparse`` attention, the first of the layers has no indexer.
     """
     block = _attention_block(config, family, vp_stage)
     if sparse is not None:
@@ -57,7 +57,7 @@ def block_spec(config: Any, family: Family, vp_stage: int | None = None, *, spar
 
 
 def _attention_block(config: Any, family: Family, vp_stage: int | None) -> Any:
-    """The same with full attention in every layer."""
+    """The decoder layers with full attention in every layer."""
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
@@ -68,16 +68,16 @@ def _attention_block(config: Any, family: Family, vp_stage: int | None) -> Any:
 
 
 def _delta_net(layer: Any) -> ModuleSpec:
-    """A copy: Megatron's list has the same object for every layer of a kind."""
+    # A copy, because Megatron's list has the same object for every layer of a kind.
     submodules = dataclasses.replace(layer.submodules, self_attention=ModuleSpec(module=GatedDeltaNet))
     return ModuleSpec(module=layer.module, params=layer.params, submodules=submodules)
 
 
 def user_block(layers: Any, config: Any, vp_stage: int | None = None) -> Any:
-    """The decoder layers of a user's ``--spec``, in a copy that reads packed sequences.
+    """A copy of the decoder layers of a user's ``--spec`` that reads packed sequences.
 
-    Megatron's own attention kernel and norms become those of :func:`block_spec`, which have the same weights; classes
-    of the user stay.
+    Megatron's attention kernel and norms become those of :func:`block_spec`, which have the same weights. The user's
+    classes are not changed.
 
     Args:
         layers: Megatron's description of a layer, or of the block of this pipeline stage.
@@ -112,18 +112,19 @@ def with_classes(spec: Any, classes: dict[type, Any]) -> Any:
         return classes.get(spec, spec)
     if isinstance(spec, list):
         return [with_classes(one, classes) for one in spec]
-    if isinstance(spec, ModuleSpec) or dataclasses.is_dataclass(spec):
+    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
         parts = {item.name: getattr(spec, item.name) for item in dataclasses.fields(spec)}
         return dataclasses.replace(spec, **{name: with_classes(part, classes) for name, part in parts.items()})
     return spec
 
 
 def mtp_spec(config: Any, family: Family, vp_stage: int | None = None, *, block: Any | None = None) -> Any | None:
-    """The multi-token-prediction layers; None where the stage has none. Each has a layer like the decoder's last, with
-    full attention.
+    """The multi-token-prediction layers; None if the stage has none.
+
+    Each contains a layer like the decoder's last, with full attention.
 
     Args:
-        block: of the user; the layers are like its last.
+        block: the layers of a user's ``--spec``, if there are any.
     """
     if not config.mtp_num_layers:
         return None
@@ -167,33 +168,34 @@ SPECIAL_LAYERS: dict[str, Callable[[Any, Any], None]] = {
 
 
 def _replicate_down_projections(attention: Any) -> None:
-    """The rope part of the key leaves the down-projection without another collective: cut by tensor-parallel ranks its
-    gradient would miss the other ranks' share."""
+    # The rope part of the key leaves the down-projection without another collective. If tensor-parallel ranks shared
+    # the projection, its gradient would miss the share of the other ranks.
     for name in ("linear_q_down_proj", "linear_kv_down_proj"):
         if getattr(attention, name) is ColumnParallelLinear:
             setattr(attention, name, ReplicatedLinear)
 
 
 class PostNormLayer(TransformerLayer):
-    """GLM-4: a norm on what attention and MLP add to the residual stream."""
+    """GLM-4: norms of the outputs of attention and MLP, before the residual stream."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.post_self_attn_layernorm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
         self.post_mlp_layernorm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
-        self.self_attn_bda = _normed(self.post_self_attn_layernorm, self.self_attn_bda)
-        self.mlp_bda = _normed(self.post_mlp_layernorm, self.mlp_bda)
+        self.self_attn_bda = _normed(self.post_self_attn_layernorm, self.self_attn_bda)  # type: ignore[has-type]
+        self.mlp_bda = _normed(self.post_mlp_layernorm, self.mlp_bda)  # type: ignore[has-type]
 
 
 def _normed(norm: torch.nn.Module, add: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's "add bias, drop out, add to the residual stream", behind ``norm``."""
+    """``add``, which is Megatron's "add bias, drop out, add to the residual stream", applied after ``norm``."""
 
     def build(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
         inner = add(training, fused)
 
         def run(output_with_bias: Any, residual: torch.Tensor, dropout: float) -> torch.Tensor:
             output, bias = output_with_bias
-            return inner((norm(output if bias is None else output + bias), None), residual, dropout)
+            added: torch.Tensor = inner((norm(output if bias is None else output + bias), None), residual, dropout)
+            return added
 
         return run
 

@@ -32,8 +32,7 @@ from slime.backends.megatron_utils.arguments import (
 from slime.backends.megatron_utils.model.build import build_chunks, wrap_data_parallel
 from slime.backends.megatron_utils.model.freezing import freeze_parameters
 from slime.backends.megatron_utils.model.value_head import add_value_head
-from slime.backends.megatron_utils.model_rules import user_spec
-from slime.backends.megatron_utils.model_shape import padded_vocab_size
+from slime.backends.megatron_utils.model_rules import padded_vocab_size, user_spec
 from slime.backends.megatron_utils.optimizer.build import build_optimizer, build_scheduler
 from slime.backends.megatron_utils.precision.deepgemm_forward import install_deepgemm
 from slime.backends.megatron_utils.precision.fake_fp8_kv import fake_quantize_latents

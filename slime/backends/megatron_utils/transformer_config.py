@@ -1,7 +1,7 @@
-"""From the arguments and the model's shape to megatron-core's config: the one place that knows Megatron's names.
+"""megatron-core's config from the arguments and the model's shape: the only place with Megatron's names of fields.
 
-``transformer_config_kwargs`` is pure: plain values, no import of torch or megatron; ``build_config`` makes the object.
-Called by ``setup`` for the trainer, and by tests that build a model. Knows no checkpoint and no process group.
+``transformer_config_kwargs`` returns plain values and imports neither torch nor megatron. ``build_config`` makes the
+object from them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DtypeName = Literal["bfloat16", "float16", "float32"]
 
 
 def dtype_name(args: Namespace) -> DtypeName:
-    """What the model computes in: bfloat16 unless --fp16 or --fp32."""
+    """The dtype of weights and activations: bfloat16 unless --fp16 or --fp32."""
     if args.fp32:
         return "float32"
     return "float16" if args.fp16 else "bfloat16"
@@ -34,17 +34,16 @@ def expert_tensor_parallel_size(args: Namespace) -> int:
 
 
 def transformer_config_kwargs(args: Namespace, shape: ModelShape | None = None) -> dict[str, Any]:
-    """Arguments of ``TransformerConfig``, or of ``MLATransformerConfig`` where ``multi_latent_attention`` is true.
+    """Arguments of ``TransformerConfig``, or of ``MLATransformerConfig`` if ``multi_latent_attention`` is true.
 
-    Everything except the activation function and the dtypes, which are torch objects.
+    The activation function and the dtypes are missing: they are torch objects.
 
     Args:
-        args: the parsed command line. What the checkpoint decides is taken from ``shape``, with which the given flags
-            have been found to agree.
-        shape: read from ``args.hf_checkpoint`` if left out.
+        args: the parsed command line. Its model flags agree with ``shape``, which a rule has checked.
+        shape: by default that of ``args.hf_checkpoint``.
 
     Raises:
-        ConfigError: there is no ``shape`` and --hf-checkpoint cannot be trained.
+        ConfigError: ``shape`` is not given, and the model in --hf-checkpoint cannot be trained.
     """
     shape = shape or read_shape(args.hf_checkpoint)
     kwargs = _layers(args, shape) | _numerics(args) | _recompute(args) | _parallel(args)
@@ -62,7 +61,7 @@ def build_config(args: Namespace, shape: ModelShape | None = None) -> Transforme
 
     Raises:
         ConfigError: as :func:`transformer_config_kwargs`.
-        ValueError: megatron refuses the combination; what is known is refused earlier, by ``argument_rules``.
+        ValueError: megatron refuses a combination that ``argument_rules`` does not.
     """
     import torch
     import torch.nn.functional as F
@@ -81,7 +80,7 @@ def build_config(args: Namespace, shape: ModelShape | None = None) -> Transforme
         autocast_dtype=dtype,
         use_cpu_initialization=accelerator.current().is_cpu,
     )
-    # Megatron has no field for it, and the config is all that its layers are given
+    # Megatron has no such field, but its layers get nothing except the config.
     config.delta_rule_backend = args.qwen_gdn_backend
     return config
 
@@ -97,7 +96,8 @@ def _layers(args: Namespace, shape: ModelShape) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "layernorm_epsilon": shape.norm_epsilon,
         "layernorm_zero_centered_gamma": shape.family.has_zero_centered_norms,
-        # Under this switch Megatron adds up the norms' gradients over the tensor-parallel ranks, as if all had the same
+        # With this switch, Megatron sums the gradients of the norms over the tensor-parallel ranks, which is wrong for
+        # a joint norm: each rank has another part of its weight.
         "qk_layernorm": shape.has_qk_norm and not shape.family.has_joint_qk_norm,
         "gated_linear_unit": True,
         "add_bias_linear": False,
@@ -109,7 +109,7 @@ def _layers(args: Namespace, shape: ModelShape) -> dict[str, Any]:
         "hidden_dropout": args.hidden_dropout,
         "init_method_std": args.init_method_std,
         "perform_initialization": False,  # every weight comes from a checkpoint
-        # Built only when asked for; --save-hf copies the tensors of layers that were not
+        # If the layers are not built, --save-hf copies their tensors.
         "mtp_num_layers": args.mtp_num_layers,
         "mtp_loss_scaling_factor": args.mtp_loss_scaling_factor,
     }
@@ -128,7 +128,7 @@ def _numerics(args: Namespace) -> dict[str, Any]:
         "fp8_recipe": args.fp8_recipe,
         "fp8_quantizer_factory": args.fp8_quantizer_factory,
         "fp8_param": args.fp8_param_gather,
-        # No fused kernel is needed anywhere
+        # Fused kernels need Apex or TransformerEngine, which are optional.
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
@@ -162,11 +162,12 @@ def _parallel(args: Namespace) -> dict[str, Any]:
         "num_layers_in_last_pipeline_stage": args.decoder_last_pipeline_num_layers,
         "account_for_embedding_in_pipeline_split": args.account_for_embedding_in_pipeline_split,
         "account_for_loss_in_pipeline_split": args.account_for_loss_in_pipeline_split,
-        # With interleaving, two neighbours may be the same rank and batched exchanges would mix up their tensors
+        # With interleaving, the previous and the next stage may be one rank: batched exchanges would mix up tensors.
         "overlap_p2p_comm": virtual is not None,
         "batch_p2p_comm": virtual is None,
         "deallocate_pipeline_outputs": True,
-        "moe_token_dispatcher_type": "alltoall",  # variable lengths are refused with the default, even without experts
+        # Megatron refuses variable lengths with its default, even for models without experts.
+        "moe_token_dispatcher_type": "alltoall",
     }
     if args.microbatch_group_size_per_vp_stage is not None:
         kwargs["microbatch_group_size_per_vp_stage"] = args.microbatch_group_size_per_vp_stage
@@ -199,7 +200,7 @@ def _delta_nets(delta: DeltaNetShape) -> dict[str, Any]:
 
 def _latent_rope(yarn: YarnRope | None) -> dict[str, Any]:
     if yarn is None:
-        # Megatron multiplies the softmax scale by YaRN's factor even for plain rope
+        # Megatron multiplies the softmax scale by YaRN's factor even for plain rope.
         return {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
     return {
         "rope_type": "yarn",
@@ -231,9 +232,9 @@ def _experts(args: Namespace, shape: ModelShape, moe: MoeShape) -> dict[str, Any
         "moe_router_num_groups": moe.num_groups,
         "moe_router_group_topk": moe.group_topk,
         "moe_router_topk_scaling_factor": moe.scaling_factor,
-        # Sigmoid routers of the reference models compute in fp32
+        # The sigmoid routers of the reference models compute in fp32.
         "moe_router_dtype": args.moe_router_dtype or ("fp32" if moe.has_expert_bias else None),
-        # A coefficient of zero leaves nothing but the cost of computing the loss
+        # With a coefficient of zero, Megatron would still compute the loss.
         "moe_router_load_balancing_type": (kinds if is_list else kinds[0]) if balances else "none",
         "moe_aux_loss_coeff": (coefficients if is_list else coefficients[0]) if balances else 0.0,
         "moe_grouped_gemm": False,

@@ -1,11 +1,11 @@
-"""GPTModel with a vision tower. Built by ``model`` for runs with images.
+"""GPTModel with a vision tower, for runs with images.
 
-    first pipeline stage    pixels -> tower -> features, which take the place of the embeddings of image tokens
-                            and, from blocks in its middle, features that the first layers add to their outputs
-    every stage             rope turns with three positions: time, height, width
+    first pipeline stage    pixels -> tower -> features, which replace the embeddings of image tokens;
+                            with DeepStack, features of blocks in the middle are added to the output of the first layers
+    every stage             rope rotates with three positions: time, height, width
 
-Every rank of the first stage computes all features of the micro-batch and keeps those of its own rows: under context
-and sequence parallelism its gradients are a part of the whole, which Megatron sums as it does for norms.
+Every rank of the first stage computes all features of the micro-batch and keeps those of its rows. With context and
+sequence parallelism, its gradients are a part of the whole, and Megatron sums them as it does for norms.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 
 
 class VisionGPTModel(PackedGPTModel):
-    """A :class:`PackedGPTModel` whose micro-batches may have ``packed_seq_params.media``; without, it is no other.
+    """A :class:`PackedGPTModel` whose micro-batches may have ``packed_seq_params.media``.
 
     Args:
-        vision: its tower, ``vision_model``, is on the first pipeline stage.
+        vision: shape of the tower, which is ``vision_model`` on the first pipeline stage.
         tower_type: ``model_type`` of the tower in transformers.
     """
 
@@ -41,14 +41,15 @@ class VisionGPTModel(PackedGPTModel):
             tower_type, vision.config, recomputes=self.config.recompute_granularity == "full"
         )
         for parameter in self.vision_model.parameters():
-            parameter.sequence_parallel = self.config.sequence_parallel  # each rank's gradient is that of its rows
-        assert len(self.decoder.layers) >= vision.num_deep_layers, "a rule says so"
+            # Each rank has the gradient of its rows only; Megatron sums the gradients of marked parameters.
+            parameter.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
+        assert len(self.decoder.layers) >= vision.num_deep_layers, "a rule checks it"
         for layer in self.decoder.layers[: vision.num_deep_layers]:
             layer.register_forward_hook(_add_deep_features, with_kwargs=True)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Casting leaves the frequencies of the tower's rope in fp32: positions of 16 bits would collide."""
-        rope = self.vision_model.rotary_pos_emb if self.pre_process else None
+        """Cast everything except the frequencies of the tower's rope: in 16 bits, positions would collide."""
+        rope: Any = self.vision_model.rotary_pos_emb if self.pre_process else None
         frequencies = None if rope is None else rope.inv_freq
         super()._apply(fn, recurse)
         if rope is not None and frequencies is not None:
@@ -67,7 +68,7 @@ class VisionGPTModel(PackedGPTModel):
 
     def _with_features(self, embedded: torch.Tensor, media: Media, segments: PackedSegments) -> torch.Tensor:
         """``embedded`` ``[t, 1, h]`` with the features of this rank's image tokens in their places."""
-        vision_model = self.vision_model
+        vision_model: Any = self.vision_model
         output = vision_model(media.pixel_values.to(vision_model.dtype), grid_thw=media.grids, return_dict=True)
         mine, rows = _local_rows(media, segments, has_slices=self.config.sequence_parallel)
         features = output.pooler_output[mine].to(embedded.dtype)
@@ -82,10 +83,10 @@ class VisionGPTModel(PackedGPTModel):
 
 
 class _DeepGradients(torch.autograd.Function):
-    """Passes the embeddings on, and in backward the gradients that the first layers left with the deep features.
+    """The identity on embeddings; backward also returns the gradients that the first layers left in the deep features.
 
-    The layers read detached copies: where activations are recomputed, each layer runs a backward pass of its own, which
-    must end there and not run through the tower. Their gradients are complete once that of the embeddings is.
+    The layers read detached copies. If activations are recomputed, each layer runs a separate backward pass, which must
+    end there and not continue through the tower. Those gradients are complete when that of the embeddings is.
     """
 
     @staticmethod
@@ -108,7 +109,7 @@ def _add_deep_features(layer: Any, args: Any, kwargs: dict[str, Any], output: An
 
 
 def _local_rows(media: Media, segments: PackedSegments, *, has_slices: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which features this rank needs, and the rows of its ``[t, 1, h]`` that they belong to."""
+    """Indices of the features that this rank needs, and their rows in its ``[t, 1, h]``."""
     num_tokens = media.positions.size(1)
     device = media.rows.device
     held = torch.arange(num_tokens, device=device)
@@ -125,12 +126,12 @@ def _local_rows(media: Media, segments: PackedSegments, *, has_slices: bool) -> 
 
 
 def rope_angles(positions: torch.Tensor, frequencies: torch.Tensor, sections: tuple[int, int, int]) -> torch.Tensor:
-    """The angles of multimodal rope whose axes alternate: time, height, width, time, ... as Megatron wants them.
+    """The angles of multimodal rope with alternating axes: time, height, width, time, ... in Megatron's layout.
 
     Args:
         positions: int64 ``[3, T]``.
-        frequencies: fp32 ``[d / 2]``; the first three times ``sections[1]`` of them turn with the height where their
-            number is 1 modulo 3, likewise with the width; all others with the time.
+        frequencies: fp32 ``[d / 2]``. Of the first ``3 * sections[1]``, those with an index of 1 modulo 3 rotate with
+            the height, likewise 2 modulo 3 with the width. All others rotate with the time.
 
     Returns:
         fp32 ``[T, 1, 1, d]``.
@@ -154,9 +155,10 @@ def build_tower(model_type: str, config: Mapping[str, Any], *, recomputes: bool)
     from transformers import AutoConfig, AutoModel
 
     settings = {name: value for name, value in config.items() if name != "model_type"}
-    tower = AutoModel.from_config(
+    tower: Any = AutoModel.from_config(
         AutoConfig.for_model(model_type, **settings), dtype=torch.float32, attn_implementation="sdpa"
     )
     if recomputes:
         tower.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert isinstance(tower, torch.nn.Module)
     return tower

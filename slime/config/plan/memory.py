@@ -1,4 +1,4 @@
-"""Device memory of a trainer rank: weights, gradients, optimizer states, activations, logits. An estimate, upwards.
+"""Device memory of a trainer rank: weights, gradients, optimizer states, activations, logits. An upper estimate.
 
 Weights and states are exact. Activations follow Korthikanti et al. 2022 (arXiv:2205.05198) section 4, with the terms of
 a layer without dropout and without a stored softmax matrix; docs/plan.md derives them. CUDA context, NCCL buffers and
@@ -37,7 +37,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of one micro-batch on one rank, and where the number comes from."""
+    """Tokens of one micro-batch on one rank; ``source`` names the flag with the number."""
 
     count: int
     source: str
@@ -87,9 +87,9 @@ def _width(args: Namespace, flag: str) -> int:
 
 
 def tokens_per_micro_batch(args: Namespace) -> Tokens:
-    """The largest micro-batch: the token budget, or so many samples of the greatest length.
+    """The largest micro-batch: the token budget, or ``micro_batch_size`` samples of the greatest length.
 
-    A sample that is longer than the budget is a micro-batch of its own.
+    A sample that is longer than the budget is alone in a micro-batch.
     """
     size, cp = number(args, "micro_batch_size", 1), max(1, number(args, "context_parallel_size", 1))
     budget = read(args, "max_tokens_per_gpu") if read(args, "use_dynamic_batch_size") else None
@@ -130,11 +130,11 @@ def _stage(
     # ZeRO stage 1 (arXiv:1910.02054): only optimizer states are sharded, over the ranks that hold the same weights
     given, kind = read(args, "use_distributed_optimizer"), read(args, "optimizer")
     is_sharded = kind == "dist_muon" or (given if given is not None else kind in (None, "adam"))
-    groups = max(1, number(args, "num_distributed_optimizer_instances", 1))  # each has all states
+    groups = max(1, number(args, "num_distributed_optimizer_instances", 1))  # each instance has all states
     shards, expert_shards = max(1, layout.dp * layout.cp // groups), max(1, layout.edp // groups)
     states = dense / shards + expert / expert_shards if is_sharded else dense + expert
     offloaded = _offloaded_share(args)
-    # an optimizer outside of Megatron has main weights of its own, in fp32 as well
+    # An optimizer on the host keeps separate main weights, even if the model is in fp32.
     main_copy = 4 if precision.name == "fp32" and read(args, "optimizer_cpu_offload") else 0
     in_flight = _in_flight(args, layout, stage)
     return StageMemory(
@@ -155,8 +155,8 @@ def _stage(
 def _fully_sharded(args: Namespace, shape: ModelShape, layout: Layout, tokens: int) -> StageMemory:
     """FSDP, ZeRO stage 3 (arXiv:1910.02054): fp32 weights, gradients and moments are divided among all ranks.
 
-    Whole, in the type that computes, are the embedding and the head during a pass, and a layer with the one that is
-    gathered ahead; whole in fp32 are gradients on their way to the ranks.
+    Not divided during a pass: embedding, head, the current layer and the prefetched one in the computing dtype, and
+    their gradients in fp32 until they are reduced.
     """
     layers, precision = range(shape.num_layers), precision_of(args)
     ends = sum(weight.total for weight in model_weights(shape) if weight.where != "layer")
@@ -178,7 +178,7 @@ def _fully_sharded(args: Namespace, shape: ModelShape, layout: Layout, tokens: i
 
 
 def _held(shape: ModelShape, layers: range, vocab: int, *, is_first: bool, is_last: bool) -> list[Weight]:
-    """The weights of a stage. A tied head on another stage than the embedding is a second copy."""
+    """The weights of a stage. If head and embedding are tied but on different stages, the head is a second copy."""
     ends = [weight for weight in model_weights(shape, vocab=vocab) if weight.where != "layer"]
     held = [weight for weight in ends if weight.where == "head" and is_last]
     held += [weight for weight in ends if weight.where == "embedding" and is_first]
@@ -208,7 +208,7 @@ def _offloaded_share(args: Namespace) -> float:
 
 
 def _num_host_copies(args: Namespace) -> int:
-    """Reference and teacher share the device with the actor: each, and the actor, has a copy on the host."""
+    """Reference, teacher and old actor share the device with the actor: each model then has a copy on the host."""
     others = sum(
         (
             bool(read(args, "kl_coef")) or bool(read(args, "use_kl_loss")),
@@ -251,7 +251,7 @@ def _activations(
 
 
 def _logits(args: Namespace, shape: ModelShape, layout: Layout, tokens: int, precision: Precision) -> int:
-    """Logits and their gradient in the weights' type, and the fp32 softmax of one chunk with its gradient."""
+    """Bytes of the logits with their gradient in the weights' dtype, and of one chunk's fp32 softmax and gradient."""
     rows = padded_vocab_size(args, shape) / layout.tp
     chunk = number(args, "log_probs_chunk_size", -1)
     chunk = tokens if chunk < 1 else min(chunk, tokens)

@@ -1,6 +1,6 @@
 """Flags of the model: sizes, positions, latent attention, experts, multi-token prediction.
 
-A flag whose default is None is derived from --hf-checkpoint if it is left out (``model_shape.resolve_model``), and
+A flag whose default is None is derived from --hf-checkpoint if it is left out (``model_rules.resolve_model``), and
 must agree with it if it is given.
 """
 
