@@ -91,10 +91,10 @@ def read_custom_config(path: str, actions: Sequence[argparse.Action]) -> CustomC
 def overwritten_keys(args: argparse.Namespace) -> Iterator[str]:
     """Rule over the resolved arguments: a key that only looks free, because slime works its value out itself."""
     for name, value in args.custom_keys.items():
-        if getattr(args, name) != value:
+        if vars(args)[name] != value:
             yield (
                 f"{FLAG} {args.custom_config_path}: key {name}: {value!r} cannot be set, it follows from the flags "
-                f"({getattr(args, name)!r}). Leave it out."
+                f"({vars(args)[name]!r}). Leave it out."
             )
 
 

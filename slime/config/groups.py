@@ -90,7 +90,7 @@ def flags_of(groups: Sequence[type]) -> Iterator[Flag]:
 def unsupported_flags(args: argparse.Namespace, groups: Sequence[type]) -> Iterator[str]:
     """One problem per flag whose value asks for something that does not exist yet."""
     for flag in flags_of(groups):
-        value = getattr(args, flag.name)
+        value = vars(args)[flag.name]
         if flag.later and value != flag.default:
             shown = "" if isinstance(value, bool) else f" {value}"
             yield f"{flag.spellings[0]}{shown} is not supported yet: {flag.later.rstrip('.')}. Leave it out."
@@ -109,7 +109,7 @@ def from_args(group: type[Group], args: argparse.Namespace) -> Group:
     Parsed arguments lack none. Plain namespaces of users' programs and tests do.
     """
     names = (item.name for item in dataclasses.fields(group))  # type: ignore[arg-type]
-    return group(**{name: getattr(args, name) for name in names if hasattr(args, name)})
+    return group(**{name: vars(args)[name] for name in names if name in vars(args)})
 
 
 def defaults_of(groups: Sequence[type]) -> dict[str, Any]:

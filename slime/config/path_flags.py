@@ -88,7 +88,7 @@ class UsedPath:
 def used_paths(args: Namespace) -> Iterator[UsedPath]:
     """The paths in the resolved arguments. A flag that ``args`` lacks is skipped."""
     for flag in PATH_FLAGS:
-        for given in given_paths(flag, getattr(args, flag.name, None)):
+        for given in given_paths(flag, vars(args).get(flag.name)):
             yield UsedPath(flag, given, os.path.realpath(_SLICE.sub("", given)))
 
 

@@ -112,7 +112,7 @@ def role_args(args: Namespace, role: Role) -> Namespace:
         logger.info("%s %s has no entry for the %s, which takes the command line's values", _FLAG, path, role)
     for name, value in overrides.items():
         if name not in _PLACEMENT:
-            setattr(twin, name, _absolute(_coerce(value, getattr(args, name, None)), name))
+            setattr(twin, name, _absolute(_coerce(value, vars(args).get(name)), name))
     if role == "critic":
         if path is not None:
             for name, value in _CRITIC.items():
@@ -138,16 +138,16 @@ def check_roles(args: Namespace) -> Iterator[str]:
         for name, value in config.overrides.items():
             if name in _PLACEMENT:
                 notices.info(args, _FLAG, f"{role}: {name} has no effect, all roles are placed like the actor")
-            elif wrong := _type_problem(value, getattr(args, name, None)):
+            elif wrong := _type_problem(value, vars(args).get(name)):
                 yield f"{where}: {role}: {name}: {value!r} {wrong}."
-            elif name in _OF_ALL_ROLES and _coerce(value, getattr(args, name)) != getattr(args, name):
+            elif name in _OF_ALL_ROLES and _coerce(value, vars(args)[name]) != vars(args)[name]:
                 yield f"{where}: {role}: {name} {value} holds for all roles: set {flag_of(name)} instead."
-            elif name in _TOPOLOGY and _coerce(value, getattr(args, name)) != getattr(args, name):
+            elif name in _TOPOLOGY and _coerce(value, vars(args)[name]) != vars(args)[name]:
                 yield (
-                    f"{where}: {role}: {name} {value} differs from {flag_of(name)} {getattr(args, name)}: all roles "
+                    f"{where}: {role}: {name} {value} differs from {flag_of(name)} {vars(args)[name]}: all roles "
                     f"share one layout. Set the flag instead."
                 )
-            elif not hasattr(args, name):
+            elif name not in vars(args):
                 notices.warn(args, _FLAG, f"{role}: nothing that slime knows reads {name}")
         if role == "critic" and not args.use_critic:
             notices.warn(args, _FLAG, f"the critic's entry has no effect: {args.advantage_estimator} has no critic")

@@ -104,4 +104,4 @@ class RunConfig:
 
     def __getstate__(self) -> dict[str, Any]:
         # Only the fields travel: a hook may have put something into args that cannot be pickled.
-        return {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        return {item.name: vars(self)[item.name] for item in dataclasses.fields(self)}

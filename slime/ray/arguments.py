@@ -161,7 +161,7 @@ def validate_sglang_args(args: Namespace) -> None:
     defaults = read_engine([], ()).attributes | defaults_of(GROUPS) | {"notices": [], "world_size": 0}
     defaults["given"] = frozenset(name for name, value in vars(args).items() if value != defaults.get(name))
     for name, value in defaults.items():
-        if not hasattr(args, name):
+        if name not in vars(args):
             setattr(args, name, value)
     sglang_rules.engine_width(args)
     for step in sglang_rules.STEPS:

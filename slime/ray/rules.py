@@ -56,7 +56,7 @@ def _balance(args: Namespace) -> Iterator[str]:
     if args.train_backend == "megatron" or args.hf_checkpoint is None:
         return
     for name in ("balance_data", "balance_by_flops"):
-        if getattr(args, name) and not _is_known(args.hf_checkpoint):
+        if vars(args)[name] and not _is_known(args.hf_checkpoint):
             yield f"{flag_of(name)} does not know how much this model of --hf-checkpoint {args.hf_checkpoint} computes."
 
 
@@ -222,7 +222,7 @@ def _transport(args: Namespace) -> Iterator[str]:
 
 def _writable(args: Namespace) -> Iterator[str]:
     # Otherwise hours of training end at the first checkpoint. slime doctor checks the free space.
-    for flag, path in ((flag_of(name), getattr(args, name)) for name in _WRITTEN):
+    for flag, path in ((flag_of(name), vars(args)[name]) for name in _WRITTEN):
         if not path:
             continue
         place = next(parent for parent in (Path(path), *Path(path).parents) if parent.is_dir())

@@ -258,7 +258,7 @@ def _evaluation_hooks(args: Namespace) -> Iterator[str]:
     for dataset in args.eval_datasets:
         for name in ("custom_generate_function_path", "custom_rm_path"):
             path = getattr(dataset, name)
-            if path is not None and path != getattr(args, name):
+            if path is not None and path != vars(args)[name]:
                 hook = Namespace(**{name: path}, group_rm=args.group_rm)
                 yield from (f"{_at(dataset, name)}: {problem}" for problem in check_hooks(hook))
 

@@ -112,7 +112,7 @@ def _tokenizer_and_spec(args: Namespace) -> None:
 
 def _sizes(args: Namespace) -> Iterator[str]:
     for name in _SIZES:
-        value = getattr(args, name)
+        value = vars(args)[name]
         if value is not None and value < 1:
             yield f"{_spelling(name)} {value} must be at least 1."
 
@@ -289,8 +289,8 @@ def _recompute(args: Namespace) -> Iterator[str]:
             yield "--recompute-method block needs --recompute-num-layers N: the first N layers are recomputed."
         return
     for name in ("recompute_method", "recompute_num_layers"):
-        if getattr(args, name) is not None:
-            yield f"{flag_of(name)} {getattr(args, name)} needs --recompute-granularity full."
+        if vars(args)[name] is not None:
+            yield f"{flag_of(name)} {vars(args)[name]} needs --recompute-granularity full."
     if args.recompute_modules and granularity is None:
         yield "--recompute-modules needs --recompute-granularity selective."
 

@@ -228,15 +228,15 @@ def sparse(args: Namespace, shape: ModelShape) -> Iterator[str]:
 
 def sees_media(args: Namespace) -> bool:
     """Whether the vision tower is built: prompts have images, or --spec of a launch script names it."""
-    spec = getattr(args, "spec", None)  # programs for one checkpoint have neither flag
-    return bool(getattr(args, "multimodal_keys", None)) or bool(spec and is_vision_spec(spec[0]))
+    spec = vars(args).get("spec")  # programs for one checkpoint have neither flag
+    return bool(vars(args).get("multimodal_keys")) or bool(spec and is_vision_spec(spec[0]))
 
 
 def vision(args: Namespace) -> Iterator[str]:
     """Training on images."""
     if args.hf_checkpoint is None or not sees_media(args):
         return
-    keys = getattr(args, "multimodal_keys", None)
+    keys = vars(args).get("multimodal_keys")
     flag = "--multimodal-keys" if keys else f"--spec {' '.join(args.spec)}"
     try:
         read_shape(args.hf_checkpoint)
@@ -278,7 +278,7 @@ def user_spec(args: Namespace) -> Any | None:
     Raises:
         ConfigError: it cannot be loaded, or the function takes other arguments.
     """
-    words = getattr(args, "spec", None)
+    words = vars(args).get("spec")
     if not words or is_family_spec(words[0]) or is_vision_spec(words[0]):
         return None
     flag = f"--spec {' '.join(words)}"

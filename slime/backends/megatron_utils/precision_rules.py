@@ -27,8 +27,8 @@ def fp8(args: Namespace) -> Iterator[str]:
     """FP8 products are TransformerEngine's, on a GPU."""
     if args.fp8 is None:
         for name in ("fp8_recipe", "fp8_quantizer_factory", "fp8_param_gather"):
-            if name in args.given and getattr(args, name):
-                value = "" if name == "fp8_param_gather" else f" {getattr(args, name)}"
+            if name in args.given and vars(args)[name]:
+                value = "" if name == "fp8_param_gather" else f" {vars(args)[name]}"
                 yield f"--{name.replace('_', '-')}{value} needs --fp8-format."
         return
     flag = f"--fp8-format {args.fp8}"

@@ -61,7 +61,7 @@ def _parallel_sizes(args: Namespace) -> None:
     if "sglang_tp_size" not in args.given:
         args.sglang_tp_size = args.rollout_num_gpus_per_engine // max(1, args.sglang_pp_size)
     for name, alias in ALIASES.items():
-        setattr(args, alias, getattr(args, name))
+        setattr(args, alias, vars(args)[name])
 
 
 def _router_address(args: Namespace) -> None:
@@ -183,7 +183,7 @@ def _language_only(args: Namespace) -> Iterator[str]:
     """The vision tower of such an engine is in an encoder server, which cannot receive weights."""
     is_trained = not (args.debug_rollout_only or args.debug_train_only)
     for name in ("language_only", "encoder_only"):
-        if is_trained and getattr(args, f"sglang_{name}"):
+        if is_trained and vars(args)[f"sglang_{name}"]:
             yield (
                 f"--sglang-{name.replace('_', '-')}: SGLang's encoder server has no request that updates its weights. "
                 "Images would be encoded with the first weights. Leave it out: an engine encodes images itself."
@@ -303,7 +303,7 @@ def _pd_flag(args: Namespace) -> str | None:
         return None
     if args.prefill_num_servers is not None:
         return f"--prefill-num-servers {args.prefill_num_servers}"
-    infos = getattr(args, "rollout_external_engine_infos", None)
+    infos = vars(args).get("rollout_external_engine_infos")
     if infos is not None and any(info.is_pd_worker for info in external_engine_infos_from_args(args)):
         return _EXTERNAL
     return next((text for model, text in _pd_models(args) if model.updates_weights), None)
@@ -343,7 +343,7 @@ def _external(args: Namespace) -> Iterator[str]:
     for flag, is_on in (("--colocate", args.colocate), ("--offload-rollout", args.offload_rollout)):
         if is_on:
             yield f"{flag} does not work with {_EXTERNAL}: engines of others give no memory away. Drop one."
-    if getattr(args, "rollout_external_engine_infos", None) is None:
+    if vars(args).get("rollout_external_engine_infos") is None:
         return  # a plan does not query engines
     infos = external_engine_infos_from_args(args)
     for info in infos:

@@ -8,119 +8,65 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from slime.config.groups import flag_of
 
-
-@dataclass(frozen=True)
-class _Range:
-    """A rule for the numbers ``names``; unset ones are skipped."""
-
-    rule: str
-    holds: Callable[[float], bool]
-    names: tuple[str, ...]
-
-
-_RANGES = (
-    _Range(
+_RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    (
         "must be at least 1",
         lambda value: value >= 1,
-        (
-            "rollout_batch_size",
-            "n_samples_per_prompt",
-            "global_batch_size",
-            "num_steps_per_rollout",
-            "micro_batch_size",
-            "save_interval",
-            "eval_interval",
-            "update_weights_interval",
-            "ref_update_interval",
-            "actor_num_nodes",
-            "actor_num_gpus_per_node",
-            "rollout_num_gpus_per_engine",
-            "num_gpus_per_node",
-            "update_weight_buffer_size",
-            "rollout_max_response_len",
-            "rollout_max_prompt_len",
-            "rollout_max_context_len",
-            "eval_max_response_len",
-            "eval_max_prompt_len",
-            "eval_max_context_len",
-            "n_samples_per_eval_prompt",
-            "sglang_server_concurrency",
-            "sglang_router_request_timeout_secs",
-            "num_epoch",
-            "max_turns",
-            "keep_last_checkpoints",
-            "max_tokens_per_gpu",
-            "log_probs_max_tokens_per_gpu",
-            "max_position_embeddings",
-        ),
+        """
+            rollout_batch_size n_samples_per_prompt global_batch_size num_steps_per_rollout
+            micro_batch_size save_interval eval_interval update_weights_interval ref_update_interval
+            actor_num_nodes actor_num_gpus_per_node rollout_num_gpus_per_engine num_gpus_per_node
+            update_weight_buffer_size rollout_max_response_len rollout_max_prompt_len
+            rollout_max_context_len eval_max_response_len eval_max_prompt_len eval_max_context_len
+            n_samples_per_eval_prompt sglang_server_concurrency sglang_router_request_timeout_secs
+            num_epoch max_turns keep_last_checkpoints max_tokens_per_gpu log_probs_max_tokens_per_gpu
+            max_position_embeddings
+        """,
     ),
-    _Range(
+    (
         "must not be negative",
         lambda value: value >= 0,
-        (
-            "num_rollout",
-            "start_rollout_id",
-            "num_data_workers",
-            "max_sample_retries",
-            "max_weight_staleness",
-            "num_critic_only_steps",
-            "eval_min_new_tokens",
-            "ckpt_step",
-            "ref_ckpt_step",
-            "opd_teacher_ckpt_step",
-            "eps_clip",
-            "eps_clip_high",
-            "value_clip",
-            "tis_clip_low",
-            "opd_kl_coef",
-            "kl_coef",
-            "kl_loss_coef",
-            "lr",
-            "min_lr",
-            "weight_decay",
-            "clip_grad",
-            "init_method_std",
-            "moe_router_bias_update_rate",
-            "mtp_loss_scaling_factor",
-            "rollout_seed",
-            "rollout_health_check_first_wait",
-        ),
+        """
+            num_rollout start_rollout_id num_data_workers max_sample_retries max_weight_staleness
+            num_critic_only_steps eval_min_new_tokens ckpt_step ref_ckpt_step opd_teacher_ckpt_step
+            eps_clip eps_clip_high value_clip tis_clip_low opd_kl_coef kl_coef kl_loss_coef lr min_lr
+            weight_decay clip_grad init_method_std moe_router_bias_update_rate mtp_loss_scaling_factor
+            rollout_seed rollout_health_check_first_wait
+        """,
     ),
-    _Range(
+    (
         "must be above 0 seconds",
         lambda value: value > 0,
-        (
-            "placement_timeout",
-            "trainer_start_timeout",
-            "rollout_timeout",
-            "train_timeout",
-            "weight_sync_timeout",
-            "rollout_request_timeout",
-            "custom_generate_timeout",
-            "rm_timeout",
-            "engine_start_timeout",
-            "rollout_health_check_interval",
-            "rollout_health_check_timeout",
-        ),
+        """
+            placement_timeout trainer_start_timeout rollout_timeout train_timeout weight_sync_timeout
+            rollout_request_timeout custom_generate_timeout rm_timeout engine_start_timeout
+            rollout_health_check_interval rollout_health_check_timeout
+        """,
     ),
-    _Range("must be above 0", lambda value: value > 0, ("distributed_timeout_minutes", "adam_eps", "tis_clip")),
-    _Range("must be between 0 and 1", lambda value: 0 <= value <= 1, ("gamma", "lambd")),
-    _Range(
+    ("must be above 0", lambda value: value > 0, "distributed_timeout_minutes adam_eps tis_clip"),
+    ("must be between 0 and 1", lambda value: 0 <= value <= 1, "gamma lambd"),
+    (
         "must be at least 0 and below 1",
         lambda value: 0 <= value < 1,
-        ("adam_beta1", "adam_beta2", "sgd_momentum", "attention_dropout", "hidden_dropout"),
+        """
+            adam_beta1 adam_beta2 sgd_momentum attention_dropout hidden_dropout
+        """,
     ),
-    _Range("must be above 0 and at most 1", lambda value: 0 < value <= 1, ("eval_top_p",)),
-    _Range("must be -1 (all) or at least 1", lambda value: value == -1 or value >= 1, ("eval_top_k",)),
-    _Range(
-        "must be -1 (all at once) or at least 1", lambda value: value == -1 or value >= 1, ("log_probs_chunk_size",)
+    ("must be above 0 and at most 1", lambda value: 0 < value <= 1, "eval_top_p"),
+    ("must be -1 (all) or at least 1", lambda value: value == -1 or value >= 1, "eval_top_k"),
+    (
+        "must be -1 (all at once) or at least 1",
+        lambda value: value == -1 or value >= 1,
+        """
+            log_probs_chunk_size
+        """,
     ),
-    _Range("must be between 0 and 2147483647", lambda value: 0 <= value < 2**31, ("seed",)),
+    ("must be between 0 and 2147483647", lambda value: 0 <= value < 2**31, "seed"),
 )
+"""(rule, its condition, names of the flags); unset flags are skipped."""
 
 _BOUNDS = frozenset(
     ("eps_clip", "eps_clip_high", "eps_clip_c", "value_clip", "tis_clip", "tis_threshold", "opsm_delta")
@@ -134,7 +80,7 @@ _LARGEST = 2**53
 def _real(args: Namespace) -> Iterator[str]:
     """Given numbers are finite and small enough to be a count."""
     for name in sorted(args.given):
-        values = getattr(args, name, None)
+        values = vars(args).get(name)
         for value in values if isinstance(values, list) else [values]:
             if isinstance(value, float) and (math.isnan(value) or (math.isinf(value) and name not in _BOUNDS)):
                 yield f"{flag_of(name)} {value} must be a finite number."
@@ -143,11 +89,11 @@ def _real(args: Namespace) -> Iterator[str]:
 
 
 def _in_range(args: Namespace) -> Iterator[str]:
-    for item in _RANGES:
-        for name in item.names:
-            value = getattr(args, name)
-            if isinstance(value, int | float) and not math.isnan(value) and not item.holds(value):
-                yield f"{flag_of(name)} {value} {item.rule}."
+    for rule, holds, names in _RANGES:
+        for name in names.split():
+            value = vars(args)[name]
+            if isinstance(value, int | float) and not math.isnan(value) and not holds(value):
+                yield f"{flag_of(name)} {value} {rule}."
 
 
 RULES = (_real, _in_range)

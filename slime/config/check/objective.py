@@ -78,7 +78,7 @@ def _on_policy(args: Namespace) -> Iterator[str]:
     if args.num_steps_per_rollout != 1:
         yield f"--num-steps-per-rollout {args.num_steps_per_rollout} must be 1: {rule}."
     for name in ("partial_rollout", "use_tis", "buffer_filter_path", "keep_old_actor"):
-        if getattr(args, name):
+        if vars(args)[name]:
             yield f"--{name.replace('_', '-')} is not possible: {rule}."
 
 

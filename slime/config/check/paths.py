@@ -17,13 +17,13 @@ from slime.config.resolve.paths import needs_reference
 def _empty(args: Namespace) -> Iterator[str]:
     """The empty path is the working directory to the operating system, and an unset variable to the user."""
     for flag in PATH_FLAGS:
-        if getattr(args, flag.name) == "":
+        if vars(args)[flag.name] == "":
             yield f"{flag_of(flag.name)} is empty: leave it out, or set the variable that the launch script puts there."
 
 
 def _outputs(args: Namespace) -> Iterator[str]:
     for name in (flag.name for flag in PATH_FLAGS if flag.is_directory and flag.does != "reads"):
-        value = getattr(args, name)
+        value = vars(args)[name]
         if not value:
             continue
         directories = [path for path in (Path(value), *Path(value).parents) if "{" not in path.name]
@@ -33,7 +33,7 @@ def _outputs(args: Namespace) -> Iterator[str]:
 
 def _templates(args: Namespace) -> Iterator[str]:
     for name, fields in ((flag.name, flag.fields) for flag in PATH_FLAGS):
-        template = getattr(args, name)
+        template = vars(args)[name]
         if not template or not fields:
             continue
         try:

@@ -83,7 +83,7 @@ _DEFAULT_RESPONSE_LEN = 1024
 
 def lengths(args: Namespace) -> None:
     """The context limit decides the limits of prompt and response that are not given."""
-    engine_limit = getattr(args, "sglang_context_length", None)
+    engine_limit = vars(args).get("sglang_context_length")
     if args.rollout_max_context_len is None and isinstance(engine_limit, int) and engine_limit > 1:
         args.rollout_max_context_len = engine_limit
         notices.info(args, "--rollout-max-context-len", f"{engine_limit}: the limit of the engines")

@@ -69,7 +69,7 @@ def true_on_policy(args: Namespace) -> None:
     args.deterministic_mode = True
     if accelerator.current().is_cpu or args.debug_train_only:
         return  # the CPU engine has one kernel per operation, and no such switch
-    if not getattr(args, "sglang_enable_deterministic_inference", False):
+    if not vars(args).get("sglang_enable_deterministic_inference"):
         args.sglang_enable_deterministic_inference = True
         args.sglang_argv = [*args.sglang_argv, "--enable-deterministic-inference"]
         notices.info(args, "--sglang-enable-deterministic-inference", "on, because of --true-on-policy-mode")

@@ -30,7 +30,7 @@ def experiment_name(args: Namespace) -> None:
 def absolute_paths(args: Namespace) -> None:
     """Ray's workers have another working directory."""
     for flag in PATH_FLAGS:
-        value = getattr(args, flag.name)
+        value = vars(args)[flag.name]
         if isinstance(value, str):
             setattr(args, flag.name, absolute(value))
     if args.eval_prompt_data and len(args.eval_prompt_data) == 1:
@@ -51,13 +51,13 @@ def usable_names(args: Namespace) -> None:
     """
     problems = []
     for name in args.given.intersection(_NAMES):  # one is the default of the other
-        value = getattr(args, name) or ""
+        value = vars(args)[name] or ""
         parts = [value] if name == "experiment_name" else value.split("/")
         reason = "it must be one folder name, without /" if "/" in parts[0] else _unusable(parts)
         if value and reason:
             problems.append(f"{flag_of(name)} {_shortened(value)}: {reason}. Give a short name of letters and digits.")
     for flag in PATH_FLAGS:
-        for value in given_paths(flag, getattr(args, flag.name)):
+        for value in given_paths(flag, vars(args)[flag.name]):
             reason = _unusable(value.split("/")[1:])
             if len(os.fsencode(value)) > _LONGEST_PATH:
                 reason = f"it has {len(os.fsencode(value))} bytes, and a path may have {_LONGEST_PATH}"
@@ -91,7 +91,7 @@ def debug_dumps(args: Namespace) -> None:
         return
     for name, folder in (("save_debug_rollout_data", "rollout_data"), ("save_debug_train_data", "train_data")):
         template = os.path.join(args.dump_details, folder, "{rollout_id}.pt")
-        if getattr(args, name) is not None:
+        if vars(args)[name] is not None:
             notices.warn(args, flag_of(name), f"--dump-details decides: dumps go to {template}")
         setattr(args, name, template)
 
@@ -111,7 +111,7 @@ def saving(args: Namespace) -> None:
             ("--save-interval", "save_interval"),
             ("--update-weights-interval", "update_weights_interval"),
         ):
-            if getattr(args, name) != 1:
+            if vars(args)[name] != 1:
                 (notices.warn if name in args.given else notices.info)(args, flag, reason)
                 setattr(args, name, 1)
 

@@ -348,4 +348,4 @@ def test_an_engine_on_two_nodes_is_warned_of(tmp_path: Path, num_ranks: int, is_
     path.write_text(f"sglang: [{{name: a, server_groups: [{group}]}}]")
     args = resolved("", sglang_config=str(path), world_size=num_ranks)
     assert [problem for rule in RULES for problem in rule(args)] == []
-    assert any("engine 1 of model a would stand on two nodes" in str(note) for note in args.notices) is is_warned
+    assert any("engine 1 of model a would be on two nodes" in str(note) for note in args.notices) is is_warned
