@@ -18,7 +18,7 @@ from slime.utils.errors import DeadlineExceeded
 
 
 class ThisMachine:
-    """Commands run here, as whoever runs the tests."""
+    """Runs commands as the user of the tests."""
 
     sandbox_id = "here"
 

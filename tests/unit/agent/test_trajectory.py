@@ -249,7 +249,7 @@ def test_a_turn_without_messages_and_an_unknown_session_are_nothing(caplog):
         manager.get_trajectory("t")
 
 
-def test_sessions_that_nobody_finishes_are_forgotten():
+def test_unfinished_sessions_are_forgotten():
     session = Session().play([Q], A, [1], [2])
     assert session.manager.drop_idle(60.0) == []
     assert session.manager.drop_idle(-1.0) == ["s"]

@@ -37,7 +37,7 @@ QWEN2_5 = (
     + "{%- endfor %}"
     + _PROMPT
 )
-"""A system text of its own where there is none; a message looks the same wherever it stands, but for runs of tools."""
+"""Adds a system text if there is none. Except for runs of tools, the position of a message does not change its text."""
 
 QWEN3 = (
     """{%- if tools %}{{- '<|im_start|>system\n' }}

@@ -307,7 +307,7 @@ def test_an_instance_that_the_engines_refuse_is_left_out_and_the_others_are_answ
     assert {sample.label for group in groups for sample in group} == {"1", "2", "4", "5", "6"}
 
 
-def test_a_generator_that_is_done_leaves_nobody_waiting(
+def test_a_finished_generator_leaves_no_trainer_waiting(
     tiny_task: Any, tmp_path: Path, engine: FakeEngine, service: str
 ) -> None:
     args = args_for(tiny_task, tmp_path, engine, service, rollout_batch_size=4, n_samples_per_prompt=1)

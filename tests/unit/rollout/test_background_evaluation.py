@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,8 +22,9 @@ def note(args: Any, sample: Sample, *, rollout_id: int | None = None, evaluation
 
 
 @pytest.mark.parametrize("partial", [False, True])
-def test_the_end_of_a_rollout_does_not_touch_an_evaluation_that_runs_beside_it(tiny_task: Any, partial: bool) -> None:
-    GenerateState.clear_instances()
+def test_the_end_of_a_rollout_does_not_touch_an_evaluation_that_runs_beside_it(
+    engine: Callable[..., FakeEngine], tiny_task: Any, partial: bool
+) -> None:
     evaluates, is_trained = threading.Event(), threading.Event()
 
     def answer(payload: dict[str, Any], number: int) -> tuple[int, Any]:
@@ -31,12 +33,12 @@ def test_the_end_of_a_rollout_does_not_touch_an_evaluation_that_runs_beside_it(t
             is_trained.wait(120)  # the evaluation is under way until the rollout is over
             return 200, completion(payload, [7])
         if number % 5 == 4:
-            engine.aborted.wait(120)  # what over-sampling leaves running
+            server.aborted.wait(120)  # what over-sampling leaves running
             return 200, completion(payload, [5], reason="abort")
         return 200, completion(payload, [5, 6])
 
-    engine = FakeEngine(answer)
-    args = make_args(tiny_task.model, engine.port, prompt_data=tiny_task.train)
+    server = engine(answer)
+    args = make_args(tiny_task.model, server.port, prompt_data=tiny_task.train)
     args.apply_chat_template, args.rollout_max_prompt_len = True, None
     args.over_sampling_batch_size, args.partial_rollout = 4, partial
     args.eval_prompt_data, args.eval_temperature = ["a", f"{tiny_task.eval}@[:3]"], 0.0
@@ -56,40 +58,35 @@ def test_the_end_of_a_rollout_does_not_touch_an_evaluation_that_runs_beside_it(t
         assert [sample.tokens[-1] for sample in iter_samples(output.samples)] == [6] * 4
         assert [sample.tokens[-1] for sample in results[0].data["a"]["samples"]] == [7] * 3
         assert not any("failed_attempts" in s.metadata for s in results[0].data["a"]["samples"])
-        assert {"abort_all": True} not in engine.aborts
+        assert {"abort_all": True} not in server.aborts
         assert {s.metadata["seen_by_hook"] for s in iter_samples(output.samples)} == {(8, False)}
         assert {s.metadata["seen_by_hook"] for s in results[0].data["a"]["samples"]} == {(7, True)}
         assert GenerateState(args).num_evaluations == 0
         assert not GenerateState(args).training
     finally:
         is_trained.set()
-        engine.close()
-        GenerateState.clear_instances()
         set_current_rollout_id(None)
         set_evaluated_rollout_id(None)
 
 
-def test_without_an_evaluation_the_end_of_a_rollout_empties_the_engines(tiny_task: Any) -> None:
-    GenerateState.clear_instances()
+def test_without_an_evaluation_the_end_of_a_rollout_empties_the_engines(
+    engine: Callable[..., FakeEngine], tiny_task: Any
+) -> None:
     quick: list[Any] = []
 
     def answer(payload: dict[str, Any], number: int) -> tuple[int, Any]:
         """At once for two prompts, when it is aborted for the others."""
-        with engine.lock:
+        with server.lock:
             if len(quick) < 2 and payload["input_ids"] not in quick:
                 quick.append(payload["input_ids"])
         if payload["input_ids"] not in quick:
-            engine.aborted.wait(120)
+            server.aborted.wait(120)
         return 200, completion(payload, [5])
 
-    engine = FakeEngine(answer)
-    args = make_args(tiny_task.model, engine.port, prompt_data=tiny_task.train)
+    server = engine(answer)
+    args = make_args(tiny_task.model, server.port, prompt_data=tiny_task.train)
     args.apply_chat_template, args.rollout_max_prompt_len, args.over_sampling_batch_size = True, None, 4
     started = unloaded_time()
-    try:
-        generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
-        assert {"abort_all": True} in engine.aborts
-        assert unloaded_time() - started < 8
-    finally:
-        engine.close()
-        GenerateState.clear_instances()
+    generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert {"abort_all": True} in server.aborts
+    assert unloaded_time() - started < 8

@@ -192,7 +192,7 @@ def test_a_users_source_is_made_in_the_way_it_wants(tiny_task):
 
 
 @pytest.mark.parametrize("value", [1, (1, 2)])  # as JSON, and as what JSON would change
-def test_a_state_is_for_whoever_may_read_files_and_a_write_that_fails_leaves_the_old_one(tmp_path, value, monkeypatch):
+def test_a_state_has_the_usual_permissions_and_a_failed_write_leaves_the_old_one(tmp_path, value, monkeypatch):
     path = source_state.state_path(str(tmp_path), 3)
     source_state.write_state(path, {"value": value})
     (file,) = path.parent.iterdir()

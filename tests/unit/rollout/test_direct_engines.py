@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from slime.data.sample import Sample
 from slime.rollout import direct_engines
 from slime.rollout.direct_engines import DirectEngines
-from slime.rollout.sglang_rollout import GenerateState, generate
+from slime.rollout.sglang_rollout import generate
 from slime.rollout.sglang_streaming_rollout import generate_streaming
 from slime.utils import http_utils
 from slime.utils.async_utils import run
@@ -29,27 +29,16 @@ _LAYERS, _TOPK = 3, 2
 Respond = Callable[[dict[str, Any], int], Reply]
 
 
-@pytest.fixture(autouse=True)
-def _fresh_state() -> Iterator[None]:
-    GenerateState.clear_instances()
-    yield
-    GenerateState.clear_instances()
-
-
 @pytest.fixture
-def cluster() -> Iterator[Callable[..., tuple[FakeEngine, list[FakeEngine]]]]:
+def cluster(engine: Callable[..., FakeEngine]) -> Callable[..., tuple[FakeEngine, list[FakeEngine]]]:
     """``cluster(number of engines, on_generate) -> router, engines``"""
-    servers: list[FakeEngine] = []
 
     def start(number: int, on_generate: Respond | None = None) -> tuple[FakeEngine, list[FakeEngine]]:
-        router, *engines = [FakeEngine(on_generate or _with_experts) for _ in range(number + 1)]
-        router.workers = [{"url": engine.url, "is_healthy": True, "worker_type": "regular"} for engine in engines]
-        servers.extend([router, *engines])
+        router, *engines = [engine(on_generate or _with_experts) for _ in range(number + 1)]
+        router.workers = [{"url": one.url, "is_healthy": True, "worker_type": "regular"} for one in engines]
         return router, engines
 
-    yield start
-    for server in servers:
-        server.close()
+    return start
 
 
 def _with_experts(

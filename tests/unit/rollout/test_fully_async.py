@@ -14,7 +14,7 @@ from slime.rollout.fully_async_rollout import AsyncRolloutWorker, generate_rollo
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.deadline import Deadline, wait_until
 from slime.utils.errors import ConfigError, DataError, EngineError
-from tests.unit.rollout.fake_engine import FakeEngine, completion, make_args
+from tests.unit.rollout.fake_engine import completion, make_args
 
 
 class Locked:
@@ -35,26 +35,19 @@ class Locked:
 
 
 @pytest.fixture(autouse=True)
-def _fresh_state():
-    GenerateState.clear_instances()
+def _no_worker_stays():
     yield
     fully_async_rollout._stop_global_worker()
-    GenerateState.clear_instances()
 
 
 @pytest.fixture
-def setup(tiny_task):
-    servers = []
-
+def setup(engine, tiny_task):
     def make(on_generate=None, **values):
-        servers.append(FakeEngine(on_generate))
         defaults = {"prompt_data": tiny_task.train, "apply_chat_template": True, "sglang_server_concurrency": 8}
-        args = make_args(tiny_task.model, servers[-1].port, **(defaults | values))
+        args = make_args(tiny_task.model, engine(on_generate).port, **(defaults | values))
         return args, Locked(args)
 
-    yield make
-    for server in servers:
-        server.close()
+    return make
 
 
 def test_every_rollout_takes_full_groups_that_it_alone_gets_and_the_worker_goes_on(setup):

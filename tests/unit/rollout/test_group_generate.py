@@ -13,20 +13,13 @@ from slime.rollout.collect import Drops, apply_filter
 from slime.rollout.custom_generate import call_generate, takes_group
 from slime.rollout.failures import Attempts
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
-from slime.rollout.sglang_rollout import GenerateState, generate_and_rm, generate_and_rm_group
+from slime.rollout.sglang_rollout import generate_and_rm, generate_and_rm_group
 from slime.utils.async_utils import run
 from slime.utils.deadline import Deadline
 from slime.utils.errors import DataError
 from tests.unit.rollout.fake_engine import make_args
 
 Status = Sample.Status
-
-
-@pytest.fixture(autouse=True)
-def _fresh_state():
-    GenerateState.clear_instances()
-    yield
-    GenerateState.clear_instances()
 
 
 async def one_more_token(args, samples):
@@ -86,7 +79,7 @@ def test_rows_of_an_execution_come_back_as_rows(finish):
     assert all(sample.reward is not None for sample in [*group[0], group[1]])
 
 
-def test_an_abort_that_nobody_asked_for_is_generated_again_for_a_group_too(finish):
+def test_an_unexpected_abort_of_a_group_is_generated_again(finish):
     group = finish([sample_with(i, Status.PENDING, num_tokens=0) for i in range(2)], "aborted_once")
     assert [(sample.status, sample.response_length) for sample in group] == [(Status.COMPLETED, 1)] * 2
     assert group[0].metadata["failed_attempts"] == 1

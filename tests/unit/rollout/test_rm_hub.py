@@ -26,7 +26,6 @@ from slime.rollout.rm_hub.rules import f1_score, normalize_answer
 from slime.rollout.rm_hub.scoring import score_group
 from slime.utils.errors import DataError, ScoringError
 from tests.limits import unloaded_time
-from tests.unit.rollout.fake_engine import FakeEngine
 
 # --- the conventions of users' rewards
 
@@ -234,24 +233,18 @@ def test_unknown_and_missing_types_are_errors():
         score(rm_args(), Sample())
 
 
-def test_a_remote_service_gets_prompt_response_and_label_and_is_asked_again_after_an_error():
-    server = FakeEngine(lambda payload, number: (500, "") if number == 0 else (200, {"score": payload["label"]}))
-    try:
-        args = rm_args(rm_type="remote_rm", rm_url=f"{server.url}/score")
-        assert score(args, Sample(prompt="p", response="r", label=2)) == {"score": 2}
-        assert server.requests == [{"prompt": "p", "response": "r", "label": 2}] * 2
-    finally:
-        server.close()
+def test_a_remote_service_gets_prompt_response_and_label_and_is_asked_again_after_an_error(engine):
+    server = engine(lambda payload, number: (500, "") if number == 0 else (200, {"score": payload["label"]}))
+    args = rm_args(rm_type="remote_rm", rm_url=f"{server.url}/score")
+    assert score(args, Sample(prompt="p", response="r", label=2)) == {"score": 2}
+    assert server.requests == [{"prompt": "p", "response": "r", "label": 2}] * 2
 
 
-def test_a_sample_that_a_remote_service_refuses_fails_alone():
-    server = FakeEngine(lambda payload, number: (422, "too long"))
-    try:
-        with pytest.raises(ScoringError, match=r"remote_rm on sample 3.*status 422.*too long"):
-            score(rm_args(rm_type="remote_rm", rm_url=f"{server.url}/score"), Sample(index=3))
-        assert len(server.requests) == 1
-    finally:
-        server.close()
+def test_a_sample_that_a_remote_service_refuses_fails_alone(engine):
+    server = engine(lambda payload, number: (422, "too long"))
+    with pytest.raises(ScoringError, match=r"remote_rm on sample 3.*status 422.*too long"):
+        score(rm_args(rm_type="remote_rm", rm_url=f"{server.url}/score"), Sample(index=3))
+    assert len(server.requests) == 1
 
 
 # --- math

@@ -237,15 +237,12 @@ def test_every_flag_has_a_help_text_and_the_module_imports_no_torch():
 # --- HTTP
 
 
-def test_every_event_loop_gets_a_working_client_and_replies_may_be_text():
-    server = FakeEngine(lambda payload, number: (200, {"got": payload}))
-    try:
-        for _ in range(2):
-            assert asyncio.run(http_utils.post(f"{server.url}/x", {"a": 1})) == {"got": {"a": 1}}
-        assert asyncio.run(http_utils.get(f"{server.url}/workers")) == {"workers": [{"url": server.url}]}
-        assert asyncio.run(http_utils.post(f"{server.url}/x", None)) == {"got": {}}
-    finally:
-        server.close()
+def test_every_event_loop_gets_a_working_client_and_replies_may_be_text(engine):
+    server = engine(lambda payload, number: (200, {"got": payload}))
+    for _ in range(2):
+        assert asyncio.run(http_utils.post(f"{server.url}/x", {"a": 1})) == {"got": {"a": 1}}
+    assert asyncio.run(http_utils.get(f"{server.url}/workers")) == {"workers": [{"url": server.url}]}
+    assert asyncio.run(http_utils.post(f"{server.url}/x", None)) == {"got": {}}
 
 
 def test_a_closed_port_is_tried_as_often_as_asked_and_named():

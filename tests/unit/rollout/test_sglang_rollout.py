@@ -25,7 +25,7 @@ from slime.utils import async_utils
 from slime.utils.async_utils import run
 from slime.utils.errors import DataError, DeadlineExceeded, EngineError
 from tests.limits import unloaded_time
-from tests.unit.rollout.fake_engine import FakeEngine, completion, make_args
+from tests.unit.rollout.fake_engine import completion, make_args
 
 # --- users' functions, loaded by path
 
@@ -122,26 +122,6 @@ def remove_all(args, groups):
 
 def see_all(args, groups, data_source):
     data_source.update_metadata({"seen": len(groups)})
-
-
-@pytest.fixture
-def engine():
-    servers = []
-
-    def start(on_generate=None):
-        servers.append(FakeEngine(on_generate))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.close()
-
-
-@pytest.fixture(autouse=True)
-def _fresh_state():
-    GenerateState.clear_instances()
-    yield
-    GenerateState.clear_instances()
 
 
 @pytest.fixture
@@ -266,7 +246,7 @@ def test_a_rollout_returns_full_scored_groups_in_order(setup):
     assert next(iter_samples(second.samples)).index == 12
 
 
-def test_no_more_samples_run_at_once_than_there_are_places(setup):
+def test_no_more_samples_run_at_once_than_there_are_slots(setup):
     def slow(payload, number):
         time.sleep(0.02)
         return 200, completion(payload, [5])
@@ -443,7 +423,7 @@ def test_a_failing_engine_ends_the_rollout_and_the_next_one_works(setup):
     assert len(generate_rollout(args, 1, source).samples) == 2
 
 
-def test_an_abort_that_nobody_asked_for_is_generated_again(setup):
+def test_an_unexpected_abort_is_generated_again(setup):
     server, args = setup(lambda p, n: (200, completion(p, [5], "abort" if n == 0 else "stop")))
     args.rollout_batch_size = args.n_samples_per_prompt = 1
     (group,) = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args)).samples
@@ -542,7 +522,7 @@ def test_a_sample_that_fails_for_good_keeps_its_place_but_is_not_trained_on(setu
 @pytest.mark.parametrize(
     ("reason", "status"), [("eos_token", Sample.Status.COMPLETED), ("stop", Sample.Status.COMPLETED)]
 )
-def test_a_finish_reason_that_nobody_knows_ends_a_sample_as_well(setup, reason, status):
+def test_an_unknown_finish_reason_ends_a_sample(setup, reason, status):
     _, args = setup(lambda p, n: (200, completion(p, [5], reason=reason)))
     output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
     assert {sample.status for sample in iter_samples(output.samples)} == {status}

@@ -24,20 +24,14 @@ PARAMS = {"temperature": 1.0, "max_new_tokens": 8}
 
 
 @pytest.fixture
-def serve(tiny_task: Any) -> Iterator[Callable[..., Any]]:
+def serve(engine: Callable[..., FakeEngine], tiny_task: Any) -> Callable[..., Any]:
     """``serve(on_generate, **flags)`` -> (engine, args)."""
-    engines = []
 
     def start(on_generate: Any, **flags: Any) -> tuple[FakeEngine, Any]:
-        engine = FakeEngine(on_generate)
-        engines.append(engine)
-        return engine, make_args(tiny_task.model, engine.port, **flags)
+        server = engine(on_generate)
+        return server, make_args(tiny_task.model, server.port, **flags)
 
-    GenerateState.clear_instances()
-    yield start
-    GenerateState.clear_instances()
-    for engine in engines:
-        engine.close()
+    return start
 
 
 def events(payload: dict[str, Any], ids: list[int], *, text: str = "7") -> list[dict[str, Any]]:

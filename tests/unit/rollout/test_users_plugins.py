@@ -13,8 +13,7 @@ from slime.ray import rollout as manager_module
 from slime.ray.arguments import parse_only
 from slime.ray.rollout import RolloutManager
 from slime.rollout.data_source import make_data_source
-from slime.rollout.sglang_rollout import GenerateState
-from tests.unit.rollout.fake_engine import FakeEngine, completion
+from tests.unit.rollout.fake_engine import completion
 
 HERE = "tests.unit.rollout.users_plugins"
 
@@ -34,11 +33,10 @@ class Buffer:
 
 
 @pytest.fixture
-def play(tiny_task, monkeypatch):
+def play(engine, tiny_task, monkeypatch):
     """``play(*flags)`` gives a started manager whose engine answers every request with two tokens."""
-    engine = FakeEngine(lambda payload, number: (200, completion(payload, [5, 6], text=" 7" * (1 + number % 3))))
+    server = engine(lambda payload, number: (200, completion(payload, [5, 6], text=" 7" * (1 + number % 3))))
     monkeypatch.setattr(manager_module.ray, "put", lambda value: value)
-    GenerateState.clear_instances()
 
     def start(*flags):
         basis = ["--hf-checkpoint", tiny_task.model, "--prompt-data", tiny_task.train, "--label-key", "label"]
@@ -49,15 +47,13 @@ def play(tiny_task, monkeypatch):
         assert problems == []
         assert check_hooks(args) == []
         args.debug_train_only, args.debug_rollout_only = True, False  # no engine processes; the batch is made
-        args.sglang_router_ip, args.sglang_router_port, args.world_size = "127.0.0.1", engine.port, 1
+        args.sglang_router_ip, args.sglang_router_port, args.world_size = "127.0.0.1", server.port, 1
         args.rm_type = args.rm_type or "random"
         manager = RolloutManager(args, slots=None, data_buffer=Buffer(args))
         manager.start()
         return manager
 
-    yield start
-    engine.close()
-    GenerateState.clear_instances()
+    return start
 
 
 def rollout(manager, monkeypatch):
