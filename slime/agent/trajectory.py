@@ -42,7 +42,7 @@ class TurnRecord:
         prompt_ids: tokens of the request, ``[P]``.
         output_ids: sampled tokens, ``[O]``.
         finish_reason: the engine's: ``stop``, ``length``, ``abort``.
-        output_log_probs: natural-log probabilities of ``output_ids``, ``[O]``; empty where unknown.
+        output_log_probs: natural-log probabilities of ``output_ids``, ``[O]``, empty if unknown.
         ill_formed: the output holds a tool call that could not be parsed.
         meta_info: the engine's ``meta_info``: weight version, nuclei, routed experts, cache counters.
     """
@@ -61,7 +61,7 @@ class MessageNode:
     Attributes:
         turn: of an assistant message that we generated; None for messages that only route.
         turn_index: number of the turn in its session, from 1.
-        response_trained: a sample already trains on the turn; others show it masked.
+        response_trained: a sample already trains on the turn. Others show it masked.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class TrajectoryManager:
         fork_threshold_tokens: an output shorter than this may be given up for the sake of one sample instead of two,
             when a client replays it differently than it was sampled; 0 never gives one up. None: 1024.
         reward_split: ``full`` gives every sample of a session its whole reward, ``equal`` divides it among them.
-        args: the run's arguments; needed where engines return routed experts, for their shape.
+        args: the run's arguments, needed for the shape of routed experts.
     """
 
     def __init__(
@@ -368,7 +368,7 @@ def _append_part(sample: Sample, part: _Part, args: Any, is_last: bool) -> None:
 
 
 def _cut(sample: Sample, num_tokens: int) -> None:
-    """Keep the first ``num_tokens`` tokens; a cap inside the prompt leaves no response."""
+    """Keep the first ``num_tokens`` tokens. A cap inside the prompt leaves no response."""
     assert sample.loss_mask is not None
     assert sample.rollout_log_probs is not None
     length = max(0, sample.response_length - (len(sample.tokens) - num_tokens))
@@ -416,7 +416,7 @@ def _essence(message: Message) -> Message:
 
 
 def _common_prefix_len(a: Sequence[int], b: Sequence[int], chunk: int = 4096) -> int:
-    """Number of leading elements that are equal; compared by slices, which is fast."""
+    """Number of equal leading elements. Slices are compared, which is fast."""
     limit = min(len(a), len(b))
     start = 0
     while start < limit and a[start : start + chunk] == b[start : start + chunk] and start + chunk <= limit:

@@ -1,4 +1,4 @@
-"""Samples and prompts. ``Sample`` and the data sources are importable from here; each loads on first use."""
+"""Samples and prompts. ``Sample`` and the data sources are importable from here. Each loads on first use."""
 
 from __future__ import annotations
 

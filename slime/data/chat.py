@@ -96,11 +96,11 @@ def _apply(tokenizer: Any, messages: Messages, **kwargs: Any) -> Any:
 
 
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
-"""Around the number of a replaced token; of the private use area, which no template and no text interprets."""
+"""Marks around the number of a replaced token, from the private use area, which no template interprets."""
 
 
 class SpecialTokens:
-    """Of one tokenizer; travels to other processes.
+    """The special tokens of one tokenizer. Sent to other processes.
 
     Args:
         as_text: encode those in messages as text.

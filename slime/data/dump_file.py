@@ -69,7 +69,7 @@ def read_samples(flag: str, path: Path) -> list[Sample]:
     """The samples of a dump in the order of the rollout.
 
     Raises:
-        DataError: no such file, or not a dump; names ``flag`` and the file.
+        DataError: no such file, or not a dump. The message names ``flag`` and the file.
     """
     try:
         payload = load_saved(path)
@@ -89,7 +89,7 @@ def read_samples(flag: str, path: Path) -> list[Sample]:
 def load_saved(path: Path) -> Any:
     """Load a file of ``torch.save`` to the CPU.
 
-    A pickle can run any code. Tensors and plain values are read without that; only a file that holds something else is
+    A pickle can run any code. Tensors and plain values are read without that. Only a file with other objects is
     trusted, with a warning.
 
     Raises:

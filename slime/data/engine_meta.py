@@ -170,7 +170,7 @@ def check_routed_experts(
 
     Args:
         experts: per sample ``[rows, num_layers, topk]``.
-        moe_layers: numbers of the layers with experts, from 0; only these are looked at.
+        moe_layers: numbers of the layers with experts, from 0. Only these are checked.
 
     Raises:
         ValueError: no samples, another shape, no rows, numbers beyond the experts, or a token that goes to the same

@@ -13,7 +13,7 @@ class ParallelLayout:
 
     Attributes:
         dp_size: data-parallel ranks, context parallelism not counted. Each gets its own samples.
-        cp_size: context-parallel ranks; they share the tokens of every sample.
+        cp_size: context-parallel ranks, which share the tokens of every sample.
         vpp_size: virtual pipeline stages per rank; 1 means no interleaving.
         microbatch_group_size_per_vp_stage: with interleaving, the micro-batches of a rank come in multiples of this.
     """

@@ -47,12 +47,12 @@ class Entry(TypedDict, total=False):
 
 
 def ledger_path(save: str | None, run: Path) -> Path:
-    """Under ``--save`` beside the states of the data source, with which it goes on; else in the run's folder."""
+    """Under ``--save`` beside the states of the data source, with which it continues, else in the run's folder."""
     return Path(save) / "rollout" / LEDGER if save is not None else run / LEDGER
 
 
 class Ledger:
-    """The writing end. Opens ``path`` for appending; a torn last line is cut off."""
+    """The writing end. Opens ``path`` for appending, and cuts off a torn last line."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,10 +68,10 @@ class Ledger:
         groups: Iterable[object] | None = None,
         changed: str | None = None,
     ) -> None:
-        """Append one line; events without a group leave none. On return a killed process loses nothing of it.
+        """Append one line, except for events without a group. After the return a killed process loses nothing of it.
 
         Raises:
-            OSError: the line could not be written, as on a full disk; nothing of it is left.
+            OSError: the line could not be written, as on a full disk. No part of it is left.
         """
         entry: Entry = {"event": event, "at": round(time.time(), 3)}
         if rollout is not None:
@@ -84,7 +84,7 @@ class Ledger:
                 return
         line = (json.dumps(entry) + "\n").encode()
         written = os.write(self._descriptor, line)
-        if written < len(line):  # a disk that is full takes a part; the next line would be glued to it
+        if written < len(line):  # a full disk takes a part, and the next line would be appended to it
             os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
         if event == "saved":

@@ -36,7 +36,7 @@ _HEADER = "<|im_start|>assistant\n"
 _END = "<|im_end|>"
 _THINK = "<think>\n"
 _DISTILLED = "<\uff5cAssistant\uff5c>"
-"""Special token of the models distilled from DeepSeek-R1; its bars are full-width."""
+"""Special token of the models distilled from DeepSeek-R1, with full-width bars."""
 
 
 def get_response_lengths(loss_masks: Sequence[Sequence[int]]) -> list[int]:

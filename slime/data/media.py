@@ -66,7 +66,7 @@ def has_media(inputs: Mapping[str, Any] | None) -> bool:
 def expand_media(
     where: str, messages: Sequence[Message], row: Mapping[str, Any], keys: Mapping[str, str]
 ) -> list[Message]:
-    """Put the media of a row where its messages have placeholders; the row's own messages stay as they are.
+    """Put the media of a row where its messages have placeholders. The row's messages stay unchanged.
 
     Args:
         where: file and line, for errors.
@@ -100,7 +100,7 @@ def _expand(
     where: str, content: Any, pattern: re.Pattern[str], waiting: Mapping[str, tuple[MultimodalType, list[Any]]]
 ) -> Any:
     if not isinstance(content, str):
-        return content  # items already; a row is written in one style or the other
+        return content  # items already: a row has one style or the other
     items: list[Any] = []
     for part in pattern.split(content):
         if part in waiting:

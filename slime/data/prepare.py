@@ -41,7 +41,7 @@ _TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prompt and its length; ``num_tokens`` is None if it was not measured."""
+    """A prompt and its length, which is None if it was not measured."""
 
     sample: Sample
     num_tokens: int | None
@@ -55,10 +55,10 @@ class PromptMaker:
         tokenizer: needed for templates and for measuring.
         template_kwargs: of the chat template; None leaves prompts as they are.
         measures: count the tokens of prompts that are text.
-        max_length: prompts with more tokens are dropped; a text that must have more is not tokenized to be measured.
+        max_length: prompts with more tokens are dropped. A text that must have more is not tokenized to be measured.
         special_tokens_as_text: encode special tokens in messages as text.
         multimodal_keys: kind of media -> row field; None for prompts that are text only.
-        processor: of the checkpoint; needed for media.
+        processor: of the checkpoint, needed for media.
     """
 
     tokenizer: Any
@@ -165,7 +165,7 @@ def prompt_lengths(
     """Tokens of each prompt, those of its media included; None for message lists, which are not rendered yet.
 
     Args:
-        max_length: a text that is certainly longer is not tokenized, which may take minutes; it gets a lower bound.
+        max_length: a text that is certainly longer is not tokenized, which may take minutes. It gets a lower bound.
     """
     bounds = [_least_tokens(sample, tokenizer, max_length) for sample in samples]
     plain = [
@@ -246,7 +246,7 @@ def _result(future: Future[list[Prepared]]) -> list[Prepared]:
 
 
 _make: Callable[[Sequence[Placed]], list[Prepared]] | None = None
-"""Of a worker process; set once when it starts."""
+"""Of a worker process, set once at its start."""
 
 
 def _start_worker(maker: PromptMaker) -> None:
@@ -269,7 +269,7 @@ def _work(chunk: Sequence[Placed]) -> list[Prepared]:
 
 
 def field_of(where: str, row: Row, key: str, flag: str) -> Any:
-    """``row[key]``; a row without it, or without a prompt, is an error that names ``flag``."""
+    """``row[key]``. A row without it, or without a prompt, is an error that names ``flag``."""
     if key not in row or (flag == "--input-key" and row[key] is None):
         names = ", ".join(map(repr, row)) or "(none)"
         raise DataError(f"{where}: there is no {key!r} ({flag}) in this row; its keys are {names}")

@@ -225,7 +225,7 @@ class Dataset:
         self.epoch_id = new_epoch_id
 
     def sample(self, num_samples: int) -> list[Any]:
-        """The next prompts (``Sample.prompt``) in the order of the samples; after the last one it begins again.
+        """The next prompts (``Sample.prompt``) in the order of the samples. After the last one it starts again.
 
         For users' data sources. Its position is not part of the saved state of a data source.
         """
@@ -418,7 +418,7 @@ class StreamingDataset:
         self._num_drawn = 1 if offset else 0  # an earlier draw has found a prompt
 
     def close(self) -> None:
-        """End the processes that prepare; the next draw starts them anew."""
+        """End the processes that prepare rows. The next draw starts new ones."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None

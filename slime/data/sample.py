@@ -17,7 +17,7 @@ Counters = TypeVar("Counters", bound="_Counters")
 
 
 class _Counters:
-    """Integer counters that round-trip through a dict; a missing key counts as 0."""
+    """Integer counters that round-trip through a dict. A missing key counts as 0."""
 
     def to_dict(self) -> dict[str, int]:
         return dict(vars(self))
@@ -191,7 +191,7 @@ class Sample:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Sample:
-        """The inverse of :meth:`to_dict`; leaves ``data`` as it is.
+        """The inverse of :meth:`to_dict`. Leaves ``data`` unchanged.
 
         Raises:
             KeyError: no ``status``.
@@ -348,7 +348,7 @@ def iter_samples(node: Any) -> Iterator[Sample]:
 
 
 def as_groups(items: Sequence[Any], make_group: Callable[[Sample], SampleGroup]) -> list[SampleGroup]:
-    """Groups stay as they are. Flat samples with the same ``group_index`` form one; a sample without becomes its own.
+    """Groups stay unchanged. Flat samples with the same ``group_index`` form one. A sample without it forms a group.
 
     Args:
         make_group: turns a single prompt into a group.

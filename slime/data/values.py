@@ -139,7 +139,7 @@ def check_entries(reward: dict[Any, Any], keys: Iterable[str]) -> dict[Any, Any]
     """A dict reward with plain numbers under ``keys``.
 
     Raises:
-        ValueError: an entry breaks the rule; it is named by its path, as ``reward['parts'][0]``.
+        ValueError: an entry breaks the rule. The message has its path, as ``reward['parts'][0]``.
     """
     numbers = {key: reward_number(reward[key], f"reward[{key!r}]") for key in keys if key in reward}
     try:

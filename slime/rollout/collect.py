@@ -184,14 +184,14 @@ async def collect(
     """Run groups until ``plan.target`` of them are accepted.
 
     Args:
-        fetch: ``get_samples`` of the data source; runs in a thread.
+        fetch: ``get_samples`` of the data source, runs in a thread.
         submit: starts one task per group. The result of a task is the finished group.
         judge: the dynamic filter.
         stop: aborts everything that still runs. Called once, also after an error.
 
     Raises:
-        DataError: no prompts, wrong group sizes, a filter that drops everything, too many failed samples; and any error
-            of a group.
+        DataError: no prompts, wrong group sizes, a filter that drops everything, too many failed samples. Also the
+            error of a group.
     """
     result = Collected()
     drops = Drops(plan.target)
@@ -252,7 +252,7 @@ def _check_size(group: Any, group_size: int) -> None:
 
 
 def _unfinished(task: asyncio.Task[Any], prompt: SampleGroup, keeps_responses: bool) -> SampleGroup:
-    """The group of an aborted task; its prompt if the task was cancelled or failed."""
+    """The group of an aborted task, or its prompt if the task was cancelled or failed."""
     if keeps_responses and task.done() and not task.cancelled() and task.exception() is None:
         group: SampleGroup = task.result()
         return group

@@ -84,7 +84,7 @@ class Reply:
 
 
 class _Closed(OrderedDict[str, None]):
-    """The ids of closed sessions; the oldest are forgotten beyond ``_MAX_CLOSED``."""
+    """The ids of the last ``_MAX_CLOSED`` closed sessions."""
 
     def add(self, sid: str) -> None:
         self[sid] = None
@@ -170,7 +170,7 @@ class BaseAdapter(ABC):
 
     @abstractmethod
     def _register_routes(self, app: web.Application) -> None:
-        """Add the routes of the protocol; turns are answered by :meth:`_run_turn`."""
+        """Add the routes of the protocol. :meth:`_run_turn` answers turns."""
 
     def _session_id(self, request: web.Request, body: dict[str, Any]) -> str:
         return sid_from_bearer(request) or sid_from_body(body) or DEFAULT_SID
@@ -219,7 +219,7 @@ class BaseAdapter(ABC):
         self.store[sid] = session
 
     async def shutdown_session(self, sid: str, *, wait_timeout: float = 5.0) -> None:
-        """Refuse further turns; wait for those under way, then cancel them. May be called from any event loop."""
+        """Refuse further turns, wait for those under way, then cancel them. May be called from any event loop."""
         self.closed.add(sid)
         # Copied first: the adapter's loop may run on another thread and add or remove tasks meanwhile.
         tasks = [task for task in list(self.inflight.get(sid, ())) if not task.done()]
