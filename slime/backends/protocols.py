@@ -1,7 +1,7 @@
-"""What the backends and the wiring agree on. Standard library only, so that every room can read it.
+"""Protocols between the backends and the wiring. Standard library only, so that every room can import it.
 
-A trainer knows no engine and an engine knows no trainer; ``slime.ray`` introduces them through these protocols, and
-tests put a recording fake on either side.
+Trainers and engines do not know each other. ``slime.ray`` connects them through these protocols. Tests replace either
+side with a recording fake.
 """
 
 from __future__ import annotations
@@ -13,24 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "TRAINER_PARTS",
-    "EngineFleet",
-    "EngineInfo",
-    "NamedTensor",
-    "PendingCalls",
-    "TrainReport",
-    "Trainer",
-    "TrainerPart",
-    "WeightExporter",
-]
-
 NamedTensor: TypeAlias = "tuple[str, torch.Tensor]"
 """(Hugging Face parameter name, full unsharded tensor)."""
 
 TrainerPart: TypeAlias = Literal["weights", "gradients", "optimizer"]
 TRAINER_PARTS: tuple[TrainerPart, ...] = ("weights", "gradients", "optimizer")
-"""What a trainer holds on its device between steps."""
+"""The parts of a trainer's device memory between steps."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +29,7 @@ class EngineInfo:
         url: base URL of its HTTP server.
         num_gpus: device slots (tensor-parallel ranks) that join a weight-update group.
         first_slot: its first device among all of the run, the trainer's first: with ``--colocate`` slot s is that of
-            trainer rank s. None for an engine that somebody else runs.
+            trainer rank s. None for an external engine.
     """
 
     url: str
@@ -51,7 +39,7 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class TrainReport:
-    """What one rank tells after training on one rollout.
+    """The report of one rank on the training on one rollout.
 
     Attributes:
         steps: metrics of every optimizer step, in order, without prefix (``loss``, ``grad_norm``, ...). Filled on the
@@ -66,7 +54,7 @@ class TrainReport:
 
 
 class WeightExporter(Protocol):
-    """What weight sync needs of a trainer. Every method is called on all ranks at the same time."""
+    """A trainer as weight sync uses it. Every method is called on all ranks at the same time."""
 
     @property
     def is_weight_source(self) -> bool:
@@ -99,10 +87,10 @@ class Trainer(WeightExporter, Protocol):
         """Train on this data-parallel rank's part of a rollout (columns of ``slime.data.columns``)."""
 
     def train_values(self, rollout_id: int, batch: dict[str, Any]) -> tuple[TrainReport, list[torch.Tensor]]:
-        """A critic's :meth:`train`; also returns its values before the update, fp32 ``[R_i]`` per sample on cpu."""
+        """A critic's :meth:`train`. Also returns its values before the update, fp32 ``[R_i]`` per sample on cpu."""
 
     def keep_version(self, version: str) -> None:
-        """Remember the live weights as those that generate from now on, for batches whose ``generated_by`` says so."""
+        """Keep a copy of the live weights, for batches whose ``generated_by`` is ``version``."""
 
     def save(self, rollout_id: int) -> None:
         """Write a checkpoint whose iteration is ``rollout_id``.
@@ -111,17 +99,17 @@ class Trainer(WeightExporter, Protocol):
         """
 
     def finish_saves(self) -> None:
-        """Return when no checkpoint is being written in the background any more."""
+        """Wait for the checkpoint that is written in the background, if any."""
 
     def offload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
-        """Give the device memory of ``parts`` back to the driver; again is fine.
+        """Release the device memory of ``parts`` to the driver. Idempotent.
 
-        Training needs all parts on the device, :meth:`save` weights and optimizer, everything else only the weights;
-        what is called without raises ``SlimeError``.
+        Training needs all parts on the device, :meth:`save` weights and optimizer, all other methods only the weights.
+        A call without its parts raises ``SlimeError``.
         """
 
     def onload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
-        """Take ``parts`` back, bit for bit; again is fine. Gradients come back as zeros."""
+        """Restore ``parts`` bit for bit, gradients as zeros. Idempotent."""
 
 
 class PendingCalls(Protocol):
@@ -138,7 +126,7 @@ class EngineFleet(Protocol):
     def engines(self) -> Sequence[EngineInfo]: ...
 
     def only(self, indices: Sequence[int]) -> EngineFleet:
-        """A fleet of these engines of it."""
+        """A fleet of a subset of the engines."""
 
     def start(self, verb: str, each: Sequence[Mapping[str, Any]] | None = None, **kwargs: Any) -> PendingCalls:
         """Start ``engine.verb(**kwargs, **each[i])`` on every engine without waiting."""

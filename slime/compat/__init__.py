@@ -60,8 +60,8 @@ slime.utils.profile_utils
 slime.utils.ray_utils
     slime.ray.shards: Box
 slime.utils.routing_replay
-    slime.backends.megatron_utils.parallel.routing_replay: RoutingReplay get_routing_replay_compute_topk
-    slime.backends.megatron_utils.parallel.routing_replay: register_routing_replay
+    slime.backends.megatron_utils.model.routing_replay: RoutingReplay get_routing_replay_compute_topk
+    slime.backends.megatron_utils.model.routing_replay: register_routing_replay
 slime.utils.seqlen_balancing
     slime.batch.balance: expand_bins_by_splitting first_fit_pack get_seqlen_balanced_partitions karmarkar_karp
 slime.utils.timer
@@ -117,9 +117,9 @@ slime.backends.megatron_utils.misc_utils
 slime.backends.megatron_utils.model_provider
     slime.backends.megatron_utils.conversion: get_model_provider_func
 slime.backends.megatron_utils.alignment
-slime.backends.megatron_utils.alignment.deepgemm_forward = slime.backends.megatron_utils.precision.deepgemm_forward
+slime.backends.megatron_utils.alignment.deepgemm_forward = slime.backends.megatron_utils.precision.deepgemm
 slime.backends.megatron_utils.alignment.deepgemm_moe_forward
-    slime.backends.megatron_utils.precision.deepgemm_forward: enable_deepgemm_moe_forward=enable_deepgemm_all_forward
+    slime.backends.megatron_utils.precision.deepgemm: enable_deepgemm_moe_forward=enable_deepgemm_all_forward
 slime.backends.sglang_utils.arguments
     slime.backends.sglang_utils.namespace: EngineArgs
     slime.ray.arguments: validate_args=validate_sglang_args

@@ -27,8 +27,7 @@ from slime.backends.megatron_utils.server.arguments import (
     server_problems,
     validate_megatron_server_args,
 )
-from slime.backends.megatron_utils.server.queue import ScoreQueue
-from slime.backends.megatron_utils.server.requests import RoundSettings, Score, ScoreRequest
+from slime.backends.megatron_utils.server.queue import RoundSettings, Score, ScoreQueue, ScoreRequest
 from slime.backends.sglang_utils.namespace import read_engine
 from slime.backends.training.arguments import CheckpointArgs
 from slime.backends.training.checkpoint_source import check_checkpoints, find_start

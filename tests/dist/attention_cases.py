@@ -12,7 +12,6 @@ import torch.distributed as dist
 from slime.backends.megatron_utils.model.attention import PackedAttention, packed_segments
 from slime.backends.training.context_parallel import ShardedSequences, gather_responses, zigzag_rows
 
-__all__ = ["attend", "attend_with_transformers", "gather"]
 
 
 def attend(

@@ -10,7 +10,6 @@ from slime.backends.megatron_utils.actor import MegatronTrainer
 from slime.utils.errors import ConfigError, SlimeError
 from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, split_batch
 
-__all__ = ["run"]
 
 
 def run(

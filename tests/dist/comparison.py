@@ -13,17 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-__all__ = [
-    "NASTY",
-    "PLAIN",
-    "ComparisonTable",
-    "Result",
-    "assert_equal",
-    "assert_replicas_agree",
-    "layout_args",
-    "main_rank",
-]
-
 Result = dict[str, Any]
 
 # (prompt, response): the shortest there are, shorter than 2 * CP, and one much longer than the rest

@@ -6,7 +6,6 @@ from typing import Any
 
 from tests.unit.megatron_utils.tiny_trainer import make_args, split_batch
 
-__all__ = ["run_job"]
 
 
 def run_job(

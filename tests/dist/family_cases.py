@@ -12,7 +12,6 @@ from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.tiny_families import packed_logits, saved_tensors
 from tests.unit.megatron_utils.tiny_trainer import VOCAB
 
-__all__ = ["load_error", "round_trip"]
 
 
 def _start(layout: dict[str, int]) -> None:

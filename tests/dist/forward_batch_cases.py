@@ -10,7 +10,6 @@ from slime.backends.megatron_utils.actor import MegatronTrainer
 from slime.backends.training.data import TrainBatch
 from tests.unit.megatron_utils.tiny_trainer import make_args, split_batch
 
-__all__ = ["both_passes"]
 
 
 def both_passes(

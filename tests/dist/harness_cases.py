@@ -7,7 +7,6 @@ import time
 import torch
 import torch.distributed as dist
 
-__all__ = ["add_ranks", "fail_on_one", "hang_on_one"]
 
 
 def add_ranks(rank: int, world_size: int, value: float) -> torch.Tensor:

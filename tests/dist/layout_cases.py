@@ -14,7 +14,6 @@ from slime.utils.errors import SlimeError
 from tests.unit.megatron_utils.fake_deep_gemm import make_package
 from tests.unit.megatron_utils.tiny_trainer import make_args, split_batch
 
-__all__ = ["head_rows", "poisoned", "train", "train_critic", "train_with_deep_gemm"]
 
 
 def train(

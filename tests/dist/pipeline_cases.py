@@ -10,8 +10,6 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
 
-__all__ = ["send_and_give_up"]
-
 _SHAPE = (50, 1, 32)
 
 

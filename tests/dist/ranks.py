@@ -19,8 +19,6 @@ import torch
 
 from tests.limits import Limit
 
-__all__ = ["ForkServer"]
-
 _ROOT = Path(__file__).parents[2]
 
 

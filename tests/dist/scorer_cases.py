@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime.backends.megatron_utils.server.requests import RoundSettings, Score, ScoreRequest, plan_round
+from slime.backends.megatron_utils.server.queue import RoundSettings, Score, ScoreRequest, plan_round
 from slime.backends.megatron_utils.server.scorer import MegatronScorer
 from slime.ray.logprob_server import parse_server_args
 from slime.utils.errors import ConfigError
 
-__all__ = ["score"]
 
 
 def score(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slime.backends.megatron_utils.server.requests import Score
+from slime.backends.megatron_utils.server.queue import Score
 from tests.dist.ranks import ForkServer
 from tests.unit.megatron_utils.tiny_trainer import make_hf_model
 from tests.verification import verify

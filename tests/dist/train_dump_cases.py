@@ -7,7 +7,6 @@ from typing import Any
 from slime.backends.megatron_utils.actor import MegatronTrainer
 from tests.unit.megatron_utils.tiny_trainer import make_args, split_batch
 
-__all__ = ["train_and_dump"]
 
 
 def train_and_dump(rank: int, world_size: int, hf: str, batch: dict[str, Any], args: dict[str, Any]) -> None:

@@ -18,7 +18,6 @@ from slime.weight_sync.session import WeightUpdate
 from slime.weight_sync.updater import WeightUpdater
 from tests.unit.weight_sync.fakes import RecordingFleet
 
-__all__ = ["send_to_colocated"]
 
 
 class Trainer:

@@ -28,7 +28,7 @@ PROCESSES = {
     "rollout manager": "ray::RolloutManager",
     "Data Buffer": "ray::DataBuffer",
     "engine": "sglang::sched",
-    "router": "router_process",
+    "router": "sglang_utils.router",
     "driver": "train.py",
 }
 """What to break -> part of its command line."""

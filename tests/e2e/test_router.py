@@ -12,8 +12,7 @@ import httpx
 import pytest
 
 from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
-from slime.backends.sglang_utils.router import ExistingRouter, RouterProcess
-from slime.backends.sglang_utils.router_process import router_args
+from slime.backends.sglang_utils.router import ExistingRouter, RouterProcess, router_args
 from slime.backends.sglang_utils.topology import WorkerType
 from slime.utils.errors import ConfigError, EngineError, ProcessDied
 from slime.utils.net import free_port

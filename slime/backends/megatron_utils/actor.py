@@ -2,8 +2,8 @@
 
     setup()   groups -> model, optimizer -> checkpoint (torch_dist or HF) -> reference weights in host memory
 
-What is done with a batch is in ``training.trainer``; here is how Megatron does it. Called by ``slime.ray.train_actor``
-on all ranks at once. Importing this module does not import megatron: ``setup`` prepares the process first.
+``training.trainer`` holds the steps that all backends share. ``slime.ray.train_actor`` calls every method on all ranks
+at once. Importing this module repairs and imports megatron-core: import it in trainer processes only.
 """
 
 from __future__ import annotations
@@ -14,19 +14,43 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from slime.backends.megatron_utils.model_rules import sees_media
 from slime.backends.megatron_utils.patches.install import install
+
+# Before the first import of megatron.core: on a CPU its sources are rewritten during the import.
+install()
+# ruff: noqa: E402
+
+from megatron.core import parallel_state as mpu
+
+from slime.backends.megatron_utils.checkpoint.hf_weights import export_weights, load_weights
+from slime.backends.megatron_utils.checkpoint.state import CheckpointContent, load_model_weights, load_training_state
+from slime.backends.megatron_utils.checkpoint.writer import CheckpointWriter
+from slime.backends.megatron_utils.model.routing_replay import RoutingReplay, engine_choices
+from slime.backends.megatron_utils.model_rules import sees_media
+from slime.backends.megatron_utils.offload import copied_weights, device_memory
+from slime.backends.megatron_utils.optimizer.build import reset_moments
+from slime.backends.megatron_utils.setup import build_train_state, init_distributed
+from slime.backends.megatron_utils.step import (
+    TrainState,
+    from_last_stage,
+    outputs_of_last_stage,
+    tensor_group,
+    train_step,
+)
 from slime.backends.megatron_utils.trainer_hooks import TrainerHooks
 from slime.backends.protocols import NamedTensor, TrainReport
 from slime.backends.training.arguments import ParallelArgs, TrainerArgs
 from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.data import RankPlace, TrainBatch
 from slime.backends.training.hf_files import save_hf_directory
+from slime.backends.training.loss import LossContext
 from slime.backends.training.media import MediaTokens
+from slime.backends.training.offload import WeightBackup
+from slime.backends.training.steps import ReadOutput, StepResult
 from slime.backends.training.trainer import TrainerBase
 from slime.config.groups import from_args
 from slime.models.hf_shape import read_shape
@@ -34,21 +58,11 @@ from slime.models.shape import ModelShape
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 
-if TYPE_CHECKING:
-    from slime.backends.megatron_utils.checkpoint.writer import CheckpointWriter
-    from slime.backends.megatron_utils.parallel.routing_replay import RoutingReplay
-    from slime.backends.megatron_utils.step import TrainState
-    from slime.backends.training.loss import LossContext
-    from slime.backends.training.offload import WeightBackup
-    from slime.backends.training.steps import ReadOutput, StepResult
-
-__all__ = ["MegatronTrainer"]
-
 logger = logging.getLogger(__name__)
 
 
 class MegatronTrainer(TrainerBase):
-    """See the module docstring. ``MASTER_ADDR`` and its companions are set by the caller.
+    """The Megatron backend on one rank. The caller sets ``MASTER_ADDR``, ``MASTER_PORT``, ``RANK`` and ``WORLD_SIZE``.
 
     Args:
         args: the resolved command line.
@@ -63,15 +77,9 @@ class MegatronTrainer(TrainerBase):
         self._writer: CheckpointWriter | None = None
         self._replay: RoutingReplay | None = None
 
-    # ------------------------------------------------------------------------------------------------ setup
-
     def setup(self) -> int:
-        """Build the model and load the checkpoint. Returns the rollout id to start with."""
+        """Build the model and load the checkpoint. Return the rollout id to start with."""
         started = time.monotonic()
-        install()
-        from slime.backends.megatron_utils.offload import device_memory
-        from slime.backends.megatron_utils.setup import build_train_state, init_distributed
-
         init_distributed(
             from_args(ParallelArgs, self._args),
             from_args(TrainerArgs, self._args),
@@ -84,22 +92,15 @@ class MegatronTrainer(TrainerBase):
         self._memory = device_memory(self._state.chunks, self._state.optimizer)
         start = self._load_weights()
         if self._copies.use_routing_replay and not self.is_critic:
-            self._replay = self._routing_replay(self._state)
+            if not self._shape.family.is_moe:
+                kind = self._shape.model_type
+                raise ConfigError(f"--use-routing-replay: a model of model_type {kind} has no experts.")
+            self._replay = RoutingReplay(self._state.model)
         if self._place.is_main:
             logger.info("trainer ready in %.1f s, starting with rollout %d", time.monotonic() - started, start)
         return start
 
-    def _routing_replay(self, state: TrainState) -> RoutingReplay:
-        from slime.backends.megatron_utils.parallel.routing_replay import RoutingReplay
-
-        if not self._shape.family.is_moe:
-            raise ConfigError(f"--use-routing-replay: a model of model_type {self._shape.model_type} has no experts.")
-        return RoutingReplay(state.model)
-
     def _fill(self, source: Source) -> None:
-        from slime.backends.megatron_utils.checkpoint.hf_weights import load_weights
-        from slime.backends.megatron_utils.checkpoint.state import load_model_weights
-
         if source.format == "hf":
             load_weights(self._ready.model, self._shape, source.directory, source.flag)
         else:
@@ -109,8 +110,6 @@ class MegatronTrainer(TrainerBase):
         self._ready.optimizer.reload_model_params()
 
     def _resume(self, source: Source, *, has_optimizer: bool, has_rng: bool) -> None:
-        from slime.backends.megatron_utils.checkpoint.state import CheckpointContent, load_training_state
-
         load_training_state(self._ready, self._shape, source, CheckpointContent(has_optimizer, has_rng))
 
     @property
@@ -120,10 +119,6 @@ class MegatronTrainer(TrainerBase):
 
     @property
     def _place(self) -> RankPlace:
-        from megatron.core import parallel_state as mpu
-
-        from slime.backends.megatron_utils.step import tensor_group
-
         is_last_stage = mpu.is_pipeline_last_stage(ignore_virtual=True)
         has_loss = bool(is_last_stage and mpu.get_tensor_model_parallel_rank() == 0)
         return RankPlace(
@@ -136,8 +131,6 @@ class MegatronTrainer(TrainerBase):
             tensor_group=tensor_group(),
         )
 
-    # ------------------------------------------------------------------------------------------------ training
-
     def train(self, rollout_id: int, batch: dict[str, Any]) -> TrainReport:
         """Train on this rank's part of a rollout."""
         if self._writer is not None:
@@ -146,26 +139,22 @@ class MegatronTrainer(TrainerBase):
 
     def _train_batch(self, batch: Mapping[str, Any]) -> TrainBatch:
         vision = self._shape.vision
-        tokens = vision and MediaTokens(vision.image_token, vision.video_token, vision.start_token, vision.merge_size)
+        tokens = None
+        if vision is not None:
+            tokens = MediaTokens(vision.image_token, vision.video_token, vision.start_token, vision.merge_size)
         return TrainBatch(dict(batch), accelerator.current().device(), self._ready.sharding, tokens)
 
     def _reset_moments(self) -> None:
-        from slime.backends.megatron_utils.optimizer.build import reset_moments
-
         reset_moments(self._ready.optimizer)
 
     def _copied_weights(self) -> WeightBackup:
-        from slime.backends.megatron_utils.offload import copied_weights
-
         return copied_weights(self._ready.chunks)
 
     def _expert_choices(self, batch: TrainBatch, *, is_step: bool) -> AbstractContextManager[None]:
-        """What decides over experts: the routers, the engine, or in training the pass for the old policy."""
+        """Fix the experts for a pass: as the engine chose, or in training as the pass for the old policy chose."""
         if self._replay is None:
             return nullcontext()
         if self._copies.use_rollout_routing_replay:
-            from slime.backends.megatron_utils.parallel.engine_routing import engine_choices
-
             return self._replay.replaying(engine_choices(batch, self._shape))
         if not is_step:
             return self._replay.recording()
@@ -174,30 +163,19 @@ class MegatronTrainer(TrainerBase):
     def _outputs(
         self, batch: TrainBatch, read: ReadOutput, shape: tuple[int, ...] = (), store_prefix: str = ""
     ) -> list[torch.Tensor]:
-        from slime.backends.megatron_utils.step import from_last_stage, outputs_of_last_stage
-
         self._hooks.before_log_probs(self._ready, store_prefix)
         results = outputs_of_last_stage(self._ready.chunks, batch, read)
         return from_last_stage(results, batch.columns["response_lengths"], shape)
 
     def _step(self, rollout_id: int, step: int, context: LossContext) -> StepResult:
-        from slime.backends.megatron_utils.step import train_step
-
         before = partial(self._hooks.before_step, self._ready, rollout_id, step)
         return train_step(self._ready, context, step, place=self._place, before=before)
 
     def _whole_batch(self, results: dict[int, torch.Tensor], lengths: Sequence[int]) -> list[torch.Tensor]:
-        from slime.backends.megatron_utils.step import from_last_stage
-
         return from_last_stage(results, lengths)
 
-    # ------------------------------------------------------------------------------------------------ weights
-
     def save(self, rollout_id: int) -> None:
-        """Write ``<save>/iter_<rollout_id>``; complete when this returns on all ranks, unless --async-save."""
-        from slime.backends.megatron_utils.checkpoint.state import CheckpointContent
-        from slime.backends.megatron_utils.checkpoint.writer import CheckpointWriter
-
+        """Write ``<save>/iter_<rollout_id>``. Without --async-save it is complete when all ranks have returned."""
         self._device.require(["weights", "optimizer"], "a checkpoint")
         checkpoint = self._checkpoint
         if checkpoint.save is None:
@@ -206,27 +184,23 @@ class MegatronTrainer(TrainerBase):
             self._writer = CheckpointWriter(checkpoint.save, keep=checkpoint.keep_last_checkpoints)
         content = CheckpointContent(not checkpoint.no_save_optim, not checkpoint.no_save_rng)
         is_last = rollout_id + 1 == self._args.num_rollout
-        # a critic's must be complete before the actor's, which says that both are
+        # A resume takes the actor's latest iteration for both models, so the critic's must be complete before it.
         in_background = checkpoint.async_save and not is_last and not self.is_critic
         self._writer.save(self._ready, self._shape, self._args, rollout_id, content, in_background=in_background)
 
     def finish_saves(self) -> None:
-        """Complete the checkpoint that ``--async-save`` is writing, if there is one."""
+        """Complete the checkpoint that ``--async-save`` is writing, if any."""
         if self._writer is not None:
             self._writer.finish()
 
     def save_hf(self, path: str) -> None:
-        """Write a Hugging Face checkpoint at ``path``; an error on the writing rank is raised on all."""
-        from slime.backends.megatron_utils.checkpoint.hf_weights import export_weights
-
+        """Write a Hugging Face checkpoint at ``path``. An error of the writing rank is raised on all ranks."""
         self._device.require(["weights"], "a Hugging Face checkpoint")
         source = self._args.hf_checkpoint
         weights = export_weights(self._ready.model, self._shape, layout_of=source)
         save_hf_directory(weights, source, path, is_writer=self.is_weight_source)
 
     def export_weights(self, bucket_bytes: int = 512 * 1024**2) -> Iterator[NamedTensor]:
-        """All weights under their Hugging Face names, full and unpadded; ``bucket_bytes`` are gathered at a time."""
-        from slime.backends.megatron_utils.checkpoint.hf_weights import export_weights
-
+        """All weights under their Hugging Face names, full and unpadded. Gathers ``bucket_bytes`` at a time."""
         self._device.require(["weights"], "the export of weights")
         return export_weights(self._ready.model, self._shape, bucket_bytes)

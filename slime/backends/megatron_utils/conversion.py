@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.backends.megatron_utils.checkpoint.tensor_layouts import from_megatron
+from slime.backends.megatron_utils.checkpoint.tensors import from_megatron
 from slime.backends.megatron_utils.model_rules import padded_vocab_size, sees_media
 from slime.backends.megatron_utils.patches.install import install
 from slime.backends.training.arguments import ParallelArgs, TrainerArgs
@@ -71,7 +71,7 @@ def get_model_provider_func(args: Namespace, role: str = "actor") -> Callable[..
         pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, **_: Any
     ) -> torch.nn.Module:
         from slime.backends.megatron_utils.model.build import build_model
-        from slime.backends.megatron_utils.model.value_head import add_value_head
+        from slime.backends.megatron_utils.model.gpt import add_value_head
         from slime.backends.megatron_utils.transformer_config import build_config
 
         shape = _shape(args)
@@ -145,7 +145,7 @@ def convert_to_hf(
         ConfigError: the family has no tensor of that name.
     """
     _refuse_quantization(quantization_config)
-    from slime.backends.megatron_utils.checkpoint.tensor_plan import dimensions_of
+    from slime.backends.megatron_utils.checkpoint.tensors import dimensions_of
     from slime.backends.megatron_utils.transformer_config import build_config
 
     shape = _shape(args)

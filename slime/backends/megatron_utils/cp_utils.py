@@ -1,7 +1,7 @@
 """Context parallelism for users' functions: public name of ``slime.backends.training.context_parallel``, and
 the functions that losses, importance weights and reducers written elsewhere call.
 
-A ``--custom-loss-function-path`` gets the part of each response whose logits its rank has; every other function of the
+A ``--custom-loss-function-path`` gets the part of each response whose logits its rank has. Every other function of the
 user gets whole responses. The functions here follow ``seen_as``: whole responses are neither gathered nor cut. Outside
 of users' functions they describe Megatron's context-parallel rank. Importable without megatron.
 """
@@ -46,7 +46,7 @@ Span = tuple[int, int]
 
 
 def all_gather_with_cp(tensor: torch.Tensor, total_length: int, response_length: int) -> torch.Tensor:
-    """The whole response ``[R]`` from the rank's part of it. Differentiable; a collective of the ranks."""
+    """The whole response ``[R]`` from the rank's part of it. Differentiable. A collective of the ranks."""
     sharding = current_sharding()
     if sharding.cp_size == 1:
         return _whole(tensor, response_length)
@@ -65,7 +65,7 @@ def slice_log_prob_with_cp(log_prob: Values, total_length: int, response_length:
 
 
 def current_sharding() -> Sharding:
-    """How the responses are divided that the running function of the user sees; else Megatron's ranks."""
+    """The division of the responses that the running user function sees, else that of Megatron's ranks."""
     seen = seen_sharding()
     if seen is not None:
         return seen
@@ -85,10 +85,10 @@ def _whole(values: Values, response_length: int) -> Values:
 def get_logits_and_tokens_offset_with_cp(
     total_length: int, response_length: int
 ) -> tuple[int, tuple[Span, Span], tuple[Span, Span], tuple[Span, Span]]:
-    """Where this rank's two chunks of a sample lie, in positions of the whole sample; ends are exclusive.
+    """Positions of this rank's two chunks in the whole sample. Ends are exclusive.
 
     Returns:
-        The size of a chunk; its two chunks; the rows in them whose logits predict response tokens; those tokens.
+        The size of a chunk, its two chunks, the rows in them whose logits predict response tokens, and those tokens.
         A chunk without such a row has ``(0, 0)`` in the last two. A function that gets whole responses gets two chunks
         that are the whole sample.
 
@@ -107,11 +107,11 @@ def get_logits_and_tokens_offset_with_cp(
 
 
 def slice_with_cp(tokens: torch.Tensor, pad_value: float | Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
-    """This rank's two chunks of a sample, concatenated; the whole sample with one rank.
+    """This rank's two chunks of a sample, concatenated. With one rank the whole sample.
 
     Args:
         tokens: ``[L, ...]``.
-        pad_value: what fills the last chunks up; or a function of ``tokens`` and a number of rows that returns
+        pad_value: the value that fills the last chunks, or a function of ``tokens`` and a number of rows that returns
             ``tokens`` with as many more.
     """
     rank, size = current_sharding().cp_rank, current_sharding().cp_size

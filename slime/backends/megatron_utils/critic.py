@@ -43,7 +43,7 @@ class MegatronCritic(MegatronTrainer):
         """Everything but the head, which keeps its fresh weights where the source has none that fits."""
         from slime.backends.megatron_utils.checkpoint.hf_weights import load_weights
         from slime.backends.megatron_utils.checkpoint.state import load_model_weights
-        from slime.backends.megatron_utils.model.value_head import VALUE_HEAD_PARAMETERS
+        from slime.backends.megatron_utils.model.gpt import VALUE_HEAD_PARAMETERS
 
         if source.format == "hf":
             load_weights(self._ready.model, self._shape, source.directory, source.flag, has_lm_head=False)

@@ -1,7 +1,7 @@
-"""A model without a trainer: what the conversion tools need, in one process or under torchrun.
+"""A model without a trainer, for the conversion tools: in one process or under torchrun.
 
     read_options   Megatron's flags, as a preset's MODEL_ARGS carry them, checked against --hf-checkpoint
-    OfflineModel   process groups, the model without an optimizer; load, export, save
+    OfflineModel   process groups, the model without an optimizer: load, export, save
 
 Imports megatron only when a model is built, so that ``--help`` is quick.
 """
@@ -20,6 +20,7 @@ from slime.algorithms import arguments as algorithm_arguments
 from slime.backends.megatron_utils import argument_rules, arguments
 from slime.backends.megatron_utils.model_rules import sees_media
 from slime.backends.megatron_utils.patches.install import install
+from slime.backends.training.arguments import ParallelArgs, TrainerArgs
 from slime.backends.training.checkpoint_source import Source, inspect_checkpoint
 from slime.config.groups import add_group, from_args, groups_in, unsupported_flags
 from slime.config.parse import EngineNamespace, parse
@@ -31,8 +32,6 @@ from slime.utils.net import free_port
 if TYPE_CHECKING:
     from slime.backends.megatron_utils.step import TrainState
     from slime.backends.protocols import NamedTensor
-
-__all__ = ["OfflineModel", "read_options", "run_tool"]
 
 _FLOATS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -101,7 +100,7 @@ def read_options(
 
 
 def _add_training_defaults(args: argparse.Namespace) -> None:
-    """Rules and the model's config look at flags of the objective; a tool has none of them."""
+    """Set the flags of the objective to their defaults: rules and the model's config read them, tools lack them."""
     parser = argparse.ArgumentParser(add_help=False)
     for group in groups_in(algorithm_arguments):
         add_group(parser, group)
@@ -115,7 +114,7 @@ def _default_layout(args: argparse.Namespace, config: dict[str, Any]) -> None:
     if world_size == 1 or any(getattr(args, f"{size}_{_suffix(size)}") > 1 for size in sizes):
         return
     stages = world_size
-    layers = int(config.get("num_hidden_layers") or 1)  # a rule says what is wrong with such a model
+    layers = int(config.get("num_hidden_layers") or 1)  # a rule reports a model without layers
     while layers % stages or world_size % stages:
         stages -= 1
     args.pipeline_model_parallel_size = stages
@@ -133,7 +132,7 @@ def _has_tower(flag: str, path: str) -> bool:
     source = inspect_checkpoint(flag, path)
     common = None if source is None else Path(source.directory) / "common.pt"
     if common is None or not common.is_file():
-        return False  # reading the checkpoint says what it is
+        return False  # load_torch_dist reports it
     try:
         content = torch.load(common, map_location="cpu", weights_only=False)
     except DAMAGE as error:
@@ -162,7 +161,7 @@ class OfflineModel:
         from slime.backends.megatron_utils.setup import build_model_state, init_distributed
 
         args = self._args
-        init_distributed(from_args(arguments.ParallelArgs, args), from_args(arguments.TrainerArgs, args))
+        init_distributed(from_args(ParallelArgs, args), from_args(TrainerArgs, args))
         self._state = build_model_state(args, self.shape)
         return self
 

@@ -1,4 +1,4 @@
-"""Which of Megatron's tensors are the trainer's weights, gradients and optimizer: what can be offloaded or copied.
+"""Finds the weights, gradients and optimizer states among Megatron's tensors, to be offloaded or copied.
 
 Called by ``actor``. How they are moved is in ``slime.backends.training``.
 """
@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
+from slime.backends.megatron_utils.optimizer.build import parts_of
 from slime.backends.megatron_utils.optimizer.host_adam import HostAdam
 from slime.backends.protocols import TRAINER_PARTS, TrainerPart
 from slime.backends.training.offload import DeviceMemory, WeightBackup
-
-__all__ = ["copied_weights", "device_memory"]
 
 
 def device_memory(chunks: Sequence[Any], optimizer: Any) -> DeviceMemory:
@@ -23,7 +22,7 @@ def device_memory(chunks: Sequence[Any], optimizer: Any) -> DeviceMemory:
 
     Args:
         chunks: data-parallel wrapped model chunks.
-        optimizer: Megatron's; one or several chained.
+        optimizer: Megatron's optimizer, single or chained.
     """
 
     def drop_gradients() -> None:
@@ -52,14 +51,14 @@ def _tensors(chunks: Sequence[Any], optimizer: Any, part: TrainerPart) -> Iterat
                 for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                     yield buffer.grad_data
         case "optimizer":
-            for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+            for each in parts_of(optimizer):
                 yield from _of_optimizer(each.optimizer)
         case _:
             raise ValueError(f"unknown part {part!r}: one of {', '.join(TRAINER_PARTS)}")
 
 
 def _of_optimizer(inner: torch.optim.Optimizer | None) -> Iterator[torch.Tensor]:
-    """Main weights and states; nothing where this rank has nothing to train."""
+    """Main weights and states. Empty on a rank with nothing to train."""
     if inner is None:
         return
     if isinstance(inner, HostAdam):  # its groups hold the model's weights, and the rest is in host memory

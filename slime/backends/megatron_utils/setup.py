@@ -19,35 +19,26 @@ from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 
 from slime.algorithms.arguments import ModelCopyArgs
-from slime.backends.megatron_utils.arguments import (
-    ModelArgs,
-    MuonArgs,
-    OptimizerArgs,
-    ParallelArgs,
-    PluginArgs,
-    PrecisionArgs,
-    PredictionArgs,
-    TrainerArgs,
-)
-from slime.backends.megatron_utils.model.build import build_chunks, wrap_data_parallel
-from slime.backends.megatron_utils.model.freezing import freeze_parameters
-from slime.backends.megatron_utils.model.value_head import add_value_head
+from slime.backends.megatron_utils.arguments.model import ModelArgs, MuonArgs, PredictionArgs
+from slime.backends.megatron_utils.model.build import build_chunks, freeze_parameters, wrap_data_parallel
+from slime.backends.megatron_utils.model.gpt import add_value_head
 from slime.backends.megatron_utils.model_rules import padded_vocab_size, user_spec
 from slime.backends.megatron_utils.optimizer.build import build_optimizer, build_scheduler
-from slime.backends.megatron_utils.precision.deepgemm_forward import install_deepgemm
-from slime.backends.megatron_utils.precision.fake_fp8_kv import fake_quantize_latents
-from slime.backends.megatron_utils.precision.fake_int4 import fake_quantize_experts
-from slime.backends.megatron_utils.precision.fp8_layers import token_multiple
+from slime.backends.megatron_utils.precision.deepgemm import install_deepgemm
+from slime.backends.megatron_utils.precision.quantization import (
+    fake_quantize_experts,
+    fake_quantize_latents,
+    token_multiple,
+)
 from slime.backends.megatron_utils.step import TrainState
 from slime.backends.megatron_utils.transformer_config import build_config
+from slime.backends.training.arguments import OptimizerArgs, ParallelArgs, PluginArgs, PrecisionArgs, TrainerArgs
 from slime.backends.training.context_parallel import Sharding
 from slime.config.groups import from_args
 from slime.hooks.load import load_function
 from slime.models.shape import ModelShape
 from slime.utils import accelerator
 from slime.utils.distributed_utils import init_default_group
-
-__all__ = ["build_model_state", "build_train_state", "init_distributed"]
 
 
 def init_distributed(parallel: ParallelArgs, trainer: TrainerArgs, *, num_optimizer_instances: int = 1) -> None:

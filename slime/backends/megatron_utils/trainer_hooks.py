@@ -13,19 +13,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slime.backends.megatron_utils.arguments import PluginArgs
+from slime.backends.training.arguments import PluginArgs
 from slime.config.groups import from_args
 from slime.hooks.load import load_function
 
 if TYPE_CHECKING:
     from slime.backends.megatron_utils.step import TrainState
 
-__all__ = ["TrainerHooks"]
-
 
 @dataclass(frozen=True)
 class TrainerHooks:
-    """The functions; None where a flag is not given."""
+    """The functions. None: the flag is not given."""
 
     args: Namespace
     init: Callable[..., Any] | None = None

@@ -1,6 +1,6 @@
 """The checksum that SGLang's ``/weights_checker`` reports, computed for the trainer's tensors.
 
-SGLang keeps query, key and value projections, gate and up projections, and the experts of a layer in one tensor each;
+SGLang keeps query, key and value projections, gate and up projections, and the experts of a layer in one tensor each:
 the trainer's tensors are combined the same way, so that every engine tensor has a counterpart. For engines without
 tensor parallelism.
 """
@@ -16,8 +16,6 @@ from slime.backends.protocols import NamedTensor
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["expected_checksums", "tensor_checksum"]
 
 _FUSED = {
     "q_proj": ("qkv_proj", 0),
@@ -53,7 +51,7 @@ def tensor_checksum(tensor: torch.Tensor) -> str:
     import torch
 
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(memoryview(data)).digest()[:8].hex()
+    return hashlib.sha256(data.data).digest()[:8].hex()
 
 
 def expected_checksums(weights: Iterable[NamedTensor]) -> dict[str, str]:
@@ -88,7 +86,7 @@ def expected_checksums(weights: Iterable[NamedTensor]) -> dict[str, str]:
 
 
 def _padded(tensor: torch.Tensor, *, dim: int, to: int) -> torch.Tensor:
-    """``tensor`` with zeros behind it, so that its size in ``dim`` is a multiple of ``to``."""
+    """``tensor`` padded with zeros so that its size in ``dim`` is a multiple of ``to``."""
     import torch
 
     sizes = list(tensor.shape)

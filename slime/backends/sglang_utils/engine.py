@@ -1,9 +1,9 @@
 """One inference engine: a real SGLang server process and the HTTP verbs that steer it.
 
-An engine over several nodes has one such process on each; they find each other, and the first answers for all.
+An engine over several nodes has one such process on each node. The processes find each other; the first serves HTTP.
 
 A plain class; ``slime.ray`` makes an actor of it and may call it from several threads. Does not import SGLang. Every
-call has a deadline, and what the server answers is checked: it reports some failures with status 200.
+call has a deadline and checks the body of the reply: the server reports some failures with status 200.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from slime.utils.errors import DeadlineExceeded, EngineError, EngineSilent
 from slime.utils.net import url_host
 from slime.utils.process import GuardedProcess, has_ended, log_tail
 
-__all__ = ["MEMORY_TAGS", "EngineSpec", "OtherNode", "SGLangEngine"]
-
 _POLL_S = 0.1
 _WATCH_EVERY_S = 0.5
 _KEEPALIVE_S = 2.0
@@ -51,10 +49,10 @@ class EngineSpec:
         rank: number of the engine in the run.
         argv: SGLang server flags.
         env: environment on top of this process's.
-        fork_server_socket: socket of the preloading process on this host; None starts SGLang from scratch.
+        fork_server_socket: socket of the preloading process on this host, or None to start SGLang from scratch.
         num_gpus: tensor-parallel ranks, on all nodes.
-        worker_type: what the router is told about it.
-        bootstrap_port: where decode engines ask it for its cache; of prefill engines only.
+        worker_type: the type under which it is registered with the router.
+        bootstrap_port: port on which decode engines request its cache (prefill engines only).
     """
 
     rank: int
@@ -74,13 +72,13 @@ class OtherNode(Protocol):
     """The part of an engine on another node than its first."""
 
     def start(self) -> None:
-        """Launch it; does not wait until it is ready, which it is not before all of them are."""
+        """Launch it without waiting for readiness: no part is ready before all parts are."""
 
     def note_parts(self) -> None:
         """The engine answers: from now on it is lost as well when one of its server's processes ends. Does not wait."""
 
     def lost(self) -> str | None:
-        """Why it is gone, as the end of a sentence; None while it runs."""
+        """The reason of its end, as the end of a sentence, or None while it runs."""
 
     def stop(self) -> None:
         """Kill it and everything it started. Never raises."""
@@ -90,7 +88,7 @@ class SGLangEngine:
     """The server's life is tied to this process: if it is killed, so is the server, with all its children.
 
     Args:
-        other_nodes: the rest of an engine that stands on several nodes. It starts and ends with the part here.
+        other_nodes: the parts of this engine on other nodes. They start and end with the part on this node.
     """
 
     def __init__(self, spec: EngineSpec, other_nodes: Sequence[OtherNode] = ()) -> None:
@@ -117,7 +115,7 @@ class SGLangEngine:
         """Launch the server and return when it answers.
 
         Raises:
-            EngineError: it died, or was not healthy in time; with the last lines of its log.
+            EngineError: it died, or was not healthy in time. Contains the last lines of its log.
         """
         spec = self._spec
         deadline = Deadline(spec.start_timeout_s, f"engine {spec.rank} to become healthy", "--engine-start-timeout")
@@ -156,7 +154,7 @@ class SGLangEngine:
                 return
 
     def _lost_node(self) -> str | None:
-        """Why a part on another node is gone; None while all of them run."""
+        """The reason why a part on another node ended, or None while all parts run."""
         return next((lost for node in self._other_nodes if (lost := node.lost()) is not None), None)
 
     def _answers(self) -> bool:
@@ -221,7 +219,7 @@ class SGLangEngine:
                 list(pool.map(lambda node: node.stop(), self._other_nodes))
 
     def register(self, router_url: str) -> None:
-        """Make the router send requests here; returns when it will: it answers first, and looks at the engine then."""
+        """Register with the router. Return when it sends requests here: it replies before it has checked the engine."""
         worker: dict[str, Any] = {"url": self.url, "worker_type": self._spec.worker_type.value}
         if self._spec.bootstrap_port is not None:
             worker["bootstrap_port"] = self._spec.bootstrap_port
@@ -248,7 +246,7 @@ class SGLangEngine:
             return False
 
     def pause_generation(self, mode: str = "retract") -> None:
-        """Stop generating; ``retract`` returns running requests to the queue, to be recomputed with new weights."""
+        """Stop generating. ``retract`` returns running requests to the queue, to be recomputed with new weights."""
         self._post("pause_generation", {"mode": mode})
 
     def continue_generation(self) -> None:
@@ -265,7 +263,7 @@ class SGLangEngine:
         self._post(f"flush_cache?timeout={timeout_s:g}", None, timeout_s)
 
     def release_memory_occupation(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
-        """Give memory of these kinds back; nothing may be running. What was in it is lost. Again is fine."""
+        """Release memory of these kinds, with its content. No request may be running. Idempotent."""
         held = [tag for tag in tags if tag not in self._released]
         if held:
             self._post("release_memory_occupation", {"tags": held}, _UPDATE_TIMEOUT_S)
@@ -292,7 +290,7 @@ class SGLangEngine:
         self._post("init_weights_update_group", body, _UPDATE_TIMEOUT_S)
 
     def destroy_weights_update_group(self, group_name: str) -> None:
-        """Leave a group; a fresh engine has none, and that is fine."""
+        """Leave a group. Succeeds for a fresh engine without the group."""
         self._request("POST", "/destroy_weights_update_group", {"group_name": group_name}, is_checked=False)
 
     def update_weights_from_distributed(
@@ -305,7 +303,7 @@ class SGLangEngine:
         flush_cache: bool = False,
         load_format: str | None = "flattened_bucket",
     ) -> None:
-        """Receive one bucket over the group; the trainer broadcasts it while this call runs."""
+        """Receive one bucket over the group. The trainer broadcasts it during this call."""
         body = {
             "names": list(names),
             "dtypes": list(dtypes),
@@ -324,7 +322,7 @@ class SGLangEngine:
         weight_version: str | None = None,
         flush_cache: bool = False,
     ) -> None:
-        """Load one bucket from memory of this host; one serialised handle per tensor-parallel rank."""
+        """Load one bucket from memory of this host. Takes one serialized handle per tensor-parallel rank."""
         body = {
             "serialized_named_tensors": list(serialized_named_tensors),
             "load_format": load_format,
@@ -336,7 +334,7 @@ class SGLangEngine:
     def update_weights_from_disk(
         self, model_path: str, weight_version: str | None = None, flush_cache: bool = False
     ) -> None:
-        """Load a whole checkpoint; one that cannot be read leaves the weights as they were."""
+        """Load a whole checkpoint. If it cannot be read, the weights do not change."""
         body = {"model_path": model_path, "flush_cache": flush_cache, "weight_version": weight_version}
         self._post("update_weights_from_disk", body, _UPDATE_TIMEOUT_S)
 
@@ -349,7 +347,7 @@ class SGLangEngine:
         return sum(int(load["num_running_reqs"]) + int(load["num_waiting_reqs"]) for load in loads)
 
     def weights_checksum(self) -> dict[str, str]:
-        """Tensor name -> checksum of what the engine holds."""
+        """Tensor name -> checksum of the engine's tensor."""
         ranks = self._request("POST", "/weights_checker", {"action": "checksum"}, needs="ranks")["ranks"]
         try:
             return dict(ranks[0]["checksums"])
@@ -362,7 +360,7 @@ class SGLangEngine:
         self._post("weights_checker", {"action": "reset_tensors"})
 
     def compare_weights(self) -> None:
-        """Fail unless every tensor is what it was before :meth:`reset_weights`."""
+        """Fail unless every tensor equals its value before :meth:`reset_weights`."""
         self._post("weights_checker", {"action": "compare"}, _UPDATE_TIMEOUT_S)
 
     def abort_all(self) -> None:

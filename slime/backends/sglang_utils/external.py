@@ -1,7 +1,7 @@
-"""Engines that somebody else runs: found out about, used and watched, never started and never stopped.
+"""Engines that run outside of slime: queried, used and watched, but never started or stopped.
 
-``--rollout-external-engine-addrs`` names them. :func:`apply_external_engine_info_to_args` asks each what it is before
-anything starts; :class:`ExternalEngine` is what the wiring makes of one: the verbs of an engine, without a process.
+``--rollout-external-engine-addrs`` names them. :func:`apply_external_engine_info_to_args` queries each of them
+before anything starts. :class:`ExternalEngine` has the methods of an engine, without a process.
 """
 
 from __future__ import annotations
@@ -27,17 +27,6 @@ from slime.utils.deadline import Deadline
 from slime.utils.errors import ConfigError, EngineError
 from slime.utils.net import url_host
 
-__all__ = [
-    "ONE_STAGE",
-    "ExternalEngine",
-    "ExternalEngineInfo",
-    "apply_external_engine_info_to_args",
-    "discover_external_engines",
-    "external_engine_infos_from_args",
-    "normalize_external_engine_addr",
-    "problems_of",
-]
-
 ONE_STAGE = (
     "SGLang confirms new weights when its first stage has them (scheduler.py, init_ipc_channels), which may be before "
     "later stages read them, and gives every stage the same ranks in a broadcast (weight_updater.py, "
@@ -59,7 +48,7 @@ _LONG_NAMES = {
 
 @dataclass(frozen=True)
 class ExternalEngineInfo:
-    """What an engine says about itself.
+    """The properties that an engine reports.
 
     Attributes:
         num_gpus: ranks of one copy of the model, all of which take part in a weight update.
@@ -109,10 +98,10 @@ def normalize_external_engine_addr(addr: str) -> str:
 def discover_external_engines(
     addrs: Sequence[str], timeout: float = _TIMEOUT_S, *, source: str = _FLAG
 ) -> list[ExternalEngineInfo]:
-    """Ask every engine at once what it is.
+    """Query the properties of all engines concurrently.
 
     Args:
-        source: where the addresses come from, for messages.
+        source: origin of the addresses, for messages.
 
     Raises:
         ConfigError: with one problem per address that is malformed, given twice, or does not answer in time.
@@ -210,12 +199,12 @@ def external_engine_infos_from_args(args: Namespace) -> list[ExternalEngineInfo]
 
 
 def problems_of(info: ExternalEngineInfo, args: Namespace, *, source: str = _FLAG) -> Iterator[str]:
-    """How an engine differs from what the run needs, one sentence each."""
+    """The differences between an engine and the needs of the run, one sentence each."""
     start = f"{source} {info.url}:"
     seen = info.server_info
     if args.use_rollout_routing_replay and not seen.get("enable_return_routed_experts"):
         yield f"{start} it does not return its expert choices: start it with --enable-return-routed-experts."
-    wanted = trainer_dtype(args)
+    wanted = trainer_dtype(fp16=args.fp16, fp32=args.fp32)
     dtype = str(seen.get("dtype", "auto")).replace("half", "float16")
     if dtype not in ("auto", wanted) and not (dtype == "float" and wanted == "float32"):
         yield f"{start} its weights are {dtype}, the trainer's {wanted}: start it with --dtype {wanted}."
@@ -232,7 +221,7 @@ def problems_of(info: ExternalEngineInfo, args: Namespace, *, source: str = _FLA
 class ExternalEngine(SGLangEngine):
     """The verbs of an engine whose process is not ours.
 
-    It has ended when nobody listens at its address any more, or when another server does: that one started with the
+    It has ended when its address does not answer any more, or when another server answers: that one started with the
     weights of its checkpoint.
     """
 
@@ -313,6 +302,6 @@ class ExternalEngine(SGLangEngine):
     def init_weights_update_group(
         self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
     ) -> None:
-        """Join a group; the run before, which ended without a word, may have left one of this name."""
+        """Join a group. First leave one of this name, which an aborted run may have left."""
         self.destroy_weights_update_group(group_name)
         super().init_weights_update_group(master_address, master_port, rank_offset, world_size, group_name, backend)

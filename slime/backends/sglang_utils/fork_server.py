@@ -34,17 +34,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from slime.backends.sglang_utils.launch import forget_allocator_settings
 from slime.utils.deadline import Deadline, wait_until
 from slime.utils.errors import EngineError
 from slime.utils.process import GuardedProcess, kill_group, log_tail, watch_descriptor, watch_owner
 from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 
-__all__ = ["ForkServer", "ForkedServer"]
-
 _MESSAGE_BYTES = 1 << 20
 _REQUEST_TIMEOUT_S = 5.0
-"""A client that connects and says nothing is let go after this long."""
+"""A client that connects and sends nothing is disconnected after this time."""
 _REAP_EVERY_S = 0.2
 
 
@@ -122,16 +119,16 @@ class ForkedServer:
         return int(json.loads(line)[key])
 
     def stop(self) -> None:
-        """Kill the server and everything it started. Again is fine."""
+        """Kill the server and all its children. Idempotent."""
         with self._lock:
             is_first, self._is_stopped = not self._is_stopped, True
-        if is_first:  # later the number may be somebody else's
+        if is_first:  # later the pid may belong to another process
             kill_group(self.pid)
-            self.exit_code()  # keep the status while the connection is there to tell it
+            self.exit_code()  # read the status before the connection closes
             self._disconnect()
 
     def _disconnect(self) -> None:
-        """Both: a socket is open as long as the file made of it."""
+        """Close both: a socket stays open as long as the file made from it."""
         self._answers.close()
         self._connection.close()
 
@@ -145,7 +142,7 @@ def _is_running(pid: int) -> bool:
 
 
 def _is_open(socket_path: str) -> bool:
-    """Whether the server listens. Raises once it is gone: it removes the directory at its end."""
+    """Whether the server listens. Raises if it has ended: it removes the directory at its end."""
     path = Path(socket_path)
     if not path.parent.exists():
         raise EngineError("the process that preloads SGLang ended before it could start an engine; see fork_server.log")
@@ -172,7 +169,7 @@ def _serve(socket_path: str) -> None:
     listener.bind(temporary)
     os.chmod(temporary, 0o600)
     listener.listen()
-    os.rename(temporary, socket_path)  # clients see the name only when connecting works
+    os.rename(temporary, socket_path)  # the path appears only when clients can connect
     print("ready", flush=True)
     asking: dict[socket.socket, _Asking] = {}
     servers: dict[int, socket.socket] = {}
@@ -195,21 +192,21 @@ def _serve(socket_path: str) -> None:
                 pid = os.fork()
                 if pid == 0:
                     _become_server(connection, request, unused=[listener, *asking, *servers.values()])
-                with contextlib.suppress(OSError):  # the child does it too: whoever comes first
-                    os.setpgid(pid, pid)  # so that the client can kill the group as soon as it knows the number
+                with contextlib.suppress(OSError):  # the child does it too: the first call counts
+                    os.setpgid(pid, pid)  # so that the client can kill the group once it has the pid
                 servers[pid] = connection
                 _tell(connection, {"pid": pid})
 
 
 @dataclass
 class _Asking:
-    """A client that has connected and not yet said all that it wants: read without waiting, others come meanwhile."""
+    """A client whose request is not complete. Read without blocking, so that other clients are served meanwhile."""
 
     patience: float
     data: bytes = b""
 
     def request(self, connection: socket.socket, *, is_readable: bool) -> dict[str, Any] | None:
-        """The request once it is complete. Raises when the client went away, keeps silent or makes no sense."""
+        """The request once it is complete. Raises if the client disconnected, timed out, or sent an invalid request."""
         if is_readable:
             part = connection.recv(_MESSAGE_BYTES)
             self.data += part
@@ -233,13 +230,13 @@ def _report_ended(servers: dict[int, socket.socket]) -> None:
 
 
 def _tell(connection: socket.socket, message: dict[str, int]) -> None:
-    """The client may be gone; its server notices that by itself and ends."""
+    """Send a message. If the client is gone, its server notices the closed connection and ends."""
     with contextlib.suppress(OSError):
         connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _become_server(connection: socket.socket, request: dict[str, Any], *, unused: Sequence[socket.socket]) -> NoReturn:
-    """In the forked child. Never returns to the accepting loop, whatever goes wrong."""
+    """Runs in the forked child. Never returns to the accept loop, whatever fails."""
     try:
         os.setpgid(0, 0)
         for inherited in unused:
@@ -251,7 +248,7 @@ def _become_server(connection: socket.socket, request: dict[str, Any], *, unused
             os.dup2(source, target)
         _launch(connection, request["argv"])
         os._exit(0)
-    except SystemExit as error:  # the reason is in the log already: no traceback on top of it
+    except SystemExit as error:  # the log has the reason already: no traceback after it
         os._exit(error.code if isinstance(error.code, int) else 1)
     except BaseException:
         traceback.print_exc()
@@ -270,6 +267,12 @@ def _launch(connection: socket.socket, argv: Sequence[str]) -> None:
         launch_server(prepare_server_args(list(argv)))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def forget_allocator_settings() -> None:
+    """Drop what tunes the trainer's CUDA allocator: SGLang's memory saver does not work with expandable segments."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        os.environ.pop(name, None)
 
 
 def main() -> None:

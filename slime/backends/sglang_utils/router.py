@@ -1,27 +1,33 @@
-"""The router in front of the engines: a guarded sglang-router process, or one that runs already and is only used."""
+"""The router in front of the engines: a guarded sglang-router process, or an existing router.
+
+``python -m slime.backends.sglang_utils.router`` runs sglang-router without SGLang. The router's own launcher imports
+SGLang, which takes ten seconds and a gigabyte. Takes the ``--router-*`` flags of the router's parser, with slime's
+defaults where they differ.
+"""
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import httpx
 
+from slime.backends.sglang_utils.option_table import EXTRA_POLICIES, ROUTER_DEFAULTS
 from slime.utils.deadline import Deadline, wait_until
 from slime.utils.errors import ConfigError, EngineError, ProcessDied
 from slime.utils.net import claim_ports, is_port_free, url_host
-from slime.utils.process import GuardedProcess, log_tail
-
-__all__ = ["ExistingRouter", "Router", "RouterProcess", "registered_workers", "remove_worker"]
+from slime.utils.process import GuardedProcess, log_tail, watch_owner
 
 _START_TIMEOUT_S = 30.0
 _CONTROL_TIMEOUT_S = 10.0
 
 
 class Router(Protocol):
-    """What the wiring needs of a router, whoever started it."""
+    """The interface of a router of this run or of others."""
 
     host: str
     port: int
@@ -31,7 +37,7 @@ class Router(Protocol):
 
     @property
     def is_ours(self) -> bool:
-        """False: others use it too; engines must be taken out of it one by one before they stop."""
+        """False if others use it too: then engines must be removed one by one before they stop."""
 
     def wait_ready(self) -> None:
         """Return when the router answers."""
@@ -60,7 +66,7 @@ def registered_workers(router_url: str) -> list[str]:
 
 
 def remove_worker(router_url: str, worker_url: str) -> None:
-    """Make a router forget the engine at ``worker_url``, which need not be alive; fine if it never knew it.
+    """Remove the engine at ``worker_url``, alive or dead, from a router. Succeeds for an unknown engine.
 
     Raises:
         EngineError: the router did not answer, or refused.
@@ -108,7 +114,7 @@ class RouterProcess:
             )
         self._claims = [claim_ports(host), claim_ports("127.0.0.1")]
         self.host, self.port = host, self._claims[0].first if port is None else port
-        argv = [sys.executable, "-m", "slime.backends.sglang_utils.router_process", "--host", host.strip("[]")]
+        argv = [sys.executable, "-m", "slime.backends.sglang_utils.router", "--host", host.strip("[]")]
         argv += ["--port", str(self.port), "--prometheus-port", str(self._claims[1].first)]
         argv += ["--request-timeout-secs", str(request_timeout_s), *flags]
         argv += ["--router-pd-disaggregation"] if has_pd else []
@@ -161,4 +167,53 @@ class ExistingRouter:
             raise EngineError(f"the existing router at {self.url} (--sglang-router-ip) does not answer any more.")
 
     def stop(self) -> None:
-        """Nothing: it belongs to somebody else."""
+        """Do nothing: the router belongs to others."""
+
+
+def router_args(argv: Sequence[str] | None = None) -> Any:
+    """``sglang_router.router_args.RouterArgs`` of a command line."""
+    from sglang_router.router_args import RouterArgs
+
+    parser = argparse.ArgumentParser(description="Run the router until the process that started it ends.")
+    RouterArgs.add_cli_args(parser, use_router_prefix=True, exclude_host_port=True)
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--prometheus-port", type=int, required=True)
+    parser.add_argument("--request-timeout-secs", type=int, required=True)
+    for action in parser._actions:
+        if action.dest in EXTRA_POLICIES and action.choices is not None:
+            action.choices = [*action.choices, *EXTRA_POLICIES[action.dest]]
+    # slime's request timeout and a port on loopback, unless the user gave other values
+    parser.set_defaults(
+        router_request_timeout_secs=None, router_prometheus_port=None, router_prometheus_host="127.0.0.1"
+    )
+    parser.set_defaults(**ROUTER_DEFAULTS)
+    options = parser.parse_args(argv)
+    if options.router_request_timeout_secs is None:
+        options.router_request_timeout_secs = options.request_timeout_secs
+    if options.router_prometheus_port is None:
+        options.router_prometheus_port = options.prometheus_port
+    # slime watches the engines itself: a router that drops a paused or busy engine loses its requests
+    options.router_disable_circuit_breaker = True
+    options.router_disable_health_check = True
+    return RouterArgs.from_cli_args(options, use_router_prefix=True)
+
+
+def main() -> None:
+    watch_owner(in_child=True)  # the router's native main loop keeps the interpreter's lock
+    _forget_proxies()
+    args = router_args()
+    from sglang_router.router import Router
+
+    Router.from_args(args).start()
+
+
+def _forget_proxies() -> None:
+    """Unset proxies: the router ignores NO_PROXY and would reach the cluster's engines through the proxy."""
+    for name in list(os.environ):
+        if name.lower() in ("http_proxy", "https_proxy", "all_proxy"):
+            del os.environ[name]
+
+
+if __name__ == "__main__":
+    main()

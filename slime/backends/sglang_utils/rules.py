@@ -103,7 +103,7 @@ def _dtype(args: Namespace) -> None:
     config |= text_part(config)
     if config.get("quantization_config") or config.get("compression_config"):
         return
-    args.sglang_dtype = trainer_dtype(args)
+    args.sglang_dtype = trainer_dtype(fp16=args.fp16, fp32=args.fp32)
     stored = config.get("dtype") or config.get("torch_dtype")
     if stored not in (None, args.sglang_dtype):
         text = f"{args.sglang_dtype}, the trainer's precision; --hf-checkpoint says {stored}"
@@ -268,7 +268,8 @@ def _groups(args: Namespace, model: ModelSpec) -> Iterator[str]:
         yield "prefill engines need decode engines, and the other way round."
     if model.has_pd and WorkerType.REGULAR in kinds:
         yield "regular engines cannot share the router of prefill and decode engines: give them a model entry."
-    sizes = {(g.num_gpus_per_engine, num_stages(args, g.overrides)) for g in model.groups if g.num_engines}
+    groups = [group for group in model.groups if group.num_engines]
+    sizes = {(group.num_gpus_per_engine, num_stages(args.sglang_pp_size, group.overrides)) for group in groups}
     for width in sorted({width for width, _ in sizes}):
         if width > args.num_gpus_per_node and width % args.num_gpus_per_node:
             yield f"num_gpus_per_engine {width} must be a multiple of --num-gpus-per-node {args.num_gpus_per_node}."

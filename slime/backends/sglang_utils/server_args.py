@@ -1,4 +1,4 @@
-"""The command line of one SGLang server: what slime computes, then what the user said with ``--sglang-*``.
+"""The command line of one SGLang server: flags computed by slime, then the user's ``--sglang-*`` flags.
 
 Does not import SGLang: the server process parses and resolves its own arguments.
 """
@@ -15,8 +15,6 @@ from slime.backends.sglang_utils.topology import WorkerType, override_argv
 from slime.utils import accelerator
 from slime.utils.net import WEIGHT_INTERFACES
 
-__all__ = ["build_argv", "server_env", "trainer_dtype"]
-
 _CPU_DEFAULTS = {
     "--max-total-tokens": "65536",
     "--max-running-requests": "256",
@@ -28,6 +26,9 @@ _PREFILL_ONLY = {"--enable-hierarchical-cache", "--enable-hicache"}
 _CPU_SLOTS = 64
 _KEPT_BYTES = str(1 << 30)
 """What glibc's malloc of an engine takes from its heap instead of from the system, and keeps there when it is free."""
+_MEMORY_SAVER: dict[str, Any] = {"--enable-memory-saver": None, "--enable-draft-weights-cpu-backup": None}
+"""Flags of engines that release memory to the trainer."""
+
 _CPU_MODELS = "slime.backends.sglang_utils.cpu_platform.models"
 
 
@@ -49,14 +50,14 @@ def build_argv(
 ) -> list[str]:
     """Arguments of ``sglang.launch_server`` for engine number ``rank``.
 
-    What slime computes stands first; then the user's ``--sglang-*`` flags, which cannot name what slime computes; then
-    the ``overrides`` of the engine's group, which beat both.
+    Computed flags come first, then the user's ``--sglang-*`` flags, which cannot repeat computed ones, then the
+    ``overrides`` of the engine's group, which override both.
 
     Args:
         tp_size: of the whole engine.
-        dist_init_addr: where its processes meet, on its first node.
-        bootstrap_port: where decode engines ask a prefill engine for its cache.
-        num_nodes: that the engine stands on.
+        dist_init_addr: rendezvous address of its processes, on its first node.
+        bootstrap_port: port on which decode engines request a prefill engine's cache.
+        num_nodes: nodes of the engine.
         node_rank: the one that this process is for. Only the first answers requests.
     """
     user = list(args.sglang_argv)
@@ -77,28 +78,32 @@ def build_argv(
         flags["--dist-init-addr"] = dist_init_addr
     if num_nodes > 1:
         flags |= {"--nnodes": num_nodes, "--node-rank": node_rank}
-    if "--dtype" not in given and "model_path" not in (overrides or {}):  # another model has a precision of its own
+    if "--dtype" not in given and "model_path" not in (overrides or {}):  # not of another model
         flags["--dtype"] = args.sglang_dtype
     if "--log-level" not in given:
         flags["--log-level"] = "warning"
     if args.use_rollout_routing_replay:
         flags["--enable-return-routed-experts"] = None
     if args.offload_rollout:
-        flags |= _can_release(args)
+        flags |= _MEMORY_SAVER
+        if args.update_weights_interval != 1 or args.update_weight_changed_only:  # not all weights are sent again
+            flags["--enable-weights-cpu-backup"] = None
     flags |= _pd(worker_type, bootstrap_port)
     if accelerator.current().is_cpu:
         flags |= {"--device": "cpu", "--sleep-on-idle": None}
         flags |= {name: value for name, value in _CPU_DEFAULTS.items() if name not in given}
     else:
-        flags |= _on_gpu(args, base_gpu_id, given)
+        flags |= {"--base-gpu-id": base_gpu_id, "--enable-metrics": None}
+        if args.offload_rollout and not given & _PREFILL_GRAPH:
+            flags["--cuda-graph-backend-prefill"] = "disabled"  # its memory cannot be released
     off = _turned_off(overrides or {})
     own = [part for name, value in flags.items() for part in ([name] if value is None else [name, str(value)])]
     return [word for word in own + user if word not in off] + override_argv(overrides or {})
 
 
-def trainer_dtype(args: Namespace) -> str:
+def trainer_dtype(*, fp16: bool, fp32: bool) -> str:
     """The precision of the weights that the trainer sends, as SGLang names it."""
-    return "float32" if args.fp32 else "float16" if args.fp16 else "bfloat16"
+    return "float32" if fp32 else "float16" if fp16 else "bfloat16"
 
 
 def _pd(worker_type: WorkerType, bootstrap_port: int | None) -> dict[str, Any]:
@@ -118,22 +123,8 @@ def _pd(worker_type: WorkerType, bootstrap_port: int | None) -> dict[str, Any]:
             raise AssertionError(f"{worker_type} engines are not started")
 
 
-def _on_gpu(args: Namespace, base_gpu_id: int, given: set[str]) -> dict[str, Any]:
-    flags: dict[str, Any] = {"--base-gpu-id": base_gpu_id, "--enable-metrics": None}
-    if args.offload_rollout and not given & _PREFILL_GRAPH:
-        flags["--cuda-graph-backend-prefill"] = "disabled"  # its memory cannot be released
-    return flags
-
-
-def _can_release(args: Namespace) -> dict[str, Any]:
-    """Engines that give their memory to the trainer. What is not sent again before they serve, they keep a copy of."""
-    flags = {"--enable-memory-saver": None, "--enable-draft-weights-cpu-backup": None}
-    is_all_sent = args.update_weights_interval == 1 and not args.update_weight_changed_only
-    return flags if is_all_sent else flags | {"--enable-weights-cpu-backup": None}
-
-
 def _turned_off(overrides: Mapping[str, Any]) -> set[str]:
-    """Switches that an override says no to: they have no negative form, so they must not be said at all."""
+    """Switches that an override turns off. They have no negative form, so they must be left out."""
     options = server_options().by_flag.items()
     return {flag for flag, option in options if option.kind == "switch" and overrides.get(option.dest) is False}
 

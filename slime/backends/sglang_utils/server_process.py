@@ -1,4 +1,7 @@
-"""How the SGLang process of a node is started: forked from the preloading process of its host, else from scratch."""
+"""Starts the SGLang process of a node: forked from the host's preloading process, or from scratch.
+
+``python -m slime.backends.sglang_utils.server_process <server flags>`` runs one SGLang server that ends with its owner.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +12,25 @@ from pathlib import Path
 
 import psutil
 
-from slime.backends.sglang_utils.fork_server import ForkedServer
+from slime.backends.sglang_utils.fork_server import ForkedServer, forget_allocator_settings
 from slime.utils.deadline import Deadline
-from slime.utils.process import GuardedProcess
-
-__all__ = ["ForkAddress", "launch_server", "named_children"]
+from slime.utils.process import GuardedProcess, watch_owner
+from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 
 _PART_PREFIX = "sglang::"
-"""How the names of the processes begin that a server starts."""
+"""Name prefix of a server's child processes."""
 
 
 @dataclass(frozen=True)
 class ForkAddress:
-    """Where the process that SGLang is preloaded in listens: only engines of the same node can use it."""
+    """Address of the process with SGLang preloaded. Only engines of the same node can use it."""
 
     host: str
     socket_path: str
 
     def socket_on(self, host: str) -> str | None:
-        """Its socket, if this is its node: nodes with different addresses may share a file system, and nodes with the
-        same one may not."""
+        """Its socket, if ``host`` is its node. Nodes with different addresses may share a file system; nodes with equal
+        addresses may not."""
         return self.socket_path if self.host == host and Path(self.socket_path).parent.exists() else None
 
 
@@ -40,23 +42,39 @@ def launch_server(
     fork_server_socket: str | None,
     deadline: Deadline,
 ) -> ForkedServer | GuardedProcess:
-    """A server with these flags, tied to this process: if it is killed, so is the server, with all its children.
+    """Start a server with these flags. If this process is killed, the server and its children are killed too.
 
     Args:
-        env: on top of this process's.
-        fork_server_socket: of the preloading process on this host; None starts SGLang from scratch.
-        deadline: for the preloading process to be there.
+        env: added to the environment of this process.
+        fork_server_socket: of the preloading process on this host, or None to start SGLang from scratch.
+        deadline: of the wait for the preloading process.
     """
     if fork_server_socket is not None:
         return ForkedServer(fork_server_socket, argv, env=env, log_path=log_path, deadline=deadline)
-    command = [sys.executable, "-m", "slime.backends.sglang_utils.launch", *argv]
+    command = [sys.executable, "-m", "slime.backends.sglang_utils.server_process", *argv]
     return GuardedProcess(command, log_path=log_path, env=env)
 
 
 def named_children(pid: int) -> dict[str, psutil.Process]:
-    """Schedulers, detokenizers and the like of a server, by what to call them. Not all of them end it by their end."""
+    """Child processes of a server (scheduler, detokenizer, ...) by name. The server survives the end of some."""
     try:
         children = psutil.Process(pid).children(recursive=True)
         return {f"{name} ({child.pid})": child for child in children if (name := child.name()).startswith(_PART_PREFIX)}
-    except psutil.Error:  # it ended this moment
+    except psutil.Error:  # it has just ended
         return {}
+
+
+def main() -> None:
+    watch_owner()
+    forget_allocator_settings()
+    allow_torchvision_on_cpu()
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+    launch_server(prepare_server_args(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

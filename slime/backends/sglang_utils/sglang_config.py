@@ -21,7 +21,7 @@ _PD = (WorkerType.PREFILL, WorkerType.DECODE)
 
 @dataclass
 class ServerGroupConfig:
-    """Engines of one kind; None where the file says nothing."""
+    """Engines of one kind. None: absent from the file."""
 
     worker_type: str
     num_gpus: int
@@ -31,7 +31,7 @@ class ServerGroupConfig:
 
 @dataclass
 class ModelConfig:
-    """One model and the groups that serve it; None where the file says nothing."""
+    """One model and the groups that serve it. None: absent from the file."""
 
     name: str
     model_path: str | None = None
@@ -52,7 +52,7 @@ class ModelConfig:
         return sum(group.num_gpus for group in self.server_groups)
 
     def resolve(self, args: Namespace) -> None:
-        """Fill in what follows from ``args``: widths, the path of the weights, and whether they are trained.
+        """Derive missing fields from ``args``: widths, the path of the weights, and whether they are trained.
 
         Raises:
             ConfigError: the groups serve different weights.
@@ -72,7 +72,7 @@ class ModelConfig:
 
 @dataclass
 class SglangConfig:
-    """All models of a run; the first is the one that requests without a model's name go to."""
+    """All models of a run. Requests without a model's name go to the first."""
 
     models: list[ModelConfig]
 
@@ -88,7 +88,7 @@ class SglangConfig:
 
     @classmethod
     def from_prefill_num_servers(cls, args: Namespace) -> SglangConfig:
-        """What ``--prefill-num-servers`` stands for."""
+        """The configuration that ``--prefill-num-servers`` abbreviates."""
         num_prefill = args.prefill_num_servers * args.rollout_num_gpus_per_engine
         sizes = {WorkerType.PREFILL: num_prefill, WorkerType.DECODE: args.rollout_num_gpus - num_prefill}
         if min(sizes.values()) <= 0:

@@ -4,7 +4,7 @@ Comes from ``--sglang-config`` (a YAML file), from ``--prefill-num-servers``, or
 by the rules of the command line and by the wiring that starts engines. Starts nothing itself.
 
     sglang:
-      - name: actor                     unique; the model's router is found under this name
+      - name: actor                     unique; also the name of the model's router
         model_path: /models/x           default --hf-checkpoint
         num_gpus_per_engine: 2          default --rollout-num-gpus-per-engine
         update_weights: true            default: whether model_path is --hf-checkpoint
@@ -29,18 +29,6 @@ from slime.backends.sglang_utils.option_table import REMOVED, RENAMED, server_op
 from slime.config.yaml_file import read_mapping
 from slime.utils.errors import ConfigError
 
-__all__ = [
-    "EnginePlace",
-    "ModelSpec",
-    "ServerGroupSpec",
-    "Topology",
-    "WorkerType",
-    "num_stages",
-    "override_argv",
-    "read_topology",
-    "topology_of",
-]
-
 _FLAG = "--sglang-config"
 _NOT_HERE = {
     **dict.fromkeys(("host", "port", "nccl_port", "dist_init_addr"), "slime chooses the addresses"),
@@ -55,7 +43,7 @@ _NOT_HERE = {
 
 
 class WorkerType(StrEnum):
-    """What the engines of a group do."""
+    """The role of the engines of a group."""
 
     REGULAR = "regular"
     PREFILL = "prefill"
@@ -86,7 +74,7 @@ class ServerGroupSpec:
 
 @dataclass(frozen=True)
 class EnginePlace:
-    """One engine: what it is, and which devices it has.
+    """One engine: its role and its devices.
 
     Attributes:
         rank: number of the engine in the run, through all models.
@@ -101,12 +89,12 @@ class EnginePlace:
     num_gpus: int
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
-    def num_tensor_ranks(self, args: Namespace) -> int:
-        """Ranks of one pipeline stage."""
-        return self.num_gpus // num_stages(args, self.overrides)
+    def num_tensor_ranks(self, pp_size: int) -> int:
+        """Ranks of one pipeline stage. ``pp_size``: --sglang-pp-size, which ``overrides`` may replace."""
+        return self.num_gpus // num_stages(pp_size, self.overrides)
 
     def num_nodes(self, gpus_per_node: int) -> int:
-        """Nodes that it stands on, each with all of its devices if there are several."""
+        """Its number of nodes. If there are several, it uses all devices of each."""
         return max(1, self.num_gpus // gpus_per_node)
 
 
@@ -130,7 +118,7 @@ class ModelSpec:
 
     @property
     def num_answering(self) -> int:
-        """Engines whose answers come back to those who ask; prefill engines hand their requests on."""
+        """Engines that answer requests. Prefill engines pass their requests on."""
         return sum(group.num_engines for group in self.groups if group.worker_type is not WorkerType.PREFILL)
 
 
@@ -161,10 +149,10 @@ class Topology:
         return found
 
 
-def num_stages(args: Namespace, overrides: Mapping[str, Any]) -> int:
+def num_stages(pp_size: int, overrides: Mapping[str, Any]) -> int:
     """Pipeline stages of an engine with these ``overrides``."""
     own = overrides.get("pp_size")
-    return int(args.sglang_pp_size if own is None else own)
+    return pp_size if own is None else int(own)
 
 
 def topology_of(args: Namespace) -> Topology:
@@ -186,7 +174,7 @@ def read_topology(path: str, *, hf_checkpoint: str, num_gpus_per_engine: int) ->
     """Read and validate the file that ``--sglang-config`` names.
 
     Args:
-        hf_checkpoint: the model of an entry without ``model_path``; the one that receives trained weights.
+        hf_checkpoint: the model of entries without ``model_path``, which receive trained weights.
         num_gpus_per_engine: the width of engines that the file says nothing about.
 
     Raises:

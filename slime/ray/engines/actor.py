@@ -94,7 +94,7 @@ def _server_argv(
         port=ports[0],
         nccl_port=ports[1],
         base_gpu_id=accelerator.resolve_visible_device_id(base_gpu_id),
-        tp_size=place.num_tensor_ranks(args),
+        tp_size=place.num_tensor_ranks(args.sglang_pp_size),
         dist_init_addr=meet.dist_init_addr,
         overrides=place.overrides,
         worker_type=place.worker_type,

@@ -13,8 +13,6 @@ from slime.backends.megatron_utils.argument_rules import RULES, STEPS
 from slime.config.groups import groups_in
 from slime.config.parse import EngineNamespace, parse
 
-__all__ = ["problems_of", "read_flags", "resolved", "write_config"]
-
 
 @dataclass(frozen=True)
 class _FromOtherRooms:

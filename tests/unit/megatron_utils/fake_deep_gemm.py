@@ -6,8 +6,6 @@ from types import ModuleType
 
 import torch
 
-__all__ = ["ROWS", "make_package"]
-
 ROWS = 4
 """Rows that belong to one expert in the grouped products; 128 on a GPU."""
 

@@ -15,8 +15,6 @@ from slime.models.hf_shape import read_shape
 from slime.models.shape import ModelShape
 from tests.unit.megatron_utils.tiny_trainer import make_args
 
-__all__ = ["build_family_model", "shape_of"]
-
 
 def shape_of(path: Path) -> ModelShape:
     return read_shape(str(path))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["HYBRID_MODELS", "QWEN3_NEXT_80B", "QWEN35_4B", "QWEN35_35B"]
-
 _DELTA_NET = {
     "full_attention_interval": 4,
     "linear_conv_kernel_dim": 4,

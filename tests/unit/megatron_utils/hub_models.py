@@ -8,22 +8,6 @@ from tests.unit.megatron_utils.hub_hybrid import HYBRID_MODELS
 from tests.unit.megatron_utils.hub_sparse import SPARSE_MODELS
 from tests.unit.megatron_utils.hub_vision import VISION_MODELS
 
-__all__ = [
-    "DEEPSEEK_V3",
-    "GLM4_9B",
-    "GLM45",
-    "GLM45_AIR",
-    "HUB_MODELS",
-    "KIMI_K2",
-    "LLAMA31_8B",
-    "LLAMA32_3B",
-    "MIMO_7B",
-    "MOONLIGHT",
-    "QWEN3_4B",
-    "QWEN3_30B",
-    "QWEN25_05B",
-]
-
 Config = dict[str, Any]
 
 QWEN25_05B: Config = {

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["GLM5", "GLM52", "MINIMAX_M2", "SPARSE_MODELS"]
-
 Config = dict[str, Any]
 
 GLM5: Config = {

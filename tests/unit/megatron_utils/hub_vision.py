@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["QWEN3_VL_4B", "VISION_MODELS"]
-
 QWEN3_VL_4B: dict[str, Any] = {
     "architectures": ["Qwen3VLForConditionalGeneration"],
     "image_token_id": 151655,

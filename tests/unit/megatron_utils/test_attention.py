@@ -8,12 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.patches.install import install
+from slime.backends.megatron_utils.model.attention import PackedAttention, packed_segments
 from tests.verification import verify
-
-install()  # before anything here imports megatron.core
-
-from slime.backends.megatron_utils.model.attention import PackedAttention, packed_segments  # noqa: E402
 
 
 def _attention(**overrides: Any) -> PackedAttention:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,13 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.critic import MegatronCritic
-from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, schedule, single_rank
+from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, schedule
 from tests.verification import verify
 
 GAMMA, LAMBDA, CLIP = 0.97, 0.9, 0.05
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _single_rank() -> Iterator[None]:
-    with single_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("trainer_rank")
 
 
 @pytest.fixture(scope="module")

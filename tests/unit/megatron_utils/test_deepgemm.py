@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.patches.install import install
+from slime.backends.megatron_utils.actor import MegatronTrainer
+from slime.backends.megatron_utils.precision import deepgemm
 from slime.backends.megatron_utils.precision_rules import low_precision_here
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
@@ -21,11 +22,7 @@ from tests.unit.megatron_utils.command_lines import problems_of, resolved, write
 from tests.unit.megatron_utils.fake_deep_gemm import make_package
 from tests.unit.megatron_utils.hub_models import QWEN3_4B
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint
-from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, single_rank
-
-install()
-from slime.backends.megatron_utils.actor import MegatronTrainer  # noqa: E402  # needs megatron repaired
-from slime.backends.megatron_utils.precision import deepgemm  # noqa: E402
+from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch
 
 
 @pytest.fixture(autouse=True)
@@ -37,10 +34,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     deepgemm._package.cache_clear()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _single_rank() -> Iterator[None]:
-    with single_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("trainer_rank")
 
 
 def _rounded(tensor: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
@@ -100,7 +94,7 @@ def _installed(path: Path, **overrides: Any) -> list[str]:
     from slime.backends.megatron_utils.alignment.deepgemm_moe_forward import enable_deepgemm_moe_forward
 
     from slime.backends.megatron_utils.arguments import PluginArgs
-    from slime.backends.megatron_utils.precision.deepgemm_forward import install_deepgemm
+    from slime.backends.megatron_utils.precision.deepgemm import install_deepgemm
     from slime.config.groups import from_args
 
     args = make_args(path)
@@ -146,7 +140,7 @@ def test_the_product_is_the_one_of_engines_that_load_the_checkpoint(tmp_path: Pa
         _installed(tmp_path, megatron_deepgemm_forward_layers=[0])  # a tiny model's sizes
     by_rows = {"quant_method": "compressed-tensors"}
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": by_rows}))
-    with pytest.raises(ConfigError, match="is quantised as compressed-tensors"):
+    with pytest.raises(ConfigError, match="is quantized as compressed-tensors"):
         deepgemm.products_of(str(tmp_path))
 
 

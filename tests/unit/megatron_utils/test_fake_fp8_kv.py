@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +10,16 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
-from slime.backends.megatron_utils.patches.install import install
 from slime.backends.megatron_utils.precision_rules import fake_quantisation, kv_fp8
 from slime.backends.training.data import TrainBatch
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint
-from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, single_rank
+from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch
 from tests.verification import verify
 
 _BLOCK = 8
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _single_rank() -> Iterator[None]:
-    install()  # before anything of Megatron is imported
-    with single_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("trainer_rank")
 
 
 def _log_probs(path: Path, batch: dict[str, Any], **overrides: Any) -> list[torch.Tensor]:
@@ -35,7 +29,7 @@ def _log_probs(path: Path, batch: dict[str, Any], **overrides: Any) -> list[torc
 
 
 def test_fake_fp8_is_within_half_a_step_of_three_bits_and_passes_gradients_on() -> None:
-    from slime.backends.megatron_utils.precision.fake_fp8_kv import fake_fp8
+    from slime.backends.megatron_utils.precision.quantization import fake_fp8
 
     latents = torch.randn(5, 1, 24, generator=torch.Generator().manual_seed(0)).requires_grad_()
     rounded = fake_fp8(latents, _BLOCK)
@@ -51,7 +45,7 @@ def test_fake_fp8_is_within_half_a_step_of_three_bits_and_passes_gradients_on() 
 
 @pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
 def test_log_probs_are_those_of_transformers_with_rounded_latents(kind: str, tmp_path: Path) -> None:
-    from slime.backends.megatron_utils.precision.fake_fp8_kv import fake_fp8
+    from slime.backends.megatron_utils.precision.quantization import fake_fp8
 
     hf = make_family_checkpoint(kind, tmp_path)
     batch = make_batch(9, seed=3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +10,20 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
-from slime.backends.megatron_utils.patches.install import install
 from slime.backends.megatron_utils.precision_rules import fake_quantisation, int4
 from slime.backends.training.data import TrainBatch
 from slime.backends.training.hf_files import TensorReader
 from slime.utils.errors import ConfigError
 from slime.weight_sync.quantize import quantize_int4
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint
-from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, single_rank
+from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch
 from tests.verification import verify
 from tools.convert_hf_to_int4_direct import _IGNORED, convert
 
 _GROUP = 8
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _single_rank() -> Iterator[None]:
-    install()  # before anything of Megatron is imported
-    with single_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("trainer_rank")
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +49,7 @@ def _log_probs(trainer: MegatronTrainer) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_fake_int4_is_what_is_stored_and_read_again(dtype: torch.dtype) -> None:
-    from slime.backends.megatron_utils.precision.fake_int4 import fake_int4
+    from slime.backends.megatron_utils.precision.quantization import fake_int4
 
     weight = torch.randn(6, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
     words, scale = quantize_int4(weight, _GROUP)
@@ -65,14 +59,14 @@ def test_fake_int4_is_what_is_stored_and_read_again(dtype: torch.dtype) -> None:
 
 
 def test_fake_int4_of_columns_that_are_no_groups_is_refused() -> None:
-    from slime.backends.megatron_utils.precision.fake_int4 import fake_int4
+    from slime.backends.megatron_utils.precision.quantization import fake_int4
 
     with pytest.raises(ValueError, match="8 does not divide 30"):
         fake_int4(torch.zeros(2, 30), _GROUP)
 
 
 def test_gradients_pass_through_the_rounding_as_if_it_were_not_there() -> None:
-    from slime.backends.megatron_utils.precision.fake_int4 import _Product, fake_int4
+    from slime.backends.megatron_utils.precision.quantization import _Product, fake_int4
 
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randn(5, 1, 16, generator=generator).requires_grad_()

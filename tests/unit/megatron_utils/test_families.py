@@ -6,15 +6,12 @@ import dataclasses
 import importlib
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from slime.backends.megatron_utils.patches.install import install
 from slime.models.family import NOT_BUILT, families, why_not_built
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.tiny_families import (
@@ -24,24 +21,11 @@ from tests.unit.megatron_utils.tiny_families import (
     packed_logits,
     saved_tensors,
 )
-from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_args, use_single_rank_env
+from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_args
 from tests.unit.scripts.bash_arrays import model_words
 from tests.verification import verify
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _single_rank() -> Iterator[None]:
-    use_single_rank_env()
-    install()
-    from megatron.core import parallel_state as mpu
-    from megatron.core import tensor_parallel
-
-    dist.init_process_group("gloo")
-    mpu.initialize_model_parallel(create_gloo_process_groups=False)
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    yield
-    mpu.destroy_model_parallel()
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("megatron_groups")
 
 
 def _load(path: Path, **overrides: Any) -> Any:
@@ -95,7 +79,7 @@ def test_a_checkpoint_comes_back_bit_for_bit(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_line_of_a_familys_table_is_used_by_one_of_its_models(kind: str, tmp_path: Path) -> None:
     """Lines for other variants of the family are the exception, and named here."""
-    from slime.backends.megatron_utils.checkpoint.tensor_plan import ModelTensors
+    from slime.backends.megatron_utils.checkpoint.tensors import ModelTensors
     from tests.unit.megatron_utils.family_models import build_family_model, shape_of
 
     make_family_checkpoint(kind, tmp_path)

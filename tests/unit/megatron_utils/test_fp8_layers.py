@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.patches.install import install
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.tiny_trainer import make_args, make_hf_model, single_rank
 
@@ -27,7 +26,6 @@ class TERowParallelLinear:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """TransformerEngine's layers, as Megatron wraps them."""
-    install()
     module = ModuleType("megatron.core.extensions.transformer_engine")
     module.__dict__.update(TEColumnParallelLinear=TEColumnParallelLinear, TERowParallelLinear=TERowParallelLinear)
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -39,7 +37,7 @@ def test_every_linear_layer_of_a_block_is_exchanged_and_nothing_else() -> None:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    from slime.backends.megatron_utils.precision.fp8_layers import with_fp8_layers
+    from slime.backends.megatron_utils.precision.quantization import with_fp8_layers
 
     dense = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=True)
     experts = get_gpt_layer_local_spec(num_experts=4, normalization="RMSNorm")
@@ -56,8 +54,7 @@ def test_every_linear_layer_of_a_block_is_exchanged_and_nothing_else() -> None:
 
 @pytest.mark.parametrize(("recipe", "multiple"), [("blockwise", 16), ("mxfp8", 32)])
 def test_tokens_come_in_the_multiples_that_a_recipe_asks_for(recipe: str, multiple: int) -> None:
-    install()
-    from slime.backends.megatron_utils.precision.fp8_layers import token_multiple
+    from slime.backends.megatron_utils.precision.quantization import token_multiple
 
     def config(fp8: str | None) -> Any:
         return type("Config", (), {"fp8": fp8, "fp8_recipe": recipe})
@@ -76,10 +73,9 @@ def test_megatron_is_told_the_recipe_and_where_weights_are_in_fp8(tmp_path: Path
 
 
 def test_a_factory_that_is_no_function_is_named_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    install()
     from megatron.core import fp8_utils
 
-    from slime.backends.megatron_utils.precision.fp8_layers import check_recipe
+    from slime.backends.megatron_utils.precision.quantization import check_recipe
 
     def with_engine(config: Any) -> Any:  # what get_fp8_recipe comes to where TransformerEngine is installed
         return fp8_utils._get_custom_recipe(config.fp8_quantizer_factory)
@@ -99,7 +95,6 @@ def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 def test_weights_in_fp8_are_exported_and_saved_as_what_they_stand_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install()
     from megatron.core import fp8_utils
 
     from slime.backends.megatron_utils.actor import MegatronTrainer

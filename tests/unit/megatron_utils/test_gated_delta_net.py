@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.patches.install import install
 from slime.utils.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
 def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What ``select_delta_rule`` sees of an accelerator."""
-    install()
     from slime.backends.megatron_utils.model import gated_delta_net
 
     monkeypatch.setattr(gated_delta_net.accelerator, "current", lambda: SimpleNamespace(is_cpu=False))
@@ -64,8 +62,7 @@ def test_kernels_that_were_asked_for_and_are_not_installed_are_an_error(monkeypa
 def test_a_kernel_is_called_as_its_library_wants_and_gives_what_plain_torch_gives(
     backend: str, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slime.backends.megatron_utils.model.gated_delta_net import select_delta_rule
-    from slime.backends.megatron_utils.model.gated_delta_rule import gated_delta_rule, unit_length
+    from slime.backends.megatron_utils.model.gated_delta_net import gated_delta_rule, select_delta_rule, unit_length
 
     def kernel(
         q: torch.Tensor,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slime.backends.megatron_utils.model.gated_delta_rule import causal_conv, gated_delta_rule, unit_length
+from slime.backends.megatron_utils.model.gated_delta_net import causal_conv, gated_delta_rule, unit_length
 from tests.verification import verify
 
 _HEADS, _KEY, _VALUE = 3, 8, 5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,12 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
-from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, single_rank
+from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model
 
 OFFLOADED = {"optimizer_cpu_offload": True}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _single_rank() -> Iterator[None]:
-    with single_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("trainer_rank")
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,15 @@ from slime.backends.megatron_utils.server.arguments import (
     configure_megatron_server_args,
     validate_megatron_server_args,
 )
-from slime.backends.megatron_utils.server.queue import ScoreQueue, Updating
-from slime.backends.megatron_utils.server.requests import RoundSettings, Score, ScoreRequest, parse_request, plan_round
+from slime.backends.megatron_utils.server.queue import (
+    RoundSettings,
+    Score,
+    ScoreQueue,
+    ScoreRequest,
+    Updating,
+    parse_request,
+    plan_round,
+)
 from slime.utils.errors import ConfigError, DataError, DeadlineExceeded, ProcessDied, SlimeError
 from slime.utils.net import free_port
 

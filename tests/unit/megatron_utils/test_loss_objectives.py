@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,14 @@ from slime.backends.megatron_utils.loss import compute_advantages_and_returns
 from slime.backends.training.credit import Passes, add_credit, passes_needed
 from slime.backends.training.custom import CustomFunctions
 from slime.utils.errors import ConfigError, DataError, SlimeError
-from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, schedule, single_rank
+from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, schedule
 
 USER = "tests.unit.megatron_utils.user_objectives"
 LOSS = "slime.backends.megatron_utils.loss"
 SGD = {"optimizer": "sgd", "sgd_momentum": 0.0, "weight_decay": 0.0, "clip_grad": 0.0, "lr": 1.0}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _single_rank() -> Iterator[None]:
-    with single_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("trainer_rank")
 
 
 @pytest.fixture(scope="module")

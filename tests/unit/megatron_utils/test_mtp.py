@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
-from slime.backends.megatron_utils.patches.install import install
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint, packed_logits, saved_tensors
-from tests.unit.megatron_utils.tiny_trainer import VOCAB, use_single_rank_env
+from tests.unit.megatron_utils.tiny_trainer import VOCAB
 from tests.verification import verify
 
 _LENGTHS = (7, 1, 40, 2)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _single_rank() -> Iterator[None]:
-    use_single_rank_env()
-    install()
-    from megatron.core import parallel_state as mpu
-    from megatron.core import tensor_parallel
-
-    dist.init_process_group("gloo")
-    mpu.initialize_model_parallel(create_gloo_process_groups=False)
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    yield
-    mpu.destroy_model_parallel()
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("megatron_groups")
 
 
 def _load(path: Path, **overrides: Any) -> Any:
@@ -119,7 +104,7 @@ def _fused_experts(own: dict[str, torch.Tensor], like: dict[str, torch.Tensor]) 
 
 
 def _predictions(model: Any, sequences: list[torch.Tensor]) -> torch.Tensor:
-    from slime.backends.megatron_utils.model import mtp
+    from slime.backends.megatron_utils.model import gpt
 
     seen: list[tuple[torch.Tensor, dict[str, Any]]] = []
     original = model._postprocess
@@ -132,8 +117,8 @@ def _predictions(model: Any, sequences: list[torch.Tensor]) -> torch.Tensor:
     packed_logits(model, sequences)
     model._postprocess = original
     with torch.no_grad():
-        (state,) = mtp.predicted_hidden_states(model, *seen[0])
-        return mtp._logits(model, state)[:, :VOCAB]
+        (state,) = gpt.predicted_hidden_states(model, *seen[0])
+        return gpt._logits(model, state)[:, :VOCAB]
 
 
 @pytest.mark.parametrize("kind", ["mimo", "glm4_moe", "deepseek_v3", "qwen3_5_moe"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +11,10 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
-from slime.backends.megatron_utils.patches.install import install
+from slime.backends.megatron_utils.optimizer.muon import Muon, orthogonalize, scale_of
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint
-from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, single_rank
-
-install()
-from slime.backends.megatron_utils.optimizer.muon import Muon, orthogonalize, scale_of  # noqa: E402  # needs megatron repaired
+from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model
 
 SETTINGS: dict[str, Any] = {
     "lr": 0.1,
@@ -124,10 +120,7 @@ def test_the_factors_of_an_update_follow_the_shape() -> None:
 # ---------------------------------------------------------------------------------------------- in a trainer
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _single_rank() -> Iterator[None]:
-    with single_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("trainer_rank")
 
 
 def _moved(path: Path, **overrides: Any) -> tuple[Any, dict[str, torch.Tensor]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,16 +13,13 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
-from slime.backends.megatron_utils.patches.install import install
+from slime.backends.megatron_utils.offload import device_memory
 from slime.backends.protocols import TRAINER_PARTS
 from slime.backends.training.offload import DeviceMemory
 from slime.utils.errors import SlimeError
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint
-from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, single_rank
+from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model
 from tests.verification import verify
-
-install()
-from slime.backends.megatron_utils.offload import device_memory  # noqa: E402  # needs megatron repaired
 
 _SETTINGS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -32,10 +28,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _single_rank() -> Iterator[None]:
-    with single_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("trainer_rank")
 
 
 @pytest.fixture(scope="module")

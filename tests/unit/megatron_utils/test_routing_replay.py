@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from slime.backends.megatron_utils.patches.install import install
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint
-from tests.unit.megatron_utils.tiny_trainer import VOCAB, use_single_rank_env
+from tests.unit.megatron_utils.tiny_trainer import VOCAB
 
 _RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _single_rank() -> Iterator[None]:
-    use_single_rank_env()
-    install()
-    from megatron.core import parallel_state as mpu
-    from megatron.core import tensor_parallel
-
-    dist.init_process_group("gloo")
-    mpu.initialize_model_parallel(create_gloo_process_groups=False)
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    yield
-    mpu.destroy_model_parallel()
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("megatron_groups")
 
 
 def _load(kind: str, path: Path, **overrides: Any) -> Any:
@@ -68,7 +53,7 @@ def _flip_routers(model: Any) -> None:
 def test_after_the_weights_changed_the_recorded_experts_are_chosen_again(
     kind: str, recompute: dict[str, Any], tmp_path: Path
 ) -> None:
-    from slime.backends.megatron_utils.parallel.routing_replay import RoutingReplay
+    from slime.backends.megatron_utils.model.routing_replay import RoutingReplay
 
     model = _load(kind, tmp_path / "hf", **recompute)
     replay = RoutingReplay(model)
@@ -117,7 +102,7 @@ def _spy(router: Any, kept: list[torch.Tensor]) -> None:
 
 
 def test_replay_of_unchanged_weights_changes_nothing_and_off_means_off(tmp_path: Path) -> None:
-    from slime.backends.megatron_utils.parallel.routing_replay import RoutingReplay
+    from slime.backends.megatron_utils.model.routing_replay import RoutingReplay
 
     model = _load("qwen3_moe", tmp_path / "hf")
     replay = RoutingReplay(model)
@@ -136,7 +121,7 @@ def test_replay_of_unchanged_weights_changes_nothing_and_off_means_off(tmp_path:
 
 
 def test_passes_that_do_not_match_the_recorded_ones_are_errors(tmp_path: Path) -> None:
-    from slime.backends.megatron_utils.parallel.routing_replay import RoutingReplay
+    from slime.backends.megatron_utils.model.routing_replay import RoutingReplay
 
     model = _load("qwen3_moe", tmp_path / "hf")
     replay = RoutingReplay(model)
@@ -167,7 +152,7 @@ def test_the_engines_choices_are_laid_out_as_the_ranks_hold_the_tokens() -> None
     segment    a a a .     b b b b b . . .     . . . .        a dot and every last token get experts in turn
     chunk      0 1 2 3     0 0 1 1 2 2 3 3     0 1 2 3        rank 0 holds chunks 0 and 3, rank 1 chunks 1 and 2
     """
-    from slime.backends.megatron_utils.parallel.engine_routing import lay_out
+    from slime.backends.megatron_utils.model.routing_replay import lay_out
     from slime.backends.training.context_parallel import Sharding
 
     layers, topk, num_experts = 2, 2, 8
@@ -198,7 +183,7 @@ def test_the_engines_choices_are_laid_out_as_the_ranks_hold_the_tokens() -> None
 
 
 def test_given_choices_are_taken_whatever_the_routers_prefer(tmp_path: Path) -> None:
-    from slime.backends.megatron_utils.parallel.routing_replay import RoutingReplay
+    from slime.backends.megatron_utils.model.routing_replay import RoutingReplay
 
     model = _load("qwen3_moe", tmp_path / "hf")
     replay = RoutingReplay(model)

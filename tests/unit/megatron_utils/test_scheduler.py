@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.arguments import OptimizerArgs
-from slime.backends.megatron_utils.patches.install import install
 from slime.utils.errors import ConfigError
 
 _BATCH = 8
@@ -18,7 +17,6 @@ _BATCH = 8
 
 def _run(num_steps: int, **flags: Any) -> list[tuple[float, float]]:
     """(learning rate, weight decay) of every step of a run of ``num_steps``, and after the last."""
-    install()
     from slime.backends.megatron_utils.optimizer.build import build_scheduler
 
     weight = torch.nn.Parameter(torch.zeros(2, 2))
@@ -87,7 +85,6 @@ def test_a_warm_up_as_long_as_the_run_is_an_error() -> None:
 def test_a_checkpoint_tells_how_far_the_run_is_and_its_schedule_only_on_request(
     uses_checkpoint: bool, expected: float
 ) -> None:
-    install()
     from slime.backends.megatron_utils.optimizer.build import build_scheduler
 
     def build(lr: float) -> tuple[Any, torch.optim.SGD]:

@@ -3,39 +3,24 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 
-from slime.backends.megatron_utils.patches.install import install
 from slime.backends.training.attention import plan_attention
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint, packed_logits, saved_tensors
-from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_args, use_single_rank_env
+from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_args
 from tests.verification import verify
 
 _LENGTHS = (5, 40, 1, 23)
 _TOPK = 7
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _single_rank() -> Iterator[None]:
-    use_single_rank_env()
-    install()
-    from megatron.core import parallel_state as mpu
-    from megatron.core import tensor_parallel
-
-    dist.init_process_group("gloo")
-    mpu.initialize_model_parallel(create_gloo_process_groups=False)
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    yield
-    mpu.destroy_model_parallel()
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("megatron_groups")
 
 
 def _bounds() -> torch.Tensor:

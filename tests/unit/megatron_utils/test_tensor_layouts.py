@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from slime.backends.megatron_utils.checkpoint.tensor_layouts import (
+from slime.backends.megatron_utils.checkpoint.tensors import (
     Dimensions,
     from_megatron,
     full_shape,

@@ -6,7 +6,6 @@ import json
 import resource
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,9 @@ import torch
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
 from slime.utils.errors import ConfigError, SlimeError
-from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, single_rank
+from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _single_rank() -> Iterator[None]:
-    with single_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("trainer_rank")
 
 
 @pytest.fixture(scope="module")

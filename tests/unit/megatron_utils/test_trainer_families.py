@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,12 @@ import torch
 from slime.backends.megatron_utils.actor import MegatronTrainer
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint, saved_tensors
-from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, single_rank, split_batch
+from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, split_batch
 
 _MTP = {"mtp_num_layers": 1}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _single_rank() -> Iterator[None]:
-    with single_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("trainer_rank")
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +234,7 @@ def test_a_users_function_may_build_the_model(checkpoint: Any) -> None:
     path = checkpoint("qwen3_moe")
     here = f"{__file__}:provide_"
     trainer, _ = _trainer(path, custom_model_provider_path=f"{here}narrow_head")
-    from slime.backends.megatron_utils.checkpoint.tensor_plan import chunks_of
+    from slime.backends.megatron_utils.checkpoint.tensors import chunks_of
 
     assert chunks_of(trainer._ready.model)[0].is_from_user
     plain, _ = _trainer(path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from tests.unit.megatron_utils.tiny_trainer import (
     make_batch,
     make_hf_model,
     schedule,
-    single_rank,
     with_sampling_sets,
 )
 from tests.verification import verify
@@ -29,10 +28,7 @@ _LOOP = "a loop over tokens, torch AdamW"
 KINDS = ("qwen3", "qwen2", "llama", "llama3")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _single_rank() -> Iterator[None]:
-    with single_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("trainer_rank")
 
 
 @pytest.fixture(scope="module")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from slime.backends.megatron_utils.patches.install import install
 from slime.backends.megatron_utils.transformer_config import dtype_name, transformer_config_kwargs
 from slime.models.hf_shape import read_shape, shape_from_config
 from slime.models.shape import ModelShape
@@ -20,22 +17,7 @@ from tests.unit.megatron_utils.tiny_families import KINDS, make_family_checkpoin
 from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_args, use_single_rank_env
 
 
-@pytest.fixture(scope="module")
-def _single_rank() -> Iterator[None]:
-    use_single_rank_env()
-    install()
-    from megatron.core import parallel_state as mpu
-    from megatron.core import tensor_parallel
-
-    dist.init_process_group("gloo")
-    mpu.initialize_model_parallel(create_gloo_process_groups=False)
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    yield
-    mpu.destroy_model_parallel()
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_single_rank")
+@pytest.mark.usefixtures("megatron_groups")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_built_from_its_directory_alone_gives_the_logits_of_transformers(kind: str, tmp_path: Path) -> None:
     from slime.backends.megatron_utils.checkpoint.hf_weights import load_weights
@@ -145,7 +127,6 @@ def test_half_precision_is_the_default(flags: dict[str, bool], name: str) -> Non
 
 def test_every_setting_is_a_field_of_megatrons_config() -> None:
     use_single_rank_env()
-    install()
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     latent = {item.name for item in dataclasses.fields(MLATransformerConfig)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +11,17 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
-from slime.backends.megatron_utils.patches.install import install
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.command_lines import problems_of, write_config
 from tests.unit.megatron_utils.hub_models import QWEN3_4B
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint, saved_tensors
-from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, single_rank
+from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model
 
 USER = "tests.unit.megatron_utils.user_specs"
 Checkpoint = Callable[[str], Path]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _single_rank() -> Iterator[None]:
-    with single_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("trainer_rank")
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +58,6 @@ def trainer_with(path: Path, function: str | None, **settings: Any) -> MegatronT
 def test_layers_that_are_those_of_the_family_train_and_export_the_same(
     kind: str, function: str, settings: dict[str, Any], checkpoint: Checkpoint
 ) -> None:
-    install()  # user_specs imports megatron
     from tests.unit.megatron_utils import user_specs
 
     path = checkpoint(kind)

@@ -13,8 +13,6 @@ from slime.models.family import families
 from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 from tests.unit.megatron_utils.tiny_trainer import VOCAB
 
-__all__ = ["KINDS", "is_left_out", "make_family_checkpoint", "packed_logits", "saved_tensors"]
-
 _BASE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,

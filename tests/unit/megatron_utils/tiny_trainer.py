@@ -21,17 +21,6 @@ from slime.config.groups import add_group, groups_in
 from slime.observability.arguments import OutputArgs, ProfileArgs
 from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 
-__all__ = [
-    "VOCAB",
-    "free_port",
-    "make_args",
-    "make_batch",
-    "make_hf_model",
-    "single_rank",
-    "split_batch",
-    "use_single_rank_env",
-]
-
 VOCAB = 61
 """Not a multiple of 128: the padding of the vocabulary takes part in every test."""
 

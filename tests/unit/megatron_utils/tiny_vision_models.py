@@ -12,8 +12,6 @@ from slime.models.family import families
 from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_batch, schedule
 
-__all__ = ["IMAGE", "START", "VIDEO", "VISION_KINDS", "make_vision_batch", "make_vision_model", "reference_logits"]
-
 START, IMAGE, VIDEO = 57, 58, 59
 _PATCH = 2 * 2 * 2 * 3  # values: two instants of 2 x 2 pixels in three colours
 _TEXT: dict[str, Any] = {

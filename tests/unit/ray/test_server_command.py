@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.backends.megatron_utils.server.requests import RoundSettings
+from slime.backends.megatron_utils.server.queue import RoundSettings
 from slime.ray import logprob_server
 from slime.ray.logprob_server import parse_server_args
 from slime.utils.errors import ConfigError

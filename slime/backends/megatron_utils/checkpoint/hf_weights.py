@@ -1,10 +1,10 @@
 """Weights between a Hugging Face checkpoint and the live model, in both directions, on any parallel layout.
 
-    load     every rank reads what its own shards need; one tensor at a time
+    load     every rank reads the tensors of its shards, one at a time
     export   bucket by bucket: shards are gathered inside the owning pipeline stage, then given to the other stages
 
-Called by ``actor``, ``checkpoint`` and the conversion tools, on all ranks at once. A model larger than the host's
-memory never has to exist twice. Knows layouts, not architectures: those are in ``families``.
+``actor``, ``critic`` and the conversion tools call it on all ranks at once. A model larger than the host's memory never
+has to exist twice. Layouts are handled here, architectures in ``slime.models``.
 """
 
 from __future__ import annotations
@@ -18,15 +18,22 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from slime.backends.megatron_utils.checkpoint.tensor_layouts import from_megatron, full_shape, join, shard, to_megatron
-from slime.backends.megatron_utils.checkpoint.tensor_plan import LocalTensor, ModelTensors, Owned, Place
-from slime.backends.megatron_utils.precision.fp8_layers import readable
+from slime.backends.megatron_utils.checkpoint.tensors import (
+    LocalTensor,
+    ModelTensors,
+    Owned,
+    Place,
+    from_megatron,
+    full_shape,
+    join,
+    shard,
+    to_megatron,
+)
+from slime.backends.megatron_utils.precision.quantization import readable
 from slime.backends.protocols import NamedTensor
 from slime.backends.training.hf_files import TensorReader, raise_everywhere
 from slime.models.family import Family
 from slime.utils.errors import ConfigError
-
-__all__ = ["export_weights", "load_weights"]
 
 _BUCKET_BYTES = 512 * 1024**2
 _ALIGNMENT = 16
@@ -35,7 +42,7 @@ _NEVER_READ = (r".*\.rotary_emb\.inv_freq",)
 
 
 class Shape(Protocol):
-    """What of the model's shape the conversion needs besides Megatron's config."""
+    """The fields of the model's shape that the conversion reads besides Megatron's config."""
 
     @property
     def model_type(self) -> str: ...
@@ -49,9 +56,6 @@ class Shape(Protocol):
     def num_mtp_layers(self) -> int: ...
 
 
-# ------------------------------------------------------------------------------------------------------------- load
-
-
 @torch.no_grad()
 def load_weights(model: Any, shape: Shape, directory: str, flag: str, *, has_lm_head: bool = True) -> None:
     """Fill every parameter of ``model`` from the safetensors files in ``directory``. A collective.
@@ -62,7 +66,7 @@ def load_weights(model: Any, shape: Shape, directory: str, flag: str, *, has_lm_
         has_lm_head: False for a critic, whose value head takes the place of the LM head: that of the files is not read.
 
     Raises:
-        ConfigError: tensors are missing, unknown, or of another shape than the model's; both shapes are named. Raised
+        ConfigError: tensors are missing, unknown, or of another shape than the model's (both are named). Raised
             on all ranks, with the problems of all of them.
     """
     problems: list[str] = []
@@ -85,7 +89,7 @@ def _fill(local: LocalTensor, tensors: ModelTensors, reader: TensorReader) -> li
     rule = tensors.rule(local.place)
     names = tensors.hf_names(local.place, mpu.get_expert_model_parallel_rank())
     if "lm_head.weight" in names and (tensors.is_tied or "lm_head.weight" not in reader):
-        names = tensors.embedding_names  # the copy of the last stage; or an untied head from a tied checkpoint
+        names = tensors.embedding_names  # the last stage's copy, or an untied head from a tied checkpoint
     stacked = tensors.stacked_name(local.place)
     if stacked is not None and stacked in reader:
         parts = [reader.row(stacked, tensors.expert(local.place, mpu.get_expert_model_parallel_rank()))]
@@ -113,7 +117,7 @@ def _fill(local: LocalTensor, tensors: ModelTensors, reader: TensorReader) -> li
 
 
 def _unknown(names: Sequence[str], tensors: ModelTensors, reader: TensorReader, num_mtp_layers: int) -> list[str]:
-    """Tensors of the checkpoint that no parameter takes: the model would not be the one that was saved."""
+    """Problems: tensors of the checkpoint without a parameter, so that the model would differ from the saved one."""
     patterns = [*_NEVER_READ, *tensors.family.untouched]
     if tensors.is_tied:
         patterns.append(r"lm_head\.weight")
@@ -132,9 +136,6 @@ def _unknown(names: Sequence[str], tensors: ModelTensors, reader: TensorReader, 
     ]
 
 
-# ----------------------------------------------------------------------------------------------------------- export
-
-
 @torch.no_grad()
 def export_weights(
     model: Any, shape: Shape, bucket_bytes: int = _BUCKET_BYTES, *, layout_of: str | None = None
@@ -144,8 +145,8 @@ def export_weights(
     Tensors may be views of live parameters: use or copy them before the next optimizer step.
 
     Args:
-        bucket_bytes: how much is gathered at a time; a larger tensor is gathered alone.
-        layout_of: the experts of a layer come out as one tensor where the checkpoint in this directory has them so.
+        bucket_bytes: bytes gathered at a time. A larger tensor is gathered alone.
+        layout_of: a checkpoint. If it stacks the experts of a layer in one tensor, so does the export.
     """
     tensors = ModelTensors(model, shape.family, shape.vocab_size, shape.is_tied)
     stacks = _Stacks(tensors, layout_of)
@@ -163,7 +164,7 @@ def export_weights(
 
 
 class _Stacks:
-    """Puts the experts of a layer together as they come; one layer's are held at a time."""
+    """Collects the experts of a layer into one tensor. Holds one layer at a time."""
 
     def __init__(self, tensors: ModelTensors, layout_of: str | None) -> None:
         self._tensors = tensors
@@ -179,7 +180,7 @@ class _Stacks:
         return self._tensors.stacked_name(place) in self._names
 
     def add(self, place: Place, expert_rank: int, whole: torch.Tensor) -> Iterator[NamedTensor]:
-        """``whole`` is one expert's, with the gate above the up-projection as in the stack."""
+        """``whole``: one expert, with the gate above the up-projection as in the stack."""
         name = self._tensors.stacked_name(place)
         assert name is not None, "has() says so"
         self._experts[self._tensors.expert(place, expert_rank)] = whole
@@ -189,7 +190,7 @@ class _Stacks:
 
 
 def _buckets(tensors: ModelTensors, bucket_bytes: int) -> Iterator[list[Owned]]:
-    """Neighbours in the plan that one stage owns and one pair of groups shares, up to ``bucket_bytes`` when whole."""
+    """Neighbors in the plan of one stage and one pair of groups, up to ``bucket_bytes`` when whole."""
     bucket: list[Owned] = []
     num_bytes = 0
     for owned in tensors.plan():
@@ -211,7 +212,7 @@ def _buckets(tensors: ModelTensors, bucket_bytes: int) -> Iterator[list[Owned]]:
 
 
 def _collect(bucket: list[Owned], tensors: ModelTensors) -> list[list[list[torch.Tensor]]]:
-    """``[expert rank][shard][index in the bucket]``: what all ranks of the owning stage hold, on every rank."""
+    """``[expert rank][shard][index in the bucket]``: the shards of all ranks of the owning stage, on every rank."""
     is_expert = tensors.rule(bucket[0].place).is_expert
     is_mine = bucket[0].stage == mpu.get_pipeline_model_parallel_rank()
     if is_expert:
@@ -253,7 +254,7 @@ def _padded(num_bytes: int) -> int:
 
 
 def _flatten(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All bytes behind one another, each tensor on a multiple of 16."""
+    """All bytes concatenated, each tensor at a multiple of 16."""
     flat = torch.zeros(sum(_padded(value.nbytes) for value in values), dtype=torch.uint8, device=values[0].device)
     begin = 0
     for value in values:

@@ -1,7 +1,7 @@
-"""A training state as Megatron's distributed checkpoint: what is inside, and reading it back on any parallel layout.
+"""A training state as Megatron's distributed checkpoint: its content, and how it is read on any parallel layout.
 
-``checkpoint_writer`` saves what :func:`sharded_state` describes; ``checkpoint_files`` knows the files around it. The
-iteration is the rollout id. Called by ``actor``, on all ranks at once.
+``writer`` saves the content of :func:`sharded_state`. ``checkpoint_files`` handles the files around it. The iteration
+is the rollout id. ``actor`` calls every function on all ranks at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.serialization import get_default_load_shar
 from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 from torch.distributed.checkpoint.api import CheckpointException
 
-from slime.backends.megatron_utils.checkpoint.tensor_plan import chunks_of
+from slime.backends.megatron_utils.checkpoint.tensors import chunks_of
 from slime.backends.megatron_utils.step import TrainState
 from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.damage import DAMAGE, unfit, unreadable
@@ -30,19 +30,10 @@ from slime.models.shape import ModelShape
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 
-__all__ = [
-    "SHARDING",
-    "CheckpointContent",
-    "describe_shape",
-    "load_model_weights",
-    "load_training_state",
-    "sharded_state",
-]
-
 logger = logging.getLogger(__name__)
 
 SHARDING = {
-    "distrib_optim_sharding_type": "fully_reshardable",  # loads at any parallel size; Megatron's default does not work
+    "distrib_optim_sharding_type": "fully_reshardable",  # loads at any parallel size, unlike Megatron's default
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
@@ -52,26 +43,26 @@ _DAMAGED = (*DAMAGE, dist_checkpointing.core.CheckpointingException)
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointContent:
-    """What besides the weights is saved or loaded."""
+    """The content besides the weights."""
 
     has_optimizer: bool = True
     has_rng: bool = True
 
 
 def sharded_state(state: TrainState, content: CheckpointContent, *, is_loading: bool) -> dict[str, Any]:
-    """Weights, and as ``content`` says optimizer and random number generators, as Megatron saves and loads them."""
+    """Weights, and optionally optimizer and random number generators, as Megatron saves and loads them."""
     sharded = _sharded_model(state.model)
     if content.has_optimizer:
         optimizer = state.optimizer.sharded_state_dict(dict(sharded), is_loading=is_loading, metadata=_metadata())
         sharded["optimizer"] = optimizer
     if content.has_rng:
         sharded["rng_state"] = _rng_state()
-    force_all_tensors_to_non_fp8(sharded)  # a checkpoint does not tell that weights were kept in FP8
+    force_all_tensors_to_non_fp8(sharded)  # a checkpoint has the same dtypes with and without FP8 weights
     return sharded
 
 
 def load_training_state(state: TrainState, shape: ModelShape, source: Source, content: CheckpointContent) -> None:
-    """Continue where the checkpoint stopped: weights, optimizer, schedule, random number generators.
+    """Load weights, optimizer, schedule and random number generators, to continue the run.
 
     Raises:
         ConfigError: the checkpoint is damaged, of another model, or lacks what ``content`` asks for.
@@ -96,13 +87,13 @@ def load_training_state(state: TrainState, shape: ModelShape, source: Source, co
 
 
 def load_model_weights(model: Any, shape: ModelShape, source: Source, *, optional: Collection[str] = ()) -> list[str]:
-    """Weights only, into the live model; the optimizer's copies are not touched.
+    """Load weights only, into the live model. The optimizer's copies do not change.
 
     Args:
-        optional: parameters that the checkpoint need not have or may have in another shape (a critic's head).
+        optional: parameters that may be absent from the checkpoint or have another shape (a critic's head).
 
     Returns:
-        Which of them were left as they are.
+        The optional parameters that were not loaded.
 
     Raises:
         ConfigError: the checkpoint is damaged or of another model.
@@ -140,7 +131,7 @@ def _fill_model(model: Any, loaded: dict[str, Any], *, strict: bool = True) -> N
 def _fill_optimizer(optimizer: Any, loaded: Any, source: Source) -> None:
     try:
         optimizer.load_state_dict(loaded)
-    except KeyError as error:  # Megatron keeps a second optimizer where experts are divided, and one where they are not
+    except KeyError as error:  # Megatron has a second optimizer for divided experts
         raise ConfigError(
             f"{source.flag} {source.directory}: its optimizer does not fit this run (no {error}): it was saved with "
             "expert parallelism and this run has none, or the other way round. --no-load-optim takes the weights alone."
@@ -164,10 +155,10 @@ def _drop_absent(sharded: dict[str, Any], source: Source, optional: Collection[s
 
 
 def _is_of_another_layout(state: ShardedObject, source: Source) -> bool:
-    """The generators' states belong to positions in the layout: there is nothing to continue with on another one."""
+    """Whether the generators' states belong to positions of another layout, and so cannot be continued."""
     try:
         saved = load_sharded_metadata(source.directory)
-    except _DAMAGED:  # loading it says what is wrong
+    except _DAMAGED:  # loading reports the damage
         return False
     shapes = {entry.global_shape for entry in saved.values() if entry.key == state.key}
     return bool(shapes) and tuple(state.global_shape) not in {tuple(shape) for shape in shapes}
@@ -181,7 +172,8 @@ def _load(source: Source, shape: ModelShape, sharded: dict[str, Any]) -> dict[st
         if problems:
             raise ConfigError(problems)
         return dist_checkpointing.load(sharded, source.directory, get_default_load_sharded_strategy(source.directory))
-    except CheckpointException as error:  # a BaseException: "except Exception" lets it kill the process without a word
+    except CheckpointException as error:
+        # A BaseException: "except Exception" would miss it, and the process would end without a message.
         raise unfit(source, error) from None
     except _DAMAGED as error:
         if isinstance(error, ConfigError | torch.OutOfMemoryError | torch.distributed.DistError):
@@ -202,10 +194,11 @@ def _shape_differences(saved: dict[str, Any] | None, shape: ModelShape, where: s
 
 
 def _rng_state() -> ShardedObject:
-    """One state per model-parallel position; data-parallel ranks share it, as they share the seed."""
+    """One state per model-parallel position. Data-parallel ranks share it, as they share the seed."""
     position = (mpu.get_pipeline_model_parallel_rank(), mpu.get_tensor_model_parallel_rank())
     size = (mpu.get_pipeline_model_parallel_world_size(), mpu.get_tensor_model_parallel_world_size())
-    numpy_kind, numpy_keys, *numpy_rest = np.random.get_state(legacy=True)
+    numpy_state: Any = np.random.get_state(legacy=True)
+    numpy_kind, numpy_keys, *numpy_rest = numpy_state
     state = {
         "random": random.getstate(),
         "numpy": (numpy_kind, torch.from_numpy(numpy_keys.astype(np.int64)), *numpy_rest),

@@ -1,12 +1,12 @@
 """Writes checkpoints, one at a time, while training waits or in the background.
 
-    save     gather what is to be written -> shards to a hidden directory (here, or in a thread)
+    save     collect the state -> shards to a hidden directory (here, or in a thread)
              and the checksums of this rank's shards, from the page cache
     finish   when every rank has written: metadata -> manifest -> rename -> tracker -> delete old checkpoints
 
-who waits for whom: with ``--async-save`` training continues after the copy to host memory; :meth:`poll`, called on all
-ranks between steps, finishes the save once all threads are done; the next save and the end of the run wait for it. A
-process that dies in between leaves the previous checkpoint as the latest one.
+With ``--async-save`` training continues after the copy to host memory. :meth:`poll`, called on all ranks between steps,
+finishes the save once all threads are done. The next save and the end of the run wait for it. If a process dies in
+between, the previous checkpoint stays the latest one.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ from slime.utils import accelerator
 from slime.utils.distributed_utils import do_on_first_rank
 from slime.utils.errors import SlimeError
 
-__all__ = ["CheckpointWriter"]
-
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
@@ -63,7 +61,7 @@ class CheckpointWriter:
     """The checkpoints of one model under ``root``. Every method is called on all ranks at the same time.
 
     Args:
-        keep: newest checkpoints that are kept; None keeps all.
+        keep: number of newest checkpoints to keep. None keeps all.
         timeout_s: longest wait for a background save.
     """
 
@@ -84,7 +82,7 @@ class CheckpointWriter:
         in_background: bool = False,
         name: str | None = None,
     ) -> None:
-        """Write ``iteration``; without ``in_background`` it is complete, and named by the tracker, on return.
+        """Write ``iteration``. Without ``in_background`` it is complete, and named by the tracker, on return.
 
         Args:
             name: directory and text of the tracker instead of the iteration's: "release".
@@ -124,7 +122,7 @@ class CheckpointWriter:
         return is_written
 
     def finish(self) -> None:
-        """Wait for the save in the background, if there is one, and complete it.
+        """Wait for the save in the background, if any, and complete it.
 
         The ranks compare their progress until then. A rank without shards would otherwise wait for the others in one
         collective, which ends the process after ``--distributed-timeout-minutes``.
@@ -157,7 +155,8 @@ class CheckpointWriter:
     ) -> _Pending:
         arguments = list(request.async_fn_args)
         if request.preload_fn is not None:
-            arguments[1] = request.preload_fn()  # device to host; nothing on the device is read after this
+            # Device to host. Training may change the device tensors from here on: the thread reads only host copies.
+            arguments[1] = request.preload_fn()
             if in_background and accelerator.current().is_cpu:
                 arguments[1] = _copied(arguments[1])
         error: list[BaseException] = []
@@ -169,7 +168,7 @@ class CheckpointWriter:
                 if request.async_fn is not None:
                     request.async_fn(*arguments, **request.async_fn_kwargs)
                     checksums.update(checksums_of(written_by(partial, dist.get_rank())))
-            except BaseException as caught:
+            except BaseException as caught:  # CheckpointException is one; ``_complete`` raises it on all ranks
                 error.append(caught)
 
         thread = threading.Thread(target=write, name=f"save-{name}", daemon=True)
@@ -187,7 +186,7 @@ class CheckpointWriter:
             raise
 
     def _complete(self, pending: _Pending) -> None:
-        """Everything after the shards; all ranks come here with their threads at an end."""
+        """The steps after the shards. All ranks call it, after their threads have ended."""
         reports: list[tuple[str | None, dict[str, str]]] = [(None, {})] * dist.get_world_size()
         mine = f"{type(pending.error[0]).__name__}: {pending.error[0]}" if pending.error else None
         dist.all_gather_object(reports, (mine, pending.checksums))
@@ -196,7 +195,7 @@ class CheckpointWriter:
         try:
             for function in pending.request.finalize_fns:
                 function()
-        except CheckpointException as error:  # a BaseException, which no caller catches
+        except CheckpointException as error:  # a BaseException: callers catch only Exception
             causes = {rank: " ".join(str(cause).split()) for rank, (cause, _) in error.failures.items()}
             raise self._not_written(pending.name, causes) from None
         dist.barrier()
@@ -227,7 +226,7 @@ class CheckpointWriter:
 
 
 def _copied(buckets: list[Any]) -> list[Any]:
-    """On cpu the live tensors themselves would be written while training changes them."""
+    """Copies of host tensors: on a CPU the thread would otherwise write live tensors while training changes them."""
     return [
         (file, key, (raw, [(item, tensor.clone()) for item, tensor in tensors]))
         for file, key, (raw, tensors) in buckets

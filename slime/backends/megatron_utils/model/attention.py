@@ -1,6 +1,6 @@
 """Our packed attention as Megatron's core attention, and how a micro-batch is described to Megatron's model.
 
-Plugged into the layer spec by ``layer_specs``; called by Megatron's ``SelfAttention`` with roped queries, keys and
+Plugged into the layer spec by ``layer_specs``. Megatron's ``SelfAttention`` calls it with roped queries, keys and
 values ``[t, heads, head_dim]``. The kernel is ``slime.backends.training.attention``.
 """
 
@@ -20,12 +20,10 @@ from slime.backends.training.attention import AttentionPlan, packed_attention, p
 from slime.backends.training.data import MicroBatch
 from slime.backends.training.media import Media
 
-__all__ = ["DeepFeatures", "LatentAttention", "PackedAttention", "PackedSegments", "packed_segments", "segments_of"]
-
 
 @dataclass
 class DeepFeatures:
-    """What the first decoder layers add to their outputs: ``values[layer]`` ``[f, h]``, to the rows ``[f]``."""
+    """Additions to the outputs of the first decoder layers: ``values[layer]`` ``[f, h]``, to the rows ``[f]``."""
 
     rows: torch.Tensor
     values: list[torch.Tensor]
@@ -36,14 +34,14 @@ class PackedSegments(PackedSeqParams):
     """Megatron's description of a packed micro-batch, with what our model needs and a plan that all layers share.
 
     Attributes:
-        head_rows: ``[n]`` rows of this rank that go through the LM head; None means all.
-        cp_rank, cp_size, cp_group: context parallelism; ``cu_seqlens`` are those of the whole micro-batch.
-        prediction_mask: ``[1, t]`` what multi-token-prediction layers learn from, aligned with the logits; None means
-            that they do not run. ``vocab_size``: ids without padding, which they need then. ``prediction_losses``: what
-            came of it per depth, fp32 [2]: the sum over this rank's tokens, and how many they are.
-        chosen_keys: sparse attention: by number of the layer whose indexer chose, see ``sparse_attention``.
-        media: images and videos among the tokens; None for text alone. ``deep_features``: what becomes of them for the
-            first layers, on this rank; see ``vision_model``.
+        head_rows: ``[n]`` rows of this rank that go through the LM head. None means all.
+        cp_rank, cp_size, cp_group: context parallelism. ``cu_seqlens`` describe the whole micro-batch.
+        prediction_mask: ``[1, t]`` trained tokens of the multi-token-prediction layers, aligned with the logits. None
+            switches the layers off. ``vocab_size``: ids without padding, required by them. ``prediction_losses``: per
+            depth fp32 [2], the sum over this rank's tokens and their number.
+        chosen_keys: the choices of sparse attention by number of the indexer's layer, see ``sparse_attention``.
+        media: images and videos among the tokens, or None. ``deep_features``: their features for the first layers on
+            this rank, see ``vision_model``.
     """
 
     head_rows: torch.Tensor | None = None
@@ -71,7 +69,7 @@ def packed_segments(
     cp_size: int = 1,
     cp_group: Any = None,
 ) -> PackedSegments:
-    """``cu_seqlens`` int32 ``[S + 1]``: where each segment starts, and the end of the last."""
+    """``cu_seqlens`` int32 ``[S + 1]``: the start of each segment, and the end of the last."""
     return PackedSegments(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
@@ -89,7 +87,7 @@ def segments_of(micro_batch: MicroBatch, *, prediction_vocab: int | None = None)
     """``micro_batch`` as Megatron's model reads it.
 
     Args:
-        prediction_vocab: multi-token-prediction layers learn from the trained tokens; ids without padding.
+        prediction_vocab: ids without padding. If given, multi-token-prediction layers learn from the trained tokens.
     """
     packed, sharding = micro_batch.packed, micro_batch.sharding
     segments = packed_segments(
@@ -156,7 +154,7 @@ class PackedAttention(MegatronModule):
 
 
 class LatentAttention(PackedAttention):
-    """Core attention where values are narrower than queries and keys: zero columns make up the difference."""
+    """Core attention for values narrower than queries and keys: pads values with zero columns."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)

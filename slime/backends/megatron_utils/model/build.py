@@ -1,17 +1,19 @@
 """Builds the model: flags and shape -> TransformerConfig -> layer spec -> GPTModel -> data-parallel wrapper.
 
-Called by ``setup`` once Megatron's process groups exist. Knows nothing of weights: ``hf_checkpoint`` and ``checkpoint``
-fill them in.
+``setup`` calls it after Megatron's process groups exist, and freezes parameters before it makes gradient buffers and
+the optimizer: frozen parameters are in neither. ``checkpoint`` loads the weights.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.fp8_utils import correct_amax_history_if_needed
@@ -25,22 +27,15 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from slime.backends.megatron_utils.arguments import OptimizerArgs, PrecisionArgs
+from slime.backends.megatron_utils.checkpoint.tensors import chunks_of
 from slime.backends.megatron_utils.layer_specs import block_spec, mtp_spec, user_block
 from slime.backends.megatron_utils.model.gpt import PackedGPTModel
-from slime.backends.megatron_utils.precision.fp8_layers import check_recipe, with_fp8_layers
+from slime.backends.megatron_utils.precision.quantization import check_recipe, with_fp8_layers
 from slime.backends.megatron_utils.vision_model import VisionGPTModel
+from slime.backends.training.arguments import OptimizerArgs, PrecisionArgs
 from slime.models.shape import Llama3Rope, ModelShape
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
-
-__all__ = [
-    "build_chunks",
-    "build_model",
-    "params_dtype",
-    "uses_distributed_optimizer",
-    "wrap_data_parallel",
-]
 
 
 def params_dtype(precision: PrecisionArgs) -> torch.dtype:
@@ -54,7 +49,7 @@ Provider = Callable[..., Any]
 """``--custom-model-provider-path``: called with those of pre_process, post_process, vp_stage, config that it takes."""
 
 Layers = Callable[[TransformerConfig, int | None], Any]
-"""A user's ``--spec``: (config, vp_stage) -> Megatron's description of layers, or a ``Provider``."""
+"""A user's ``--spec``: (config, vp_stage) -> Megatron's layer spec, or a ``Provider``."""
 
 
 def build_chunks(
@@ -87,8 +82,8 @@ def build_model(
 ) -> torch.nn.Module:
     """GPTModel with our attention and norms, on the device, without initial weights.
 
-    The first pipeline stage holds the embedding, the last the LM head; a tied head on another stage than the embedding
-    is a copy whose gradients Megatron sums with the embedding's.
+    The first pipeline stage holds the embedding, the last the LM head. A tied head on another stage is a copy of the
+    embedding: Megatron sums their gradients.
 
     Raises:
         ConfigError: the user's ``provider`` or ``layers`` return something else.
@@ -109,15 +104,16 @@ def build_model(
     if config.params_dtype == torch.float32:
         return model
     wrapped = Float16Module(config, model)
-    correct_amax_history_if_needed([model])  # the cast above counted as a use of weights in FP8
+    correct_amax_history_if_needed([model])  # the cast above was recorded as a use of FP8 weights
     for module in model.modules():
         if isinstance(module, TopKRouter):
-            module._maintain_float32_expert_bias()  # now, not in the first forward: weights are loaded before that
+            # Now, not in the first forward: loading weights comes before it and would round the bias.
+            module._maintain_float32_expert_bias()
     return wrapped
 
 
 def _ends(vp_stage: int | None) -> tuple[bool, bool]:
-    """Whether this chunk has the embedding, and whether it has the head."""
+    """(has the embedding, has the head) of this chunk."""
     is_first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
     return is_first, mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
 
@@ -219,14 +215,14 @@ def _mark_shards(model: torch.nn.Module) -> None:
             case _:
                 continue
         weight = module.weight
-        if weight is not None and not hasattr(weight, "tensor_model_parallel"):
+        if weight is not None and "tensor_model_parallel" not in vars(weight):
             set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
 
 
 def _llama3_frequencies(frequencies: torch.Tensor, rope: Llama3Rope) -> torch.Tensor:
     """Llama 3.1: long wavelengths are slowed down by ``factor``, short ones kept, those between blended.
 
-    Follows the reference in Meta's llama-models, ``apply_scaling``; ``frequencies`` fp32 ``[head_dim / 2]``.
+    Follows ``apply_scaling`` of Meta's llama-models. ``frequencies``: fp32 ``[head_dim / 2]``.
     """
     wavelength = 2 * math.pi / frequencies
     longest = rope.original_max_position_embeddings / rope.low_freq_factor
@@ -237,3 +233,66 @@ def _llama3_frequencies(frequencies: torch.Tensor, rope: Llama3Rope) -> torch.Te
     scaled = torch.where(wavelength > longest, frequencies / rope.factor, frequencies)
     is_between = (wavelength <= longest) & (wavelength >= shortest)
     return torch.where(is_between, blended, scaled)
+
+
+_LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
+
+
+def freeze_parameters(
+    model: Any, *, only: Sequence[str] | None, freeze: Sequence[str] | None, trains_prediction: bool
+) -> None:
+    """Switch gradients off. A collective.
+
+    Args:
+        only: regular expressions. Parameters whose names match none of them are frozen.
+        freeze: regular expressions. Parameters whose names match one of them are frozen.
+        trains_prediction: multi-token-prediction layers learn as well.
+
+    Raises:
+        ConfigError: both are given, a pattern is invalid or matches no parameter on any rank, or nothing is
+            left to train. Names are those of a model on one rank, such as ``decoder.layers.3.mlp.router.weight``.
+    """
+    if only and freeze:
+        raise ConfigError("--only-train-params-name-list and --freeze-params-name-list exclude each other: give one.")
+    flag = "--only-train-params-name-list" if only else "--freeze-params-name-list"
+    patterns = [_compiled(flag, pattern) for pattern in only or freeze or ()]
+    parameters = list(global_names(model))
+    if patterns:
+        _check_found(flag, patterns, [name for name, _ in parameters])
+    for name, parameter in parameters:
+        is_found = any(pattern.search(name) for pattern in patterns)
+        if (patterns and is_found == bool(freeze)) or (name.startswith("mtp.") and not trains_prediction):
+            parameter.requires_grad_(False)
+    count = torch.tensor(sum(parameter.requires_grad for _, parameter in parameters))
+    counts: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(counts, int(count))
+    if not any(counts):
+        raise ConfigError(f"{flag} {' '.join(only or freeze or ())} leaves no parameter to train.")
+
+
+def global_names(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Parameters of this rank with the layer numbers of the whole model."""
+    for chunk in chunks_of(model):
+        for name, parameter in chunk.named_parameters():
+            found = _LAYER.search(name)
+            if found:
+                number = chunk.decoder.layers[int(found.group())].layer_number - 1
+                name = _LAYER.sub(str(number), name)
+            yield name, parameter
+
+
+def _compiled(flag: str, pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"{flag} {pattern}: not a regular expression: {error}.") from None
+
+
+def _check_found(flag: str, patterns: Sequence[re.Pattern[str]], names: Sequence[str]) -> None:
+    """Raise if a pattern matches nothing on any rank: a typo would silently train everything, or nothing."""
+    found: list[list[bool]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(found, [any(pattern.search(name) for name in names) for pattern in patterns])
+    for pattern, *hits in zip(patterns, *found, strict=True):
+        if not any(hits):
+            example = next((name for name in names if ".layers." in name), names[0])
+            raise ConfigError(f"{flag} {pattern.pattern} finds no parameter; names look like {example}.")

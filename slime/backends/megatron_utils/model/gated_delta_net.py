@@ -1,14 +1,21 @@
-"""The gated delta-net layer of Qwen3-Next and Qwen3.5, in the place of attention (arXiv 2412.06464).
+"""The gated delta-net layer of Qwen3-Next and Qwen3.5, in place of attention (arXiv 2412.06464).
 
     hidden -> in_proj -> [q | k | v] -> causal convolution -> SiLU -> delta rule -> RMSNorm x SiLU(z) -> out_proj
                       -> z, b (writing strength), a (decay) -----------^             ^
 
-Built by ``layer_specs``. Rows of every weight are sorted by key head, so that tensor parallelism cuts each of them into
-equal pieces along dim 0: per key head, with r value heads, in_proj is [q dk | k dk | v r*dv | z r*dv | b r | a r], the
-convolution [q | k | v]. ``families`` says which Hugging Face tensors they are made of.
+Rows of every weight are sorted by key head, so that tensor parallelism cuts each weight into equal pieces along dim 0.
+Per key head, with r value heads: in_proj is [q dk | k dk | v r*dv | z r*dv | b r | a r], the convolution [q | k | v].
 
-Under context parallelism the ranks exchange tokens for key heads around the delta rule: each computes whole sequences
-of its share of the heads (arXiv 2309.14509), so the recurrence itself knows nothing of it.
+The delta rule (equation 10). A head keeps a state S of dk x dv numbers per sequence, zero at its start. With keys of
+length one, decay a_t = exp(g_t), g_t <= 0, and writing strength b_t in (0, 1):
+
+    S_t = a_t (I - b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T        decay, then replace the value stored for k_t
+    o_t = S_t^T q_t / sqrt(dk)
+
+``gated_delta_rule`` computes it in plain torch: the reference, and the fallback without a kernel.
+
+Under context parallelism the ranks exchange tokens for key heads around the delta rule: each rank computes whole
+sequences of its share of the heads (arXiv 2309.14509).
 """
 
 from __future__ import annotations
@@ -32,12 +39,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 
 from slime.backends.megatron_utils.model.attention import PackedSegments
-from slime.backends.megatron_utils.model.gated_delta_rule import DeltaRule, causal_conv, gated_delta_rule, unit_length
 from slime.backends.training.context_parallel import zigzag_rows
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
-
-__all__ = ["GatedDeltaNet", "select_delta_rule"]
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +106,8 @@ class GatedDeltaNet(MegatronModule):
         self._rule = select_delta_rule(config.delta_rule_backend)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GatedDeltaNet:
-        """What ``.to()``, ``.bfloat16()`` and their like do. The decay stays in fp32 in a 16-bit model, as engines keep
-        it: it is multiplied over all tokens of a sequence, so that the rounding of a rate is felt at the end."""
+        """Keep the decay in fp32 under ``.to()``, ``.bfloat16()`` and the like, as engines do: it is multiplied over
+        all tokens of a sequence, so that its rounding error grows with the length."""
         kept = [(parameter, parameter.data) for parameter in (self.A_log, self.dt_bias)]
         super()._apply(fn, recurse)
         for parameter, value in kept:
@@ -140,7 +144,7 @@ class GatedDeltaNet(MegatronModule):
         query, key, value = mixed.split([self._key_dim, self._key_dim, self._ratio * self._value_dim], dim=-1)
         decay_rate, bias = (x.view(self._key_heads, -1)[mine] for x in (self.A_log, self.dt_bias))
         log_decay = -decay_rate.exp() * F.softplus(a.float() + bias)
-        # value head i of a key head stands behind i - 1 others with the same query and key
+        # the r value heads of a key head share its query and key
         out = self._rule(
             unit_length(query).repeat_interleave(self._ratio, dim=1),
             unit_length(key).repeat_interleave(self._ratio, dim=1),
@@ -152,7 +156,7 @@ class GatedDeltaNet(MegatronModule):
         return out.reshape(out.size(0), heads.size(1), -1)
 
     def _gated_norm(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """RMSNorm over every head, then times SiLU(z); the roundings are those of the reference model."""
+        """RMSNorm over every head, then times SiLU(z), with the roundings of the reference model."""
         # all ranks hold the weight and see a share of the heads: its gradient is the sum of theirs
         weight = copy_to_tensor_model_parallel_region(self.out_norm.weight)
         normed = weight * F.rms_norm(x.float(), x.shape[-1:], eps=self.out_norm.eps).to(x.dtype)
@@ -227,11 +231,8 @@ def _run_kernel(kernel: Any, query: torch.Tensor, *inputs: torch.Tensor) -> torc
     return result
 
 
-# ------------------------------------------------------------------------------------------------ context parallelism
-
-
 def _order(segments: PackedSegments) -> torch.Tensor:
-    """int64 ``[T]``: which token of the whole micro-batch stands where when the ranks' tokens follow one another."""
+    """int64 ``[T]``: the token of the whole micro-batch at each position of the ranks' concatenated tokens."""
     ranks = range(segments.cp_size)
     return torch.cat([zigzag_rows(segments.cu_seqlens_q, rank, segments.cp_size) for rank in ranks])
 
@@ -247,3 +248,122 @@ def _tokens_for_heads(x: torch.Tensor, segments: PackedSegments) -> torch.Tensor
     """The way back."""
     by_rank = x.index_select(0, _order(segments)).unflatten(0, (segments.cp_size, -1)).contiguous()
     return all_to_all(segments.cp_group, by_rank).transpose(0, 1).flatten(1, 2)
+
+
+DeltaRule = Callable[..., torch.Tensor]
+"""``(query, key, value, log_decay, beta, cu_seqlens)`` as :func:`gated_delta_rule` takes them -> ``[t, heads, dv]``."""
+
+_CHUNK = 64
+
+
+def unit_length(x: torch.Tensor) -> torch.Tensor:
+    """Rows of the last dimension scaled to length one, fp32. The epsilon is that of the model's reference kernels."""
+    x = x.float()
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def causal_conv(x: torch.Tensor, weight: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """Every channel convolved with its own ``K`` weights over the last K tokens of the same sequence.
+
+    Args:
+        x: ``[t, channels]``, concatenated sequences.
+        weight: ``[channels, 1, K]``; ``weight[:, :, -1]`` multiplies the token itself.
+        cu_seqlens: ``[S + 1]`` where each sequence starts, and t.
+
+    Returns:
+        ``[t, channels]``.
+    """
+    # K - 1 zeros in front of every sequence keep its neighbours apart
+    gap = weight.size(-1) - 1
+    lengths = cu_seqlens.diff().long()
+    sequence = torch.arange(lengths.numel(), device=x.device).repeat_interleave(lengths)
+    rows = torch.arange(x.size(0), device=x.device) + gap * (sequence + 1)
+    spaced = x.new_zeros(x.size(0) + gap * lengths.numel(), x.size(1)).index_copy(0, rows, x)
+    out = F.conv1d(spaced.t()[None], weight, groups=x.size(1))[0].t()
+    return out.index_select(0, rows - gap)
+
+
+def gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    chunk_size: int = _CHUNK,
+) -> torch.Tensor:
+    """The outputs o_t of all tokens, computed a chunk of tokens at a time.
+
+    Args:
+        query, key: ``[t, heads, dk]``, rows of length one.
+        value: ``[t, heads, dv]``.
+        log_decay: ``[t, heads]`` g_t.
+        beta: ``[t, heads]`` b_t.
+        cu_seqlens: ``[S + 1]`` where each sequence starts, and t. The state is zero at every start.
+        chunk_size: tokens per matrix product. It changes only the rounding.
+
+    Returns:
+        ``[t, heads, dv]`` in the dtype of ``value``. All arithmetic is fp32.
+    """
+    slots, counts = _chunk_layout(cu_seqlens, chunk_size)
+
+    def chunks(x: torch.Tensor) -> torch.Tensor:
+        """``[t, heads, d]`` -> ``[chunks, heads, chunk_size, d]``; missing tokens are zero: no effect on the state."""
+        padded = x.new_zeros(sum(counts) * chunk_size, *x.shape[1:], dtype=torch.float32).index_copy(
+            0, slots, x.float()
+        )
+        return padded.view(-1, chunk_size, *x.shape[1:]).transpose(1, 2)
+
+    queries, keys, values = chunks(query * query.size(-1) ** -0.5), chunks(key), chunks(value)
+    strength = chunks(beta.unsqueeze(-1))
+    later = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=value.device).triu(1)
+    # [chunks, heads, chunk_size, 1]: log of a_1 ... a_i. No cumsum: on a GPU it has no deterministic kernel
+    decay = (~later).float() @ chunks(log_decay.unsqueeze(-1))
+
+    # Inside a chunk (arXiv 2406.06484, section 3.2): token i writes b_i (v_i - the value stored for k_i), which
+    # depends on the writes of the tokens j < i. With A_ij = b_i (k_i . k_j) a_{j+1} ... a_i below the diagonal:
+    #     (I + A) writes = diag(b) V - diag(b) diag(a_1 ... a_i) K S      S: the state before the chunk
+    between = (decay - decay.mT).masked_fill(later, -torch.inf).exp()
+    overlap = (strength * keys) @ keys.mT * between
+    right = torch.cat([strength * values, strength * decay.exp() * keys], dim=-1)
+    own, of_state = torch.linalg.solve_triangular(overlap, right, upper=False, unitriangular=True).split(
+        [value.size(-1), key.size(-1)], dim=-1
+    )
+    within = queries @ keys.mT * between
+    queries = queries * decay.exp()
+    end = decay[:, :, -1:]
+    keys = keys * (end - decay).exp()
+
+    state = value.new_zeros(counts[0] if counts else 0, *keys.shape[1:2], key.size(-1), value.size(-1)).float()
+    outputs = []
+    # The first chunks of all sequences, then the second ones ... Sequences are sorted by length: ended ones come last.
+    for begin, count in zip(_starts(counts), counts, strict=True):
+        part = slice(begin, begin + count)
+        state = state[:count]
+        writes = own[part] - of_state[part] @ state
+        outputs.append(queries[part] @ state + within[part] @ writes)
+        state = end[part].exp() * state + keys[part].mT @ writes
+    out = torch.cat(outputs).transpose(1, 2).flatten(0, 1) if outputs else value.float()
+    return out.index_select(0, slots).to(value.dtype)
+
+
+def _chunk_layout(cu_seqlens: torch.Tensor, size: int) -> tuple[torch.Tensor, list[int]]:
+    """The slot of every token, int64 ``[t]``, when sequences are cut into chunks of ``size`` rows and the chunks sorted
+    by their number within the sequence, longest sequences first. Also returns the number of chunks of each number."""
+    lengths = cu_seqlens.diff().long()
+    chunks = (lengths + size - 1) // size
+    order = chunks.argsort(descending=True, stable=True)
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(order.numel(), device=order.device)
+    numbers = torch.arange(int(chunks.max()) if chunks.numel() else 0, device=order.device)
+    counts = (chunks[:, None] > numbers).sum(0)
+    starts = counts.cumsum(0) - counts
+    sequence = torch.arange(lengths.numel(), device=order.device).repeat_interleave(lengths)
+    position = torch.arange(sequence.numel(), device=order.device) - cu_seqlens[:-1].long()[sequence]
+    slots = (starts[position // size] + rank[sequence]) * size + position % size
+    return slots, counts.tolist()
+
+
+def _starts(counts: list[int]) -> list[int]:
+    return [sum(counts[:index]) for index in range(len(counts))]

@@ -15,13 +15,11 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from slime.utils import accelerator
 
-__all__ = ["JointHeadNorm", "TorchNorm", "ZeroCentredNorm"]
-
 _KINDS = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}
 
 
 class TorchNorm:
-    """Factory with the signature that Megatron's specs call; returns a torch module."""
+    """Factory of a torch module, with the signature that Megatron's specs call."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:  # type: ignore
         device = None if config.use_cpu_initialization else accelerator.current().device()
@@ -76,8 +74,8 @@ class JointHeadNorm(torch.nn.Module):
 class _JointNorm(torch.autograd.Function):
     """y = w x r with r = (sum of squares / width + eps)^(-1/2), where the sum is over the ranks of ``group``.
 
-    With g = w dy and u = x r: dx = r (g - u (sum of g u) / width), the sum again over all ranks; dw = sum of dy u over
-    the rows. In fp32; stores x and r alone.
+    With g = w dy and u = x r: dx = r (g - u (sum of g u) / width), summed over all ranks, and dw = sum of dy u over the
+    rows. Computes in fp32 and stores x and r only.
     """
 
     @staticmethod

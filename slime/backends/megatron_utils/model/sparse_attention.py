@@ -8,10 +8,10 @@ and the query attends to the ``topk`` keys with the highest scores among those i
 choice has no gradient: nothing here teaches the indexer, so its parameters are frozen and stay as they were loaded.
 
     SparseSelfAttention  projections, and the choice of this layer: ``PackedSegments.chosen_keys[layer number]``
-    SparseAttention      the core; a layer without an indexer takes the choice of the last one before it
+    SparseAttention      the core. A layer without an indexer takes the choice of the last one before it
 
-A choice is int32 ``[t, topk]``, keys counted from the start of the sequence, or None where no sequence is longer than
-``topk``: then all keys are seen and nothing is computed. Tensor-parallel ranks share the work of choosing and agree on
+A choice is int32 ``[t, topk]``, keys counted from the start of the sequence, or None if no sequence is longer than
+``topk``: then all keys are visible. Tensor-parallel ranks share the work of choosing and agree on
 it. With context parallelism every rank gathers the keys, as for full attention (``training.attention``).
 
 Plugged into the layer spec by ``layer_specs``. Other keys are masked, not left out: the cost is that of full attention.
@@ -34,8 +34,6 @@ from slime.backends.training.attention import AttentionPlan, Piece, gather_keys
 from slime.models.shape import SparseShape
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
-
-__all__ = ["SparseAttention", "SparseSelfAttention", "attend_to_chosen", "choose_keys", "make_sparse"]
 
 _BLOCK = 128
 """Queries at a time: scores of a block are fp32 ``[block, index heads, keys]``, its mask bool ``[block, keys]``."""
@@ -90,7 +88,7 @@ class SparseSelfAttention(MLASelfAttention):
 
 
 class Indexer(torch.nn.Module):
-    """The parameters of the lightning indexer; whole on every tensor-parallel rank, frozen."""
+    """The parameters of the lightning indexer: whole on every tensor-parallel rank, frozen."""
 
     def __init__(self, config: Any, sparse: SparseShape) -> None:
         super().__init__()
@@ -118,7 +116,7 @@ class Indexer(torch.nn.Module):
         """The choice for the queries of this rank.
 
         Args:
-            hidden, compressed_query: ``[t, hidden size]`` and ``[t, q_lora_rank]``; with sequence parallelism a tensor
+            hidden, compressed_query: ``[t, hidden size]`` and ``[t, q_lora_rank]``. With sequence parallelism a tensor
                 rank's part of the rows.
             rotary: Megatron's rope of this layer.
         """
@@ -178,17 +176,17 @@ def _blocks(pieces: Sequence[Piece]) -> Iterator[Piece]:
 def choose_keys(
     query: torch.Tensor, key: torch.Tensor, weight: torch.Tensor, pieces: Sequence[Piece], topk: int, group: Any = None
 ) -> torch.Tensor:
-    """The keys with the highest scores, int32 ``[t, topk]``; see the module docstring.
+    """The keys with the highest scores, int32 ``[t, topk]``. See the module docstring.
 
     Positive factors of the reference (roots of the number and the width of heads) do not change the order.
 
     Args:
         query, key, weight: ``[t, heads, d]``, ``[T, d]``, fp32 ``[t, heads]``.
-        group: ranks that have the same arguments and share the work; None for one.
+        group: ranks that have the same arguments and share the work, or None.
 
     Returns:
-        Rows of blocks that see no more than ``topk`` keys are zero and mean nothing. A row may have keys behind its
-        query where it sees fewer than ``topk``.
+        Rows of blocks that see at most ``topk`` keys are zero and unused. A row that sees fewer than ``topk`` keys
+        may have keys after its query.
     """
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     chosen = torch.zeros((query.size(0), topk), dtype=torch.int32, device=query.device)
@@ -219,7 +217,7 @@ class SparseAttention(LatentAttention):
         super().__init__(config, layer_number, *args, **kwargs)
         self._chooser = max(number for number in range(1, layer_number + 1) if sparse.layers[number - 1])
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -265,7 +263,9 @@ def attend_to_chosen(
         if block.k_length > chosen.size(1):
             visible &= torch.zeros_like(visible).scatter_(1, chosen[rows].long(), True)
         out = F.scaled_dot_product_attention(
-            *(rows_of.transpose(0, 1).unsqueeze(0) for rows_of in (query[rows], key[keys], value[keys])),
+            query[rows].transpose(0, 1).unsqueeze(0),
+            key[keys].transpose(0, 1).unsqueeze(0),
+            value[keys].transpose(0, 1).unsqueeze(0),
             attn_mask=visible,
             dropout_p=dropout,
             scale=scale,

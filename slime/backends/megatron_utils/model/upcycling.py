@@ -22,8 +22,6 @@ import torch
 from slime.backends.protocols import NamedTensor
 from slime.utils.errors import ConfigError
 
-__all__ = ["Upcycling"]
-
 _MLP = re.compile(r"(?P<mlp>model\.layers\.\d+\.mlp)\.(?P<kind>gate|up|down)_proj\.weight")
 
 

@@ -6,17 +6,16 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from slime.backends.megatron_utils.arguments import MuonArgs, OptimizerArgs, PrecisionArgs
+from slime.backends.megatron_utils.arguments.model import MuonArgs
 from slime.backends.megatron_utils.model.build import params_dtype, uses_distributed_optimizer
 from slime.backends.megatron_utils.optimizer.host_adam import keep_states_on_host
 from slime.backends.megatron_utils.optimizer.muon import build_muon
+from slime.backends.training.arguments import OptimizerArgs, PrecisionArgs
 from slime.backends.training.optimizer import RateSchedule, StatelessAdam
 from slime.utils.errors import ConfigError
-
-__all__ = ["build_optimizer", "build_scheduler", "reset_moments"]
 
 
 def build_optimizer(
@@ -43,21 +42,28 @@ def build_optimizer(
     config = _config(args, precision)
     match args.optimizer:
         case "adam" | "sgd":
-            # who owns the main weights: Megatron, or in the mode for "precision-aware" optimizers the optimizer itself
+            # main weights belong to Megatron, or in the mode for "precision-aware" optimizers to the optimizer
             config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = args.optimizer_cpu_offload
             optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
         case "muon" | "dist_muon":
             optimizer = build_muon(config, chunks, muon, is_layer_wise=args.optimizer == "dist_muon")
         case other:
             raise ValueError(f"--optimizer {other} is not supported")
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in parts_of(optimizer):
         if is_stateless:
             _forget_moments(part, args)
         elif args.optimizer_cpu_offload:
             keep_states_on_host(part, args.optimizer_offload_fraction)
         elif getattr(part, "init_state_fn", _zero_momentum) is None:
-            part.init_state_fn = _zero_momentum  # Megatron has none for sgd and calls None when a checkpoint is loaded
+            part.init_state_fn = (
+                _zero_momentum  # Megatron has none for sgd, and would call None on loading a checkpoint
+            )
     return optimizer
+
+
+def parts_of(optimizer: Any) -> list[Any]:
+    """The optimizers that Megatron has chained, or ``optimizer`` itself."""
+    return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
 def _config(args: OptimizerArgs, precision: PrecisionArgs) -> OptimizerConfig:
@@ -75,7 +81,7 @@ def _config(args: OptimizerArgs, precision: PrecisionArgs) -> OptimizerConfig:
         bf16=dtype.itemsize == 2 and not precision.fp16,
         fp16=precision.fp16,
         params_dtype=dtype,
-        initial_loss_scale=2.0**16,  # fp16 only; Megatron's 2**32 skips dozens of steps until it has come down
+        initial_loss_scale=2.0**16,  # fp16 only: Megatron's 2**32 skips dozens of steps at the start
         use_distributed_optimizer=uses_distributed_optimizer(args),
         fp8_recipe=precision.fp8_recipe if precision.fp8 else None,
     )
@@ -98,7 +104,7 @@ def _no_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None =
 
 
 def _zero_momentum(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:
-    """The state of torch's SGD before its first step, so that a checkpoint has something to be loaded into."""
+    """Make the state of torch's SGD before its first step, as the target of loading a checkpoint."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if group["momentum"] != 0 and not optimizer.state[parameter]:
@@ -107,8 +113,8 @@ def _zero_momentum(optimizer: torch.optim.Optimizer, config: OptimizerConfig | N
 
 @torch.no_grad()
 def reset_moments(optimizer: Any) -> None:
-    """Forget what earlier steps left: Adam's moments and step counts (--reset-optimizer-states), momentum of sgd."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    """Zero Adam's moments and step counts, and the momentum of sgd (--reset-optimizer-states)."""
+    for part in parts_of(optimizer):
         inner = part.optimizer
         if inner is None:  # nothing to train on this rank
             continue
@@ -126,10 +132,10 @@ def reset_moments(optimizer: Any) -> None:
 def build_scheduler(optimizer: Any, args: OptimizerArgs, *, num_steps: int, global_batch_size: int) -> Any:
     """The schedule, counted in rollouts: a step advances it by the rollouts it trained on.
 
-    Always needed: it is also what exempts norms and biases from weight decay.
+    Always needed: it also exempts norms and biases from weight decay.
 
     Args:
-        num_steps: optimizer steps of the whole run; the decay ends there unless --lr-decay-iters says otherwise.
+        num_steps: optimizer steps of the whole run. The decay ends there unless --lr-decay-iters is given.
 
     Raises:
         ConfigError: the warm-up is not shorter than the decay.
@@ -139,6 +145,6 @@ def build_scheduler(optimizer: Any, args: OptimizerArgs, *, num_steps: int, glob
         optimizer,
         **asdict(schedule),
         use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
-        # by default the command line decides, and a checkpoint only tells how far the run is
+        # by default the command line decides, and a checkpoint gives only the number of steps
         override_opt_param_scheduler=not args.use_checkpoint_opt_param_scheduler,
     )

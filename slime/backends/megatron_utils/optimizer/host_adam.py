@@ -21,8 +21,6 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.optim.adamw import adamw
 
-__all__ = ["HostAdam", "keep_states_on_host"]
-
 _STATES = ("master_param", "exp_avg", "exp_avg_sq")
 _HOST = torch.device("cpu")
 
@@ -32,7 +30,7 @@ class HostAdam(torch.optim.Optimizer):
 
     Args:
         groups: of Megatron's Adam, with its settings: shards of the model's weights, flat, views of its buffers.
-        fraction: share of the numbers whose states are on the host; whole shards, the first ones.
+        fraction: share of the numbers with states on the host: the first shards, each as a whole.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], *, fraction: float) -> None:
@@ -50,7 +48,7 @@ class HostAdam(torch.optim.Optimizer):
         self._staging = torch.empty(longest, dtype=torch.float32, pin_memory=_is_pinned(shards))
 
     def device_tensors(self) -> Iterator[torch.Tensor]:
-        """Main weights and moments that are where the model is."""
+        """Main weights and moments on the model's device."""
         for shard, state in self.state.items():
             yield from (state[name] for name in _STATES if state[name].device == shard.device)
 
@@ -61,18 +59,18 @@ class HostAdam(torch.optim.Optimizer):
             state["master_param"].copy_(shard)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Apply ``decoupled_grad``: decoupled weight decay, then Adam (Loshchilov and Hutter 2019, algorithm 2)."""
         assert closure is None, "Megatron gives none"
         for group in self.param_groups:
             for shard in group["params"]:
-                gradient = getattr(shard, "decoupled_grad", None)
+                gradient = vars(shard).get("decoupled_grad")
                 if gradient is not None:
                     self._update(shard, gradient, group)
             group["step"] = group.get("step", 0) + 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients; the buffer that they are views of belongs to Megatron."""
+        """Drop the gradients. They are views of a buffer that belongs to Megatron."""
         for group in self.param_groups:
             for shard in group["params"]:
                 shard.decoupled_grad = None
@@ -103,7 +101,7 @@ class HostAdam(torch.optim.Optimizer):
         shard.copy_(master)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the groups' settings and the step; Megatron copies the tensors in by itself."""
+        """Load the groups' settings and the step. Megatron copies the tensors itself."""
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in loaded.items() if name != "params"})
             for shard in group["params"]:
@@ -121,7 +119,7 @@ def _first_state(shard: torch.Tensor, device: torch.device) -> dict[str, torch.T
 
 
 def _is_pinned(shards: list[torch.Tensor]) -> bool:
-    """Host memory that a GPU copies from and to at full speed; there is none without a GPU."""
+    """Whether to pin host memory, so that a GPU copies at full speed. Impossible without a GPU."""
     return any(shard.is_cuda for shard in shards)
 
 
@@ -151,4 +149,4 @@ def keep_states_on_host(part: Any, fraction: float) -> None:
     if part.optimizer is None:  # nothing to train on this rank
         return
     part.optimizer = HostAdam(part.optimizer.param_groups, fraction=fraction)
-    part.__class__ = _HostDistributedOptimizer  # built by Megatron; only the way to its tensors changes
+    part.__class__ = _HostDistributedOptimizer  # Megatron built it: only the access to its tensors changes

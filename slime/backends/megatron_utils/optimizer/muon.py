@@ -6,12 +6,11 @@
     W <- W - lr (s O + decay W)        s = extra * sqrt(max(m, n)), or as --muon-scale-mode says
 
 NewtonSchulz starts from X = M / ||M||_F and repeats X <- a X + (b A + c A^2) X with A = X X^T, which takes all singular
-values towards 1. Matrices are those of linear layers and routers; embeddings, the LM head, norms and biases are adam's.
+values towards 1. Matrices are weights of linear layers and routers. Adam trains all other parameters.
 
-Tensor parallelism: a rank holds columns or rows of W. ``duplicated`` gathers the whole matrix on every rank;
-``distributed`` leaves the columns where they are and sums A over the ranks, which is all that couples them. Either
-gives the update of the whole matrix. ``blockwise`` takes each part for a matrix of its own: no communication, other
-numbers.
+Tensor parallelism: a rank holds columns or rows of W. ``duplicated`` gathers the whole matrix on every rank.
+``distributed`` keeps the columns and sums A over the ranks: only A couples them. Both give the update of the whole
+matrix. ``blockwise`` treats each part as a whole matrix: no communication, other numbers.
 """
 
 from __future__ import annotations
@@ -26,23 +25,21 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig, muon
 
-from slime.backends.megatron_utils.arguments import MuonArgs
+from slime.backends.megatron_utils.arguments.model import MuonArgs
 from slime.backends.training.hf_files import raise_everywhere
 
-__all__ = ["Muon", "build_muon", "orthogonalize", "scale_of"]
-
 _A, _B, _C = 3.4445, -4.7750, 2.0315
-"""Coefficients of section 2.1: fast at first, then within 0.7 .. 1.2 instead of exactly 1."""
+"""Coefficients of section 2.1: fast convergence to 0.7 .. 1.2 instead of exactly 1."""
 
 _MARKS = ("is_qkv", "expert_tp")
-"""What Megatron writes on a weight for its Muon: it holds queries, keys and values; it is an expert's."""
+"""Attributes of a weight that Megatron sets for its Muon: it holds queries, keys and values; it is an expert."""
 
 
 def orthogonalize(matrix: torch.Tensor, steps: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """The nearest semi-orthogonal matrix, roughly: singular vectors stay, singular values become about 1.
 
     Args:
-        matrix: fp32 ``[m, n]``; with ``group``, the columns ``[m, n / ranks]`` of this rank.
+        matrix: fp32 ``[m, n]``, or with ``group`` the columns ``[m, n / ranks]`` of this rank.
         group: ranks that hold the other columns.
     """
     is_wide = group is not None or matrix.shape[0] <= matrix.shape[1]
@@ -60,7 +57,7 @@ def orthogonalize(matrix: torch.Tensor, steps: int, group: dist.ProcessGroup | N
 
 
 def scale_of(rows: int, columns: int, mode: str) -> float:
-    """What the orthogonal matrix is multiplied by, so that its entries do not shrink with its size."""
+    """The factor of the orthogonal matrix, so that its entries do not shrink with its size."""
     match mode:
         case "spectral":
             return math.sqrt(max(rows, columns))
@@ -76,10 +73,10 @@ class Muon(torch.optim.Optimizer):
     """See the module docstring. Takes the arguments that Megatron gives to the Muon it knows.
 
     Args:
-        is_qkv_fn: whether a weight holds queries, keys and values; with ``split_qkv`` they are three matrices.
+        is_qkv_fn: whether a weight holds queries, keys and values. ``split_qkv`` treats them as three matrices.
         qkv_split_shapes: rows of queries, keys and values per key head.
-        has_output_gate: as many rows as of queries stand behind these, a matrix of their own, which Megatron forgets.
-        pg_collection: Megatron's process groups; ``tp`` and ``expt_tp`` divide matrices.
+        has_output_gate: the rows of queries are followed by as many of a gate, a fourth matrix that Megatron ignores.
+        pg_collection: Megatron's process groups. ``tp`` and ``expt_tp`` divide matrices.
         mode: tensor parallelism, see the module docstring.
     """
 
@@ -114,7 +111,7 @@ class Muon(torch.optim.Optimizer):
         self._precision = fp32_matmul_prec
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Apply the gradients."""
         assert closure is None, "Megatron gives none"
         for group in self.param_groups:
@@ -162,17 +159,18 @@ class Muon(torch.optim.Optimizer):
 
     def _shards(self, parameter: torch.Tensor) -> tuple[dist.ProcessGroup | None, int]:
         """Ranks among which the matrix is divided, and along which dimension."""
-        dim = getattr(parameter, "partition_dim", -1)
-        group = self._groups.expt_tp if getattr(parameter, "expert_tp", False) else self._groups.tp
-        is_divided = getattr(parameter, "tensor_model_parallel", False) and dim >= 0 and group.size() > 1
+        marks = vars(parameter)  # Megatron sets them on divided weights only
+        dim: int = marks.get("partition_dim", -1)
+        group = self._groups.expt_tp if marks.get("expert_tp") else self._groups.tp
+        is_divided = marks.get("tensor_model_parallel") and dim >= 0 and group.size() > 1
         return (group, dim) if is_divided and self._mode != "blockwise" else (None, dim)
 
 
 def build_muon(config: OptimizerConfig, chunks: list[Any], args: MuonArgs, *, is_layer_wise: bool) -> Any:
-    """Megatron's Muon optimizer for ``chunks`` with our class in the place of one from a package that PyPI lacks.
+    """Megatron's Muon optimizer for ``chunks`` with our class in place of one from a package that is not on PyPI.
 
     Args:
-        config: for the parameters that adam takes; ``use_distributed_optimizer`` is off.
+        config: for adam's parameters. ``use_distributed_optimizer`` is off.
         is_layer_wise: every data-parallel rank has the states of some matrices only (dist_muon).
 
     Raises:
@@ -193,25 +191,25 @@ def build_muon(config: OptimizerConfig, chunks: list[Any], args: MuonArgs, *, is
         )
     for chunk in chunks:
         for parameter in chunk.parameters():
-            main = getattr(parameter, "main_param", None)  # Megatron marks the 16-bit weights, we are given these
-            for mark in _MARKS if main is not None else ():
-                if hasattr(parameter, mark):
-                    setattr(main, mark, True)
-    if is_layer_wise and dist.get_backend() == "gloo":  # which cannot gather tensors of different sizes
+            marks = vars(parameter)
+            if (main := marks.get("main_param")) is not None:
+                # Megatron marks the 16-bit weights, but the optimizer gets their fp32 copies.
+                vars(main).update({mark: True for mark in _MARKS if mark in marks})
+    if is_layer_wise and dist.get_backend() == "gloo":  # it cannot gather tensors of different sizes
         optimizer.allgather_params = optimizer.broadcast_params
     return optimizer
 
 
 def _check_matrices(chunks: list[Any], *, is_layer_wise: bool) -> None:
-    """Megatron makes the optimizer of the matrices on every rank, and torch makes none for no parameter."""
+    """Raise on all ranks if one has no matrix: Megatron makes the optimizer on every rank, and torch refuses."""
     matrices = [
         parameter
         for chunk in chunks
         for parameter in chunk.parameters()
         if parameter.requires_grad
         and parameter.dim() == 2
-        and not getattr(parameter, "is_embedding_or_output_parameter", False)
-        and (is_layer_wise or getattr(parameter, "allreduce", True))  # experts of their own have an optimizer of theirs
+        and not vars(parameter).get("is_embedding_or_output_parameter")
+        and (is_layer_wise or vars(parameter).get("allreduce", True))  # divided experts have another optimizer
     ]
     problem = (
         f"--optimizer {'dist_muon' if is_layer_wise else 'muon'} needs a weight of a linear layer to train on every "

@@ -1,1 +1,1 @@
-"""Changes to somebody else's code, one file each, applied by an explicit call and never at import."""
+"""Changes to megatron-core, applied by an explicit call and never at import."""

@@ -33,8 +33,6 @@ import torch
 
 from slime.utils.files import is_private_directory, replacing
 
-__all__ = ["install", "light_import"]
-
 _STAND_IN = "slime_megatron_cpu_cuda"
 _CACHE_VERSION = b"slime-1"
 _OPTIONAL = (
@@ -57,7 +55,7 @@ which megatron does not catch), all cost seconds and hundreds of megabytes, and 
 
 
 def install() -> None:
-    """Rewrite ``megatron.core`` from now on. Must come before anything imports it; calling again does nothing."""
+    """Rewrite ``megatron.core`` during its imports from now on. Call it before the first import. Idempotent."""
     if _STAND_IN in sys.modules:
         return
     early = [name for name in sys.modules if name.startswith("megatron.core")]
@@ -214,7 +212,7 @@ def _must_stay_first(node: ast.stmt) -> bool:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Compiles the rewritten source; keeps the code objects in a cache of its own, never in ``__pycache__``."""
+    """Compiles the rewritten source. Caches the code objects in a separate folder, never in ``__pycache__``."""
 
     def __init__(self, name: str, path: str, cache: Path | None) -> None:
         super().__init__(name, path)
@@ -253,7 +251,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _cache_directory() -> Path | None:
-    """A directory only this user can write, since code is loaded from it. None when there is no such place."""
+    """A directory that only this user can write, because code is loaded from it. None if there is none."""
     home_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     for place in (Path(home_cache).expanduser() / "slime", Path(tempfile.gettempdir()) / f"slime-{os.getuid()}"):
         directory = place / "megatron_cpu"

@@ -1,21 +1,28 @@
-"""One call that makes stock megatron-core 0.16.1 usable on this machine. First thing in every trainer process."""
+"""Makes stock megatron-core 0.16.1 usable: :func:`install` is the first call of every trainer process.
+
+Repairs defects that appear without TransformerEngine and Apex, and on gloo. Nothing is repaired at import. Each
+function documents the fault, its cause, and when to delete it. ``tests/unit/megatron_utils`` shows the silent ones.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
+import queue
 import warnings
+from typing import Any
 
-from slime.backends.megatron_utils.patches import cpu_import, moe, pipeline, repairs
+import torch
+
+from slime.backends.megatron_utils.patches import cpu_import
 from slime.utils import accelerator
-
-__all__ = ["install"]
 
 
 @functools.cache
 def install() -> None:
-    """On cpu: rewrite megatron.core while it is imported. Everywhere: repair its defects. Idempotent.
+    """Rewrite megatron.core during its import (cpu only) and repair its defects. Idempotent.
 
-    Must run before anything imports ``megatron.core``; it imports the parts that a trainer uses.
+    Must run before the first import of ``megatron.core``. Imports the parts that a trainer uses.
     """
     _silence_known_warnings()
     if accelerator.current().is_cpu:
@@ -24,14 +31,14 @@ def install() -> None:
             _import_megatron()
     else:
         _import_megatron()
-    repairs.repair_reduce()
-    moe.repair_missing_transformer_engine()
+    repair_reduce()
+    repair_missing_transformer_engine()
     if accelerator.current().is_cpu:
-        moe.repair_expert_dispatch_on_cpu()
-        pipeline.repair_overlapped_sends_on_cpu()
-    repairs.repair_save_writers()
-    repairs.repair_mixed_precision_optimizers()
-    repairs.repair_distributed_optimizer_checkpoints()
+        repair_expert_dispatch_on_cpu()
+        repair_overlapped_sends_on_cpu()
+    repair_save_writers()
+    repair_mixed_precision_optimizers()
+    repair_distributed_optimizer_checkpoints()
 
 
 def _import_megatron() -> None:
@@ -43,8 +50,224 @@ def _import_megatron() -> None:
 
 
 def _silence_known_warnings() -> None:
-    """Megatron's own use of deprecated names, which says nothing to a user and is printed once per rank."""
+    """Hide Megatron's warnings about its use of deprecated names, printed once per rank."""
     for category in (UserWarning, FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=category, module=r"megatron\.core\.")
     warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+_tensor` is deprecated", category=FutureWarning)
+
+
+def repair_reduce() -> None:
+    """``tensor_parallel.mappings._reduce`` drops its result for a non-contiguous input.
+
+    Why: it reduces ``x.contiguous()``, a copy then, and returns ``x``. Silent: gradients stay unreduced.
+    Upstream: present in Megatron-LM main at core_v0.16.1. Delete when ``_reduce`` returns the reduced tensor.
+    """
+    from megatron.core.tensor_parallel import mappings
+
+    def _reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
+        if group.size() == 1:
+            return x
+        x = x.contiguous()
+        torch.distributed.all_reduce(x, group=group)
+        return x
+
+    mappings._reduce = _reduce
+
+
+def repair_save_writers() -> None:
+    """Saving a checkpoint forks writer processes and starts a server that re-imports ``__main__``.
+
+    Why: ``filesystem_async`` is made for asynchronous saves. Its results travel through a spawn-context ``Manager``,
+    which runs an unguarded main script again and outlives a killed trainer. Its writers are forked from a process with
+    running threads (gloo, Ray), which may deadlock, and are waited for without a deadline. A synchronous save needs
+    neither: this process writes the buckets one by one.
+    Upstream: core_v0.16.1. Delete when a synchronous save writes in its own process.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    def write(transforms: Any, use_msc: bool, rank: int, buckets: Any, results: queue.Queue[Any]) -> None:
+        written: dict[int, Any] = {}
+        for index, bucket in enumerate(buckets):
+            done: queue.Queue[Any] = queue.Queue()
+            pending: queue.Queue[int] = queue.Queue()
+            pending.put(index)
+            filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+                transforms, index, bucket, done, pending, use_fsync=True, use_msc=use_msc
+            )
+            _, written[index] = done.get_nowait()
+            if isinstance(written[index], Exception):
+                results.put(written[index])
+                return
+        results.put(written)
+
+    filesystem_async._results_queue = queue.Queue()
+    filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(write)
+
+
+def repair_mixed_precision_optimizers() -> None:
+    """Optimizers mix up the states of a model whose parameters have several dtypes.
+
+    Why: both keep fp32 parameters apart from 16-bit ones, and count a parameter's place in another order than the inner
+    optimizer has it. ``DistributedOptimizer`` counts in the order of the gradient buffers, but hands over the fp32
+    parameters of a group first. ``Float16OptimizerWithFloat16Params`` counts 16-bit ones only. A checkpoint then holds
+    the states of other parameters if their sizes happen to be equal, and cannot be written otherwise.
+    Upstream: core_v0.16.1. Delete when a model with parameters of two dtypes is resumed bit for bit without this.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params as WholeOptimizer
+
+    stock_ranges = DistributedOptimizer._build_optimizer_group_ranges
+    stock_init, stock_sharded = WholeOptimizer.__init__, WholeOptimizer.sharded_state_dict
+
+    def build_ranges(cls: Any, param_groups: Any, gbuf_ranges: Any) -> Any:
+        _, group_ranges = stock_ranges(param_groups, gbuf_ranges)
+        places = {}
+        for index, group in enumerate(group_ranges):
+            group["params"].sort(key=lambda parameter: parameter.dtype != torch.float32)
+            places.update({parameter: (index, place) for place, parameter in enumerate(group["params"])})
+        return places, group_ranges
+
+    def __init__(self: Any, *args: Any, **kw: Any) -> None:
+        stock_init(self, *args, **kw)
+        if not self.is_stub_optimizer:
+            for group, wide in zip(self.optimizer.param_groups, self.fp32_from_fp32_groups, strict=True):
+                apart = {id(parameter) for parameter in wide}
+                group["params"] = [main for main in group["params"] if id(main) not in apart] + wide
+
+    def sharded_state_dict(self: Any, *args: Any, **kw: Any) -> Any:
+        if self.is_stub_optimizer:
+            return stock_sharded(self, *args, **kw)
+        groups = self.float16_groups
+        self.float16_groups = [[*a, *b] for a, b in zip(groups, self.fp32_from_fp32_groups, strict=True)]
+        try:
+            return stock_sharded(self, *args, **kw)
+        finally:
+            self.float16_groups = groups
+
+    DistributedOptimizer._build_optimizer_group_ranges = classmethod(build_ranges)
+    WholeOptimizer.__init__, WholeOptimizer.sharded_state_dict = __init__, sharded_state_dict
+
+
+def repair_distributed_optimizer_checkpoints() -> None:
+    """``DistributedOptimizer`` cannot save and load torch's Adam, which it falls back to without TE and Apex.
+
+    Three faults, all around Adam's per-parameter ``step`` tensor, which TE's and Apex' Adam do not have:
+
+    1. ``load_state_dict`` installs *one shared* ``step`` tensor. Adam advances it in place once per parameter, so bias
+       correction is silently wrong after a resume.
+    2. ``sharded_state_dict`` asserts exactly one step value, but an Adam that has not stepped has none.
+    3. The parameter-state accessors copy ``step`` as if it were sharded like the parameter (KeyError), and write into a
+       leaf that requires grad (RuntimeError in fp32).
+
+    Upstream: core_v0.16.1. Delete when a resumed run with torch's Adam equals the uninterrupted one without this.
+    """
+    if importlib.util.find_spec("transformer_engine") is not None or importlib.util.find_spec("apex") is not None:
+        return
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    stock_get = DistributedOptimizer._get_main_param_and_optimizer_states
+    stock_load = DistributedOptimizer.load_state_dict
+    stock_sharded = DistributedOptimizer.sharded_state_dict
+
+    def _get(self: Any, model_param: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name: state for name, state in stock_get(self, model_param).items() if name != "step"}
+
+    @torch.no_grad()
+    def _set(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+        group, index = self.model_param_group_index_map[model_param]
+        main = self.optimizer.param_groups[group]["params"][index]
+        for name, target in {"param": main, **self.optimizer.state[main]}.items():
+            if name != "step":
+                target.copy_(tensors[name])
+
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        stock_load(self, state_dict)
+        for state in self.optimizer.state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"].clone()
+
+    def sharded_state_dict(self: Any, model_state: Any = None, is_loading: bool = False, *args: Any, **kw: Any) -> Any:
+        if isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW):
+            for group in self.optimizer.param_groups:
+                for param in group["params"]:
+                    state = self.optimizer.state[param]
+                    if not state:
+                        zeros = torch.zeros_like
+                        state.update(step=torch.tensor(0.0), exp_avg=zeros(param), exp_avg_sq=zeros(param))
+        return stock_sharded(self, model_state or {}, is_loading, *args, **kw)
+
+    DistributedOptimizer._get_main_param_and_optimizer_states = _get
+    DistributedOptimizer._set_main_param_and_optimizer_states = _set
+    DistributedOptimizer.load_state_dict = load_state_dict
+    DistributedOptimizer.sharded_state_dict = sharded_state_dict
+
+
+def repair_missing_transformer_engine() -> None:
+    """Two modules use names of TransformerEngine that do not exist without it.
+
+    Why: ``moe_utils`` reads ``te_general_gemm``, which only a successful import defines (NameError in routers), and
+    ``multi_latent_attention`` assumes TransformerEngine although its classes are mocks then (TypeError in
+    ``isinstance``).
+    Upstream: core_v0.16.1. Delete when a MoE layer and a latent-attention layer build and run without TE.
+    """
+    if importlib.util.find_spec("transformer_engine") is not None:
+        return
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils
+
+    moe_utils.te_general_gemm = None
+    multi_latent_attention.HAVE_TE = False
+
+
+def repair_expert_dispatch_on_cpu() -> None:
+    """Dispatching tokens to experts fails on host tensors.
+
+    1. ``maybe_move_tensor_to_cpu`` returns a host tensor unchanged even if a numpy array is requested, and
+       ``all_to_all_single`` then gets tensors as split sizes (TypeError).
+    2. gloo cannot gather parts of unequal sizes, which experts cut by tensor parallelism need: they are padded.
+
+    Upstream: core_v0.16.1. Delete the first when the function honors ``as_numpy`` for host tensors, the second when
+    gloo has ``all_gather`` with unequal sizes.
+    """
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+    stock = mappings._gather_along_first_dim
+
+    def gather(x: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return stock(x, group, output_split_sizes, use_global_buffer)
+        lengths = [int(length) for length in output_split_sizes]
+        longest = max([*lengths, 1])
+        padded = x.new_zeros(longest, *x.shape[1:])
+        padded[: x.size(0)] = x
+        out = x.new_empty(longest * len(lengths), *x.shape[1:])
+        torch.distributed.all_gather_into_tensor(out, padded, group=group)
+        return torch.cat([out[i * longest : i * longest + length] for i, length in enumerate(lengths)])
+
+    mappings._gather_along_first_dim = gather
+
+
+def repair_overlapped_sends_on_cpu() -> None:
+    """An interleaved stage releases the memory of an output that gloo has not sent yet.
+
+    Why: ``deallocate_output_tensor`` replaces the ``.data`` of an output before its ``isend`` has been waited for. gloo
+    keeps the tensor, not its memory, and another thread reads it once the receiver is ready: silently, it may send
+    later content of that memory. This needs a loaded machine, so that the thread is late. A second tensor that
+    shares the memory keeps it until the send is done.
+    Upstream: core_v0.16.1, with ``overlap_p2p_comm``. Delete when outputs are released after the wait.
+    """
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    stock = p2p_communication._p2p_ops
+
+    def exchange(*, tensor_send_prev: Any, tensor_send_next: Any, **others: Any) -> Any:
+        held = [None if tensor is None else tensor.detach() for tensor in (tensor_send_prev, tensor_send_next)]
+        return stock(tensor_send_prev=held[0], tensor_send_next=held[1], **others)
+
+    p2p_communication._p2p_ops = exchange

@@ -1,36 +1,53 @@
-"""The matrix products of the package deep_gemm, which engines use: one weight, or the weights of several experts.
+"""Matrix products of the package deep_gemm, as the engines compute them (--megatron-deepgemm-forward-layers).
 
-    8 bits   tokens in groups of 128 columns, weights in blocks of 128 x 128, each with a scale of its own; the same
-             rounding as a weight sync makes (``slime.weight_sync.quantize``)
+    8 bits   tokens in groups of 128 columns, weights in blocks of 128 x 128, one scale each, rounded as in a weight
+             sync (``slime.weight_sync.quantize``)
     16 bits  bf16 throughout
 
-Which one is the engines': the checkpoint that they load says whether its weights are in 8 bits. Gradients are those of
-the product of the bf16 tensors, straight through the rounding. ``deepgemm_forward`` puts these in the place of layers'
-products. The package needs a GPU of compute capability 9.0; nothing here has run on one yet.
+The engines' checkpoint decides between the two. Gradients are those of the bf16 product: straight through the rounding.
+
+    dense     linear layers of attention, MLPs and shared experts: each product is replaced
+    experts   all experts of a layer at once: two grouped products and the activation between them
+
+Weights, names, communication and checkpoints do not change. ``setup`` calls ``install_deepgemm`` after it has built the
+model. The functions ``enable_*`` do the same as hooks, under names that launch scripts use. The package needs a GPU of
+compute capability 9.0. It has not run on a GPU yet.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.moe.experts import SequentialMLP
 
+from slime.backends.megatron_utils.checkpoint.tensors import chunks_of
+from slime.backends.training.arguments import PluginArgs
+from slime.backends.training.hf_files import raise_everywhere
+from slime.config.groups import from_args
 from slime.models.config_json import load_model_config
 from slime.utils.errors import ConfigError
 from slime.weight_sync.quantize import quantize_fp8
-
-__all__ = ["Products", "multiply", "multiply_grouped", "products_of"]
 
 _BLOCK = 128
 
 
 @dataclass(frozen=True)
 class Products:
-    """The kind of product that an engine makes.
+    """The matrix product of an engine.
 
     Attributes:
         has_8_bits: tokens and weights are rounded to float8_e4m3fn.
@@ -52,7 +69,7 @@ class Products:
         return out
 
     def of_many(self, tokens: torch.Tensor, counts: Sequence[int], weights: Sequence[torch.Tensor]) -> torch.Tensor:
-        """``[t, K] -> [t, N]`` in bf16: ``counts[i]`` rows, one expert's behind the other's, times ``weights[i]``."""
+        """``[t, K] -> [t, N]`` in bf16: ``counts[i]`` rows, sorted by expert, times ``weights[i]``."""
         rows, owners = _in_blocks_of_rows(counts, tokens.device)
         out = tokens.new_empty(len(owners), weights[0].shape[0])
         if len(rows) == 0:
@@ -79,17 +96,17 @@ class Products:
 
 
 def products_of(hf_checkpoint: str) -> Products:
-    """What engines that load ``hf_checkpoint`` make.
+    """The product of engines that load ``hf_checkpoint``.
 
     Raises:
-        ConfigError: its weights are quantised in another way than 8-bit blocks of 128 x 128.
+        ConfigError: its weights are quantized in another way than 8-bit blocks of 128 x 128.
     """
     config = load_model_config(hf_checkpoint).get("quantization_config")
     if config is None:
         return Products()
     if config.get("quant_method") != "fp8" or config.get("weight_block_size") != [_BLOCK, _BLOCK]:
         raise ConfigError(
-            f"--megatron-deepgemm-forward-layers: --hf-checkpoint {hf_checkpoint} is quantised as "
+            f"--megatron-deepgemm-forward-layers: --hf-checkpoint {hf_checkpoint} is quantized as "
             f"{config.get('quant_method')} with weight_block_size {config.get('weight_block_size')}, and deep_gemm "
             f"multiplies bf16 and fp8 in blocks of {_BLOCK} x {_BLOCK}: leave the flag out, or use such a checkpoint."
         )
@@ -98,20 +115,20 @@ def products_of(hf_checkpoint: str) -> Products:
 
 def multiply(products: Products, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``[..., K] x [N, K] -> [..., N]`` with gradients."""
-    product: torch.Tensor = _Product.apply(products, (tokens.numel() // tokens.shape[-1],), tokens, weight)
+    product: torch.Tensor = _Product.apply(products, (tokens.numel() // tokens.shape[-1],), tokens, weight)  # type: ignore[no-untyped-call]
     return product
 
 
 def multiply_grouped(
     products: Products, tokens: torch.Tensor, counts: Sequence[int], weights: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """``[t, K] -> [t, N]`` with gradients; as :meth:`Products.of_many`."""
-    product: torch.Tensor = _Product.apply(products, tuple(counts), tokens, *weights)
+    """:meth:`Products.of_many` with gradients: ``[t, K] -> [t, N]``."""
+    product: torch.Tensor = _Product.apply(products, tuple(counts), tokens, *weights)  # type: ignore[no-untyped-call]
     return product
 
 
 class _Product(torch.autograd.Function):
-    """Rows of the tokens times one weight after the other. The backward pass is the one of plain products."""
+    """Rows of the tokens times their weights. The backward pass is that of plain products."""
 
     @staticmethod
     def forward(
@@ -141,10 +158,10 @@ class _Product(torch.autograd.Function):
 
 
 def _in_blocks_of_rows(counts: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """A block of rows that the kernel multiplies belongs to one expert, hence each one's rows are filled up to blocks.
+    """Pad each expert's rows to whole blocks: the kernel multiplies a block with one expert's weight.
 
     Returns:
-        Where each row goes, int64 ``[t]``; and whose each place is, int32, -1 for nobody's.
+        (the padded position of each row, int64 ``[t]``; the expert of each padded position, int32, -1 for padding).
     """
     size = int(_kernel("get_mk_alignment_for_contiguous_layout")())
     rows, owners, begin = [], [], 0
@@ -164,3 +181,128 @@ def _package() -> Any:
 def _kernel(name: str) -> Callable[..., Any]:
     function: Callable[..., Any] = getattr(_package(), name)
     return function
+
+
+_LINEAR = ("self_attention", "mlp.linear_fc1", "mlp.linear_fc2", "mlp.shared_experts")
+_EXPERTS = ("mlp.experts",)
+
+
+def install_deepgemm(chunks: Any, plugins: PluginArgs, hf_checkpoint: str) -> list[str]:
+    """Replace the products of the modules that the flags name. A collective. Idempotent.
+
+    Returns:
+        Names of the modules on this rank, such as ``3.mlp.linear_fc1``, with the layer's number in the whole model.
+
+    Raises:
+        ConfigError: a layer without such modules, a name that matches none, or sizes that deep_gemm cannot multiply.
+            Raised on all ranks.
+    """
+    dense, experts = plugins.megatron_deepgemm_forward_layers, plugins.megatron_deepgemm_moe_forward_layers
+    if not dense and not experts:
+        return []
+    products = products_of(hf_checkpoint)
+    linear: dict[str, Any] = {}
+    grouped: dict[str, Any] = {}
+    if dense:
+        names = plugins.megatron_deepgemm_forward_modules
+        linear = _select(chunks, dense, names or _LINEAR, "forward", (ColumnParallelLinear, RowParallelLinear))
+    if experts:
+        names = plugins.megatron_deepgemm_moe_forward_modules
+        grouped = _select(chunks, experts, names or _EXPERTS, "moe-forward", (SequentialMLP,))
+    weights = [(name, module.weight) for name, module in linear.items()]
+    for name, module in grouped.items():
+        first = module.local_experts[0]
+        weights += [(name, first.linear_fc1.weight), (name, first.linear_fc2.weight)]
+    raise_everywhere(
+        [
+            f"deep_gemm cannot multiply with {name}, of which a rank has {' x '.join(map(str, weight.shape))}: in 8 "
+            "bits the sizes must be multiples of 64 and 128. Leave it out of the --megatron-deepgemm flags."
+            for name, weight in weights
+            if not products.can_multiply(weight)
+        ]
+    )
+    for module in linear.values():
+        module._forward_impl = partial(_linear, products)
+    for module in grouped.values():
+        module.forward = partial(_experts, products, module)
+    return [*linear, *grouped]
+
+
+def enable_deepgemm_all_forward(args: Namespace, model: Any, store_prefix: str) -> None:
+    """For ``--custom-megatron-before-log-prob-hook-path``. Not needed: the trainer does it if the flags are set."""
+    install_deepgemm(model, from_args(PluginArgs, args), args.hf_checkpoint)
+
+
+def enable_deepgemm_all_forward_before_train_step(
+    args: Namespace, rollout_id: int, step_id: int, model: Any, optimizer: Any, opt_param_scheduler: Any
+) -> None:
+    """For ``--custom-megatron-before-train-step-hook-path``. Not needed: the trainer does it if the flags are set."""
+    install_deepgemm(model, from_args(PluginArgs, args), args.hf_checkpoint)
+
+
+def _select(
+    chunks: Any, layers: Sequence[int], suffixes: Sequence[str], which: str, kinds: tuple[type, ...]
+) -> dict[str, Any]:
+    """Modules of these ``kinds`` in the ``layers`` on this rank, named by one of ``suffixes`` or inside such a module.
+
+    Leaves out the modules inside an expert: the experts of a layer are replaced together.
+    """
+    found: dict[str, Any] = {}
+    hits: set[tuple[str, int | str]] = set()
+    for chunk in chunks_of(chunks):
+        for layer in chunk.decoder.layers:
+            number = layer.layer_number - 1
+            for name, module in layer.named_modules() if number in layers else ():
+                fitting = [suffix for suffix in suffixes if f".{suffix}." in f".{name}."]
+                if isinstance(module, kinds) and fitting and ".local_experts." not in name:
+                    found[f"{number}.{name}"] = module
+                    hits |= {("layer", number), *(("module", suffix) for suffix in fitting)}
+    everywhere: list[set[tuple[str, int | str]]] = [set() for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, hits)
+    hits = set().union(*everywhere)
+    flag = f"--megatron-deepgemm-{which}"
+    problems = [
+        f"{flag}-layers {number}: no such layer has such modules." for number in layers if ("layer", number) not in hits
+    ]
+    if suffixes not in (_LINEAR, _EXPERTS):
+        problems += [
+            f"{flag}-modules {suffix} finds no module in these layers; names look like self_attention.linear_proj, "
+            "mlp.linear_fc1, mlp.experts."
+            for suffix in suffixes
+            if ("module", suffix) not in hits
+        ]
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _linear(
+    products: Products,
+    *,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    tp_group: Any,
+    **_: Any,
+) -> torch.Tensor:
+    """Replaces the product of Megatron's linear layers, with its communication."""
+    if sequence_parallel:
+        input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
+    elif allreduce_dgrad:
+        input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+    out = multiply(products, input, weight)
+    return out if bias is None else out + bias
+
+
+def _experts(
+    products: Products, module: Any, hidden: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
+) -> tuple[torch.Tensor, None]:
+    """Replaces ``SequentialMLP.forward``. ``hidden``: ``[t, h]``, sorted by expert."""
+    counts = tokens_per_expert.tolist()
+    gate_up = multiply_grouped(products, hidden, counts, [one.linear_fc1.weight for one in module.local_experts])
+    gate, up = gate_up.chunk(2, dim=-1)
+    inner = (module.config.activation_func(gate) * up * probs.unsqueeze(-1)).to(hidden.dtype)
+    out = multiply_grouped(products, inner, counts, [one.linear_fc2.weight for one in module.local_experts])
+    return out, None

@@ -1,6 +1,6 @@
-"""The HTTP side of the log-prob server: routes, statuses, and a request to itself before the doors open.
+"""The HTTP side of the log-prob server: routes, statuses, and a warm-up request before it serves.
 
-JSON in, JSON out. Knows a queue; started by ``slime.ray.logprob_server``.
+JSON in, JSON out. Serves a ``ScoreQueue``. ``slime.ray.logprob_server`` starts it.
 
     GET  /detect /healthz /info /get_loads
     POST /generate                     400 bad request, 413 too long, 503 while weights are loaded, 500 anything else
@@ -20,11 +20,8 @@ import aiohttp
 from aiohttp import web
 
 from slime.backends.megatron_utils.server.arguments import TeacherServerArgs
-from slime.backends.megatron_utils.server.queue import Busy, ScoreQueue, Updating
-from slime.backends.megatron_utils.server.requests import TooLong, parse_request
+from slime.backends.megatron_utils.server.queue import Busy, ScoreQueue, TooLong, Updating, parse_request
 from slime.utils.errors import ConfigError, DataError, DeadlineExceeded, SlimeError
-
-__all__ = ["ServedModel", "make_app", "serving", "warm_up"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +36,12 @@ _STATUS: dict[type[Exception], int] = {
     ConfigError: 400,
     DataError: 400,
 }
-"""First match counts: a more special error comes before its base."""
+"""The first match counts: a subclass comes before its base."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ServedModel:
-    """What requests are checked against, and what ``/info`` tells.
+    """The facts that requests are checked against, and the content of ``/info``.
 
     Attributes:
         info: arguments of the server, JSON-ready and without secrets.
@@ -129,12 +126,12 @@ async def _errors(
 
 @asynccontextmanager
 async def serving(app: web.Application, host: str, port: int) -> AsyncIterator[None]:
-    """The application answers at ``host``:``port`` inside the block.
+    """Serve the application at ``host``:``port`` inside the block.
 
     Raises:
         ConfigError: the address cannot be used.
     """
-    # a client that leaves cancels its handler, which takes the request out of the queue
+    # if a client disconnects, its handler is cancelled, which removes the request from the queue
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
     await runner.setup()
     try:
@@ -148,10 +145,10 @@ async def serving(app: web.Application, host: str, port: int) -> AsyncIterator[N
 
 
 async def warm_up(app: web.Application, vocab_size: int, settings: TeacherServerArgs) -> None:
-    """Score a few tokens through the whole way, on a port that nobody knows yet.
+    """Score a few tokens through the whole server, on a loopback port before it serves.
 
     Raises:
-        SlimeError: it did not answer in time, or not with log-probs.
+        SlimeError: the answer is late or has no log-probs.
     """
     port, seconds = settings.teacher_warmup_port, settings.teacher_warmup_timeout_s
     body = {"input_ids": [token % vocab_size for token in _WARMUP_IDS]}

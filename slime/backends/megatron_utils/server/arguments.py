@@ -79,7 +79,7 @@ def configure_megatron_server_args(args: Namespace) -> Namespace:
     Raises:
         ConfigError: a variable of the environment that holds no such value.
     """
-    given = vars(args).get("given", frozenset())  # absent if another parser made the arguments
+    given: frozenset[str] = vars(args).get("given", frozenset())  # absent if another parser made the arguments
     for name, convert in _FROM_ENVIRONMENT.items():
         text = os.environ.get(name.upper())
         if not text or name in given:

@@ -1,6 +1,6 @@
-"""Where the log-prob server is started: ``python -m slime.backends.megatron_utils.server.megatron_server --help``.
+"""Entry point of the log-prob server: ``python -m slime.backends.megatron_utils.server.megatron_server --help``.
 
-Starting it is wiring, and wiring is in ``slime.ray``.
+The code is in ``slime.ray.logprob_server``. The path of this module is public.
 """
 
 from __future__ import annotations

@@ -1,29 +1,195 @@
-"""The requests that wait for the model: taken in order, in rounds, and held back while weights are loaded.
+"""Requests and answers of the log-prob server as data, and the queue that scores them in rounds.
 
-    ask()      a request waits its turn ----> round ----> answer
-    update()   no new requests -> those under way are answered -> load -> requests again
+    ask()      request waits ----> round ----> answer
+    update()   refuse new requests -> answer those in flight -> load weights -> accept requests
 
-Called by ``app`` on the event loop of the server. Knows neither HTTP nor the model: it is given two functions that
-block, and calls them in threads.
+``app`` calls the queue on the server's event loop. The queue imports neither torch, HTTP nor the model: it calls two
+blocking functions in threads.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+import math
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
-from slime.backends.megatron_utils.server.requests import RoundSettings, Score, ScoreRequest, plan_round
 from slime.utils.async_utils import call_in_thread
 from slime.utils.deadline import Deadline
-from slime.utils.errors import ConfigError, DeadlineExceeded, ProcessDied, SlimeError
-
-__all__ = ["Busy", "ScoreQueue", "Scoring", "Unusable", "Updating"]
+from slime.utils.errors import ConfigError, DataError, DeadlineExceeded, ProcessDied, SlimeError
 
 logger = logging.getLogger(__name__)
+
+_MAX_DRAWS = 1024
+"""For each position. A micro-batch has as many columns as its request with the most."""
+_MAX_DRAWS_IN_ALL = 2**22
+"""Of a request: about 100 MB of JSON."""
+
+
+class TooLong(DataError):
+    """A request with more tokens than ``--megatron-server-max-length``."""
+
+    def __init__(self, length: int, limit: int) -> None:
+        super().__init__(f"input_ids has {length} tokens, --megatron-server-max-length allows {limit}.")
+        self.length, self.limit = length, limit
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """One sequence to score.
+
+    Attributes:
+        input_ids: at least two tokens. The log-prob of each token but the first is computed.
+        sample_n: draws from the distribution at each of these positions.
+        label_token_ids: ``[len - 1][k]`` ids whose log-probs are computed too. Empty if none.
+    """
+
+    input_ids: Sequence[int]
+    sample_n: int = 0
+    label_token_ids: Sequence[Sequence[int]] = ()
+
+    @property
+    def num_labels(self) -> int:
+        return len(self.label_token_ids[0]) if self.label_token_ids else 0
+
+    @property
+    def num_scored(self) -> int:
+        return len(self.input_ids) - 1
+
+
+@dataclass(frozen=True)
+class Score:
+    """The answer: lists, one entry for each token but the first.
+
+    Attributes:
+        log_probs: ``[len - 1]``.
+        label_token_log_probs: ``[len - 1][k]``, None without labels.
+        sampled_token_ids, sampled_log_probs: ``[len - 1][n]``, None without draws.
+    """
+
+    log_probs: list[float]
+    label_token_log_probs: list[list[float]] | None = None
+    sampled_token_ids: list[list[int]] | None = None
+    sampled_log_probs: list[list[float]] | None = None
+
+
+def parse_request(body: Any, *, vocab_size: int, temperature: float, max_length: int = 0) -> ScoreRequest:
+    """A request from the JSON of ``POST /generate``.
+
+    Fields that SGLang's ``/generate`` has are ignored, so that one client can ask either: nothing is generated here.
+
+    Args:
+        temperature: of the server. A request with another one is refused.
+        max_length: largest number of tokens, 0 for no limit.
+
+    Raises:
+        TooLong: more tokens than that.
+        DataError: everything else that is wrong with it, with field, value and rule.
+    """
+    if not isinstance(body, Mapping):
+        raise DataError("the body must be a JSON object with input_ids.")
+    ids = body.get("input_ids")
+    if not _are_ids(ids, vocab_size) or len(ids) < 2:
+        raise DataError(f"input_ids must be a list of at least 2 token ids from 0 to {vocab_size - 1}.")
+    if max_length and len(ids) > max_length:
+        raise TooLong(len(ids), max_length)
+    number = body.get("sample_n", 0)
+    most = min(vocab_size, _MAX_DRAWS, _MAX_DRAWS_IN_ALL // (len(ids) - 1))
+    if type(number) is not int or not 0 <= number <= most:
+        raise DataError(
+            f"sample_n {number!r} must be an integer from 0 to {most}: at most {_MAX_DRAWS} for each of the "
+            f"{len(ids) - 1} tokens after the first, {_MAX_DRAWS_IN_ALL} together, and the {vocab_size} ids of the "
+            "vocabulary."
+        )
+    labels = body.get("label_token_ids") or ()
+    if labels:
+        _check_labels(labels, len(ids) - 1, vocab_size)
+    sampling = body.get("sampling_params") or {}
+    asked = sampling.get("temperature", temperature) if isinstance(sampling, Mapping) else temperature
+    if asked != temperature:
+        raise DataError(
+            f"sampling_params.temperature {asked} is not that of the server, which was started with "
+            f"--rollout-temperature {temperature}."
+        )
+    return ScoreRequest(ids, number, labels)
+
+
+def _check_labels(labels: Any, num_scored: int, vocab_size: int) -> None:
+    if not isinstance(labels, list) or len(labels) != num_scored:
+        raise DataError(f"label_token_ids must have a row for each of the {num_scored} tokens after the first.")
+    if not all(_are_ids(row, vocab_size) and len(row) == len(labels[0]) for row in labels):
+        raise DataError(f"every row of label_token_ids must have the same number of ids from 0 to {vocab_size - 1}.")
+
+
+def _are_ids(values: Any, vocab_size: int) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < vocab_size for value in values)
+
+
+@dataclass(frozen=True)
+class RoundSettings:
+    """How much goes through the model at a time.
+
+    Attributes:
+        max_tokens: total of a micro-batch. A larger request is a micro-batch alone. 0: one request per micro-batch.
+        data_parallel_size: ranks that score different requests.
+        num_micro_batches: at most, per rank. All pipeline stages work if there are more than stages.
+        multiple: their number is a multiple of this (interleaved pipelines).
+    """
+
+    max_tokens: int
+    data_parallel_size: int = 1
+    num_micro_batches: int = 1
+    multiple: int = 1
+
+    @property
+    def num_bins(self) -> int:
+        return self.data_parallel_size * self.num_micro_batches
+
+
+@dataclass(frozen=True)
+class Round:
+    """What goes through the model at once, every data-parallel rank with as many micro-batches as the others.
+
+    Attributes:
+        ranks: rank -> micro-batches -> positions of their requests in the queue.
+        num_taken: requests at the head of the queue that are in it.
+    """
+
+    ranks: list[list[list[int]]]
+    num_taken: int
+
+
+def plan_round(lengths: Sequence[int], settings: RoundSettings) -> Round:
+    """Take the requests of one round from the head of a queue: at least one.
+
+    Ranks with fewer micro-batches get empty ones, in which they score a dummy sequence: experts and
+    collectives of all ranks work together.
+
+    Args:
+        lengths: tokens of the waiting requests, in order. At least one request.
+    """
+    bins: list[list[int]] = []
+    sums: list[int] = []
+    for index, length in enumerate(lengths):
+        fits = next((number for number, used in enumerate(sums) if used + length <= settings.max_tokens), len(bins))
+        if fits == settings.num_bins:
+            break
+        if fits == len(bins):
+            bins.append([])
+            sums.append(0)
+        bins[fits].append(index)
+        sums[fits] += length
+    by_size = sorted(range(len(bins)), key=sums.__getitem__, reverse=True)
+    ranks = [
+        [bins[number] for number in by_size[rank :: settings.data_parallel_size]]
+        for rank in range(settings.data_parallel_size)
+    ]
+    width = math.ceil(len(ranks[0]) / settings.multiple) * settings.multiple
+    return Round([part + [[]] * (width - len(part)) for part in ranks], sum(map(len, bins)))
+
 
 Scoring = Callable[[list[list[list[ScoreRequest]]]], list[list[list[Score]]]]
 """Scores a round: ranks -> micro-batches -> requests, and the same for the answers. Blocks."""
@@ -38,7 +204,7 @@ class Busy(SlimeError):
 
 
 class Unusable(SlimeError):
-    """An update failed half way: the weights are no model any more until another one succeeds."""
+    """An update failed half way: the weights are unusable until another update succeeds."""
 
 
 @dataclass(eq=False)
@@ -53,14 +219,14 @@ class _Waiting:
 
 @dataclass
 class ScoreQueue:
-    """See the module docstring. :meth:`work` must run as long as it is used.
+    """The queue of the module docstring. :meth:`work` must run as long as it is used.
 
     Args:
         score: scores a round.
-        load: loads the weights at a path within seconds; raises ``ConfigError`` before anything has changed. Blocks.
+        load: loads the weights at a path within seconds. Raises ``ConfigError`` before it changes anything. Blocks.
         settings: how much a round holds.
-        path: where the weights came from.
-        damage: why there are no weights to score with; None while there are.
+        path: source of the weights.
+        damage: the reason why the weights are unusable, or None.
     """
 
     score: Scoring
@@ -83,7 +249,7 @@ class ScoreQueue:
 
         Raises:
             Updating: weights are being loaded.
-            Unusable: there are no weights to score with.
+            Unusable: the weights are unusable.
         """
         if self._loading is not None:
             raise Updating(f"the weights of {self._loading} are being loaded; ask again later.")
@@ -99,7 +265,7 @@ class ScoreQueue:
         """Score what waits, round by round, until cancelled. A round that fails is an error of its requests only.
 
         Raises:
-            ProcessDied: a rank is gone, in a round or in an update; whoever waits gets this error, too.
+            ProcessDied: a rank is gone, in a round or in an update. All waiting requests get this error too.
         """
         while True:
             self._waiting = [item for item in self._waiting if not item.answer.done()]
@@ -140,15 +306,15 @@ class ScoreQueue:
                 item.answer.set_exception(error)
 
     async def update(self, path: str, timeout_s: float) -> dict[str, Any]:
-        """Load the weights at ``path`` once nobody is being served. Returns what the server answers.
+        """Load the weights at ``path`` once no request is running. Returns the server's reply.
 
-        The same path as now is skipped; as one that is being loaded, awaited.
+        If ``path`` is loaded already, return at once. If it is being loaded, wait for that.
 
         Raises:
             Busy: another path is being loaded.
-            DeadlineExceeded: requests under way took longer, and the old weights serve on; or the loading did, and
-                there are none to serve with.
-            ConfigError: there are no weights at the path; the old ones serve on.
+            DeadlineExceeded: running requests took longer, and the old weights stay in use. Or the loading did, and
+                the weights are unusable.
+            ConfigError: there are no weights at the path. The old ones stay in use.
         """
         if self._loading is not None:
             if self._loading != path or self._loaded is None:
@@ -159,7 +325,7 @@ class ScoreQueue:
             return {"ok": True, "model_path": path, "skipped": True}
         self._loading = path
         self._loaded = asyncio.ensure_future(self._update(path, timeout_s))
-        return await asyncio.shield(self._loaded)  # goes on when the client has left
+        return await asyncio.shield(self._loaded)  # continues if the client disconnects
 
     async def _update(self, path: str, timeout_s: float) -> dict[str, Any]:
         try:
@@ -185,16 +351,16 @@ class ScoreQueue:
         try:
             yield
         except ConfigError:
-            raise  # looked at before anything changed
+            raise  # raised before anything changed
         except Exception as error:
             self.damage = f"loading the weights of {path} failed half way ({error}): load a checkpoint that works."
-            if isinstance(error, ProcessDied):  # no checkpoint helps: the work ends
+            if isinstance(error, ProcessDied):  # no checkpoint helps: ``work`` ends
                 self._death = error
                 self._news.set()
             raise
 
     def loads(self) -> dict[str, Any]:
-        """How much waits and runs, in requests and tokens."""
+        """Counts of waiting and running requests and tokens."""
         waiting = [item for item in self._waiting if not item.answer.done()]
         running = [sum(item.num_tokens for item in items) for items in self._running]
         return {

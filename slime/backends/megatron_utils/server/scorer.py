@@ -1,23 +1,29 @@
 """One rank of the log-prob server: the trainer's model without an optimizer, which scores sequences.
 
-Called by an actor of ``slime.ray.logprob_server`` on all ranks at once. Knows no HTTP and no queue. The pass is that of
-the trainer (``forward``), so that a teacher's log-probs are the numbers a trainer would compute.
+An actor of ``slime.ray.logprob_server`` calls it on all ranks at once. It knows neither HTTP nor the queue. It uses the
+trainer's forward pass, so that a teacher's log-probs equal those a trainer would compute.
+
+The vocabulary is divided among tensor ranks: rank k holds the ids ``[k V/tp, (k+1) V/tp)``. Columns from ``vocab_size``
+on are padding and are never sampled. Rows are handled in chunks, so that one fp32 copy of ``[chunk, V/tp]`` exists at a
+time.
 """
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
-from slime.backends.megatron_utils.patches.install import install
-from slime.backends.megatron_utils.server.requests import Score, ScoreRequest
-from slime.backends.megatron_utils.server.vocabulary import Vocabulary, label_log_probs, sample
+from slime.backends.megatron_utils.server.queue import Score, ScoreRequest
+from slime.backends.megatron_utils.setup import build_model_state, init_distributed
+from slime.backends.megatron_utils.step import outputs_of_last_stage, tensor_group
 from slime.backends.training.arguments import ParallelArgs, TrainerArgs
 from slime.backends.training.checkpoint_source import find_start, inspect_checkpoint
 from slime.backends.training.data import MicroBatch, TrainBatch
@@ -26,14 +32,12 @@ from slime.config.groups import from_args
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError, SlimeError
 
-__all__ = ["MegatronScorer"]
-
 _NOTHING = ScoreRequest([0, 0])
-"""Scored by a rank that has no request left, while others have."""
+"""The dummy of a rank without requests while other ranks have some."""
 
 
 class MegatronScorer(MegatronTrainer):
-    """See the module docstring. Of the trainer it has the model, its place among the ranks, and how weights are read.
+    """One rank of the server. Inherits the trainer's model, its position among the ranks, and the loading of weights.
 
     Args:
         args: the resolved command line of the server.
@@ -45,9 +49,6 @@ class MegatronScorer(MegatronTrainer):
 
     def setup(self) -> int:
         """Build the model and load its weights: those that a trainer would start with. Returns 0."""
-        install()
-        from slime.backends.megatron_utils.setup import build_model_state, init_distributed
-
         init_distributed(from_args(ParallelArgs, self._args), from_args(TrainerArgs, self._args))
         self._state = build_model_state(self._args, self._shape)
         self._fill(self._readable(find_start(self._checkpoint, self._args.hf_checkpoint)))
@@ -59,8 +60,8 @@ class MegatronScorer(MegatronTrainer):
         """Take the weights of a checkpoint of Megatron or Hugging Face.
 
         Raises:
-            ConfigError: there is none that can be read; the weights are the old ones then.
-            SlimeError: it does not fit the model; the weights are of neither then.
+            ConfigError: there is no readable checkpoint. The weights have not changed.
+            SlimeError: it does not fit the model. The weights are unusable.
         """
         source = inspect_checkpoint("model_path", path)
         if source is None:
@@ -75,13 +76,11 @@ class MegatronScorer(MegatronTrainer):
         """Score requests. A collective over all ranks, each with the same number of micro-batches.
 
         Args:
-            micro_batches: of this data-parallel rank; an empty one takes part for the sake of the others.
+            micro_batches: of this data-parallel rank. An empty one still takes part in collectives.
 
         Returns:
-            The answers, in the same places, on one of the ranks that share the requests; None on the others.
+            The answers, at the same positions, on one of the ranks that share the requests. None on the others.
         """
-        from slime.backends.megatron_utils.step import outputs_of_last_stage
-
         filled = [list(requests) or [_NOTHING] for requests in micro_batches]
         requests = [request for part in filled for request in part]
         layout = _Layout.of(requests)
@@ -114,8 +113,6 @@ class MegatronScorer(MegatronTrainer):
         self, requests: Sequence[ScoreRequest], layout: _Layout, micro_batch: MicroBatch, logits: torch.Tensor
     ) -> torch.Tensor:
         """``[N, layout.width]`` float64 of the micro-batch."""
-        from slime.backends.megatron_utils.step import tensor_group
-
         args = self._args
         vocabulary = Vocabulary(self._shape.vocab_size, args.rollout_temperature, tensor_group())
         log_probs, _ = response_log_probs(
@@ -142,7 +139,7 @@ class MegatronScorer(MegatronTrainer):
 
 @dataclass(frozen=True)
 class _Layout:
-    """How everything that is said about a token fits into one row, which is what travels between ranks.
+    """The layout of one row per token with all its results: rows are sent between ranks.
 
         log-prob | those of the labels | ids that were drawn | their log-probs
 
@@ -157,7 +154,7 @@ class _Layout:
         return cls(max(request.num_labels for request in requests), max(request.sample_n for request in requests))
 
     def labels(self, requests: Sequence[ScoreRequest]) -> torch.Tensor:
-        """``[N, num_labels]`` int64; id 0 where a request has fewer."""
+        """``[N, num_labels]`` int64, padded with id 0."""
         labels = torch.zeros(sum(request.num_scored for request in requests), self.num_labels, dtype=torch.int64)
         start = 0
         for request in requests:
@@ -168,7 +165,7 @@ class _Layout:
         return labels
 
     def answer(self, request: ScoreRequest, rows: torch.Tensor) -> Score:
-        """What the rows ``[len - 1, 1 + num_labels + 2 num_draws]`` of a request say."""
+        """The answer in the rows ``[len - 1, 1 + num_labels + 2 num_draws]`` of a request."""
         log_probs, labels, ids, drawn = rows.split([1, self.num_labels, self.num_draws, self.num_draws], dim=1)
         return Score(
             log_probs.squeeze(1).tolist(),
@@ -176,3 +173,119 @@ class _Layout:
             ids[:, : request.sample_n].long().tolist() if request.sample_n else None,
             drawn[:, : request.sample_n].tolist() if request.sample_n else None,
         )
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """How logits become a distribution.
+
+    Attributes:
+        size: real token ids.
+        temperature: of the rollout: logits are divided by it.
+        group: ranks that share the ids, or None.
+    """
+
+    size: int
+    temperature: float
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else dist.get_rank(self.group)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Some rows of the logits.
+
+    Attributes:
+        part: which rows of all.
+        logits: fp32 ``[c, ids of this rank]``, divided by the temperature.
+        masses: ``[ranks, c]``: log of the sum of exp over each rank's ids.
+    """
+
+    part: slice
+    logits: torch.Tensor
+    masses: torch.Tensor
+
+    @property
+    def normalizer(self) -> torch.Tensor:
+        """``[c, 1]``: log of the sum of exp over the vocabulary."""
+        return self.masses.logsumexp(0).unsqueeze(1)
+
+
+def label_log_probs(
+    logits: torch.Tensor, labels: torch.Tensor, vocabulary: Vocabulary, *, chunk_size: int
+) -> torch.Tensor:
+    """``log softmax(logits / temperature)`` at several ids of each row: fp32 ``[n, k]``.
+
+    Args:
+        logits: ``[n, V/tp]``.
+        labels: ``[n, k]`` int64, global ids.
+    """
+    out = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
+    first = vocabulary.rank * logits.shape[1]
+    for rows in _chunks(logits, vocabulary, chunk_size):
+        local = labels[rows.part] - first
+        found = _at(rows.logits, local, (local >= 0) & (local < rows.logits.shape[1]))
+        out[rows.part] = _largest(found, vocabulary) - rows.normalizer
+    return out
+
+
+def sample(
+    logits: torch.Tensor, num: int, vocabulary: Vocabulary, *, chunk_size: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``num`` independent draws from each row's distribution: ids int64 ``[n, num]`` and their log-probs fp32.
+
+    Two stages, so that no rank needs the whole row: which rank's ids a draw falls into, by the ranks' masses (rank 0
+    draws for all), then which of them (that rank draws).
+    """
+    ids = torch.full((logits.shape[0], num), -1, dtype=torch.int64, device=logits.device)
+    log_probs = torch.full(ids.shape, -math.inf, dtype=torch.float32, device=logits.device)
+    first = vocabulary.rank * logits.shape[1]
+    for rows in _chunks(logits, vocabulary, chunk_size):
+        owners = _draw(rows.masses.T, num, generator)
+        if vocabulary.group is not None:
+            dist.broadcast(owners, group=vocabulary.group, group_src=0)
+        if rows.logits.shape[1]:
+            local = _draw(rows.logits, num, generator)
+            is_mine = owners == vocabulary.rank
+            ids[rows.part] = torch.where(is_mine, local + first, -1)
+            log_probs[rows.part] = _at(rows.logits, local, is_mine) - rows.normalizer
+    return _largest(ids, vocabulary), _largest(log_probs, vocabulary)
+
+
+def _chunks(logits: torch.Tensor, vocabulary: Vocabulary, chunk_size: int) -> Iterator[_Rows]:
+    width = logits.shape[1]
+    num_ids = max(0, min(width, vocabulary.size - vocabulary.rank * width))
+    for start in range(0, logits.shape[0], chunk_size):
+        part = slice(start, min(start + chunk_size, logits.shape[0]))
+        scaled = logits[part, :num_ids].float() / vocabulary.temperature
+        yield _Rows(part, scaled, _masses(scaled, vocabulary.group))
+
+
+def _masses(scaled: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    mine = scaled.logsumexp(1) if scaled.shape[1] else scaled.new_full((scaled.shape[0],), -math.inf)
+    if group is None:
+        return mine.unsqueeze(0)
+    masses = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(masses, mine, group=group)
+    return torch.stack(masses)
+
+
+def _draw(logits: torch.Tensor, num: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.multinomial(logits.softmax(1), num, replacement=True, generator=generator)
+
+
+def _at(logits: torch.Tensor, local: torch.Tensor, is_mine: torch.Tensor) -> torch.Tensor:
+    """Values at this rank's ids, -inf for those of others."""
+    if not logits.shape[1]:
+        return logits.new_full(local.shape, -math.inf)
+    return torch.where(is_mine, logits.gather(1, local.clamp(0, logits.shape[1] - 1)), -math.inf)
+
+
+def _largest(values: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
+    """Of all ranks: each value has one owner, the others hold less than anything."""
+    if vocabulary.group is not None:
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=vocabulary.group)
+    return values

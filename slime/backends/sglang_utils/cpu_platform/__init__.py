@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from slime.utils import accelerator
 
-__all__ = ["activate"]
-
 
 def activate() -> str | None:
-    """The platform class, None where there is a GPU: SGLang's own platform then applies."""
+    """The platform class, or None with a GPU: then SGLang's platform applies."""
     if not accelerator.current().is_cpu:
         return None
     return "slime.backends.sglang_utils.cpu_platform.platform.SlimeCpuPlatform"

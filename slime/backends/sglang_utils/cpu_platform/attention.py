@@ -15,8 +15,6 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch.nn.functional import scaled_dot_product_attention
 
-__all__ = ["BatchedTorchAttnBackend"]
-
 _MAX_SCORES = 1 << 26
 """Padded attention scores of one prefill; more than that is computed sequence by sequence."""
 
@@ -27,8 +25,8 @@ class _Batch:
 
     Attributes:
         slots: int64 [B, L], place of each key in the pool.
-        mask: bool, broadcastable to the scores; True where a query may look.
-        is_query: bool [B, Q], real query rows of a prefill; None when decoding.
+        mask: bool, broadcastable to the scores; True for visible keys.
+        is_query: bool [B, Q], real query rows of a prefill, or None when decoding.
     """
 
     slots: torch.Tensor

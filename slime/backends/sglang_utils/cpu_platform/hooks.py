@@ -8,8 +8,6 @@ from typing import Any
 
 from slime.utils import accelerator
 
-__all__ = ["register"]
-
 _NAP_MS = 20
 
 

@@ -4,7 +4,7 @@ Every tensor stays where it is. The pages behind those that were made inside a r
 when the region is paused and read as zeros afterwards: as on a GPU, what was in them is gone. So an engine that
 released its weights really needs a weight sync before it can serve.
 
-SGLang 0.5.23 asks for an adapter with ``TorchMemorySaverAdapter.create``; the hook that answers is in ``hooks``.
+SGLang 0.5.23 asks for an adapter with ``TorchMemorySaverAdapter.create``. The hook that returns it is in ``hooks``.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["CpuMemorySaver", "create"]
-
 
 @dataclass(frozen=True)
 class _Block:
-    """Memory of one storage; ``storage`` says whether it still exists."""
+    """Memory of one storage. ``storage`` is a weak reference to it."""
 
     address: int
     num_bytes: int
@@ -85,7 +83,7 @@ class _Storages(TorchDispatchMode):
     """Notes the storage of every tensor that comes out of an operator."""
 
     def __init__(self, found: dict[int, _Block]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._found = found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,6 +1,6 @@
-"""The platform class. What is not overridden here, SGLang's own CPU mixin provides.
+"""The platform class on top of SGLang's CPU mixin.
 
-Every repair in :meth:`init_backend` says what breaks without it. All were needed with SGLang 0.5.23; each can go when a
+Every repair in :meth:`init_backend` documents its fault. All were needed with SGLang 0.5.23. Each can go when a
 CPU without ``sgl_kernel`` is supported by SGLang itself.
 """
 
@@ -14,8 +14,6 @@ import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
-
-__all__ = ["SlimeCpuPlatform"]
 
 _ATTENTION = "torch_native"
 
@@ -84,8 +82,8 @@ def _full_precision() -> None:
 
 
 def _default_device_module() -> None:
-    """``torch.get_device_module()`` is torch.cuda on a CUDA build; releasing memory then synchronises a missing GPU."""
-    original = torch.get_device_module  # itself wrapped (a cache), so that __wrapped__ tells nothing
+    """``torch.get_device_module()`` is torch.cuda on a CUDA build: releasing memory would synchronize a missing GPU."""
+    original = torch.get_device_module  # a cache wraps it already, so __wrapped__ is not a mark of this patch
     if hasattr(original, "is_patched"):
         return
 
@@ -123,7 +121,7 @@ def _deterministic_sampling() -> None:
 
     batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None  # one thread needs none
     murmur_hash.murmur_hash32 = murmur_hash32
-    sampler = sys.modules.get("sglang.srt.layers.sampler")
+    sampler: Any = sys.modules.get("sglang.srt.layers.sampler")
     if sampler is not None:
         sampler.murmur_hash32 = murmur_hash32
 
@@ -174,7 +172,7 @@ def _gated_shared_experts() -> None:
     from sglang.kernels.ops.elementwise import elementwise
 
     elementwise.fused_gate_sigmoid_mul_add = gate_and_add
-    model = sys.modules.get("sglang.srt.models.qwen2_moe")
+    model: Any = sys.modules.get("sglang.srt.models.qwen2_moe")
     if model is not None:
         model.fused_gate_sigmoid_mul_add = gate_and_add
 

@@ -1,10 +1,11 @@
-"""Which tensors this rank holds and which the whole model has, each with its line of the family's table.
+"""The tensors of this rank and of the whole model, each with its rule in the family's table, and their layouts.
 
-    local_tensors   the rank's parameters and router biases, by place in the whole model
-    plan            every place, in the order of export, and the pipeline stage that owns it (a collective)
+    ModelTensors.local      the rank's parameters and router biases, by place in the whole model
+    ModelTensors.plan       every place in the order of export, and its pipeline stage (a collective)
+    to_megatron ... join    one tensor between Hugging Face and Megatron: fuse, pad, cut, and their inverses
 
 A *place* is a tensor of the whole model, cut by tensor parallelism only. Experts are the exception: one place is the
-expert with the same local number on every expert-parallel rank, so that all ranks walk through the same list.
+expert with the same local number on every expert-parallel rank, so that all ranks iterate over the same list.
 """
 
 from __future__ import annotations
@@ -13,20 +14,17 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from slime.backends.megatron_utils.checkpoint.tensor_layouts import Dimensions
-from slime.backends.megatron_utils.model.gpt import unwrap
-from slime.backends.megatron_utils.model.value_head import VALUE_HEAD_PARAMETERS, ValueHead
+from slime.backends.megatron_utils.model.gpt import VALUE_HEAD_PARAMETERS, ValueHead, unwrap
 from slime.models.family import Family
-from slime.models.tables import Rule
+from slime.models.tables import Rule, Section
 from slime.utils.errors import ConfigError
-
-__all__ = ["LocalTensor", "ModelTensors", "Place", "chunks_of", "dimensions_of"]
 
 _DECODER_LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 _MTP_LAYER = re.compile(r"(?<=^mtp\.layers\.)\d+")
@@ -38,8 +36,10 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """See the module docstring; ordered as exported. ``layer``, of the decoder or the vision tower, and ``mtp`` are -1,
-    ``expert`` is 0, where they mean nothing."""
+    """A tensor of the whole model, see the module docstring. Ordered as exported.
+
+    ``layer``, of the decoder or the vision tower, and ``mtp`` are -1 if not applicable, and ``expert`` is 0.
+    """
 
     mtp: int
     layer: int
@@ -131,7 +131,7 @@ class ModelTensors:
         return int(mpu.get_tensor_model_parallel_rank())
 
     def hf_names(self, place: Place, expert_rank: int) -> list[str]:
-        """Hugging Face names of a place; of an expert as ``expert_rank`` of expert parallelism holds it."""
+        """Hugging Face names of a place. An expert's name depends on its expert-parallel rank ``expert_rank``."""
         return [self._format(name, place, expert_rank) for name in self.rule(place).hf]
 
     @property
@@ -139,12 +139,12 @@ class ModelTensors:
         return [name for rule in self.family.rules if rule.megatron == _EMBEDDING for name in rule.hf]
 
     def stacked_name(self, place: Place) -> str | None:
-        """The Hugging Face name of the tensors of all experts as one, where the family knows such a thing."""
+        """The Hugging Face name of the tensor that stacks all experts, or None if the family has no such tensor."""
         stacked = self.rule(place).stacked
         return None if stacked is None else self._format(stacked, place, 0)
 
     def expert(self, place: Place, expert_rank: int) -> int:
-        """Which of all experts of the layer the place is on ``expert_rank``."""
+        """The number of the place's expert in the layer, on ``expert_rank``."""
         return place.expert + expert_rank * self.num_local_experts
 
     def _format(self, name: str, place: Place, expert_rank: int) -> str:
@@ -158,8 +158,7 @@ class ModelTensors:
     def plan(self) -> list[Owned]:
         """All places of the whole model. A collective over the pipeline stages.
 
-        In their order, except that those of another dtype than most (router biases) come last: what travels together
-        has one dtype.
+        In their order, except that places with an unusual dtype (router biases) come last: a bucket has one dtype.
         """
         mine = [(t.place, tuple(t.value.shape), t.value.dtype) for t in self.local.values()]
         num_stages = mpu.get_pipeline_model_parallel_world_size()
@@ -195,7 +194,7 @@ class ModelTensors:
             has_value_head = isinstance(getattr(chunk, "output_layer", None), ValueHead)
             for name, parameter in chunk.named_parameters():
                 if has_value_head and name in VALUE_HEAD_PARAMETERS:
-                    continue  # a critic's own, which no Hugging Face checkpoint knows
+                    continue  # a critic's head is in no Hugging Face checkpoint
                 yield LocalTensor(self._place(chunk, name), name, parameter)
             for name, buffer in chunk.named_buffers():
                 if name.endswith(_BUFFER) and buffer is not None:
@@ -205,7 +204,7 @@ class ModelTensors:
         layer, mtp, expert = -1, -1, 0
         pattern = name
         if found := _DECODER_LAYER.search(name):
-            # layer_number counts from 1 over the whole model, whatever the pipeline layout
+            # layer_number counts from 1 over the whole model, on any pipeline layout
             layer = chunk.decoder.layers[int(found.group())].layer_number - 1
             pattern = _DECODER_LAYER.sub("{layer}", pattern)
         elif found := _VISION_LAYER.search(name):
@@ -223,3 +222,129 @@ class ModelTensors:
                 f"model_type {self.family.model_type}: the family's table has no line for parameter {name}."
             )
         return Place(mtp, layer, rule, expert)
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """The sizes needed to split a fused tensor.
+
+    Attributes:
+        num_query_groups, head_dim: key/value heads of attention and the width of one.
+        vocab_size: token ids without padding.
+        num_key_heads, num_value_heads, key_dim, value_dim: of gated delta nets.
+    """
+
+    num_query_groups: int
+    head_dim: int
+    vocab_size: int
+    num_key_heads: int = 1
+    num_value_heads: int = 1
+    key_dim: int = 1
+    value_dim: int = 1
+
+    def rows(self, section: Section) -> int:
+        """Rows of ``section`` per key head."""
+        ratio = self.num_value_heads // self.num_key_heads
+        values = ratio * self.value_dim
+        widths = {"q": self.key_dim, "k": self.key_dim, "v": values, "z": values, "b": ratio, "a": ratio}
+        return sum(widths[part] for part in section)
+
+
+def to_megatron(parts: Sequence[torch.Tensor], rule: Rule, size: Dimensions, num_rows: int) -> torch.Tensor:
+    """The whole Megatron tensor. ``num_rows``: its rows with the padding of the vocabulary."""
+    match rule.layout:
+        case "copy":
+            return parts[0]
+        case "swapped_columns":
+            left, right = parts[0].chunk(2, dim=1)
+            return torch.cat([right, left], dim=1)
+        case "vocab":
+            missing = num_rows - parts[0].shape[0]
+            if missing <= 0 or parts[0].shape[0] != size.vocab_size:
+                return parts[0]
+            return torch.cat([parts[0], parts[0].new_zeros(missing, *parts[0].shape[1:])])
+        case "gate_up":
+            return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+        case "qkv":
+            groups = [part.reshape(size.num_query_groups, -1, *part.shape[1:]) for part in parts]
+            return torch.cat(groups, dim=1).flatten(0, 1)
+        case "gated_qkv":
+            # [groups, heads of the group, query | gate, head_dim] -> all queries, then all gates
+            query = parts[0].reshape(size.num_query_groups, -1, 2, size.head_dim, *parts[0].shape[1:])
+            keys = [part.reshape(size.num_query_groups, -1, *part.shape[1:]) for part in parts[1:]]
+            return torch.cat([query.transpose(1, 2).flatten(1, 3), *keys], dim=1).flatten(0, 1)
+        case "by_key_head":
+            pieces = [
+                piece.reshape(size.num_key_heads, -1, *piece.shape[1:])
+                for part, sections in zip(parts, rule.sections, strict=True)
+                for piece in part.split([size.num_key_heads * size.rows(section) for section in sections])
+            ]
+            return torch.cat(pieces, dim=1).flatten(0, 1)
+        case _:
+            raise AssertionError(f"unknown layout {rule.layout}")
+
+
+def from_megatron(tensor: torch.Tensor, rule: Rule, size: Dimensions) -> list[torch.Tensor]:
+    """The Hugging Face tensors inside a whole Megatron tensor, in the order of ``rule.hf``. Mostly views."""
+    match rule.layout:
+        case "copy":
+            return [tensor]
+        case "swapped_columns":
+            left, right = tensor.chunk(2, dim=1)
+            return [torch.cat([right, left], dim=1)]
+        case "vocab":
+            return [tensor[: size.vocab_size]]
+        case "gate_up":
+            return list(tensor.chunk(len(rule.hf)))
+        case "qkv":
+            groups = tensor.reshape(size.num_query_groups, -1, *tensor.shape[1:])
+            query_rows = groups.shape[1] - 2 * size.head_dim
+            split = groups.split([query_rows, size.head_dim, size.head_dim], dim=1)
+            return [part.flatten(0, 1) for part in split]
+        case "gated_qkv":
+            groups = tensor.reshape(size.num_query_groups, -1, *tensor.shape[1:])
+            query_rows = groups.shape[1] - 2 * size.head_dim
+            query, key, value = groups.split([query_rows, size.head_dim, size.head_dim], dim=1)
+            query = query.reshape(size.num_query_groups, 2, -1, size.head_dim, *tensor.shape[1:]).transpose(1, 2)
+            return [query.flatten(0, 3), key.flatten(0, 1), value.flatten(0, 1)]
+        case "by_key_head":
+            heads = tensor.reshape(size.num_key_heads, -1, *tensor.shape[1:])
+            widths = [size.rows(section) for section in chain.from_iterable(rule.sections)]
+            pieces = iter(piece.flatten(0, 1) for piece in heads.split(widths, dim=1))
+            return [torch.cat([next(pieces) for _ in sections]) for sections in rule.sections]
+        case _:
+            raise AssertionError(f"unknown layout {rule.layout}")
+
+
+def full_shape(local: Sequence[int], rule: Rule, num_shards: int) -> list[int]:
+    """Shape of the whole Megatron tensor of which a rank holds ``local``."""
+    shape = list(local)
+    match rule.split:
+        case "none":
+            pass
+        case "column":
+            shape[0] *= num_shards
+        case "row":
+            shape[1] *= num_shards
+        case _:
+            raise AssertionError(f"unknown split {rule.split}")
+    return shape
+
+
+def shard(tensor: torch.Tensor, rule: Rule, rank: int, num_shards: int) -> torch.Tensor:
+    """Rank ``rank``'s share of a whole Megatron tensor."""
+    if num_shards == 1 or rule.split == "none":
+        return tensor
+    if rule.layout == "gate_up":
+        return torch.cat([half.chunk(num_shards)[rank] for half in tensor.chunk(2)])
+    return tensor.chunk(num_shards, dim=0 if rule.split == "column" else 1)[rank]
+
+
+def join(shards: Sequence[torch.Tensor], rule: Rule) -> torch.Tensor:
+    """The whole Megatron tensor: the inverse of :func:`shard` over all ranks."""
+    if len(shards) == 1 or rule.split == "none":
+        return shards[0]
+    if rule.layout == "gate_up":
+        halves = [one.chunk(2) for one in shards]
+        return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
+    return torch.cat(list(shards), dim=0 if rule.split == "column" else 1)

@@ -1,33 +1,46 @@
-"""Routing replay: the choice of experts of one pass over the batch, taken again in a later pass.
+"""Routing replay: a later pass repeats the expert choices of an earlier pass, or of the engine.
 
-A choice that flips between the pass that computed the old log-probs and the training step moves a token's log-prob
-for no reason that a gradient could see (GSPO, arXiv 2507.18071, section 5.3, "Routing Replay"). The scores stay those
-of the current weights, so gradients flow to the router as always; only which experts are chosen is fixed.
+A choice that flips between the pass for the old log-probs and the training step changes a token's log-prob without a
+gradient for it (GSPO, arXiv 2507.18071, section 5.3, "Routing Replay"). Only the choice is fixed: scores come from the
+current weights, so the router still gets gradients.
 
     record   each router keeps its choices, one tensor per micro-batch
-    replay   they come back in the same order; a recomputed layer takes them a second time
+    replay   routers take them in the same order, a recomputed layer twice
 
-The choices may also be given (``engine_routing``): replaying those of the engine removes the largest difference between
-its log-probs and the trainer's (R3, arXiv 2510.11370: rollout routing replay).
+Replaying the engine's choices removes the largest difference between its log-probs and the trainer's (rollout routing
+replay, R3, arXiv 2510.11370). Their layout:
 
-Called by ``actor``. Plugs into Megatron's routers where its own ``RouterReplay`` would be, which keeps one micro-batch.
-Routers of users' models that are no ``TopKRouter`` take part through :func:`register_routing_replay`.
+    sample      rows of its tokens but the last, from the engine          [L - 1, layers, topk]
+    whole       the packed micro-batch. Last tokens and padding get
+                arbitrary experts                                         [T, layers, topk]
+    rank        the zigzag part of the context-parallel rank, then the
+                slice of the tensor rank under sequence parallelism       [t, layers, topk]
+
+A last token and the padding come after every token with a loss. Causal attention therefore keeps them out of logits and
+gradients.
+
+Plugs into Megatron's routers in place of its ``RouterReplay``, which keeps only one micro-batch. Users' routers of
+other classes than ``TopKRouter`` take part through :func:`register_routing_replay`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import StrEnum
 from typing import Any, TypeAlias
 
 import torch
+from megatron.core import parallel_state as mpu
 from megatron.core.transformer.moe.router import TopKRouter
 
-from slime.backends.megatron_utils.checkpoint.tensor_plan import chunks_of
-
-__all__ = ["RouterChoices", "RoutingReplay", "get_routing_replay_compute_topk", "register_routing_replay"]
+from slime.backends.megatron_utils.checkpoint.tensors import chunks_of
+from slime.backends.training.context_parallel import Sharding, zigzag_rows
+from slime.backends.training.data import TrainBatch
+from slime.data.engine_meta import check_routed_experts
+from slime.models.shape import ModelShape
+from slime.utils.errors import DataError
 
 _Choose: TypeAlias = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -91,8 +104,10 @@ class RouterChoices:
                 raise AssertionError(f"unknown mode {self.mode}")
 
     def _next(self) -> torch.Tensor:
-        """Without gradients it is the first pass through a layer that will be recomputed; with gradients it is the
-        recomputation if such a pass is outstanding (in the order of the passes), else the only one."""
+        """Return the choices for this pass.
+
+        A pass without gradients is the first pass through a layer that will be recomputed. A pass with gradients is
+        the recomputation of the oldest such pass, or the only pass."""
         if torch.is_grad_enabled() and self._again < self._first:
             self._again += 1
             return self.recorded[self._again - 1]
@@ -117,7 +132,7 @@ class RoutingReplay:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Passes inside are remembered, whatever was remembered before is gone."""
+        """Passes inside are recorded. Drops earlier records."""
         for router in self.routers:
             router.clear()
         with self._mode(_Mode.RECORD):
@@ -125,7 +140,7 @@ class RoutingReplay:
 
     @contextmanager
     def replaying(self, choices: Iterable[torch.Tensor] | None = None) -> Iterator[None]:
-        """Passes inside choose as the recorded ones did, in the same order. All must be used; they are gone after.
+        """Passes inside repeat the recorded choices in the same order. All must be used. They are dropped at the end.
 
         Args:
             choices: take these instead: ``[tokens, layers, topk]`` for every micro-batch, with all layers of the model
@@ -168,12 +183,12 @@ class RoutingReplay:
 
 
 def register_routing_replay(module: torch.nn.Module) -> None:
-    """Make a router of one's own take part in routing replay; call it where the router is made.
+    """Let a user's router take part in routing replay. Call it when the router is made.
 
     The router chooses by what :func:`get_routing_replay_compute_topk` gives it. It has ``layer_number`` (from 1) and
     ``config.num_moe_experts``.
     """
-    module.router_replay = None  # until there is something to replay
+    module.router_replay = None  # type: ignore[assignment]  # RoutingReplay sets it
 
     def begin(module: torch.nn.Module, inputs: Any) -> None:
         _routing.set(module)
@@ -186,16 +201,79 @@ def register_routing_replay(module: torch.nn.Module) -> None:
 
 
 def get_routing_replay_compute_topk(old_compute_topk: _Choose) -> _Choose:
-    """``old_compute_topk(scores, topk, num_groups=None, group_topk=None)`` with the recorded choices where they are to
-    be taken again; as it is outside of registered routers."""
+    """``old_compute_topk(scores, topk, num_groups=None, group_topk=None)``, but repeats recorded choices in a replay.
+
+    Unchanged outside of registered routers.
+    """
 
     def compute_topk(
         scores: torch.Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        router = _routing.get()
+        router: Any = _routing.get()
         choices: RouterChoices | None = None if router is None else router.router_replay
         if choices is None:
             return old_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         return choices.get_replay_topk(scores, topk, num_groups, group_topk, old_compute_topk)
 
     return compute_topk
+
+
+COLUMN = "rollout_routed_experts"
+
+
+def engine_choices(batch: TrainBatch, shape: ModelShape) -> Iterator[torch.Tensor]:
+    """``[t, num_layers, topk]`` for every micro-batch of all steps, in order.
+
+    Raises:
+        DataError: the batch lacks the engine's choices, or they are not those of this model.
+    """
+    moe = shape.moe
+    assert moe is not None, "setup refuses replay for a model without experts"
+    if batch.columns.get(COLUMN) is None:
+        raise DataError(
+            f"--use-rollout-routing-replay: the batch has no column {COLUMN}. Every sample must carry the experts that "
+            "the engine chose (meta_info routed_experts of a request with return_routed_experts)."
+        )
+    experts = [value for value in batch.columns[COLUMN] if len(value)]
+    layers = [layer for layer, has_experts in enumerate(moe.layers) if has_experts]
+    try:
+        check_routed_experts(
+            experts, num_layers=shape.num_layers, topk=moe.topk, moe_layers=layers, num_experts=moe.num_experts
+        )
+    except ValueError as error:
+        raise DataError(f"--use-rollout-routing-replay: {error}.") from None
+    for step in range(batch.num_steps):
+        for micro_batch in batch.micro_batches(step):
+            yield lay_out(
+                batch.select(COLUMN, micro_batch.indices),
+                micro_batch.packed.cu_seqlens.cpu(),
+                batch.sharding,
+                num_experts=moe.num_experts,
+                tensor_rank=mpu.get_tensor_model_parallel_rank(),
+            )
+
+
+def lay_out(
+    experts: Sequence[torch.Tensor],
+    cu_seqlens: torch.Tensor,
+    sharding: Sharding,
+    *,
+    num_experts: int,
+    tensor_rank: int = 0,
+) -> torch.Tensor:
+    """The choices of one micro-batch as this rank's routers need them: ``[t, layers, topk]``.
+
+    Args:
+        experts: ``[L - 1, layers, topk]`` of its samples, in order.
+        cu_seqlens: ``[S + 1]`` borders of the whole micro-batch's segments. A segment after the samples is padding.
+        tensor_rank: rank in the tensor-parallel group.
+    """
+    _, layers, topk = experts[0].shape
+    total = int(cu_seqlens[-1])
+    filler = (torch.arange(total * topk) % num_experts).to(experts[0].dtype)  # spread evenly, distinct in a row
+    whole = filler.view(total, 1, topk).expand(total, layers, topk).clone()
+    for start, value in zip(cu_seqlens.tolist(), experts, strict=False):
+        whole[start : start + len(value)] = value
+    if sharding.cp_size > 1:
+        whole = whole[zigzag_rows(cu_seqlens, sharding.cp_rank, sharding.cp_size)]
+    return whole.chunk(sharding.sequence_multiple)[tensor_rank] if sharding.sequence_multiple > 1 else whole

@@ -1,4 +1,7 @@
-"""SGLang's MiniMax-M2 on a CPU: its norm over all heads together is a triton kernel there, and is torch here."""
+"""The models that an engine on a CPU can serve, under the name that SGLang's registry looks for.
+
+SGLang imports every module of this package. Importing its own whole registry takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,23 @@ from typing import Any
 
 import torch
 from sglang.srt.models import minimax_m2
-
-__all__ = ["EntryClass", "MiniMaxM2ForCausalLM", "normalise", "sums_of_squares"]
+from sglang.srt.models.llama import LlamaForCausalLM
+from sglang.srt.models.qwen2 import Qwen2ForCausalLM
+from sglang.srt.models.qwen2_moe import Qwen2MoeForCausalLM
+from sglang.srt.models.qwen3 import Qwen3ForCausalLM
+from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
+from sglang.srt.models.qwen3_vl import Qwen3VLForConditionalGeneration
 
 
 class MiniMaxM2ForCausalLM(minimax_m2.MiniMaxM2ForCausalLM):
-    """SGLang's registry looks models up by the name of their class."""
+    """MiniMax-M2 with torch in the place of the triton kernels that norm all heads together.
+
+    SGLang's registry looks models up by the name of their class, so this class keeps the name.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         minimax_m2.rms_sumsq_serial = sums_of_squares
-        minimax_m2.rms_apply_serial = normalise
+        minimax_m2.rms_apply_serial = normalize
         super().__init__(*args, **kwargs)
 
 
@@ -24,7 +34,7 @@ def sums_of_squares(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return torch.stack([rows.float().square().sum(-1) for rows in (query, key)], dim=-1)
 
 
-def normalise(
+def normalize(
     query: torch.Tensor,
     key: torch.Tensor,
     query_weight: torch.Tensor,
@@ -41,4 +51,12 @@ def normalise(
     return normed[0], normed[1]
 
 
-EntryClass = [MiniMaxM2ForCausalLM]
+EntryClass = [
+    LlamaForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeForCausalLM,
+    Qwen3VLForConditionalGeneration,
+    MiniMaxM2ForCausalLM,
+]

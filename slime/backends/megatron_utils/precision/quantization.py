@@ -1,0 +1,176 @@
+"""Low precision of single layers: FP8 latents, INT4 experts and FP8 linear layers. ``setup`` calls these functions.
+
+FP8 latents of sparse attention, so that the trainer attends to the values in an engine's FP8 cache:
+
+    c' = s * e4m3(c / s),   s = max|c| / 448 per block of columns of a token
+
+INT4 experts, so that the trainer computes with the rounded weights of an INT4 engine:
+
+    forward     y = x q(w)^T         q(w) = clamp(round(w / s), -8, 7) * s,  s = max|w| / 7.5 per group of a row
+    backward    dx = dy q(w),  dw = dy^T x
+
+Gradients pass straight through the rounding (arXiv:1308.3432).
+
+FP8 linear layers (--fp8-format): TransformerEngine's layers replace Megatron's. Only they read Megatron's FP8 context.
+Embedding, LM head, attention and norms stay in bf16, and the names of the weights do not change. The FP8 layers have
+not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import fp8_utils
+from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+from slime.backends.megatron_utils.checkpoint.tensors import ModelTensors, chunks_of
+from slime.backends.megatron_utils.layer_specs import with_classes
+from slime.backends.megatron_utils.model.sparse_attention import SparseSelfAttention
+from slime.models.shape import ModelShape
+from slime.utils.errors import ConfigError
+from slime.weight_sync.quantize import find_quantizer, int4_scale, quantize_fp8, round_int4
+
+
+class _Rounding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, latents: torch.Tensor, block_size: int) -> torch.Tensor:
+        rows = latents.reshape(-1, latents.shape[-1])
+        values, scale = quantize_fp8(rows, (1, block_size))
+        factors = scale.repeat_interleave(block_size, dim=1)[:, : rows.shape[1]]
+        return (values.float() * factors).to(latents.dtype).view(latents.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
+def fake_fp8(latents: torch.Tensor, block_size: int) -> torch.Tensor:
+    """``[..., C]`` rounded as in an FP8 cache. The last block may be smaller. Same shape and dtype."""
+    rounded: torch.Tensor = _Rounding.apply(latents, block_size)  # type: ignore[no-untyped-call]
+    return rounded
+
+
+def fake_quantize_latents(chunks: Any, block_size: int) -> int:
+    """Round the latents of every layer of sparse attention. Returns the number of such layers on this rank."""
+
+    def round_output(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return fake_fp8(output, block_size)
+
+    modules = [module for chunk in chunks_of(chunks) for module in chunk.modules()]
+    layers = [module for module in modules if isinstance(module, SparseSelfAttention)]
+    for layer in layers:
+        layer.kv_layernorm.register_forward_hook(round_output)
+    return len(layers)
+
+
+def fake_int4(weight: torch.Tensor, group_size: int) -> torch.Tensor:
+    """``[M, N]`` rounded as by ``quantize_int4``. Same shape and dtype.
+
+    Raises:
+        ValueError: ``group_size`` does not divide N.
+    """
+    rows, columns = weight.shape
+    if columns % group_size:
+        raise ValueError(f"the group size {group_size} does not divide {columns} columns")
+    groups = weight.detach().float().view(rows, columns // group_size, group_size)
+    scale = int4_scale(groups).to(weight.dtype)[..., None]
+    return (round_int4(groups, scale) * scale.float()).to(weight.dtype).view(rows, columns)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, weight: torch.Tensor, group_size: int) -> torch.Tensor:
+        ctx.save_for_backward(tokens, weight)
+        ctx.group_size = group_size
+        return tokens @ fake_int4(weight, group_size).t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        tokens, weight = ctx.saved_tensors
+        (gradient,) = gradients
+        wants_tokens, wants_weight, _ = ctx.needs_input_grad
+        to_tokens = gradient @ fake_int4(weight, ctx.group_size) if wants_tokens else None
+        to_weight = gradient.flatten(0, -2).t() @ tokens.flatten(0, -2) if wants_weight else None
+        return to_tokens, to_weight, None
+
+
+def _multiply(group_size: int, *, input: torch.Tensor, weight: torch.Tensor, **others: Any) -> torch.Tensor:
+    """Replaces the product of an expert's linear layer, which has neither bias nor communication."""
+    given = {name for name, value in others.items() if value} - {"tp_group", "wgrad_deferral_limit"}
+    assert not given, f"an expert's product with {given}"
+    product: torch.Tensor = _Product.apply(input, weight, group_size)  # type: ignore[no-untyped-call]
+    return product
+
+
+def fake_quantize_experts(chunks: Any, shape: ModelShape, hf_checkpoint: str, group_size: int) -> int:
+    """Round the weights in the layers that are INT4 in ``hf_checkpoint``. Returns their number on this rank.
+
+    Raises:
+        ConfigError: a layer's weights are partly INT4, or are divided among ranks inside a group.
+    """
+    quantizer = find_quantizer(hf_checkpoint)
+    assert quantizer is not None, "precision_rules requires an INT4 checkpoint"
+    tensors = ModelTensors(chunks, shape.family, shape.vocab_size, shape.is_tied)
+    layers = {
+        id(module.weight): module
+        for chunk in chunks_of(chunks)
+        for module in chunk.modules()
+        if hasattr(module, "_forward_impl") and isinstance(getattr(module, "weight", None), torch.Tensor)
+    }
+    rank, count = mpu.get_expert_model_parallel_rank(), 0
+    for tensor in tensors.local.values():
+        names = tensors.hf_names(tensor.place, rank)
+        rounded = [name in quantizer.names for name in names]
+        if not any(rounded):
+            continue
+        if not all(rounded):
+            raise ConfigError(
+                f"OPEN_TRAINING_INT4_FAKE_QAT_FLAG: --hf-checkpoint {hf_checkpoint} has some of {', '.join(names)} in "
+                f"INT4 and some not; the trainer has them in one tensor, {tensor.name}. Convert it again."
+            )
+        columns = tensor.value.shape[-1]
+        if columns % group_size:
+            raise ConfigError(
+                f"OPEN_TRAINING_INT4_FAKE_QAT_FLAG: a rank has {columns} columns of {tensor.name}, which groups of "
+                f"{group_size} do not divide. Lower --expert-tensor-parallel-size."
+            )
+        layers[id(tensor.value)]._forward_impl = partial(_multiply, group_size)
+        count += 1
+    return count
+
+
+def token_multiple(config: Any) -> int:
+    """The tokens of a rank must be a multiple of this for FP8 products."""
+    return int(fp8_utils.get_fp8_align_size(config.fp8_recipe)) if config.fp8 else 1
+
+
+def check_recipe(config: Any) -> None:
+    """Check the FP8 recipe before the first step.
+
+    Raises:
+        ConfigError: this TransformerEngine does not have the recipe, or --fp8-quantizer-factory names no function.
+    """
+    try:
+        fp8_utils.get_fp8_recipe(config)
+    except (ValueError, AssertionError) as error:
+        name = str(getattr(config.fp8_recipe, "value", config.fp8_recipe))
+        factory = f" with --fp8-quantizer-factory {config.fp8_quantizer_factory}" if name == "custom" else ""
+        raise ConfigError(f"--fp8-recipe {name}{factory}: {error}") from error
+
+
+def readable(weight: torch.Tensor) -> torch.Tensor:
+    """``weight``, with --fp8-param-gather converted to bf16: values times scale."""
+    if fp8_utils.is_float8tensor(weight):
+        whole: torch.Tensor = fp8_utils.dequantize_fp8_tensor(weight)
+        return whole.detach()
+    return weight.detach()
+
+
+def with_fp8_layers(spec: Any) -> Any:
+    """A copy of Megatron's layer ``spec`` with TransformerEngine's classes for its linear layers."""
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
+
+    return with_classes(spec, {ColumnParallelLinear: TEColumnParallelLinear, RowParallelLinear: TERowParallelLinear})
