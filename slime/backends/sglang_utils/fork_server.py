@@ -237,6 +237,7 @@ def _tell(connection: socket.socket, message: dict[str, int]) -> None:
 
 def _become_server(connection: socket.socket, request: dict[str, Any], *, unused: Sequence[socket.socket]) -> NoReturn:
     """Runs in the forked child. Never returns to the accept loop, whatever fails."""
+    status = 1
     try:
         os.setpgid(0, 0)
         for inherited in unused:
@@ -247,12 +248,13 @@ def _become_server(connection: socket.socket, request: dict[str, Any], *, unused
         for source, target in ((null, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
         _launch(connection, request["argv"])
-        os._exit(0)
+        status = 0
     except SystemExit as error:  # the log has the reason already: no traceback after it
-        os._exit(error.code if isinstance(error.code, int) else 1)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
+        status = error.code if isinstance(error.code, int) else 1
+    finally:
+        if sys.exc_info()[0] is not None:
+            traceback.print_exc()
+        os._exit(status)  # even while an error propagates: it must not reach the accept loop
 
 
 def _launch(connection: socket.socket, argv: Sequence[str]) -> None:
