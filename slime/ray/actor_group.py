@@ -1,4 +1,4 @@
-"""All trainer ranks of one role, addressed as one. The driver and the loop call this, never a rank."""
+"""All trainer ranks of one role as one object. The driver calls the group, never a rank."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from slime.ray.watch.waiting import get
 
 logger = logging.getLogger(__name__)
 
-_SYNC_GRACE_S = 180.0
-"""After the deadline of a weight sync, for the ranks to leave the engines and say which one did not answer."""
+_SYNC_GRACE_S = 180.0  # after the deadline of a weight sync, for the ranks to name the engine that did not answer
 _END_TIMEOUT_S = 30.0
 
 
@@ -85,7 +84,7 @@ class RayTrainGroup:
         versions: tuple[str, str] | None,
         values: Sequence[Box] | None = None,
     ) -> TrainReport:
-        """Train on one rollout that weights of the (oldest, newest) ``versions`` made. Returns the main report."""
+        """Train on one rollout of weights from the oldest to the newest of ``versions``. Returns the main report."""
         refs = self._all("train", rollout_id, shards, versions, values)
         return _main_report(get(refs, self._args.train_timeout, f"{self._name} to train on rollout {rollout_id}"))
 
@@ -114,17 +113,17 @@ class RayTrainGroup:
         get(self._all("save_hf", path), self._args.train_timeout, f"the Hugging Face export to {path}")
 
     def offload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
-        """Give the device memory of ``parts`` back, on all ranks."""
+        """Release the device memory of ``parts``, on all ranks."""
         what = f"{self._name} to offload {', '.join(parts)}"
         get(self._all("offload", parts), self._args.train_timeout, what)
 
     def onload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
-        """Take ``parts`` back, on all ranks."""
+        """Take device memory for ``parts``, on all ranks."""
         what = f"{self._name} to take {', '.join(parts)} back"
         get(self._all("onload", parts), self._args.train_timeout, what)
 
     def create(self) -> None:
-        """After :meth:`release`: start the ranks again, from the last checkpoint. Nothing to do while they live."""
+        """Start the ranks again from the last checkpoint, if :meth:`release` has ended them."""
         if self._ranks:
             return
         self._args = continued(self._args)
@@ -133,7 +132,7 @@ class RayTrainGroup:
         get(starts, self._args.trainer_start_timeout, f"{self._name} to start again", "--trainer-start-timeout")
 
     def release(self) -> None:
-        """End the ranks; what they hold must be in a checkpoint. Returns when they are gone."""
+        """End the ranks, whose state must be in a checkpoint. Returns when the processes have ended."""
         ranks, self._ranks = self._ranks, []
         for rank in ranks:
             ray.kill(rank)

@@ -1,7 +1,7 @@
-"""The Data Buffer: one Ray actor that owns the data source. Prompts go out, groups come back, its state is saved.
+"""The Data Buffer: one Ray actor that owns the data source and saves its state with every checkpoint.
 
-It outlives the rollout that uses it: an engine or rollout failure loses no prompt. Rollout functions never see the
-actor, only :class:`DataBufferClient`, which looks like a data source.
+It outlives a failed rollout, so no prompt is lost. Rollout functions use it through :class:`DataBufferClient`, which
+has the methods of a data source.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CALL_TIMEOUT_S = 600.0
 
 @exits_are_errors
 class DataBuffer:
-    """Body of the actor: a data source (``--data-source-path``) behind remote calls.
+    """Body of the actor: remote calls to a data source (``--data-source-path``).
 
     Groups that were drawn and neither used by a rollout nor returned are *outstanding*. A rollout function that keeps
     groups under way from one rollout to the next has some at every checkpoint: their prompts are saved with it and are
@@ -40,7 +40,7 @@ class DataBuffer:
     def __init__(self, args: Namespace, ledger: Path | None = None) -> None:
         """
         Args:
-            ledger: file that says what became of every prompt; None writes none.
+            ledger: file that records the fate of every prompt, if any.
         """
         configure_logger(" data_buffer")
         register_process("the Data Buffer", args.heartbeat_timeout)
@@ -53,7 +53,8 @@ class DataBuffer:
         self._next_group = self._next_sample = 0
 
     def start(self) -> None:
-        """Read the prompts, open the ledger. Not in the constructor: Ray would report an error as an actor's death."""
+        """Read the prompts and open the ledger."""
+        # Not in the constructor, where Ray would report an error as the death of an actor.
         if self._ledger_path is not None:
             self._ledger = Ledger(self._ledger_path)
         self._source = make_data_source(load_function(self._args.data_source_path, "data_source"), self._args)
@@ -77,7 +78,7 @@ class DataBuffer:
         return [fresh_copy(prompt) for _ in range(self._args.n_samples_per_prompt)]
 
     def _number_all(self, groups: list[SampleGroup]) -> None:
-        """Samples of a source that does not count get the numbers that follow."""
+        """Number the samples of a source that leaves ``group_index`` or ``index`` empty."""
         for group in groups:
             for sample in iter_samples(group):
                 sample.group_index = self._next_group if sample.group_index is None else sample.group_index
@@ -86,12 +87,12 @@ class DataBuffer:
             self._next_group = max(self._next_group, int(_number(group)) + 1)
 
     def _optional(self, method: str, *arguments: Any) -> Any:
-        """Call a method that a user's source may lack; then nothing is done."""
+        """Call a method of the user's source, if it has it."""
         function = getattr(self._source, method, None)
         return None if function is None else function(*arguments)
 
     def look_up(self, name: str) -> tuple[str, Any]:
-        """Of the user's source: ``("method", None)``, ``("value", it)`` or ``("missing", names that exist)``."""
+        """Look up ``name`` in the user's source: ``("method", None)``, ``("value", it)`` or ``("missing", names)``."""
         if not hasattr(self._source, name):
             names = ", ".join(key for key in dir(self._source) if not key.startswith("_"))
             return "missing", f"{type(self._source).__name__} (--data-source-path); it has {names}"
@@ -116,7 +117,7 @@ class DataBuffer:
             self._outstanding.clear()
 
     def drop(self, rollout_id: int, groups: list[SampleGroup]) -> None:
-        """A rollout that keeps others under way does not want these groups: they are not drawn again."""
+        """Forget groups that a rollout function with groups under way rejects: they are not drawn again."""
         numbers = [_number(group) for group in groups]
         for number in numbers:
             self._outstanding.pop(number, None)
@@ -164,7 +165,7 @@ class DataBuffer:
 
 
 class DataBufferClient:
-    """The data source as rollout functions see it, with all methods of the user's. Every call has a deadline."""
+    """The data source for rollout functions, with all methods of the user's source. Every call has a deadline."""
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor
@@ -229,7 +230,7 @@ class DataBufferClient:
         return int(self._call("size"))
 
     def __call__(self, num_samples: int) -> list[SampleGroup]:
-        """Hooks that were written for a bound ``get_samples`` may call the client itself."""
+        """``get_samples``, for hooks that expect a bound method in the place of the client."""
         return self.get_samples(num_samples)
 
 

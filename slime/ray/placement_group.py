@@ -1,4 +1,4 @@
-"""Which process runs on which device: one placement group, its slots in node and device order, and who gets which.
+"""Device slots of trainer and engines: one placement group, sorted by node and device.
 
                  slots of the trainer   slots of the engines
                  0 ... A-1              A ... A+R-1
@@ -36,11 +36,11 @@ class GpuSlots:
     """Device slots of a placement group, in node and device order.
 
     Attributes:
-        group: the Ray placement group, None when there is no slot.
+        group: the Ray placement group; None without slots.
         bundles: bundle index of each slot.
-        device_ids: physical device id of each slot on its node; the slot number where devices are logical.
+        device_ids: physical device id of each slot on its node; the slot number if devices are logical.
         visible_ids: number of each slot's device among those that a process on its node sees, which
-            ``CUDA_VISIBLE_DEVICES`` may restrict; empty where devices are logical.
+            ``CUDA_VISIBLE_DEVICES`` may restrict; empty if devices are logical.
     """
 
     group: PlacementGroup | None
@@ -73,7 +73,7 @@ def create_placement_groups(args: Namespace) -> dict[str, GpuSlots]:
 
 
 def release_placement_groups(slots: Mapping[str, GpuSlots]) -> None:
-    """Give every slot back. Actors that are still on one are killed."""
+    """Release every slot. Ray kills the actors that are still on one."""
     for group in {id(part.group): part.group for part in slots.values()}.values():
         if group is not None:
             remove_placement_group(group)
@@ -88,7 +88,7 @@ def _reserve(count: int, timeout_s: float) -> GpuSlots:
         _wait_for(group, bundles, timeout_s)
         nodes = set(placement_group_table(group)["bundles_to_node_id"].values())
         if len(nodes) == 1 and accelerator.current().is_cpu:
-            return GpuSlots(group, range(count), range(count))  # logical slots of one host have no order to find out
+            return GpuSlots(group, range(count), range(count))  # logical slots of one host need no order
         return _ordered(group, count)
     except BaseException:
         remove_placement_group(group)  # it would take the slots as soon as they are free
@@ -96,11 +96,11 @@ def _reserve(count: int, timeout_s: float) -> GpuSlots:
 
 
 def _wait_for(group: PlacementGroup, bundles: Sequence[Mapping[str, float]], timeout_s: float) -> None:
-    """Return when the group is reserved; a cluster of others may grow until then.
+    """Wait until the group is reserved. An existing cluster may grow until then.
 
     Raises:
-        ConfigError: this run's own cluster is too small.
-        DeadlineExceeded: with the resource that is missing.
+        ConfigError: the embedded cluster is too small.
+        DeadlineExceeded: with the missing resource.
     """
     fix = "ask for fewer devices with --actor-num-gpus-per-node / --rollout-num-gpus"
     what = f"Ray to reserve {len(bundles)} device slots of 1 GPU and 1 CPU each"
@@ -117,7 +117,7 @@ def _wait_for(group: PlacementGroup, bundles: Sequence[Mapping[str, float]], tim
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a slot is. Several nodes may have one address, where they are simulated on one host."""
+    """Node and device of a slot. Nodes that are simulated on one host have the same address."""
 
     address: str
     node_id: str
@@ -138,7 +138,7 @@ class _Probe:
 
 
 def _number_of(device_ids: Sequence[int | str]) -> int:
-    """Of the device that Ray gave to a process; 0 where it gave none."""
+    """Number of the device that Ray assigned to a process, or 0."""
     name = str(device_ids[0]) if device_ids else "0"
     if not name.isdecimal():
         variable = accelerator.visible_devices_env_key()
@@ -150,12 +150,12 @@ def _number_of(device_ids: Sequence[int | str]) -> int:
 
 
 def _ordered(group: PlacementGroup, count: int) -> GpuSlots:
-    """Sort bundles by node and device, so that neighbouring ranks share a node."""
+    """Sort bundles by node and device, so that neighboring ranks share a node."""
     unordered = GpuSlots(group, range(count), range(count))
     env = {"env_vars": worker_env() | NOSET_VISIBLE_DEVICES}
     actor = ray.remote(num_gpus=1)(_Probe)
     probes = [actor.options(scheduling_strategy=unordered.strategy(i), runtime_env=env).remote() for i in range(count)]
-    places: list[_Place] = get([probe.locate.remote() for probe in probes], 120.0, "device slots to say where they are")
+    places: list[_Place] = get([probe.locate.remote() for probe in probes], 120.0, "device slots to report their nodes")
     for probe in probes:
         ray.kill(probe)
     order = sorted(range(count), key=lambda i: places[i].order)

@@ -1,7 +1,5 @@
-"""The rollout manager: one Ray actor that owns engines and router, runs the user's rollout function against the Data
-Buffer, and turns the groups it returns into shards for the trainer.
-
-Called by the loop. Knows no trainer: it is told the trainer's layout, and hands out a fleet of engines.
+"""The rollout manager: the Ray actor that owns engines and router, runs the user's rollout function with the Data
+Buffer, and turns the returned groups into shards for the trainer. It knows only the layout of the trainer.
 """
 
 from __future__ import annotations
@@ -52,13 +50,12 @@ _RECORDS_TIMEOUT_S = 5.0
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_CALLS = 4
-"""A rollout, an evaluation, a question about the engines, and the end of the run, which waits for none of them."""
+_CALLS = 4  # concurrent: a rollout, an evaluation, a call to the engines, and dispose(), which must not wait for them
 
 
 @exits_are_errors
 class RolloutManager:
-    """Body of the actor. The constructor does nothing that can fail: Ray would report it as the death of an actor."""
+    """Body of the actor."""
 
     def __init__(self, args: Namespace, slots: GpuSlots, data_buffer: DataBufferClient) -> None:
         configure_logger(" rollout")
@@ -76,11 +73,12 @@ class RolloutManager:
 
     def start(self) -> None:
         """Start router and engines, load the user's functions meanwhile, and return when the engines answer."""
+        # Not in the constructor, where Ray would report an error as the death of an actor.
         args = self._args
         if not args.debug_train_only:
             self._servers = RolloutServers(args, self._slots)
             if self._servers.awaits_engines:
-                self._servers.await_engines()  # now: their number decides how many requests are sent at once
+                self._servers.await_engines()  # before GenerateState: their number limits the concurrent requests
             if args.use_distributed_post:
                 self._http_workers = start_http_workers(args)
             preload_graders(args.rm_type)
@@ -112,10 +110,10 @@ class RolloutManager:
         return method(self._servers, *args, **kwargs)
 
     def generate(self, rollout_id: int, saves_state: bool = False) -> RolloutResult:
-        """One rollout: prompts -> groups of scored samples -> shards.
+        """Generate one rollout: prompts -> groups of scored samples -> shards.
 
         Args:
-            saves_state: write the Data Buffer's state as it is after this rollout, for the checkpoint that follows.
+            saves_state: save the Data Buffer's state after this rollout, for the checkpoint that follows.
         """
         set_current_rollout_id(rollout_id)
         if self._inject_fault is not None and self._servers is not None:
@@ -153,7 +151,7 @@ class RolloutManager:
         )
 
     def _flops(self, lengths: list[int]) -> float:
-        """Of one forward pass; 0 for a model that only transformers knows (--train-backend fsdp)."""
+        """Operations of one forward pass; 0 if only transformers knows the model (--train-backend fsdp)."""
         try:
             return float(calculate_fwd_flops(lengths, read_shape(self._args.hf_checkpoint)))
         except ConfigError:
@@ -184,7 +182,7 @@ class RolloutManager:
     def eval(self, rollout_id: int) -> dict[str, float]:
         """Evaluate on every ``--eval-prompt-data`` set. Returns ``eval/...`` metrics.
 
-        ``eval/weight_version`` is what the engines said they answered with: rollouts that the weights were trained on.
+        ``eval/weight_version`` is the oldest version that engines reported, in rollouts that it was trained on.
         """
         set_evaluated_rollout_id(rollout_id)
         output = self._call(self._eval_function, rollout_id, evaluation=True)
@@ -202,7 +200,7 @@ class RolloutManager:
         )
 
     def dispose(self) -> None:
-        """Stop router and engines, and whoever posts to them. The last records are on the disk first."""
+        """Write the last records, then stop router, engines and HTTP workers."""
         if not self._records.flush(_RECORDS_TIMEOUT_S):
             logger.warning("the last files in <run>/samples were not written in %g s", _RECORDS_TIMEOUT_S)
         if self._servers is not None:
@@ -228,7 +226,7 @@ def _trainer_layout(args: Namespace) -> ParallelLayout:
 
 
 def _numbers(groups: Any) -> list[int]:
-    """Group numbers of what a rollout returned."""
+    """Numbers of the groups that a rollout returned."""
     return list({sample.group_index: None for sample in iter_samples(groups) if sample.group_index is not None})
 
 

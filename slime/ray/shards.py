@@ -25,13 +25,13 @@ class Box:
 
 @dataclass(frozen=True)
 class RolloutResult:
-    """What the rollout manager hands to the driver after one rollout.
+    """One rollout as the driver gets it from the rollout manager.
 
     Attributes:
         shards: one box per data-parallel rank; empty with ``--debug-rollout-only``.
         metrics: ``rollout/...`` and ``perf/...`` values.
-        version: weight version that the engines held at its end; None without engines.
-        oldest_version: the one they held at its start; another one only where all engines died in between.
+        version: weight version of the engines at its end; None without engines.
+        oldest_version: weight version at its start; older only if all engines died in between.
         seconds: from the request to the shards.
         num_tokens: prompt and response tokens of the samples that are trained on.
         forward_flops: floating-point operations of one forward pass over them.
@@ -57,7 +57,7 @@ def process_rollout_data(
     """The columns of data-parallel rank ``dp_rank``.
 
     Args:
-        args: None where the caller has no arguments; Ray's own deadlines hold then.
+        args: None for callers without arguments; then no deadline applies.
 
     Raises:
         DataError: the rollout was split for another number of ranks.

@@ -79,10 +79,8 @@ class TrainActor:
         self._rendezvous: PortClaim | None = None
 
     def rendezvous(self) -> tuple[str, int]:
-        """Address and a port of this rank's node; asked of rank 0.
-
-        The port is claimed: rank 0 listens there seconds later, when it has imported its trainer.
-        """
+        """Address and a port of the node of rank 0."""
+        # Claimed, because rank 0 listens there only seconds later, after the import of its trainer.
         host = node_address()
         self._rendezvous = claim_ports(host)
         return host, self._rendezvous.first
@@ -116,8 +114,8 @@ class TrainActor:
         """Train on this rank's shard of rollout ``rollout_id``.
 
         Args:
-            versions: oldest and newest weights that generated it; None where no engine did.
-            values: what each rank of the critic returned.
+            versions: oldest and newest weights that generated it; None without engines.
+            values: of each rank of the critic.
         """
         batch = self._batch(rollout_id, shards, versions)
         if values is not None:
@@ -178,7 +176,7 @@ class TrainActor:
 
 
 def trainer_class(args: Namespace, role: Literal["actor", "critic", "scorer"]) -> Callable[..., Trainer]:
-    """What trains ``role``: called with args, rank, world_size and with_ref."""
+    """The class that trains ``role``; its constructor takes args, rank, world_size and with_ref."""
     match args.train_backend, role:
         case "megatron", "critic":
             from slime.backends.megatron_utils.critic import MegatronCritic
@@ -208,11 +206,11 @@ def check_provenance(
     oldest: str | None = None,
     allows_older: bool = False,
 ) -> None:
-    """Refuse tokens that other weights generated than those the engines were last given before the rollout.
+    """Refuse tokens of other weights than those of the last sync before the rollout.
 
     Args:
-        version: what the engines held at the end of the rollout.
-        oldest: what they held at its start, where that was something else.
+        version: weight version of the engines at the end of the rollout.
+        oldest: their version at its start, if older.
         allows_older: responses may have been begun with earlier weights (``--partial-rollout``, rollout functions
             that keep groups under way).
     """

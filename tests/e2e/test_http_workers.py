@@ -107,14 +107,14 @@ def test_requests_are_posted_in_turn_and_their_errors_are_those_of_one_process(w
         post(server.url, {"status": 503}, max_retries=1)
     assert len(server.requests) == 4
     assert names == [*actors] * 2
-    with pytest.raises(EngineError, match=r"ConnectError: .* \(poster 0 on "):
+    with pytest.raises(EngineError, match=r"ConnectError: .* \(HTTP worker 0 on "):
         post("http://127.0.0.1:9", {}, max_retries=0)
     with pytest.raises(DeadlineExceeded):
         post(server.url, {"waits": True}, timeout_s=0.3)
     workers._actors = actors
 
 
-def test_a_request_that_nobody_waits_for_any_more_ends_at_the_poster(workers, server):
+def test_a_cancelled_request_ends_at_its_worker(workers, server):
     async def give_up() -> None:
         task = asyncio.ensure_future(http_utils.post(server.url, {"waits": True}))
         while not server.requests:
@@ -124,10 +124,10 @@ def test_a_request_that_nobody_waits_for_any_more_ends_at_the_poster(workers, se
             await task
 
     asyncio.run(asyncio.wait_for(give_up(), 30))
-    assert server.disconnected.wait(120), "the poster still reads the reply"
+    assert server.disconnected.wait(120), "the worker still reads the reply"
 
 
-def test_posters_that_die_are_left_out_and_without_any_the_process_posts_itself(workers, server):
+def test_dead_workers_are_skipped_and_without_any_the_process_sends_requests_itself(workers, server):
     first, second = workers.names
     ray.kill(workers._actors[first])
     assert all(post(server.url, {"n": n}) == {"seen": {"n": n}} for n in range(3))

@@ -68,7 +68,7 @@ class Rendezvous:
     """Addresses that all nodes of an engine share.
 
     Attributes:
-        dist_init_addr: where the engine's processes meet.
+        dist_init_addr: address for the rendezvous of the engine's processes.
         bootstrap_port: of prefill engines.
     """
 
@@ -131,7 +131,7 @@ class _Startable(SGLangEngine):
 
 
 class EngineActor(_Startable):
-    """Body of the actor: an engine that picks address and ports on the node where it runs.
+    """Body of the actor: an engine that picks address and ports on its node.
 
     Args:
         first_slot: its first device among all of the run, the trainer's first.

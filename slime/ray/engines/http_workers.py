@@ -1,13 +1,12 @@
-"""Requests to engines from every node (``--use-distributed-post``): actors that post for the rollout manager.
+"""Requests to engines from every node (``--use-distributed-post``): actors that send for the rollout manager.
 
-With one process that posts, all prompts and replies of a large cluster go through its network card, and all their JSON
-through its interpreter. Posters, some on every node, take both: the manager hands each attempt to the next one in turn.
+All prompts and replies of a large cluster would go through the network card of one process, and their JSON through its
+interpreter. HTTP workers on every node share both: each attempt goes to the next worker.
 
     manager   url, retries, backoff and deadline stay with ``slime.utils.http_utils.post``
-    poster    one attempt: JSON out, JSON in
+    worker    one attempt: JSON out, JSON in
 
-A poster that died is left out; without any left the manager posts by itself. Owned by the rollout manager, with which
-they end.
+A dead worker is skipped. If none is left, the manager sends the requests itself. The workers end with the manager.
 """
 
 from __future__ import annotations
@@ -33,14 +32,13 @@ from slime.utils.http_utils import Reply
 
 logger = logging.getLogger(__name__)
 
-_NUM_CPUS = 0.001  # they wait most of the time
-_MIN_CONCURRENCY = 1000  # Ray's own for async actors
-_KILLED_GRACE_S = 5.0
-"""After the deadline of an attempt, for the poster to say so itself."""
+_NUM_CPUS = 0.001  # workers wait most of the time
+_MIN_CONCURRENCY = 1000  # the default of Ray for async actors
+_KILLED_GRACE_S = 5.0  # after the deadline of an attempt, for the worker to report it
 
 
 class HttpWorker:
-    """Body of the actor. Async: Ray runs its calls side by side on one event loop."""
+    """Body of the actor. Async, so Ray runs its calls side by side on one event loop."""
 
     def __init__(self, args: Namespace, name: str) -> None:
         configure_logger(f" {name}")
@@ -49,11 +47,11 @@ class HttpWorker:
         http_utils.init_http_client(args)
 
     async def node_id(self) -> str:
-        """Where it is; answered once it can post."""
+        """The node of the worker; answered once it can send requests."""
         return str(ray.get_runtime_context().get_node_id())
 
     async def send(self, url: str, body: Any, headers: dict[str, str] | None, timeout_s: float) -> bytes | None:
-        """One attempt, packed by :func:`_packed`; None: it took longer than ``timeout_s``."""
+        """One attempt, packed by :func:`_packed`; None if it took longer than ``timeout_s``."""
         try:
             return _packed(await http_utils.send(url, body, headers, timeout_s))
         except TimeoutError:
@@ -61,11 +59,9 @@ class HttpWorker:
 
 
 def _packed(reply: Reply) -> bytes:
-    """What JSON gives, as bytes that are a fifth of it and read in half the time.
-
-    As objects, replies would be made by Ray in threads that compete with the manager's event loop for the interpreter:
-    with 1024 tokens 1.26 ms of its processor, against 0.53 ms as bytes (``benchmarks/distributed_post.py``).
-    """
+    """The reply as bytes: a fifth of the JSON, read in half the time."""
+    # Objects would be unpickled by Ray in threads that compete with the manager's event loop for the interpreter: with
+    # 1024 tokens 1.26 ms of processor time, against 0.53 ms for bytes (benchmarks/distributed_post.py).
     return zlib.compress(marshal.dumps(tuple(reply)), level=1)
 
 
@@ -74,7 +70,7 @@ def _unpacked(data: bytes) -> Reply:
 
 
 class HttpWorkers:
-    """All of them, used in turn: what :func:`slime.utils.http_utils.set_sender` takes.
+    """All workers, used in turn: a sender for :func:`slime.utils.http_utils.set_sender`.
 
     Args:
         actors: name -> handle.
@@ -87,16 +83,21 @@ class HttpWorkers:
 
     @property
     def names(self) -> Sequence[str]:
-        """Of those that live, as far as is known."""
+        """Names of the living workers, as far as known."""
         return tuple(self._order)
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Return when every one can post."""
+        """Return when every worker can send requests."""
         refs = [actor.node_id.remote() for actor in self._actors.values()]
-        get(refs, timeout_s, f"{len(refs)} posters to start", "--engine-start-timeout; they need little memory each")
+        get(
+            refs,
+            timeout_s,
+            f"{len(refs)} HTTP workers to start",
+            "--engine-start-timeout; they need little memory each",
+        )
 
     async def send(self, url: str, body: Any, headers: dict[str, str] | None, timeout_s: float) -> Reply:
-        """One attempt by the next poster; when nobody waits for it any more, the poster drops it."""
+        """One attempt by the next worker, cancelled with the caller."""
         if not self._order:
             return await http_utils.send(url, body, headers, timeout_s)
         name = self._order[self._turn % len(self._order)]
@@ -107,7 +108,7 @@ class HttpWorkers:
                 data: bytes | None = await ref
         except RayActorError as death:
             self._leave_out(name, death)
-            return Reply(None, f"{name} died while it posted")
+            return Reply(None, f"{name} died while it sent a request")
         except (asyncio.CancelledError, TimeoutError):
             ray.cancel(ref)  # closes the connection, which makes an engine abort the request
             raise
@@ -118,21 +119,19 @@ class HttpWorkers:
 
     def _leave_out(self, name: str, death: RayActorError) -> None:
         if name not in self._order:
-            return  # another request has noticed
+            return  # another request has noticed it
         self._order.remove(name)
-        rest = (
-            f"{len(self._order)} others post on" if self._order else "the rollout manager posts by itself from now on"
-        )
+        rest = f"{len(self._order)} others continue" if self._order else "the rollout manager sends all requests now"
         logger.warning("%s died (%s); %s", name, str(death).partition("\n")[0], rest)
 
     def kill(self) -> None:
-        """End them all; requests that are under way fail."""
+        """End all workers. Requests under way fail."""
         for actor in self._actors.values():
             ray.kill(actor)
 
 
 def start_http_workers(args: Namespace) -> HttpWorkers:
-    """Start as many on every living node as it has device slots, ``--num-gpus-per-node`` at most and one at least."""
+    """Start workers on every living node: one per device slot, at least one and at most ``--num-gpus-per-node``."""
     engines = http_utils.get_rollout_num_engines(args)
     concurrency = max(_MIN_CONCURRENCY, args.sglang_server_concurrency * engines)
     actor = ray.remote(HttpWorker)
@@ -142,7 +141,7 @@ def start_http_workers(args: Namespace) -> HttpWorkers:
             continue
         slots = int(node["Resources"].get("GPU", 0))
         for number in range(max(1, min(args.num_gpus_per_node, slots))):
-            name = f"poster {number} on {node['NodeManagerAddress']} ({node['NodeID'][:8]})"
+            name = f"HTTP worker {number} on {node['NodeManagerAddress']} ({node['NodeID'][:8]})"
             options = actor.options(
                 num_cpus=_NUM_CPUS,
                 max_concurrency=concurrency,
@@ -150,5 +149,5 @@ def start_http_workers(args: Namespace) -> HttpWorkers:
                 runtime_env={"env_vars": worker_env()},
             )
             actors[name] = options.remote(args, name)
-    logger.info("requests to engines are posted by %d processes", len(actors))
+    logger.info("%d HTTP workers send the requests to engines", len(actors))
     return HttpWorkers(actors)

@@ -1,8 +1,7 @@
-"""Where the engines of a CPU are forked from: a process that imports SGLang, as early as it can.
+"""A process that imports SGLang early, from which the engines of a CPU are forked.
 
-The import takes longer than anything else in the start of a run, and needs nothing of Ray: in a cluster of this run's
-own it begins before Ray does (``cluster``). In a cluster that was there before, the rollout manager starts the process
-where it runs (``rollout_servers``).
+The import is the longest part of the start of a run and does not need Ray. In an embedded cluster it begins before Ray
+(``run.cluster``). In an existing cluster the rollout manager starts the process on its own node (``servers``).
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from slime.utils.errors import EngineError
 from slime.utils.process import has_ended, log_tail
 
 FORK_SERVER = "SLIME_FORK_SERVER"
-"""Environment variable of all processes of a run: pid and socket of the fork server that its cluster has, if it has."""
+"""Environment variable of all processes of a run: pid and socket of the fork server of its cluster, if any."""
 
 
 @contextmanager
 def sglang_preloading(args: Namespace, env: Mapping[str, str]) -> Iterator[None]:
-    """SGLang is being imported, then ready to be forked.
+    """Import SGLang in the background, ready to be forked inside the block.
 
     Args:
-        env: of the processes of the run, on top of this one's.
+        env: variables of the run's processes, in addition to those of this process.
     """
     server = ForkServer(_log(args), {**env, **server_env()})
     os.environ[FORK_SERVER] = f"{server.pid} {server.socket_path}"
@@ -42,7 +41,7 @@ def sglang_preloading(args: Namespace, env: Mapping[str, str]) -> Iterator[None]
 
 
 class ClusterForkServer:
-    """The one that the cluster has, for those who use it and do not own it."""
+    """The fork server of the cluster, for users that do not own it."""
 
     def __init__(self, pid: int, socket_path: str, log_path: Path) -> None:
         self._pid = pid
@@ -57,7 +56,7 @@ class ClusterForkServer:
             )
 
     def stop(self) -> None:
-        """It ends with the cluster."""
+        """Do nothing: it ends with the cluster."""
 
 
 def _is_gone(pid: int) -> bool:
@@ -68,7 +67,7 @@ def _is_gone(pid: int) -> bool:
 
 
 def fork_server_of(args: Namespace) -> ForkServer | ClusterForkServer:
-    """The one that the cluster has, or a new one."""
+    """The fork server of the cluster, or a new one."""
     if FORK_SERVER not in os.environ:
         return ForkServer(_log(args), server_env())
     pid, socket_path = os.environ[FORK_SERVER].split(maxsplit=1)
@@ -80,5 +79,5 @@ def _log(args: Namespace) -> Path:
 
 
 def engine_log_directory(args: Namespace) -> Path:
-    """Where engines and routers write what they say."""
+    """Folder for the logs of engines and routers."""
     return run_directory(args, args.experiment_name) / "engines"

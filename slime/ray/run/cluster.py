@@ -1,8 +1,8 @@
-"""The Ray cluster of a run: joins the one it is given, or starts one inside the driver that ends with it.
+"""The Ray cluster of a run: an existing one, or one that the driver starts and stops (embedded).
 
-Without a GPU, Ray's "GPU" slots are logical: the embedded cluster announces as many as the run asks for, so that
-placement is the same code on a laptop and on a cluster. When the cluster is our own, all of slime's services (engines,
-routers, process groups) are on loopback; Ray's have the host's address, and ask for a token.
+Without a GPU, the "GPU" slots of Ray are logical: the embedded cluster announces as many as the run needs, so placement
+is the same code on a laptop and on a cluster. In an embedded cluster all services of slime (engines, routers, process
+groups) use loopback. The services of Ray use the host's address and ask for a token.
 """
 
 from __future__ import annotations
@@ -34,32 +34,31 @@ _OBJECT_STORE_BYTES = 512 * 1024**2
 _LOOPBACK = "127.0.0.1"
 _INHERITED = ("SLIME_ACCELERATOR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HF_HUB_OFFLINE")
 _ONE_NODE = ("SLIME_HOST_IP", FORK_SERVER)
-"""Passed on where there is one node: with several, each says it to its own processes."""
+"""Inherited in an embedded cluster only: with several nodes each has its own values."""
 _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _EMBEDDED = "slime_embedded"
-"""A resource that only the clusters have that :func:`running_cluster` starts."""
+"""A resource that marks clusters started by :func:`running_cluster`."""
 _DEVICE_TYPE = "accelerator_type:"
-_DRIVER_CPUS = 4  # data buffer, rollout manager and what they start
+_DRIVER_CPUS = 4  # data buffer, rollout manager and their children
 _NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-"""What SGLang sets in its processes where the environment does not. Trainer and engines form one NCCL group, whose
-members must agree on both, so all of them are told."""
+"""Defaults of SGLang's processes. Trainer and engines form one NCCL group, whose members must agree on both."""
 
 
 @contextmanager
 def running_cluster(args: Namespace) -> Iterator[None]:
-    """Ray is up inside the block. An embedded cluster is stopped at its end, however that comes about."""
+    """Connect to Ray, or start it, for the block. An embedded cluster always stops at its end."""
     if ray.is_initialized():
         yield
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # their environment would not be that of our actors
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of peers that fail because another process died
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # prestarted workers would have another environment
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of peers that fail after a death
     with ExitStack() as started:
         if os.environ.get("RAY_ADDRESS"):
             ray.init(log_to_driver=True, logging_level=logging.WARNING)
         else:
-            start_reaper()  # a process that ends whatever is left of the others when this one is gone
+            start_reaper()  # ends the remaining processes if this one is killed
             if accelerator.current().is_cpu and _num_engine_slots(args):
                 started.enter_context(sglang_preloading(args, _worker_env(is_on_loopback=True)))
             _start_embedded(args)
@@ -70,13 +69,13 @@ def running_cluster(args: Namespace) -> Iterator[None]:
 
 
 def check_devices(resources: Mapping[str, float]) -> None:
-    """Refuse to lead a cluster of GPUs from a machine without one as if all of it were CPUs.
+    """Refuse to treat a cluster with GPUs as CPUs because the driver's machine has no GPU.
 
     Args:
-        resources: those of the cluster. Ray names the type of the devices that it has found on a node.
+        resources: of the cluster; Ray adds the device type of each node.
 
     Raises:
-        ConfigError: nobody said that this is meant.
+        ConfigError: ``SLIME_ACCELERATOR`` does not confirm it.
     """
     types = [name for name in resources if name.startswith(_DEVICE_TYPE)]
     if types and accelerator.current().is_cpu and not os.environ.get("SLIME_ACCELERATOR"):
@@ -105,7 +104,7 @@ def _start_embedded(args: Namespace) -> None:
 
 @contextmanager
 def _without(names: Iterable[str]) -> Iterator[None]:
-    """These variables are not set inside the block."""
+    """Unset these variables inside the block."""
     kept = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
         yield
@@ -114,7 +113,7 @@ def _without(names: Iterable[str]) -> Iterator[None]:
 
 
 def node_address() -> str:
-    """Address that this node's services bind to: loopback in an embedded cluster, ``SLIME_HOST_IP`` where it is set."""
+    """Address that this node's services bind to: ``SLIME_HOST_IP`` if set, loopback in an embedded cluster."""
     return os.environ.get("SLIME_HOST_IP") or ray.util.get_node_ip_address()
 
 
@@ -125,8 +124,8 @@ def _num_engine_slots(args: Namespace) -> int:
 def slot_layout(args: Namespace) -> tuple[int, int]:
     """(device slots of the whole run, the first one of the engines).
 
-    Trainer ranks and engine devices are side by side, or share slots with ``--colocate``; engines that somebody else
-    runs have none.
+    Trainer ranks and engine devices are side by side, or share slots with ``--colocate``. External engines have
+    none.
     """
     train = 0 if args.debug_rollout_only else args.world_size
     engines = _num_engine_slots(args)
@@ -134,22 +133,20 @@ def slot_layout(args: Namespace) -> tuple[int, int]:
 
 
 def engines_share_devices(args: Namespace) -> bool:
-    """Engines stand on the trainer's devices and give their memory to it."""
+    """Whether engines run on the trainer's devices and release their memory for it."""
     return bool(args.colocate and args.offload_rollout and not args.debug_train_only)
 
 
 def worker_env() -> dict[str, str]:
-    """Environment of every actor that slime starts.
-
-    One OpenMP thread on a CPU: ranks and engines share the cores, and spinning OpenMP barriers of several processes
-    slow each other down by orders of magnitude.
-    """
+    """Environment variables of every actor that slime starts."""
     return _worker_env(is_embedded())
 
 
 def _worker_env(is_on_loopback: bool) -> dict[str, str]:
     env = {"RAY_USE_UVLOOP": "0", "TOKENIZERS_PARALLELISM": "false"}
     if accelerator.current().is_cpu:
+        # Ranks and engines share the cores: spinning OpenMP barriers of several processes slow each other down by
+        # orders of magnitude.
         env["OMP_NUM_THREADS"] = "1"
         env |= {name: os.environ[name] for name in _VISIBLE_DEVICES if name in os.environ}  # GPUs stay hidden
     else:
@@ -162,14 +159,11 @@ def _worker_env(is_on_loopback: bool) -> dict[str, str]:
 
 
 def nccl_as_engines(args: Namespace) -> dict[str, str]:
-    """What engines set whatever the environment says, for the trainer to agree with."""
+    """Variables that engines override; the trainer must agree with them."""
     return dict.fromkeys(_NCCL, "1") if "--enable-symm-mem" in args.sglang_argv else {}
 
 
 def is_embedded() -> bool:
-    """Whether the cluster is this run's own, of this host alone.
-
-    Asked in every process that starts others, not only in the driver. The cluster's address does not say it: Ray takes
-    the host's own for loopback.
-    """
+    """Whether this run has started the cluster, on this host alone. Any process of the run may ask."""
+    # The address of the cluster does not tell: Ray uses the host's address also for loopback.
     return _EMBEDDED in ray.cluster_resources()

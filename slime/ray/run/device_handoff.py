@@ -1,6 +1,6 @@
-"""Whose turn it is on the devices that trainer and engines share: the order in which memory changes hands.
+"""The handoff of devices that trainer and engines share: the order in which they release and take memory.
 
-    turn      engines hold                     trainer holds                     what happens in it
+    phase     engines hold                     trainer holds                     activity
     engines   weights, KV cache                nothing                           a rollout, an evaluation
                  | pause, flush, release
     trainer   nothing                          weights, gradients, optimizer     training, a checkpoint
@@ -9,12 +9,11 @@
                  | KV cache; continue             | weights go
     engines   ...
 
-Whoever has to leave does so before the other one comes. With ``--release-train`` the trainer's processes end instead of
-moving to host memory, and start again from the checkpoint. With a critic, actor and critic take turns as well.
+One side releases its memory before the other takes it. With ``--release-train`` the trainer's processes end instead of
+moving to host memory, and start again from the checkpoint. Actor and critic alternate in the same way.
 
-Called by the loop's steps, each of which begins by asking for the turn it needs. Every verb that is called here may be
-repeated, so nothing is remembered here: a turn that an error cut short is simply asked for again, and a run that ends
-stops its engines in whatever state they are.
+Each step of the loop begins with the phase that it needs. All verbs of trainer and engines may be repeated, so this
+module keeps no state: after an error the next step requests its phase again.
 """
 
 from __future__ import annotations
@@ -29,30 +28,30 @@ from slime.backends.protocols import TRAINER_PARTS, EngineFleet, TrainerPart
 
 
 class TrainerMemory(Protocol):
-    """A trainer group, as far as its memory is concerned. Each verb returns when all ranks have done it."""
+    """The memory verbs of a trainer group. Each returns when all ranks have finished."""
 
     def offload(self, parts: Sequence[TrainerPart] = ...) -> None: ...
 
     def onload(self, parts: Sequence[TrainerPart] = ...) -> None: ...
 
     def create(self) -> None:
-        """Start the processes and load the last checkpoint; nothing to do while they live."""
+        """Start the processes from the last checkpoint, unless they live."""
 
     def release(self) -> None:
         """End the processes."""
 
 
 class EnginesMemory(Protocol):
-    """The engines that share devices with the trainer. Each verb returns when all of them have done it."""
+    """The memory verbs of the engines that share devices with the trainer. Each returns when all have finished."""
 
     def offload(self) -> None:
-        """Pause, forget the cache, release everything."""
+        """Pause, flush the cache, release all memory."""
 
     def onload_weights(self) -> None:
-        """Memory for weights again; there is nothing in it before a sync, unless the engine keeps a copy."""
+        """Take memory for weights, which is empty before a sync unless the engine keeps a copy."""
 
     def onload_kv(self) -> None:
-        """All memory again, and requests are served."""
+        """Take all memory and serve."""
 
 
 @dataclass
@@ -60,9 +59,9 @@ class DeviceHandoff:
     """Hands the devices over.
 
     Attributes:
-        trainer: the actor's ranks; None where nothing is trained.
-        critic: the critic's ranks, on the slots of the actor's.
-        engines: None where engines keep their memory (no ``--offload-rollout``).
+        trainer: the actor's ranks; None without training.
+        critic: the critic's ranks, on the slots of the actor.
+        engines: None if engines keep their memory (no ``--offload-rollout``).
         moves_trainer: ``--offload-train``.
         ends_trainer: ``--release-train``.
         seconds: spent since the last ``clear()``: ``sleep`` and ``wake_up`` of the trainer, ``engine_offload`` and
@@ -78,23 +77,23 @@ class DeviceHandoff:
 
     @property
     def shares_devices(self) -> bool:
-        """The engines release their memory for the trainer."""
+        """Whether the engines release their memory for the trainer."""
         return self.engines is not None
 
     def to_trainer(self) -> None:
-        """The actor has its devices for itself, to train or to save."""
+        """Give the devices to the actor, to train or to save."""
         self._release_engines()
         self._move_out(self.critic)
         self._bring_back(self.trainer)
 
     def to_critic(self) -> None:
-        """The critic has the devices for itself."""
+        """Give the devices to the critic."""
         self._release_engines()
         self._move_out(self.trainer)
         self._bring_back(self.critic)
 
     def to_sync(self) -> None:
-        """Trainer and engines hold weights and nothing else."""
+        """Let trainer and engines hold weights and nothing else."""
         self._move_out(self.critic)
         self._bring_back(self.trainer, ("weights",))
         if self.trainer is not None and (self.moves_trainer or self.ends_trainer):
@@ -105,7 +104,7 @@ class DeviceHandoff:
                 self.engines.onload_weights()
 
     def to_engines(self) -> None:
-        """The engines have everything they need to serve."""
+        """Give the devices to the engines, to serve."""
         self._move_out(self.trainer)
         self._move_out(self.critic)
         if self.engines is not None:
@@ -114,7 +113,7 @@ class DeviceHandoff:
 
     @contextmanager
     def to_sync_with(self, newcomers: EngineFleet, timeout_s: float) -> Iterator[None]:
-        """In the engines' turn: as :meth:`to_sync` for engines that serve nobody yet, and back to the engines' turn."""
+        """During a rollout: :meth:`to_sync` for engines that do not serve yet, then back to the engines."""
         if self.engines is not None:
             newcomers.start("release_memory_occupation", tags=["kv_cache"]).wait(timeout_s)
         self._bring_back(self.trainer, ("weights",))

@@ -1,4 +1,4 @@
-"""The command behind ``train.py`` and ``train_async.py``: parse, start a cluster, run, restart, exit status."""
+"""The command of ``train.py`` and ``train_async.py``: parse, start a cluster, run, restart, exit status."""
 
 from __future__ import annotations
 

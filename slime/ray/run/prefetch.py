@@ -1,11 +1,11 @@
-"""Rollouts that run ahead of the trainer: generation overlaps training, and weights never change inside a rollout.
+"""Prefetch of rollouts: generation overlaps training, and weights never change inside a rollout.
 
 who waits for whom
-generator thread   a free place (at most ``capacity`` rollouts are running or finished but not taken), and the engines
+generator thread   a free slot (at most ``capacity`` rollouts are running or finished but not taken), and the engines
 taker (driver)     the next rollout in order
 engines_idle()     the rollout in flight; while it is held no rollout starts, so weights or an evaluation can go in
 
-Called by ``train_async.py``. Knows no trainer and no Ray: it is handed a function that generates one rollout.
+Called by ``train_async.py``. Knows neither trainer nor Ray: a function generates one rollout.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from slime.utils.deadline import Deadline
 
 T = TypeVar("T")
 
-_SLICE_S = 1.0
-"""How often a wait looks whether the run was asked to end."""
+_SLICE_S = 1.0  # a wait checks for interrupts this often
 
 
 class PrefetchedRollouts(Generic[T]):
-    """Generates ``rollout_ids`` in order on a thread of its own.
+    """Generates ``rollout_ids`` in order in a separate thread.
 
     Args:
-        generate: makes one rollout; blocks until it is there.
+        generate: generates one rollout; blocks until it is finished.
         rollout_ids: in the order they are trained on.
         capacity: rollouts that may be running or finished without having been taken (``--async-buffer-size``).
         timeout_s: longest wait for one rollout, and ``fix`` the flag that sets it.
@@ -53,11 +52,11 @@ class PrefetchedRollouts(Generic[T]):
         self._is_generating = False
         self._num_idle_wanted = 0
         self._is_stopped = False
-        self._thread = threading.Thread(target=self._run, name="rollouts ahead", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="prefetched rollouts", daemon=True)
         self._thread.start()
 
     def take(self, rollout_id: int) -> T:
-        """The next rollout; its place becomes free for another one. An error of the generation is raised here."""
+        """The next rollout; frees its slot. Raises the errors of the generation."""
         deadline = Deadline(self._timeout_s, f"rollout {rollout_id}", self._fix)
         while True:
             try:
@@ -77,7 +76,7 @@ class PrefetchedRollouts(Generic[T]):
         """Wait for the rollout in flight, and keep the next one from starting."""
         deadline = Deadline(self._timeout_s, "the rollout in flight to finish before the engines change", self._fix)
         with self._change:
-            self._num_idle_wanted += 1  # the generator sees it and starts nothing more: a plain lock could starve us
+            self._num_idle_wanted += 1  # stops the generator; a plain lock could starve this thread
         try:
             with self._change:
                 while not self._change.wait_for(lambda: not self._is_generating, min(_SLICE_S, deadline.remaining)):
@@ -89,7 +88,7 @@ class PrefetchedRollouts(Generic[T]):
                 self._change.notify_all()
 
     def stop(self) -> None:
-        """Start no further rollout. The one in flight is not waited for: its engines are stopped by the owner."""
+        """Start no further rollout. Does not wait for the one in flight, whose engines the owner stops."""
         with self._change:
             self._is_stopped = True
             self._change.notify_all()
@@ -101,7 +100,7 @@ class PrefetchedRollouts(Generic[T]):
         try:
             for rollout_id in self._rollout_ids:
                 with self._change:
-                    self._change.wait_for(self._may_start)  # ends with stop(); the taker is the one with a deadline
+                    self._change.wait_for(self._may_start)  # ends with stop(); only take() has a deadline
                     if self._is_stopped:
                         return
                     self._free_slots -= 1
@@ -112,5 +111,5 @@ class PrefetchedRollouts(Generic[T]):
                     with self._change:
                         self._is_generating = False
                         self._change.notify_all()
-        except BaseException as error:
+        except BaseException as error:  # take() raises it in the driver's thread
             self._finished.put(error)

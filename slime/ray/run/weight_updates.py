@@ -1,7 +1,7 @@
-"""Which way weights go from a trainer rank to the engines, as the command line says.
+"""The transport of weights from a trainer rank to the engines, chosen by the command line.
 
-Called by the train actor. The ways themselves are in ``slime.weight_sync``. Where --hf-checkpoint is quantised, what
-the trainer exports is quantised in between, so that engines get the format that they were started with.
+The transports are in ``slime.weight_sync``. If ``--hf-checkpoint`` is quantized, the exported weights are quantized on
+the way, so that engines get the format that they were started with.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from slime.weight_sync.session import TrainerRanks, WeightUpdate
 from slime.weight_sync.transports import TRANSPORTS, TrainerSide
 from slime.weight_sync.updater import Updater
 
-_RANKS_GRACE_S = 60.0
-"""The other ranks wait this much longer than the source does for an engine: its reason is the one to be told."""
+_RANKS_GRACE_S = 60.0  # the source must fail before the other ranks: only its error names the engine
 
 
 def weight_updater(args: Namespace, rank: int, world_size: int) -> Updater:
-    """For one trainer rank; the same choice on all of them."""
+    """The updater of one trainer rank, of the same kind on all ranks."""
     updater = _updater(args, rank, world_size)
     quantizer = None if args.debug_train_only else find_quantizer(args.hf_checkpoint)
     return updater if quantizer is None else _QuantizedUpdater(updater, quantizer, args.hf_checkpoint)
@@ -52,7 +51,7 @@ def _post_write(args: Namespace) -> Callable[[str, Any], None] | None:
 
 @dataclass(frozen=True)
 class _QuantizedUpdater:
-    """Any of the ways, for engines whose checkpoint is quantised."""
+    """Any updater, for engines with a quantized checkpoint."""
 
     updater: Updater
     quantizer: Quantizer
@@ -71,7 +70,7 @@ class _QuantizedUpdater:
 
 @dataclass(frozen=True)
 class _QuantizedWeights:
-    """A trainer's weights in the format of ``hf_checkpoint``."""
+    """The trainer's weights in the format of ``hf_checkpoint``."""
 
     trainer: WeightExporter
     quantizer: Quantizer

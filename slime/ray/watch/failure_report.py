@@ -279,7 +279,7 @@ def unplaced_of(refs: Iterable[Any]) -> list[str]:
 
 
 def missing_for(refs: Iterable[Any]) -> str | None:
-    """A sentence on what the actors that work on ``refs`` lack to start; None if all have started."""
+    """A sentence on the resources that keep the actors of ``refs`` from starting; None if all have started."""
     unplaced = unplaced_of(refs)
     missing = shortage_of() if unplaced else None
     return None if not unplaced or missing is None else f"Ray has no place for {', '.join(unplaced)}: {missing}"

@@ -1,12 +1,12 @@
-"""``progress.json`` in the run's folder: what the run does right now, for people and programs that look from outside.
+"""``progress.json`` in the run's folder: the current phase of the run, for people and other programs.
 
     {"pid": 700, "pid_since": 1763..., "started": 1763..., "restarts": 0, "first_rollout": 0, "num_rollout": 100,
      "ledger": ".../ledger.jsonl", "state": "running",
      "trainer": {"phase": "train", "rollout_id": 3, "since": 1763...},
      "engines": {"phase": "generate", "rollout_id": 4, "since": 1763...}}
 
-Trainer and engines have a lane each, since with ``train_async.py`` they work at the same time; times are seconds since
-1970. The file is replaced as a whole. Written by the driver; knows nothing of the run but what it is told.
+Trainer and engines have separate lanes, because with ``train_async.py`` they work at the same time. Times are seconds
+since 1970. The driver writes the file and replaces it as a whole.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Phase = Literal["start", "generate", "eval", "train", "save", "sync", "idle"]
 
 
 class Progress:
-    """The file's writer. A disk that is full or gone does not end the run: the file says nothing new then."""
+    """Writer of the file. A full or missing disk does not end the run, the file only becomes stale."""
 
     def __init__(self, directory: Path, **facts: Any) -> None:
         """
         Args:
-            facts: what holds for the whole run.
+            facts: constant for the whole run.
         """
         self._path = directory / PROGRESS
         self._lock = threading.Lock()  # with train_async.py a second thread generates
@@ -50,7 +50,7 @@ class Progress:
         self._write()
 
     def _num_restarts(self) -> int:
-        """One more than the file says, when this process wrote it: the run is begun again in the same job."""
+        """One more than in the file, if this process wrote it: then the run restarts in the same job."""
         try:
             before = json.loads(self._path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -59,14 +59,14 @@ class Progress:
         return int(before.get("restarts", 0)) + 1 if is_ours else 0
 
     def update(self, **facts: Any) -> None:
-        """Write facts that were not known before, or have changed."""
+        """Write new or changed facts."""
         with self._lock:
             self._content |= facts
             self._write()
 
     @contextmanager
     def phase(self, lane: Lane, name: Phase, rollout_id: int | None) -> Iterator[None]:
-        """Inside the block ``lane`` does this; afterwards it is idle. An error leaves the phase that it came from."""
+        """Set the phase of ``lane`` for the block; then it is idle. An error leaves the phase that it came from."""
         self.update(**{lane: _entry(name, rollout_id)})
         yield
         self.update(**{lane: _entry("idle", rollout_id)})
@@ -87,7 +87,7 @@ T = TypeVar("T", bound=_HasProgress)
 
 
 def phase(lane: Lane, name: Phase) -> Callable[[Callable[Concatenate[T, P], R]], Callable[Concatenate[T, P], R]]:
-    """Decorator of a run's method whose first argument counts rollouts: the run is in that phase while it works."""
+    """Decorate a run's method whose first argument is a rollout number: sets the phase while the method works."""
 
     def decorate(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
         @functools.wraps(method)
@@ -103,7 +103,7 @@ def phase(lane: Lane, name: Phase) -> Callable[[Callable[Concatenate[T, P], R]],
 
 
 def _process() -> dict[str, Any]:
-    """This process, whose number alone says little: in a container it is the same every time."""
+    """This process: pid and start time, because in a container the pid is the same every time."""
     return {"pid": os.getpid(), "pid_since": psutil.Process().create_time()}
 
 
