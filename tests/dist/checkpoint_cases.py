@@ -8,7 +8,7 @@ import torch
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
 from slime.utils.errors import ConfigError, SlimeError
-from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, split_batch
+from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, split_batch, weights_of
 
 
 
@@ -36,7 +36,7 @@ def run(
         return {"error": str(error)}
     if rank == full_disk_on:
         _fill_disk(full_for)
-    at_start = _weights(trainer)
+    at_start = weights_of(trainer)
     error = ""
     for rollout_id in rollouts:
         dp_rank, dp_size = trainer.data_parallel
@@ -46,11 +46,9 @@ def run(
                 trainer.save(rollout_id)
             except SlimeError as caught:
                 error = str(caught)
-    return {"start": start, "weights_at_start": at_start, "weights": _weights(trainer), "error": error}
+    return {"start": start, "weights_at_start": at_start, "weights": weights_of(trainer), "error": error}
 
 
-def _weights(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in trainer.export_weights()}
 
 
 def _fill_disk(full_for: str) -> None:

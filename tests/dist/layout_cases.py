@@ -12,7 +12,7 @@ from slime.backends.megatron_utils.actor import MegatronTrainer
 from slime.config.resolve.paths import needs_reference
 from slime.utils.errors import SlimeError
 from tests.unit.megatron_utils.fake_deep_gemm import make_package
-from tests.unit.megatron_utils.tiny_trainer import make_args, split_batch
+from tests.unit.megatron_utils.tiny_trainer import make_args, split_batch, weights_of
 
 
 
@@ -46,7 +46,7 @@ def train(
         "report": report,
         "gradients": gradients[0] if gradients else {},
         "num_states": _num_states(trainer),
-        "weights": {name: value.clone() for name, value in trainer.export_weights()},
+        "weights": weights_of(trainer),
     }
 
 
@@ -94,7 +94,7 @@ def _keep_gradients(trainer: MegatronTrainer) -> list[dict[str, torch.Tensor]]:
         for parameter in parameters:
             is_frozen = not parameter.requires_grad
             parameter.data = torch.zeros_like(parameter) if is_frozen else parameter.main_grad.to(parameter.dtype)
-        kept.append({name: value.clone() for name, value in trainer.export_weights()})
+        kept.append(weights_of(trainer))
         for parameter, weight in zip(parameters, weights, strict=True):
             parameter.data = weight
         return original()

@@ -15,7 +15,8 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "data": (2, 1, {}),
     "pipeline": (2, 1, {"pipeline_model_parallel_size": 2}),
     "interleaved": (
-        *(2, 2),
+        2,
+        2,
         {
             "pipeline_model_parallel_size": 2,
             "virtual_pipeline_model_parallel_size": 2,

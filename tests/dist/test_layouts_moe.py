@@ -93,7 +93,7 @@ def test_a_model_with_experts_trains_like_on_one_rank(
 def test_experts_that_compute_in_fake_int4_train_like_on_one_rank(
     layout: str, train: Train, table: ComparisonTable
 ) -> None:
-    # weights that move round to another neighbour on one layout than on another, by chance
+    # weights that move round to another neighbor on one layout than on another, by chance
     settings = {"int4_group_size": 4, "lr": 0.0}
     one = main_rank(train("qwen3_moe", 1, "size16", **settings))
     table.add(2, f"{layout} fake INT4", assert_equal(one, train("qwen3_moe", 2, layout, **settings)))

@@ -21,7 +21,7 @@ from slime.backends.megatron_utils.model_rules import (
     vision,
 )
 from slime.backends.megatron_utils.optimizer_rules import instances, optimizer, schedule, weight_decay
-from slime.backends.megatron_utils.precision_rules import deepgemm, fake_quantisation, fp8
+from slime.backends.megatron_utils.precision_rules import deepgemm, fake_quantization, fp8
 from slime.backends.megatron_utils.transformer_config import expert_tensor_parallel_size
 from slime.config import notices
 from slime.config.groups import flag_of
@@ -384,7 +384,7 @@ def _for_trainer(rule: Callable[[Namespace], Iterable[str]]) -> Callable[[Namesp
 STEPS: tuple[Callable[[Namespace], None], ...] = (
     resolve_model,
     _precision,
-    fake_quantisation,
+    fake_quantization,
     _parallel,
     _experts,
     _tokenizer_and_spec,

@@ -95,7 +95,7 @@ def low_precision_here(args: Namespace) -> Iterator[str]:
             yield f"{flag} needs the package deep_gemm, which is not installed: pip install sgl-deep-gemm."
 
 
-def fake_quantisation(args: Namespace) -> None:
+def fake_quantization(args: Namespace) -> None:
     """A step: values that share a scale, or None if nothing is rounded.
 
     Raises:

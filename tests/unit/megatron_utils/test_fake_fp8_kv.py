@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
-from slime.backends.megatron_utils.precision_rules import fake_quantisation, kv_fp8
+from slime.backends.megatron_utils.precision_rules import fake_quantization, kv_fp8
 from slime.backends.training.data import TrainBatch
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint
 from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch
@@ -72,10 +72,10 @@ def test_the_environment_switches_fake_fp8_on_for_sparse_attention_only(
     make_family_checkpoint("deepseek_v32", tmp_path / "sparse")
     make_family_checkpoint("deepseek_v3", tmp_path / "dense")
     args = Namespace(hf_checkpoint=str(tmp_path / "sparse"), train_backend="megatron")
-    fake_quantisation(args)
+    fake_quantization(args)
     assert args.kv_fp8_block_size is None
     monkeypatch.setenv("DSA_KV_FP8_QAT", "1")
-    fake_quantisation(args)
+    fake_quantization(args)
     assert args.kv_fp8_block_size == 128
     assert not list(kv_fp8(args))
     args.hf_checkpoint = str(tmp_path / "dense")

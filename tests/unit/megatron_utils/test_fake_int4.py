@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
-from slime.backends.megatron_utils.precision_rules import fake_quantisation, int4
+from slime.backends.megatron_utils.precision_rules import fake_quantization, int4
 from slime.backends.training.data import TrainBatch
 from slime.backends.training.hf_files import TensorReader
 from slime.utils.errors import ConfigError
@@ -105,15 +105,15 @@ def _args(path: Path, **overrides: Any) -> Namespace:
 
 def test_the_environment_switches_fake_int4_on(monkeypatch: pytest.MonkeyPatch, checkpoints: tuple[Path, Path]) -> None:
     args = _args(checkpoints[1])
-    fake_quantisation(args)
+    fake_quantization(args)
     assert args.int4_group_size is None
     assert not list(int4(args))
     monkeypatch.setenv("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "1")
-    fake_quantisation(args)
+    fake_quantization(args)
     assert args.int4_group_size == 128
     assert "has groups of 8" in next(int4(args))
     monkeypatch.setenv("OPEN_TRAINING_INT4_GROUP_SIZE", "8")
-    fake_quantisation(args)
+    fake_quantization(args)
     assert not list(int4(args))
 
 
@@ -141,4 +141,4 @@ def test_a_variable_of_fake_int4_with_another_value_is_named(
 ) -> None:
     monkeypatch.setenv(f"OPEN_TRAINING_INT4_{name}", value)
     with pytest.raises(ConfigError, match=f"OPEN_TRAINING_INT4_{name}={value}"):
-        fake_quantisation(Namespace())
+        fake_quantization(Namespace())

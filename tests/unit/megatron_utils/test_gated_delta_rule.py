@@ -1,4 +1,4 @@
-"""The gated delta rule in chunks against a loop over tokens, and what must not depend on the neighbours in a pack."""
+"""The gated delta rule in chunks against a loop over tokens, and what must not depend on the neighbors in a pack."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_outputs_and_gradients_equal_a_loop_over_tokens(chunk_size: int) -> None
         verify(f"its gradient by {name}", "a loop over tokens", ours, reference, tolerance=1e-4)
 
 
-def test_a_sequence_alone_gives_the_same_outputs_as_between_neighbours() -> None:
+def test_a_sequence_alone_gives_the_same_outputs_as_between_neighbors() -> None:
     inputs = _inputs(sum(_LENGTHS))
     packed = gated_delta_rule(*inputs, _starts(_LENGTHS))  # type: ignore[arg-type]
     begin = sum(_LENGTHS[:2])

@@ -18,7 +18,7 @@ from slime.backends.protocols import TRAINER_PARTS
 from slime.backends.training.offload import DeviceMemory
 from slime.utils.errors import SlimeError
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint
-from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model
+from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, weights_of
 from tests.verification import verify
 
 _SETTINGS: dict[str, dict[str, Any]] = {
@@ -46,10 +46,6 @@ def _trainer(path: Path, **overrides: Any) -> MegatronTrainer:
     return trainer
 
 
-def _weights(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in trainer.export_weights()}
-
-
 def _num_bytes(trainer: MegatronTrainer) -> int:
     """What the tensors of the trainer occupy, whoever of them owns it."""
     storages = {}
@@ -69,7 +65,7 @@ def test_training_with_offload_between_the_steps_is_bit_for_bit_that_without(
 ) -> None:
     batches = [make_batch(8, seed=seed) for seed in range(3)]
     plain = _trainer(checkpoints[kind], **_SETTINGS[name])
-    expected = [(plain.train(i, batch).steps, _weights(plain)) for i, batch in enumerate(batches)]
+    expected = [(plain.train(i, batch).steps, weights_of(plain)) for i, batch in enumerate(batches)]
 
     trainer = _trainer(checkpoints[kind], **_SETTINGS[name])
     trainer.offload()  # before the first step there are no moments yet

@@ -125,7 +125,7 @@ def test_gradients_of_a_model_equal_those_of_transformers(kind: str, tmp_path: P
         verify(what, "transformers", exported[name], theirs, tolerance=1e-4, scale="mixed")
 
 
-def test_the_choice_matters_and_neighbours_in_the_pack_do_not(tmp_path: Path) -> None:
+def test_the_choice_matters_and_neighbors_in_the_pack_do_not(tmp_path: Path) -> None:
     _, model = _load("glm_moe_dsa", tmp_path)
     first, second, third = _sequences(30, 50, 20)
     alone = packed_logits(model, [second])

@@ -14,7 +14,7 @@ import torch
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
 from slime.utils.errors import ConfigError, SlimeError
-from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model
+from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, weights_of
 
 pytestmark = pytest.mark.usefixtures("trainer_rank")
 
@@ -30,10 +30,6 @@ def _trainer(path: Path, *, with_ref: bool = False, **overrides: Any) -> tuple[M
     settings = {"lr_decay_style": "cosine", "lr_warmup_iters": 2, "weight_decay": 0.1} | overrides
     trainer = MegatronTrainer(make_args(path, **settings), rank=0, world_size=1, with_ref=with_ref)
     return trainer, trainer.setup()
-
-
-def _weights(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in trainer.export_weights()}
 
 
 @pytest.mark.parametrize(
@@ -59,7 +55,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     resumed, start = _trainer(hf_path, load=str(tmp_path / "ck"), save=str(tmp_path / "ck"), **precision)
     assert start == 2
     assert [resumed.train(i, make_batch(seed=i)).steps for i in (2, 3)] == expected
-    want, got = _weights(straight), _weights(resumed)
+    want, got = weights_of(straight), weights_of(resumed)
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
@@ -81,13 +77,13 @@ def test_finetune_no_load_optim_and_ckpt_step_choose_what_is_taken(hf_path: Path
     trainer, _ = _trainer(hf_path, save=str(tmp_path))
     trainer.train(0, make_batch())
     trainer.save(0)
-    after_one = _weights(trainer)
+    after_one = weights_of(trainer)
     trainer.train(1, make_batch())
     trainer.save(1)
 
     at_step, start = _trainer(hf_path, load=str(tmp_path), ckpt_step=0)
     assert start == 1
-    assert all(torch.equal(value, after_one[name]) for name, value in _weights(at_step).items())
+    assert all(torch.equal(value, after_one[name]) for name, value in weights_of(at_step).items())
 
     finetuned, start = _trainer(hf_path, load=str(tmp_path), finetune=True)
     assert start == 0
@@ -95,7 +91,7 @@ def test_finetune_no_load_optim_and_ckpt_step_choose_what_is_taken(hf_path: Path
 
     weights_only, start = _trainer(hf_path, load=str(tmp_path), no_load_optim=True, no_load_rng=True)
     assert start == 2
-    assert all(torch.equal(value, _weights(trainer)[name]) for name, value in _weights(weights_only).items())
+    assert all(torch.equal(value, weights_of(trainer)[name]) for name, value in weights_of(weights_only).items())
 
 
 def test_weights_saved_without_optimizer_can_be_loaded_without(hf_path: Path, tmp_path: Path) -> None:
@@ -104,7 +100,7 @@ def test_weights_saved_without_optimizer_can_be_loaded_without(hf_path: Path, tm
     trainer.save(0)
     loaded, start = _trainer(hf_path, load=str(tmp_path), no_load_optim=True, no_load_rng=True)
     assert start == 1
-    assert all(torch.equal(value, _weights(trainer)[name]) for name, value in _weights(loaded).items())
+    assert all(torch.equal(value, weights_of(trainer)[name]) for name, value in weights_of(loaded).items())
     with pytest.raises(ConfigError, match=f"--load {tmp_path}"):
         _trainer(hf_path, load=str(tmp_path))
 
@@ -123,7 +119,7 @@ def test_a_torch_dist_reference_is_used_for_kl_and_as_start_while_load_is_empty(
         ref_load=str(tmp_path / "base"),
     )
     assert start == 0
-    assert all(torch.equal(value, _weights(base)[name]) for name, value in _weights(trainer).items())
+    assert all(torch.equal(value, weights_of(base)[name]) for name, value in weights_of(trainer).items())
     assert trainer.train(0, make_batch()).steps[0]["kl_loss"] == 0.0
 
 
@@ -135,7 +131,7 @@ def test_a_converted_checkpoint_in_load_is_where_a_new_run_starts(hf_path: Path,
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("release")
     trainer, start = _trainer(hf_path, load=str(tmp_path / "run"))
     assert start == 0
-    assert all(torch.equal(value, _weights(base)[name]) for name, value in _weights(trainer).items())
+    assert all(torch.equal(value, weights_of(base)[name]) for name, value in weights_of(trainer).items())
     assert trainer.train(0, make_batch()).steps[0]["lr-pg_0"] == 0.0  # of the warm-up's first step
 
 
@@ -201,7 +197,7 @@ def test_a_checkpoint_written_in_the_background_holds_the_weights_of_the_moment_
     monkeypatch.setattr(writer, "write_preloaded_data_multiproc", staticmethod(write))
     trainer, _ = _trainer(hf_path, save=str(tmp_path), async_save=True, num_rollout=10)
     trainer.train(0, make_batch(seed=0))
-    at_save = _weights(trainer)
+    at_save = weights_of(trainer)
     trainer.save(0)
     trainer.train(1, make_batch(seed=1))  # the weights change before anything is written
     may_write.set()
@@ -212,7 +208,7 @@ def test_a_checkpoint_written_in_the_background_holds_the_weights_of_the_moment_
 
     loaded, start = _trainer(hf_path, load=str(tmp_path), ckpt_step=0)
     assert start == 1
-    assert all(torch.equal(value, at_save[name]) for name, value in _weights(loaded).items())
+    assert all(torch.equal(value, at_save[name]) for name, value in weights_of(loaded).items())
 
 
 def test_a_background_save_is_completed_by_the_next_training_step_that_finds_it_written(
@@ -278,14 +274,14 @@ def test_a_torn_latest_checkpoint_gives_way_to_the_one_before_and_says_so(
 ) -> None:
     trainer, _ = _trainer(hf_path, save=str(tmp_path))
     trainer.save(0)
-    at_zero = _weights(trainer)
+    at_zero = weights_of(trainer)
     trainer.train(1, make_batch())
     trainer.save(1)
     shard = sorted((tmp_path / "iter_0000001").glob("*.distcp"))[0]
     shard.write_bytes(shard.read_bytes()[:-1])
     resumed, start = _trainer(hf_path, load=str(tmp_path), save=str(tmp_path))
     assert start == 1
-    assert all(torch.equal(value, at_zero[name]) for name, value in _weights(resumed).items())
+    assert all(torch.equal(value, at_zero[name]) for name, value in weights_of(resumed).items())
     assert f"{shard.name} has" in caplog.text
     assert "Falling back to iter_0000000" in caplog.text
 

@@ -11,7 +11,7 @@ import torch
 from slime.backends.megatron_utils.actor import MegatronTrainer
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint, saved_tensors
-from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, split_batch
+from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, split_batch, weights_of
 
 _MTP = {"mtp_num_layers": 1}
 
@@ -38,10 +38,6 @@ def _trainer(path: Path, **overrides: Any) -> tuple[MegatronTrainer, int]:
     return trainer, trainer.setup()
 
 
-def _weights(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in trainer.export_weights()}
-
-
 def _changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
     return {name for name in after if not torch.equal(after[name], before[name])}
 
@@ -53,12 +49,12 @@ def test_a_resumed_run_of_any_family_equals_the_uninterrupted_one_bit_for_bit(
 ) -> None:
     settings = precision | ({"mtp_num_layers": 1, "enable_mtp_training": True} if kind in ("mimo", "glm4_moe") else {})
     straight, _ = _trainer(checkpoint(kind), save=str(tmp_path), **settings)
-    before = _weights(straight)
+    before = weights_of(straight)
     straight.train(0, make_batch(seed=0))
     straight.save(0)
     expected = straight.train(1, make_batch(seed=1)).steps
     kept = {name for name in before if "e_score_correction_bias" in name}  # the router's bias is not trained
-    changed = _changed(before, _weights(straight))
+    changed = _changed(before, weights_of(straight))
     if precision:
         assert changed, "in 16 bits the smallest changes round to nothing"
     else:
@@ -67,7 +63,7 @@ def test_a_resumed_run_of_any_family_equals_the_uninterrupted_one_bit_for_bit(
     resumed, start = _trainer(checkpoint(kind), load=str(tmp_path), **settings)
     assert start == 1
     assert resumed.train(1, make_batch(seed=1)).steps == expected
-    assert _changed(_weights(straight), _weights(resumed)) == set()
+    assert _changed(weights_of(straight), weights_of(resumed)) == set()
 
 
 @pytest.mark.parametrize("optimizer", [{}, {"use_distributed_optimizer": False}, {"optimizer": "muon"}], ids=str)
@@ -78,12 +74,12 @@ def test_the_decay_of_delta_nets_is_kept_and_trained_in_fp32_in_a_16_bit_model(
     trainer, _ = _trainer(checkpoint("qwen3_next"), save=str(tmp_path), **settings)
     source = saved_tensors(checkpoint("qwen3_next"))
     wide = [name for name in source if name.endswith((".A_log", ".dt_bias"))]
-    before = _weights(trainer)
+    before = weights_of(trainer)
     assert wide
     assert {name for name, value in before.items() if value.dtype == torch.float32} == set(wide)
     assert all(torch.equal(before[name], source[name]) for name in wide)
     trainer.train(0, make_batch())
-    after = _weights(trainer)
+    after = weights_of(trainer)
     for name in wide:  # a step of Adam is as large as the rate, which is nothing in bfloat16
         steps = (after[name] - before[name]).abs()
         assert steps.min() > 1e-7, name
@@ -92,7 +88,7 @@ def test_the_decay_of_delta_nets_is_kept_and_trained_in_fp32_in_a_16_bit_model(
     expected = trainer.train(1, make_batch(seed=1)).steps
     resumed, _ = _trainer(checkpoint("qwen3_next"), load=str(tmp_path), **settings)
     assert resumed.train(1, make_batch(seed=1)).steps == expected
-    assert _changed(_weights(trainer), _weights(resumed)) == set()
+    assert _changed(weights_of(trainer), weights_of(resumed)) == set()
 
 
 @pytest.mark.parametrize("kind", ["mimo", "deepseek_v3"])
@@ -101,10 +97,10 @@ def test_prediction_layers_train_without_a_trace_in_the_policy(kind: str, checkp
     plain, _ = _trainer(path)
     plain_report = plain.train(0, make_batch())
     trained, _ = _trainer(path, **_MTP, enable_mtp_training=True)
-    before = _weights(trained)
+    before = weights_of(trained)
     report = trained.train(0, make_batch())
-    policy = _weights(plain)
-    after = _weights(trained)
+    policy = weights_of(plain)
+    after = weights_of(trained)
     assert {name: after[name] for name in policy}.keys() == policy.keys()
     assert all(torch.equal(after[name], value) for name, value in policy.items())
     own = after.keys() - policy.keys()
@@ -120,7 +116,7 @@ def test_prediction_layers_that_are_not_trained_keep_their_weights(checkpoint: A
     path = checkpoint("mimo")
     trainer, _ = _trainer(path, **_MTP)
     report = trainer.train(0, make_batch())
-    after, source = _weights(trainer), saved_tensors(path)
+    after, source = weights_of(trainer), saved_tensors(path)
     own = {name for name in source if ".mtp_layers." in name}
     assert own <= after.keys()
     assert not own & _changed({name: source[name] for name in after}, after)
@@ -138,9 +134,9 @@ def test_prediction_layers_that_are_not_trained_keep_their_weights(checkpoint: A
 )
 def test_only_the_chosen_parameters_are_trained(flags: dict[str, Any], trained: list[str], checkpoint: Any) -> None:
     trainer, _ = _trainer(checkpoint("qwen3_moe"), **flags)
-    before = _weights(trainer)
+    before = weights_of(trainer)
     trainer.train(0, make_batch())
-    changed = _changed(before, _weights(trainer))
+    changed = _changed(before, weights_of(trainer))
     assert changed == {name for name in before if any(part in name for part in trained)}
     assert changed
 
@@ -180,7 +176,7 @@ def test_routing_replay_repeats_the_choices_of_the_old_policy_in_every_step(chec
 
     other, _ = _trainer(path, lr=0.05)
     other.train(0, _two_steps())
-    assert _changed(_weights(other), _weights(trainer)), "the second step's choices differ without replay"
+    assert _changed(weights_of(other), weights_of(trainer)), "the second step's choices differ without replay"
 
 
 def _key(entry: list[Any]) -> tuple[int, int]:
@@ -265,10 +261,10 @@ def test_a_reference_has_its_own_router_bias(checkpoint: Any, tmp_path: Path) ->
         )
         trainer = MegatronTrainer(args, rank=0, world_size=1, with_ref=True)
         trainer.setup()
-        before = _weights(trainer)
+        before = weights_of(trainer)
         kl = trainer.train(0, make_batch()).steps[0]["kl_loss"]
         bias = {name for name in before if name.endswith("e_score_correction_bias")}
-        assert not bias & _changed(before, _weights(trainer)), "the policy has its own again"
+        assert not bias & _changed(before, weights_of(trainer)), "the policy has its own again"
         return kl
 
     assert first_kl(checkpoint("deepseek_v3")) == 0.0

@@ -41,7 +41,7 @@ def _kwargs(config: dict[str, Any], **flags: Any) -> dict[str, Any]:
     return transformer_config_kwargs(make_args("unread", **flags), shape_from_config(config, "hub"))
 
 
-def test_a_softmax_router_normalises_after_the_choice() -> None:
+def test_a_softmax_router_normalizes_after_the_choice() -> None:
     kwargs = _kwargs(QWEN3_30B)
     assert kwargs["num_moe_experts"] == 128
     assert kwargs["moe_layer_freq"] == [1] * 48

@@ -192,6 +192,11 @@ def split_batch(
     return schedule(part, local, size)
 
 
+def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
+    """Copies of the trainer's weights under their Hugging Face names."""
+    return {name: value.clone() for name, value in trainer.export_weights()}
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

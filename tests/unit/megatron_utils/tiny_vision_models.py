@@ -13,7 +13,7 @@ from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_batch, schedule
 
 START, IMAGE, VIDEO = 57, 58, 59
-_PATCH = 2 * 2 * 2 * 3  # values: two instants of 2 x 2 pixels in three colours
+_PATCH = 2 * 2 * 2 * 3  # values: two instants of 2 x 2 pixels in three colors
 _TEXT: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,

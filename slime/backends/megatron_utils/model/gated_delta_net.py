@@ -273,7 +273,7 @@ def causal_conv(x: torch.Tensor, weight: torch.Tensor, cu_seqlens: torch.Tensor)
     Returns:
         ``[t, channels]``.
     """
-    # K - 1 zeros in front of every sequence keep its neighbours apart
+    # K - 1 zeros in front of every sequence keep its neighbors apart
     gap = weight.size(-1) - 1
     lengths = cu_seqlens.diff().long()
     sequence = torch.arange(lengths.numel(), device=x.device).repeat_interleave(lengths)

@@ -23,14 +23,14 @@ class TorchNorm:
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:  # type: ignore
         device = None if config.use_cpu_initialization else accelerator.current().device()
-        kind = ZeroCentredNorm if config.layernorm_zero_centered_gamma else _KINDS[config.normalization]
+        kind = ZeroCenteredNorm if config.layernorm_zero_centered_gamma else _KINDS[config.normalization]
         norm = kind(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return norm
 
 
-class ZeroCentredNorm(torch.nn.RMSNorm):
+class ZeroCenteredNorm(torch.nn.RMSNorm):
     """RMSNorm that multiplies with 1 + weight, in fp32 (Qwen3-Next)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

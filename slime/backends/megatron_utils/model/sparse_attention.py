@@ -137,7 +137,7 @@ class Indexer(torch.nn.Module):
         return choose_keys(query, key, weight, plan.pieces, self._sparse.topk, tp_group)
 
     def _rope(self, x: torch.Tensor, angles: torch.Tensor, amplitude: float) -> torch.Tensor:
-        """Turn the first columns of ``[t, heads, head_dim]`` in pairs: neighbours, or one of either half."""
+        """Turn the first columns of ``[t, heads, head_dim]`` in pairs: neighbors, or one of either half."""
         turned, kept = x.split([self._rope_width, x.size(-1) - self._rope_width], dim=-1)
         is_interleaved = self._sparse.is_rope_interleaved
         a, b = (turned[..., 0::2], turned[..., 1::2]) if is_interleaved else turned.chunk(2, dim=-1)
