@@ -11,8 +11,6 @@ from typing import Any, Literal
 
 from slime.algorithms.estimators import ESTIMATORS, default_estimator
 
-__all__ = ["AlgorithmArgs", "DistillationArgs", "ModelCopyArgs"]
-
 
 def _flag(default: Any, help_text: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": help_text, **metadata})

@@ -9,8 +9,6 @@ import torch
 
 from slime.algorithms.arguments import AlgorithmArgs
 
-__all__ = ["cispo_loss", "surrogate"]
-
 
 def surrogate(
     log_ratio: torch.Tensor, log_probs: torch.Tensor, advantages: torch.Tensor, settings: AlgorithmArgs

@@ -7,8 +7,6 @@ import torch
 from slime.algorithms.arguments import AlgorithmArgs
 from slime.algorithms.reduce import Samples
 
-__all__ = ["clipped_surrogate", "surrogate", "token_log_ratio"]
-
 
 def token_log_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor, samples: Samples) -> torch.Tensor:
     """``log pi_old - log pi_new`` per token, ``[N]``; 0 where nothing is trained."""

@@ -20,16 +20,6 @@ from slime.algorithms.off_policy import drifted_tokens
 from slime.algorithms.reduce import Samples
 from slime.algorithms.types import CreditData
 
-__all__ = [
-    "calculate_log_probs_and_entropy",
-    "compute_gspo_kl",
-    "compute_opsm_mask",
-    "get_advantages_and_returns_batch",
-    "get_grpo_returns",
-    "get_reinforce_plus_plus_baseline_advantages",
-    "get_reinforce_plus_plus_returns",
-]
-
 Ragged = list[torch.Tensor]
 
 

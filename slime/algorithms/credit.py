@@ -15,8 +15,6 @@ from slime.algorithms.estimators import find_estimator, formula
 from slime.algorithms.kl import approx_kl
 from slime.algorithms.types import Credit, CreditData, Ragged
 
-__all__ = ["distilled", "estimate", "masked_whiten", "normalize", "reward_kl"]
-
 
 def reward_kl(data: CreditData, settings: AlgorithmArgs) -> list[torch.Tensor]:
     """The KL divergence from the reference that enters the rewards, ``[R_i]`` per sample; zeros without ``--kl-coef``.

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["penalise", "reverse_kl"]
-
 
 def reverse_kl(student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """``log pi_student - log pi_teacher`` per token: the single-sample estimate of KL(student || teacher).

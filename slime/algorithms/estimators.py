@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ESTIMATORS", "Estimator", "default_estimator", "find_estimator", "formula"]
-
 
 @dataclass(frozen=True)
 class Estimator:

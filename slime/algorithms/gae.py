@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["chunked_discounted_returns", "chunked_gae", "vanilla_gae"]
-
 
 def vanilla_gae(
     rewards: torch.Tensor, values: torch.Tensor, gamma: float, lambd: float

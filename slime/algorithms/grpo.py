@@ -10,8 +10,6 @@ import torch
 from slime.algorithms.arguments import AlgorithmArgs
 from slime.algorithms.types import Credit, CreditData, Ragged
 
-__all__ = ["credit"]
-
 
 def credit(data: CreditData, kl: Ragged, settings: AlgorithmArgs) -> Credit:
     """``A_{i,t} = R_i`` for every response token t of sample i.

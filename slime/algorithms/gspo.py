@@ -9,8 +9,6 @@ import torch
 
 from slime.algorithms.reduce import Samples
 
-__all__ = ["sequence_log_ratio"]
-
 
 def sequence_log_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor, samples: Samples) -> torch.Tensor:
     """``log(1 / s_i)`` at every token of sample i, where ``s_i`` is the length-normalised sequence ratio.

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["approx_kl", "importance_ratio"]
-
 _LOW_VAR_BOUND = 10.0
 
 

@@ -16,8 +16,6 @@ import torch.distributed as dist
 
 from slime.algorithms.sampling_mask import SamplingMask
 
-__all__ = ["log_probs_and_entropy"]
-
 Keep: TypeAlias = torch.Tensor | SamplingMask
 
 

@@ -16,8 +16,6 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-__all__ = ["MismatchSettings", "compute_mis_weights"]
-
 Level: TypeAlias = Literal["token", "sequence", "geometric"]
 Ragged: TypeAlias = list[torch.Tensor]
 _BOUND = 20.0  # of a log ratio: exp stays finite

@@ -14,8 +14,6 @@ import torch
 
 from slime.algorithms.reduce import Samples
 
-__all__ = ["Correct", "Correction", "drifted_tokens", "icepop", "truncated_weights"]
-
 
 @dataclass(frozen=True)
 class Correction:

@@ -23,8 +23,6 @@ from slime.algorithms.off_policy import Correct, Correction, drifted_tokens, tru
 from slime.algorithms.reduce import Reducer, Samples
 from slime.algorithms.types import LossOutput
 
-__all__ = ["MakeReducer", "PolicyTokens", "policy_loss"]
-
 Tokens: TypeAlias = torch.Tensor
 MakeReducer: TypeAlias = Callable[[Sequence[torch.Tensor]], Reducer]
 """Loss masks, one ``[R_i]`` per sample -> reducer."""

@@ -15,8 +15,6 @@ from slime.algorithms.gae import chunked_gae
 from slime.algorithms.reduce import Reducer
 from slime.algorithms.types import Credit, CreditData, LossOutput, Ragged
 
-__all__ = ["credit", "value_loss"]
-
 
 @torch.no_grad()
 def credit(data: CreditData, kl: Ragged, settings: AlgorithmArgs) -> Credit:

@@ -14,8 +14,6 @@ from typing import TypeAlias
 
 import torch
 
-__all__ = ["Reducer", "Samples", "count_tokens", "make_reducer", "segment_sum"]
-
 Reducer: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Flat ``[N]`` values of the response tokens, in sample order -> scalar."""
 

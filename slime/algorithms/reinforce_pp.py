@@ -8,8 +8,6 @@ from slime.algorithms.arguments import AlgorithmArgs
 from slime.algorithms.gae import chunked_discounted_returns
 from slime.algorithms.types import Credit, CreditData, Ragged
 
-__all__ = ["baseline_credit", "credit"]
-
 
 def credit(data: CreditData, kl: Ragged, settings: AlgorithmArgs) -> Credit:
     """Discounted return of each token, where the KL penalty is a reward per token.

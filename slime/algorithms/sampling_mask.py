@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["SamplingMask"]
-
 
 @dataclass(frozen=True)
 class SamplingMask:

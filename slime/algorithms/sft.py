@@ -7,8 +7,6 @@ import torch
 from slime.algorithms.reduce import Reducer
 from slime.algorithms.types import LossOutput
 
-__all__ = ["sft_loss"]
-
 
 def sft_loss(log_probs: torch.Tensor, reduce: Reducer) -> LossOutput:
     """``loss = -reduce(log pi(token))``.

@@ -8,8 +8,6 @@ from typing import TypeAlias
 
 import torch
 
-__all__ = ["Credit", "CreditData", "LossOutput", "Ragged"]
-
 Ragged: TypeAlias = Sequence[torch.Tensor]
 """One tensor ``[R_i]`` per sample."""
 

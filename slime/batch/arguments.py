@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-__all__ = ["BatchArgs", "ReplayArgs"]
+from slime.config.groups import flag
 
 
 @dataclass(frozen=True)
 class BatchArgs:
     """Micro-batches."""
 
-    use_dynamic_batch_size: bool = field(
-        default=False,
-        metadata={"help": "Fill micro-batches up to --max-tokens-per-gpu instead of --micro-batch-size samples."},
+    use_dynamic_batch_size: bool = flag(
+        False, "Fill micro-batches up to --max-tokens-per-gpu instead of --micro-batch-size samples."
     )
-    max_tokens_per_gpu: int | None = field(
-        default=None,
-        metadata={
-            "help": "Most tokens in a dynamic micro-batch, per rank. A longer sample is a micro-batch by itself."
-        },
+    max_tokens_per_gpu: int | None = flag(
+        None, "Most tokens in a dynamic micro-batch, per rank. A longer sample is a micro-batch by itself."
     )
-    balance_data: bool = field(
-        default=False, metadata={"help": "Give every data-parallel rank about the same amount of compute."}
+    balance_data: bool = flag(False, "Give every data-parallel rank about the same amount of compute.")
+    balance_by_flops: bool = flag(
+        False, "Form dynamic micro-batches of equal compute rather than first fit. Implies --balance-data."
     )
-    balance_by_flops: bool = field(
-        default=False,
-        metadata={"help": "Form dynamic micro-batches of equal compute rather than first fit. Implies --balance-data."},
+    log_probs_max_tokens_per_gpu: int | None = flag(
+        None, "The same for passes without gradients. Default: --max-tokens-per-gpu."
     )
-    log_probs_max_tokens_per_gpu: int | None = field(
-        default=None,
-        metadata={"help": "The same for passes without gradients. Default: --max-tokens-per-gpu."},
-    )
-    data_pad_size_multiplier: int = field(
-        default=128,
-        metadata={
-            "help": "Packed tokens are padded to a multiple of this times the tensor-parallel size.",
-            "no_effect": "packed micro-batches are padded no further than their parallel layout needs",
-        },
+    data_pad_size_multiplier: int = flag(
+        128,
+        "Packed tokens are padded to a multiple of this times the tensor-parallel size.",
+        no_effect="packed micro-batches are padded no further than their parallel layout needs",
     )
 
 
@@ -45,43 +35,31 @@ class BatchArgs:
 class ReplayArgs:
     """Dump and replay of rollouts."""
 
-    save_debug_rollout_data: str | None = field(
-        default=None,
-        metadata={
-            "metavar": "TEMPLATE",
-            "help": "Write the samples of every rollout to this file; {rollout_id} is replaced (evaluations: eval_N).",
-        },
+    save_debug_rollout_data: str | None = flag(
+        None,
+        "Write the samples of every rollout to this file; {rollout_id} is replaced (evaluations: eval_N).",
+        metavar="TEMPLATE",
     )
-    load_debug_rollout_data: str | None = field(
-        default=None,
-        metadata={
-            "metavar": "TEMPLATE",
-            "help": "Train on rollouts dumped by --save-debug-rollout-data; starts no engine (--debug-train-only).",
-        },
+    load_debug_rollout_data: str | None = flag(
+        None,
+        "Train on rollouts dumped by --save-debug-rollout-data; starts no engine (--debug-train-only).",
+        metavar="TEMPLATE",
     )
-    load_debug_rollout_data_subsample: float | None = field(
-        default=None,
-        metadata={"metavar": "FRACTION", "help": "Keep this fraction of the loaded samples, half from either end."},
+    load_debug_rollout_data_subsample: float | None = flag(
+        None, "Keep this fraction of the loaded samples, half from either end.", metavar="FRACTION"
     )
-    load_forge_rollout_data: str | None = field(
-        default=None,
-        metadata={
-            "metavar": "TEMPLATE",
-            "help": "Dump that --rollout-function-path slime.rollout.forge_load.generate_rollout replays while engines "
-            "stay up.",
-        },
+    load_forge_rollout_data: str | None = flag(
+        None,
+        "Dump that --rollout-function-path slime.rollout.forge_load.generate_rollout replays while engines stay up.",
+        metavar="TEMPLATE",
     )
-    save_debug_train_data: str | None = field(
-        default=None,
-        metadata={
-            "metavar": "TEMPLATE",
-            "help": "Write the trainer's batches to this file; {rollout_id} and {rank} are replaced.",
-        },
+    save_debug_train_data: str | None = flag(
+        None,
+        "Write the trainer's batches to this file; {rollout_id} and {rank} are replaced.",
+        metavar="TEMPLATE",
     )
-    dump_details: str | None = field(
-        default=None,
-        metadata={
-            "metavar": "DIR",
-            "help": "Dump samples and batches of every rollout, and the tokenizer, below this directory.",
-        },
+    dump_details: str | None = flag(
+        None,
+        "Dump samples and batches of every rollout, and the tokenizer, below this directory.",
+        metavar="DIR",
     )

@@ -13,15 +13,6 @@ from typing import TypeAlias
 
 from slime.utils.errors import DataError
 
-__all__ = [
-    "count_micro_batches",
-    "expand_bins_by_splitting",
-    "first_fit_pack",
-    "get_seqlen_balanced_partitions",
-    "karmarkar_karp",
-    "split_bin",
-]
-
 Bins: TypeAlias = list[list[int]]
 
 

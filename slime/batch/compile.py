@@ -18,16 +18,6 @@ from slime.data.sample import Sample, iter_samples
 from slime.data.values import reward_number
 from slime.utils.errors import DataError
 
-__all__ = [
-    "ConvertHook",
-    "PostProcessHook",
-    "compile_train_data",
-    "fill_rollout_ids",
-    "missing_column",
-    "rollout_mask_sums",
-    "sampling_sets",
-]
-
 PostProcessHook: TypeAlias = Callable[[Any, list[Sample]], tuple[list[float], list[float]]]
 """``--custom-reward-post-process-path``: ``f(args, samples) -> (raw rewards, rewards)``."""
 

@@ -16,8 +16,6 @@ import torch
 
 from slime.utils.errors import DataError
 
-__all__ = ["PackedSequences", "pack"]
-
 
 @dataclass(frozen=True)
 class PackedSequences:

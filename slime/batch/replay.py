@@ -14,8 +14,6 @@ from slime.data.dump_file import dump_path, read_samples, write_dump
 from slime.data.sample import Sample, iter_samples
 from slime.utils.errors import ConfigError, DataError
 
-__all__ = ["load_debug_rollout_data", "save_debug_rollout_data", "save_tokenizer"]
-
 
 def save_debug_rollout_data(path_template: str | None, data: Any, *, rollout_id: int, evaluation: bool) -> Path | None:
     """Write the samples of a rollout, or of an evaluation (``eval_<id>``); the file appears complete or not at all.

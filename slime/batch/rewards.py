@@ -15,8 +15,6 @@ from slime.data.sample import Sample
 from slime.data.values import reward_number
 from slime.utils.errors import DataError
 
-__all__ = ["RewardArgs", "SignalWatch", "group_keys", "normalize_by_group", "raw_rewards"]
-
 _STD_EPSILON = 1e-6
 _PATIENCE = 3
 

@@ -26,8 +26,6 @@ from slime.data.layout import ParallelLayout
 from slime.models.cost import ModelDims, calculate_fwd_flops
 from slime.utils.errors import ConfigError, DataError
 
-__all__ = ["MicroBatchArgs", "ScheduleError", "StepPlan", "build_dp_schedule", "plan_steps"]
-
 
 class ScheduleError(DataError, AssertionError):
     """These samples cannot be scheduled. Also an AssertionError: callers of older versions catch that."""

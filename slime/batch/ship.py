@@ -19,8 +19,6 @@ from slime.data.columns import RankBatch, TrainData, column
 from slime.data.layout import ParallelLayout
 from slime.models.cost import ModelDims
 
-__all__ = ["Shipment", "slice_batch", "split_by_dp", "tensorize"]
-
 logger = logging.getLogger(__name__)
 
 _FROM_LISTS = {torch.int64: numpy.int64, torch.int32: numpy.int32, torch.float32: numpy.float32}

@@ -37,6 +37,11 @@ from typing import Any, Literal, TypeVar
 Group = TypeVar("Group")
 
 
+def flag(default: Any, help_text: str, **metadata: Any) -> Any:
+    """A field that is a flag, with ``help_text`` for ``--help`` and the docs."""
+    return dataclasses.field(default=default, metadata={"help": help_text, **metadata})
+
+
 def add_group(parser: argparse.ArgumentParser, group: type) -> None:
     """Add one option per field of the dataclass ``group``; its docstring is the title in ``--help``."""
     section = parser.add_argument_group(_title(group))

@@ -13,18 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-__all__ = [
-    "COLUMNS",
-    "SAMPLING_SETS",
-    "TOKEN_VALUES",
-    "TRAINER_VALUES",
-    "USER_LOSS_VALUES",
-    "Column",
-    "RankBatch",
-    "TrainData",
-    "column",
-]
-
 TrainData: TypeAlias = dict[str, Any]
 """Column name -> list with one entry per sample of the whole rollout."""
 

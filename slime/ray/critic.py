@@ -7,8 +7,6 @@ from pathlib import Path
 
 from slime.config.roles import role_args
 
-__all__ = ["critic_args", "needs_critic"]
-
 _DIRECTORY = "critic"
 
 

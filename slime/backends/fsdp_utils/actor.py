@@ -45,8 +45,6 @@ from slime.utils import accelerator
 from slime.utils.distributed_utils import init_default_group
 from slime.utils.errors import ConfigError
 
-__all__ = ["FsdpTrainer"]
-
 logger = logging.getLogger(__name__)
 
 

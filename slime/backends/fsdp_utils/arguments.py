@@ -9,11 +9,8 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from slime.backends.training.arguments import flag
-from slime.config.groups import flag_of
+from slime.config.groups import flag, flag_of
 from slime.models.config_json import read_model_config, text_part
-
-__all__ = ["RULES", "FsdpArgs"]
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,6 @@ from slime.utils import accelerator
 from slime.utils.distributed_utils import do_on_first_rank
 from slime.utils.errors import ConfigError, SlimeError
 
-__all__ = ["load_training_state", "load_weights", "save"]
-
 logger = logging.getLogger(__name__)
 
 

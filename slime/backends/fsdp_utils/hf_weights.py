@@ -24,8 +24,6 @@ from slime.backends.protocols import NamedTensor
 from slime.backends.training.hf_files import TensorReader, raise_everywhere
 from slime.utils.errors import ConfigError
 
-__all__ = ["HfTensor", "export_weights", "hf_tensors", "load_weights"]
-
 _PARTS = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
 """Tensors ``[experts, rows, columns]`` of the model, and the parts that make up one expert's rows in a checkpoint."""
 

@@ -25,17 +25,6 @@ from slime.backends.training.attention import AttentionPlan, packed_attention
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 
-__all__ = [
-    "PACKED",
-    "build_model",
-    "is_tied",
-    "local_tensor",
-    "local_tensors",
-    "read_config",
-    "register_packed_attention",
-    "saved_tensors",
-]
-
 
 def read_config(hf_checkpoint: str) -> Any:
     """The model's configuration of transformers without dropout; of a multimodal model its text part.

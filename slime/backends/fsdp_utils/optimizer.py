@@ -8,8 +8,6 @@ from transformers import PreTrainedModel
 from slime.backends.training.arguments import OptimizerArgs
 from slime.backends.training.optimizer import StatelessAdam
 
-__all__ = ["allocate_states", "build_optimizer", "reset_moments"]
-
 
 def build_optimizer(
     model: PreTrainedModel, args: OptimizerArgs, *, is_stateless: bool = False

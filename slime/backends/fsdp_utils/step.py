@@ -29,8 +29,6 @@ from slime.backends.training.steps import (
     split_by_sample,
 )
 
-__all__ = ["TrainState", "outputs_by_sample", "run_model", "train_step"]
-
 
 @dataclass(frozen=True)
 class TrainState:

@@ -24,8 +24,6 @@ from slime.backends.training.loss import response_values
 from slime.backends.training.steps import rollout_report
 from slime.backends.training.trainer import timed
 
-__all__ = ["MegatronCritic"]
-
 
 class MegatronCritic(MegatronTrainer):
     """A trainer whose model says what a state is worth. It has no reference, no teacher and exports no weights."""

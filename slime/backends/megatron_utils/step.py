@@ -28,16 +28,6 @@ from slime.backends.training.loss import LossContext, micro_batch_loss
 from slime.backends.training.steps import ReadOutput, StepRecord, StepResult, finish_step, split_by_sample
 from slime.utils import accelerator
 
-__all__ = [
-    "TrainState",
-    "from_last_stage",
-    "outputs_of_last_stage",
-    "run_model",
-    "run_schedule",
-    "tensor_group",
-    "train_step",
-]
-
 logger = logging.getLogger(__name__)
 
 

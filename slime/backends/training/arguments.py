@@ -7,20 +7,15 @@ They have Megatron's spellings, whatever the backend. Collected with Megatron's 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-__all__ = ["CheckpointArgs", "OptimizerArgs", "ParallelArgs", "PluginArgs", "PrecisionArgs", "TrainerArgs", "flag"]
+from slime.config.groups import flag
 
 _NO_FUSION = "fused kernels are not used"
 _FUSED_LOSS = (
     "logits stay in 16 bits in any case, and sums over the vocabulary are taken in fp32 without a copy of them"
 )
 _ALWAYS_GATHERED = "keys and values of all ranks are gathered in any case, each rank with two chunks of every sequence"
-
-
-def flag(default: Any, help_text: str, **metadata: Any) -> Any:
-    """A field that is a flag; ``metadata`` as in ``slime.config.groups``."""
-    return field(default=default, metadata={"help": help_text, **metadata})
 
 
 @dataclass(frozen=True)

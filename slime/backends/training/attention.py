@@ -25,8 +25,6 @@ import torch.nn.functional as F
 from slime.backends.training.context_parallel import zigzag_rows
 from slime.utils import accelerator
 
-__all__ = ["AttentionPlan", "Piece", "gather_keys", "packed_attention", "plan_attention"]
-
 _SHORT = 32
 """Up to this many tokens of difference in length sequences share a padded call; else up to a quarter."""
 _WIDEST_HEAD = 256

@@ -27,8 +27,6 @@ from slime.observability.tracking import run_directory
 from slime.observability.train_data_utils import save_debug_train_data
 from slime.utils.errors import SlimeError
 
-__all__ = ["BadSteps", "keep_batch"]
-
 logger = logging.getLogger(__name__)
 
 _MOST_IN_A_ROW = 10

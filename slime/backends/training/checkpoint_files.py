@@ -24,24 +24,6 @@ from typing import Any
 from slime.backends.training.checksums import checksums_of
 from slime.utils.files import replacing
 
-__all__ = [
-    "CRITIC",
-    "MANIFEST",
-    "TRACKER",
-    "Manifest",
-    "complete_iterations",
-    "iteration_directory",
-    "iteration_of",
-    "make_empty",
-    "partial_directory",
-    "prune",
-    "publish",
-    "read_manifest",
-    "what_is_torn",
-    "write_manifest",
-    "write_tracker",
-]
-
 logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -26,18 +26,6 @@ from slime.config import notices
 from slime.config.groups import from_args
 from slime.utils.errors import ConfigError
 
-__all__ = [
-    "TRACKER",
-    "Source",
-    "check_checkpoints",
-    "find_reference",
-    "find_start",
-    "find_teacher",
-    "foreign",
-    "inspect_checkpoint",
-    "iteration_directory",
-]
-
 logger = logging.getLogger(__name__)
 
 _LEFT_BY_US = re.compile(rf"\.?iter_\d{{7}}|\.{TRACKER}\.|rollout$|run\.lock$")

@@ -14,8 +14,6 @@ from pathlib import Path
 
 import xxhash
 
-__all__ = ["checksum", "checksums_of", "find_damage", "written_by"]
-
 _BLOCK_BYTES = 4 * 1024**2
 _MAX_THREADS = 8
 _WRITER = re.compile(r"(?:__|rng_)(\d+)\D.*")

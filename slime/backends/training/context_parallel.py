@@ -24,20 +24,6 @@ import torch.distributed as dist
 
 from slime.batch.packing import PackedSequences
 
-__all__ = [
-    "WHOLE",
-    "ShardedSequences",
-    "Sharding",
-    "gather_parts",
-    "gather_responses",
-    "held_spans",
-    "held_tokens",
-    "seen_as",
-    "seen_sharding",
-    "shard",
-    "zigzag_rows",
-]
-
 
 @dataclass(frozen=True)
 class Sharding:

@@ -19,8 +19,6 @@ from slime.config.resolve.paths import needs_reference
 from slime.utils import accelerator
 from slime.utils.errors import DataError
 
-__all__ = ["Passes", "add_credit", "passes_needed"]
-
 
 @dataclass(frozen=True)
 class Passes:

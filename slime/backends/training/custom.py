@@ -24,8 +24,6 @@ from slime.config.groups import from_args
 from slime.hooks.load import can_be_called, load_function
 from slime.utils.errors import ConfigError
 
-__all__ = ["CustomFunctions"]
-
 UserFunction = Callable[..., Any]
 
 

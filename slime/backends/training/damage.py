@@ -25,8 +25,6 @@ from slime.backends.training.checksums import find_damage
 from slime.backends.training.export_files import MARKER, export_checksums
 from slime.utils.errors import ConfigError
 
-__all__ = ["DAMAGE", "causes_of", "unfit", "unreadable", "verify_source"]
-
 logger = logging.getLogger(__name__)
 
 _STEP_FLAGS = {

@@ -26,8 +26,6 @@ from slime.batch.packing import PackedSequences, pack
 from slime.utils import accelerator
 from slime.utils.errors import DataError
 
-__all__ = ["MicroBatch", "RankPlace", "TrainBatch", "forward_batch", "has_own_micro_batches"]
-
 
 @dataclass(frozen=True)
 class MicroBatch:

@@ -20,8 +20,6 @@ from slime.backends.training.checkpoint_source import find_start
 from slime.config.groups import from_args
 from slime.utils.errors import ConfigError
 
-__all__ = ["MARKER", "check_export", "export_checksums", "foreign_content", "refusal", "write_marker"]
-
 MARKER = "slime_export.json"
 _FORMAT = 1
 _NUMBER = re.compile(r"\{rollout_id[^}]*\}")

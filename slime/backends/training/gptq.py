@@ -9,8 +9,6 @@ import torch
 
 from slime.weight_sync.quantize import int4_scale, round_int4
 
-__all__ = ["InputStatistics", "quantise", "squared_error"]
-
 _COLUMNS = 128
 """Columns after which errors are passed on to all that are left, as one product (the paper's lazy batch)."""
 

@@ -27,8 +27,6 @@ from slime.backends.training.checksums import checksum, checksums_of
 from slime.backends.training.export_files import MARKER, foreign_content, refusal, write_marker
 from slime.utils.errors import ConfigError, SlimeError
 
-__all__ = ["TensorReader", "raise_everywhere", "save_hf_directory", "write_hf_directory"]
-
 logger = logging.getLogger(__name__)
 
 _INDEX = "model.safetensors.index.json"

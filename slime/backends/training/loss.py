@@ -39,17 +39,6 @@ from slime.backends.training.custom import CustomFunctions
 from slime.backends.training.data import MicroBatch, RankPlace, TrainBatch
 from slime.data.columns import SAMPLING_SETS, USER_LOSS_VALUES
 
-__all__ = [
-    "LossContext",
-    "LossScale",
-    "MicroBatchLoss",
-    "Objective",
-    "micro_batch_loss",
-    "names_of_all",
-    "response_log_probs",
-    "response_values",
-]
-
 
 @dataclass(frozen=True)
 class Objective:

@@ -18,8 +18,6 @@ import torch
 
 from slime.utils.errors import DataError
 
-__all__ = ["Media", "MediaTokens", "build_packed_mrope_position_ids", "merge_inputs", "place_media"]
-
 _READ = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 _NOT_NEEDED = ("mm_token_type_ids", "second_per_grid_ts")
 """What the tokens say already, or the model does not read."""

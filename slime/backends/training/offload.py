@@ -27,8 +27,6 @@ from slime.backends.protocols import TRAINER_PARTS, TrainerPart
 from slime.utils import accelerator
 from slime.utils.errors import SlimeError
 
-__all__ = ["DeviceMemory", "WeightBackup"]
-
 
 class DeviceMemory:
     """What a trainer holds on its device.

@@ -16,8 +16,6 @@ import torch
 from slime.backends.training.arguments import OptimizerArgs
 from slime.utils.errors import ConfigError
 
-__all__ = ["RateSchedule", "ScheduledRates", "StatelessAdam"]
-
 
 @dataclass(frozen=True)
 class RateSchedule:

@@ -19,19 +19,6 @@ from slime.backends.training.loss import LossContext, MicroBatchLoss, names_of_a
 from slime.data.columns import TOKEN_VALUES
 from slime.utils import accelerator
 
-__all__ = [
-    "NO_TRAINED_TOKENS",
-    "NonFiniteGradients",
-    "ReadOutput",
-    "StepRecord",
-    "StepResult",
-    "finish_step",
-    "num_trained_tokens",
-    "rollout_report",
-    "split_by_sample",
-    "warn_if_off_policy",
-]
-
 ReadOutput: TypeAlias = Callable[[MicroBatch, torch.Tensor], torch.Tensor]
 """(micro-batch, output of the model) -> ``[N, ...]`` for its response tokens, samples in order."""
 

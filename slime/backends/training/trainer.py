@@ -37,8 +37,6 @@ from slime.observability.profile_utils import TrainProfiler
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError, SlimeError
 
-__all__ = ["TrainerBase", "timed"]
-
 
 class TrainerBase(ABC):
     """See the module docstring.

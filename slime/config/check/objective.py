@@ -9,8 +9,6 @@ from slime.algorithms.estimators import find_estimator
 from slime.config import notices
 from slime.config.resolve.batches import is_group_relative
 
-__all__ = ["RULES"]
-
 
 def _estimator(args: Namespace) -> Iterator[str]:
     """B12, B13, and a group of one."""

@@ -9,15 +9,6 @@ from slime.config import notices
 from slime.config.groups import flag_of
 from slime.utils import accelerator
 
-__all__ = [
-    "clipping",
-    "group_normalization",
-    "kl_estimator",
-    "recomputation",
-    "routing_replay",
-    "true_on_policy",
-]
-
 
 def clipping(args: Namespace) -> None:
     """B18, B19, D16."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from slime.backends.training.arguments import flag
+from slime.config.groups import flag
 
 _NO_FUSION = "fused kernels are not used"
 _NO_DISPATCHER = "tokens reach the experts by all-to-all over the process group"
