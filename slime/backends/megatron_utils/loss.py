@@ -1,32 +1,29 @@
-"""What users' objectives call: log-probs from logits, the losses and importance weights, with ``args`` and lists.
+"""Functions that users' objectives call, with ``args`` and lists: log-probs from logits, losses, importance weights.
 
-The functions behind the trainer take settings and flat tensors (``slime.algorithms``); these are the same with the
-arguments that a ``--custom-loss-function-path`` has at hand. ``batch`` is the dictionary that such a function receives.
-Under context parallelism logits, per-token values and losses are the rank's part (``cp_utils``): the parts add up.
-Importable without megatron.
+They wrap the functions of ``slime.algorithms``, which take settings and flat tensors. ``batch`` is the dictionary of a
+``--custom-loss-function-path``. Under context parallelism logits, per-token values and losses are the rank's
+part (``cp_utils``): the parts add up. Importable without megatron.
 """
 
 from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from slime.algorithms import off_policy
 from slime.algorithms.arguments import AlgorithmArgs, DistillationArgs
 from slime.algorithms.logprobs import log_probs_and_entropy
-from slime.algorithms.off_policy import Correction
+from slime.algorithms.off_policy import Correction, icepop, truncated_weights
 from slime.algorithms.policy_loss import MakeReducer, PolicyTokens, policy_loss
 from slime.algorithms.ppo import value_loss
 from slime.algorithms.reduce import Reducer, Samples
 from slime.algorithms.sampling_mask import SamplingMask
 from slime.algorithms.sft import sft_loss
-from slime.algorithms.types import LossOutput
 from slime.backends.megatron_utils.cp_utils import current_sharding, get_sum_of_sample_mean
 from slime.backends.training.context_parallel import gather_parts, held_spans, held_tokens
 from slime.backends.training.credit import add_credit
@@ -53,6 +50,7 @@ __all__ = [
 ROLLOUT_TOP_P_TOKEN_KEYS = SAMPLING_SETS
 
 UserLoss = tuple[torch.Tensor, dict[str, torch.Tensor]]
+TisResult = tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]
 
 
 # ---------------------------------------------------------------------------------------------- from logits
@@ -107,15 +105,7 @@ def get_log_probs_and_entropy(
             :func:`get_rollout_top_p_logprob_kwargs`; the log-probs are of the same cut then.
     """
     del non_loss_data  # part of the signature that Megatron's schedule asks for
-    responses = get_responses(
-        logits,
-        args=args,
-        unconcat_tokens=unconcat_tokens,
-        total_lengths=total_lengths,
-        response_lengths=response_lengths,
-        apply_temperature=False,
-    )
-    parts, targets = zip(*responses, strict=True)
+    parts, targets = _response_parts(logits, args, unconcat_tokens, total_lengths, response_lengths)
     keep = None
     if top_p_token_ids is not None and top_p_token_offsets is not None:
         sharding = current_sharding()
@@ -165,15 +155,29 @@ def get_values(
 ) -> tuple[torch.Tensor, dict[str, list[torch.Tensor]]]:
     """(an empty tensor, ``values``: one fp32 ``[r_i]`` per sample) from a value head's ``[1, T, 1]``."""
     del with_entropy, non_loss_data
-    responses = get_responses(
-        logits,
-        args=args,
-        unconcat_tokens=unconcat_tokens,
-        total_lengths=total_lengths,
-        response_lengths=response_lengths,
-        apply_temperature=False,
+    parts, _ = _response_parts(logits, args, unconcat_tokens, total_lengths, response_lengths)
+    return logits.new_empty(0), {"values": [part.squeeze(-1).float() for part in parts]}
+
+
+def _response_parts(
+    logits: torch.Tensor,
+    args: Namespace,
+    unconcat_tokens: Sequence[torch.Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """(rows of the logits, targets), one per sample; the temperature is not applied."""
+    responses = list(
+        get_responses(
+            logits,
+            args=args,
+            unconcat_tokens=unconcat_tokens,
+            total_lengths=total_lengths,
+            response_lengths=response_lengths,
+            apply_temperature=False,
+        )
     )
-    return logits.new_empty(0), {"values": [part.squeeze(-1).float() for part, _ in responses]}
+    return [part for part, _ in responses], [target for _, target in responses]
 
 
 # ---------------------------------------------------------------------------------------------- losses
@@ -209,11 +213,10 @@ def policy_loss_function(
     """The loss of ``--loss-type policy_loss`` on a user's batch: (loss, metrics)."""
     settings, sharding = from_args(AlgorithmArgs, args), current_sharding()
     samples = _samples(batch, settings, sum_of_sample_mean)
-    wants_entropy = settings.entropy_metric or settings.entropy_coef != 0
-    columns = _from_logits(args, batch, logits, with_entropy=wants_entropy)
+    columns = _from_logits(args, batch, logits, with_entropy=settings.wants_entropy)
     known: dict[str, Any] = {
         "log_probs": torch.cat(columns["log_probs"]),
-        "entropy": torch.cat(columns["entropy"]) if wants_entropy else None,
+        "entropy": _flat(columns, "entropy"),
         "advantages": torch.cat(batch["advantages"]),
         "old_log_probs": _flat(batch, "log_probs"),
         "rollout_log_probs": _flat(batch, "rollout_log_probs"),
@@ -259,20 +262,12 @@ def value_loss_function(
     args: Namespace, batch: Mapping[str, Any], logits: torch.Tensor, sum_of_sample_mean: Reducer
 ) -> UserLoss:
     """The critic's loss on a user's batch, ``logits`` being the value head's ``[1, T, 1]``: (loss, metrics)."""
-    _, columns = get_values(
-        logits,
-        args=args,
-        unconcat_tokens=batch["unconcat_tokens"],
-        total_lengths=batch["total_lengths"],
-        response_lengths=batch["response_lengths"],
+    parts, _ = _response_parts(
+        logits, args, batch["unconcat_tokens"], batch["total_lengths"], batch["response_lengths"]
     )
-    output: LossOutput = value_loss(
-        torch.cat(columns["values"]),
-        torch.cat(batch["values"]),
-        torch.cat(batch["returns"]),
-        args.value_clip,
-        sum_of_sample_mean,
-    )
+    values = torch.cat([part.squeeze(-1).float() for part in parts])
+    old_values, returns = torch.cat(batch["values"]), torch.cat(batch["returns"])
+    output = value_loss(values, old_values, returns, args.value_clip, sum_of_sample_mean)
     return output.loss, output.metrics
 
 
@@ -298,10 +293,9 @@ def vanilla_tis_function(
     rollout_log_probs: Sequence[torch.Tensor],
     loss_masks: Sequence[torch.Tensor],
     **kwargs: Any,
-) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
-    """What ``--use-tis`` does by itself, with the signature of ``--custom-tis-function-path``."""
-    flat = torch.cat(list(train_log_probs)), torch.cat(list(rollout_log_probs))
-    return _as_hook(off_policy.truncated_weights(pg_loss, *flat, args.tis_clip_low, args.tis_clip), loss_masks)
+) -> TisResult:
+    """The weights of ``--use-tis``, with the signature of ``--custom-tis-function-path``."""
+    return _corrected(truncated_weights, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks)
 
 
 def icepop_function(
@@ -312,15 +306,21 @@ def icepop_function(
     rollout_log_probs: Sequence[torch.Tensor],
     loss_masks: Sequence[torch.Tensor],
     **kwargs: Any,
-) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
+) -> TisResult:
     """IcePop for ``--custom-tis-function-path``: tokens whose weight leaves the --tis-clip bounds are dropped."""
+    return _corrected(icepop, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks)
+
+
+def _corrected(
+    weigh: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, float], Correction],
+    args: Namespace,
+    pg_loss: torch.Tensor,
+    train_log_probs: Sequence[torch.Tensor],
+    rollout_log_probs: Sequence[torch.Tensor],
+    loss_masks: Sequence[torch.Tensor],
+) -> TisResult:
     flat = torch.cat(list(train_log_probs)), torch.cat(list(rollout_log_probs))
-    return _as_hook(off_policy.icepop(pg_loss, *flat, args.tis_clip_low, args.tis_clip), loss_masks)
-
-
-def _as_hook(
-    correction: Correction, loss_masks: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
+    correction = weigh(pg_loss, *flat, args.tis_clip_low, args.tis_clip)
     return correction.pg_loss, list(loss_masks), correction.metrics
 
 
