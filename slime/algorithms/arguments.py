@@ -1,7 +1,7 @@
 """Flags of the objective: which loss, which advantages, how clipping, KL, entropy and off-policy terms enter it.
 
-Read by the trainer (loss, credit, log-probs) and, for the reward flags, when samples become a batch. The instances are
-also what the functions of this room take as settings. Imports no torch.
+Read by the trainer (loss, credit, log-probs) and, for the reward flags, when samples become a batch. The functions of
+this room take instances as settings. Imports no torch.
 """
 
 from __future__ import annotations

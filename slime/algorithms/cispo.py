@@ -34,7 +34,7 @@ def cispo_loss(
         advantages: same shape.
 
     Returns:
-        (loss per token, 1.0 where the ratio was clipped), same shape as the input.
+        (loss per token, 1.0 for a clipped ratio), same shape as the input.
     """
     ratio = torch.exp(-ppo_kl.detach())
     clipped = ratio.clamp(1 - eps_clip, 1 + eps_clip_high)

@@ -9,7 +9,7 @@ from slime.algorithms.reduce import Samples
 
 
 def token_log_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor, samples: Samples) -> torch.Tensor:
-    """``log pi_old - log pi_new`` per token, ``[N]``; 0 where nothing is trained."""
+    """``log pi_old - log pi_new`` per token, ``[N]``; 0 for tokens that are not trained."""
     # where, not a product: the ratio of a token that only conditions the others (a tool's output) may overflow, and
     # inf * 0 in the backward pass is nan
     return torch.where(samples.mask, old_log_probs - log_probs, 0.0)
@@ -42,7 +42,7 @@ def clipped_surrogate(
         eps_clip_c: dual-clip bound, above 1; None switches it off.
 
     Returns:
-        (loss per token, 1.0 where the clipped branch is the larger loss), same shape as the input.
+        (loss per token, 1.0 if the clipped branch is the larger loss), same shape as the input.
 
     Raises:
         ValueError: ``eps_clip_c`` is not above 1.

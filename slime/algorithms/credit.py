@@ -59,12 +59,12 @@ def normalize(
 ) -> list[torch.Tensor]:
     """Whiten over the trained tokens of all data-parallel ranks; a rank without samples must call this too.
 
-    Source: REINFORCE++, arXiv:2501.03262: normalisation over the global batch.
+    Source: REINFORCE++, arXiv:2501.03262: normalization over the global batch.
 
-    Where no rank has a trained token there is nothing to learn and nothing to normalise: advantages stay as they are.
+    If no rank has a trained token, advantages stay unchanged.
 
     Args:
-        device: where ``group`` communicates (nccl knows no cpu tensors); the result is where the advantages are.
+        device: of ``group``'s communication (nccl takes no cpu tensors). The result is on the device of the advantages.
     """
     if not advantages and group is None:
         return []
@@ -110,7 +110,7 @@ def masked_whiten(
         dist.all_reduce(totals, group=group)
     count = float(totals[1])
     if count == 0:
-        raise ValueError("advantages cannot be normalised: the loss mask of every sample on every rank is zero.")
+        raise ValueError("advantages cannot be normalized: the loss mask of every sample on every rank is zero.")
     mean = totals[0] / count
     squares = (trained - mean).square().sum()
     if group is not None:

@@ -11,7 +11,7 @@ import torch
 def vanilla_gae(
     rewards: torch.Tensor, values: torch.Tensor, gamma: float, lambd: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """GAE token by token: the definition, used as it stands for short rows and to check the chunked form.
+    """GAE token by token: the definition, to check the chunked form.
 
     Source: Schulman et al. 2015, arXiv:1506.02438, eq. 11 to 16. With ``v_T = 0``:
 

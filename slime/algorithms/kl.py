@@ -49,7 +49,7 @@ def approx_kl(
         case "k2":
             kl = d.square() / 2
         case "k3" | "low_var_kl":
-            kl = torch.expm1(-d) + d  # expm1: no cancellation where the two policies nearly agree
+            kl = torch.expm1(-d) + d  # expm1: no cancellation if the two policies nearly agree
         case _:
             raise ValueError(f"--kl-loss-type {kl_loss_type!r} is unknown. Use k1, k2, k3 or low_var_kl.")
     if importance_ratio is not None:

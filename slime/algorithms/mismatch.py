@@ -190,7 +190,7 @@ def _rejected(s: MismatchSettings, rho: Ragged, original: Ragged, masks: Ragged,
 
 
 def _normalised(s: MismatchSettings, weights: Ragged, masks: Ragged, metrics: dict[str, Ragged]) -> Ragged:
-    """Divide by the mean weight on request, and report what is left."""
+    """Divide by the mean weight on request, and report the final weights."""
     metrics["is_ratio_mean_after_tis_rs"] = [w * m for w, m in zip(weights, masks, strict=True)]
     if s.tis_batch_normalize:
         if s.tis_level == "token":

@@ -17,7 +17,7 @@ from slime.algorithms.reduce import Samples
 
 @dataclass(frozen=True)
 class Correction:
-    """What a correction makes of the policy-gradient term.
+    """The policy-gradient term after a correction.
 
     Attributes:
         pg_loss: ``[N]`` per token, with graph.

@@ -62,10 +62,10 @@ def policy_loss(
 ) -> LossOutput:
     """``loss = pg_loss - entropy_coef * entropy + kl_loss_coef * KL(policy || reference)``.
 
-    Metrics, in this order and each where it applies: loss, pg_loss, entropy_loss, pg_clipfrac, ppo_kl (reduced
+    Metrics, in this order each if it applies: loss, pg_loss, entropy_loss, pg_clipfrac, ppo_kl (reduced
     ``log pi_old - log pi_new``), train_rollout_logprob_abs_diff, kl_loss, ois (the ratio itself), those of the
-    correction, opsm_clipfrac, opd_reverse_kl. What describes the gap between trainer and engine is reduced with the
-    masks as they came, everything else with those the correction leaves.
+    correction, opsm_clipfrac, opd_reverse_kl. Metrics of the gap between trainer and engine are reduced with the
+    original masks, all others with those that the correction leaves.
 
     Args:
         correct: replaces :func:`truncated_weights` under ``use_tis``; under ``get_mismatch_metrics`` alone only its
@@ -77,7 +77,7 @@ def policy_loss(
     """
     new = tokens.log_probs
     old = _old_log_probs(tokens, settings)
-    observe = samples.reducer()  # of what is only looked at
+    observe = samples.reducer()  # for metrics of the gap between trainer and engine
     estimator = find_estimator(settings.advantage_estimator)
     ppo_kl: Tokens = formula(estimator.log_ratio)(new, old, samples)
     per_token, clipped = formula(estimator.surrogate)(ppo_kl, new, tokens.advantages, settings)

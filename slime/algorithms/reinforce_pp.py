@@ -10,7 +10,7 @@ from slime.algorithms.types import Credit, CreditData, Ragged
 
 
 def credit(data: CreditData, kl: Ragged, settings: AlgorithmArgs) -> Credit:
-    """Discounted return of each token, where the KL penalty is a reward per token.
+    """Discounted return of each token; the KL penalty is a reward per token.
 
     Source: REINFORCE++, Hu et al. 2025, arXiv:2501.03262, discounted with the KL penalty of InstructGPT:
 

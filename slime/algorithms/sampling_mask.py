@@ -18,13 +18,13 @@ import torch
 
 @dataclass(frozen=True)
 class SamplingMask:
-    """The sets of ``N`` rows, behind one another.
+    """The sets of ``N`` rows, concatenated.
 
     Attributes:
         ids: ``[K]`` int64, global ids, on the device of the logits.
         rows: ``[K]`` int64, the row that each id belongs to, on that device.
         is_cut: ``[N]`` bool, on that device. A row without ids was not sampled: it keeps the whole vocabulary.
-        borders: where the ids of row i begin in ``ids``, ``N + 1`` entries. On the host, so that cutting out some
+        borders: start of the ids of row i in ``ids``, ``N + 1`` entries. On the host, so that cutting out some
             rows does not wait for the device.
     """
 

@@ -38,7 +38,7 @@ class Credit:
     """The credit of every response token.
 
     Attributes:
-        advantages: one fp32 tensor ``[R_i]`` per sample, positive where the token should become more likely.
+        advantages: one fp32 tensor ``[R_i]`` per sample, positive if the token should become more likely.
         returns: one fp32 tensor ``[R_i]`` per sample, the target of a value function.
     """
 
@@ -51,7 +51,7 @@ class LossOutput:
     """The loss of one micro-batch.
 
     Attributes:
-        loss: scalar with a graph, in reducer space: the sum over this micro-batch of what the reducer returns, before
+        loss: scalar with a graph, in reducer space: the sum that the reducer returns for this micro-batch, before
             the division by the step's number of rollouts (or tokens).
         metrics: detached scalars in the same space; the same names in the same order on every micro-batch and rank.
     """

@@ -17,7 +17,7 @@ Bins: TypeAlias = list[list[int]]
 
 
 def first_fit_pack(lengths: Sequence[int], cap: int) -> Bins:
-    """Put each item, in order, into the first bin where it fits. An item above ``cap`` has a bin of its own."""
+    """Put each item, in order, into the first bin that has room. An item above ``cap`` gets a separate bin."""
     bins: Bins = []
     sums: list[int] = []
     for index, length in enumerate(lengths):

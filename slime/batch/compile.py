@@ -58,7 +58,7 @@ def compile_train_data(
 
 
 def fill_rollout_ids(rollout_ids: Sequence[int | None]) -> list[int]:
-    """Samples without a rollout id are rollouts of their own: they get the smallest ids that nobody else uses."""
+    """A sample without a rollout id is one rollout: it gets the smallest unused id."""
     taken = {i for i in rollout_ids if i is not None}
     free = (i for i in range(len(rollout_ids)) if i not in taken)
     return [next(free) if i is None else i for i in rollout_ids]
@@ -133,7 +133,7 @@ def _rewards(
         return raw, list(raw)
     keys = group_keys(samples, settings.n_samples_per_prompt)
     scored = [i for i, sample in enumerate(samples) if not (sample.remove_sample and _has_failed(sample))]
-    processed = [0.0] * len(samples)  # of failed samples nobody knows how good the response was
+    processed = [0.0] * len(samples)  # the quality of a failed response is unknown
     relative = normalize_by_group([raw[i] for i in scored], [keys[i] for i in scored], divide_by_std=settings.is_scaled)
     for i, value in zip(scored, relative, strict=True):
         processed[i] = value
@@ -148,7 +148,7 @@ def _checked(values: Sequence[Any], name: str) -> list[Any]:
 
 
 def _logged_reward(sample: Sample, raw: float) -> float:
-    """What a user's code, or the data set, says that the grader said, else ``raw``."""
+    """The ``raw_reward`` that a user's code or the data set put into the metadata, else ``raw``."""
     value = sample.metadata.get("raw_reward")
     try:
         return raw if value is None else float(value)
@@ -186,7 +186,7 @@ def _loss_mask(sample: Sample) -> torch.Tensor:
 def _optional_column(
     column: Column, samples: list[Sample], masks: list[torch.Tensor]
 ) -> Iterator[tuple[str, list[Any]]]:
-    """The column, if any sample has it. What a sample lacks is made up only where that cannot change the training."""
+    """The column, if any sample has it. A missing value is filled in only if that cannot change the training."""
     values = [getattr(s, column.sample_field) for s in samples]
     is_missing = [v is None or (column.form == "plain" and len(v) == 0) for v in values]
     if all(is_missing):
@@ -213,7 +213,7 @@ def _per_input(column: Column, samples: list[Sample], values: list[Any], masks: 
 
 
 def _last_trained(num_tokens: int, mask: torch.Tensor) -> int:
-    """Position of the last trained token, which is also how many inputs come before it; 0 where nothing is trained."""
+    """Position of the last trained token, which is also the number of inputs before it; 0 without one."""
     trained = mask.nonzero()
     return num_tokens - len(mask) + int(trained[-1]) if len(trained) else 0
 
@@ -279,7 +279,7 @@ def sampling_sets(samples: list[Sample], masks: list[torch.Tensor]) -> TrainData
 
 
 def _problem(tokens: Sequence[int], mask: torch.Tensor, ids: Any, offsets: Any) -> str | None:
-    """What is wrong with the sets of a response, in words for its sample; None if nothing is.
+    """The error in the sets of a response, in words for its sample; None if they are right.
 
     Args:
         tokens: the response, ``[R]``.

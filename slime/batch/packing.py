@@ -53,7 +53,7 @@ def pack(
         response_lengths: ``R_i``; 0 is allowed.
         segment_multiple: context parallelism cuts every segment into this many equal pieces.
         pad_multiple: a multiple of ``segment_multiple``; the padding is one more segment.
-        device: where the result lives (default: the device of the tokens).
+        device: of the result (default: the device of the tokens).
 
     Raises:
         DataError: no samples, an empty sample, or a response without a prompt token to predict it from.

@@ -1,6 +1,6 @@
 """Rollouts on disk: dumped after generation, replayed by a later run that trains without engines.
 
-A file is ``torch.save({"rollout_id": int, "samples": [Sample.to_dict(), ...]})``. Called where the rollout lives.
+A file is ``torch.save({"rollout_id": int, "samples": [Sample.to_dict(), ...]})``. Called in the rollout process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def save_debug_rollout_data(path_template: str | None, data: Any, *, rollout_id:
         data: groups of samples, or the result of an evaluation (data set name -> ``{"samples": [...], ...}``).
 
     Returns:
-        The file; None also if the disk refused it, of which a warning tells.
+        The file; None also if writing failed, which is logged.
     """
     if path_template is None:
         return None

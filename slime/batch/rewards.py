@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RewardArgs:
-    """What decides the rewards; the names are those of the flags, so ``from_args(RewardArgs, args)`` works."""
+    """The settings of rewards; the names are those of the flags, so ``from_args(RewardArgs, args)`` works."""
 
     reward_key: str | None = None
     advantage_estimator: str = default_estimator()
@@ -100,7 +100,7 @@ def normalize_by_group(
 
 
 def group_keys(samples: Sequence[Sample], n_samples_per_prompt: int) -> list[Hashable]:
-    """The group of every sample: its ``group_index``; where no sample has one, consecutive blocks of n.
+    """The group of every sample: its ``group_index``; if no sample has one, consecutive blocks of n.
 
     Raises:
         DataError: some samples have a group index and some do not, or the blocks do not come out even.

@@ -1,7 +1,7 @@
 """The batch is cut into one dict per data-parallel rank and turned into CPU tensors, ready for the object store.
 
-Called after scheduling, where the rollout lives; the trainer receives the dicts. Which column goes where is read from
-``slime.data.columns``.
+Called after scheduling, in the rollout process; the trainer receives the dicts. ``slime.data.columns`` decides the form
+of each column.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Shipment:
 
     Attributes:
         ranks: one batch per data-parallel rank.
-        plan: the schedule behind it.
+        plan: the schedule.
     """
 
     ranks: list[RankBatch]

@@ -2,7 +2,7 @@
 
     setup()   groups -> model, optimizer -> checkpoint (this backend's or HF) -> reference weights in host memory
 
-What is done with a batch is in ``training.trainer``; here is how it is done with a sharded model. Called by
+``training.trainer`` has the order of the work on a batch, this module the sharded model. Called by
 ``slime.ray.train_actor`` on all ranks at once.
 
 Ranks are numbered as in the other backend: rank = data-parallel rank * context-parallel size + context-parallel rank.

@@ -114,10 +114,10 @@ def load_weights(state: TrainState, source: Source) -> None:
 
 
 def load_training_state(state: TrainState, source: Source, *, has_optimizer: bool, has_rng: bool) -> None:
-    """Continue where the checkpoint stopped: weights, optimizer, schedule, random number generators.
+    """Restore a training state: weights, optimizer, schedule, random number generators.
 
     Raises:
-        ConfigError: the checkpoint is damaged, of another model or backend, or lacks what is asked for.
+        ConfigError: the checkpoint is damaged, of another model or backend, or lacks a requested part.
     """
     content = _metadata(state, source)
     _read(_tensors(state, has_optimizer=has_optimizer), source)

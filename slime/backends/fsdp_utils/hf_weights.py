@@ -33,11 +33,11 @@ _NEVER_READ = (r"\.rotary_emb\.inv_freq$",)
 
 @dataclass(frozen=True)
 class HfTensor:
-    """A tensor of the model and what a checkpoint calls it.
+    """A tensor of the model and its name in a checkpoint.
 
     Attributes:
         value: parameter, sharded or not, or buffer.
-        names: ``[experts][parts]``; one name in one row where the checkpoint has the same tensor.
+        names: ``[experts][parts]``; one name in one row if the checkpoint has the same tensor.
     """
 
     name: str
@@ -62,7 +62,7 @@ class HfTensor:
 
 
 def hf_tensors(model: PreTrainedModel, checkpoint_names: set[str]) -> Iterator[HfTensor]:
-    """What a checkpoint holds, parameters first; a tied head is left out."""
+    """The tensors of a checkpoint, parameters first; a tied head is left out."""
     for name, value in saved_tensors(model).items():
         yield HfTensor(name, value, _names(name, value, checkpoint_names))
 
@@ -106,7 +106,7 @@ def load_weights(model: PreTrainedModel, directory: str, flag: str) -> None:
 
 
 def _is_left_out(model: PreTrainedModel, name: str) -> bool:
-    """Tensors that the model computes by itself, and layers behind the last one, which predict further tokens."""
+    """Tensors that the model computes by itself, and layers after the last one, which predict further tokens."""
     layer = _LAYER.match(name)
     if layer and int(layer.group(1)) >= model.config.num_hidden_layers:
         return True
@@ -140,12 +140,13 @@ def export_weights(model: PreTrainedModel, checkpoint_names: set[str], dtype: to
     """All weights under the checkpoint's names, whole, on every rank. A collective.
 
     Args:
-        checkpoint_names: of --hf-checkpoint, which say whether experts have names of their own.
+        checkpoint_names: of --hf-checkpoint, which show whether experts have separate names.
         dtype: of parameters; buffers keep theirs.
     """
     for tensor in hf_tensors(model, checkpoint_names):
         value: Any = tensor.value
         if isinstance(value, DTensor):
-            rows: Any = value.to(dtype)  # cast first: layers compute with what is gathered
+            # cast before the gather: half the bytes, and layers compute with the cast weights anyway
+            rows: Any = value.to(dtype)
             value = rows.full_tensor()
         yield from tensor.split(value.detach())

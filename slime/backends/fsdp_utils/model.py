@@ -85,7 +85,7 @@ def is_tied(model: PreTrainedModel) -> bool:
 
 
 def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's rows of a sharded parameter or of what was made like it; they share memory."""
+    """This rank's rows of a sharded parameter or of a tensor made like it; they share memory."""
     return parameter.to_local().detach() if hasattr(parameter, "to_local") else parameter.detach()
 
 
@@ -124,7 +124,7 @@ def _allocate(model: PreTrainedModel) -> None:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
     model._apply(place)
-    model.tie_weights()  # each name got memory of its own
+    model.tie_weights()  # each name got separate memory
 
 
 PACKED = "slime_packed"

@@ -120,7 +120,7 @@ def _share(batch: TrainBatch, step: int, place: RankPlace, *, per_token: bool) -
 
 
 def _norm(gradients: list[torch.Tensor]) -> float:
-    """L2 norm over all ranks' shards; not finite where one of them is not."""
+    """L2 norm over all ranks' shards; not finite if one of them is not."""
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
     total = torch.stack(norms).double().square().sum()
     dist.all_reduce(total)

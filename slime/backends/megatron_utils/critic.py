@@ -26,7 +26,7 @@ from slime.backends.training.trainer import timed
 
 
 class MegatronCritic(MegatronTrainer):
-    """A trainer whose model says what a state is worth. It has no reference, no teacher and exports no weights."""
+    """A trainer whose model estimates the value of a state. It has no reference, no teacher and exports no weights."""
 
     is_critic = True
 
@@ -38,7 +38,7 @@ class MegatronCritic(MegatronTrainer):
         self._custom = CustomFunctions()
 
     def _fill(self, source: Source) -> None:
-        """Everything but the head, which keeps its fresh weights where the source has none that fits."""
+        """Everything but the head, which keeps its fresh weights if the source has none that fits."""
         from slime.backends.megatron_utils.checkpoint.hf_weights import load_weights
         from slime.backends.megatron_utils.checkpoint.state import load_model_weights
         from slime.backends.megatron_utils.model.gpt import VALUE_HEAD_PARAMETERS
@@ -52,8 +52,8 @@ class MegatronCritic(MegatronTrainer):
         """Train on this rank's part of a rollout.
 
         Returns:
-            The report, whose means over the rollout count where no policy is trained (--num-critic-only-steps); and the
-            values that the weights before the update gave: fp32 ``[R_i]`` per sample, on the cpu.
+            The report, whose means over the rollout count if no policy is trained (--num-critic-only-steps); and the
+            values under the weights before the update: fp32 ``[R_i]`` per sample, on the cpu.
         """
         self._device.require(TRAINER_PARTS, "training")
         seconds: dict[str, float] = {}

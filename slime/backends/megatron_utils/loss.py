@@ -101,7 +101,7 @@ def get_log_probs_and_entropy(
     """(an empty tensor, ``log_probs`` and on request ``entropy``: one fp32 ``[r_i]`` per sample, with graph).
 
     Args:
-        top_p_token_ids, top_p_token_offsets: what the tokens were sampled from, see
+        top_p_token_ids, top_p_token_offsets: the ids that tokens were sampled from, see
             :func:`get_rollout_top_p_logprob_kwargs`; the log-probs are of the same cut then.
     """
     del non_loss_data  # part of the signature that Megatron's schedule asks for
@@ -133,7 +133,7 @@ def get_rollout_top_p_logprob_kwargs(args: Namespace, batch: Mapping[str, Any]) 
     """Arguments of :func:`get_log_probs_and_entropy` for a rollout with a cut vocabulary; empty for any other.
 
     Raises:
-        ValueError: the batch does not say what the cut left.
+        ValueError: the batch lacks the ids that the cut left.
     """
     if not cuts_vocabulary(args):
         return {}
@@ -188,7 +188,7 @@ class _UserSamples(Samples):
     """Whole samples of a user's batch, whose reducers take whole responses and reduce this rank's part of them.
 
     Attributes:
-        given: the function that the user passes on; not used where a correction changed the masks.
+        given: the function that the user passes on; not used if a correction changed the masks.
         total_lengths: of prompt and response.
         held: which of the response tokens this rank has; None means all.
     """
@@ -240,7 +240,7 @@ def policy_loss_function(
 
 
 def _shared(make: MakeReducer, num_ranks: int) -> MakeReducer:
-    """The user's reducer sees the same on all context-parallel ranks; each has an equal part of what it returns."""
+    """The user's reducer sees the same on all context-parallel ranks; each has an equal part of its result."""
 
     def made(masks: Sequence[torch.Tensor]) -> Reducer:
         reduce = make(masks)

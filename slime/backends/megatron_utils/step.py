@@ -158,7 +158,7 @@ def _update(
 def _finalize(
     wrapped: list[Any], bad_ranks: list[int], model: Any, num_tokens: torch.Tensor | None, **kwargs: Any
 ) -> None:
-    """Megatron's gradient reduction, after every rank has learnt whose gradients are not finite.
+    """Megatron's gradient reduction, after every rank has learned whose gradients are not finite.
 
     The ranks of a data-parallel rank hold parts of one model: one of them with bad gradients makes it a bad rank.
     """
@@ -221,7 +221,7 @@ def run_schedule(
         data_iterator=iterators if is_interleaved else iterators[0],
         model=list(chunks) if is_interleaved else chunks[0],
         num_microbatches=batch.num_micro_batches(step),
-        seq_length=mpu.get_tensor_model_parallel_world_size(),  # only a placeholder: stages tell each other the shapes
+        seq_length=mpu.get_tensor_model_parallel_world_size(),  # only a placeholder: stages send each other the shapes
         micro_batch_size=1,
         **settings,
     )
@@ -229,7 +229,7 @@ def run_schedule(
 
 def run_model(model: Any, micro_batch: MicroBatch, segments: PackedSegments) -> torch.Tensor:
     """On the last stage the logits ``[n, V/tp]`` of the rows that predict response tokens, or those of all rows as
-    ``[1, T, V/tp]`` where the micro-batch asks for them; hidden states on other stages."""
+    ``[1, T, V/tp]`` if the micro-batch asks for them; hidden states on other stages."""
     packed = micro_batch.packed
     # Our losses read 16-bit logits chunk by chunk, so that no fp32 copy of all of them exists; users' get fp32
     is_ours = segments.head_rows is not None

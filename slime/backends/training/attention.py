@@ -1,14 +1,14 @@
 """Attention over packed sequences, without TransformerEngine and without a padding mask of the whole micro-batch.
 
 Queries, keys and values are ``[t, heads, head_dim]`` with positions already in ("thd": all sequences of a micro-batch
-behind one another). Causal within a sequence, blind across sequences. The backends' models call
+concatenated). Causal within a sequence, blind across sequences. The backends' models call
 :func:`packed_attention` in every layer with a plan that is made once per micro-batch.
 
 With context parallelism a rank has the queries of two chunks per segment (``context_parallel``) and gathers the keys
 and values of all ranks; each chunk sees the keys from its segment's start to its own end. All ranks see equally many.
 
 On cuda in 16 bit: torch's variable-length flash attention. Otherwise SDPA: sequences of about the same length share one
-padded call, since hundreds of calls for short sequences cost more than the padding; a long one has a call of its own.
+padded call, since hundreds of calls for short sequences cost more than the padding; a long one gets a separate call.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class PaddingPlan:
         source: int64 [P], for each padded query the packed row it copies; padding copies its piece's start.
         target: int64 [t], for each packed row its padded position.
         is_real: bool [P], false on padding.
-        key_source: as ``source`` for the keys, rows of the gathered ``[T]``; None where it equals ``source``.
+        key_source: as ``source`` for the keys, rows of the gathered ``[T]``; None if it equals ``source``.
     """
 
     batches: tuple[PaddedBatch, ...]
@@ -105,7 +105,7 @@ class AttentionPlan:
 
     Attributes:
         pieces: this rank's queries, in order.
-        gathered_row: int64 ``[T]``, where each row of the whole stands among the gathered keys; None on one rank.
+        gathered_row: int64 ``[T]``, position of each row of the whole among the gathered keys; None on one rank.
     """
 
     def __init__(self, pieces: list[Piece], gathered_row: torch.Tensor | None, device: torch.device) -> None:
@@ -226,7 +226,7 @@ class _Unpad(torch.autograd.Function):
 
 
 class _GatherKeys(torch.autograd.Function):
-    """Every context-parallel rank's ``[t, c]`` behind one another, ``[size * t, c]``; backward sums and scatters."""
+    """The ``[t, c]`` of all context-parallel ranks, concatenated to ``[size * t, c]``; backward sums and scatters."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -286,7 +286,7 @@ def _padded(
             keys[k_begin:k_end].view(pieces, num_keys, *k.shape[1:]).transpose(1, 2),
             values[k_begin:k_end].view(pieces, num_keys, *v.shape[1:]).transpose(1, 2),
             attn_mask=batch.visible,
-            is_causal=batch.visible is None,  # a query never sees the padding behind its segment
+            is_causal=batch.visible is None,  # a query never sees the padding after its segment
             dropout_p=dropout,
             scale=scale,
             enable_gqa=True,

@@ -53,7 +53,7 @@ class BadSteps:
 
     @contextmanager
     def dumping(self, rollout_id: int, batch: dict[str, Any]) -> Iterator[None]:
-        """Whatever is raised inside leaves ``batch``, and becomes an error that says where it is."""
+        """An error inside dumps ``batch`` and names the file."""
         try:
             yield
         except Exception as error:
@@ -102,11 +102,11 @@ class BadSteps:
 
 
 def keep_batch(args: Namespace, rollout_id: int, columns: dict[str, Any], place: RankPlace) -> None:
-    """Write what is asked for.
+    """Write the samples of the run's record, and ``--save-debug-train-data``.
 
     Args:
         columns: the rank's columns with whole responses, log-probs and advantages included.
-        place: where the rank stands.
+        place: of the rank.
     """
     template, limit = from_args(ReplayArgs, args).save_debug_train_data, args.record_samples
     if template is None and limit == 0:

@@ -36,7 +36,7 @@ _ITERATION = re.compile(r"iter_(\d{7})")
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of.
+    """The content of a checkpoint.
 
     Attributes:
         iteration: number of the directory; the rollout id after which it was written.
@@ -120,7 +120,7 @@ def _write_whole(path: Path, text: str) -> None:
 
 
 def make_empty(directory: Path) -> None:
-    """Make ``directory`` anew; what an interrupted save left in it goes."""
+    """Create ``directory`` empty; files of an interrupted save are removed."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
 
@@ -227,7 +227,7 @@ def complete_iterations(root: Path) -> list[Path]:
 def prune(root: Path, keep: int | None) -> list[int]:
     """Delete all but the newest ``keep`` checkpoints of ours, with their data states. Returns their iterations.
 
-    Directories without a manifest are somebody else's and stay, and so does what the tracker names.
+    Directories without a manifest were not written here and stay, as does the one that the tracker names.
     """
     if keep is None:
         return []

@@ -1,6 +1,6 @@
 """Where the weights of a run come from: which directory, in which format, at which iteration.
 
-Called by the trainer, and by whoever wants to check the flags before anything starts. Imports no torch.
+Called by the trainer, and to check the flags before anything starts. Imports no torch.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def find_start(args: CheckpointArgs, hf_checkpoint: str) -> Source:
 
 
 def _step(load: str, step: int | None) -> int | None:
-    """A critic's checkpoints lie below the actor's and are written before them: the actor's says which one counts."""
+    """A critic's checkpoints lie below the actor's and are written before them: the actor's names the valid one."""
     root = Path(load)
     if step is not None or root.name != CRITIC or not (root.parent / TRACKER).is_file():
         return step
@@ -121,7 +121,7 @@ def find_teacher(load: str | None, step: int | None) -> Source | None:
 def check_checkpoints(args: Any) -> list[str]:
     """Rule over the resolved arguments: what ``find_start`` would refuse, before anything starts.
 
-    Leaves notices where the run has nothing to do, and where it would take the place of another one.
+    Leaves notices if the run has nothing to do, or if it would replace another one.
     """
     if getattr(args, "hf_checkpoint", None) is None:
         return []
@@ -184,7 +184,7 @@ def _inspect(flag: str, path: str, step_flag: str, step: int | None) -> Source |
 
 
 def _is_ours(entry: Path) -> bool:
-    """What an interrupted first save leaves: it does not count as a checkpoint."""
+    """The files of an interrupted first save: not a checkpoint."""
     return _LEFT_BY_US.match(entry.name) is not None
 
 
@@ -236,7 +236,7 @@ def _format_of(directory: Path) -> Format:
     try:
         written_by = json.loads((directory / "metadata.json").read_text(encoding="utf-8")).get("sharded_backend")
     except (ValueError, AttributeError):
-        return "torch_dist"  # damaged: reading it says so
+        return "torch_dist"  # damaged: reading it raises
     return "fsdp" if written_by == "fsdp" else "torch_dist"
 
 

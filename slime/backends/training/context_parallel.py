@@ -7,7 +7,7 @@
 Every segment is padded to a multiple of ``2 * ranks`` before (``slime.batch.packing``). Called by ``data``. Built-in
 losses see whole responses: :func:`gather_responses` makes them from the ranks' parts, and every rank computes the same
 loss. A ``--custom-loss-function-path`` sees the rank's part of each response and returns the rank's part of the loss;
-:func:`gather_parts` is for such losses. :func:`seen_as` says which of the two a user's function gets.
+:func:`gather_parts` is for such losses. :func:`seen_as` decides which of the two a user's function gets.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def shard(packed: PackedSequences, sharding: Sharding) -> ShardedSequences:
 
 def held_spans(total_length: int, response_length: int, sharding: Sharding) -> list[tuple[slice, slice]]:
     """Per chunk of a sample that the rank holds: rows within the rank's part of the sample, and the positions in the
-    response of the tokens that they predict. Both are empty where the chunk predicts none.
+    response of the tokens that they predict. Both are empty if the chunk predicts none.
     """
     rank, size, prompt = sharding.cp_rank, sharding.cp_size, total_length - response_length
     chunk = total_length if size == 1 else -(-total_length // (2 * size))

@@ -40,7 +40,7 @@ class Passes:
 def passes_needed(
     settings: AlgorithmArgs, distillation: DistillationArgs, *, num_steps: int, has_custom_advantages: bool = False
 ) -> Passes:
-    """What has to run before the steps.
+    """The passes that must run before the steps.
 
     With one step per rollout the step's own log-probs are those of the weights that it starts from: the ratio is
     exactly 1 and no pass for the old policy is needed, unless something reads its log-probs before the step.

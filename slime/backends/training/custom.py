@@ -29,7 +29,7 @@ UserFunction = Callable[..., Any]
 
 @dataclass(frozen=True)
 class CustomFunctions:
-    """What ``--custom-*-function-path`` name; None where a flag is not given.
+    """The functions of ``--custom-*-function-path``; None for a flag that is not given.
 
     Attributes:
         args: handed to every function.
@@ -141,7 +141,7 @@ class CustomFunctions:
         Raises:
             ConfigError: one of them is missing or has not one entry per response token.
         """
-        assert self.advantages is not None, "called only where there is one"
+        assert self.advantages is not None, "called only with a function"
         with seen_as(WHOLE):
             self.advantages(self.args, columns)
         where = f"--custom-advantage-function-path {self._path('custom_advantage_function_path')}"

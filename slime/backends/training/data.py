@@ -37,8 +37,8 @@ class MicroBatch:
         response_lengths: R_i, of whole responses.
         sharding: how the samples are divided among ranks.
         all_rows: every row goes through the LM head, not only those that predict response tokens.
-        trained: fp32 ``[1, t]``, 1 where a row predicts a token that is trained on; None where nobody asked.
-        sampling: which ids this rank's response tokens were sampled from; None where it was the whole vocabulary.
+        trained: fp32 ``[1, t]``, 1 if a row predicts a token that is trained on; None unless requested.
+        sampling: the ids that this rank's response tokens were sampled from; None for the whole vocabulary.
         media: images and videos among the tokens of the whole micro-batch; None for text alone.
     """
 
@@ -74,7 +74,7 @@ class MicroBatch:
 class TrainBatch:
     """The per-rank dictionary with the columns of ``slime.data.columns``, and views of it.
 
-    Columns hold whole samples on every rank, also under context parallelism; only what the model reads is divided.
+    Columns hold whole samples on every rank, also under context parallelism; only the model's inputs are divided.
 
     Attributes:
         sharding: how it is divided.
@@ -128,7 +128,7 @@ class TrainBatch:
         return list(self._steps[step])
 
     def num_rollouts(self, step: int) -> int:
-        """Rollouts of the step over all ranks: what the loss is divided by."""
+        """Rollouts of the step over all ranks: the divisor of the loss."""
         return int(self.columns["global_batch_sizes"][step])
 
     @property
@@ -159,7 +159,7 @@ class TrainBatch:
             yield MicroBatch(indices, part, response_lengths, sharding, all_rows, trained, sampling, media)
 
     def media_inputs(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        """What the processor made of some samples, one behind the other; empty without images."""
+        """Processor outputs of some samples, concatenated; empty without images."""
         if self.columns.get("multimodal_train_inputs") is None:
             return {}
         return merge_inputs(self.select("multimodal_train_inputs", indices))
@@ -184,7 +184,7 @@ class TrainBatch:
         )
 
     def _trained(self, indices: Sequence[int], part: ShardedSequences) -> torch.Tensor:
-        """fp32 ``[1, t]``: 1 where this rank's row predicts a token that is trained on."""
+        """fp32 ``[1, t]``: 1 if this rank's row predicts a token that is trained on."""
         trained = torch.zeros(part.local.tokens.shape, device=self._device)
         mask = torch.cat(self.masks(indices)).float()
         trained[0, part.local.response_rows] = mask[part.response_index]
@@ -195,7 +195,7 @@ class TrainBatch:
         return [column[index] for index in indices]
 
     def flat(self, name: str, indices: Sequence[int]) -> torch.Tensor | None:
-        """A per-response-token column of some samples behind one another, ``[N]`` on the device; None if absent."""
+        """A per-response-token column of some samples, concatenated: ``[N]`` on the device; None if absent."""
         if self.columns.get(name) is None:
             return None
         return torch.cat(self.select(name, indices)).to(self._device)

@@ -79,5 +79,5 @@ def _inverse_factor(products: torch.Tensor, dampening: float) -> torch.Tensor:
 
 
 def squared_error(difference: torch.Tensor, products: torch.Tensor) -> float:
-    """Of the layer's outputs over the inputs behind ``products``, when its weight ``[M, N]`` changes by that."""
+    """Of the layer's outputs over the inputs of ``products``, if its weight ``[M, N]`` changes by that."""
     return float(((difference.float() @ products) * difference.float()).sum())

@@ -185,7 +185,7 @@ class TensorReader:
         if file not in self._open:
             try:
                 self._open[file] = safe_open(self.directory / file, framework="pt")
-            except Exception as error:  # safetensors raises a class of its own for a damaged file
+            except Exception as error:  # safetensors raises its own class for a damaged file
                 raise ConfigError(f"{self.where}: cannot read {file}: {error}") from None
         return self._open[file]
 
@@ -392,7 +392,7 @@ def _write_tensors(
 
 
 def _in_files(weights: Iterable[NamedTensor], max_file_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors of one file after the other; a file holds more than ``max_file_bytes`` only where one tensor does."""
+    """The tensors of one file after the other; a file holds more than ``max_file_bytes`` only if one tensor does."""
     pending: dict[str, torch.Tensor] = {}
     num_bytes = 0
     for name, tensor in weights:

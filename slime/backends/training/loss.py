@@ -107,14 +107,14 @@ class LossContext:
 
 @dataclass(frozen=True)
 class MicroBatchLoss:
-    """What a step divides and differentiates, and what is reported.
+    """The loss of one micro-batch, scaled for the step, and its metrics.
 
     Attributes:
         loss: scaled scalar with a graph.
         num_tokens: integer scalar, the normalizer.
         names: metric names.
         values: fp32 [1 + metrics]: trained tokens in per-token mode (else 0), then each metric in reducer space.
-        log_probs: [N] detached; None where the objective computes none.
+        log_probs: [N] detached; None if the objective computes none.
     """
 
     loss: torch.Tensor
@@ -144,7 +144,7 @@ def response_log_probs(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs and entropies ``[N]`` fp32 of the whole responses, samples in order.
 
-    Where top-p or top-k cut what the engine sampled from, the log-probs are of the same cut.
+    If top-p or top-k cut the vocabulary of the engine, the log-probs are of the same cut.
 
     Args:
         logits: ``[1, T, V/tp]``, or ``[n, V/tp]`` when only the rows that predict this rank's response tokens went

@@ -1,7 +1,7 @@
 """Images and videos among the tokens of a packed micro-batch: where their features go, and everybody's positions.
 
-    tokens      t t S I I I I t r r | t t r | S I I I I ...     S starts a medium, I stands for one of its features
-    features          0 1 2 3                   4 5 6 7         of all media of the micro-batch, behind one another
+    tokens      t t S I I I I t r r | t t r | S I I I I ...     S starts a medium, I is one of its features
+    features          0 1 2 3                   4 5 6 7         of all media of the micro-batch, concatenated
 
 A run of I tokens is the next image (or frame of a video) if an S is before it and it is as long as the image needs;
 any other, such as one that the model sampled, is text. Called by ``data``. Knows no model.
@@ -25,7 +25,7 @@ _NOT_NEEDED = ("mm_token_type_ids", "second_per_grid_ts")
 
 @dataclass(frozen=True)
 class MediaTokens:
-    """How a model tells media among its tokens: ids, and how many patches along one side become one token."""
+    """How a model finds media among its tokens: ids, and how many patches along one side become one token."""
 
     image: int
     video: int
@@ -52,7 +52,7 @@ class Media:
 
 @dataclass(frozen=True)
 class _Run:
-    """Tokens ``begin`` to ``end`` stand for a grid of ``height`` x ``width`` at ``time`` instants."""
+    """Tokens ``begin`` to ``end`` are a grid of ``height`` x ``width`` at ``time`` instants."""
 
     begin: int
     end: int
@@ -62,7 +62,7 @@ class _Run:
 
 
 def merge_inputs(per_sample: Sequence[Mapping[str, Any] | None]) -> dict[str, torch.Tensor]:
-    """What the processor made of several samples, as if of one; empty if none of them has media.
+    """Processor outputs of several samples, merged into one; empty if none of them has media.
 
     Raises:
         DataError: outputs that no model here reads.

@@ -6,12 +6,12 @@
     optimizer   fp32 main weights and moments                 in host memory
 
 Only storages are emptied and filled again. Tensors, the views that a backend cuts out of its buffers, and everything
-that refers to them stay what they are, so nothing has to be rebuilt and the next step is bit for bit the same.
+that refers to them stay unchanged, so nothing has to be rebuilt and the next step is bit for bit the same.
 
 One storage at a time is copied and freed; on the device the peak does not rise. Host memory is pinned once and kept,
-because pinning costs more than copying. On a CPU the same code runs: there the gradients' memory is what is gained.
+because pinning costs more than copying. On a CPU the same code runs: there only the gradients' memory is gained.
 
-Called by ``trainer``; each backend says what its tensors are. Process groups and the copies of other weights
+Called by ``trainer``; each backend names its tensors. Process groups and the copies of other weights
 (:class:`WeightBackup`) are not touched.
 """
 
@@ -29,7 +29,7 @@ from slime.utils.errors import SlimeError
 
 
 class DeviceMemory:
-    """What a trainer holds on its device.
+    """The memory of a trainer on its device.
 
     Args:
         tensors: those of a part, on whatever device they are.
@@ -46,7 +46,7 @@ class DeviceMemory:
         self._has_frozen = False
 
     def offload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
-        """Give the device memory of ``parts`` back to the driver. What is offloaded already stays so."""
+        """Give the device memory of ``parts`` back to the driver. Offloaded parts stay so."""
         parts = [part for part in parts if part not in self._offloaded]
         if not parts:
             return
@@ -64,7 +64,7 @@ class DeviceMemory:
         accelerator.current().empty_cache()
 
     def onload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
-        """Take the memory back and fill it as it was; gradients are zeros. What is on the device already stays so."""
+        """Take the memory back and fill it as it was; gradients are zeros. Parts on the device stay so."""
         for part in parts:
             if part not in self._offloaded:
                 continue
@@ -92,7 +92,7 @@ class DeviceMemory:
             raise SlimeError(f"{who} needs the trainer's {' and '.join(missing)} on the device: call onload() first.")
 
     def _collect_garbage(self) -> None:
-        """Cycles of dead objects may hold tensors. What has survived once is not looked at again: the half a million
+        """Cycles of dead objects may hold tensors. Survivors are not visited again: the half a million
         objects of the libraries alone would cost a quarter of a second each time.
         """
         gc.collect()
@@ -119,7 +119,7 @@ class DeviceMemory:
 
 
 def _moved_out(storages: Sequence[torch.UntypedStorage], kept: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The bytes of each storage in host memory, the storage empty; ``kept`` is used again where it fits."""
+    """The bytes of each storage in host memory, the storage empty; ``kept`` is used again if it fits."""
     pin = not accelerator.current().is_cpu
     for index, storage in enumerate(storages):
         fits = index < len(kept) and kept[index].numel() == storage.nbytes()
@@ -144,7 +144,7 @@ class WeightBackup:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Hold what the live tensors are now."""
+        """Copy the live tensors."""
         for parameter, copy in zip(self._parameters, self._copy, strict=True):
             copy.copy_(parameter)
 

@@ -36,7 +36,7 @@ class RateSchedule:
 
     @classmethod
     def of(cls, args: OptimizerArgs, *, num_steps: int, global_batch_size: int) -> RateSchedule:
-        """What the flags say.
+        """The schedule that the flags describe.
 
         Args:
             num_steps: optimizer steps of the whole run; the decay ends there unless --lr-decay-iters says otherwise.

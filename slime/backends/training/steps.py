@@ -28,11 +28,11 @@ NO_TRAINED_TOKENS = "none of its tokens is trained on (loss masks, remove_sample
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step tells.
+    """The result of one step.
 
     Attributes:
         metrics: equal on all ranks that compute the loss; the others only know norm, rates and batch size.
-        log_probs: what the step saw before the update, by position in the rank's batch; where the loss is computed.
+        log_probs: before the update, by position in the rank's batch; empty on ranks that do not compute the loss.
         skipped: why nothing was applied; empty where fp16 gradients overflowed; None: the update was made.
     """
 
@@ -61,12 +61,12 @@ def split_by_sample(flat: torch.Tensor, micro_batch: MicroBatch) -> dict[int, to
 
 @dataclass
 class StepRecord:
-    """What the micro-batches of a step leave behind, in order.
+    """The results of the micro-batches of a step, in order.
 
     Attributes:
         samples: positions in the rank's batch, by micro-batch.
         losses: without graph and log-probs.
-        log_probs: what the step saw before the update, by position in the rank's batch.
+        log_probs: before the update, by position in the rank's batch.
     """
 
     samples: list[Sequence[int]] = field(default_factory=list)
@@ -158,7 +158,7 @@ def rollout_report(
     same columns. With ``log_correct`` also the mean entropy of the samples whose raw reward is 1.
     """
     masks = columns["loss_masks"]
-    device = accelerator.current().device()  # where the group communicates; the columns are on the cpu
+    device = accelerator.current().device()  # of the group's communication; the columns are on the cpu
     reduce = make_reducer(columns["response_lengths"], masks, columns["rollout_mask_sums"], per_token=False)
     names = [name for name in TOKEN_VALUES if columns.get(name) is not None]
     sums = [float(reduce(_flat(columns[name]))) / num_rollouts for name in names]

@@ -1,9 +1,9 @@
-"""What a trainer does with a rollout, whatever holds its model: the order of passes and steps, and what they report.
+"""The work of a trainer on a rollout, for every backend: the order of passes and steps, and their report.
 
     train()   reference log-probs -> old log-probs -> advantages -> optimizer steps -> report
 
-A backend derives from :class:`TrainerBase` and says how: how log-probs are computed, how a step is made, where this
-rank stands. Knows neither Ray nor engines, and no model.
+A backend derives from :class:`TrainerBase` and implements passes, steps, weights and the place of this rank. Knows
+neither Ray nor engines, and no model.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class TrainerBase(ABC):
     @property
     @abstractmethod
     def _place(self) -> RankPlace:
-        """Where this rank stands; known after ``setup``."""
+        """The place of this rank, known after ``setup``."""
 
     @abstractmethod
     def _train_batch(self, batch: Mapping[str, Any]) -> TrainBatch:
@@ -109,7 +109,7 @@ class TrainerBase(ABC):
 
     @abstractmethod
     def _reset_moments(self) -> None:
-        """Forget what the optimizer remembers of earlier steps."""
+        """Clear the moments of the optimizer."""
 
     @abstractmethod
     def _fill(self, source: Source) -> None:
@@ -117,7 +117,7 @@ class TrainerBase(ABC):
 
     @abstractmethod
     def _resume(self, source: Source, *, has_optimizer: bool, has_rng: bool) -> None:
-        """Continue where a checkpoint of this backend stopped."""
+        """Restore a training state of this backend."""
 
     def _begin_with_filled(self) -> None:  # noqa: B027 - a backend whose optimizer has no copies needs nothing
         """Training starts with the weights that the model was filled with."""

@@ -11,7 +11,7 @@ from slime.config.resolve.batches import is_group_relative
 
 
 def _estimator(args: Namespace) -> Iterator[str]:
-    """B12, B13, and a group of one."""
+    """KL counted twice, advantages without whitening, a group of one, a custom loss without its function."""
     if args.kl_coef != 0 and args.kl_loss_coef != 0:
         yield (
             f"--kl-coef {args.kl_coef} and --kl-loss-coef {args.kl_loss_coef} would count the KL divergence twice, in "
@@ -29,13 +29,13 @@ def _estimator(args: Namespace) -> Iterator[str]:
 
 
 def _clipping(args: Namespace) -> Iterator[str]:
-    """B84."""
+    """The bound of the dual clip."""
     if args.eps_clip_c is not None and args.eps_clip_c <= 1:
         yield f"--eps-clip-c {args.eps_clip_c} must be above 1 (dual clip)."
 
 
 def _importance_sampling(args: Namespace) -> Iterator[str]:
-    """B14, B15, D16."""
+    """Weights between trainer and engine: exclusive modes, missing functions, bounds."""
     if args.use_rollout_logprobs and args.use_tis:
         yield (
             "--use-rollout-logprobs and --use-tis exclude each other: with the engine's log-probs as the old policy "
@@ -53,7 +53,7 @@ def _importance_sampling(args: Namespace) -> Iterator[str]:
 
 
 def _distillation(args: Namespace) -> Iterator[str]:
-    """B4, B5, B7, B8."""
+    """The teacher: its kind and its checkpoint."""
     if args.use_opd and args.opd_type is None:
         yield "--use-opd needs --opd-type: sglang or megatron."
     if args.use_opd and args.opd_type == "megatron" and args.opd_teacher_load is None:
@@ -65,7 +65,7 @@ def _distillation(args: Namespace) -> Iterator[str]:
 
 
 def _on_policy(args: Namespace) -> Iterator[str]:
-    """What --true-on-policy-mode promises, flag by flag."""
+    """Flags that contradict --true-on-policy-mode."""
     if not args.true_on_policy_mode:
         return
     rule = "--true-on-policy-mode trains every sample with the weights that generated it"
@@ -81,7 +81,7 @@ def _on_policy(args: Namespace) -> Iterator[str]:
 
 
 def _optimizer(args: Namespace) -> Iterator[str]:
-    """B86."""
+    """Requirements of --use-stateless-adam."""
     if args.use_stateless_adam and args.optimizer != "adam":
         yield f"--use-stateless-adam needs --optimizer adam, not {args.optimizer}."
     if args.use_stateless_adam and args.optimizer_cpu_offload:

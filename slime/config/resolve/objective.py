@@ -1,4 +1,4 @@
-"""What follows from the algorithm: clipping, KL, normalisation, on-policy guarantees, recomputation."""
+"""Values that follow from the algorithm: clipping, KL, normalization, on-policy guarantees, recomputation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slime.utils import accelerator
 
 
 def clipping(args: Namespace) -> None:
-    """B18, B19, D16."""
+    """The upper bound of the ratio defaults to the lower one; --tis-threshold is an older name of --tis-clip."""
     if args.eps_clip_high is None:
         args.eps_clip_high = args.eps_clip
     estimator = find_estimator(args.advantage_estimator)
@@ -48,13 +48,13 @@ def kl_estimator(args: Namespace) -> None:
 
 
 def group_normalization(args: Namespace) -> None:
-    """B35: one sample has no deviation to divide by."""
+    """One sample has no deviation to divide by."""
     if args.n_samples_per_prompt == 1:
         args.grpo_std_normalization = False
 
 
 def true_on_policy(args: Namespace) -> None:
-    """Numerics of trainer and engine that can agree. What contradicts the mode is found by the checks."""
+    """Numerics of trainer and engine that can agree. The checks find contradictions."""
     if not args.true_on_policy_mode:
         return
     args.deterministic_mode = True
@@ -67,7 +67,7 @@ def true_on_policy(args: Namespace) -> None:
 
 
 def routing_replay(args: Namespace) -> None:
-    """B39."""
+    """Replaying the engine's choices implies replaying."""
     if args.use_rollout_routing_replay:
         args.use_routing_replay = True
 
