@@ -7,7 +7,7 @@ named by their path, because the command line reads this table without importing
 from __future__ import annotations
 
 import functools
-import importlib
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -97,6 +97,5 @@ def find_estimator(name: str) -> Estimator:
 @functools.cache
 def formula(path: str) -> Callable[..., Any]:
     """The function that a record names as ``module:function``."""
-    module, _, name = path.partition(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    function: Callable[..., Any] = pkgutil.resolve_name(path)
     return function

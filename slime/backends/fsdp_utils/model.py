@@ -19,6 +19,7 @@ import torch
 from accelerate import init_empty_weights
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from slime.backends.training.attention import AttentionPlan, packed_attention
@@ -86,7 +87,7 @@ def is_tied(model: PreTrainedModel) -> bool:
 
 def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
     """This rank's rows of a sharded parameter or of a tensor made like it; they share memory."""
-    return parameter.to_local().detach() if hasattr(parameter, "to_local") else parameter.detach()
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
 
 
 def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
