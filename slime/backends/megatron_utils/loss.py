@@ -165,7 +165,7 @@ def _response_parts(
     unconcat_tokens: Sequence[torch.Tensor],
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
-) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """(rows of the logits, targets), one per sample; the temperature is not applied."""
     responses = list(
         get_responses(
