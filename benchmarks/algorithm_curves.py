@@ -47,9 +47,9 @@ class Algorithm:
     """One curve.
 
     Attributes:
-        page: of docs/algorithms, where it is shown.
-        flags: what it adds to the demo's GRPO command; of two equal flags the later one counts.
-        signal: metric of the lower panel beside the trainer/engine difference; None where there is nothing to say.
+        page: of docs/algorithms that shows it.
+        flags: added to the demo's GRPO command; the last of two equal flags counts.
+        signal: metric of the lower panel beside the trainer/engine difference; None without one.
     """
 
     title: str
@@ -120,7 +120,7 @@ def command(name: str, task: TinyTask, size: Size, output: Path) -> list[Any]:
 
 
 def _graded_evaluation(task: TinyTask, output: Path) -> list[Any]:
-    """An evaluation with a reward and a chat template of its own, for runs whose training has none."""
+    """An evaluation with another reward and chat template, for runs whose training has none."""
     graded = f"{ROOT / 'examples' / 'demo' / 'reward.py'}:reward_func"
     addition = {"name": "addition", "path": task.eval, "custom_rm_path": graded, "apply_chat_template": True}
     config = output / "eval.json"
@@ -162,7 +162,7 @@ def run(name: str, rollouts: int, output: Path) -> dict[str, Any]:
 
 
 def points(records: list[dict[str, Any]], metric: str | None, axis: str) -> list[Point]:
-    """(step, value) in four significant digits; none where the metric is not logged."""
+    """(step, value) in four significant digits; none if the metric is not logged."""
     if metric is None:
         return []
     return [(x, float(f"{y:.4g}")) for x, y in zip(*curve(records, metric, axis), strict=True)]
@@ -218,7 +218,7 @@ def draw(record: dict[str, Any], grpo: dict[str, Any] | None, path: Path) -> Non
 
 
 def page_part(record: dict[str, Any]) -> str:
-    """What stands between the marks of a page: picture, figures, command."""
+    """The part between the marks of a page: picture, figures, command."""
     name, algorithm = record["name"], ALGORITHMS[record["name"]]
     accuracy = [value for _, value in record["accuracy"]]
     figures = [("held-out accuracy (greedy)", f"{accuracy[0]:.3f} → {accuracy[-1]:.3f}")]

@@ -1,9 +1,9 @@
-"""From scored groups to what the trainer's ranks receive: seconds and memory.
+"""Time and memory from scored groups to the shipments of the trainer's ranks.
 
     python benchmarks/batch_pipeline.py            8,000 samples of 4,000 tokens, 8 data-parallel ranks
 
-Times the conversion to columns, the schedule and the split into tensors, and reports the memory that these steps need
-at their peak, the tensors that they make included. No list of tokens may be left in what is shipped.
+Times the conversion to columns, the schedule and the split into tensors, and reports the peak memory of these steps
+including their tensors. The shipments must hold no lists of tokens.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How fast the run board answers on a run of 200 rollouts with 256 samples each, and its picture for the docs.
+"""Response times of the board for a run of 200 rollouts with 256 samples each, and its picture for the docs.
 
     python benchmarks/board.py [--rollouts 200] [--samples 256] [--picture docs/images/board.png]
 
-Prints the size of the page, the time of each question the page asks, and the time until the overview is drawn in a
-headless Chromium where one is installed. Bound: the first paint takes less than a second.
+Prints the size of the page, the time of each request, and the time until the overview is drawn in a headless Chromium,
+if one is installed. Bound: the first paint takes less than a second.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ _TIMEOUT_S = 60.0
 
 
 def find_chromium() -> str | None:
-    """Its command, None where there is none; ``apt-get install chromium`` brings one."""
+    """The command of Chromium; None if it is not installed (``apt-get install chromium``)."""
     return os.environ.get("CHROMIUM") or next((path for name in _NAMES if (path := shutil.which(name))), None)
 
 

@@ -1,4 +1,4 @@
-"""Kills every kind of process in every phase of a run and measures what it costs: the table in docs/reliability.md.
+"""Kill every kind of process in every phase of a run and measure the cost: the table in docs/reliability.md.
 
     python benchmarks/chaos.py [--only PROCESS] [--phase PHASE] [--record FILE] [--minutes N] [--write]
 
@@ -57,7 +57,7 @@ class Cell:
 
     Attributes:
         seconds: to the next trained rollout or to the end of the command, without ``startup_s``.
-        startup_s: what starting engines and trainer again took; 0 where nothing was started.
+        startup_s: restart of engines and trainer; 0 if nothing was started.
     """
 
     process: str
@@ -73,7 +73,7 @@ class Cell:
 
 @dataclass
 class Table:
-    """The cells that are measured so far, in ``record`` where there is one."""
+    """The cells measured so far, kept in ``record`` if given."""
 
     record: Path | None
     cells: list[Cell] = field(default_factory=list)
@@ -87,7 +87,7 @@ class Table:
             self.cells = [Cell(**json.loads(line)) for line in lines]
 
     def add(self, cell: Cell, log: str) -> None:
-        """Print and record the cell at once. A slow one comes with what the run said."""
+        """Print and record the cell at once; a slow one with the last lines of the run."""
         line = json.dumps(asdict(cell))
         print(line if cell.is_fast else f"{log[-8000:]}\n{line}", flush=True)
         self.cells.append(cell)
@@ -98,7 +98,7 @@ class Table:
     def missing(self, process: str, mode: str, phases: Sequence[str]) -> list[str]:
         """Those of ``phases`` that have no cell yet."""
         if process == "driver" and mode == "recovery":
-            return []  # nobody is left who could
+            return []  # without a driver, nothing can recover
         known = {(cell.process, cell.mode, cell.phase) for cell in self.cells}
         return [phase for phase in phases if (process, mode, phase) not in known]
 
@@ -139,7 +139,7 @@ def recover(task: TinyTask, process: str, phases: Sequence[str], table: Table) -
 
 
 def end_with_errors(task: TinyTask, process: str, phases: Sequence[str], table: Table) -> None:
-    """Kill in one phase after the other; each time the same command continues what the one before left."""
+    """Kill in one phase after the other; each time the same command resumes the run."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder)
         flags = flags_for(task, output, 2 * len(phases) + 2)

@@ -1,10 +1,10 @@
-"""What logging costs per step: metrics, spans, recorded samples, metrics.jsonl and event files.
+"""Cost of logging per step: metrics, spans, recorded samples, metrics.jsonl and event files.
 
     python benchmarks/logging_cost.py [--samples 256] [--tokens 1000] [--tokens-per-s 50000] [--run outputs/demo/grpo]
 
 Prints milliseconds by part, and their share of a step that generates and trains ``samples * tokens`` tokens at
 ``--tokens-per-s`` (a fast node: a slower one has longer steps and a smaller share), or of the median step of a real
-run. Bound: less than 1 %. Files of samples are written by a thread while the run goes on: what it takes is shown apart.
+run. Bound: less than 1 %. A thread writes the files of samples during the run: its time is a separate figure.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def make_samples(count: int, tokens: int) -> list[Sample]:
 
 
 def parts(samples: list[Sample], folder: Path, writer: BackgroundWriter) -> dict[str, Callable[[], None]]:
-    """What a step does for its log, by name."""
+    """The logging work of a step, by name."""
     limit = OutputArgs().record_samples
     rows = [torch.randn(sample.response_length) for sample in samples]
     columns = {
@@ -124,7 +124,7 @@ def parts(samples: list[Sample], folder: Path, writer: BackgroundWriter) -> dict
 
 
 def median_ms(part: Callable[[], None], writer: BackgroundWriter) -> tuple[float, float]:
-    """Of the caller, and of what the writer does after it."""
+    """Seconds of the caller, and of the writer thread after it."""
     part()  # imports
     writer.flush(FLUSH_TIMEOUT_S)
     own, later = [], []

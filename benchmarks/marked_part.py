@@ -1,4 +1,4 @@
-"""The part of a page that a benchmark writes: it stands between two marks, which are comments of the page."""
+"""The part of a page that a benchmark writes, between two marks, which are comments of the page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def with_part(page: str, text: str, marks: tuple[str, str], part: str) -> str:
         page: its name, for the error.
 
     Raises:
-        SystemExit: the marks are not there, once each and in this order. Nothing would say what is to be replaced.
+        SystemExit: the page does not have both marks, once each and in this order.
     """
     before, begin, rest = text.partition(marks[0])
     _, end, after = rest.partition(marks[1])

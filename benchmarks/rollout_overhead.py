@@ -1,11 +1,11 @@
-"""What the rollout itself costs per sample: 10,000 samples in flight, each waiting one second for a tool.
+"""Overhead of the rollout per sample: 10,000 samples in flight, each waiting one second for a tool.
 
     python benchmarks/rollout_overhead.py
 
-A custom generate function stands for the agent: it waits and appends a few tokens; no engine starts. Everything else
-is the default rollout function: data source, tasks, places, hooks, reward, collecting. Printed are the wall time beyond
-the tool's second and the processor time, per sample; and the processor time of this process while all samples wait,
-which is about zero, because nothing polls.
+A custom generate function replaces the agent: it waits and appends a few tokens. No engine starts. Everything else is
+the default rollout function: data source, tasks, slots, hooks, reward, collecting. Prints the wall time beyond the
+tool's second and the processor time, per sample, and the processor time of this process while all samples wait, which
+is about zero because nothing polls.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 
 One engine on the demo's model. In turn, the default rollout function makes a batch (data source, requests, samples with
 log-probs, rewards), and ``sglang.benchmark.serving`` sends the same prompts with the same settings at the same
-concurrency. Each runs in a process of its own, and is timed from its first request to its last answer. Printed are the
-rates of every round, their medians, and the median of the rounds' ratios, which other work on the machine disturbs
-least; the goal is 0.95.
+concurrency. Each runs in a new process, and is timed from its first request to its last answer. Prints the rates of
+every round, their medians, and the median of the rounds' ratios, which is least sensitive to other work on the machine.
+The goal is 0.95.
 """
 
 from __future__ import annotations

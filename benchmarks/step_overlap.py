@@ -1,11 +1,11 @@
-"""What the two loops cost on top of the work they arrange: one run of each, with the real stack, on a CPU.
+"""Overhead of the two loops over the work that they arrange: one run of each, with the real stack, on a CPU.
 
     python benchmarks/step_overlap.py [--rollouts 8] [--markdown docs/performance.md]
 
 The rollout is artificial: random tokens that appear after as long as one training takes, which a first run measures.
 Engines, router, weight sync and trainer are the real ones.
 
-    synchronous    step / (rollout + training + weight sync)      what the loop itself adds; the goal is at most 1.05
+    synchronous    step / (rollout + training + weight sync)      overhead of the loop; the goal is at most 1.05
     asynchronous   step / max(rollout, training)                  how much of the shorter one is hidden; at most 1.15
 """
 

@@ -1,16 +1,16 @@
-"""How long new weights take to reach an engine, by each way, beside a raw broadcast of the same bytes.
+"""Time until new weights reach an engine, for each transport and for a raw broadcast of the same bytes.
 
     python benchmarks/weight_sync.py
 
-One real engine with a random model of about 100 million parameters. In every round each way is measured once, so that
-whatever else the machine does meets all of them; the table shows medians and their ratios. A sync is all of it: pause,
-send, load, flush, verify the version, continue; with files, write before and delete the version before last afterwards.
-Beside it stand the seconds until engines serve the new weights, and those in which they stood still.
+One real engine with a random model of about 100 million parameters. Every round measures each transport once, so that
+other work on the machine affects all of them. The table shows medians and their ratios. A sync covers pause, send,
+load, flush, verify the version, and continue; with files also the writing, and the deletion of the version before last.
+Further columns are the seconds until engines serve the new weights, and the seconds in which they paused.
 
-Three rows are measured beside them, between two processes that do nothing else. The raw broadcast is one collective per
-bucket into memory that is there. The receiver with a copy receives and then loads, as SGLang does: the same
-collectives, and one copy of every tensor to where the model has it. In pieces, the raw broadcast is many collectives at
-a time, over as many connections as the sync has.
+Three more rows are measured between two processes that do nothing else. The raw broadcast is one collective per bucket
+into existing memory. The receiver with a copy also loads as SGLang does: the same collectives, and one copy of every
+tensor to the memory of the model. In pieces, the raw broadcast is many collectives at a time, over as many connections
+as the sync has.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Broadcast:
     """Another process that receives the same buckets over the same backend.
 
     Args:
-        copies: it copies what it has received to another place, and does nothing else with it either way.
+        copies: copy received tensors to other memory.
         pieces: so many collectives per bucket at a time, over all connections; 1: one over the one that gloo makes.
     """
 
@@ -239,7 +239,7 @@ def measure(options: argparse.Namespace, root: Path) -> dict[str, list[Sync]]:
                 syncs[name].append(Sync(broadcast.seconds, broadcast.seconds, broadcast.seconds))
             for name, (fleet, updater) in ways.items():
                 update = WeightUpdate(str(number), max_chunk_bytes=options.buffer_size, timeout_s=_TIMEOUT_S)
-                os.sync()  # nobody pays for what the way before has left to the disk
+                os.sync()  # otherwise this transport would wait for the disk writes of the one before
                 started = time.perf_counter()
                 updater.update(fleet, weights, update)
                 total = time.perf_counter() - started

@@ -1,9 +1,9 @@
-"""Which kernels and operators take the time, from the traces of torch's profiler.
+"""List the kernels and operators that take the most time, from traces of torch's profiler.
 
     python tools/analyze_profile.py --profile-dir outputs/run/profile [--rank 0 | --all-ranks] [--top-n 20]
 
 Reads ``*.trace.json.gz`` of the trainer (``--use-pytorch-profiler``) and of engines (``tools/profile_rollout.py``).
-Counts GPU kernels where a trace has some, else CPU operators by the time that is theirs alone.
+Counts the GPU kernels of a trace. A trace without any is counted by the self time of its CPU operators.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def rank_of(file: Path) -> int | None:
-    """The rank that a file's name tells; None for one that tells none."""
+    """The rank in a file's name; None if the name has no rank."""
     match = _RANK.search(file.name)
     return int(match.group(1)) if match else None
 

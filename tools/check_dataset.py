@@ -30,7 +30,7 @@ _PERCENTILES = (0, 50, 90, 99, 100)
 
 @dataclass
 class Report:
-    """What was found."""
+    """The findings."""
 
     num_rows: int = 0
     problems: list[str] = field(default_factory=list)

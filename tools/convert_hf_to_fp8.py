@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Quantise the linear layers of a Hugging Face checkpoint to 8 bits, for engines that serve in FP8.
+"""Quantize the linear layers of a Hugging Face checkpoint to 8 bits, for engines that serve in FP8.
 
     python tools/convert_hf_to_fp8.py --model-dir /models/Qwen3-4B --save-dir /models/Qwen3-4B-FP8
 
-Train with --hf-checkpoint on the result: the trainer reads it as bf16, and every weight sync quantises what it sends in
-the same way. Strategies: `block` has one scale per 128 x 128 values (DeepSeek-V3's format), `channel` one per row
-(compressed-tensors, float-quantized), `tensor` one per tensor. Only `block` can be trained: engines rearrange the
-others when they load them, and take no new weights. Embeddings, head, norms, routers, vision towers and everything else
-that is no large matrix stays as it is.
+Train with --hf-checkpoint on the result: the trainer reads it as bf16, and every weight sync quantizes in the same way.
+Strategies: `block` has one scale per 128 x 128 values (DeepSeek-V3's format), `channel` one per row
+(compressed-tensors, float-quantized), `tensor` one per tensor. Only `block` can be trained, because engines rearrange
+the others at loading and then accept no new weights. Embeddings, head, norms, routers, vision towers and small tensors
+are not quantized.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _config(options: argparse.Namespace, kept: Sequence[str]) -> dict[str, Any]:
             "config_groups": {
                 "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations},
             },
-            "ignore": sorted({*kept, "lm_head"}),  # one that is tied to the embedding has no tensor of its own
+            "ignore": sorted({*kept, "lm_head"}),  # a head that is tied to the embedding has no tensor
         }
     config: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
     if options.strategy == "block":

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Quantise a Hugging Face checkpoint to 4 bits with GPTQ, which needs texts to calibrate on.
+"""Quantize a Hugging Face checkpoint to 4 bits with GPTQ, which needs texts to calibrate on.
 
     python tools/convert_hf_to_int4.py --input-dir /models/Qwen3-30B-A3B --output-dir /models/Qwen3-30B-A3B-INT4 \\
         --data-dir /data/texts
 
-Layer by layer: what the quantised layers before it make of the texts is what a layer is calibrated on. Every matrix of
-the decoder layers but routers is quantised, experts included, in the format of convert_hf_to_int4_direct.py. For
-serving: a weight sync rounds to nearest, and reaches experts only. --data-dir is a .jsonl or .parquet file or a folder
-of them, whose rows have a `text`, or a `prompt`, `input` or `messages` that may be a list of messages. Takes a GPU
-where there is one, and holds one layer on it.
+Works layer by layer: each layer is calibrated on the output of the quantized layers before it. Quantizes every matrix
+of the decoder layers except routers, experts included, in the format of convert_hf_to_int4_direct.py. For serving only:
+a weight sync rounds to nearest, and reaches experts only. --data-dir is a .jsonl or .parquet file or a folder of them,
+whose rows have a `text`, or a `prompt`, `input` or `messages` that may be a list of messages. Uses a GPU if there is
+one, and holds one layer on it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def convert(options: argparse.Namespace) -> None:
     except ValueError as error:  # a model type that it does not know, or remote code that is not trusted
         raise ConfigError(f"--input-dir {options.input_dir}: transformers cannot load it: {error}") from None
     quantised = quantise_model(model, texts, reader.names, options)
-    # a head that is tied to the embedding is a linear layer without a tensor of its own
+    # a head that is tied to the embedding is a linear layer without a tensor
     ignored = {"lm_head"} | {name.removesuffix(".weight") for name in reader.names - quantised.keys()}
     config = quantization_config(options.quant_group_size, sorted(ignored))
     weights = _stored(reader.names, reader.get, quantised)

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Quantise the experts of a Hugging Face checkpoint to 4 bits by rounding, for engines that serve in INT4.
+"""Quantize the experts of a Hugging Face checkpoint to 4 bits by rounding, for engines that serve in INT4.
 
     python tools/convert_hf_to_int4_direct.py --model-dir /models/Qwen3-30B-A3B --save-dir /models/Qwen3-30B-A3B-INT4
 
 Writes compressed-tensors, pack-quantized, symmetric, one scale per --group-size values of a row. Train with
---hf-checkpoint on the result: the trainer reads it as bf16, and every weight sync quantises what it sends in the same
-way. --ignore-rules are regular expressions of modules that keep their precision; the default leaves the experts only,
-so a dense model needs rules of its own, such as `lm_head embed norm`, and cannot be trained: engines rearrange such
-weights of other layers than experts when they load them, and take no new ones. No GPU is used.
+--hf-checkpoint on the result: the trainer reads it as bf16, and every weight sync quantizes in the same way.
+--ignore-rules are regular expressions of modules that keep their precision. By default only experts are quantized. A
+dense model needs other rules, such as `lm_head embed norm`, and cannot be trained: engines rearrange quantized weights
+outside of the experts at loading, and then accept no new ones. Uses no GPU.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def main() -> None:
 
 @contextmanager
 def _read_ahead(directory: Path, num_readers: int) -> Iterator[None]:
-    """Have the files of ``directory`` read in the background; what is not when the block ends stays unread."""
+    """Read the files of ``directory`` in the background until the block ends."""
     is_over = threading.Event()
 
     def read(path: Path) -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Show what a checkpoint holds: names, shapes, precisions and sizes; with --values also what is in the tensors.
+"""List the tensors of a checkpoint: names, shapes, precisions and sizes; with --values also statistics of their values.
 
     python tools/inspect_checkpoint.py /runs/iter_0000099
     python tools/inspect_checkpoint.py /models/Qwen3-4B --values --match layers.0.
@@ -64,7 +64,7 @@ def read_entries(directory: str) -> dict[str, Entry]:
     """Every tensor by name.
 
     Raises:
-        ConfigError: it is no checkpoint.
+        ConfigError: it is not a checkpoint.
     """
     if not Path(directory).is_dir():
         raise ConfigError(f"{directory}: there is no such directory.")

@@ -1,9 +1,9 @@
-"""Write the option tables of SGLang and its router: what ``--sglang-*`` and ``--router-*`` may be.
+"""Write the option tables of SGLang and its router: the flags ``--sglang-*`` and ``--router-*``.
 
     python tools/make_engine_options.py [--check]
 
 Importing SGLang takes seconds and a gigabyte; ``train.py`` reads these tables instead. Run it after a change of the
-installed version; ``--check`` only says whether the tables are what the installed versions declare.
+installed version. ``--check`` only compares the tables with the installed versions.
 """
 
 from __future__ import annotations
@@ -82,9 +82,7 @@ def _kind(action: argparse.Action) -> str:
         case "_StoreAction" | "LoRAPathAction":
             return "value"
         case name:
-            raise SystemExit(
-                f"{action.option_strings}: do not know what {name} does; teach tools/make_engine_options.py"
-            )
+            raise SystemExit(f"{action.option_strings}: unknown action {name}: add it to tools/make_engine_options.py")
 
 
 def text_of(table: dict[str, Any]) -> str:

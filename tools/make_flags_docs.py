@@ -1,4 +1,4 @@
-"""Write docs/flags.md: every flag by group, what is different on purpose, what is not there yet, what has no effect.
+"""Write docs/flags.md: every flag by group, and the flags that differ on purpose, are missing, or have no effect.
 
     python tools/make_flags_docs.py            write the file
     python tools/make_flags_docs.py --check    exit with 1 when it is not current

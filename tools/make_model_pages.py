@@ -41,7 +41,7 @@ DEVICE_GIB = 80
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a model without a launch script fits: nodes of eight devices that trainer and engines share.
+    """A placement for a model without a launch script: nodes of eight devices that trainer and engines share.
 
     ``tp``, ``pp``, ``cp`` are the trainer's, ``ep`` that of its experts, ``engine`` the devices of one engine.
     """
@@ -129,7 +129,7 @@ SCRIPTS_OF_GUIDES = {
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table: what it is called, and its plan."""
+    """One line of a table: its name and its plan."""
 
     name: str
     plan: Plan

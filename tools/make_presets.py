@@ -28,7 +28,7 @@ MARKS = ("<!-- presets: begin, written by tools/make_presets.py -->", "<!-- pres
 
 Facts = dict[str, Any]
 
-# What a launch script may change without a file of its own: fact -> environment variable.
+# Settings of a launch script that need no other script: fact -> environment variable.
 KNOBS = {"layers": "MODEL_ARGS_NUM_LAYERS", "rope_base": "MODEL_ARGS_ROTARY_BASE"}
 POSITIONS = {
     "legacy": "--use-rotary-position-embeddings",
@@ -58,7 +58,7 @@ class Preset:
 
     Attributes:
         facts: everything known about the model, those of its family and of its parent included.
-        parent: the preset whose script this one sources; None where the script lists the flags itself.
+        parent: the preset whose script this one sources; None if the script lists the flags itself.
         own: facts in which it differs from ``parent``.
         variables: environment variables that it sets for ``parent``'s script.
     """

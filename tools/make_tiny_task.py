@@ -3,17 +3,17 @@
 
     python tools/make_tiny_task.py --output DIR [--seed 0]
 
-The model is a randomly initialised Qwen3 of about a million parameters with a character-level tokenizer and a chat
+The model is a randomly initialized Qwen3 of about a million parameters with a character-level tokenizer and a chat
 template, in the files a Hugging Face checkpoint has. The task is the addition of two two-digit numbers, in three
 disjoint sets: ``sft.jsonl`` (solved, for a supervised warm start), ``train.jsonl`` and ``eval.jsonl`` (question and
 label). The same seed makes the same files, byte for byte.
 
 The solutions of the warm start come from a sloppy teacher, who mostly forgets to carry (48 + 37 = 75). A model that
-imitates it writes numbers and adds digits, but is wrong where there is a carry; sometimes it samples the right answer
-all the same, and that is what reinforcement learning has to find and to prefer. So the accuracy after the warm start is
-a plateau, about the share of problems without a carry, however long the warm start is.
+imitates it writes numbers and adds digits, but is wrong if there is a carry. Sometimes it still samples the right
+answer, which reinforcement learning has to find and to prefer. So the accuracy after the warm start is a plateau, about
+the share of problems without a carry, however long the warm start is.
 
-The demo and the end-to-end tests call :func:`make_tiny_task`. Knows nothing of slime.
+The demo and the end-to-end tests call :func:`make_tiny_task`. Imports nothing of slime.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class TinyTask:
-    """Where the files are, as strings ready for a command line."""
+    """Paths of the files, as strings for a command line."""
 
     model: str
     sft: str

@@ -1,10 +1,10 @@
-"""Start or stop the profiler of every engine behind a router.
+"""Start or stop the profiler of every engine of a router.
 
     python tools/profile_rollout.py --router-url http://127.0.0.1:30000 --num-steps 3 --output-dir /tmp/profile
     python tools/analyze_profile.py --profile-dir /tmp/profile
 
 ``--rollout-function-path slime.rollout.forge_load.sleep`` keeps the engines of a run up and idle meanwhile, for
-requests of your own. The traces are written by the engines, on their machines.
+your requests. The engines write the traces, on their machines.
 """
 
 from __future__ import annotations

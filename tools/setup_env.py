@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Make ``.venv`` ready: called by every Makefile target, instant when nothing changed.
+"""Prepare ``.venv``: called by every Makefile target, instant if nothing changed.
 
 Standard library only. Without a GPU it installs ``requirements/cpu.txt``, the leanest set with which the real engines
-run; with one it installs the project the ordinary way (``pip install -e .[dev]``). A stamp in ``.venv``, the hash of
-the files that decide, tells the next run that there is nothing to do.
+run; with one it installs the project the ordinary way (``pip install -e .[dev]``). A stamp in ``.venv`` (a hash of the
+input files) lets the next run skip everything.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def pip(python: Path, title: str, arguments: list[str]) -> None:
 
 
 def repair_torchvision(python: Path) -> None:
-    """A CPU-only torch and the index's torchvision do not fit; ``torchvision_fix.py`` says how that is repaired."""
+    """A CPU-only torch and the index's torchvision do not fit; ``torchvision_fix.py`` repairs that."""
     if can_import(python, "torchvision"):
         return
     say("adding the repair of torchvision for a CPU-only torch")

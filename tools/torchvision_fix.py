@@ -3,7 +3,7 @@
 What: just before the first ``import torchvision``, declares the two operators whose compiled half such a torch cannot
 load. Why: transformers and SGLang import torchvision for its Python part, and the import stops at the missing
 operators. Where: ``setup_env.py`` copies this file into ``site-packages`` with a ``.pth`` line, only when the import
-fails there. When to delete: when a CPU-only torch brings a torchvision of its own on every platform.
+fails there. When to delete: when a CPU-only torch has a matching torchvision on every platform.
 
 Started by every Python process of the environment: imports nothing but ``sys``.
 """
@@ -14,7 +14,7 @@ import sys
 
 
 class _BeforeTorchvision:
-    """A finder that finds nothing: it is asked first, declares what is missing and steps aside."""
+    """A finder that finds nothing: Python calls it first, and it declares the missing operators."""
 
     library = None  # keeps the declarations alive
 

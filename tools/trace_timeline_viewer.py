@@ -126,7 +126,7 @@ def _cached(cache: Path, dump: Path, rebuild: bool) -> dict[str, Any]:
 
 
 def _build_cache_data(pt_path: Path | str) -> dict[str, Any]:
-    """What the page draws: ``rows`` of ``trace_rows.timeline_rows`` and the time that they cover."""
+    """The data of the page: ``rows`` of ``trace_events.timeline_rows`` and the time that they cover."""
     rows = timeline_rows(read_samples(Path(pt_path)))
     return {
         "cache_version": CACHE_VERSION,
@@ -159,7 +159,7 @@ def _serve(page: Path, cache: Path, host: str, port: int) -> None:
 
 def _page(title: str, cache: str) -> str:
     template = Path(__file__).with_name("trace_timeline_viewer.html").read_text(encoding="utf-8")
-    name = json.dumps(cache).replace("<", "\\u003c")  # it stands inside of a script
+    name = json.dumps(cache).replace("<", "\\u003c")  # it is inside of a script element
     return template.replace("{{title}}", html.escape(title)).replace("{{cache}}", name)
 
 

@@ -54,7 +54,7 @@ def upcycle(options: argparse.Namespace) -> None:
     reader = TensorReader(source, "--input")
     names = sorted(reader.names)
     weights = ((name, reader.get(name)) for name in names)
-    with tempfile.TemporaryDirectory() as directory:  # what the writer copies: everything but the dense weights
+    with tempfile.TemporaryDirectory() as directory:  # files for the writer to copy: everything but the dense weights
         for entry in source.iterdir():
             if entry.is_file() and entry.suffix not in (".safetensors", ".bin") and ".index." not in entry.name:
                 shutil.copy(entry, directory)
