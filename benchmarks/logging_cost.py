@@ -114,7 +114,7 @@ def parts(samples: list[Sample], folder: Path, writer: BackgroundWriter) -> dict
         "spans of all samples": spans,
         "metrics of the rollout": lambda: log_rollout_data(3, ARGS, samples, {}, 10.0) and None,
         f"record of {limit} samples": lambda: record_rollout(
-            folder, samples, rollout_id=next(rollouts), limit=limit, args=ARGS, writer=writer
+            folder, samples, rollout_id=next(rollouts), limit=limit, reward_key=ARGS.reward_key, writer=writer
         ),
         "record of their training": lambda: record_training(
             folder, columns, rollout_id=next(rollouts), limit=limit, data_parallel_rank=0

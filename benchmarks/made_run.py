@@ -56,7 +56,7 @@ def make_run(
         for sample in samples if extra_text else []:
             sample.response, sample.label = extra_text + sample.response, extra_text
             sample.metadata[extra_text] = {extra_text: extra_text}
-        record_rollout(directory, samples, rollout_id=rollout_id, limit=num_samples, args=args)
+        record_rollout(directory, samples, rollout_id=rollout_id, limit=num_samples, reward_key=_ARGS.reward_key)
         columns = _columns(samples, chance)
         record_training(directory, columns, rollout_id=rollout_id, limit=num_samples, data_parallel_rank=0)
     return directory

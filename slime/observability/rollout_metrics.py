@@ -65,16 +65,22 @@ def log_rollout_data(
             is_done = custom_log_func(rollout_id, args, samples, rollout_extra_metrics, rollout_time)
         if is_done:
             return logged
-    _check_reward_category(args, samples)
+    _check_reward_category(args.log_reward_category, samples)
     # computed once, because each length is a sum over all tokens
     trained = [sample.effective_response_length for sample in samples]
     metrics = dict(rollout_extra_metrics or {})
     metrics |= dict_add_prefix(compute_metrics_from_samples(args, samples, trained), "rollout/")
-    metrics |= dict_add_prefix(_correct_samples(args, samples), "rollout/")
+    # only if needed: a reward of a user may lack the key
+    needs_raw = args.log_correct_samples or args.log_passrate
+    raw = [_raw_reward(args, sample) for sample in samples] if needs_raw else []
+    if args.log_correct_samples:
+        metrics |= dict_add_prefix(_correct_samples(samples, raw, args.rollout_max_response_len), "rollout/")
     metrics |= dict_add_prefix(_weight_version_lag(rollout_id, samples), "rollout/weight_version_lag/")
     metrics |= dict_add_prefix(_token_counts(samples, trained, metrics), "rollout/")
-    metrics |= dict_add_prefix(_multi_turn(args, samples, trained), "multi_turn/")
-    metrics |= dict_add_prefix(_pass_rate(args, samples), "passrate/")
+    if args.log_multi_turn and samples:
+        metrics |= dict_add_prefix(_multi_turn(samples, trained, args.rollout_max_response_len), "multi_turn/")
+    if args.log_passrate:
+        metrics |= dict_add_prefix(_pass_rate(samples, raw, args.n_samples_per_prompt), "passrate/")
     metrics |= dict_add_prefix(compute_perf_metrics_from_samples(args, samples, rollout_time, trained), "perf/")
     return metrics | logged
 
@@ -109,10 +115,11 @@ def compute_metrics_from_samples(
         return {}
     lengths = trained or [sample.effective_response_length for sample in samples]
     metrics = dict_add_prefix(compute_statistics(lengths), "response_len/")
-    metrics |= _zero_std(args, samples)
+    if not find_estimator(args.advantage_estimator).needs_critic:  # only then are siblings compared
+        metrics |= _zero_std(samples, [sample.get_reward_value(args) for sample in samples])
     metrics |= _speculation(samples)
     metrics |= _prefix_cache(samples)
-    metrics |= _reward_categories(args, samples)
+    metrics |= _reward_categories(args.log_reward_category, samples)
     metrics |= _compute_top_p_kept_vocab_metrics(args, samples)
     metrics["repetition_frac"] = _share(has_repetition(sample.response) for sample in samples)
     metrics["truncated_ratio"] = _share(sample.status.value == "truncated" for sample in samples)
@@ -137,10 +144,11 @@ def compute_perf_metrics_from_samples(
         metrics |= dict_add_prefix(compute_statistics(waits), "non_generation_time/")
     metrics |= request_metrics(samples)
     lengths = [sample.response_length for sample in samples]
-    metrics |= _speed(args, samples, rollout_time, lengths, "tokens_per_gpu", "longest_sample")
+    num_gpus = args.rollout_num_gpus
+    metrics |= _speed(num_gpus, samples, rollout_time, lengths, "tokens_per_gpu", "longest_sample")
     trained = trained or [sample.effective_response_length for sample in samples]
     name = "longest_effective_sample"
-    return metrics | _speed(args, samples, rollout_time, trained, "effective_tokens_per_gpu", name)
+    return metrics | _speed(num_gpus, samples, rollout_time, trained, "effective_tokens_per_gpu", name)
 
 
 def eval_metrics(args: Namespace, data: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
@@ -198,13 +206,10 @@ def _share(flags: Any) -> float:
     return statistics.fmean(float(bool(flag)) for flag in flags)
 
 
-def _zero_std(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
+def _zero_std(samples: Sequence[Sample], rewards: Sequence[Any]) -> dict[str, float]:
     """Prompt groups without a signal (all rewards are equal), counted by that reward."""
-    if find_estimator(args.advantage_estimator).needs_critic:  # its advantages do not compare siblings
-        return {}
     groups: dict[Any, list[float]] = defaultdict(list)
-    for sample in samples:
-        reward = sample.get_reward_value(args)
+    for sample, reward in zip(samples, rewards, strict=True):
         if isinstance(reward, int | float):
             groups[sample.group_index].append(float(reward))
     counts = Counter(round(rewards[0], 1) for rewards in groups.values() if len(set(rewards)) == 1)
@@ -217,15 +222,13 @@ def _raw_reward(args: Namespace, sample: Sample) -> Any:
     return sample.get_reward_value(args) if reward is None else reward
 
 
-def _correct_samples(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
+def _correct_samples(samples: Sequence[Sample], raw: Sequence[Any], max_length: int) -> dict[str, float]:
     """Lengths of the responses with a reward of exactly 1; ``correct_length/p50`` is the share of them that is longer
     than a quarter and at most half of --rollout-max-response-len."""
-    if not args.log_correct_samples:
-        return {}
-    lengths = [sample.response_length for sample in samples if _raw_reward(args, sample) == 1]
+    lengths = [sample.response_length for sample, reward in zip(samples, raw, strict=True) if reward == 1]
     if not lengths:
         return {}
-    shares = [100 * length / args.rollout_max_response_len for length in lengths]
+    shares = [100 * length / max_length for length in lengths]
     metrics = {
         f"correct_length/p{end}": _share(end - 25 < share <= end or (end == 25 and share <= 0) for share in shares)
         for end in _QUARTERS
@@ -257,13 +260,11 @@ def _token_counts(samples: Sequence[Sample], trained: Sequence[int], metrics: Ma
     }
 
 
-def _multi_turn(args: Namespace, samples: Sequence[Sample], trained: Sequence[int]) -> dict[str, float]:
+def _multi_turn(samples: Sequence[Sample], trained: Sequence[int], max_length: int) -> dict[str, float]:
     """Response lengths with and without the tokens of environments, and numbers of turns."""
-    if not args.log_multi_turn or not samples:
-        return {}
-    raw = [sample.response_length for sample in samples]
-    metrics = _extremes("raw_response_length/response_length", raw)
-    clipped = [length >= args.rollout_max_response_len for length in raw]
+    lengths = [sample.response_length for sample in samples]
+    metrics = _extremes("raw_response_length/response_length", lengths)
+    clipped = [length >= max_length for length in lengths]
     metrics["raw_response_length/response_length_clip_ratio"] = _share(clipped)
     metrics |= _extremes("wo_obs_response_length/response_length", trained)
     rounds = [sample.metadata["round_number"] for sample in samples if "round_number" in (sample.metadata or {})]
@@ -278,14 +279,11 @@ def _extremes(name: str, values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def _pass_rate(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
+def _pass_rate(samples: Sequence[Sample], raw: Sequence[Any], size: int) -> dict[str, float]:
     """pass@k of the training prompts with a complete group; fan-out and dropped samples make a group incomplete."""
-    if not args.log_passrate:
-        return {}
     groups: dict[Any, list[float]] = defaultdict(list)
-    for sample in samples:
-        groups[sample.group_index].append(_raw_reward(args, sample))
-    size = args.n_samples_per_prompt
+    for sample, reward in zip(samples, raw, strict=True):
+        groups[sample.group_index].append(reward)
     whole = [reward for rewards in groups.values() if len(rewards) == size for reward in rewards]
     return compute_pass_rate(whole, size) if whole else {}
 
@@ -309,8 +307,7 @@ def _prefix_cache(samples: Sequence[Sample]) -> dict[str, float]:
     }
 
 
-def _reward_categories(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
-    key = args.log_reward_category
+def _reward_categories(key: str | None, samples: Sequence[Sample]) -> dict[str, float]:
     if key is None:
         return {}
     counts = Counter(
@@ -319,9 +316,8 @@ def _reward_categories(args: Namespace, samples: Sequence[Sample]) -> dict[str, 
     return {f"error_cat/{value}": count / len(samples) for value, count in counts.items()}
 
 
-def _check_reward_category(args: Namespace, samples: Sequence[Sample]) -> None:
-    key = args.log_reward_category
-    if key is not None and samples and not _reward_categories(args, samples):
+def _check_reward_category(key: str | None, samples: Sequence[Sample]) -> None:
+    if key is not None and samples and not _reward_categories(key, samples):
         raise ConfigError(
             f"--log-reward-category {key}: no reward of the rollout is a dict with that key; the first is "
             f"{samples[0].reward!r}."
@@ -344,7 +340,7 @@ def _compute_top_p_kept_vocab_metrics(args: Namespace, all_samples: Sequence[Sam
 
 
 def _speed(
-    args: Namespace,
+    num_gpus: int | None,
     samples: Sequence[Sample],
     rollout_time: float,
     lengths: Sequence[int],
@@ -354,8 +350,8 @@ def _speed(
     """Tokens per second of all engines, and of the longest sample, which every rollout waits for."""
     peak = max(lengths)
     metrics: dict[str, float] = {}
-    if args.rollout_num_gpus:
-        metrics[f"{total}_per_sec"] = sum(lengths) / rollout_time / args.rollout_num_gpus
+    if num_gpus:
+        metrics[f"{total}_per_sec"] = sum(lengths) / rollout_time / num_gpus
     metrics[f"{longest}_tokens_per_sec"] = peak / rollout_time
     waits = [s.non_generation_time for s, length in zip(samples, lengths, strict=True) if length == peak]
     if max(waits) > 0:

@@ -20,7 +20,6 @@ import logging
 import queue
 import threading
 import time
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -76,13 +75,14 @@ def record_rollout(
     *,
     rollout_id: int,
     limit: int,
-    args: Namespace,
+    reward_key: str | None,
     kind: Literal["rollout", "eval"] = "rollout",
     writer: BackgroundWriter | None = None,
 ) -> None:
     """Write the first ``limit`` samples, as they are now; nothing for 0.
 
     Args:
+        reward_key: entry of a dict of rewards.
         writer: encodes and writes the file in its thread; None: the file is written before this returns.
     """
     if limit > 0:
@@ -90,7 +90,7 @@ def record_rollout(
         with _excused(path):
             if kind == "rollout":
                 _forget_training(run, rollout_id)
-            rows = [_row(position, sample, args) for position, sample in enumerate(islice(samples, limit))]
+            rows = [_row(position, sample, reward_key) for position, sample in enumerate(islice(samples, limit))]
             if writer is None:
                 _write(path, rows, _rollout_schema())
             else:
@@ -163,7 +163,7 @@ def _forget_training(run: Path, rollout_id: int) -> None:
         path.unlink(missing_ok=True)
 
 
-def _row(position: int, sample: Sample, args: Namespace) -> dict[str, Any]:
+def _row(position: int, sample: Sample, reward_key: str | None) -> dict[str, Any]:
     fields = sample.to_dict()
     own = {"index", "group_index", "status", "response_length", *_ARRAYS, *_TEXTS}
     rest = {name: value for name, value in fields.items() if name not in own and _is_kept(value)}
@@ -173,7 +173,7 @@ def _row(position: int, sample: Sample, args: Namespace) -> dict[str, Any]:
         "index": sample.index if isinstance(sample.index, int) else None,
         "group_index": sample.group_index if isinstance(sample.group_index, int) else None,
         "status": sample.status.value,
-        "reward": _number(sample, args),
+        "reward": _number(sample, reward_key),
         "prompt_tokens": max(0, len(sample.tokens) - sample.response_length),
         "response_length": sample.response_length,
         "trained_tokens": 0 if sample.remove_sample else sample.effective_response_length,
@@ -202,10 +202,10 @@ def _utf8(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _number(sample: Sample, args: Namespace) -> float | None:
+def _number(sample: Sample, reward_key: str | None) -> float | None:
     reward = sample.reward
     if isinstance(reward, dict):
-        reward = reward.get(args.reward_key)
+        reward = reward.get(reward_key)
     return float(reward) if isinstance(reward, int | float) else None
 
 

@@ -195,8 +195,9 @@ class RolloutManager:
 
     def _record(self, samples: list[Sample], rollout_id: int, kind: Literal["rollout", "eval"]) -> None:
         run, limit = run_directory(self._args), self._args.record_samples
+        key = self._args.reward_key
         record_rollout(
-            run, samples, rollout_id=rollout_id, limit=limit, args=self._args, kind=kind, writer=self._records
+            run, samples, rollout_id=rollout_id, limit=limit, reward_key=key, kind=kind, writer=self._records
         )
 
     def dispose(self) -> None:

@@ -187,7 +187,7 @@ def _make_agreeing_run(place: Path, model: Path) -> None:
     write_run_info(place / "outputs" / "run", args, ["train.py", "--hf-checkpoint", str(model)])
     sample = Sample(index=0, tokens=ids.tolist(), response="x", response_length=len(log_probs), reward=1.0)
     sample.rollout_log_probs = log_probs.tolist()
-    record_rollout(place / "outputs" / "run", [sample], rollout_id=12, limit=1, args=args)
+    record_rollout(place / "outputs" / "run", [sample], rollout_id=12, limit=1, reward_key=None)
     columns = {"partition": [0], "sample_indices": [0], "rewards": [1.0], "log_probs": [log_probs]}
     record_training(place / "outputs" / "run", columns, rollout_id=12, limit=1, data_parallel_rank=0)
     (place / "dump").mkdir()

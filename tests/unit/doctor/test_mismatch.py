@@ -242,7 +242,7 @@ def test_a_record_is_read_whichever_rank_trained_on_it_and_rows_of_other_samples
         Sample(index=10 + i, tokens=[1, 2, 3], response="x", response_length=2, rollout_log_probs=[-1.0, -2.0])
         for i in range(2)
     ]
-    record_rollout(tmp_path, samples, rollout_id=4, limit=8, args=args)
+    record_rollout(tmp_path, samples, rollout_id=4, limit=8, reward_key=None)
     columns = {
         "partition": [0, 1],
         "sample_indices": [10, 99],  # of another execution of this rollout

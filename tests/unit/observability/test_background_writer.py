@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
@@ -53,7 +52,7 @@ def test_a_disk_that_hangs_costs_a_deadline_and_a_record_but_not_the_run(
     assert not writer.flush(0.01)
     monkeypatch.setattr(BackgroundWriter.submit, "__defaults__", (0.01,))
     with caplog.at_level(logging.WARNING):
-        record_rollout(tmp_path, [Sample()], rollout_id=0, limit=1, args=Namespace(reward_key=None), writer=writer)
+        record_rollout(tmp_path, [Sample()], rollout_id=0, limit=1, reward_key=None, writer=writer)
     assert "the run goes on without it" in caplog.text
     goes_on.set()
     assert writer.flush(30)
@@ -63,7 +62,7 @@ def test_a_record_holds_the_samples_as_they_were_when_it_was_asked_for(tmp_path:
     writer, goes_on = BackgroundWriter(), threading.Event()
     writer.submit(lambda: goes_on.wait(60))
     sample = Sample(index=0, tokens=[1, 2], response_length=1, loss_mask=[1], reward=1.0, metadata={"turns": 1})
-    record_rollout(tmp_path, [sample], rollout_id=0, limit=1, args=Namespace(reward_key=None), writer=writer)
+    record_rollout(tmp_path, [sample], rollout_id=0, limit=1, reward_key=None, writer=writer)
     sample.loss_mask[0] = 0  # type: ignore[index]
     sample.metadata["turns"] = 2
     sample.reward = 0.0

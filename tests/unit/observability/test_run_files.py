@@ -31,8 +31,6 @@ from slime.observability.sample_record import (
 )
 from slime.utils.errors import DataError
 
-ARGS = Namespace(reward_key=None)
-
 
 def sample(index: int, **more: Any) -> Sample:
     made = Sample(
@@ -57,7 +55,7 @@ def sample(index: int, **more: Any) -> Sample:
 
 def test_a_recorded_sample_comes_back_as_it_was(tmp_path: Path) -> None:
     trace = {"events": [{"ts": 1.0}, {"ts": 3.5}]}
-    record_rollout(tmp_path, [sample(0, trace=trace, tool_calls=2), sample(1)], rollout_id=3, limit=64, args=ARGS)
+    record_rollout(tmp_path, [sample(0, trace=trace, tool_calls=2), sample(1)], rollout_id=3, limit=64, reward_key=None)
     first, second = read_rows(record_file(tmp_path, "rollout", 3))
     again = sample_of_row(first)
     assert again.metadata == {"a": 1, "image": "<Tensor>"}
@@ -86,7 +84,7 @@ def test_rewards_of_any_kind_are_recorded(tmp_path: Path) -> None:
         sample(1, reward=None),
         sample(2, reward={"x": 1}, remove_sample=True),
     ]
-    record_rollout(tmp_path, samples, rollout_id=0, limit=64, args=Namespace(reward_key="acc"), kind="eval")
+    record_rollout(tmp_path, samples, rollout_id=0, limit=64, reward_key="acc", kind="eval")
     rows = read_rows(record_file(tmp_path, "eval", 0), ["reward", "trained_tokens"])
     assert rows == [
         {"reward": 1.0, "trained_tokens": 2},
@@ -96,7 +94,7 @@ def test_rewards_of_any_kind_are_recorded(tmp_path: Path) -> None:
 
 
 def test_only_the_first_samples_are_recorded_on_both_sides(tmp_path: Path) -> None:
-    record_rollout(tmp_path, [sample(i) for i in range(5)], rollout_id=1, limit=2, args=ARGS)
+    record_rollout(tmp_path, [sample(i) for i in range(5)], rollout_id=1, limit=2, reward_key=None)
     columns = {
         "partition": [4, 1, 0],
         "sample_indices": [4, 1, 0],
@@ -114,14 +112,14 @@ def test_only_the_first_samples_are_recorded_on_both_sides(tmp_path: Path) -> No
 
 
 def test_nothing_is_recorded_when_none_is_wanted(tmp_path: Path) -> None:
-    record_rollout(tmp_path, [sample(0)], rollout_id=0, limit=0, args=ARGS)
+    record_rollout(tmp_path, [sample(0)], rollout_id=0, limit=0, reward_key=None)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "samples").write_text("a file")
     with caplog.at_level(logging.WARNING):
-        record_rollout(tmp_path, [sample(0)], rollout_id=0, limit=1, args=ARGS)
+        record_rollout(tmp_path, [sample(0)], rollout_id=0, limit=1, reward_key=None)
     assert "the run goes on without it" in caplog.text
 
 
@@ -208,7 +206,7 @@ def test_a_path_of_the_command_is_found_from_elsewhere(tmp_path: Path) -> None:
     ids=str,
 )
 def test_odd_samples_are_recorded(tmp_path: Path, odd: dict[str, Any]) -> None:
-    record_rollout(tmp_path, [sample(0, **odd), sample(1)], rollout_id=0, limit=2, args=ARGS)
+    record_rollout(tmp_path, [sample(0, **odd), sample(1)], rollout_id=0, limit=2, reward_key=None)
     first, second = read_rows(record_file(tmp_path, "rollout", 0))
     assert (sample_of_row(first).index, sample_of_row(second).response) == (0, "né")
 
@@ -218,7 +216,7 @@ def test_a_sample_that_cannot_be_recorded_stops_nothing(tmp_path: Path, caplog: 
     loop["itself"] = loop
     columns = {"partition": [0], "sample_indices": [0], "rewards": ["one"]}
     with caplog.at_level(logging.WARNING):
-        record_rollout(tmp_path, [sample(0, metadata=loop)], rollout_id=0, limit=1, args=ARGS)
+        record_rollout(tmp_path, [sample(0, metadata=loop)], rollout_id=0, limit=1, reward_key=None)
         record_training(tmp_path, columns, rollout_id=0, limit=1, data_parallel_rank=0)
     assert caplog.text.count("the run goes on without it") == 2
 
@@ -228,9 +226,9 @@ def test_a_rollout_that_is_made_again_forgets_what_was_trained_on_it_before(tmp_
     for rank in (0, 1):
         record_training(tmp_path, columns, rollout_id=3, limit=1, data_parallel_rank=rank)
     record_training(tmp_path, columns, rollout_id=4, limit=1, data_parallel_rank=0)
-    record_rollout(tmp_path, [sample(0)], rollout_id=3, limit=1, args=ARGS, kind="eval")
+    record_rollout(tmp_path, [sample(0)], rollout_id=3, limit=1, reward_key=None, kind="eval")
     assert len(train_files(tmp_path, 3)) == 2
-    record_rollout(tmp_path, [sample(0)], rollout_id=3, limit=1, args=ARGS)
+    record_rollout(tmp_path, [sample(0)], rollout_id=3, limit=1, reward_key=None)
     assert train_files(tmp_path, 3) == []
     assert len(train_files(tmp_path, 4)) == 1
 
