@@ -269,23 +269,19 @@ def _engine(engine: EngineMemory, device_bytes: int) -> Iterable[RenderableType]
 
 
 def _sync(sync: WeightSync) -> Iterable[RenderableType]:
-    table = _grid()
     buckets = f"{sync.buckets} bucket{'s' * (sync.buckets != 1)}"
-    table.add_row("each", f"[bold]{size(sync.bytes)}[/bold] in {buckets} of up to {size(sync.buffer_bytes)}")
     often = "after every rollout" if sync.interval == 1 else f"after every {sync.interval} rollouts"
     total = "" if sync.num_syncs is None else f"; {sync.num_syncs:,} syncs, {size(sync.bytes * sync.num_syncs)} in all"
-    table.add_row("when", f"before the first rollout and {often}{total}")
-    table.add_row("how", f"{sync.mode}, {sync.transport}")
-    yield table
+    yield _grid(
+        ("each", f"[bold]{size(sync.bytes)}[/bold] in {buckets} of up to {size(sync.buffer_bytes)}"),
+        ("when", f"before the first rollout and {often}{total}"),
+        ("how", f"{sync.mode}, {sync.transport}"),
+    )
 
 
 def _turns(turns: Sequence[Turn]) -> Iterable[RenderableType]:
-    if not turns:
-        return
-    table = _table("turn", "engines hold", "trainer holds")
-    for turn in turns:
-        table.add_row(turn.name, turn.engines, turn.trainer)
-    yield table
+    if turns:
+        yield _table("turn", "engines hold", "trainer holds", rows=((t.name, t.engines, t.trainer) for t in turns))
 
 
 def _outputs(plan: Plan) -> Iterable[RenderableType]:
@@ -302,22 +298,15 @@ def _short(path: str) -> str:
 
 
 def _decisions(plan: Plan) -> Iterable[RenderableType]:
-    if not plan.notices:
-        return
-    table = _grid()
-    for notice in plan.notices:
-        style = "yellow" if notice.level == "warning" else "dim"
-        table.add_row(f"[{style}]{escape(notice.flag)}[/{style}]", escape(notice.text))
-    yield table
+    if plan.notices:
+        styles = {"warning": "yellow", "info": "dim"}
+        flags = (f"[{styles[notice.level]}]{escape(notice.flag)}[/{styles[notice.level]}]" for notice in plan.notices)
+        yield _grid(*((flag, escape(notice.text)) for flag, notice in zip(flags, plan.notices, strict=True)))
 
 
 def _ignored(plan: Plan) -> Iterable[RenderableType]:
-    if not plan.ignored:
-        return
-    table = _grid()
-    for flag, why in plan.ignored:
-        table.add_row(flag, escape(why))
-    yield table
+    if plan.ignored:
+        yield _grid(*((flag, escape(why)) for flag, why in plan.ignored))
 
 
 def _bullets(lines: Sequence[str], style: str = "yellow") -> Table:
@@ -343,19 +332,24 @@ def _bar(used: int, total: int) -> Text:
     return text
 
 
-def _grid() -> Table:
+def _grid(*rows: tuple[str, str]) -> Table:
+    """Names and values, without a header."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column(min_width=13, style="dim")
     table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
-def _table(*headers: str) -> Table:
+def _table(*headers: str, rows: Iterable[Sequence[str]] = ()) -> Table:
     """A table; a header that ends in ``>`` aligns its column to the right."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, header_style="dim")
     for header in headers:
         right = header.endswith(">")
         table.add_column(header.rstrip(">"), justify="right" if right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
