@@ -60,7 +60,8 @@ def request_retries(args: Any) -> int:
     """
     if not args.use_fault_tolerance:
         return _RETRIES
-    return _RETRIES + math.ceil(2 * args.engine_start_timeout / _LONGEST_PAUSE_S)
+    start_timeout_s: float = args.engine_start_timeout
+    return _RETRIES + math.ceil(2 * start_timeout_s / _LONGEST_PAUSE_S)
 
 
 def train_sampling_params(args: Any) -> dict[str, Any]:
