@@ -8,10 +8,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from ray import cloudpickle
 
 from slime.ray.engines import recovery as recovery_module
 from slime.ray.engines.fleet import RayEngineFleet, WaitingEngines
-from slime.ray.engines.recovery import Recovery
+from slime.ray.engines.recovery import Recovery, RemoteEngines
+from slime.ray.engines.servers import RolloutServers
 from slime.ray.run.loop import Run
 from slime.ray.train_actor import SyncReport
 from slime.utils.errors import DeadlineExceeded, EngineError, EngineSilent
@@ -158,3 +160,22 @@ def test_an_engine_that_falls_silent_in_a_sync_is_condemned_and_the_others_get_t
     Recovery(engines, lambda waiting: True, 5.0).sync(update)
     assert updates == [("0.0", "1.0"), ("0.0",)]
     assert engines.calls_of("mark_dead") == [(["1.0"],)]
+
+
+@pytest.mark.parametrize("name", ["waiting", "admit", "begin_sync", "end_sync", "mark_dead", "lost", "receivers"])
+def test_a_method_reaches_the_manager_by_reference(name):
+    method = getattr(RolloutServers, name)
+    assert cloudpickle.loads(cloudpickle.dumps(method)) is method
+
+
+@pytest.mark.parametrize("name", ["offload", "onload_weights", "onload_kv"])
+def test_memory_verbs_are_called_in_the_manager_with_the_deadline_of_a_sync(name, monkeypatch):
+    calls = []
+
+    def get(ref, seconds, what, fix=""):
+        return calls.append((ref, seconds, fix))
+
+    monkeypatch.setattr(recovery_module, "get", get)
+    remote = SimpleNamespace(remote=lambda method: cloudpickle.loads(cloudpickle.dumps(method)))
+    getattr(RemoteEngines(SimpleNamespace(on_engines=remote), 7.0), name)()
+    assert calls == [(getattr(RolloutServers, name), 7.0, "--weight-sync-timeout")]
