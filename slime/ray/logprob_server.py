@@ -3,9 +3,9 @@
     this process   HTTP, queue                     slime.backends.megatron_utils.server.{app,queue}
     Ray actors     one per rank: model, passes     slime.backends.megatron_utils.server.scorer
 
-An entry point of its own: ``python -m slime.backends.megatron_utils.server.megatron_server``. It takes the flags of a
-training run that say what the model is, where its weights are and how it is divided among devices; other flags of a
-launch script may stay, they have no effect.
+A separate entry point: ``python -m slime.backends.megatron_utils.server.megatron_server``. It takes the flags of a
+training run for the model, its weights and its division among devices. Other flags of a launch script may stay: they
+have no effect.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def parse_server_args(argv: Sequence[str]) -> Namespace:
     problems = list(unsupported_flags(args, GROUPS))
     configure_megatron_server_args(args)
     args.is_async = args.debug_rollout_only = False
-    args.update_weight_transport = "nccl"  # nobody is sent weights, and no directory is needed for it
+    args.update_weight_transport = "nccl"  # no weights are sent, and this transport needs no directory
     config_resolve.resolve(args, STEPS)
-    configure_megatron_server_args(args)  # what the steps derived from flags of a training run
+    configure_megatron_server_args(args)  # overrides values derived from flags of a training run
     args.eval_datasets = []
     for rule in (server_problems, *TRAINER_RULES, check_checkpoints):
         problems += rule(args)
