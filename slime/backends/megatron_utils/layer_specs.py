@@ -32,8 +32,6 @@ from slime.models.family import Family
 from slime.models.shape import SparseShape
 from slime.utils.errors import ConfigError
 
-__all__ = ["PostNormLayer", "block_spec", "mtp_spec", "user_block", "with_classes"]
-
 _NORMS = ("input_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm", "kv_layernorm")
 _STOCK_NORMS = (WrappedTorchNorm, FusedLayerNorm)
 

@@ -15,7 +15,6 @@ from slime.models.shape import DeltaNetShape, MlaShape, ModelShape, MoeShape, Ya
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-__all__ = ["build_config", "dtype_name", "expert_tensor_parallel_size", "transformer_config_kwargs"]
 
 DtypeName = Literal["bfloat16", "float16", "float32"]
 

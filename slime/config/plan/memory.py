@@ -16,8 +16,6 @@ from slime.config.plan.shape import padded_vocab_size
 from slime.models.cost import Weight, layer_activations, layer_weights, model_weights
 from slime.models.shape import ModelShape
 
-__all__ = ["Precision", "StageMemory", "Tokens", "precision_of", "stage_memory", "tokens_per_micro_batch"]
-
 _WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
