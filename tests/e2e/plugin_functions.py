@@ -1,14 +1,23 @@
 """Functions that the end-to-end tests pass to train.py the way a user passes theirs."""
 
+import asyncio
 import os
 import sys
 import time
+from pathlib import Path
 
 
 async def share_of_sevens(args, sample, **kwargs):
     """A reward any model can climb: how much of the response is the digit 7."""
     text = sample.response.strip()
     return text.count("7") / max(1, len(text))
+
+
+async def share_of_sevens_unless_held(args, sample, **kwargs):
+    """Wait while the run's folder has a file ``hold``: a test decides when a rollout may end."""
+    while (Path(args.output_dir) / "hold").exists():
+        await asyncio.sleep(0.05)
+    return await share_of_sevens(args, sample, **kwargs)
 
 
 async def reward_with_a_breakpoint(args, sample, **kwargs):

@@ -46,7 +46,7 @@ def run_flags(task: Any, directory: Path) -> list[Any]:
     return [
         *("--hf-checkpoint", task.model, "--prompt-data", task.train, "--label-key", "label"),
         *("--apply-chat-template", "--rollout-batch-size", 8, "--n-samples-per-prompt", 4, "--num-rollout", ROLLOUTS),
-        *("--rollout-max-response-len", 100, "--custom-rm-path", f"{PLUGINS}:share_of_sevens", "--fp32"),
+        *("--rollout-max-response-len", 100, "--custom-rm-path", f"{PLUGINS}:share_of_sevens_unless_held", "--fp32"),
         *("--actor-num-gpus-per-node", 1, "--use-dynamic-batch-size", "--max-tokens-per-gpu", 4096, "--lr", "1e-3"),
         *("--check-weight-update-equal", "--output-dir", directory, "--experiment-name", "run"),
     ]
@@ -71,12 +71,15 @@ def test_engines_of_others_take_weights_are_waited_for_when_they_die_and_outlive
             _, *urls = run.urls()
             assert urls == [first.url, second.url]
             run.wait(lambda: run.num_trained() >= 1 and is_generating(second.url))
+            hold = tmp_path / "hold"
+            hold.touch()  # the run must not end before the engine is back
             second.stop()
             run.wait(lambda: "engine 1: its process ended" in run.text())
             second = started(tiny_task, fork_server, tmp_path / "again.log", ports[1])
+            run.wait(lambda: "engine 1 serves again" in run.text())
+            hold.unlink()
             finished = run.end()
         assert finished.status == 0, finished.output[-6000:]
-        assert "engine 1 serves again" in finished.output
         assert max(values(metrics(tmp_path / "run"), "train/train_rollout_logprob_abs_diff")) < 1e-4
         assert finished.survivors() == []
         assert [engine.weight_version() for engine in (first, second)] == [str(ROLLOUTS)] * 2
