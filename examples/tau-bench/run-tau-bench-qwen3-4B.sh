@@ -17,7 +17,7 @@ ROLLOUT_ARGS=(
    --rollout-temperature 1
    --custom-generate-function-path examples.tau-bench.generate_with_tau.generate --max-turns 30
    --custom-config-path "${TAU_CONFIG:-${SLIME_DIR}/examples/tau-bench/tau.yaml}"
-   --dynamic-sampling-filter-path slime.rollout.filters.check_reward_nonzero_std
+   --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std
    --num-rollout 500
    --rollout-batch-size 32
    --n-samples-per-prompt 8

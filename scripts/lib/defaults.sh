@@ -44,7 +44,7 @@ SFT_OPTIMIZER_ARGS=(
 # Generate twice the prompts that a step needs and keep groups whose answers are neither all right nor all wrong.
 DYNAMIC_SAMPLING=(
    --over-sampling-batch-size 256
-   --dynamic-sampling-filter-path slime.rollout.filters.check_reward_nonzero_std
+   --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std
 )
 
 # GRPO with asymmetric clipping ("clip higher" of DAPO). The KL loss is computed for its curve only: its weight is 0.

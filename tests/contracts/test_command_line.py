@@ -62,7 +62,7 @@ COMMANDS = {
     "E13": f"train.py {MODEL} --num-rollout 3000 --num-data-workers 4 --streaming-data",
     "E14": f"train.py --train-backend fsdp {MODEL} --gradient-checkpointing --context-parallel-size 2",
     "E15": f"train.py {MODEL} --over-sampling-batch-size 64 --rollout-batch-size 32 --dynamic-sampling-filter-path "
-    "slime.rollout.filters.check_reward_nonzero_std",
+    "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
     "E16": f"train.py {MODEL} --custom-generate-function-path my_module.generate --custom-rm-path "
     "my_module.reward_func --metadata-key metadata",
     "E17": f"train.py {MODEL} --custom-rm-path my_module:my_reward_func --custom-generate-function-path "

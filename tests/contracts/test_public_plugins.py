@@ -21,7 +21,9 @@ OURS = {
     "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
     "custom_generate_function_path": "slime.rollout.sglang_streaming_rollout.generate_streaming",
     "custom_rm_path": "examples/custom_reward/custom_rm.py",
-    "dynamic_sampling_filter_path": ("slime.rollout.filters.check_reward_nonzero_std_with_fallback"),
+    "dynamic_sampling_filter_path": (
+        "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std_with_fallback"
+    ),
     "buffer_filter_path": "slime.rollout.data_source.pop_first",
     "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer",
 }

@@ -7,23 +7,27 @@ import importlib
 import inspect
 
 import pytest
-from slime.utils.types import Sample
 
 from slime.utils.misc import SingletonMeta, should_run_periodic_action
+from slime.utils.types import Sample
 
 PARAMETERS = {
     "slime.rollout.base_types:call_rollout_fn": "fn, *args, evaluation, **kwargs",
     "slime.rollout.data_source:pop_first": "args, rollout_id, buffer, num_samples",
-    "slime.rollout.filters:call_dynamic_filter": "fn, *args, **kwargs",
-    "slime.rollout.filters:should_drop_dynamic_filter_output": ("output, *, remaining_batch_size, target_data_size"),
-    "slime.rollout.filters:check_reward_nonzero_std": "args, samples, **kwargs",
-    "slime.rollout.filters:check_reward_nonzero_std_with_fallback": ("args, samples, **kwargs"),
+    "slime.rollout.filter_hub.base_types:call_dynamic_filter": "fn, *args, **kwargs",
+    "slime.rollout.filter_hub.base_types:should_drop_dynamic_filter_output": (
+        "output, *, remaining_batch_size, target_data_size"
+    ),
+    "slime.rollout.filter_hub.dynamic_sampling_filters:check_reward_nonzero_std": "args, samples, **kwargs",
+    "slime.rollout.filter_hub.dynamic_sampling_filters:check_reward_nonzero_std_with_fallback": (
+        "args, samples, **kwargs"
+    ),
     "slime.rollout.rm_hub:async_rm": "args, sample, **kwargs",
     "slime.rollout.rm_hub:batched_async_rm": "args, samples, **kwargs",
     "slime.rollout.rm_hub:remote_rm": "args, sample, max_retries=10",
     "slime.rollout.rm_hub:grade_answer_verl": "solution_str, ground_truth",
-    "slime.rollout.rm_hub.rules:f1_score": "prediction, ground_truth",
-    "slime.rollout.rm_hub.rules:normalize_answer": "s",
+    "slime.rollout.rm_hub.f1:f1_score": "prediction, ground_truth",
+    "slime.rollout.rm_hub.f1:normalize_answer": "s",
     "slime.rollout.rm_hub.math_utils:_strip_string": "string",
     "slime.rollout.rm_hub.math_utils:extract_answer": "passage",
     "slime.rollout.rm_hub.math_utils:extract_boxed_answer": "solution",
@@ -98,7 +102,7 @@ def test_the_fields_of_a_sample_keep_their_order_and_have_defaults():
     [
         ("slime.rollout.base_types:RolloutFnTrainOutput", "samples metrics"),
         ("slime.rollout.base_types:RolloutFnEvalOutput", "data metrics"),
-        ("slime.rollout.filters:DynamicFilterOutput", "keep reason keep_when_insufficient"),
+        ("slime.rollout.filter_hub.base_types:DynamicFilterOutput", "keep reason keep_when_insufficient"),
     ],
 )
 def test_public_records_keep_their_fields(path, fields):

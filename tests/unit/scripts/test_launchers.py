@@ -22,7 +22,7 @@ from tools.make_presets import load_presets
 with (Path(__file__).parent / "launchers.csv").open(encoding="utf-8", newline="") as _file:
     ROWS = {row["script"]: row for row in csv.DictReader(_file)}
 
-FILTER = "slime.rollout.filters.check_reward_nonzero_std"
+FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
 # Column of the table -> flag with the same value; an empty cell means that the flag is absent.
 VALUES = {
     "nodes": "--actor-num-nodes",

@@ -118,7 +118,7 @@ def test_a_model_that_is_missing_is_an_error_of_the_command():
 
 
 def test_our_own_functions_pass_their_contracts(more):
-    sampled = "slime.rollout.filters.check_reward_nonzero_std"
+    sampled = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
     outcomes = check_command(
         [
             *(*more, "--eval-prompt-data", "set", more[3] + "@[0:2]"),
