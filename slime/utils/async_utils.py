@@ -55,7 +55,7 @@ class AsyncLoopThread:
             DeadlineExceeded: the loop made no step for ``stall_s`` seconds. The message shows the blocked stack.
         """
         if threading.current_thread() is self._thread:
-            coroutine.close()
+            coroutine.close()  # avoids the warning "coroutine was never awaited"
             raise RuntimeError("run() was called on the loop that would have to run it; use await instead")
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         last_step = time.monotonic()
@@ -67,6 +67,7 @@ class AsyncLoopThread:
         try:
             while True:
                 self.loop.call_soon_threadsafe(note_step)
+                # not future.result(timeout): its TimeoutError could also come from the coroutine
                 done, _ = concurrent.futures.wait([future], timeout=_HEARTBEAT_S)
                 if done:
                     with exit_is_error():
@@ -104,10 +105,11 @@ def run(coro: Coroutine[Any, Any, Result], stall_s: float = _DEFAULT_STALL_S) ->
 
 
 class Slots:
-    """At most ``number`` concurrent holders in every event loop. A semaphore belongs to the loop that waits on it."""
+    """Limit of ``number`` concurrent holders per event loop."""
 
     def __init__(self, number: int) -> None:
         self.number = number
+        # per loop: an asyncio semaphore belongs to the loop that first waits on it
         self._by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[asyncio.Semaphore, asyncio.Lock]]
         self._by_loop = weakref.WeakKeyDictionary()
 
@@ -122,8 +124,8 @@ class Slots:
         semaphore, taking = self._here()
         taken = 0
         try:
-            async with taking:  # one holder takes at a time, or two could wait for each other's slots
-                while taken < min(count, self.number):
+            async with taking:  # one holder acquires at a time: two could deadlock on each other's slots
+                while taken < min(count, self.number):  # more than exist would never be available
                     await semaphore.acquire()
                     taken += 1
             yield
@@ -156,6 +158,7 @@ async def call_user(function: Callable[..., Any], /, *args: Any, **kwargs: Any) 
             return await function(*args, **kwargs)
     result = await call_in_thread(function, *args, **kwargs)
     with exit_is_error():
+        # a plain function such as a lambda may return a coroutine
         return await result if inspect.isawaitable(result) else result
 
 
@@ -167,11 +170,11 @@ async def call_in_thread(function: Callable[..., Result], /, *args: Any, **kwarg
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()
-    context = contextvars.copy_context()
+    context = contextvars.copy_context()  # new threads start with an empty context, without the trace span
 
     def settle(result: Any, error: BaseException | None) -> None:
         if future.done():
-            return
+            return  # the caller was canceled
         if error is None:
             future.set_result(result)
         else:
@@ -181,11 +184,11 @@ async def call_in_thread(function: Callable[..., Result], /, *args: Any, **kwarg
         try:
             with exit_is_error():
                 outcome: tuple[Any, BaseException | None] = (context.run(function, *args, **kwargs), None)
-        except StopIteration as error:  # a future refuses it
+        except StopIteration as error:  # Future.set_exception refuses StopIteration
             outcome = (None, RuntimeError(f"StopIteration: {error}"))
         except BaseException as error:
             outcome = (None, error)
-        if not loop.is_closed():
+        if not loop.is_closed():  # a call may end after the process has closed its loop
             loop.call_soon_threadsafe(settle, *outcome)
 
     threading.Thread(target=target, name=f"slime-{getattr(function, '__name__', 'call')}", daemon=True).start()

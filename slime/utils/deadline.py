@@ -1,4 +1,4 @@
-"""Waiting with an end: every wait in slime has a deadline and a name."""
+"""Deadlines of waits. Every wait in slime has a deadline and a name."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ class Deadline:
     """A moment after which waiting is an error.
 
     Attributes:
-        seconds: how long the wait may take, in seconds.
-        what: what is waited for; completes the sentence "gave up after N s waiting for ...".
-        fix: what the reader of the error can do about it.
+        seconds: longest duration of the wait.
+        what: the awaited event. Completes the sentence "gave up after N s waiting for ...".
+        fix: advice for the reader of the error.
     """
 
     seconds: float
     what: str
     fix: str = ""
+    # monotonic: a corrected wall clock must not end or prolong a wait
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -39,8 +40,8 @@ class Deadline:
         return DeadlineExceeded(". ".join(part.rstrip(".") for part in parts if part))
 
     def check(self, detail: str = "") -> None:
-        """What a wait does between two looks. Raises when the time is over, or the run was asked to end."""
-        raise_if_interrupted()
+        """Raise if the time is over or the run was interrupted. Call this between two polls of a wait."""
+        raise_if_interrupted()  # before the time: an interrupt must not be reported as a timeout
         if self.elapsed > self.seconds:
             raise self.error(detail)
 

@@ -1,6 +1,7 @@
-"""Process groups: the default group of a trainer, and the group it shares with inference engines.
+"""Process groups: the default group of a trainer, and the group that it shares with inference engines.
 
-Called by training backends and by weight sync. Knows neither Ray nor engines: addresses and ranks are handed in.
+Training backends and weight sync use this module. It does not depend on Ray or engines: callers pass addresses and
+ranks.
 """
 
 from __future__ import annotations
@@ -30,13 +31,16 @@ _GLOO_INTERFACES = "GLOO_SOCKET_IFNAME"
 
 
 def init_default_group(backend: str, *, timeout_s: float) -> None:
-    """Initialise the default group from ``MASTER_ADDR``, ``MASTER_PORT``, ``RANK`` and ``WORLD_SIZE``, on the
-    device number ``LOCAL_RANK``, which torchrun sets, where that is said.
+    """Initialize the default group from ``MASTER_ADDR``, ``MASTER_PORT``, ``RANK`` and ``WORLD_SIZE``.
 
-    Does nothing when it already exists. ``timeout_s`` bounds the meeting and every later collective.
+    Uses the device number ``LOCAL_RANK`` (set by torchrun) if the variable exists. Does nothing if the group already
+    exists.
+
+    Args:
+        timeout_s: limit of the rendezvous and of every later collective.
 
     Raises:
-        DeadlineExceeded: the other ranks did not come.
+        DeadlineExceeded: other ranks did not join in time.
     """
     if dist.is_initialized():
         return
@@ -50,21 +54,22 @@ def init_default_group(backend: str, *, timeout_s: float) -> None:
             "Look for the rank that failed to start, or raise --distributed-timeout-minutes."
         ) from error
     if dist.get_backend() == "nccl":
-        # until a collective has shown the device, a barrier takes the one numbered like the rank: perhaps an engine's
+        # Before the first collective with a tensor, barrier() uses the device with the number of the rank. That may be
+        # a device of an engine.
         dist.all_reduce(torch.zeros(1, device=accelerator.current().device()))
 
 
 def do_on_first_rank(action: Callable[[], None]) -> str | None:
-    """Run ``action`` on rank 0 while the others wait for its end. A collective of the default group.
+    """Run ``action`` on rank 0 while the other ranks wait for its end. A collective of the default group.
 
     Returns:
-        On all ranks what ``action`` raised there; None if it succeeded.
+        The error of ``action`` as text, on all ranks. None if it succeeded.
     """
     failure: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
             action()
-        except Exception as error:
+        except Exception as error:  # without the broadcast below the other ranks would wait until their timeout
             logger.exception("rank 0 failed")
             failure[0] = f"{type(error).__name__}: {error}"
     dist.broadcast_object_list(failure, src=0)
@@ -84,14 +89,14 @@ def join_group(
 ) -> ProcessGroup:
     """Join a process group that is independent of the default group, as SGLang's ``init_custom_process_group`` does.
 
-    Rank 0 hosts the store at ``master_address:master_port``. All members must call this at the same time. The store key
-    prefix is ``group_name``, which SGLang uses as well, so that trainer and engines meet.
+    Rank 0 hosts the store at ``master_address:master_port``. All members must call this at the same time.
 
     Args:
-        interfaces: ``GLOO_SOCKET_IFNAME`` of this group; None: that of the process. All members must name as many.
+        interfaces: ``GLOO_SOCKET_IFNAME`` of this group. None: the value of the process. All members must use the same
+            number of interfaces.
 
     Raises:
-        DeadlineExceeded: the other members did not come.
+        DeadlineExceeded: other members did not join in time.
     """
     timeout = timedelta(seconds=timeout_s)
     address = f"tcp://{master_address}:{master_port}"
@@ -99,6 +104,7 @@ def join_group(
         store, _, _ = next(rendezvous(address, rank, world_size, timeout=timeout))
         store.set_timeout(timeout)
         with _gloo_interfaces(interfaces):
+            # SGLang uses the same key prefix. With another one the members would never find each other.
             return _new_group(c10d.PrefixStore(group_name, store), rank, world_size, group_name, backend, timeout)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise DeadlineExceeded(
@@ -109,7 +115,7 @@ def join_group(
 
 @contextmanager
 def _gloo_interfaces(names: str | None) -> Iterator[None]:
-    """Torch reads the variable where it makes a group, and has no other way to say it."""
+    # Torch has no parameter for the interfaces. It reads the variable when it creates a gloo group.
     before = os.environ.get(_GLOO_INTERFACES)
     if names is not None:
         os.environ[_GLOO_INTERFACES] = names
@@ -131,15 +137,15 @@ def init_process_group(
     group_name: str | None = None,
     pg_options: Any | None = None,
 ) -> ProcessGroup:
-    """``torch.distributed.init_process_group`` for a group beside the default one, which need not exist.
+    """``torch.distributed.init_process_group`` for an additional group. A default group is not required.
 
-    For plugins that talk to processes of their own; slime calls :func:`join_group`.
+    For plugins with additional processes. slime calls :func:`join_group`.
 
     Args:
-        backend: that of the accelerator by default.
-        init_method: where the members meet, ``tcp://host:port`` or ``env://`` (the default); or give a ``store``.
-        timeout: of the meeting and of every collective; torch's default is half an hour.
-        group_name: members of one group give the same, different groups different ones.
+        backend: default: the backend of the accelerator.
+        init_method: address of the rendezvous, ``tcp://host:port`` or ``env://`` (the default). Excludes ``store``.
+        timeout: limit of the rendezvous and of every collective. Default: half an hour, as in torch.
+        group_name: equal for all members of a group, different for different groups.
     """
     if store is not None and init_method is not None:
         raise ConfigError("init_process_group takes either init_method or store, not both.")
@@ -165,23 +171,24 @@ def _new_group(
     group, _ = c10d._new_process_group_helper(
         world_size,
         rank,
-        [],
+        [],  # global ranks, empty as for a default group: torch would check them against an existing default group
         c10d.Backend(backend),
         store,
         group_name=c10d.GroupName(group_name),
         backend_options=options,
         timeout=timeout,
     )
+    # collectives translate ranks with this table, which the helper does not fill
     c10d._world.pg_group_ranks[group] = {member: member for member in range(world_size)}
     return group
 
 
+# None if the default group is gloo.
 _gloo_group: ProcessGroup | None = None
-"""Beside a default group of another backend."""
 
 
 def init_gloo_group() -> ProcessGroup:
-    """A group of all ranks for tensors on the CPU; the default group where that is gloo. A collective."""
+    """Group of all ranks for tensors on the CPU: the default group if its backend is gloo. A collective."""
     global _gloo_group
     if _gloo_group is None and dist.get_backend() != "gloo":
         _gloo_group = dist.new_group(backend="gloo")
@@ -189,10 +196,10 @@ def init_gloo_group() -> ProcessGroup:
 
 
 def get_gloo_group() -> ProcessGroup:
-    """What :func:`init_gloo_group` made.
+    """The group of :func:`init_gloo_group`.
 
     Raises:
-        RuntimeError: it was not called; all ranks must, before the first of them asks.
+        RuntimeError: :func:`init_gloo_group` was not called. All ranks must call it first.
     """
     group = _gloo_group or (dist.group.WORLD if dist.get_backend() == "gloo" else None)
     if group is None:
@@ -203,15 +210,15 @@ def get_gloo_group() -> ProcessGroup:
 
 
 def destroy_group(group: ProcessGroup) -> None:
-    """Leave a group. The other members may already be gone: nothing is exchanged.
+    """Leave a group without communication: other members may already be dead.
 
-    Drop every reference to ``group`` afterwards: its threads end with the last one, and a process that exits while they
-    still run may abort.
+    Drop every reference to ``group`` afterwards. The threads of the group end with the last reference, and a process
+    that exits while they run may abort.
     """
     if group is dist.group.WORLD:
         dist.destroy_process_group()
         return
     if not accelerator.current().is_cpu and hasattr(group, "abort"):
-        group.abort()
+        group.abort()  # drops pending NCCL operations: an orderly shutdown may wait for members that are dead
     if group in c10d._world.pg_map:
         dist.destroy_process_group(group)

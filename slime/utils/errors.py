@@ -1,7 +1,7 @@
-"""The exceptions of slime.
+"""Exceptions of slime.
 
-Raised for the person who reads the last line of a log: every message says what is wrong, where (flag, file and line,
-rank, sample), the offending value, the rule and the fix.
+Every message is complete without the rest of the log. It names the problem, the place (flag, file and line, rank,
+sample), the offending value, the rule and the fix.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class SlimeError(Exception):
 
 
 class ConfigError(SlimeError, ValueError):
-    """One or more flags cannot work. All problems that were found are in the one message."""
+    """One or more invalid flags. One message contains all problems that were found."""
 
     def __init__(self, problems: str | Sequence[str]) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
@@ -23,11 +23,12 @@ class ConfigError(SlimeError, ValueError):
         super().__init__(head + "\n".join(self.problems if count == 1 else (f"  - {p}" for p in self.problems)))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
-        return type(self), (self.problems,)  # the default would rebuild it from the formatted text
+        # Ray pickles errors. By default the copy is made from the formatted text, as if it were a single problem.
+        return type(self), (self.problems,)
 
 
 class DataError(SlimeError, ValueError):
-    """A data file, a dataset row or a sample does not hold what it must."""
+    """A data file, a dataset row or a sample is invalid."""
 
 
 class ScoringError(DataError):
@@ -39,18 +40,18 @@ class EngineError(SlimeError, RuntimeError):
 
 
 class RequestRefused(EngineError):
-    """A request that is wrong in itself (4xx): sending it again would not help, and others are not concerned."""
+    """An invalid request (4xx). A retry would fail as well, and other requests are not affected."""
 
 
 class DeadlineExceeded(SlimeError, TimeoutError):
-    """A wait ran into its deadline; the message says who waited for what, and for how long."""
+    """A wait exceeded its deadline. The message names the waiter, the awaited event and the seconds."""
 
 
 class EngineSilent(EngineError, DeadlineExceeded):
     """Engines did not answer in time.
 
     Attributes:
-        urls: of these engines.
+        urls: addresses of these engines.
     """
 
     def __init__(self, message: str, urls: Sequence[str] = ()) -> None:
@@ -59,8 +60,8 @@ class EngineSilent(EngineError, DeadlineExceeded):
 
 
 class ProcessDied(SlimeError, RuntimeError):
-    """A process of the run ended without being asked to; the message says which, how, and who waited for it."""
+    """A process of the run ended unexpectedly. The message names the process, its exit and the waiter."""
 
 
 class StartFailed(ProcessDied):
-    """A process died while the run was starting: the next start would fail, too, unless an earlier one did not."""
+    """A process died during the start of the run. A restart would fail as well, unless an earlier start succeeded."""

@@ -1,4 +1,4 @@
-"""Files that appear complete or not at all, and directories that are ours alone."""
+"""Atomic replacement of files, and checks of private directories."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
-    """The name of a file to write in the block; at its end the file becomes ``path``, whose folder is made if need be.
+    """Context that yields a temporary path and renames it to ``path`` at the end of the block.
 
-    A reader of ``path`` finds the old content or the new one. Of a block that raises nothing is left.
+    A reader of ``path`` finds the old content or the new one. The temporary file is deleted if the block raises. The
+    folder of ``path`` is created if it does not exist.
 
     Args:
-        sync: the new content is on the disk first, so that this is true after a power failure as well.
+        sync: flush the new content to the disk before the rename, so that the guarantee also covers a power failure.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    # in the same folder: a rename is atomic only within a file system. The pid keeps parallel writers apart.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield partial
@@ -27,19 +29,19 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
                 os.fsync(file.fileno())
         partial.replace(path)
     finally:
-        with contextlib.suppress(OSError):  # also a disk that went away: what the block raised says more
+        with contextlib.suppress(OSError):  # also if the disk is gone: the error of the block is more useful
             partial.unlink()
 
 
 def is_private_directory(directory: Path) -> bool:
-    """Make ``directory`` if need be, and say whether only this user can change what is in it.
+    """Create ``directory`` if it does not exist. Returns whether only this user can change its content.
 
-    What is executed from there later is safe only if the same is true of the directory above, for its owner could put
-    another one in this place.
+    Before files of ``directory`` are executed, check its parent as well: the owner of the parent can replace
+    ``directory``.
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.lstat()
+        status = directory.lstat()  # not stat: a symbolic link to a foreign directory must not pass
     except OSError:
         return False
     is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022

@@ -1,4 +1,4 @@
-"""This host for users' code: its name and address, a free port, a router, an end for a process.
+"""Functions for users' code: host name and address, free ports, a router, the end of a process.
 
 slime itself uses ``slime.utils.net`` and ``slime.utils.process``.
 """
@@ -17,9 +17,9 @@ from slime.utils.net import is_port_free, url_host
 SLIME_HOST_IP_ENV = "SLIME_HOST_IP"
 _PREFER_IPV6_ENV = "SLIME_PREFER_IPV6"
 _ANY = "0.0.0.0"
-_LAST_PORT = 60000  # of the search that wanders down again
+_LAST_PORT = 60000  # at this port the search alternates +42 and -43, so it moves down by one port at a time
 _MAX_PORT = 65535
-# UDP sockets are connected without sending anything: the kernel says which address it would send from.
+# connect() of a UDP socket sends nothing. The kernel only chooses the source address of the route.
 _PROBES = {socket.AF_INET: "8.8.8.8", socket.AF_INET6: "2001:4860:4860::8888"}
 
 
@@ -64,8 +64,8 @@ def is_port_available(port: int) -> bool:
 
 
 def find_available_port(base_port: int) -> int:
-    """A free port somewhat above ``base_port``. The first guess is random, so that neighbours choose differently."""
-    port = base_port + random.randint(100, 1000)
+    """A free port above ``base_port``, not reserved."""
+    port = base_port + random.randint(100, 1000)  # random: processes that start together get different ports
     for _ in range(_LAST_PORT):
         if is_port_available(port):
             return port
@@ -74,7 +74,7 @@ def find_available_port(base_port: int) -> int:
 
 
 def get_free_port(start_port: int = 10000, consecutive: int = 1) -> int:
-    """The first of ``consecutive`` ports in a row, from ``start_port`` on, that are free."""
+    """The first port of the first ``consecutive`` free ports in a row, from ``start_port`` on."""
     for port in range(start_port, _MAX_PORT + 2 - consecutive):
         if all(is_port_available(port + offset) for offset in range(consecutive)):
             return port
@@ -82,12 +82,12 @@ def get_free_port(start_port: int = 10000, consecutive: int = 1) -> int:
 
 
 def wrap_ipv6(host: str) -> str:
-    """The host as it stands in a URL."""
+    """``host`` in the notation of a URL: an IPv6 address in brackets."""
     return url_host(host)
 
 
 def terminate_process(process: Any, timeout: float = 1.0) -> None:
-    """End a ``multiprocessing`` process: asked first, killed after ``timeout`` seconds."""
+    """End a ``multiprocessing`` process: SIGTERM, then SIGKILL after ``timeout`` seconds."""
     if not process.is_alive():
         return
     process.terminate()
@@ -98,10 +98,11 @@ def terminate_process(process: Any, timeout: float = 1.0) -> None:
 
 
 def run_router(args: Any) -> None:
-    """Serve sglang-router in this process until that is ended: the target of a ``multiprocessing`` process.
+    """Serve sglang-router until this process ends. Target of a ``multiprocessing`` process.
 
     Args:
         args: ``sglang_router.router_args.RouterArgs``.
     """
-    router = importlib.import_module("sglang_router.router")  # by name: nobody here needs it but who asks for it
+    # by name: sglang_router is an optional dependency
+    router = importlib.import_module("sglang_router.router")
     router.Router.from_args(args).start()

@@ -1,8 +1,8 @@
 """HTTP requests to engines, router and reward services: shared clients per event loop, deadlines, retries by kind.
 
     connection errors, 5xx   retried with exponential backoff, as are damaged replies
-    408, 429                 retried: the server asks for a later request
-    other 4xx                raised at once: the request itself is wrong
+    408, 429                 retried
+    other 4xx                raised at once
     deadline                 covers all attempts of a call, and its error names the url
 
 Attempts of ``post`` are made by this process, or by the sender that :func:`set_sender` names
@@ -61,8 +61,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+# An address, or a function that returns one for each attempt. Its EngineError counts as a failed attempt.
 Url: TypeAlias = str | Callable[[], Awaitable[str]]
-"""An address, or a function that returns one for each attempt. Its :class:`EngineError` counts as a failed attempt."""
 
 
 class Reply(NamedTuple):
@@ -77,11 +77,13 @@ class Reply(NamedTuple):
     content: Any
 
 
+# Makes one attempt: (url, JSON value, headers, seconds) -> reply. Raises TimeoutError after these seconds.
 Sender: TypeAlias = Callable[[str, Any, dict[str, str] | None, float], Awaitable[Reply]]
-"""Makes one attempt: (url, JSON value, headers, seconds) -> reply. Raises ``TimeoutError`` after these seconds."""
 
 DEFAULT_TIMEOUT_S = 1800.0
+# Request Timeout, Too Many Requests: the server asks for a later attempt.
 _LATER = (408, 429)
+# DecodingError: a damaged body (bad gzip) is as temporary as a broken connection.
 _BROKEN = (httpx.TransportError, httpx.DecodingError)
 _FIRST_BACKOFF_S = 0.25
 _LAST_BACKOFF_S = 5.0
@@ -98,7 +100,7 @@ class _Clients:
 
     def __init__(self) -> None:
         self._by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[httpx.AsyncClient]]
-        self._by_loop = weakref.WeakKeyDictionary()
+        self._by_loop = weakref.WeakKeyDictionary()  # an ended loop must not keep its connections alive
         self._lock = threading.Lock()
         self._turn = itertools.count()
         self._ssl: ssl.SSLContext | None = None
@@ -125,7 +127,7 @@ class _Clients:
         return httpx.AsyncClient(
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=30.0),
             timeout=None,  # every call brings its own deadline
-            trust_env=False,  # engines are never behind the user's proxy
+            trust_env=False,  # engines are inside the cluster: the user's proxy cannot reach them
             verify=self._ssl,
         )
 
@@ -141,7 +143,8 @@ _clients = _Clients()
 
 def get_rollout_num_engines(args: Namespace) -> int:
     """The number of inference engines: given, or derived from the devices and the devices per engine."""
-    number: int | None = getattr(args, "rollout_num_engines", None)  # given if no device count implies it
+    # set if no device count implies it (external engines)
+    number: int | None = getattr(args, "rollout_num_engines", None)
     if number is not None:
         return number
     gpus: int = args.rollout_num_gpus or 0
@@ -235,9 +238,9 @@ async def receive_stream(
                 async for event in _events(response):
                     has_begun = True
                     if not receive(event):
-                        break
+                        break  # leaving the block closes the connection, which aborts the request
         except _BROKEN as error:
-            if has_begun:
+            if has_begun:  # not retried: the receiver would get the first events twice
                 problem = f"{type(error).__name__}: {error}"
                 raise ConnectionError(f"the stream of POST {url} broke off: {problem}") from error
             raise
@@ -254,11 +257,13 @@ async def _with_retries(
     problem = ""
     for number in range(max_retries + 1):
         if number:
+            # jitter: requests that failed together must not arrive together again
             pause = min(_FIRST_BACKOFF_S * 2 ** (number - 1), _LAST_BACKOFF_S) * random.uniform(0.8, 1.2)
             await asyncio.sleep(min(pause, deadline.remaining))
         if deadline.remaining <= 0:
             raise deadline.error(problem)
         try:
+            # also around _address: the search for a live engine counts against the deadline
             async with asyncio.timeout(deadline.remaining):
                 reply = await attempt(await _address(url), deadline.remaining)
         except _BROKEN as error:
@@ -284,6 +289,7 @@ async def _address(url: Url) -> str:
 
 
 def _body(payload: Any) -> Any:
+    # with json=None httpx would send no body at all
     return (payload() if callable(payload) else payload) or {}
 
 

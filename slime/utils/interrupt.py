@@ -1,10 +1,7 @@
-"""Ctrl-C and SIGTERM as something that every wait looks at, because the exception alone can get lost.
+"""Handlers of Ctrl-C and SIGTERM that raise an exception and also set a flag.
 
-Python raises it wherever the main thread happens to be. In a ``__del__`` or a callback of native code, as Ray has, it
-is printed and forgotten, and the run would go on. So the handlers also leave a note: waits look at it once a second at
-least (``Deadline.check``), and so does every step of the loop.
-
-Used by the driver around a run. Elsewhere nothing is installed, and there is never a note.
+Every wait checks the flag at least once a second (``Deadline.check``), and so does every step of the loop. The driver
+installs the handlers for the duration of a run. In other processes the flag is never set.
 """
 
 from __future__ import annotations
@@ -16,31 +13,35 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+# Signals within this time after the first one count as the same one: make, uv and timeout forward the signal that the
+# terminal has already sent to the whole process group.
 _FORWARDED_S = 1.0
-"""Signals that follow the first one so soon are the same one: make, uv and timeout pass on what the terminal sent."""
 
+# The exception alone can get lost: Python raises it at the current line of the main thread. In a __del__ or a callback
+# of native code (Ray has both) it is printed and dropped, and the run would continue.
 _noted: list[int] = []
 
 
 class Interrupted(KeyboardInterrupt):
-    """The run was asked to end."""
+    """The first Ctrl-C or SIGTERM of a run."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
-        self.status = 128 + number
+        self.status = 128 + number  # exit status of the shell convention
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Inside the block the first Ctrl-C or SIGTERM raises :class:`Interrupted`; the second ends the process at once.
 
-    Main thread only, as everything about signals.
+    Main thread only: Python installs signal handlers in no other thread.
     """
     first: list[float] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if first and now > first[0] + _FORWARDED_S:
+            # not print: the handler may have interrupted a write to the same buffered stream
             os.write(2, b"interrupted again: ended without waiting for anything.\n")
             os._exit(128 + number)
         if not first:
@@ -64,5 +65,5 @@ def raise_if_interrupted() -> None:
 
 
 def acknowledge() -> None:
-    """The run is being stopped: waits that this needs are waited for."""
+    """Clear the flag, so that the waits of an orderly shutdown are not interrupted."""
     _noted.clear()

@@ -1,4 +1,4 @@
-"""How much memory there is, on the device and on the host, and giving back what is only cached."""
+"""Memory of the device and the host: usage, and the release of cached memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ _GIB = 2**30
 
 
 def available_memory() -> dict[str, float | str]:
-    """GiB of the current device (total, free, used, allocated, reserved) and of the host.
+    """Memory in GiB of the current device (total, free, used, allocated, reserved) and of the host.
 
-    Without a device only the host's are there, and ``gpu`` is ``none``.
+    Without a device the result has only the values of the host, and ``gpu`` is ``none``.
     """
     host = psutil.virtual_memory()
     found: dict[str, float | str] = {"gpu": "none"}
     if torch.cuda.device_count():
         device = torch.cuda.current_device()
+        # of the whole device: includes memory of other processes, such as a colocated engine
         free, total = torch.cuda.mem_get_info(device)
         sizes = {"total": total, "free": free, "used": total - free}
         sizes |= {"allocated": torch.cuda.memory_allocated(device), "reserved": torch.cuda.memory_reserved(device)}
@@ -35,9 +36,9 @@ def clear_memory(clear_host_memory: bool = False) -> None:
     """Collect garbage and give cached device memory back to the driver.
 
     Args:
-        clear_host_memory: pinned host memory that torch keeps for later as well.
+        clear_host_memory: also release pinned host memory that torch caches.
     """
-    gc.collect()
+    gc.collect()  # first: tensors in reference cycles hold blocks that empty_cache could not release
     if torch.cuda.device_count():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -46,7 +47,7 @@ def clear_memory(clear_host_memory: bool = False) -> None:
 
 
 def print_memory(msg: str, clear_before_print: bool = False) -> dict[str, float | str]:
-    """Log what is available on this rank, after ``msg``. Returns it."""
+    """Log the memory of this rank after ``msg`` and return it."""
     if clear_before_print:
         clear_memory()
     found = available_memory()

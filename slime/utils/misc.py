@@ -1,4 +1,4 @@
-"""Small helpers with no subject of their own, and lazy aliases of public names that live elsewhere."""
+"""Small general helpers, and lazy aliases of public names of other modules."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar
 
 __all__ = ["SingletonMeta", "chunk_named_params_by_size", "exec_command", "group_by", "should_run_periodic_action"]
 
+# Imported on first use: these modules import Ray, torch or tokenizers.
 _MOVED = {
     "Box": "slime.ray.shards",
     "decode_int32_meta_array": "slime.data.engine_meta",
@@ -27,7 +28,7 @@ def __getattr__(name: str) -> Any:
 
 
 class SingletonMeta(type):
-    """Metaclass of classes with one instance per process; the arguments of the first call decide."""
+    """Metaclass of classes with one instance per process. Arguments of later calls are ignored."""
 
     _instances: ClassVar[dict[type, Any]] = {}
 
@@ -44,17 +45,17 @@ class SingletonMeta(type):
 def should_run_periodic_action(
     rollout_id: int, interval: int | None, num_rollout_per_epoch: int | None = None, num_rollout: int | None = None
 ) -> bool:
-    """Whether an action with this ``interval`` is due after ``rollout_id``; always at an epoch's or the run's end."""
+    """Whether an action with this ``interval`` is due after ``rollout_id``. True at the end of an epoch or run."""
     if interval is None:
         return False
-    done = rollout_id + 1
+    done = rollout_id + 1  # rollout ids start at 0
     is_last = num_rollout is not None and done == num_rollout
     is_epoch_end = num_rollout_per_epoch is not None and done % num_rollout_per_epoch == 0
     return is_last or is_epoch_end or done % interval == 0
 
 
 def group_by(iterable: Iterable[Item], key: Callable[[Item], Any] | None = None) -> dict[Any, list[Item]]:
-    """Items by ``key(item)``, or by themselves, in the order in which they come."""
+    """Group items by ``key(item)``, or by the item itself. The order of the items is kept."""
     groups: dict[Any, list[Item]] = {}
     for item in iterable:
         groups.setdefault(item if key is None else key(item), []).append(item)
@@ -64,7 +65,7 @@ def group_by(iterable: Iterable[Item], key: Callable[[Item], Any] | None = None)
 def chunk_named_params_by_size(
     named_params: Iterable[tuple[str, Any]], chunk_size: int
 ) -> Iterator[list[tuple[str, Any]]]:
-    """Lists of (name, tensor) of at most ``chunk_size`` bytes; a larger tensor is alone."""
+    """Yield lists of (name, tensor) of at most ``chunk_size`` bytes. A larger tensor gets a separate list."""
     chunk: list[tuple[str, Any]] = []
     num_bytes = 0
     for name, tensor in named_params:
@@ -79,7 +80,12 @@ def chunk_named_params_by_size(
 
 
 def exec_command(cmd: str, capture_output: bool = False) -> str | None:
-    """Run ``cmd`` in bash; a non-zero exit raises. Returns what it printed, with ``capture_output``."""
+    """Run ``cmd`` in bash. Returns its output with ``capture_output``.
+
+    Raises:
+        subprocess.CalledProcessError: the exit status is not 0.
+    """
+    # not shell=True, which is sh: commands use bash's ``source`` and arrays
     result = subprocess.run(
         ["bash", "-c", cmd], check=True, text=True, stdout=subprocess.PIPE if capture_output else None
     )

@@ -6,21 +6,20 @@ import socket
 
 from slime.utils.errors import SlimeError
 
+# Services of slime use these ports: above Ray's service ports, below the ephemeral ports of the kernel (from 32768).
 FIRST_SERVICE_PORT = 15000
-"""Services of slime listen from here upward: above Ray's own ports, below those that the kernel hands out."""
 _LAST_PORT = 32000
+# Environment variable of trainer and engines: GLOO_SOCKET_IFNAME of the process group of the weight sync. Gloo opens
+# one connection with one thread per name. All members of a group must use the same number of names.
 WEIGHT_INTERFACES = "SLIME_WEIGHT_INTERFACES"
-"""Environment variable of trainer and engines: ``GLOO_SOCKET_IFNAME`` of the group in which weights travel. Gloo makes
-a connection, and a thread to serve it, for each name; all members of a group must have as many."""
+# Its value for a single host: three connections, because a broadcast over one connection is limited by one core.
 WEIGHT_LOOPBACK = "lo,lo,lo"
-"""Its value where everything is on one host: a broadcast over one connection keeps one core at each end busy."""
 
 
 class PortClaim:
-    """Consecutive ports that no other claim on this host holds, until it is released or this process ends.
+    """Claim of consecutive ports, exclusive on this host until its release or the end of this process.
 
-    A probe alone is not enough: engines start side by side and bind seconds after they chose. The claim is a name in
-    the kernel's abstract socket namespace, per port: exclusive, and gone with the process that holds it.
+    A probe for a free port is not enough: engines start in parallel and bind their ports seconds after the choice.
     """
 
     def __init__(self, first: int, names: list[socket.socket]) -> None:
@@ -34,10 +33,10 @@ class PortClaim:
 
 
 def claim_ports(host: str, count: int = 1, *, start: int = FIRST_SERVICE_PORT) -> PortClaim:
-    """The first ``count`` consecutive ports from ``start`` upward that are free on ``host`` and not claimed.
+    """Claim the first ``count`` consecutive ports from ``start`` upward that are free on ``host`` and not claimed.
 
     Raises:
-        SlimeError: there are none.
+        SlimeError: no such ports exist below the limit.
     """
     port = start
     while port + count <= _LAST_PORT:
@@ -50,12 +49,13 @@ def claim_ports(host: str, count: int = 1, *, start: int = FIRST_SERVICE_PORT) -
         if len(names) == count:
             return PortClaim(port, names)
         PortClaim(port, names).release()
-        port += len(names) + 1
+        port += len(names) + 1  # continue after the port that is not free
     raise SlimeError(f"no {count} consecutive free ports from {start} to {_LAST_PORT} on {host}. See ss -ltnp.")
 
 
 def _claim(port: int) -> socket.socket | None:
     name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    # The leading \\0 selects the kernel's abstract namespace: the name is exclusive and disappears with its process.
     try:
         name.bind(f"\0slime-port-{port}")
     except OSError:
@@ -65,7 +65,7 @@ def _claim(port: int) -> socket.socket | None:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nothing listens on right now. Bind it soon: nothing reserves it."""
+    """A port without a listener. The port is not reserved, so bind it soon."""
     with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
         probe.bind((_bare(host), 0))
         port: int = probe.getsockname()[1]
@@ -74,6 +74,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 def is_port_free(host: str, port: int) -> bool:
     with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
+        # as servers do: ports in TIME_WAIT count as free
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((_bare(host), port))
@@ -83,7 +84,7 @@ def is_port_free(host: str, port: int) -> bool:
 
 
 def url_host(host: str) -> str:
-    """``host`` as it stands in a URL: an IPv6 address in brackets."""
+    """``host`` in the notation of a URL: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 

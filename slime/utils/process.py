@@ -1,11 +1,11 @@
-"""Child processes whose life is tied to ours, and what they said before they died.
+"""Child processes that end with this process, and the last lines of their logs.
 
-A guarded child holds the read end of a pipe whose write end only this process has. When this process ends, however it
-ends, the kernel closes the pipe and the child kills its whole process group. That also holds for SIGKILL, and, unlike
-``PR_SET_PDEATHSIG``, does not depend on which thread started the child.
+A guarded child holds the read end of a pipe. Only this process has the write end. When this process ends, the kernel
+closes the pipe, and the child kills its whole process group. This also works after SIGKILL. In contrast to
+``PR_SET_PDEATHSIG``, it does not depend on the thread that started the child.
 
-A killed process cannot remove its files in /dev/shm. The killer of a group removes those that only the group has mapped
-and that programs such as SGLang make for themselves.
+A killed process cannot delete its files in /dev/shm. :func:`kill_group` deletes the private files of SGLang and
+multiprocessing that only the group has mapped.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ GUARD_FD_VARIABLE = "SLIME_GUARD_FD"
 _KILL_TIMEOUT_S = 5.0
 _TAIL_BYTES = 64 * 1024
 _SHARED_MEMORY = Path("/dev/shm")
+# Name prefixes of SGLang's tables and queues, and of the semaphores and blocks of multiprocessing. Files that other
+# programs share with a server, such as weights, have other names and must survive.
 _MADE_BY_SERVERS = ("sglang_loads_", "sgl_shm_mq_", "sem.mp-", "psm_")
-"""Beginnings of their names: SGLang's tables and queues, semaphores and blocks of multiprocessing. What other programs
-share with a server, such as weights, has other names."""
 
 
 class GuardedProcess:
-    """A child in a session of its own, its output in a file. The child must call :func:`watch_owner`."""
+    """Child process in a separate session with its output in a file. The child must call :func:`watch_owner`."""
 
     def __init__(self, argv: Sequence[str], *, log_path: Path, env: Mapping[str, str] | None = None) -> None:
         self.log_path = log_path
         self._stopping = threading.Lock()
         self._is_stopped = False
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        read_end, self._guard = os.pipe()
+        read_end, self._guard = os.pipe()  # not inheritable: other children must not hold the write end open
         environment = dict(os.environ) | dict(env or {}) | {GUARD_FD_VARIABLE: str(read_end)}
         try:
             with log_path.open("wb") as log:
@@ -63,10 +63,10 @@ class GuardedProcess:
         return self._process.poll()
 
     def stop(self) -> None:
-        """Kill the child and everything it started. Again is fine."""
+        """Kill the child and its process group. Further calls do nothing."""
         with self._stopping:
             if self._is_stopped:
-                return  # the numbers of process and descriptor may be somebody else's by now
+                return  # the pid and the descriptor may have been reused since
             self._is_stopped = True
         kill_group(self._process.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -76,12 +76,13 @@ class GuardedProcess:
 
 
 def watch_owner(*, in_child: bool = False, before_end: Callable[[], None] | None = None) -> None:
-    """In a guarded child: from now on, end with the process that started this one.
+    """In a guarded child: end this process when its owner ends. Does nothing in other processes.
 
     Args:
         in_child: watch from a forked process, for programs whose native code never lets another Python thread run.
-        before_end: what to tidy up first.
+        before_end: cleanup before the kill.
     """
+    # pop: children of this process must not interpret the number of a descriptor that they do not have
     descriptor = os.environ.pop(GUARD_FD_VARIABLE, None)
     if descriptor is None:
         return
@@ -101,14 +102,14 @@ def watch_descriptor(descriptor: int, before_end: Callable[[], None] | None = No
 
 def _kill_group_when_closed(descriptor: int, before_end: Callable[[], None] | None = None) -> None:
     with contextlib.suppress(OSError):
-        while os.read(descriptor, 1):
+        while os.read(descriptor, 1):  # returns b"" when the owner's end is closed
             pass
     try:
         _unlink_shared_memory(_shared_memory_of(os.getpgrp()))
         if before_end is not None:
             before_end()
     finally:
-        os.killpg(0, signal.SIGKILL)
+        os.killpg(0, signal.SIGKILL)  # this process included
 
 
 def kill_group(leader: int) -> None:
@@ -122,14 +123,14 @@ def kill_group(leader: int) -> None:
     deadline = time.monotonic() + _KILL_TIMEOUT_S
     while time.monotonic() < deadline:
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(leader, os.WNOHANG)
+            os.waitpid(leader, os.WNOHANG)  # a leader that is a child of this process stays a zombie otherwise
         if not _has_living(leader):
             return
         time.sleep(0.02)
 
 
 def _shared_memory_of(leader: int) -> set[str]:
-    """Names of the files that only the processes of this group have mapped and that servers make for themselves."""
+    """Names of the private files of servers that only the processes of this group have mapped."""
     members: list[int] = []
     others: list[int] = []
     for pid in psutil.pids():
@@ -149,13 +150,11 @@ def _unlink_shared_memory(names: set[str]) -> None:
 
 
 def mapped_files(pid: int, directory: Path) -> set[str]:
-    """Names of the files directly in ``directory`` that the process has mapped; none of a process that has ended.
-
-    By inode: a semaphore is mapped before it gets its name.
-    """
+    """Names of the files directly in ``directory`` that the process has mapped. Empty if the process has ended."""
     prefix = f"{directory}/"
     try:
         lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+        # By inode and not by the name in the map: a semaphore is mapped before it gets its name.
         inodes = {int(line.split(maxsplit=5)[4]) for line in lines if prefix in line}
         return {entry.name for entry in os.scandir(directory) if entry.inode() in inodes} if inodes else set()
     except OSError:
@@ -163,9 +162,9 @@ def mapped_files(pid: int, directory: Path) -> set[str]:
 
 
 def _has_living(leader: int) -> bool:
-    """Whether one of the process group of ``leader`` has not ended."""
+    """Whether a process of the group of ``leader`` is still running."""
     try:
-        os.killpg(leader, 0)
+        os.killpg(leader, 0)  # also succeeds if the group has only zombies
     except (ProcessLookupError, PermissionError):
         return False
     return any(_lives_in(leader, pid) for pid in psutil.pids())
@@ -179,10 +178,8 @@ def _lives_in(leader: int, pid: int) -> bool:
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """True also of one that its parent has not noticed: nothing is left of it but its number.
-
-    The first process of a container may take seconds to notice, or never do.
-    """
+    """Whether ``process`` has ended. True for zombies."""
+    # Orphans stay zombies until init reaps them. The first process of a container may take seconds or never do it.
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -190,14 +187,14 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def tail(path: Path, num_bytes: int) -> str:
-    """The last ``num_bytes`` of a file as text; raises OSError."""
+    """The last ``num_bytes`` of a file as text. Raises ``OSError``."""
     with path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
-        return file.read().decode("utf-8", errors="replace")
+        return file.read().decode("utf-8", errors="replace")  # the cut may split a character
 
 
 def log_tail(path: Path, lines: int = 30) -> str:
-    """The last lines of a log, indented; a note when there are none."""
+    """The last lines of a log, indented. A note if the log is missing or empty."""
     try:
         text = tail(path, _TAIL_BYTES).strip()
     except OSError as error:

@@ -1,11 +1,11 @@
-"""Ends what a run left behind: every process that descended from the driver, and their shared memory.
+"""Cleanup process of a run: ends all descendants of the driver after its end, and deletes their shared memory.
 
     python -m slime.utils.reaper PID
 
-Started by the driver when it starts a Ray cluster of its own, in a session of its own, so that Ctrl-C does not reach
-it. While the driver lives it notes the driver's descendants; when the driver is gone, however that came about, it kills
-those that are left. Ray's daemons follow a killed driver by themselves, but its agents take half a minute to. New files
-in /dev/shm that the run's processes had mapped go as well: a killed engine cannot remove its own.
+The driver starts the reaper together with a local Ray cluster. While the driver lives, the reaper collects the driver's
+descendants. After the end of the driver, also by SIGKILL, it kills the remaining ones. Ray's daemons end with a killed
+driver, but its agents take half a minute. The reaper also deletes new files in /dev/shm that the run's processes had
+mapped, because a killed engine cannot delete them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import psutil
 from slime.utils.process import has_ended, mapped_files
 
 _SCAN_EVERY_S = 1.0
-_GRACE_S = 1.0
+_GRACE_S = 1.0  # before the first SIGKILL
 _POLL_S = 0.05
-_PATIENCE_S = 10.0
+_PATIENCE_S = 10.0  # of repeated SIGKILLs: a process in an uninterruptible wait does not end at once
 _SHARED_MEMORY = Path("/dev/shm")
-_LOOKS = 5
+_LOOKS = 5  # scans until a new file counts as a file of another program
+# Write ends of the pipes that reapers wait on. Never closed here: the kernel closes them when this process ends.
 _held: list[int] = []
-"""Write ends of the pipes that reapers wait on; closed by the end of this process."""
 
 
 def start_reaper() -> None:
@@ -41,29 +41,26 @@ def start_reaper() -> None:
         stdin=read_end,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,
+        start_new_session=True,  # Ctrl-C of the terminal must not reach the reaper
     )
     os.close(read_end)
 
 
 def reap(processes: set[psutil.Process], *, grace_s: float = _GRACE_S) -> None:
-    """Give ``processes`` some time to end by themselves, then kill those that have not.
-
-    psutil compares start times: a process that took over the number of an ended one is left alone.
-    """
+    """Wait ``grace_s`` seconds for the end of ``processes``, then kill the remaining ones."""
     left = _left_after(processes, grace_s)
     deadline = time.monotonic() + _PATIENCE_S
     while left and time.monotonic() < deadline:
         for process in left:
             try:
-                process.kill()
+                process.kill()  # psutil compares start times: a new process with a reused pid is not killed
             except psutil.NoSuchProcess:
                 continue
         left = _left_after(left, 0.2)
 
 
 def _left_after(processes: set[psutil.Process], timeout_s: float) -> set[psutil.Process]:
-    """Those that have not ended, once all have or the time is over."""
+    """The processes that are still running after ``timeout_s``. Returns earlier if all have ended."""
     deadline = time.monotonic() + timeout_s
     while True:
         processes = {process for process in processes if not has_ended(process)}
@@ -73,14 +70,11 @@ def _left_after(processes: set[psutil.Process], timeout_s: float) -> set[psutil.
 
 
 class SharedMemory:
-    """The files of ``directory`` that appear from now on and are mapped by the processes of one run.
-
-    A new file is looked for in the processes' memory maps a few times; most of the time there is none, and a look costs
-    one listing of the directory.
-    """
+    """Files of ``directory`` that are created from now on and mapped by the processes of one run."""
 
     def __init__(self, directory: Path = _SHARED_MEMORY) -> None:
         self._directory = directory
+        # Files that exist already belong to other programs: no scans.
         self._looks_left = dict.fromkeys(self._names(), 0)
         self.mapped: set[str] = set()
 
@@ -88,20 +82,20 @@ class SharedMemory:
         try:
             return set(os.listdir(self._directory))
         except OSError:
-            return set()  # not every system has one
+            return set()  # some systems have no /dev/shm
 
     def look(self, processes: Iterable[psutil.Process]) -> None:
-        """Find out which of the new files belong to ``processes``."""
+        """Add the new files that ``processes`` have mapped to ``mapped``."""
         new = {name for name in self._names() - self.mapped if self._looks_left.setdefault(name, _LOOKS) > 0}
         if not new:
-            return
+            return  # the usual case: costs one directory listing and no memory map
         for process in processes:
             self.mapped |= new & mapped_files(process.pid, self._directory)
         for name in new:
             self._looks_left[name] -= 1
 
     def remove(self) -> None:
-        """Delete the files that were found. Whoever still has one mapped keeps what is in it."""
+        """Delete the files in ``mapped``. Processes that still have one mapped keep its content."""
         for name in self.mapped:
             (self._directory / name).unlink(missing_ok=True)
 
@@ -124,11 +118,12 @@ def main() -> None:
     driver = psutil.Process(int(sys.argv[1]))
     known: set[psutil.Process] = set()
     memory = SharedMemory()
-    # nobody writes to the pipe: it becomes readable when the driver's end is closed
+    # The pipe never carries data. It becomes readable when the kernel closes the driver's end.
     while not select.select([0], [], [], _SCAN_EVERY_S)[0]:
+        # Collected while the driver lives: afterwards its orphans are children of init.
         known = {process for process in known if process.is_running()} | _descendants(driver)
         memory.look(known)
-    known = _with_their_children(known)
+    known = _with_their_children(known)  # forked since the last scan
     memory.look(known)
     reap(known)
     memory.remove()

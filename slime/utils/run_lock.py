@@ -1,7 +1,7 @@
-"""One live run per folder: a lock that a process of the run holds, and that ends with the process.
+"""Lock that allows only one live run per folder.
 
-The kernel keeps the lock (``flock``), so that one of a dead process is free; the file names the holder. The tracker
-holds that of the run's folder, the driver that of ``--save``, the trainer's first rank that of the weight versions.
+The kernel releases the lock (``flock``) when the holder dies. The file contains the holder. The tracker holds the lock
+of the run's folder, the driver that of ``--save``, and rank 0 of the trainer that of the weight versions.
 """
 
 from __future__ import annotations
@@ -23,30 +23,32 @@ logger = logging.getLogger(__name__)
 FILE = "run.lock"
 
 _TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
-_LONGEST = 1000
+_LONGEST = 1000  # bytes of the holder's signature
 
 
 class RunLock:
-    """Held from construction to :meth:`close`.
+    """Lock of one folder, held from construction to :meth:`close`.
 
     Args:
         flag: the flag that decides about the folder, with its value.
-        fix: how to get another folder, an imperative.
+        fix: advice for the error message, an imperative.
 
     Raises:
-        ConfigError: another process holds the folder. One process may hold it several times.
+        ConfigError: another process holds the folder. A second lock of the same process is allowed.
         OSError: the file cannot be written.
     """
 
     def __init__(self, folder: Path, flag: str, fix: str) -> None:
+        # without O_TRUNC: the content names the present holder
         self._descriptor: int | None = os.open(folder / FILE, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             holder = os.pread(self._descriptor, _LONGEST, 0).decode("utf-8", errors="replace")
             self.close()
-            if error.errno not in _TAKEN:  # a file system without locks
+            if error.errno not in _TAKEN:  # a file system without locks: the run continues unprotected
                 logger.info("%s: %s; another run in this folder would not be noticed", folder / FILE, error.strerror)
+            # flock conflicts also between two descriptors of one process. The second lock holds no descriptor then.
             elif holder != _signature():
                 raise ConfigError(
                     f"{flag}: {_name(holder)} writes to {folder}. {fix}, or end that run first."
@@ -65,7 +67,8 @@ class RunLock:
 
 @functools.cache
 def _token(pid: int) -> str:
-    """Of this process alone: containers that share a disk may have the same host name, and each a process 1."""
+    """Random id of process ``pid``. The argument makes a forked child compute another one."""
+    # Host name and pid are not unique: containers that share a disk may have the same host name and pid 1.
     return uuid4().hex
 
 
@@ -75,11 +78,12 @@ def _signature() -> str:
 
 
 def lock_save(save: str) -> RunLock:
-    """The lock of ``--save``: two live runs would delete each other's checkpoints.
+    """Lock the directory of ``--save``.
 
     Raises:
         ConfigError: another process holds it, or the directory cannot be written.
     """
+    # Two live runs would delete each other's checkpoints.
     try:
         Path(save).mkdir(parents=True, exist_ok=True)
         return RunLock(Path(save), f"--save {save}", "Name another directory")
@@ -90,5 +94,5 @@ def lock_save(save: str) -> RunLock:
 def _name(holder: str) -> str:
     try:
         return "process {pid} on host {host}".format(**json.loads(holder))
-    except (ValueError, KeyError, TypeError):  # it has the lock and has not written its name yet
+    except (ValueError, KeyError, TypeError):  # the holder has locked the file and not written its name yet
         return "another process"

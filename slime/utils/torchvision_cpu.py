@@ -1,8 +1,8 @@
-"""Lets torchvision's CUDA wheel import beside a CPU-only torch.
+"""Import hook that makes torchvision's CUDA wheel importable with a CPU-only torch.
 
-SGLang and transformers import torchvision, and PyPI has no CPU build of it. Its Python part works on a CPU build of
-torch once the schemas of two operators exist, which it wants to attach meta kernels to. Delete when torchvision guards
-that registration.
+SGLang and transformers import torchvision, and PyPI has no CPU build of it. At import, torchvision attaches meta
+kernels to two operators. Its Python part works on a CPU build of torch if the schemas of these operators exist. Delete
+this module when torchvision guards that registration.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 __all__ = ["install"]
 
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+# A torch Library drops its definitions when it is garbage-collected.
 _kept: list[object] = []
-"""A torch Library forgets its definitions when it is collected."""
 
 
 def install() -> None:
@@ -28,13 +28,15 @@ def install() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds nothing; notices that torchvision is about to be imported."""
+    """Finder that finds no module and defines the schemas at the first import of torchvision."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname == "torchvision":
+            # First, so that the hook acts once even if an import below asks for torchvision again.
             sys.meta_path.remove(self)
+            # Local: an import of slime must not import torch before torchvision is needed.
             import torch
 
             if torch.version.cuda is None and not hasattr(torch.ops.torchvision, "nms"):

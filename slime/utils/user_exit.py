@@ -1,7 +1,7 @@
-"""Turns ``sys.exit`` in a user's function into an error of that function.
+"""Conversion of ``sys.exit`` in a user's function into an ordinary error of that function.
 
-``SystemExit`` ends a thread or an actor without a message, and stops an event loop that thousands of requests share.
-Every call of user code turns it into a :class:`UserExit`, which is handled like any other exception of that code.
+``SystemExit`` ends a thread or an actor without a message. It also stops an event loop that thousands of requests
+share. All calls of user code convert it to :class:`UserExit`, which is handled like any other exception of that code.
 """
 
 from __future__ import annotations
@@ -24,30 +24,32 @@ _LIBRARIES = (f"{Path(__file__).parents[1]}/", *(sysconfig.get_path(name) for na
 
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The traceback frames that belong neither to slime nor to a library, outermost first."""
+    """Traceback frames outside of slime and libraries, outermost first."""
     frames = traceback.extract_tb(error.__traceback__)
     return [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
 
 
 class UserExit(RuntimeError):
-    """A function ended with ``SystemExit`` or another exception that ``except Exception`` does not catch."""
+    """A user's function raised ``SystemExit`` or another exception that ``except Exception`` does not catch."""
 
 
 @contextlib.contextmanager
 def exit_is_error() -> Iterator[None]:
-    """Turn such exceptions into :class:`UserExit`, except cancellation and Ctrl-C in the main thread.
+    """Convert such exceptions to :class:`UserExit`, except cancellation and Ctrl-C in the main thread.
 
     Raises:
         UserExit: with the function, file and line that exited.
     """
     try:
         yield
+    # CancelledError and GeneratorExit derive from BaseException, but they are control flow and must pass.
     except (Exception, asyncio.CancelledError, GeneratorExit):
         raise
     except BaseException as error:
         is_interrupt = isinstance(error, KeyboardInterrupt)
         if is_interrupt and threading.current_thread() is threading.main_thread():
             raise
+        # the innermost frame of user code, or of any code if a library exits
         frame = (user_frames(error) or traceback.extract_tb(error.__traceback__))[-1]
         what = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {error!r}"
         raise UserExit(
@@ -59,6 +61,7 @@ def exit_is_error() -> Iterator[None]:
 def exits_are_errors(cls: Class) -> Class:
     """Wrap every method of a class in :func:`exit_is_error`. For Ray actors that call user code."""
     for name, method in list(vars(cls).items()):
+        # static and class methods are not functions in vars(): they stay unchanged
         if inspect.isfunction(method) and not name.startswith("__"):
             setattr(cls, name, exit_is_error()(method))
     return cls

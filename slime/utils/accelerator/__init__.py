@@ -1,11 +1,10 @@
-"""The only place that asks what the device is: ``cuda`` when there is one, else ``cpu``.
+"""Detection of the device kind: ``cuda`` if a device exists, else ``cpu``.
 
-Everybody else calls :func:`current` and uses what it returns; the other functions are the same for tools and plugins.
-Importing this module does not import torch, so that the driver can ask how many device slots the machine has without
-paying for it.
+All other modules use the result of :func:`current`. The functions below it are shortcuts for tools and plugins.
+Importing this module does not import torch, so the driver can count device slots cheaply.
 
-A kind of device that slime does not know is a subclass of :class:`Accelerator` that is registered in every process
-before anything asks, for example by an installed ``sitecustomize``.
+For another kind of device, register a subclass of :class:`Accelerator` in every process before the first use, for
+example in an installed ``sitecustomize``.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from slime.utils.accelerator.registry import Registry
 if TYPE_CHECKING:
     import torch
 
+# Files of a loaded driver: two of NVIDIA, and one of AMD, whose devices torch calls "cuda" as well.
 _DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/kfd"))
-"""What a loaded driver leaves: NVIDIA's two, and AMD's, whose devices torch calls cuda as well."""
 
 _CUDA_LIBRARIES = ("libtorch_cuda.so", "libtorch_hip.so")
 
@@ -36,28 +35,28 @@ _registry = Registry()
 
 @functools.cache
 def current() -> Accelerator:
-    """The accelerator of this machine; ``SLIME_ACCELERATOR`` (cpu, cuda, a registered name) overrides the detection."""
+    """The accelerator of this machine. ``SLIME_ACCELERATOR`` (cpu, cuda, a registered name) overrides the detection."""
     return _registry.choose(os.environ.get("SLIME_ACCELERATOR"))
 
 
 def get_accelerator() -> Accelerator:
-    """:func:`current` under the name that plugins know."""
+    """:func:`current`, under the name that plugins use."""
     return current()
 
 
 def initialize_accelerator() -> Accelerator:
-    """:func:`current`; nothing has to be initialised."""
+    """:func:`current`. An initialization is not necessary."""
     return current()
 
 
 def set_accelerator(accelerator: Accelerator) -> None:
-    """From now on this process has this one."""
+    """Use ``accelerator`` in this process from now on."""
     _registry.chosen = accelerator
     current.cache_clear()
 
 
 def reset_accelerator() -> None:
-    """Undo :func:`set_accelerator` and ask anew."""
+    """Undo :func:`set_accelerator` and repeat the detection."""
     _registry.chosen = None
     current.cache_clear()
 
@@ -69,16 +68,17 @@ def register_accelerator(
     priority: int = 0,
     communication_backends: tuple[str, ...] = (),
 ) -> None:
-    """Make a kind of accelerator known.
+    """Register a kind of accelerator.
 
     Args:
-        name: for ``SLIME_ACCELERATOR``.
-        factory: makes the one of this process.
-        is_available: asked where nobody says which kind to take; None: it always is.
-        priority: the highest available kind is taken. cuda has 100, musa 50, cpu -100.
+        name: value of ``SLIME_ACCELERATOR``.
+        factory: creates the accelerator of this process.
+        is_available: test of the detection. None: always available.
+        priority: the detection takes the available kind with the highest priority. cuda has 100, musa 50, cpu -100.
         communication_backends: replace those of the class.
     """
     _registry.register(name, factory, is_available, priority, communication_backends)
+    # an earlier detection may have run without this kind
     current.cache_clear()
 
 
@@ -92,19 +92,20 @@ def is_musa_available() -> bool:
 
 
 def _torch_library() -> Path:
-    """Where wheels of torch have their libraries; found without importing it."""
-    spec = importlib.util.find_spec("torch")
+    """Folder of the shared libraries of the torch wheel."""
+    spec = importlib.util.find_spec("torch")  # does not import torch
     return Path(spec.origin or "").parent / "lib" if spec is not None else Path()
 
 
 def _has_cuda() -> bool:
-    """A driver is loaded, a device is visible and the installed torch was built for it."""
+    """Whether a driver is loaded, a device is visible and the installed torch has CUDA or ROCm libraries."""
     if not has_driver():
         return False
     if any(os.environ.get(name) in ("", "-1") for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")):
         return False
     library = _torch_library()
-    # not the version: wheels for arm64 have no "+cpu" in it
+    # Not by the version: CPU wheels for arm64 have no "+cpu" in it. Without libtorch_cpu.so torch is not a wheel, and
+    # the driver decides.
     return not (library / "libtorch_cpu.so").exists() or any((library / name).exists() for name in _CUDA_LIBRARIES)
 
 
@@ -117,7 +118,7 @@ register_accelerator("musa", MUSAAccelerator, is_musa_available, priority=50)
 
 
 def current_device() -> int | str:
-    """Number of this process's device; ``cpu`` without one."""
+    """Number of the current device of this process. ``cpu`` without a device."""
     return current().current_device()
 
 
@@ -126,12 +127,12 @@ def device(index: Index = None) -> torch.device:
 
 
 def device_name(index: Index = None) -> str:
-    """As ``tensor.to`` takes it: ``cuda:0``, ``cpu``."""
+    """Argument of ``tensor.to``: ``cuda:0``, ``cpu``."""
     return str(current().device(index))
 
 
 def distributed_device_id(index: Index = None) -> torch.device | None:
-    """``device_id`` of ``torch.distributed.init_process_group``; None on cpu."""
+    """``device_id`` of ``torch.distributed.init_process_group``. None on cpu."""
     return None if current().is_cpu else current().device(index)
 
 
@@ -148,17 +149,17 @@ def empty_cache() -> None:
 
 
 def memory_allocated(device_arg: Index = None) -> int:
-    """Bytes that tensors take on the device."""
+    """Bytes of tensors on the device."""
     return current().memory_allocated(device_arg)
 
 
 def process_group_backend(default: str = "nccl") -> str:
-    """``default`` where it reaches the device, else the device's own backend (gloo on cpu)."""
+    """``default`` if it supports the device, else the usual backend of the device (gloo on cpu)."""
     return current().process_group_backend(default)
 
 
 def weight_update_backend(default: str = "nccl") -> str:
-    """The backend between trainer and engines: the same rule."""
+    """The backend between trainer and engines, by the rule of :func:`process_group_backend`."""
     return current().process_group_backend(default)
 
 

@@ -1,6 +1,6 @@
-"""What slime asks of a device, once per kind: the CPU, and what torch calls ``cuda`` (NVIDIA's, and AMD's with ROCm).
+"""Device interface of slime, with one class per kind: CPU, and ``cuda`` for NVIDIA and AMD (ROCm).
 
-Importing this module does not import torch. A kind of one's own is a subclass, made known with
+Importing this module does not import torch. For another kind, write a subclass and register it with
 ``slime.utils.accelerator.register_accelerator``.
 """
 
@@ -15,17 +15,17 @@ from slime.utils.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+# A device of this process: its number, "cuda:1", or a torch.device. None is the current device.
 Index: TypeAlias = "int | str | torch.device | None"
-"""A device of this process: its number, ``cuda:1``, or torch's own; None is the current one."""
 
 
 class Accelerator:
-    """The CPU's answers; other kinds replace them.
+    """Interface with the implementation for the CPU. Other kinds override it.
 
     Attributes:
-        name: as in ``SLIME_ACCELERATOR``, and torch's name of the device.
-        communication_backends: of ``torch.distributed`` that reach the device, the usual one first.
-        visible_devices_env_key: the variable that says which devices a process sees.
+        name: value of ``SLIME_ACCELERATOR``, and torch's name of the device.
+        communication_backends: backends of ``torch.distributed`` that support the device, the usual one first.
+        visible_devices_env_key: environment variable with the devices that a process may use.
     """
 
     name = "cpu"
@@ -42,7 +42,7 @@ class Accelerator:
         return self.communication_backends[0]
 
     def process_group_backend(self, default: str) -> str:
-        """``default`` where it reaches the device, else the usual backend of the device."""
+        """``default`` if it supports the device, else the usual backend of the device."""
         return default if default in self.communication_backends else self.communication_backend
 
     @staticmethod
@@ -50,8 +50,8 @@ class Accelerator:
         return True
 
     def num_devices(self) -> int:
-        """Devices of this host. 0 on cpu, where Ray's GPU slots are only logical."""
-        return 0
+        """Number of devices of this host."""
+        return 0  # on cpu Ray's GPU slots are only logical
 
     def current_device(self) -> int | str:
         return self.name
@@ -62,19 +62,19 @@ class Accelerator:
         return torch.device(self.name)
 
     def set_device(self, index: Index) -> None:
-        """Make it the current one of this process."""
+        """Set the current device of this process."""
 
     def synchronize(self, index: Index = None) -> None:
-        """Wait for what was started on the device."""
+        """Wait for all work on the device."""
 
     def empty_cache(self) -> None:
-        """Give memory that torch keeps for later back to the device."""
+        """Return cached memory of torch to the device."""
 
     def give_back_shared(self) -> None:
-        """Free device memory that other processes had open and have closed."""
+        """Free device memory that was shared with other processes, after they have closed it."""
 
     def memory_allocated(self, index: Index = None) -> int:
-        """Bytes of the device that tensors take; 0 on cpu, where nobody counts."""
+        """Bytes of tensors on the device. 0 on cpu, where torch does not count them."""
         return 0
 
     def manual_seed(self, seed: int) -> None:
@@ -83,14 +83,14 @@ class Accelerator:
         torch.default_generator.manual_seed(seed)
 
     def rng_state(self) -> torch.Tensor | None:
-        """Where the device's own generator stands; None on cpu, which has torch's and no other."""
-        return None
+        """State of the random generator of the device. None on cpu."""
+        return None  # cpu has only torch's default generator
 
     def set_rng_state(self, state: torch.Tensor | None) -> None:
-        """Continue from what :meth:`rng_state` returned. That of another kind of device means nothing here."""
+        """Restore a state of :meth:`rng_state`. States of other kinds of devices are ignored."""
 
     def resolve_visible_device_id(self, physical_device_id: int | float | str) -> int:
-        """Number within this process of the device that the host, or Ray, calls ``physical_device_id``.
+        """Number in this process of the device ``physical_device_id``, which is a number of the host or of Ray.
 
         Raises:
             RuntimeError: the process does not see that device.
@@ -109,15 +109,15 @@ class Accelerator:
 
 
 class CPUAccelerator(Accelerator):
-    """No accelerator at all."""
+    """A machine without accelerator."""
 
     def resolve_visible_device_id(self, physical_device_id: int | float | str) -> int:
-        """The number itself: what is hidden from the process are devices that it does not use."""
+        # The number is a logical slot. CUDA_VISIBLE_DEVICES may hide devices that this process does not use.
         return int(physical_device_id)
 
 
 class CUDAAccelerator(Accelerator):
-    """A few lines over ``torch.cuda``."""
+    """NVIDIA and AMD devices, through ``torch.cuda``."""
 
     name = "cuda"
     communication_backends = ("nccl", "gloo")
@@ -141,7 +141,7 @@ class CUDAAccelerator(Accelerator):
     def device(self, index: Index = None) -> torch.device:
         import torch
 
-        if index is None:
+        if index is None:  # torch.device("cuda") without a number compares unequal to the devices of tensors
             index = torch.cuda.current_device()
         return torch.device("cuda", index) if isinstance(index, int) else torch.device(index)
 
@@ -163,6 +163,7 @@ class CUDAAccelerator(Accelerator):
     def give_back_shared(self) -> None:
         import torch
 
+        # order matters: ipc_collect moves the freed blocks to torch's cache, and empty_cache returns them to the device
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # torch has no hints there
         torch.cuda.empty_cache()
 
@@ -174,7 +175,7 @@ class CUDAAccelerator(Accelerator):
     def manual_seed(self, seed: int) -> None:
         import torch
 
-        torch.cuda.manual_seed(seed)
+        torch.cuda.manual_seed(seed)  # only the current device: each rank has one
 
     def rng_state(self) -> torch.Tensor | None:
         import torch
@@ -189,7 +190,7 @@ class CUDAAccelerator(Accelerator):
 
 
 class MUSAAccelerator(Accelerator):
-    """Moore Threads' devices can be noticed, not used."""
+    """Moore Threads devices: detected, but not supported."""
 
     name = "musa"
     communication_backends = ("mccl", "gloo")

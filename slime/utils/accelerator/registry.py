@@ -1,4 +1,4 @@
-"""The kinds of accelerator that are known, and which one this process has."""
+"""Registry of accelerator kinds, and the choice for this process."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class _Kind:
 
 
 class Registry:
-    """Kinds by name.
+    """Accelerator kinds by name.
 
     Attributes:
-        chosen: set by the user; beats every detection.
+        chosen: set by the user. Overrides every detection.
     """
 
     def __init__(self) -> None:
@@ -40,15 +40,16 @@ class Registry:
         self._kinds[name] = _Kind(factory, probe, priority, tuple(communication_backends))
 
     def choose(self, name: str | None) -> Accelerator:
-        """The chosen one, else the kind ``name``, else the available kind of the highest priority.
+        """The accelerator ``chosen``, else the kind ``name``, else the available kind with the highest priority.
 
         Raises:
-            ConfigError: there is no kind of that name.
+            ConfigError: ``name`` is not registered.
         """
         if self.chosen is not None:
             return self.chosen
         if not name:
             by_priority = sorted(self._kinds, key=lambda kind: -self._kinds[kind].priority)
+            # in order of priority: a probe may import a heavy library, and cpu, the last one, is always available
             name = next(kind for kind in by_priority if self._kinds[kind].is_available())
         if name not in self._kinds:
             raise ConfigError(
@@ -57,5 +58,6 @@ class Registry:
         kind = self._kinds[name]
         found = kind.factory()
         if kind.communication_backends:
+            # on the instance: other kinds may use the same class
             found.communication_backends = kind.communication_backends
         return found
