@@ -1,8 +1,8 @@
-"""The module paths that plugins written for slime import, for names that live elsewhere.
+"""Aliases of module paths that plugins import, for names that are defined in other modules.
 
-``ALIASES`` is the only list of them. ``slime/__init__.py`` installs the finder, so that
+``ALIASES`` is the only list of them. ``slime/__init__.py`` installs the finder, so
 ``from slime.utils.types import Sample`` works without a file ``slime/utils/types.py``. Each name is imported on first
-use, so importing an alias imports nothing. Code of slime itself never imports an alias (``tests/architecture``).
+use. Modules of slime itself never import an alias (``tests/architecture``).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Any
 
 __all__ = ["ALIASES", "AliasFinder", "install"]
 
+# A line at the margin is a module path. The indented lines below it are ``origin: name`` or ``origin: alias=name``.
+# ``path = other.path`` makes both paths the same module object. A path without names is an empty package.
 ALIASES = """
 slime.utils.arguments
     slime.config.roles: parse_megatron_role_args
@@ -142,21 +144,18 @@ slime.observability.train_metric_utils = slime.compat.train_metric_utils
 slime.observability.timer = slime.compat.timer
 slime.observability.timers = slime.compat.timer
 """
-"""A line at the margin is a module path; the lines below it give ``origin: name`` or ``origin: alias=name``.
-
-``path = other.path`` makes both paths the same module object.
-"""
 
 
 class _AliasModule(ModuleType):
     """A module whose attributes are imported from their origins on first use."""
 
     def __getattr__(self, name: str) -> Any:
+        # .get: the import system reads attributes such as __path__ before exec_module has set _origins
         origin, _, attribute = self.__dict__.get("_origins", {}).get(name, "").partition(":")
         if not origin:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(origin), attribute)
-        setattr(self, name, value)
+        setattr(self, name, value)  # the next access does not reach __getattr__
         return value
 
     def __dir__(self) -> list[str]:
@@ -168,7 +167,7 @@ class AliasFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     Attributes:
         names: module path -> {name: "origin:attribute"}.
-        same: module path -> path of the module object that it stands for.
+        same: module path -> path of the module object that it aliases.
     """
 
     def __init__(self, table: str) -> None:
@@ -191,13 +190,14 @@ class AliasFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname not in self.names and fullname not in self.same:
             return None
+        # Without the package flag the import of a submodule fails: "... is not a package".
         is_package = any(other.startswith(f"{fullname}.") for other in (*self.names, *self.same))
         return importlib.util.spec_from_loader(fullname, self, is_package=is_package)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         if spec.name in self.same:
             module = importlib.import_module(self.same[spec.name])
-            spec.loader_state = module.__spec__
+            spec.loader_state = module.__spec__  # for exec_module
             return module
         return _AliasModule(spec.name)
 
@@ -213,5 +213,6 @@ class AliasFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def install() -> None:
     """Append the finder to ``sys.meta_path``, once per process."""
+    # Appended, so that real files have priority. Compared by name, because a reload creates a new class.
     if not any(type(finder).__name__ == AliasFinder.__name__ for finder in sys.meta_path):
         sys.meta_path.append(AliasFinder(ALIASES))

@@ -34,11 +34,11 @@ _MASTER_PORT = 23456
 
 @dataclass
 class ExecuteTrainConfig:
-    """What varies between machines.
+    """Settings that differ between machines.
 
     Attributes:
         cuda_core_dump: write a dump when a kernel fails.
-        num_nodes: nodes of the job; ``SLURM_JOB_NUM_NODES``, else 1.
+        num_nodes: nodes of the job. Default: ``SLURM_JOB_NUM_NODES``, else 1.
         extra_env_vars: ``NAME=value`` words for every process.
     """
 
@@ -60,7 +60,7 @@ def execute_train(
 
     Args:
         train_args: flags, as one text for the shell.
-        megatron_model_type: name of a preset in ``scripts/models``; None adds no model flags.
+        megatron_model_type: name of a preset in ``scripts/models``. None adds no model flags.
         before_ray_job_submit: called first.
         extra_env_vars: for every process of the job, besides those of ``config``.
 
@@ -78,6 +78,7 @@ def execute_train(
         lines.append(f"source {_quoted('scripts', 'models', f'{megatron_model_type}.sh')}")
     lines.append(f"need_gpus {num_gpus_per_node * config.num_nodes}")
     lines += [f"JOB_ENV+=({shlex.quote(f'{name}={value}')})" for name, value in variables.items()]
+    # train_args stays unquoted: it is shell text with quotes and variables of its caller
     lines.append(f"launch {shlex.quote(train_script)} {train_args}")
     if before_ray_job_submit is not None:
         before_ray_job_submit()
@@ -97,8 +98,10 @@ def convert_checkpoint(
 
     Args:
         multinode: over the nodes of a Slurm job.
-        hf_checkpoint: its directory; None: ``{dir_dst}/models/{model_name}``, else ``{dir_dst}/{model_name}``.
+        hf_checkpoint: its directory. None: ``{dir_dst}/models/{model_name}`` if it exists, else
+            ``{dir_dst}/{model_name}``.
     """
+    # any content counts: an interrupted conversion must be deleted by hand
     target = Path(dir_dst) / f"{model_name}_torch_dist"
     if target.exists():
         print(f"{target} exists: nothing to convert")
@@ -107,6 +110,7 @@ def convert_checkpoint(
     source = hf_checkpoint or str(below if below.exists() else Path(dir_dst) / model_name)
     nodes = ""
     if multinode:
+        # ${...} is expanded by the shell of each node, not here
         nodes = (
             f"--nnodes=${{SLURM_JOB_NUM_NODES}} --node-rank=${{SLURM_NODEID}} --master-addr=${{MASTER_ADDR}} "
             f"--master-port={_MASTER_PORT} "
@@ -126,7 +130,8 @@ def hf_download_dataset(full_name: str) -> None:
 
 
 def get_default_wandb_args(test_file: str, run_name_prefix: str | None = None, run_id: str | None = None) -> str:
-    """Flags for Weights & Biases; none without ``WANDB_API_KEY``. The key itself stays out of the command line."""
+    """Flags for Weights & Biases. Empty without ``WANDB_API_KEY``."""
+    # The key itself is not a flag: command lines are visible to all users of the host.
     if not os.environ.get("WANDB_API_KEY"):
         return ""
     name = Path(test_file).stem
@@ -140,7 +145,7 @@ def create_run_id() -> str:
 
 
 def get_bool_env_var(name: str, default: str = "false") -> bool:
-    """Whether a variable says true or 1."""
+    """Whether the environment variable is ``true`` (any case) or ``1``."""
     return os.environ.get(name, default).lower() in ("true", "1")
 
 

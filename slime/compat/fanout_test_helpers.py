@@ -1,6 +1,6 @@
-"""A generate function that makes several samples of one execution, and the reward normalisation to go with it.
+"""Generate function that returns several samples per execution, and a matching reward normalization.
 
-For tests of fan-out, which name them by path: ``slime.compat.fanout_test_helpers.compact_generate``.
+For tests of fan-out, which name the functions by path: ``slime.compat.fanout_test_helpers.compact_generate``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COUNTER_FILE_ENV = "SLIME_FANOUT_TEST_COUNTER_FILE"
 
 
 async def compact_generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
-    """One generation as ``1 + index % 3`` samples; notes the index in the file that the environment names."""
+    """Return one generation as ``1 + index % 3`` samples. Appends the index to the file of ``COUNTER_FILE_ENV``."""
     sample = await generate(args, sample, sampling_params)
     index = sample.index or 0
     if path := os.environ.get(COUNTER_FILE_ENV):
@@ -32,19 +32,19 @@ async def compact_generate(args: Namespace, sample: Sample, sampling_params: dic
             file.write(f"{index}\n")
     copies = [copy.deepcopy(sample) for _ in range(1 + index % MAX_FANOUT)]
     for one in copies:
-        one.rollout_id = sample.index
+        one.rollout_id = sample.index  # samples of one execution share its id
     return copies
 
 
 def grpo_normalize_by_group_index(args: Namespace, samples: list[Sample]) -> tuple[list[float], list[float]]:
-    """(raw rewards, rewards relative to their group's mean), every sample weighing the same."""
+    """(raw rewards, rewards minus the mean of their group). All samples have the same weight."""
     raw = [float(sample.get_reward_value(args)) for sample in samples]
     normalized = list(raw)
     for group in {sample.group_index for sample in samples}:
         members = [i for i, sample in enumerate(samples) if sample.group_index == group]
         values = torch.tensor([raw[i] for i in members])
         centered = values - values.mean()
-        if args.grpo_std_normalization and len(members) > 1:
+        if args.grpo_std_normalization and len(members) > 1:  # std() of one value is NaN
             centered = centered / (values.std() + 1e-6)
         for i, value in zip(members, centered.tolist(), strict=True):
             normalized[i] = value

@@ -22,11 +22,12 @@ class Timer(metaclass=SingletonMeta):
 
     with timer("train"):
         ...
-    seconds = timer.pop()   # {"train": 1.2}, and the next report starts from zero
+    seconds = timer.pop()   # {"train": 1.2}; the next report starts from zero
     """
 
     def __init__(self) -> None:
         self._total: dict[str, float] = {}
+        # By name, not by thread: two threads must not time the same name at once.
         self._started: dict[str, float] = {}
 
     def start(self, name: str) -> None:
@@ -34,7 +35,7 @@ class Timer(metaclass=SingletonMeta):
         self._started[name] = time.monotonic()
 
     def end(self, name: str) -> float:
-        """Stop ``name``, add what it took to its total, and return what it took, in seconds."""
+        """Stop ``name`` and add its seconds to the total. Returns the seconds."""
         assert name in self._started, f"timer {name!r} is not running"
         seconds = time.monotonic() - self._started.pop(name)
         self.add(name, seconds)
@@ -45,7 +46,7 @@ class Timer(metaclass=SingletonMeta):
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time a block; it counts also when it raises."""
+        """Time a block. A block that raises counts as well."""
         self.start(name)
         try:
             yield
@@ -57,7 +58,7 @@ class Timer(metaclass=SingletonMeta):
         return self(name)
 
     def log_dict(self) -> dict[str, float]:
-        """Totals in seconds by name; phases that are still running are not counted."""
+        """Totals in seconds by name, without the phases that are still running."""
         return dict(self._total)
 
     def reset(self, name: str | None = None) -> None:
@@ -99,11 +100,11 @@ def inverse_timer(name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        Timer().start(name)
+        Timer().start(name)  # also after an error: the outer block ends the phase and asserts that it runs
 
 
 def with_defer(deferred: Callable[[], Any]) -> Callable[[Function], Function]:
-    """Decorator: call ``deferred`` when the function ends, however it ends."""
+    """Decorator: call ``deferred`` after the function, also if it raises."""
 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)

@@ -1,7 +1,7 @@
-"""How values of micro-batches and ranks become one metric, for trainers other than slime's own.
+"""Reduction of values of micro-batches and ranks to one metric, for trainers outside of slime.
 
-Public helpers with the arithmetic that users' training code relies on; the Megatron backend reduces in ``step`` and
-``rollout_report``. Pure but for the collective that is handed in.
+Public helpers for users' training code. The Megatron backend reduces in ``step`` and ``rollout_report``. Apart from the
+collective of the given group, the functions have no side effects.
 """
 
 from __future__ import annotations
@@ -28,19 +28,21 @@ def reduce_train_step_metrics(
     """The metrics of one optimizer step.
 
     Args:
-        losses_reduced: per micro-batch ``{"keys": names, "values": [num_tokens, value, ...]}``, values summed over the
-            rollouts or tokens of the micro-batch.
+        losses_reduced: per micro-batch ``{"keys": names, "values": [num_tokens, value, ...]}``. Values are sums over
+            the rollouts or tokens of the micro-batch.
         calculate_per_token_loss: mean over tokens, else over the step's ``step_global_batch_size`` rollouts.
-        cp_size: context-parallel ranks that each count all tokens of their shared samples.
-        dp_with_cp_group: all ranks of data and context parallelism; None for a single process.
+        cp_size: number of context-parallel ranks.
+        dp_with_cp_group: all ranks of data and context parallelism. None for a single process.
     """
+    # Values have no names in the reduction: all micro-batches and ranks must use the same keys in the same order.
     names = list(losses_reduced[0]["keys"])
     total = torch.stack([torch.as_tensor(loss["values"], dtype=torch.float32) for loss in losses_reduced]).sum(0)
     if dp_with_cp_group is not None:
-        total = total.to(accelerator.current().device())  # where the group communicates
+        total = total.to(accelerator.current().device())  # NCCL cannot reduce tensors on the CPU
         dist.all_reduce(total, group=dp_with_cp_group)
     tokens, *values = total.tolist()
     if calculate_per_token_loss:
+        # Every context-parallel rank counts all tokens of a shared sample, so the sum has each token cp_size times.
         return {name: value * cp_size / max(tokens, 1.0) for name, value in zip(names, values, strict=True)}
     return {name: value / step_global_batch_size for name, value in zip(names, values, strict=True)}
 
@@ -51,7 +53,7 @@ def rollout_log_metric_contribution(
     """(sum, count) that one rank adds to a mean over all rollouts.
 
     Args:
-        per_rank_reducer_sum: of per-rollout means over this rank's rollouts and its part of their tokens.
+        per_rank_reducer_sum: sum over this rank's rollouts of per-rollout means, with its part of their tokens.
     """
     return cp_size * per_rank_reducer_sum, num_rollouts_in_rollout / dp_size
 
@@ -59,10 +61,10 @@ def rollout_log_metric_contribution(
 def gather_and_reduce_log_dict(
     log_dict: Mapping[str, Any], *, dp_size: int, dp_src_rank: int, dp_group: dist.ProcessGroup | None
 ) -> dict[str, float] | None:
-    """The metrics of all ranks together, under the names that the source rank has; None on the others.
+    """The metrics of all ranks, under the names of the source rank. None on the other ranks.
 
-    ``(sum, count)`` becomes the sum of sums over the sum of counts, 0 for a count of 0; a number becomes the mean over
-    ranks.
+    ``(sum, count)`` becomes the sum of sums over the sum of counts, or 0 for a count of 0. A number becomes the mean
+    over ranks.
     """
     gathered: list[Any] | None = [dict(log_dict)]
     if dp_group is not None:
