@@ -16,7 +16,9 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import torch
+from PIL import Image
 
+from examples.tiny.vision import as_text, make_vision_model
 from slime.algorithms.logprobs import log_probs_and_entropy
 from slime.algorithms.sampling_mask import SamplingMask
 from slime.backends.sglang_utils.checksum import expected_checksums
@@ -24,6 +26,7 @@ from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
 from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.backends.sglang_utils.router import Router, RouterProcess, remove_worker
 from slime.backends.sglang_utils.server_args import server_env
+from slime.backends.sglang_utils.topology import override_argv, read_topology
 from slime.data.sample import Sample
 from slime.data.sampling_mask import sampled_tokens
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm_group
@@ -33,6 +36,7 @@ from slime.utils.async_utils import run
 from slime.utils.deadline import Deadline, wait_until
 from slime.utils.errors import EngineError
 from slime.utils.net import free_port
+from slime.utils.process import GuardedProcess
 from slime.weight_sync.send_distributed import DistributedSender
 from slime.weight_sync.session import WeightUpdate, push_weights
 from tests.e2e.engines import LocalFleet, make_engine
@@ -99,6 +103,49 @@ def test_an_engine_with_pipeline_stages_serves_what_transformers_computes(tiny_t
         assert engine.is_responsive(600)
     finally:
         engine.stop()
+
+
+def test_an_engine_that_keeps_its_weights_sends_images_to_an_encoder_that_already_runs(fork_server, tmp_path):
+    model, picture = tmp_path / "model", as_text(Image.new("RGB", (24, 16), (200, 90, 50)))
+    make_vision_model(model)
+    task, port = SimpleNamespace(model=str(model)), free_port()
+    url = f"http://127.0.0.1:{port}"
+    flags = f"--model-path {model} --encoder-only --encoder-transfer-backend zmq_to_scheduler --device cpu"
+    argv = f"{flags} --dtype float32 --port {port} --host 127.0.0.1 --skip-server-warmup".split()
+    log, limit = tmp_path / "encoder.log", Deadline(600, "the encoder")
+    command = [sys.executable, "-m", "sglang.launch_server", *argv]
+    encoder = GuardedProcess(command, log_path=log, env=server_env())
+    config = tmp_path / "engines.yaml"
+    config.write_text(
+        "sglang: [{name: ref, update_weights: false, server_groups: [{worker_type: regular, num_gpus: 1, overrides: "
+        f"{{language_only: true, encoder_transfer_backend: zmq_to_scheduler, encoder_urls: [{url}]}}}}]}}]"
+    )
+    (place,) = read_topology(str(config), hf_checkpoint=str(model), num_gpus_per_engine=1).places(str(model))["ref"]
+    engines = [
+        make_engine(task, fork_server, tmp_path / f"{number}.log", *flags)
+        for number, flags in enumerate([[], override_argv(place.overrides)])
+    ]
+    try:
+        wait_until(lambda: is_healthy(url), limit)
+        for engine in engines:
+            engine.start()
+        text = "<|vision_start|><|image_pad|><|vision_end|>what"
+        parameters = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+        body = {"text": text, "image_data": [picture], "sampling_params": parameters, "return_logprob": True}
+        whole, divided = (httpx.post(f"{e.url}/generate", json=body, timeout=600).json()["meta_info"] for e in engines)
+        assert whole["prompt_tokens"] == divided["prompt_tokens"] > 4
+        a, b = (torch.tensor([pair[0] for pair in meta["output_token_logprobs"]]) for meta in (whole, divided))
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+    finally:
+        for server in (encoder, *engines):
+            server.stop()
+
+
+def is_healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.8, 4000), (1.0, 5), (0.9, 8)])

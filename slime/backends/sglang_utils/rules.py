@@ -261,9 +261,15 @@ def _groups(args: Namespace, model: ModelSpec) -> Iterator[str]:
             "SGLang's encoder server cannot receive weights (it answers /update_weights_from_disk with 404), "
             "so images would be encoded with the first weights"
             if model.updates_weights
-            else "slime does not start SGLang's encoder server"
+            else "slime does not start SGLang's encoder server. Start it before the run, and give the regular group "
+            "overrides: {language_only: true, encoder_urls: [http://HOST:PORT]}"
         )
         yield f"worker_type encoder is not supported: {reason}. Use regular engines, which encode images themselves."
+    if model.updates_weights and any(group.overrides.get("language_only") for group in model.groups):
+        yield (
+            "overrides: language_only: SGLang's encoder server cannot receive weights, so images would be encoded with "
+            "the first weights. Leave it out, or set update_weights: false."
+        )
     if model.has_pd and not {WorkerType.PREFILL, WorkerType.DECODE} <= kinds:
         yield "prefill engines need decode engines, and the other way round."
     if model.has_pd and WorkerType.REGULAR in kinds:
