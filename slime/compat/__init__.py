@@ -142,7 +142,6 @@ slime.utils.external_utils
 slime.utils.external_utils.command_utils = slime.compat.command_utils
 slime.observability.train_metric_utils = slime.compat.train_metric_utils
 slime.observability.timer = slime.compat.timer
-slime.observability.timers = slime.compat.timer
 """
 
 

@@ -304,9 +304,8 @@ def test_this_hosts_address_can_be_given_and_ports_are_free(monkeypatch):
 def test_fan_out_rewards_are_relative_to_their_group():
     from types import SimpleNamespace
 
-    from slime.rollout._fanout_test_helpers import grpo_normalize_by_group_index
-
     from slime.data.sample import Sample
+    from slime.rollout._fanout_test_helpers import grpo_normalize_by_group_index
 
     samples = [Sample(group_index=g, reward=r) for g, r in ((0, 1.0), (0, 0.0), (1, 5.0), (1, 5.0), (1, 5.0))]
     raw, centered = grpo_normalize_by_group_index(

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from slime.observability.rollout_data_utils import validate_rollout_routed_experts_for_replay
 
 from slime.batch.compile import compile_train_data
 from slime.batch.rewards import RewardArgs
 from slime.data.engine_meta import check_routed_experts
 from slime.data.sample import Sample
+from slime.observability.rollout_data_utils import validate_rollout_routed_experts_for_replay
 from slime.utils.errors import DataError
 
 _LAYERS, _TOPK = 2, 2

@@ -92,7 +92,6 @@ def test_a_model_learns_as_with_its_usual_products(
 
 def _installed(path: Path, **overrides: Any) -> list[str]:
     from slime.backends.megatron_utils.alignment.deepgemm_moe_forward import enable_deepgemm_moe_forward
-
     from slime.backends.megatron_utils.arguments import PluginArgs
     from slime.backends.megatron_utils.precision.deepgemm import install_deepgemm
     from slime.config.groups import from_args

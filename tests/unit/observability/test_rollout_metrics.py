@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from slime.compat.timer import Timer
 from slime.data.sample import Sample
 from slime.observability import metric_utils
 from slime.observability.rollout_metrics import (
@@ -208,18 +207,3 @@ def test_the_console_line_prefers_the_kl_to_the_reference_and_tells_the_first_st
     assert "2.5e-01" in line
     assert "5.0e-01" not in line
     assert line.endswith("first step after 21.3 s")
-
-
-def test_a_timer_adds_up_and_starts_from_zero_after_a_report() -> None:
-    timer = Timer()
-    timer.add("train", 1.5)
-    timer.add("train", 0.5)
-    with pytest.raises(RuntimeError), timer("sync"):
-        raise RuntimeError
-    seconds = timer.pop()
-    assert seconds["train"] == 2.0
-    assert 0 <= seconds["sync"] < 1
-    assert timer.pop() == {}
-    timer.start("a")
-    with pytest.raises(AssertionError, match="already running"):
-        timer.start("a")

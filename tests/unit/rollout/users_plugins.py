@@ -3,8 +3,6 @@
 import copy
 import random
 
-from slime.utils.types import Sample
-
 import slime.rollout.sglang_rollout as rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.data_source import DataSource, RolloutDataSourceWithBuffer
@@ -13,6 +11,7 @@ from slime.rollout.rm_hub import async_rm
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.async_utils import run
 from slime.utils.http_utils import post
+from slime.utils.types import Sample
 
 # --- several turns with a tool: --custom-generate-function-path
 

@@ -196,12 +196,13 @@ def test_an_ipv6_router_address_gets_its_brackets():
             "model a: worker_type encoder is not supported: SGLang's encoder server cannot receive weights",
         ),
         (
-            "sglang: [{name: a, server_groups: [{worker_type: regular, num_gpus: 8, overrides: {language_only: true}}]}]",
+            "sglang: [{name: a, server_groups: "
+            "[{worker_type: regular, num_gpus: 8, overrides: {language_only: true}}]}]",
             "model a: overrides: language_only: SGLang's encoder server cannot receive weights",
         ),
         (
-            "sglang: [{name: a, server_groups: [{worker_type: regular, num_gpus: 4}]}, {name: b, update_weights: false, "
-            "server_groups: [{worker_type: encoder, num_gpus: 4}]}]",
+            "sglang: [{name: a, server_groups: [{worker_type: regular, num_gpus: 4}]}, "
+            "{name: b, update_weights: false, server_groups: [{worker_type: encoder, num_gpus: 4}]}]",
             "Start it before the run, and give the regular group overrides: {language_only: true, encoder_urls:",
         ),
         (

@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from slime.backends.sglang_utils.arguments import EngineArgs
 
 from slime.backends.sglang_utils import option_table
+from slime.backends.sglang_utils.arguments import EngineArgs
 from slime.backends.sglang_utils.namespace import read_engine
 from slime.backends.sglang_utils.option_table import Option, router_options, server_options
 from slime.config.arguments import CommandArgs

@@ -6,8 +6,8 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from slime.backends.sglang_utils.arguments import validate_args
 
+from slime.backends.sglang_utils.arguments import validate_args
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig, SglangConfig
 from slime.utils.errors import ConfigError
 from tests.unit.sglang_utils.test_engine_rules import SPLIT, resolved
