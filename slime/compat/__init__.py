@@ -211,7 +211,8 @@ class AliasFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install() -> None:
-    """Append the finder to ``sys.meta_path``, once per process."""
-    # Appended, so that real files have priority. Compared by name, because a reload creates a new class.
+    """Put the finder first on ``sys.meta_path``, once per process."""
     if not any(type(finder).__name__ == AliasFinder.__name__ for finder in sys.meta_path):
-        sys.meta_path.append(AliasFinder(ALIASES))
+        # First: an updated checkout keeps the folder of a removed package, with its __pycache__, which the finder of
+        # files would take for a namespace package. Compared by name above, because a reload creates a new class.
+        sys.meta_path.insert(0, AliasFinder(ALIASES))

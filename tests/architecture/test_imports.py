@@ -11,7 +11,7 @@ import textwrap
 import pytest
 
 from slime.compat import ALIASES, AliasFinder
-from tests.architecture.sources import Module, modules, room_of
+from tests.architecture.sources import ROOT, Module, modules, room_of
 
 EVERYTHING = "*"
 BELOW_TRAINER = [
@@ -144,6 +144,17 @@ def test_every_alias_leads_to_a_name_that_exists() -> None:
     for path, other in finder.same.items():
         assert importlib.import_module(path) is importlib.import_module(other)
         assert importlib.import_module(other).__spec__.name == other
+
+
+def test_an_alias_wins_over_the_folder_that_a_removed_package_leaves(tmp_path) -> None:
+    (tmp_path / "megatron_to_hf" / "__pycache__").mkdir(parents=True)
+    program = (
+        "import sys, slime.backends.megatron_utils as room; room.__path__.append(sys.argv[1]); "
+        "import slime.backends.megatron_utils.megatron_to_hf as found; print(found.__all__)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert "convert_to_hf" in done.stdout, done.stderr
 
 
 def test_the_exceptions_are_still_needed() -> None:
