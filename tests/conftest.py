@@ -67,5 +67,5 @@ def _no_process_group_is_left() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_task(tmp_path_factory: pytest.TempPathFactory) -> TinyTask:
-    """A tiny Qwen3 with random weights and addition problems; paths as strings. Treat the files as read-only."""
+    """A tiny Qwen3 with random weights and addition problems. Paths are strings. Treat the files as read-only."""
     return make_tiny_task(tmp_path_factory.mktemp("tiny_task"))

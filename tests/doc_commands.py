@@ -1,7 +1,7 @@
-"""What the pages show a reader: their commands, who executes each of them, and the model that they name.
+"""The documented commands, the test that executes each of them, and the model that they name.
 
 :func:`census` puts every command of a ``bash`` block into exactly one class. Tests of the documentation, of the
-examples and of whole runs take commands from here, so that what they execute is what a reader sees.
+examples and of whole runs take commands from here, so that tests execute the commands that a reader sees.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Command:
         page: relative to the root of the repository.
         block: which of the page's ``bash`` blocks.
         text: continued lines joined, without comments.
-        needs: what the page says that it needs, such as "a GPU"; empty where nothing is said.
+        needs: the requirement on the page, such as "a GPU", else empty.
     """
 
     page: str
@@ -130,7 +130,7 @@ def commands_of_page(page: Path) -> list[Command]:
 
 
 def _commands(page: str, index: int, block: str) -> list[Command]:
-    """A mark in the first line is about the whole block, one behind a command about this command."""
+    """A mark in the first line is about the whole block, one at the end of a command about this command."""
     of_block = _MARK.match(block)
     found = []
     for line in block.replace("\\\n", " ").splitlines():
@@ -165,7 +165,7 @@ def census() -> dict[Command, Executed]:
 
 
 def shown_flags(page: str, words: str) -> list[str]:
-    """The flags of the one train command on ``page`` that contains ``words``, as arguments; ``...`` stands for none."""
+    """The flags of the one train command on ``page`` that contains ``words``, as arguments. Omits ``...``."""
     [text] = [command.text for command in commands_of_page(ROOT / page) if words in command.text]
     before, driver, after = re.split(r"(\S+\.py|-m \S+)", text, maxsplit=1)
     assert driver, f"{before} starts no program"

@@ -1,7 +1,7 @@
-"""What was compared with what, to which tolerance: the assertion of a test and a row of ``docs/verification.md``.
+"""Comparisons with their tolerances: the assertion of a test and a row of ``docs/verification.md``.
 
 A test calls :func:`verify` instead of asserting by itself. The committed page must have the row with this tolerance, so
-that nobody changes one without the other; its figures are the largest differences of the run that wrote it:
+that both change together. Its figures are the largest differences of the run that wrote it:
 
     SLIME_WRITE_TABLES=1 pytest tests/unit tests/dist      (or only the files concerned)
 """
@@ -45,12 +45,12 @@ _seen: dict[tuple[str, str], tuple[Row, float]] = {}
 def verify(
     what: str, against: str, ours: Any, theirs: Any, *, tolerance: float = 0.0, scale: Scale = "absolute"
 ) -> None:
-    """Assert that ``ours`` and ``theirs`` differ by at most ``tolerance``, and that the page says so.
+    """Assert that ``ours`` and ``theirs`` differ by at most ``tolerance``, as in the page's row.
 
     Args:
         ours, theirs: numbers, tensors, or equally long sequences of them.
         tolerance: 0 means bit for bit.
-        scale: the difference is divided by 1, by ``theirs``, or by 1 + ``theirs``; element by element.
+        scale: the difference is divided by 1, by ``theirs``, or by 1 + ``theirs``, element by element.
     """
     largest = _difference(ours, theirs, scale)
     assert largest <= tolerance, f"{what}: differs from {against} by {largest:.3g}, allowed is {tolerance:g} ({scale})"
@@ -99,7 +99,7 @@ def rows_of_page() -> list[Row]:
 
 
 def write_page() -> None:
-    """Put what this session saw into the page, when the environment asks for it; other rows stay."""
+    """Write this session's figures into the page if the environment asks for it. Other rows stay."""
     if os.environ.get("SLIME_WRITE_TABLES") != "1" or not _seen:
         return
     ran = {row.test for row, _ in _seen.values()}

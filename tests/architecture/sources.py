@@ -1,4 +1,4 @@
-"""What the architecture tests look at: every module of slime, parsed once."""
+"""The sources that the architecture tests inspect: every module of slime, parsed once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Module:
     Attributes:
         name: dotted name.
         path: relative to the repository.
-        room: ``utils``, ``backends/sglang_utils``, ``backends/protocols``; empty for ``slime`` itself.
+        room: ``utils``, ``backends/sglang_utils``, ``backends/protocols``, or empty for ``slime`` itself.
     """
 
     name: str

@@ -72,7 +72,7 @@ THIRD_PARTY: dict[str, list[str]] = {
     "httpx": ["utils", "rollout", "backends/sglang_utils"],
 }
 
-# Modules of `utils` that may import torch; no other may, and `config`, `hooks` and `models` may not at all.
+# Modules of `utils` that may import torch. Other modules of `utils` may not, nor any of `config`, `hooks`, `models`.
 TORCH_IN_UTILS = ("slime.utils.accelerator", "slime.utils.distributed_utils", "slime.utils.memory_utils")
 TORCH_NEVER = ("config", "hooks", "models")
 
@@ -81,7 +81,7 @@ ALLOWED: dict[str, str] = {}
 
 
 def is_own_repair(module: Module) -> bool:
-    """``slime.utils.torchvision_cpu`` declares operators to torch; it is to torchvision what accelerator is to cuda."""
+    """``slime.utils.torchvision_cpu`` declares operators to torch. It is to torchvision what accelerator is to cuda."""
     return module.name == "slime.utils.torchvision_cpu"
 
 

@@ -135,7 +135,7 @@ def comments() -> list[str]:
 
 @functools.cache
 def graph(*, with_lazy: bool) -> dict[str, set[str]]:
-    """Module -> modules of slime that it imports; without lazy imports only those at the top level of the file."""
+    """Module -> modules of slime that it imports. Without lazy imports only those at the top level of the file."""
     names = {module.name for module in modules()}
     found: dict[str, set[str]] = {}
     for module in modules():

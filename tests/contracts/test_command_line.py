@@ -1,6 +1,6 @@
 """The commands that people bring, word for word: real paths are all that is added.
 
-What a command leaves out is derived. E19, the converter, has tests of its own; E21 and E22 are the presets and launch
+Values that a command omits are derived. E19, the converter, has separate tests. E21 and E22 are the presets and launch
 scripts.
 """
 

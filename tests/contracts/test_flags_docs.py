@@ -1,4 +1,4 @@
-"""docs/flags.md is what the argument groups say."""
+"""docs/flags.md matches the argument groups."""
 
 from tools.make_flags_docs import PAGE, page
 

@@ -207,7 +207,7 @@ PARAMETERS = {
 
 
 def modules() -> dict[str, list[str]]:
-    """Module -> names; a line that is indented continues the one before it."""
+    """Module -> names. An indented line continues the line before it."""
     lines = NAMES.strip().replace("\n    ", " ").splitlines()
     return {module: names.split() for module, _, names in (line.partition(":") for line in lines)}
 

@@ -1,4 +1,4 @@
-"""The contracts of users' functions, for functions of your own.
+"""The contracts of users' functions. They also check functions of a user's package.
 
     SLIME_CONTRACT_CUSTOM_RM_PATH=my_pkg.rewards.reward_func pytest tests/contracts/test_public_plugins.py
 

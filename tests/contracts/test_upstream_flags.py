@@ -1,6 +1,6 @@
-"""Every flag that launch scripts may carry is here with its default, or stands in the table of differences.
+"""Every flag of the frozen list exists here with its default, or is a row of the table of differences.
 
-``upstream_flags.csv`` is the frozen list; ``docs/flag_differences.csv`` says what is different on purpose, and is part
+``upstream_flags.csv`` is the frozen list. ``docs/flag_differences.csv`` lists intended differences and is part
 of ``docs/flags.md``.
 """
 

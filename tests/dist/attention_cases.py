@@ -1,4 +1,4 @@
-"""What the ranks do in the tests of context-parallel attention."""
+"""Functions that the ranks run in the tests of context-parallel attention."""
 
 from __future__ import annotations
 

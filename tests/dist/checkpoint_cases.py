@@ -1,4 +1,4 @@
-"""What a rank does in the tests of checkpoints across layouts: train, save, load, train on."""
+"""Functions that a rank runs in the tests of checkpoints across layouts: train, save, load, train on."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ def run(
     """Train on ``rollouts`` and save after some of them.
 
     Returns:
-        start: the first rollout id; weights_at_start, weights: whole, under Hugging Face names; error: of the set-up or
-        of a save, with ``full_disk_on`` this rank's disk is full for shards or for the manifest.
+        start: the first rollout id.
+        weights_at_start, weights: whole, under Hugging Face names.
+        error: of the set-up or of a save. With ``full_disk_on`` this rank's disk is full for shards or the manifest.
     """
     torch.use_deterministic_algorithms(True)
     trainer = MegatronTrainer(make_args(hf, **args), rank=rank, world_size=world_size, with_ref=False)

@@ -36,7 +36,7 @@ _SHORT = {
 
 
 def layout_args(text: str) -> dict[str, Any]:
-    """``"tp2 sp cp2"`` -> arguments; a word without a number is a switch."""
+    """``"tp2 sp cp2"`` -> arguments. A word without a number is a switch."""
     settings: dict[str, Any] = {"use_distributed_optimizer": False}
     for word in text.split():
         name = word.rstrip("0123456789")
@@ -116,7 +116,7 @@ def _steps(left: Result, right: Result) -> list[tuple[dict[str, float], dict[str
 
 
 def _without_rates(step: dict[str, float]) -> dict[str, float]:
-    """A rank with experts of its own has parameter groups of its own, hence more learning rates."""
+    """A rank that owns experts has separate parameter groups for them, hence more learning rates."""
     return {name: value for name, value in step.items() if not name.startswith("lr-pg_")}
 
 

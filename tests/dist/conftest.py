@@ -1,4 +1,4 @@
-"""The fork server of all multi-process tests, and the table of what they compared."""
+"""The fork server of all multi-process tests, and the table of their comparisons."""
 
 from __future__ import annotations
 

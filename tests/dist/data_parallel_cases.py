@@ -1,4 +1,4 @@
-"""What a rank does in ``test_data_parallel`` and ``test_fsdp``: train on its part of every rollout, save, export."""
+"""Functions of a rank in ``test_data_parallel`` and ``test_fsdp``: train on its part of each rollout, save, export."""
 
 from __future__ import annotations
 

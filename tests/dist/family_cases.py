@@ -1,4 +1,4 @@
-"""What a rank does in the tests of model families on parallel layouts: load, compute, export."""
+"""Functions that a rank runs in the tests of model families on parallel layouts: load, compute, export."""
 
 from __future__ import annotations
 
@@ -39,8 +39,12 @@ def _load(path: Path) -> tuple[Any, Any]:
 def round_trip(
     rank: int, world_size: int, paths: list[str], layout: dict[str, int], buckets: list[int], lengths: list[int]
 ) -> dict[str, dict[str, Any]]:
-    """Per checkpoint: ``exports``, for every bucket size which names come back and whether each is equal to the saved
-    one; ``logits`` of sequences of ``lengths``, whole, None where the last pipeline stage is elsewhere."""
+    """Results per checkpoint.
+
+    Returns:
+        exports: for every bucket size which names come back and whether each is equal to the saved one.
+        logits: of sequences of ``lengths``, whole. None if the last pipeline stage is elsewhere.
+    """
     from slime.backends.megatron_utils.checkpoint.hf_weights import export_weights
 
     _start(layout)

@@ -1,6 +1,6 @@
 """A process that has everything imported and forks the ranks of one case after the other. Run by ``ranks``.
 
-A line on stdin names a directory; its ``request.json`` says what to run on how many ranks. Each rank leaves
+A line on stdin names a directory. Its ``request.json`` has the function and the number of ranks. Each rank leaves
 ``rank_N.pt`` (what it returned) or ``rank_N.error`` (a traceback), and ``rank_N.log``. The answer is one line of JSON.
 """
 
@@ -101,7 +101,7 @@ def _fork(directory: Path, case: str, rank: int, world_size: int, port: int) -> 
 
 
 def _die_with_parent() -> None:
-    """Nothing is left behind, however the tests end (Linux)."""
+    """Leave no process, however the tests end (Linux)."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 

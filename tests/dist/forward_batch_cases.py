@@ -1,4 +1,4 @@
-"""What a rank does in ``test_forward_batch``: compute log-probs with and without micro-batches of their own."""
+"""Functions that a rank runs in ``test_forward_batch``: compute log-probs with and without separate micro-batches."""
 
 from __future__ import annotations
 

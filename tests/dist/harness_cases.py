@@ -1,4 +1,4 @@
-"""What the ranks do in the tests of the harness itself."""
+"""Functions that the ranks run in the tests of the harness itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank does in the tests of parallel layouts: train on its part of a rollout and tell everything it saw."""
+"""Functions that the ranks run in the tests of parallel layouts: train on a part of a rollout, return every result."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def train(
     """Train on one rollout of ``num_steps`` steps.
 
     Returns:
-        log_probs: before training, by position in the whole batch; columns: the rank's after training; report;
-        gradients: of the first step; weights: after the last. Both under Hugging Face names, whole. num_states: weights
-        whose optimizer states this rank has.
+        log_probs: before training, by position in the whole batch.
+        columns: the rank's after training.
+        gradients, weights: of the first step, after the last. Both whole, under Hugging Face names.
+        num_states: weights whose optimizer states this rank has.
     """
     torch.use_deterministic_algorithms(True)
     settings = make_args(hf, **args)
@@ -51,7 +52,7 @@ def train(
 
 
 def train_with_deep_gemm(rank: int, world_size: int, **case: Any) -> dict[str, Any]:
-    """:func:`train` where a stand-in of the package is installed."""
+    """:func:`train` with a fake of the package."""
     package = sys.modules["deep_gemm"] = make_package()
     result = train(rank, world_size, **case)
     assert package.calls
@@ -66,7 +67,7 @@ def _log_probs(trainer: MegatronTrainer, part: dict[str, Any]) -> list[torch.Ten
 
 
 def _keep_batches() -> list[Any]:
-    """Every batch that is made from now on; the trainer adds columns to its own."""
+    """Every batch that is made from now on. The trainer adds columns to its copy."""
     from slime.backends.megatron_utils import actor
 
     kept: list[Any] = []
@@ -141,7 +142,7 @@ def poisoned(
 ) -> dict[str, Any]:
     """Train with a NaN in a reward of one data-parallel rank, or in a weight of one rank.
 
-    Returns the error of this rank and whether its weights are what they were.
+    Returns the error of this rank and whether its weights are unchanged.
     """
     settings = make_args(hf, **args)
     trainer = MegatronTrainer(settings, rank=rank, world_size=world_size, with_ref=False)
@@ -169,7 +170,7 @@ def poisoned(
 def train_critic(
     rank: int, world_size: int, hf: str, batch: dict[str, Any], num_steps: int, args: dict[str, Any], size: int = 3
 ) -> dict[str, Any]:
-    """Train a critic on the same rollout twice; the second values show what the first update did."""
+    """Train a critic on the same rollout twice. The second values show the effect of the first update."""
     from slime.backends.megatron_utils.critic import MegatronCritic
 
     torch.use_deterministic_algorithms(True)

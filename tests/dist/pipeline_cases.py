@@ -14,7 +14,7 @@ _SHAPE = (50, 1, 32)
 
 
 def send_and_give_up(rank: int, world_size: int) -> list[float]:
-    """The first stage sends 7, gives the memory up and writes into it as Megatron's interleaved schedule does; the
+    """Send 7 from the first stage, release the memory and write into it, as Megatron's interleaved schedule does. The
     second is late to receive. Returns the values that each stage received."""
     dist.init_process_group("gloo")
     config = SimpleNamespace(

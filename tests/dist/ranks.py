@@ -1,7 +1,7 @@
-"""Runs a function on N ranks, each a process of its own that talks gloo to the others; a case costs about a second.
+"""Runs a function on N ranks, which are separate processes joined by gloo. A case costs about a second.
 
 ``ranks.run("tests.dist.some_module:function", 4, argument=...)`` calls ``function(rank, world_size, argument=...)`` on
-each rank and returns what they returned. The ranks are forked from one process that has torch and megatron imported.
+each rank and returns the results. The ranks are forked from one process that has torch and megatron imported.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _ROOT = Path(__file__).parents[2]
 
 
 class ForkServer:
-    """Starts its process with the first case; ``close`` ends it."""
+    """Starts its process with the first case. ``close`` ends it."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._process: subprocess.Popen[str] | None = None
 
     def run(self, case: str, world_size: int, *, timeout_s: float = 60.0, **arguments: Any) -> list[Any]:
-        """What the ranks return, by rank.
+        """Return the results of the ranks, by rank.
 
         Args:
-            case: ``module:function``; arguments and results travel through ``torch.save``.
+            case: ``module:function``. Arguments and results travel through ``torch.save``.
 
         Raises:
-            AssertionError: a rank failed or did not end in time; has every rank's traceback and last output.
+            AssertionError: a rank failed or did not end in time. It has every rank's traceback and last output.
         """
         directory = Path(tempfile.mkdtemp(prefix="case-", dir=self._directory))
         torch.save(arguments, directory / "arguments.pt")

@@ -1,4 +1,4 @@
-"""What a rank does in ``test_scorer``: score requests as the log-prob server's ranks do, and change its weights."""
+"""Functions that a rank runs in ``test_scorer``: score requests as ranks of the log-prob server, change weights."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from slime.utils.errors import ConfigError
 def score(
     rank: int, world_size: int, flags: list[str], requests: list[dict[str, Any]], bins: int, then: str
 ) -> dict[str, Any]:
-    """Score ``requests`` in rounds of at most 40 tokens and ``bins`` micro-batches a rank; again with other weights.
+    """Score ``requests`` in rounds of at most 40 tokens and ``bins`` micro-batches a rank, then with other weights.
 
     Returns:
-        before, after: answers by position of their request, where the rank has them; refused: what a missing path says.
+        before, after: answers by position of their request, on the rank that has them.
+        refused: the error for a missing path.
     """
     args = parse_server_args([*flags, "--actor-num-gpus-per-node", str(world_size)])
     scorer = MegatronScorer(args, rank=rank, world_size=world_size)

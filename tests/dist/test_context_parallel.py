@@ -63,7 +63,7 @@ def test_every_rank_gets_the_whole_and_keeps_its_share_of_the_gradient(owner: li
         ranks.run("tests.dist.attention_cases:gather", 3, owner=owner, values=values)
     ):
         assert torch.equal(whole, values)
-        # d(sum^2) = 2 sum, on the ranks that hold tokens; nothing is counted three times
+        # d(sum^2) = 2 sum, on the ranks that hold tokens. Each token is counted once, not per rank.
         assert gradient.tolist() == [2 * total] * owner.count(rank)
 
 

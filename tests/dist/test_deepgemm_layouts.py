@@ -1,4 +1,4 @@
-"""Products of deep_gemm, here a stand-in, come with the communication of the layers whose products they replace."""
+"""Products of deep_gemm (a fake) communicate like the layers whose products they replace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's choices of experts, forced on every layout: each computes what a plain loop over those experts does."""
+"""The engine's choices of experts, forced on every layout, match a plain loop over those experts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _batch() -> dict[str, Any]:
         for length in batch["total_lengths"]
     ]
     for experts in batch["rollout_routed_experts"]:
-        experts[:, _DENSE] = 99  # nobody may look at a dense layer
+        experts[:, _DENSE] = 99  # must not be read: a dense layer has no experts
     return batch
 
 
@@ -55,7 +55,7 @@ def one_rank(ranks: ForkServer, directory: Path) -> Result:
 
 @contextmanager
 def _forced(model: Any, experts: torch.Tensor) -> Iterator[None]:
-    """The transformers model takes ``experts`` [tokens, layers, topk]; their scores are still the router's."""
+    """The transformers model takes ``experts`` [tokens, layers, topk]. Their scores remain the router's."""
     for number, layer in enumerate(model.model.layers):
         if number != _DENSE:
             router = layer.mlp.gate

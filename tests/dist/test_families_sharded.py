@@ -38,7 +38,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def expected(checkpoints: dict[str, Path]) -> dict[str, torch.Tensor]:
-    """Logits by ``transformers``; makes the checkpoints."""
+    """Compute logits by ``transformers`` and make the checkpoints."""
     generator = torch.Generator().manual_seed(1)
     sequences = [torch.randint(0, VOCAB, (length,), generator=generator) for length in _LENGTHS]
     logits = {}
@@ -103,7 +103,7 @@ def test_weights_and_logits_are_the_same_on_every_layout(
 def test_a_tensor_that_only_one_rank_misses_is_the_error_of_all(
     ranks: ForkServer, checkpoints: dict[str, Path], expected: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
-    """Expert 7 lives on the second expert-parallel rank; the first must not go on alone."""
+    """Expert 7 belongs to the second expert-parallel rank. The first must not go on alone."""
     source = checkpoints["qwen3_moe"]
     (tmp_path / "config.json").write_text((source / "config.json").read_text())
     tensors = saved_tensors(source)

@@ -1,4 +1,4 @@
-"""Passes without gradients in micro-batches of their own see what they would see in those of the training steps."""
+"""Passes without gradients in separate micro-batches get the inputs that they would get in the training steps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def uneven() -> dict[str, Any]:
-    """Eight samples; with two data-parallel ranks one has all the long ones."""
+    """Eight samples. With two data-parallel ranks, one has all the long ones."""
     batch = make_batch(8, seed=1, lengths=[(3, 25) if i % 2 else (2, 2) for i in range(8)])
     assert [len(tokens) for tokens in batch["tokens"]] == [4, 28] * 4
     return batch

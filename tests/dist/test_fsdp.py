@@ -23,7 +23,7 @@ _OPTIMIZER = {"lr": 1e-3, "weight_decay": 0.1, "lr_decay_style": "cosine", "lr_w
 
 
 class Runs:
-    """Trains two steps on each of the batches; every distinct run once."""
+    """Train two steps on each of the batches. Every distinct run happens once."""
 
     def __init__(self, ranks: ForkServer, directory: Path) -> None:
         self._ranks = ranks
@@ -56,7 +56,7 @@ def runs(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def _assert_same(left: Result, right: Result) -> None:
-    """Metrics within 1e-5 of their size, or within 1e-6 where terms cancel; weights within 1e-5 after four steps."""
+    """Metrics within 1e-5 of their size, or within 1e-6 if terms cancel. Weights within 1e-5 after four steps."""
     for a, b in zip(left["reports"], right["reports"], strict=True):
         for mine, other in zip([*a.steps, a.rollout], [*b.steps, b.rollout], strict=True):
             assert mine == pytest.approx(other, rel=1e-5, abs=1e-6)

@@ -1,5 +1,5 @@
-"""On any layout: bad gradients of one rank stop all of them before anything is applied; the LM head does no needless
-work; the same run twice is the same bit for bit."""
+"""On any layout, bad gradients of one rank stop all ranks before the update. The LM head does no needless
+work. Two equal runs match bit for bit."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_only_rows_that_predict_response_tokens_go_through_the_head(
     counts = ranks.run(f"{_CASES}:head_rows", world_size, hf=hf, batch=batch, args=layout)
     head, layers = (sum(column) for column in zip(*counts, strict=True))
     assert head == num_heads * sum(batch["response_lengths"])
-    # with sequence and context parallelism every token is on one rank, plus padding; with pipelining on each stage
+    # With sequence and context parallelism every token is on one rank, plus padding. With pipelining on each stage.
     assert layers >= num_copies * sum(batch["total_lengths"])
     assert head < layers * num_heads
 

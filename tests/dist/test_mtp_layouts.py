@@ -14,7 +14,7 @@ from tests.unit.megatron_utils.tiny_families import make_family_checkpoint
 from tests.unit.megatron_utils.tiny_trainer import make_batch
 
 Train = Callable[..., list[Result]]
-# Per token: the mean over a micro-batch, which is what the other mode takes, depends on how samples are packed
+# Per token: the other mode takes the mean over a micro-batch, which depends on how samples are packed
 _MTP = {"mtp_num_layers": 1, "enable_mtp_training": True, "calculate_per_token_loss": True}
 
 

@@ -52,7 +52,7 @@ _SCHEDULE = {"lr": 1e-3, "lr_decay_style": "cosine", "lr_warmup_iters": 1, "weig
 _TWO_INSTANCES = (4, {"num_distributed_optimizer_instances": 2})
 _MUON = {"optimizer": "muon"}
 _DIST_MUON = {"optimizer": "dist_muon", "fp32": False}
-_ROUNDING = 2.1e-3  # of weights in bf16; a step without the saved momentum is 3.9e-3 away
+_ROUNDING = 2.1e-3  # of weights in bf16: a step without the saved momentum is 3.9e-3 away
 
 
 @pytest.mark.parametrize(

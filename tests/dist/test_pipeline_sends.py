@@ -1,4 +1,4 @@
-"""Interleaved pipeline stages go on while they send; what they send arrives however late it leaves."""
+"""Interleaved pipeline stages continue while they send. Their data arrives even if it leaves late."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The harness of the multi-process tests: results by rank, every rank's error, a deadline, nothing left behind."""
+"""The harness of the multi-process tests: results by rank, every rank's error, a deadline, no processes left over."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Two directories; the second model is another one of the same shape."""
+    """Two directories. The second model has the same shape and other weights."""
     paths = [tmp_path_factory.mktemp("scorer"), tmp_path_factory.mktemp("scorer")]
     model = make_hf_model("qwen3", paths[0], vocab_size=VOCAB)
     with torch.no_grad():

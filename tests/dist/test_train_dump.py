@@ -1,4 +1,4 @@
-"""The dump of what was trained is the same file whatever the layout of the ranks is, but for who had which sample."""
+"""The dump of the trained samples is the same file on every layout, except for the rank of each sample."""
 
 from __future__ import annotations
 

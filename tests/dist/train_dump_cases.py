@@ -1,4 +1,4 @@
-"""What a rank does in ``test_train_dump``: train on its part of a rollout, which is dumped."""
+"""Functions that a rank runs in ``test_train_dump``: train on its part of a rollout, which is dumped."""
 
 from __future__ import annotations
 

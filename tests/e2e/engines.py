@@ -1,4 +1,4 @@
-"""Engines without Ray: real servers of this process's own, behind the protocol that weight sync talks to."""
+"""Engines without Ray: real servers in this process, with the protocol that weight sync uses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LocalCalls:
 
 
 class LocalFleet:
-    """Engines of this process behind the EngineFleet protocol: the weight sync needs no Ray."""
+    """Engines of this process with the EngineFleet protocol: the weight sync needs no Ray."""
 
     def __init__(self, handles: Sequence[SGLangEngine], engines: Sequence[EngineInfo] | None = None) -> None:
         self.handles = handles

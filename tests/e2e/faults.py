@@ -1,7 +1,7 @@
-"""Breaks a run from outside, at a moment of one's choice, and watches what becomes of it.
+"""Breaks a run from outside, at a chosen moment, and watches the result.
 
-The moment is found in ``progress.json``, as a user would; for the two phases that it does not tell apart (rewards are
-computed while responses are generated, and a batch is made in milliseconds) the run is given functions of a user that
+The moment is found in ``progress.json``, as a user would. It cannot distinguish two phases (rewards are
+computed while responses are generated, and a batch is made in milliseconds). For these the run gets user functions that
 take their time and leave a file (``lingering_functions``).
 """
 
@@ -64,7 +64,7 @@ class Broken:
         return found
 
     def progress(self) -> dict[str, Any]:
-        """Empty until this run has written some; what another one left in the folder does not count."""
+        """Empty until this run has written some. Those of an earlier run in the folder do not count."""
         try:
             found = json.loads((self.output / "run" / "progress.json").read_text())
         except FileNotFoundError:
@@ -106,7 +106,7 @@ class Broken:
         return self.wait(found)
 
     def startup_s(self, killed_at: float) -> float:
-        """Seconds that engines and trainer took to start again after ``killed_at``; 0 when they did not have to."""
+        """Seconds that engines and trainer took to start again after ``killed_at``, or 0 if they did not restart."""
         begun = [entry["at"] for entry in self._ledger(killed_at) if entry["event"] == "begin"]
         return begun[-1] - self.progress()["started"] if begun else 0.0
 
@@ -122,7 +122,7 @@ class Broken:
 
 @contextmanager
 def broken(flags: list[Any], output: Path, script: str = "train.py") -> Iterator[Broken]:
-    """Start a run; whatever is left of it at the end is killed."""
+    """Start a run. Its remaining processes are killed at the end."""
     log = output / f"log-{time.time():.0f}"
     process, mark = start_train(flags, output, log, script)
     try:

@@ -15,7 +15,7 @@ async def lingering_reward(args, sample, **kwargs):
 
 
 def lingering_post_process(args, samples, **kwargs):
-    """Rewards as they are; called while the batch is made."""
+    """Unchanged rewards. Called while the batch is made."""
     _show(args, "convert", samples[0].group_index // args.rollout_batch_size)
     time.sleep(0.2)
     rewards = [sample.get_reward_value(args) for sample in samples]

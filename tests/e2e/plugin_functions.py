@@ -38,7 +38,7 @@ def dying_reward(args, sample, **kwargs):
 
 
 async def hostile_answers(args, sample, sampling_params):
-    """What the model writes is replaced by answers that nothing can grade in time; one call exits."""
+    """Replace the model's text by answers that the grader cannot grade in time. One call exits."""
     from slime.rollout.sglang_rollout import generate
 
     if sample.index == 3:
@@ -54,7 +54,7 @@ def hanging_reward(args, sample, **kwargs):
 
 
 async def sevens_and_what_the_reference_says(args, sample, **kwargs):
-    """The share of sevens; in the metadata, the version of the weights of the model ``ref`` that was asked as well."""
+    """The share of sevens. The metadata gets the weight version of the model ``ref``, which is asked as well."""
     from slime.rollout.sglang_rollout import get_model_url
     from slime.utils.http_utils import post
 

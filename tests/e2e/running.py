@@ -50,7 +50,7 @@ def run_train(flags: list[Any], cwd: Path, timeout_s: float = 240.0, script: str
 
 
 def exit_status(process: subprocess.Popen, log: Path, timeout_s: float = 240.0) -> int:
-    """Exit status of a run. A run that takes longer is killed; the error has the end of its log."""
+    """Exit status of a run. A run that takes longer is killed, and the error has the end of its log."""
     status = wait_for_exit(process, timeout_s)
     if status is None:
         process.kill()

@@ -1,4 +1,4 @@
-"""Processes of a run that are killed or stopped: it says who, or goes on by itself; in the end it is the same run.
+"""A run names a killed or stopped process, or recovers. In the end it equals the undisturbed run.
 
 The full table of processes and phases is made by ``make chaos``.
 """
@@ -47,7 +47,7 @@ def exact_flags(task, output: Path, *more: Any) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tiny_task, tmp_path_factory):
-    """A run that nothing disturbs for four rollouts, and Ctrl-C ends in the fifth: (folder, what it left)."""
+    """A run without faults for four rollouts, ended by Ctrl-C in the fifth: (folder, results)."""
     output = tmp_path_factory.mktemp("undisturbed")
     with broken(exact_flags(tiny_task, output, "--num-rollout", 1000), output) as run:
         return output, end_driver(run, signal.SIGINT, ROLLOUTS)

@@ -28,7 +28,7 @@ ROLLOUTS = 3
 
 @pytest.fixture(scope="module")
 def both_runs(tiny_task, tmp_path_factory) -> dict[str, Path]:
-    """The same run with two engines on devices of their own and on those of the two trainer ranks."""
+    """The same run with two engines on separate devices and on those of the two trainer ranks."""
     outputs = {}
     for name, places in (("apart", ("--rollout-num-gpus", 2)), ("together", ())):
         output = outputs[name] = tmp_path_factory.mktemp(name)
@@ -103,7 +103,7 @@ def test_an_engine_gives_its_memory_back_and_serves_again_after_a_sync(tiny_task
         generate(engine, ids)
         before = engine.weights_checksum()
         memory.offload()
-        memory.offload()  # whoever is not sure may ask again
+        memory.offload()  # a repeated call is allowed
         released = engine.weights_checksum()
         changed = {name for name, checksum in before.items() if released[name] != checksum}
         assert changed >= {name for name in before if "proj" in name}, "norms are smaller than a page and stay"

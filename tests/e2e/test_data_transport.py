@@ -1,4 +1,4 @@
-"""``--rollout-data-transport nixl``: a batch as the trainer gets it. Needs the package ``nixl``; a CPU is enough."""
+"""``--rollout-data-transport nixl``: a batch as the trainer gets it. Needs the package ``nixl``, but no GPU."""
 
 from __future__ import annotations
 

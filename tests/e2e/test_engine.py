@@ -388,7 +388,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def seen_inside_sglang() -> dict[str, Any]:
-    """What only a process that imports SGLang can tell; one for all, it takes seconds."""
+    """Facts that only a process with SGLang imported can check. One process for all: the import takes seconds."""
     command = [sys.executable, "-c", INSIDE_SGLANG]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))

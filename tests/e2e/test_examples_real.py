@@ -37,7 +37,7 @@ def test_tiny_models_learn_to_use_a_search_server_and_a_python_sandbox(tmp_path)
 
 
 def assert_learned(output, tag: str) -> None:
-    """Right answers and calls of the tool became more; the tool's words are in the samples and not trained on."""
+    """Right answers and tool calls increase. The tool's words are in the samples and are not trained on."""
     records = metrics(output / "grpo")
     rewards = values(records, "rollout/raw_reward")
     assert sum(rewards[-3:]) / 3 > rewards[0] + 0.2, rewards

@@ -1,4 +1,4 @@
-"""Engines that were started by somebody else: used, given weights, waited for, and left alone."""
+"""Engines that another program started: used, given weights, waited for, and left running."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Worker:
 
 @pytest.fixture(scope="module")
 def actors():
-    """Makes actors; one Ray for all tests."""
+    """Make actors in one Ray for all tests."""
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=80 * 2**20)
     actor = ray.remote(Worker)
 

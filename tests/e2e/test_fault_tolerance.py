@@ -1,6 +1,6 @@
 """Engines that die in the middle of a rollout: the run goes on, loses nothing, and the engine serves again.
 
-The asynchronous loop here; the synchronous one, with several models, in ``test_served_models``.
+The asynchronous loop is here. The synchronous one, with several models, is in ``test_served_models``.
 """
 
 from __future__ import annotations

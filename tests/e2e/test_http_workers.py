@@ -1,4 +1,4 @@
-"""``--use-distributed-post`` with real actors: who posts, and what becomes of errors, deaths and what is given up."""
+"""``--use-distributed-post`` with real actors: who posts, and the results of errors, deaths and cancelled requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A teacher behind the log-prob server, end to end: distillation from it, with requests from every node, and --ci-test.
+"""A teacher in the log-prob server, end to end: distillation from it, with requests from every node, and --ci-test.
 
 The temperature makes the random model as sure of itself as --ci-test expects of a trained one.
 """

@@ -31,7 +31,7 @@ def grpo_flags(task, output: Path, *more: Any) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def resumed_run(tiny_task, tmp_path_factory):
-    """Five rollouts, then the same command for eight: what the second one continues from is the first's checkpoint."""
+    """Five rollouts, then the same command for eight, which continues from the checkpoint of the first."""
     output = tmp_path_factory.mktemp("loop")
     (output / "data").mkdir()
     for name in ("gsm8k", "math"):

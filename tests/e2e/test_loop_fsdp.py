@@ -1,4 +1,4 @@
-"""The real stack with ``--train-backend fsdp``: Ray, sharded models of transformers, SGLang, its router; on a CPU."""
+"""The real stack with ``--train-backend fsdp`` on a CPU: Ray, sharded models of transformers, SGLang, its router."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FSDP = shown_flags("docs/fsdp.md", "--train-backend fsdp")
 
 @pytest.fixture(scope="module")
 def fsdp_run(tiny_task, tmp_path_factory) -> Path:
-    """Two ranks that share every sequence, and one engine; every weight is compared after every sync."""
+    """Two ranks that share every sequence, and one engine. Every weight is compared after every sync."""
     output = tmp_path_factory.mktemp("fsdp")
     flags = grpo_flags(
         *(tiny_task, output, *_FSDP, "--num-rollout", 5, "--check-weight-update-equal"),

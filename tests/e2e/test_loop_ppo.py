@@ -9,7 +9,7 @@ from tests.e2e.running import metrics, run_train, values
 
 
 def readers_files(directory: Path) -> None:
-    """What the pages write beside their commands: a reward, and where actor and critic differ."""
+    """The additions of the pages to their commands: a reward, and the differences between actor and critic."""
     [reward] = [
         code for code in blocks(ROOT / "docs/en/get_started/quick_start.md", "python") if "def reward_func" in code
     ]

@@ -1,4 +1,4 @@
-"""A bf16 engine tells which experts it chose, and training takes the same ones."""
+"""A bf16 engine reports its choices of experts, and training uses the same ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.e2e.test_loop import grpo_flags
 
 @pytest.fixture(scope="module")
 def runs(tiny_task, tmp_path_factory) -> dict[str, Path]:
-    """Two rollouts with replay; then training alone, without replay, on the first of them."""
+    """Two rollouts with replay, then training alone, without replay, on the first of them."""
     model = make_moe_model(tiny_task, tmp_path_factory.mktemp("moe"))
     task = dataclasses.replace(tiny_task, model=str(model))
     outputs = {name: tmp_path_factory.mktemp(name) for name in ("with", "without")}

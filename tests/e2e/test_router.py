@@ -81,7 +81,7 @@ def test_flags_reach_the_routers_own_arguments():
 
 
 class Worker:
-    """Answers what a router asks a new worker."""
+    """Answers the requests that a router sends to a new worker."""
 
     def __init__(self) -> None:
         class Handler(BaseHTTPRequestHandler):

@@ -1,6 +1,6 @@
 """Several models, unequal engines and two nodes on the real stack: --sglang-config in a cluster of others.
 
-The nodes are two raylets on this machine, each with devices of its own. The engine with two devices takes each for a
+The nodes are two raylets on this machine with separate devices. The engine with two devices takes each for a
 node (``--num-gpus-per-node 1``): it has two servers.
 """
 

@@ -1,4 +1,4 @@
-"""Two nodes that reach one another over a network only: each a raylet with a network and shared memory of its own.
+"""Two nodes that reach one another over a network only: raylets with separate networks and shared memory.
 
 Needs to be root. Everything lives in a process namespace as well, and ends with it.
 """

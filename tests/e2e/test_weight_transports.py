@@ -1,4 +1,4 @@
-"""Every way weights travel, against real servers: what engines hold afterwards is what the trainer had, bit for bit."""
+"""Every transport of weights, against real servers: engines hold the trainer's weights afterwards, bit for bit."""
 
 from __future__ import annotations
 

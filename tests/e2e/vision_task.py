@@ -11,7 +11,7 @@ __all__ = ["make_vision_prompts"]
 
 
 def make_vision_prompts(path: Path, count: int) -> str:
-    """One row after the other has no image, one, or two; of different sizes and colours."""
+    """Rows with no image, one, or two in turn, in different sizes and colors."""
     from PIL import Image
 
     rows = []

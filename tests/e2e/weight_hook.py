@@ -1,4 +1,4 @@
-"""What a user may do with versions of the weights that go through files."""
+"""A user's hook on versions of the weights that go through files."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Examples have models of their own, so nothing of one test's tokenizer may reach the next."""
+"""Each example has a separate model. Nothing of one test's tokenizer may reach the next test."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def model(tmp_path_factory):
 
 
 def play(model, answer, prompt=None, evaluation=False):
-    """``answer(role) -> (text, finish reason)``; returns the group's samples and the prompts of all requests."""
+    """Use ``answer(role) -> (text, finish reason)``. Returns the group's samples and the prompts of all requests."""
     prompts: list[str] = []
 
     def reply(payload, number):

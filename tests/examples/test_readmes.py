@@ -59,7 +59,7 @@ def test_the_files_of_a_readme_exist(name):
 
 
 class Driver:
-    """Takes the place of ``run_train``: checks the flags and leaves what the run would leave."""
+    """Replaces ``run_train``: checks the flags and leaves the files of a run."""
 
     def __init__(self) -> None:
         self.runs: list[list[str]] = []

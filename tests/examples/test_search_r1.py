@@ -1,4 +1,4 @@
-"""Search-R1: the index ranks, the server speaks its protocol, the turns mask what was retrieved, answers are graded."""
+"""Search-R1: the index ranks, the server has its protocol, turns mask retrieved text, answers are graded."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_best_passage_has_the_rare_word_and_unknown_words_find_nothing():
 
 
 def test_bm25_scores_follow_the_formula():
-    # one document "a a", one "b": N = 2, mean length 1.5; idf = ln(1 + 1.5 / 1.5), tf = 2
+    # one document "a a", one "b": N = 2, mean length 1.5, idf = ln(1 + 1.5 / 1.5), tf = 2
     ((text, score),) = SERVER.Bm25(["a a", "b"]).search("a", 5)
     assert text == "a a"
     assert score == pytest.approx(0.6931471805599453 * 2 * 2.2 / (2 + 1.2 * (0.25 + 0.75 * 2 / 1.5)))

@@ -1,6 +1,6 @@
 """Loss and gradient of one fixed batch against TRL's GRPOTrainer, for the objectives that both have.
 
-TRL is no dependency: without it these tests are skipped. In an environment of its own: ``pip install trl``, then
+TRL is an optional peer. Without it these tests are skipped. In a separate environment: ``pip install trl``, then
 ``python -m pytest tests/peers``.
 """
 
@@ -31,7 +31,7 @@ class Peer:
     """One objective in both vocabularies.
 
     Attributes:
-        trl: attributes of the trainer; ``args`` is a namespace inside it.
+        trl: attributes of the trainer. ``args`` is a namespace inside it.
         divisor: what turns our sum into TRL's mean.
     """
 
@@ -104,7 +104,7 @@ ENTROPY = per_token(4, 1.0).abs()
 
 
 def run_trl(peer: Peer) -> tuple[torch.Tensor, torch.Tensor, dict[str, list[float]]]:
-    """(loss, gradient by log-prob, metrics) of TRL's own loss function; the model is replaced by its log-probs."""
+    """(loss, gradient by log-prob, metrics) of TRL's loss function. The model is replaced by its log-probs."""
     from trl import GRPOTrainer
 
     leaf = NEW.clone().requires_grad_()

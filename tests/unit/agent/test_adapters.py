@@ -32,7 +32,7 @@ CALL = "<tool_call><function=look><parameter=b>2</parameter><parameter=a>1</para
 
 
 class Tokenizer:
-    """One token per character; a message is its role's first letter, its content, and ``$``."""
+    """One token per character. A message is its role's first letter, its content, and ``$``."""
 
     eos_token = END
 
@@ -48,7 +48,7 @@ class Tokenizer:
 
 
 class Agent:
-    """An adapter, its server, the engine behind it and a client in front."""
+    """An adapter, its server, an engine that it calls and a client that calls it."""
 
     def __init__(self, kind, replies: list[Any], **settings: Any) -> None:
         def on_generate(payload, number):
@@ -327,7 +327,7 @@ def test_the_session_is_named_by_token_or_body(make):
     agent.chat([Q], sid="", metadata={"session_id": "y"})
     agent.chat([Q], sid="")
     for sid in ("x", "y", "default"):
-        asyncio.run(agent.adapter.shutdown_session(sid))  # waits for what follows the answer
+        asyncio.run(agent.adapter.shutdown_session(sid))  # waits for the work after the answer
     assert [agent.adapter.manager.turn_count(sid) for sid in ("x", "y", "default")] == [1, 1, 1]
 
 
@@ -424,7 +424,7 @@ def test_the_debug_callback_sees_the_turn_and_health_is_answered(make):
     seen: list[tuple] = []
     agent = make(OpenAIAdapter, ["a" + END], debug_callback=lambda *values: seen.append(values))
     agent.chat([Q])
-    agent.finish()  # waits for what follows the answer
+    agent.finish()  # waits for the work after the answer
     ((sid, messages, tools, message, turn),) = seen
     assert (sid, messages, tools, message) == ("s", [Q], None, {"role": "assistant", "content": "a"})
     assert turn.output_ids == [ord("a"), ord(END)]

@@ -19,7 +19,7 @@ CTX = HarnessContext("/repo", "sid", "http://a:1")
 
 
 class Recorder:
-    """Remembers commands and files; ``answers`` maps a part of a command to its results, in order."""
+    """Remembers commands and files. ``answers`` maps a part of a command to its results, in order."""
 
     sandbox_id = "fake"
 

@@ -1,4 +1,4 @@
-"""What a model wrote, taken apart into reasoning, text and tool calls."""
+"""A model's text, split into reasoning, text and tool calls."""
 
 from __future__ import annotations
 

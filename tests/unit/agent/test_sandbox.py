@@ -1,4 +1,4 @@
-"""Long commands in a sandbox: run once, waited for, within a budget; and the E2B client's retries."""
+"""Long commands in a sandbox: run once, waited for, within a budget. Also the E2B client's retries."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def test_a_failed_command_is_a_result_or_an_error_and_a_missing_file_an_error(re
 
 @pytest.fixture
 def docker(tmp_path):
-    """A program that runs what it is told on this machine, and writes down how it was called."""
+    """A program that runs its arguments on this machine and records how it was called."""
     program = tmp_path / "docker"
     program.write_text(
         "#!/bin/bash\n"

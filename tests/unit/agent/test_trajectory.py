@@ -1,4 +1,4 @@
-"""Where a turn goes in the tree of messages, and how the turns of a session are joined into samples."""
+"""The place of a turn in the tree of messages, and the samples that the turns of a session are joined into."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_an_empty_response_makes_no_sample():
 
 
 def test_a_replay_that_drifts_inside_the_last_response_costs_its_training_and_nothing_else():
-    # the response 3,4 comes back as 3,9: the sample goes on from what the client sent
+    # the response 3,4 comes back as 3,9: the sample continues from the tokens that the client sent
     session = Session().play([Q], A, [1, 2], [3, 4]).play([Q, A, OBS], A2, [1, 2, 3, 9, 5], [6])
     assert rows(session.samples()) == [([1, 2, 3, 9, 5, 6], [0, 0, 0, 1])]
 

@@ -1,4 +1,4 @@
-"""Advantages and returns of every estimator against plain loops in fp64; discounting; whitening over ranks."""
+"""Advantages and returns of every estimator against plain loops in fp64, discounting, whitening over ranks."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_flag_checks_and_plan_follow_from_the_record(command: TinyCommand) -> No
     warnings = command.warnings(*flags)
     assert "--eps-clip 0.2: toy cuts off small ratios too; its paper uses 0.5 here" in warnings
     assert "--kl-coef: 0.1 has no effect with --advantage-estimator toy" in warnings
-    assert "--gae-trained-tokens-only" not in warnings  # read where there is a critic
+    assert "--gae-trained-tokens-only" not in warnings  # read if the run has a critic
     assert args.n_samples_per_prompt == 4
     assert command.resolve(*flags, without=("--n-samples-per-prompt",)).n_samples_per_prompt == 8
     assert (

@@ -1,4 +1,4 @@
-"""Log-probs and entropy: against dense log_softmax and autograd, alone and over two gloo ranks; memory; chunking."""
+"""Log-probs and entropy against dense log_softmax and autograd, alone and over two gloo ranks. Memory and chunking."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def as_sets(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def nucleus_reference(case: dict, keep: torch.Tensor) -> dict:
-    """log softmax over the kept ids and the target, entropy over the vocabulary; fp64."""
+    """log softmax over the kept ids and the target, and entropy over the vocabulary, in fp64."""
     logits = case["logits"].double().requires_grad_()
     targets, vocab_size = case["targets"], case["vocab_size"]
     kept = keep | torch.nn.functional.one_hot(targets, WIDTH).bool()
@@ -240,7 +240,7 @@ def test_misfits_are_rejected():
 
 
 def peak_bytes(run) -> int:
-    """Most bytes that ``run`` had allocated at one time, beyond what was there before."""
+    """Peak bytes that ``run`` allocated in addition to those allocated before."""
     with torch.profiler.profile(profile_memory=True) as profile:
         run()
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]

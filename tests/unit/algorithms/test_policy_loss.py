@@ -43,7 +43,7 @@ def make_tokens(seed: int) -> PolicyTokens:
 
 @dataclass(frozen=True)
 class Case:
-    """Settings, and what the loop has to know besides: which correction, and whether old log-probs are reused."""
+    """Settings, and the inputs of the loop: which correction, and whether old log-probs are reused."""
 
     settings: AlgorithmArgs
     correction: str = "none"
@@ -54,7 +54,7 @@ class Case:
 
 
 class Loop:
-    """The definition, token by token, with fp64 scalars; shares no code with what it checks."""
+    """The definition, token by token, with fp64 scalars. It shares no code with the tested function."""
 
     def __init__(self, tokens: PolicyTokens, case: Case) -> None:
         self.s, self.case = case.settings, case
@@ -211,7 +211,7 @@ OLD = [({}, False), ({}, True), ({"use_rollout_logprobs": True}, False), ({"true
 
 
 def cases(estimator: str, per_token: bool) -> Iterator[Case]:
-    """All combinations that make sense; the entropy bonus and OPSM come and go with the rest."""
+    """All valid combinations. The entropy bonus and OPSM are switched with the rest."""
     product = itertools.product(CLIPS, KLS, CORRECTIONS, OLD)
     for number, (clip, kl, (correction, correct), (old, is_reused)) in enumerate(product):
         if old and correct.get("use_tis"):

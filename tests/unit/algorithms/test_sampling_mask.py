@@ -14,7 +14,7 @@ NUM_IDS = 11
 
 
 def dense_sets() -> list[torch.Tensor]:
-    """Per sample ``[R_i, NUM_IDS]`` bool; one row without any id."""
+    """Per sample ``[R_i, NUM_IDS]`` bool, with one row without any id."""
     g = torch.Generator().manual_seed(3)
     sets = [torch.rand(length, NUM_IDS, generator=g) < 0.4 for length in LENGTHS]
     sets[2][1] = False

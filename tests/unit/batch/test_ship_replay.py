@@ -1,4 +1,4 @@
-"""What the ranks receive, and rollouts on disk."""
+"""The inputs of the ranks, and rollouts on disk."""
 
 from __future__ import annotations
 

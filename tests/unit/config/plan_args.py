@@ -1,4 +1,4 @@
-"""Namespaces for the plan's tests: what the plan reads, and nothing else."""
+"""Namespaces for the plan's tests, with only the arguments that the plan reads."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_paths_that_do_not_harm_each_other_are_accepted(flags: str, command: Tin
 
 
 def _named(text: str, command: TinyCommand, link: Path) -> str:
-    """D: where model and prompts are; L: a link to it; X and Y: directories that are not there."""
+    """D has model and prompts. L is a link to it. X and Y do not exist."""
     places = {"D": command.directory, "L": link, "X": command.directory / "new", "Y": command.directory / "other"}
     words = []
     for word in text.split(" "):

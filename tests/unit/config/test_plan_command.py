@@ -1,4 +1,4 @@
-"""``slime plan`` and ``--help`` as commands: what they accept, print and import."""
+"""``slime plan`` and ``--help`` as commands: their input, output and imports."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_the_package_runs_as_the_command() -> None:
 
 
 def run_and_list_heavy_modules(arguments: list[str]) -> tuple[str, list[str]]:
-    """Run a script of the repository as it is run from a shell; (output, which heavy packages it imported)."""
+    """Run a script of the repository as from a shell. Returns (output, the heavy packages that it imported)."""
     code = (
         "import runpy, sys\n"
         f"sys.argv = {arguments!r}\n"

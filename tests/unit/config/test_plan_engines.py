@@ -22,7 +22,7 @@ def test_engines_have_their_numbers_in_the_run_and_placeholders_have_none(tmp_pa
 
 
 def test_the_groups_of_a_file_need_not_be_multiples_of_the_width_that_they_do_not_have(command: TinyCommand) -> None:
-    """Groups of widths 2 and 1 on three devices, with two devices per engine where a group says nothing."""
+    """Groups of widths 2 and 1 on three devices. A group without a width has two devices per engine."""
     groups = "{worker_type: regular, num_gpus: 2}, {worker_type: regular, num_gpus: 1, num_gpus_per_engine: 1}"
     file = command.write("engines.yaml", f"sglang: [{{name: a, server_groups: [{groups}]}}]")
     flags = ("--rollout-num-gpus", 3, "--rollout-num-gpus-per-engine", 2)

@@ -234,7 +234,7 @@ def test_the_cache_gets_what_the_weights_leave() -> None:
 def test_data_parallel_attention_multiplies_the_tokens_of_an_engine() -> None:
     flags: dict[str, Any] = {"rollout_num_gpus_per_engine": 2, "sglang_mem_fraction_static": 0.5}
     one, two = engine(**flags), engine(**flags, sglang_enable_dp_attention=True, sglang_dp_size=2)
-    assert two.kv_per_token == 2 * one.kv_per_token  # every device has all heads of its own tokens
+    assert two.kv_per_token == 2 * one.kv_per_token  # every device has all heads of its tokens
     assert two.tokens == pytest.approx(one.tokens, rel=0.01)
 
 

@@ -177,7 +177,7 @@ def test_a_flag_beats_the_checkpoint(tmp_path: Path) -> None:
 def test_flags_alone_describe_a_model() -> None:
     args = Namespace(num_layers=2, hidden_size=8, ffn_hidden_size=16, num_attention_heads=2, vocab_size=10)
     args.untie_embeddings_and_output_weights = True
-    # two layers of attention 4 h h, gated MLP 3 h f and two norms; embedding, head and the last norm
+    # two layers of attention 4 h h, gated MLP 3 h f and two norms, then embedding, head and the last norm
     assert num_parameters(read_shape(args)) == 2 * (4 * 64 + 3 * 8 * 16 + 2 * 8) + 2 * 10 * 8 + 8
 
 

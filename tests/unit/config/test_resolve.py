@@ -1,4 +1,4 @@
-"""What follows from the flags that were given: one test per derivation, numbered like the rules (test_rules.py)."""
+"""Values derived from the given flags: one test per derivation, numbered like the rules (test_rules.py)."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_d12_supervised_training_needs_no_reward(command: TinyCommand):
 
 
 def megatron_checkpoint(directory: Path) -> str:
-    """What the command line looks at: the tracker and one complete iteration."""
+    """The files that the command line reads: the tracker and one complete iteration."""
     iteration = directory / "iter_0000003"
     iteration.mkdir(parents=True)
     (directory / "latest_checkpointed_iteration.txt").write_text("3")

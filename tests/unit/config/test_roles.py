@@ -1,4 +1,4 @@
-"""--megatron-config-path: what a role sees, and what cannot be said there."""
+"""--megatron-config-path: the flags of a role, and the flags that the file cannot have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags that change how the trainer steps: what they need of each other."""
+"""Flags that change how the trainer steps, and the flags that they require."""
 
 from __future__ import annotations
 

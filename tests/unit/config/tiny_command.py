@@ -44,7 +44,7 @@ class TinyCommand:
         return ["--hf-checkpoint", self.model, "--prompt-data", self.prompts, *sizes.split(), *more.split()]
 
     def run(self, *more: Any, without: tuple[str, ...] = (), is_async: bool = False) -> tuple[Namespace | None, str]:
-        """(resolved arguments, problems as text) of the flags with ``more`` and ``without``; {dir} is replaced."""
+        """(resolved arguments, problems as text) of the flags with ``more`` and ``without``. Replaces {dir}."""
         words = [str(word).replace("{dir}", str(self.directory)) for word in more]
         flags, base = [], iter(self.flags)
         for flag, value in zip(base, base, strict=True):

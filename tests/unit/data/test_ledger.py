@@ -1,4 +1,4 @@
-"""What the ledger says of prompts that are lost, trained twice, or replayed; and that a torn line does no harm."""
+"""The ledger's report of prompts that are lost, trained twice, or replayed. A torn line is skipped."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_group_in_two_batches_was_trained_on_twice(ledger, tmp_path):
 
 
 def test_weights_that_went_back_without_the_prompts_show_as_lost_ones(ledger, tmp_path):
-    """The Data Buffer goes on where it was, the weights start again at rollout 1: its prompts were not trained on."""
+    """The Data Buffer continues, but the weights start again at rollout 1: its prompts were not trained on."""
     ledger.write("begin", rollout=0)
     rollout(ledger, 0, saves=True)
     rollout(ledger, 1)

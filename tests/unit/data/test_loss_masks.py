@@ -17,7 +17,7 @@ CHAT = [
     {"role": "assistant", "content": "4"},
 ]
 AUTOMATIC_SYSTEM = "{% if messages[0]['role'] != 'system' %}<|im_start|>system\n99<|im_end|>\n{% endif %}"
-# like Qwen3's: what stands before the last user message loses its "7" (there: its reasoning)
+# like Qwen3's: text before the last user message loses its "7" (in Qwen3: its reasoning)
 FORGETFUL = (
     "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m['role'] == 'user' %}"
     "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"

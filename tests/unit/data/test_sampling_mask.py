@@ -1,4 +1,4 @@
-"""What engines tell of a cut vocabulary, and what is refused of it."""
+"""The cut vocabulary that engines report, and the reports that are refused."""
 
 from __future__ import annotations
 

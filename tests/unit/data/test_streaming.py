@@ -28,7 +28,7 @@ NUM_ROWS = 300
 
 @pytest.fixture
 def rows(tmp_path: Path) -> str:
-    """300 prompts; every fifth is much longer than the others."""
+    """300 prompts. Every fifth is much longer than the others."""
     texts = [str(i) + "x" * (50 if i % 5 == 4 else 0) for i in range(NUM_ROWS)]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": text, "label": text[:3]}) + "\n" for text in texts))

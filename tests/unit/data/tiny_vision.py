@@ -1,4 +1,4 @@
-"""A checkpoint directory with the processor of a tiny model with vision, made by code; no weights."""
+"""A checkpoint directory without weights, made by code: the processor of a tiny model with vision."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 
 
 def make_vision_checkpoint(folder: Path) -> str:
-    """A Qwen2-VL processor whose patches are 4 pixels; an image of 16 x 16 becomes (16 / 4 / 2)^2 = 4 tokens."""
+    """A Qwen2-VL processor whose patches are 4 pixels. An image of 16 x 16 becomes (16 / 4 / 2)^2 = 4 tokens."""
     allow_torchvision_on_cpu()
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

@@ -1,4 +1,4 @@
-"""Where a reader of the pages stands: a folder with the repository, and the models, data and runs that commands name.
+"""The environment of a reader: a folder with the repository, and the models, data and runs that commands name.
 
 Absolute paths of the pages (``/models``, ``/data``, ...) lie below the folder. Models are tiny: with weights for tools
 that convert them, only the ``config.json`` of the real model for what plans and checks.
@@ -52,7 +52,7 @@ def in_place(text: str, place: Path) -> str:
 
 
 def add_missing_flags(words: list[str]) -> list[str]:
-    """``...`` filled in. Of two equal flags the later one counts, so what the page says comes last."""
+    """Fill in ``...``. Of two equal flags the later one counts, so the page's flags come last."""
     if "..." in words:
         first = next(i for i, word in enumerate(words) if word == "..." or re.match(r"--\w", word))
         words = [*words[:first], *A_RUN.split(), *words[first:]]

@@ -1,4 +1,4 @@
-"""Every command of the pages has somebody who executes it, or says what it needs that the tests do not have."""
+"""Every documented command is executed by a test, or its page names a requirement that the tests lack."""
 
 from __future__ import annotations
 

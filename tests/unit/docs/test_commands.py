@@ -1,7 +1,7 @@
-"""Commands that are not executed as they stand can be read: programs and files exist, train commands would start.
+"""Commands that are not executed literally are parsed: programs and files exist, train commands would start.
 
-That also goes for commands that nobody executes, because the page says what they need: of their train commands every
-flag must exist, of everything else the files. ``...`` in a command stands for the flags of a run that works.
+This includes commands without a test, because the page names a requirement. Of their train commands every
+flag must exist, of all others the files. ``...`` in a command means the flags of a run that works.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def problems_of_slime(words: list[str], line: str, place: Path) -> list[str]:
 
 @functools.cache
 def help_of(*program: str) -> str:
-    """What a program says when it is started with --help."""
+    """The output of a program with --help."""
     command = [sys.executable, *program, "--help"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

@@ -1,6 +1,6 @@
 """Commands of the pages that train for minutes run up to the start of ``train.py``, and on from its end.
 
-In between stands a check: the flags must be those of a run that would start. What the run would leave is put there. The
+In between is a check: the flags must be those of a run that would start. The outputs of the run are put there. The
 examples' own commands are tried in the same way in ``tests/examples/test_readmes.py``.
 """
 

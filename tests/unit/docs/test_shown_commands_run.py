@@ -55,7 +55,7 @@ BLOCKS = dict(blocks_to_run())
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """An empty folder in which ``slime`` is a command, also where the package was not installed by pip."""
+    """An empty folder in which ``slime`` is a command, also if the package was not installed by pip."""
     program = tmp_path / "bin" / "slime"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m slime "$@"\n')
@@ -84,7 +84,7 @@ def is_report(command: str, output: str) -> bool:
 
 
 def run(commands: list[str], place: Path) -> None:
-    """One shell for all, so that variables last; the shell's trace shows which one failed."""
+    """One shell for all, so that variables last. The shell's trace shows which command failed."""
     script = "\n".join(typed(command, place) for command in commands)
     done = subprocess.run(
         ["bash", "-euxc", script],

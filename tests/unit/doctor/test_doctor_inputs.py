@@ -1,4 +1,4 @@
-"""Each check of what a train command reads, made to fail; and the command ``slime doctor`` itself."""
+"""Each check of the inputs of a train command, made to fail, and the command ``slime doctor`` itself."""
 
 from __future__ import annotations
 

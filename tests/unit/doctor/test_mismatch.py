@@ -1,4 +1,4 @@
-"""Each cause is put into a real tiny model; the doctor has to name it. transformers is model and referee."""
+"""Put each cause into a real tiny model. The doctor has to name it. transformers is model and reference."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_experts_that_flip_at_near_ties_are_found() -> None:
 
 
 def _flip_near_ties(_: Any, __: Any, output: Any) -> Any:
-    """The router's choice where the second and third expert are nearly equal: the other one of the two."""
+    """Replace the router's second expert by the third if their logits are nearly equal."""
     logits, scores, chosen = output
     ranked = logits.float().sort(-1, descending=True)
     is_near = (ranked.values[:, 1] - ranked.values[:, 2]) < 0.08

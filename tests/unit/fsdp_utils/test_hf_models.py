@@ -1,4 +1,4 @@
-"""Sharded models of transformers read packed samples as the originals read each sample alone; weights go both ways."""
+"""Sharded models of transformers read packed samples as the originals read single ones. Weights convert both ways."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from slime.config.parse import EngineNamespace, parse
 
 @dataclass(frozen=True)
 class _FromOtherRooms:
-    """What the rules of this room read of others' flags."""
+    """The flags of other rooms that the rules of this room read."""
 
     hf_checkpoint: str | None = None
     debug_rollout_only: bool = False

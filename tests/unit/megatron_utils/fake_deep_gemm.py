@@ -13,7 +13,7 @@ _Scaled = tuple[torch.Tensor, torch.Tensor]
 
 
 def make_package() -> ModuleType:
-    """The module; ``calls`` lists the kernels that were called."""
+    """The module. ``calls`` lists the kernels that were called."""
     module = ModuleType("deep_gemm")
     calls: list[str] = []
 
@@ -54,7 +54,7 @@ def _whole(values: torch.Tensor, scales: torch.Tensor, *, rows: int) -> torch.Te
 
 
 def _grouped(a: torch.Tensor, weights: list[torch.Tensor], d: torch.Tensor, owners: torch.Tensor) -> None:
-    """Every block of rows has one owner, as the kernel expects; rows of nobody are left with rubbish."""
+    """Every block of rows has one owner, as the kernel expects. Rows without an owner hold rubbish."""
     assert owners.dtype == torch.int32
     assert len(owners) == len(a) == len(d)
     assert len(owners) % ROWS == 0

@@ -1,4 +1,4 @@
-"""What the Megatron flags mean together. Numbers in the ids count the rules of launch scripts written for Megatron."""
+"""Combinations of Megatron flags. Numbers in the ids count the rules of launch scripts written for Megatron."""
 
 from __future__ import annotations
 

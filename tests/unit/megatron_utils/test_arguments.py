@@ -32,7 +32,7 @@ _DERIVED = """
 """
 """None until the model of --hf-checkpoint is known."""
 _OUR_DEFAULTS: dict[str, Any] = {
-    # what the checkpoint decides
+    # decided by the checkpoint
     **dict.fromkeys(_DERIVED.split()),
     # resolved later, from other flags
     "distributed_backend": None,
@@ -41,7 +41,7 @@ _OUR_DEFAULTS: dict[str, Any] = {
     "seq_length": None,
     "max_position_embeddings": None,
     "tokenizer_model": None,
-    # every launch script passes 0, and nobody wants dropout between old and new log-probs
+    # every launch script passes 0: dropout would change log-probs between the old and the new policy
     "attention_dropout": 0.0,
     "hidden_dropout": 0.0,
     # what runs, whatever is asked for
@@ -69,7 +69,7 @@ def _typed(row: dict[str, str], text: str) -> Any:
 
 
 def _values(row: dict[str, str]) -> list[str]:
-    """The values of launch scripts and all choices; one of the right type where there is neither."""
+    """The values of launch scripts and all choices, else one value of the right type."""
     values = [*row["examples"].split(), *filter(None, row["choices"].split("|"))]
     return values or {"int": ["3"], "float": ["0.5"]}.get(row["type"].split()[0], ["text"])
 
@@ -204,7 +204,7 @@ def test_core_options_follow_megatrons_own_renamings() -> None:
 
 
 def test_megatrons_options_are_known_in_full(parser: argparse.ArgumentParser) -> None:
-    """Megatron has about 660; slime's own groups bring more."""
+    """Megatron has about 660. slime's groups bring more."""
     declared = {flag for item in flags_of(groups_in(arguments)) for flag in item.spellings}
     others = {flag for item in flags_of(GROUPS[-1:]) for flag in item.spellings}
     assert len(declared | others) > 600

@@ -1,4 +1,4 @@
-"""What users' importance weights and reducers call: responses are whole, sums of means are those of a plain loop."""
+"""Functions for users' importance weights and reducers: responses are whole, sums of means match a plain loop."""
 
 from __future__ import annotations
 

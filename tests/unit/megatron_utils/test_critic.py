@@ -94,7 +94,7 @@ def test_two_value_steps_equal_per_token_loops_with_torch_adamw(tied: tuple[Path
         value_loss = report.steps[step]["critic-value_loss"]
         verify("value loss of two steps", "torch AdamW", value_loss, loss.item(), tolerance=1e-4, scale="relative")
         assert report.steps[step]["critic-grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
-    assert report.steps[1]["critic-value_clipfrac"] > 0  # the second step starts where the first one went
+    assert report.steps[1]["critic-value_clipfrac"] > 0  # the second step starts from the first step's values
 
 
 def test_the_critic_learns_what_a_response_is_worth(tied: tuple[Path, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint is compared with the checksums of its files before it is loaded; damage is named with what to use."""
+"""Checksums of a checkpoint's files are checked before loading. The error names the damage and an alternative."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--megatron-deepgemm-*: products of the package deep_gemm, here a stand-in of plain products, against usual layers."""
+"""--megatron-deepgemm-*: products of the package deep_gemm, here a fake of plain products, against usual layers."""
 
 from __future__ import annotations
 

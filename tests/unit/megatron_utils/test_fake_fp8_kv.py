@@ -1,4 +1,4 @@
-"""Fake FP8 of latent key-values: the trainer attends to what an engine's FP8 cache holds."""
+"""Fake FP8 of latent key-values: the trainer attends to the values of an engine's FP8 cache."""
 
 from __future__ import annotations
 

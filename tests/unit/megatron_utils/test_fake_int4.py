@@ -1,4 +1,4 @@
-"""Fake INT4: the trainer computes with the weights that engines have, and trains those that nobody has rounded."""
+"""Fake INT4: the trainer computes with the weights that engines have, and trains the unrounded ones."""
 
 from __future__ import annotations
 

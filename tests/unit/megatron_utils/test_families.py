@@ -246,7 +246,7 @@ def test_weights_in_8_bits_with_block_scales_are_read_as_bfloat16(tmp_path: Path
     ],
 )
 def test_an_exported_directory_keeps_what_was_not_built(kind: str, final_norm: str, tmp_path: Path) -> None:
-    """Prediction layers; of Qwen3.5 also the vision tower, and the experts of a layer stay one tensor."""
+    """Prediction layers. Of Qwen3.5 also the vision tower, and the experts of a layer stay one tensor."""
     from slime.backends.training.hf_files import write_hf_directory
 
     source, target = tmp_path / "source", tmp_path / "target"

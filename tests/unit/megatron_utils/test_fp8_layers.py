@@ -1,5 +1,5 @@
-"""--fp8-format and its flags: what is built, told and exported. The layers themselves need a GPU and TransformerEngine;
-here are stand-ins."""
+"""--fp8-format and its flags: built layers, settings and exports. The real layers need a GPU and TransformerEngine.
+These are fakes."""
 
 from __future__ import annotations
 

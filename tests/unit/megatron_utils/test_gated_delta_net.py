@@ -1,4 +1,4 @@
-"""Which kernels a gated delta net runs on, and what it hands to them."""
+"""The kernels of a gated delta net, and their arguments."""
 
 from __future__ import annotations
 

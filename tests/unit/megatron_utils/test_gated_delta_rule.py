@@ -28,7 +28,7 @@ def _starts(lengths: list[int]) -> torch.Tensor:
 
 
 def _token_by_token(inputs: _Inputs, lengths: list[int]) -> torch.Tensor:
-    """Equation 10 of arXiv 2412.06464 as it stands, state ``[heads, dk, dv]``."""
+    """Equation 10 of arXiv 2412.06464 unchanged, state ``[heads, dk, dv]``."""
     query, key, value, log_decay, beta = inputs
     outputs, t = [], 0
     for length in lengths:

@@ -1,4 +1,4 @@
-"""What config.json means: released models, both generations of transformers, and what is refused."""
+"""The meaning of config.json: released models, both generations of transformers, and refused files."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_preset_and_the_released_model_agree(preset: str, tmp_path: Path) -> N
 def test_leaving_out_every_model_flag_gives_what_the_preset_says(preset: str, tmp_path: Path) -> None:
     hf = write_config(tmp_path, HUB_MODELS[preset])
     given, derived = resolved(hf, model_words()[preset]), resolved(hf, [])
-    # what a preset sets for Megatron's kernels and for its training, not for the model's shape
+    # set by a preset for Megatron's kernels and for its training, not for the model's shape
     free = {
         "given",
         "notices",

@@ -25,7 +25,7 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _train(hf: Path, rollouts: range, **overrides: Any) -> tuple[MegatronTrainer, dict[str, torch.Tensor]]:
-    """Trained, saved after the last rollout where there is somewhere to."""
+    """Train, and save after the last rollout if a directory is set."""
     settings = {"lr": 1e-3, "weight_decay": 0.1, "lr_decay_style": "cosine", "lr_warmup_iters": 1} | overrides
     trainer = MegatronTrainer(make_args(hf, **settings), rank=0, world_size=1, with_ref=False)
     assert trainer.setup() == rollouts.start

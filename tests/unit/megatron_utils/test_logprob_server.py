@@ -95,7 +95,7 @@ def test_a_round_takes_from_the_head_what_fits_and_gives_every_rank_as_many_micr
 
 
 class Model:
-    """Scores token t with -t / 100; waits when told to, fails for token 13."""
+    """Scores token t with -t / 100. Waits if asked, fails for token 13."""
 
     def __init__(self) -> None:
         self.rounds: list[int] = []

@@ -1,4 +1,4 @@
-"""Model flags against config.json: what is left out is derived, what contradicts is named with both values."""
+"""Model flags against config.json: omitted flags are derived, a contradiction is reported with both values."""
 
 from __future__ import annotations
 

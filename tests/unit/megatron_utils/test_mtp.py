@@ -35,7 +35,7 @@ def _sequences() -> list[torch.Tensor]:
 
 
 def _reference(kind: str, model: Any, path: Path, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits ``[L, VOCAB]`` of depth 1: position i sees the decoder's state i and token i + 1; 0 behind the last."""
+    """Logits ``[L, VOCAB]`` of depth 1: position i sees the decoder's state i and token i + 1, or 0 after the last."""
     tensors = saved_tensors(path)
     following = torch.cat([tokens[1:], tokens.new_zeros(1)])[None]
     hidden = model.model(tokens[None]).last_hidden_state

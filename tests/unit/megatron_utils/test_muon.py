@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def by_singular_values(matrix: torch.Tensor, steps: int) -> torch.Tensor:
-    """The iteration as it acts on singular values, s <- 3.4445 s - 4.7750 s^3 + 2.0315 s^5; the vectors stay."""
+    """The iteration on singular values, s <- 3.4445 s - 4.7750 s^3 + 2.0315 s^5. The vectors stay."""
     u, values, v = torch.linalg.svd(matrix.double(), full_matrices=False)
     values = values / values.norm()
     for _ in range(steps):
@@ -98,7 +98,7 @@ def test_queries_keys_and_values_are_three_matrices() -> None:
 
 
 def test_an_output_gate_is_a_matrix_of_its_own() -> None:
-    # two key heads of 4 + 4 + 2 + 2 rows; 24 rows would also be three heads of 4 + 2 + 2
+    # two key heads of 4 + 4 + 2 + 2 rows: 24 rows would also be three heads of 4 + 2 + 2
     gradient = torch.randn(24, 5, generator=torch.Generator().manual_seed(4))
     parameter = torch.nn.Parameter(torch.zeros(24, 5))
     parameter.is_qkv = True  # type: ignore[attr-defined]

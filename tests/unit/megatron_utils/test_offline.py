@@ -1,4 +1,4 @@
-"""What the conversion tools make of a command line under torchrun."""
+"""The settings that the conversion tools derive from a command line under torchrun."""
 
 from __future__ import annotations
 

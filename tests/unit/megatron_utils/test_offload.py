@@ -47,7 +47,7 @@ def _trainer(path: Path, **overrides: Any) -> MegatronTrainer:
 
 
 def _num_bytes(trainer: MegatronTrainer) -> int:
-    """What the tensors of the trainer occupy, whoever of them owns it."""
+    """Memory of the trainer's tensors, whichever object owns them."""
     storages = {}
     memory = trainer._device
     for part in TRAINER_PARTS:
@@ -68,7 +68,7 @@ def test_training_with_offload_between_the_steps_is_bit_for_bit_that_without(
     expected = [(plain.train(i, batch).steps, weights_of(plain)) for i, batch in enumerate(batches)]
 
     trainer = _trainer(checkpoints[kind], **_SETTINGS[name])
-    trainer.offload()  # before the first step there are no moments yet
+    trainer.offload()  # before the first step the optimizer has no moments
     for i, batch in enumerate(batches):
         trainer.onload()
         occupied = _num_bytes(trainer)

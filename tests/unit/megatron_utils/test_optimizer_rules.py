@@ -1,4 +1,4 @@
-"""Rules of the optimizer and of FP8: what fits together, and what the machine must have."""
+"""Rules of the optimizer and of FP8: valid combinations, and requirements on the machine."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_installing_too_late_is_an_error() -> None:
 
 def test_an_import_without_a_writable_cache_and_without_heavy_packages_works(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
-    blocked.write_text("")  # a file where a directory should be: fails for root as well
+    blocked.write_text("")  # a file instead of a directory: fails for root as well
     code = (
         "import sys\n"
         "from slime.backends.megatron_utils.patches.install import install\n"

@@ -76,7 +76,7 @@ def test_a_rank_has_whole_groups_of_query_heads_with_their_key_and_value() -> No
 
 
 def test_a_rank_has_the_output_gates_of_its_query_heads() -> None:
-    """4 groups of 2 query heads; each head 3 query rows, then 3 gate rows."""
+    """4 groups of 2 query heads. Each head has 3 query rows, then 3 gate rows."""
     rule = Rule("self_attention.linear_qkv.weight", ("q", "k", "v"), "gated_qkv", "column")
     query = torch.arange(48.0)[:, None]
     key, value = 100 + torch.arange(12.0)[:, None], 200 + torch.arange(12.0)[:, None]

@@ -333,7 +333,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before_as_the_latest
 
 
 def test_a_disk_that_takes_only_part_of_a_checkpoint_is_told_as_one(hf_path: Path, tmp_path: Path) -> None:
-    """torch's file format reports a short write as an unexpected position, in an error that is no Exception."""
+    """torch's file format reports a short write as an unexpected position, in an error outside ``Exception``."""
     trainer, _ = _trainer(hf_path, save=str(tmp_path))
     trainer.save(0)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

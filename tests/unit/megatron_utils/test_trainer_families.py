@@ -240,7 +240,7 @@ def test_a_users_function_may_build_the_model(checkpoint: Any) -> None:
 
 
 def test_a_reference_has_its_own_router_bias(checkpoint: Any, tmp_path: Path) -> None:
-    """The bias is no parameter, but it decides which experts the reference model chooses."""
+    """The bias is a buffer, not a parameter, but it decides which experts the reference model chooses."""
     import shutil
 
     from safetensors.torch import save_file

@@ -1,4 +1,4 @@
-"""What runs around the trainer's passes: users' hooks, the dump of what was trained, Adam without moments."""
+"""Code around the trainer's passes: users' hooks, the dump of the trained samples, Adam without moments."""
 
 from __future__ import annotations
 

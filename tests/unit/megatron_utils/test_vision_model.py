@@ -67,7 +67,7 @@ def test_log_probs_of_packed_samples_with_images_equal_transformers(kind: str, t
 
 
 def _update(trainer: Any, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What one step of plain descent adds to the weights."""
+    """The change of the weights in one step of plain descent."""
     before = {name: value.clone() for name, value in trainer.export_weights()}
     trainer.train(0, batch)
     return {name: value - before[name] for name, value in trainer.export_weights()}

@@ -52,7 +52,7 @@ _DELTA = {
     "linear_num_value_heads": 8,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
-    # the norm behind the delta rule blows the rounding of small outputs up, the more the smaller this is
+    # the norm after the delta rule amplifies the rounding of small outputs, the more the smaller this is
     "rms_norm_eps": 1e-2,
 }
 _GATED_SHARED = {"num_experts": 8, "shared_expert_intermediate_size": 40, **_EXPERTS}
@@ -161,9 +161,9 @@ KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def make_family_checkpoint(kind: str, path: Path, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
-    """A random ``transformers`` model of ``kind``, saved at ``path``; norms near 1, everything else far from 0.
+    """A random ``transformers`` model of ``kind``, saved at ``path``. Norms are near 1, other weights far from 0.
 
-    Tensors of a multi-token-prediction layer are added where the family's checkpoints have them; ``transformers``
+    Tensors of a multi-token-prediction layer are added if the family's checkpoints have them. ``transformers``
     itself leaves them out.
     """
     allow_torchvision_on_cpu()
@@ -198,7 +198,7 @@ def make_family_checkpoint(kind: str, path: Path, dtype: torch.dtype = torch.flo
 
 
 def _as_released(path: Path, config: Any) -> None:
-    """A hybrid model: a prediction layer with full attention; Qwen3.5 has the experts of a layer in one tensor."""
+    """A hybrid model: a prediction layer with full attention. Qwen3.5 has the experts of a layer in one tensor."""
     tensors = load_file(path / "model.safetensors")
     prefix = "model.language_model." if any(".language_model." in name for name in tensors) else "model."
     attention = f"{prefix}layers.{config.layer_types.index(_FULL)}."
@@ -263,7 +263,7 @@ def saved_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def packed_logits(model: Any, sequences: list[torch.Tensor], *, is_last: bool = True) -> torch.Tensor:
-    """Logits of several sequences ``[L_i]`` behind one another: ``[sum L_i, VOCAB]``; a rank's part of them with tensor
+    """Logits of several sequences ``[L_i]`` in a row: ``[sum L_i, VOCAB]``. A rank's part of them with tensor
     parallelism, hidden states on other pipeline stages than the last."""
     from megatron.core import parallel_state as mpu
 

@@ -210,7 +210,7 @@ def use_single_rank_env() -> None:
 
 @contextmanager
 def single_rank() -> Iterator[None]:
-    """This process as the only rank of trainers; nothing of them is left behind."""
+    """This process as the only rank of trainers. Cleans up afterwards."""
     use_single_rank_env()
     yield
     if dist.is_initialized():

@@ -65,7 +65,7 @@ VISION_KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def make_vision_model(kind: str, path: Path, dtype: torch.dtype = torch.float32, **text: Any) -> Any:
-    """A random model of ``kind``, saved at ``path``; every part of it matters for its logits."""
+    """A random model of ``kind``, saved at ``path``. Every part of it matters for its logits."""
     allow_torchvision_on_cpu()
     import transformers
 
@@ -101,7 +101,7 @@ def make_vision_batch(
 
     Args:
         grids: per sample, per image: patches along time, height and width.
-        videos: sample -> the grid of a video behind its images, told frame by frame.
+        videos: sample -> the grid of a video after its images, passed frame by frame.
     """
     generator = torch.Generator().manual_seed(seed)
     batch = make_batch(len(grids), seed=seed)

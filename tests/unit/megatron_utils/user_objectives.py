@@ -25,7 +25,7 @@ def same_loss(args: Namespace, batch: dict[str, Any], logits: torch.Tensor, sum_
 def loss_with_a_metric_of_one_rank(
     args: Namespace, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Any
 ) -> Any:
-    """The built-in loss; the ranks return different metrics, and so do the micro-batches of a rank."""
+    """The built-in loss. The ranks return different metrics, and so do the micro-batches of a rank."""
     loss, metrics = policy_loss_function(args, batch, logits, sum_of_sample_mean)
     if torch.distributed.get_rank() == 0 and len(batch["total_lengths"]) > 1:
         metrics = {"num_groups": torch.ones(())} | metrics
@@ -118,7 +118,7 @@ def token_sum(
 def token_sum_of_parts(
     total_lengths: list[int], response_lengths: list[int], loss_masks: list[torch.Tensor], per_token: bool
 ) -> Any:
-    """The same by somebody who knows that a rank holds two chunks of a sample."""
+    """The same by a user who knows that a rank holds two chunks of a sample."""
     parts = []
     for total, response, mask in zip(total_lengths, response_lengths, loss_masks, strict=True):
         *_, tokens = get_logits_and_tokens_offset_with_cp(total, response)

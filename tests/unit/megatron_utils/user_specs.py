@@ -12,7 +12,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 
 class CountedNorm(torch.nn.RMSNorm):
-    """Torch's norm with Megatron's signature; counts its calls."""
+    """Torch's norm with Megatron's signature. Counts its calls."""
 
     num_calls = 0
 

@@ -1,4 +1,4 @@
-"""Functions that a user would write around the trainer's passes; they note how they are called."""
+"""Functions that a user would write around the trainer's passes. They record their calls."""
 
 from __future__ import annotations
 

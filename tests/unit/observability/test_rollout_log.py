@@ -1,4 +1,4 @@
-"""What is logged about a rollout: by slime, by the user beside it, by the user instead; turns and right samples."""
+"""The log of a rollout: by slime, by the user in addition, by the user instead. Turns and right samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder for the board, the replay and the doctor."""
+"""The files of a run in its folder for the board, the replay and the doctor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step cost, the table of metrics, and profiles of the trainer."""
+"""The cost of a step, the table of metrics, and profiles of the trainer."""
 
 from __future__ import annotations
 

@@ -287,7 +287,7 @@ def test_the_viewer_reads_a_dump_and_writes_page_cache_and_perfetto_file(tmp_pat
 
 
 class _RunsCode:
-    """What a dump from somebody else may hold: loading it calls a function with arguments."""
+    """An object that a foreign dump may hold: loading it calls a function with arguments."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""Where metrics are written, in which form, and what is readable when a run ends early."""
+"""The files of metrics, their form, and the readable part when a run ends early."""
 
 from __future__ import annotations
 
@@ -400,7 +400,7 @@ def test_a_sink_that_fails_is_complained_about_once_and_keeps_nobody_from_writin
 
 
 def test_wandb_writes_offline_with_the_axes_of_the_metrics(tmp_path: Path) -> None:
-    """The real library, without a network: its run file holds what was logged."""
+    """The real library, without a network: its run file holds the logged values."""
     pytest.importorskip("wandb", reason="pip install 'slime[wandb]'")
     script = """
 import sys

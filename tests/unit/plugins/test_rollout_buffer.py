@@ -164,7 +164,7 @@ def test_the_next_trainer_gets_what_the_one_before_it_may_not_have_got() -> None
     buffer.begin_run(finished=["finished"])
     assert buffer.made() == ["finished", "sent"]
     assert [item["instance_id"] for item in buffer.take(wait_s=0.0, client="after", received=0)[0]] == ["sent"]
-    # a request of a trainer that is gone: it must not take what comes for the new one
+    # a request of a trainer that has ended: it must not take the groups for the new one
     waiting = threading.Thread(target=lambda: waited.put(buffer.take(wait_s=60.0, client="gone", received=1)[0]))
     waiting.start()
     while not buffer._change._waiters:  # type: ignore[attr-defined]
@@ -180,7 +180,7 @@ def write_group(buffer: RolloutBuffer, instance_id: str) -> None:
 
 
 class SlowGenerators:
-    """``run_rollout`` that ends when the test says so."""
+    """``run_rollout`` that ends on the test's signal."""
 
     def __init__(self) -> None:
         self.payloads: queue.Queue[dict[str, Any]] = queue.Queue()

@@ -40,7 +40,7 @@ class Engines(RemoteEngines):
 
     Attributes:
         waiting, lost: answers, changed by a test.
-        fleets: answers to ``begin_sync``; the last one is repeated.
+        fleets: answers to ``begin_sync``. The last one is repeated.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ def make_run(
     args: dict[str, Any] | None = None,
     **handles: Any,
 ) -> Run:
-    """A run of fakes. ``args``: arguments by name; ``handles``: fields of RunHandles."""
+    """A run of fakes. ``args`` are arguments by name, ``handles`` fields of RunHandles."""
     seconds = dict.fromkeys(("rollout_timeout", "engine_start_timeout", "weight_sync_timeout"), 5.0)
     defaults: dict[str, Any] = {
         "tracker": SimpleNamespace(log=lambda *a, **k: None, close=lambda: None, directory=None),

@@ -1,4 +1,4 @@
-"""The whole command line: what cannot work is said before anything starts, by flag, value and fix."""
+"""The whole command line: impossible settings are reported before anything starts, by flag, value and fix."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from tests.unit.ray.runs import make_run
 
 
 class Story(list[str]):
-    """Writes down what is called."""
+    """Records the calls."""
 
     def note(self, text: str, result: Any = None) -> Any:
         self.append(text)

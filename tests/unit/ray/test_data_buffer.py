@@ -18,7 +18,7 @@ from tests.unit.rollout.fake_engine import make_args
 
 
 class CountingSource:
-    """A source as a user writes one: no state of its own worth saving."""
+    """A source as a user writes one, without state to save."""
 
     def __init__(self, args: Namespace) -> None:
         self.next, self.returned = 0, []
@@ -93,7 +93,7 @@ def test_the_ledger_says_what_became_of_every_group(tmp_path: Path):
     second = DataBuffer(args, tmp_path / LEDGER)
     second.start()
     second.begin(1)
-    second._source.next = 6  # what a source that keeps its state would do
+    second._source.next = 6  # as a source that keeps its state does
     second._outstanding |= {number: groups[number] for number in (2, 3, 4)}
     second.settle(1, [2, 3], keeps_others=False)
     second.trained(1)

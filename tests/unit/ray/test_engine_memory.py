@@ -1,4 +1,4 @@
-"""Engines on the trainer's devices release and resume memory; whoever dies of it is left out."""
+"""Engines on the trainer's devices release and resume memory. An engine that dies meanwhile is left out."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Dead engines are replaced in their places, serve only once they have weights, and are given up in the end.
 
-The actors are fakes: a call runs where it is waited for.
+The actors are fakes: a call runs when its result is awaited.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def until(condition) -> None:
 
 
 def kill(world: World, slots: EngineSlots, rank: int) -> list[str]:
-    """Kill the engine, let it be noticed; returns who is lost of those there were."""
+    """Kill the engine and wait until this is noticed. Returns which of the engines are lost."""
     world.latest(rank).is_dead = True
     return look(slots, slots.fleet().names)
 

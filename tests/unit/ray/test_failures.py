@@ -1,4 +1,4 @@
-"""What the user reads when a run ends badly."""
+"""The messages for the user when a run ends badly."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _ENGINES = [EngineInfo(f"http://{name}", 1) for name in "abc"]
 
 
 class Asked(DeadlineExceeded):
-    """As Ray raises it: of the class of the engine's own error, and of its own."""
+    """As Ray raises it: an instance of the engine's error class and of Ray's error class."""
 
 
 @pytest.mark.parametrize("error", [DeadlineExceeded("gave up after 5 s"), Asked("the lock"), EngineError("no")])

@@ -1,4 +1,4 @@
-"""What the processes of a run are told on machines with GPUs."""
+"""Environment variables of the processes of a run on machines with GPUs."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from slime.utils.deadline import Deadline, wait_until
 
 
 class World:
-    """One process that somebody waits for: when it beats, what the kernel says, and whether it was killed."""
+    """A process that a caller waits for: its heartbeats, the kernel's report, and whether it was killed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, silence_s: float = 10.0) -> None:
         self.now, self.beat, self.usage, self.is_killed = 100.0, b"0", Usage("sleeping", 5.0), False

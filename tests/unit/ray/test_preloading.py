@@ -1,4 +1,4 @@
-"""Who is given which process to fork engines from, and when it is said to have ended."""
+"""Which engine gets which process to fork from, and when the process counts as ended."""
 
 from __future__ import annotations
 

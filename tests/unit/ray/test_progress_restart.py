@@ -1,4 +1,4 @@
-"""The state of a run as its folder tells it, and the rule by which a run is begun again."""
+"""The state of a run in its folder, and the rule that restarts a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines of a quantised checkpoint get what they hold: values and scales, by whichever way weights travel."""
+"""Engines of a quantized checkpoint receive values and scales, by every transport of weights."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def slices(monkeypatch, number: int) -> None:
 
 
 def a_run(engines: Engines, *, trained: int, version: int | None, trainer: bool = True) -> tuple[Run, list]:
-    """A run that was trained on ``trained`` rollouts; its engines have the weights of ``version``."""
+    """A run that was trained on ``trained`` rollouts. Its engines have the weights of ``version``."""
     pushes: list = []
 
     def update_weights(engines: RayEngineFleet, version: str) -> SyncReport:

@@ -1,4 +1,4 @@
-"""What slime's rollout functions need is said before anything starts."""
+"""Requirements of slime's rollout functions are reported before anything starts."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def test_an_engine_whose_devices_have_a_gap_is_refused_for_its_server_would_take
 
 
 class Registered:
-    """A router that lists ``urls``, and the engines behind it."""
+    """A router that lists ``urls``, and their engines."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *urls: str, dtype: str = "float32") -> None:
         self.urls = list(urls)

@@ -13,7 +13,7 @@ from tests.unit.ray.runs import NoProgress, make_run
 
 
 def _end(monkeypatch: pytest.MonkeyPatch, *, async_save: bool = True, death: Exception | None = None) -> list[str]:
-    """What a run does that ends with an error."""
+    """The calls of a run that ends with an error."""
     story: list[str] = []
 
     def look(actors: Any, what: str) -> None:

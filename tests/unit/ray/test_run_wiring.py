@@ -1,4 +1,4 @@
-"""What the loop and its actors remember, and hand from one step to the next."""
+"""State that the loop and its actors keep, and pass from one step to the next."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_an_update_is_made_as_the_flags_say(flags: str, expected: dict[str, Any]
         changed_share=None,
     )
     fleet = SimpleNamespace(engines=[SimpleNamespace(num_gpus=1)])
-    for _ in range(2):  # the same weights again are no new version to keep
+    for _ in range(2):  # the same weights again do not make a new version to keep
         rank.update_weights(fleet, "5")  # type: ignore[arg-type]
     found = vars(updates[0]) | {"checksums": updates[0].checksums is not None, "kept": kept}
     assert {name: found[name] for name in expected} == expected

@@ -1,4 +1,4 @@
-"""The command line of the log-prob server: that of a training run, of which it keeps what the model is."""
+"""The command line of the log-prob server: that of a training run, reduced to the flags of the model."""
 
 from __future__ import annotations
 

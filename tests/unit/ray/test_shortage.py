@@ -1,4 +1,4 @@
-"""What a cluster lacks is named while a run waits for it, by a real Ray without a place."""
+"""A waiting run names the missing resources of its cluster, with a real Ray that lacks them."""
 
 from __future__ import annotations
 

@@ -67,5 +67,5 @@ def test_a_trainer_that_was_released_starts_again_from_what_it_saved(started):
 
 
 def test_ranks_of_two_trainers_on_a_host_never_meet_at_one_port():
-    firsts = [object.__new__(TrainActor) for _ in range(3)]  # nobody listens yet
+    firsts = [object.__new__(TrainActor) for _ in range(3)]  # none listens yet
     assert len({first.rendezvous() for first in firsts}) == 3

@@ -1,4 +1,4 @@
-"""Ray's processes must see every device of their node: slime says which one is whose."""
+"""Ray's processes must see every device of their node: slime assigns the devices."""
 
 from __future__ import annotations
 

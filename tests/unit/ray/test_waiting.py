@@ -1,4 +1,4 @@
-"""The one wait on Ray: what it looks at between two looks for the answer. Ray's own part is a fake."""
+"""The one wait on Ray: its checks between two looks for the answer. Ray's part is a fake."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HeartbeatWatch:
 
 @pytest.fixture(autouse=True)
 def slices(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What Ray was asked to wait for, in seconds; it never has an answer."""
+    """Records the seconds of each wait on Ray, which never has an answer."""
     asked: list[float] = []
 
     def wait(refs: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:

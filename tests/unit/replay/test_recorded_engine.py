@@ -1,4 +1,4 @@
-"""The engine of a replay answers with what was recorded, and says where a request departs from it."""
+"""The engine of a replay answers from the record, and reports where a request departs from it."""
 
 from __future__ import annotations
 

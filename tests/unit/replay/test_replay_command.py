@@ -1,4 +1,4 @@
-"""The command line of a run of many processes as the replay needs it, and what the replay compares."""
+"""The command line of a run of many processes, adapted for the replay, and the comparisons of the replay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An HTTP server that stands for router and engine at once, for faults that the real ones cannot produce on demand."""
+"""An HTTP server that replaces router and engine at once, for faults that the real ones cannot produce on demand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Reply = tuple[int, Any]
 
 
 def completion(payload: dict[str, Any], ids: list[int], reason: str = "stop", text: str = "7") -> dict[str, Any]:
-    """A reply in SGLang's format; the log-prob of the i-th token is -(i + 1) / 10."""
+    """A reply in SGLang's format. The log-prob of the i-th token is -(i + 1) / 10."""
     return {
         "text": text,
         "output_ids": ids,

@@ -1,4 +1,4 @@
-"""What the end of a rollout asks of engines while an evaluation goes on there."""
+"""Requests to engines at the end of a rollout while an evaluation goes on there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slime.rollout.engine_request import EngineRequest
 
 
 class Engines:
-    """Two of them; they count what they are told and how much of it at once. Stand for ``get`` and ``post``."""
+    """Two engines in place of ``get`` and ``post``. They count requests and the requests in progress at once."""
 
     def __init__(self, rounds: int) -> None:
         self.rounds_left = rounds

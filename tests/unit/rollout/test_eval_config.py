@@ -1,4 +1,4 @@
-"""--eval-config: the file's structure, where a field comes from, and what is wrong with it."""
+"""--eval-config: the file's structure, the origin of a field, and the errors."""
 
 from __future__ import annotations
 

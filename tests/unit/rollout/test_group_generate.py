@@ -1,4 +1,4 @@
-"""Generate functions for a whole group, when it comes back from an earlier rollout; hooks that take their time."""
+"""Generate functions for a whole group, groups that come back from an earlier rollout, and slow hooks."""
 
 from __future__ import annotations
 

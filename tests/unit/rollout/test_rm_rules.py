@@ -1,4 +1,4 @@
-"""The rule graders, by example: what each accepts, what it refuses, and that odd labels do not end a run."""
+"""The rule graders, by example: accepted answers, refused answers, and odd labels, which do not end a run."""
 
 from __future__ import annotations
 

@@ -286,7 +286,7 @@ def test_what_over_sampling_leaves_running_is_aborted_and_its_prompts_come_back(
 
 
 def an_engine_that_answers_two_prompts_and_is_aborted_in_the_others(get_server):
-    """Four groups of two are under way before the first is answered; what comes later is answered at once."""
+    """Four groups of two are under way before the first is answered. Later requests are answered at once."""
     answered, lock, all_here = [], threading.Lock(), threading.Barrier(8)
 
     def on_generate(payload, number):
@@ -784,7 +784,7 @@ def test_a_function_that_appends_text_by_itself_gets_no_stop_token_in_a_wrong_pl
     assert "stop_text" not in sample.to_dict()
 
 
-# --- stand-ins of users' tests
+# --- fakes of users' tests
 
 
 def test_a_state_and_a_loader_made_by_hand_are_enough(monkeypatch, setup):

@@ -35,7 +35,7 @@ def serve(engine: Callable[..., FakeEngine], tiny_task: Any) -> Callable[..., An
 
 
 def events(payload: dict[str, Any], ids: list[int], *, text: str = "7") -> list[dict[str, Any]]:
-    """What the engine has so far after each token; only the last one has a finish reason."""
+    """The engine's response so far after each token. Only the last one has a finish reason."""
     made = []
     for count in range(1, len(ids) + 1):
         event = completion(payload, ids[:count], text=text * count)

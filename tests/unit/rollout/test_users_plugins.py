@@ -46,7 +46,7 @@ def play(engine, tiny_task, monkeypatch):
         args, problems = parse_only([*basis, *flags])
         assert problems == []
         assert check_hooks(args) == []
-        args.debug_train_only, args.debug_rollout_only = True, False  # no engine processes; the batch is made
+        args.debug_train_only, args.debug_rollout_only = True, False  # no engine processes, but the batch is made
         args.sglang_router_ip, args.sglang_router_port, args.world_size = "127.0.0.1", server.port, 1
         args.rm_type = args.rm_type or "random"
         manager = RolloutManager(args, slots=None, data_buffer=Buffer(args))

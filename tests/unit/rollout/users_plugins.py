@@ -254,7 +254,7 @@ def convert(args, samples):
     }
 
 
-# --- rollout and evaluation functions of their own
+# --- separate rollout and evaluation functions
 
 
 async def _one(args, group, params):

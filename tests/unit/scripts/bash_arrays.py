@@ -1,4 +1,4 @@
-"""What a preset leaves in a shell: its arrays, as words."""
+"""The shell arrays that a preset sets, as words."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ done
 
 
 def source(script: str, *, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> str:
-    """Output of a bash script under ``set -euo pipefail`` with an environment of its own."""
+    """Output of a bash script under ``set -euo pipefail`` with a separate environment."""
     result = subprocess.run(
         ["bash", "-c", f"set -euo pipefail\n{script}"],
         cwd=cwd,

@@ -37,7 +37,7 @@ class Command:
 
     @property
     def flags(self) -> dict[str, list[str]]:
-        """Flag -> its values; of two equal flags the later one counts, as for the parser."""
+        """Flag -> its values. Of two equal flags the later one counts, as for the parser."""
         found: dict[str, list[str]] = {}
         for word in self.argv:
             if word.startswith("--"):
@@ -47,7 +47,7 @@ class Command:
         return found
 
     def value(self, flag: str) -> str:
-        """The flag's only value; empty for a switch and without the flag."""
+        """The flag's only value. Empty for a switch and without the flag."""
         return " ".join(self.flags.get(flag, []))
 
 

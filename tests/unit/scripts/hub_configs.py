@@ -1,4 +1,4 @@
-"""``config.json`` as the hub has it, from the facts of a preset: what the flags of the preset are compared with."""
+"""``config.json`` as on the hub, from the facts of a preset. The flags of the preset are compared with it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tools.make_presets import Facts
 
 __all__ = ["hub_config"]
 
-# Value heads of the gated delta nets. No flag says it: the layers take it from the HF config; 32 is the default.
+# Value heads of the gated delta nets. No flag has it: the layers take it from the HF config, 32 is the default.
 _DELTA_NET_VALUE_HEADS = {("qwen3_5", 1024): 16, ("qwen3_5", 5120): 48}
 
 
@@ -68,7 +68,7 @@ def _vision(facts: Facts) -> dict[str, Any]:
 
 
 def _experts(facts: Facts) -> dict[str, Any]:
-    """Each family has names of its own for the same numbers."""
+    """Each family has different names for the same numbers."""
     moe = facts.get("moe")
     if moe is None:
         return {}

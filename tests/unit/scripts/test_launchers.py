@@ -1,4 +1,4 @@
-"""Every launch script, run dry: the recipe it stands for, arithmetic that works out, flags that the parser knows."""
+"""Every launch script, run dry: its recipe, consistent arithmetic, flags that the parser knows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ with (Path(__file__).parent / "launchers.csv").open(encoding="utf-8", newline=""
     ROWS = {row["script"]: row for row in csv.DictReader(_file)}
 
 FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
-# Column of the table -> flag with the same value; an empty cell means that the flag is absent.
+# Column of the table -> flag with the same value. An empty cell means that the flag is absent.
 VALUES = {
     "nodes": "--actor-num-nodes",
     "gpus": "--actor-num-gpus-per-node",

@@ -31,7 +31,7 @@ TYPES = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
-# Names give rounded sizes, some with a vision tower or an MTP layer; the others are published to four digits.
+# Names give rounded sizes, some with a vision tower or an MTP layer. The others are published to four digits.
 ROUGH = {"qwen3.5-0.8B": 0.1, "qwen3.5-4B": 0.06}
 # What flags alone do not say: sizes of delta nets and of the sparse-attention indexer, norms over all heads together.
 NOT_IN_FLAGS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "glm_moe_dsa", "minimax_m2")
@@ -85,7 +85,7 @@ def test_the_flags_of_a_preset_say_exactly_the_model_that_transformers_builds(na
 
 
 def test_the_active_parameters_of_experts_are_those_in_the_models_names() -> None:
-    """235B-A22B and so on; DeepSeek-V3 publishes 37 billion, Moonlight 3, Kimi K2 32."""
+    """235B-A22B and so on. DeepSeek-V3 publishes 37 billion, Moonlight 3, Kimi K2 32."""
     names = {"qwen3-30B-A3B": 3.3, "qwen3-235B-A22B": 22, "deepseek-v3": 37, "moonlight": 3, "kimi-k2": 32}
     names |= {"glm4.5-355B-A32B": 32}
     for name, billions in names.items():

@@ -1,4 +1,4 @@
-"""The presets against the architecture facts, kept here as a table of their own, and as bash."""
+"""The presets against the architecture facts, a separate table in this file, and as bash."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def read(words: list[str]) -> dict[str, str]:
 
 
 def number(text: str) -> str:
-    """1e-5 and 1e-05 are one value; a layer pattern stays as it is."""
+    """1e-5 and 1e-05 are one value. A layer pattern stays unchanged."""
     try:
         return text if text.startswith("0") else repr(float(text))
     except ValueError:

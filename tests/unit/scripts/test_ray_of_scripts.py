@@ -80,7 +80,7 @@ class World:
 
 
 def end_of(process: subprocess.Popen[str]) -> str:
-    """The output of a script that ends in time; one that does not is killed, or leaving its ``with`` would wait too."""
+    """The output of a script that ends in time. A late one is killed, or leaving its ``with`` would wait too."""
     try:
         return process.communicate(timeout=DEADLINE_S)[0]
     except subprocess.TimeoutExpired:
@@ -114,7 +114,7 @@ def wait_until(condition: Callable[[], object], what: str) -> None:
 
 @pytest.fixture
 def running_ray(world: World) -> Iterator[None]:
-    """A job server that somebody else started."""
+    """A job server that another program started."""
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -141,7 +141,7 @@ def test_without_a_ray_one_is_started_for_the_job_and_stopped_with_its_children(
 
 
 def test_a_ray_that_asks_for_a_token_is_told_the_token(world: World) -> None:
-    """Ray answers 401 on a machine where it once made a token, and its job client sends none of its own accord."""
+    """Ray answers 401 on a machine where it once made a token, and its job client does not send one by default."""
     assert world.run(FAKE_STATUS="401", WANTED_AUTH_MODE="token")[0] == 0
 
 

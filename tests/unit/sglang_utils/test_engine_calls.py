@@ -1,4 +1,4 @@
-"""The calls of an engine against a server that says what the test wants."""
+"""The calls of an engine against a server whose answers the test sets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SERVERS_KEEPALIVE_S = 5.0
 
 
 class Server:
-    """Answers ``METHOD /path`` from a table; remembers calls and the ports that they came from."""
+    """Answers ``METHOD /path`` from a table. Remembers calls and the ports that they came from."""
 
     def __init__(self) -> None:
         self.answers: dict[str, tuple[int, Any]] = {}

@@ -1,4 +1,4 @@
-"""Rules 70-74 and 78: what the engine's flags must satisfy, on a whole command line."""
+"""Rules 70-74 and 78: requirements on the engine's flags, on a whole command line."""
 
 from __future__ import annotations
 

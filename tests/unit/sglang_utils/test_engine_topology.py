@@ -47,7 +47,7 @@ def read(tmp_path: Path):
 
 
 def group(**keys: Any) -> str:
-    """A file of one model with one group; a key that is None is left out."""
+    """A file of one model with one group. A key that is None is left out."""
     entry = {"worker_type": "regular", "num_gpus": 4} | keys
     entry = {key: value for key, value in entry.items() if value is not None}
     return json.dumps({"sglang": [{"name": "a", "server_groups": [entry]}]})  # JSON is YAML

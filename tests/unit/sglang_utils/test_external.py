@@ -1,4 +1,4 @@
-"""Engines of others: what their addresses may look like, what they say, and what does not fit."""
+"""External engines: valid addresses, their server information, and the mismatches that are refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ INFO = {"tp_size": 2, "pp_size": 1, "dtype": "bfloat16", "disaggregation_mode": 
 
 
 class Server:
-    """Answers GET and POST with ``self.answer(path)``; keeps the paths."""
+    """Answers GET and POST with ``self.answer(path)``. Keeps the paths."""
 
     def __init__(self) -> None:
         self.answer: Answer = lambda path: (200, INFO if path == "/server_info" else {})

@@ -1,4 +1,4 @@
-"""The preloading process against clients that misbehave. A stand-in for SGLang is preloaded: it starts at once."""
+"""The preloading process against clients that misbehave. It preloads a fake SGLang, which starts at once."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_clients_that_vanish_or_talk_nonsense_or_keep_silent_delay_nobody(server
                 client.sendall(said)
         assert ended(fork(server, tmp_path / "log", "exit", "3")) == 3
         silent.setblocking(False)
-        with pytest.raises(BlockingIOError):  # still connected: nobody waited for it
+        with pytest.raises(BlockingIOError):  # still connected, although the server did not wait for it
             silent.recv(1)
     server.raise_if_dead()
 

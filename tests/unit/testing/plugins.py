@@ -15,7 +15,7 @@ from slime.utils.http_utils import post
 
 
 async def post_yourself(args, sample, sampling_params):
-    """The seed's style: a request of one's own."""
+    """The seed's style: a separate request."""
     state = GenerateState(args)
     ids = state.tokenizer.encode("2+2=", add_special_tokens=False)
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"

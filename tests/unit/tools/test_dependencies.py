@@ -29,7 +29,7 @@ def _normal(name: str) -> str:
 
 
 def _required() -> set[str]:
-    """Packages of requirements.txt and of what it pins, one level deep."""
+    """Packages of requirements.txt and of its pins, one level deep."""
     lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
     direct = [Requirement(line) for line in lines if not line.startswith("#")]
     theirs = [Requirement(line) for each in direct for line in importlib.metadata.requires(each.name) or ()]

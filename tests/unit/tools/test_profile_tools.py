@@ -92,7 +92,7 @@ def test_every_engine_of_the_router_is_asked() -> None:
 
 
 def test_a_router_that_does_not_answer_is_one_line() -> None:
-    with socket.socket() as taken:  # bound, and nobody listens
+    with socket.socket() as taken:  # bound without a listener
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         tried = run_tool("profile_rollout.py", "--router-url", url)

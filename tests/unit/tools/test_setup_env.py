@@ -1,4 +1,4 @@
-"""Set-up: which set is chosen, when it is done again, and what a failure says. Installs nothing."""
+"""Set-up: the chosen set, when it is repeated, and the messages of failures. Installs nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step that raises leaves behind."""
+"""The state after a step that raises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way to torch's variable-length kernel, which needs a GPU: a reference stands in, with the same demands."""
+"""The call of torch's variable-length kernel, which needs a GPU: a reference with the same requirements replaces it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCALE = 0.3
 def played_kernel(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_bounds: torch.Tensor, k_bounds: torch.Tensor, *more: Any, **how
 ) -> torch.Tensor:
-    """Causal from the last query and key of each sequence; refuses what flash attention refuses."""
+    """Causal from the last query and key of each sequence. Refuses the inputs that flash attention refuses."""
     longest_q, longest_k = more
     assert how.pop("window_size") == (-1, 0)
     assert how.pop("enable_gqa") == (q.size(1) != k.size(1))

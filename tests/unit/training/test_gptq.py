@@ -58,7 +58,7 @@ def test_it_is_optimal_brain_quantisation_column_by_column(columns: int, group: 
     values, scales = quantise(w, products, group, 0.01)
     assert scales.shape == (6, columns // group)
     expected = one_by_one(w, products, group, 0.01)
-    # single precision may round a value that lies half way to the other side, and what follows makes up for that
+    # single precision may round a value half way between two steps to the other side, and later values compensate
     assert (values != expected).float().mean() < 0.02
     assert (values - expected).abs().max() <= 2
 
@@ -105,7 +105,7 @@ def test_experts_are_calibrated_on_the_tokens_that_reach_them(tmp_path: Path) ->
     original = {name: reader.get(name) for name in reader.names}
     exact = logits(original)
     with torch.no_grad():
-        own = model(torch.tensor(texts)).logits  # the tool's model holds what it has quantised
+        own = model(torch.tensor(texts)).logits  # the tool's model holds the quantized weights
     unpacked = {name: _unpacked(quantised[name]) for name in quantised}
     assert torch.allclose(logits(original | unpacked), own, atol=1e-4)
     nearest = {}

@@ -1,4 +1,4 @@
-"""From logits to Megatron's (loss, normaliser, metrics): dispatch, scaling, rows; with a stand-in batch."""
+"""From logits to Megatron's (loss, normalizer, metrics): dispatch, scaling, rows, with a fake batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MASKS = [torch.tensor([1, 0, 1]), torch.tensor([1]), torch.tensor([0, 0])]
 
 @dataclass
 class Batch:
-    """What the loss asks of a rank's batch."""
+    """The part of a rank's batch that the loss reads."""
 
     columns: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""What the device is taken to be, from the files of drivers, the environment and the build of torch."""
+"""The detected device, from the files of drivers, the environment and the build of torch."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from slime.utils.distributed_utils import init_default_group
 
 
 class NotedDevice(Accelerator):
-    """Is on the CPU and says so to torch only."""
+    """Is on the CPU and reports so to torch only."""
 
     name = "cuda"
 

@@ -1,4 +1,4 @@
-"""Ctrl-C ends every wait, also when Python threw the exception away; the second one ends the process."""
+"""Ctrl-C ends every wait, also if Python dropped the exception. The second one ends the process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.limits import unloaded_time
 
 
 class Swallows:
-    """Python prints what is raised in a destructor, and goes on."""
+    """Python prints an exception that is raised in a destructor, and continues."""
 
     def __init__(self, number: signal.Signals) -> None:
         self._number = number

@@ -1,4 +1,4 @@
-"""What a killed driver leaves behind is ended, and nothing else."""
+"""The remaining processes of a killed driver are ended, and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that note what they are told, and a trainer of one rank, for tests of weight sync without either."""
+"""Engines that record their calls, and a trainer of one rank, for tests of weight sync without real ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Done:
 
 
 class RecordingFleet:
-    """Engines that note every verb; an answer is a value, an exception, or a function of the call's arguments."""
+    """Engines that record every verb. An answer is a value, an exception, or a function of the call's arguments."""
 
     def __init__(self, engines: Sequence[EngineInfo] | None = None, **answers: Any) -> None:
         self.engines = engines or [EngineInfo("http://a", 1), EngineInfo("http://b", 1)]

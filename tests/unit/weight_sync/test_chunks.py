@@ -11,7 +11,7 @@ _LAYER = "model.layers.{}.self_attn."
 
 
 def _weights() -> list[tuple[str, torch.Tensor]]:
-    """4 bytes per element; two layers of latent attention between other tensors."""
+    """4 bytes per element. Two layers of latent attention between other tensors."""
     weights = [("model.embed_tokens.weight", torch.zeros(10))]
     for layer in range(2):
         prefix = _LAYER.format(layer)

@@ -1,4 +1,4 @@
-"""What is handed to an engine on the same host: a handle to memory, in words that stock SGLang lets in."""
+"""The message to an engine on the same host: a handle to memory, in names that stock SGLang accepts."""
 
 from __future__ import annotations
 

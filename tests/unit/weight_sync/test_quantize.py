@@ -81,7 +81,7 @@ def test_the_trainer_reads_back_what_engines_are_sent(tmp_path: Path):
     factors = scale.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :300]
     assert torch.equal(back, (values.float() * factors).bfloat16())
     again, _ = quantize_fp8(back, (128, 128))
-    assert torch.equal(again.float(), values.float())  # what was quantised once is not rounded a second time
+    assert torch.equal(again.float(), values.float())  # quantized values are not rounded a second time
 
 
 def test_four_bits_are_packed_as_the_library_unpacks_them():
@@ -91,7 +91,7 @@ def test_four_bits_are_packed_as_the_library_unpacks_them():
     values = helpers.unpack_from_int32(words, 4, torch.Size(tensor.shape))
     assert (values.min(), values.max()) == (-8, 7) or values.abs().max() == 7
     back = values.float().view(6, 2, 32) * scale.float()[..., None]
-    # half a step; at the top 7.5 is cut to 7, and a rounded scale may make it a little more
+    # half a step, and at the top 7.5 is cut to 7, and a rounded scale may make it a little more
     assert ((back.view(6, 64) - tensor.float()).abs() <= scale.float().repeat_interleave(32, 1) * 0.54).all()
 
 

@@ -17,7 +17,7 @@ from tests.unit.weight_sync.fakes import Done, RecordingFleet
 
 
 class Engines(RecordingFleet):
-    """Receive what was broadcast when their answer is waited for, not before."""
+    """Receive the broadcast when their answer is awaited, not before."""
 
     def __init__(self, *engines: EngineInfo) -> None:
         super().__init__(engines or None)

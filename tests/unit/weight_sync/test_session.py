@@ -120,7 +120,7 @@ def test_a_rank_that_failed_to_send_gathers_to_the_end_and_sends_no_more():
 
 
 class OtherRank(TrainerRanks):
-    """A rank whose neighbour is made up: it says what the test wants."""
+    """A rank whose neighbor is made up: the test sets its answers."""
 
     def __init__(self, rank: int, *said: str | None) -> None:
         super().__init__(rank, 2, timeout_s=1.0)

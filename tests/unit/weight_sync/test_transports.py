@@ -1,4 +1,4 @@
-"""The table of transports: what a new row changes, without another file."""
+"""The table of transports: a new row works without a change of other files."""
 
 from __future__ import annotations
 

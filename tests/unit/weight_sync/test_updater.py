@@ -1,4 +1,4 @@
-"""Which way each engine gets its weights, what happens to connections, and what is not sent twice."""
+"""Which way each engine gets its weights, the state of connections, and the data that is sent only once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights through files: what hosts hold is what the trainer had, whatever is interrupted, damaged, or missing."""
+"""Weights through files: hosts hold the trainer's weights after every interruption, damage, or missing file."""
 
 from __future__ import annotations
 
