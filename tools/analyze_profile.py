@@ -30,6 +30,7 @@ def main() -> int:
     parser.add_argument("--top-n", type=int, default=20, help="default %(default)s")
     options = parser.parse_args()
     files = sorted(options.profile_dir.rglob("*.trace.json.gz"))
+    # A file without a rank in its name may belong to any rank, so it is always shown.
     chosen = [file for file in files if options.all_ranks or rank_of(file) in (options.rank, None)]
     if not chosen:
         wanted = "" if options.all_ranks else f" of rank {options.rank}"
@@ -41,7 +42,7 @@ def main() -> int:
 
 
 def rank_of(file: Path) -> int | None:
-    """The rank in a file's name; None if the name has no rank."""
+    """The rank in a file's name. None if the name has no rank."""
     match = _RANK.search(file.name)
     return int(match.group(1)) if match else None
 
@@ -50,6 +51,8 @@ def report(file: Path, top_n: int) -> None:
     """Print the most expensive names of a trace."""
     with gzip.open(file, "rt", encoding="utf-8") as stream:
         events = [event for event in json.load(stream)["traceEvents"] if event.get("ph") == "X"]
+    # Copies and fills take time on the GPU like kernels. Operators of a GPU trace only launch
+    # work, so their times are ignored if the trace has kernels.
     kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     what = "GPU kernels" if kernels else "CPU operators"
     times = by_name((event["name"], event["dur"]) for event in kernels) if kernels else by_name(own_times(events))
@@ -66,6 +69,7 @@ def by_name(durations: Iterable[tuple[str, float]]) -> dict[str, tuple[float, in
     found: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
     for name, microseconds in durations:
         seconds, calls = found[name]
+        # The trace format has durations in microseconds.
         found[name] = (seconds + microseconds / 1e6, calls + 1)
     return dict(found)
 
@@ -76,7 +80,9 @@ def own_times(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, float]
     for event in events:
         if event.get("cat") == "cpu_op":
             threads[(event["pid"], event["tid"])].append(event)
+    # Operators nest within a thread only. Two threads overlap without calling each other.
     for operators in threads.values():
+        # At equal starts the caller is the longer one and must come before the operators that it calls.
         yield from _own_times_of_thread(sorted(operators, key=lambda event: (event["ts"], -event["dur"])))
 
 
@@ -86,6 +92,7 @@ def _own_times_of_thread(operators: list[Mapping[str, Any]]) -> Iterator[tuple[s
     for place, event in enumerate(operators):
         while open_calls and operators[open_calls[-1]]["ts"] + operators[open_calls[-1]]["dur"] <= event["ts"]:
             open_calls.pop()
+        # Only the direct caller loses this time: its callers already lost the whole duration of it.
         if open_calls:
             own[open_calls[-1]] -= event["dur"]
         open_calls.append(place)

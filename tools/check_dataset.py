@@ -25,6 +25,7 @@ from slime.data.arguments import PromptDataArgs
 from slime.utils.errors import ConfigError, DataError, SlimeError
 
 _MOST_SHOWN = 20
+# 0 and 100 are the shortest and the longest prompt.
 _PERCENTILES = (0, 50, 90, 99, 100)
 
 
@@ -75,9 +76,11 @@ def check(options: argparse.Namespace) -> Report:
         metadata_key=options.metadata_key,
         apply_chat_template=options.apply_chat_template,
         apply_chat_template_kwargs=options.apply_chat_template_kwargs,
+        # A limit makes the maker count tokens, but this one never drops a prompt: --max-prompt-len reports instead.
         max_length=None if tokenizer is None else sys.maxsize,
     )
     report = Report()
+    # The handler keeps rows that cannot be parsed from ending the check.
     for where, row in numbered_rows(options.file, lambda error: report.problems.append(str(error))):
         report.num_rows += 1
         report.keys.update(row.keys())
@@ -87,6 +90,7 @@ def check(options: argparse.Namespace) -> Report:
             report.problems.append(str(error))
             continue
         sample = prepared.sample
+        # A prompt may be a list of messages, which is not hashable.
         report.prompts[json.dumps(sample.prompt, default=str)] += 1
         report.label_types[type(sample.label).__name__] += 1
         if prepared.num_tokens is not None:
@@ -121,4 +125,5 @@ if __name__ == "__main__":
         main()
     except SlimeError as error:
         print(f"error: {error}", file=sys.stderr)
+        # 1 means that rows cannot be used, 2 that the check could not run.
         raise SystemExit(2) from None

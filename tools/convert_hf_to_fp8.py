@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from slime.backends.protocols import NamedTensor
     from slime.backends.training.hf_files import TensorReader
 
+# Names are compared as substrings: "norm" also covers q_norm and post_attention_layernorm.
 _KEPT = (
     *("layernorm", "norm", "embed", "router", "lm_head", "weights_proj"),
     # no engine looks for a scale of a router, or of the projection of a prediction layer
@@ -64,6 +65,7 @@ def convert(options: argparse.Namespace) -> None:
 
     reader = TensorReader(options.model_dir, "--model-dir")
     kept = {name for name in reader.names if not _is_quantised(name, reader)}
+    # A generator: the checkpoint is never in memory as a whole.
     weights = _quantised(reader, kept, options)
     config = _config(options, sorted(name.removesuffix(".weight") for name in kept if name.endswith(".weight")))
     write_hf_directory(
@@ -88,6 +90,7 @@ def _config(options: argparse.Namespace, kept: Sequence[str]) -> dict[str, Any]:
         }
     config: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
     if options.strategy == "block":
+        # Engines take a config without this key for one scale per tensor.
         config["weight_block_size"] = list(options.block_size)
     if options.scale_fmt is not None:
         config["scale_fmt"] = options.scale_fmt
@@ -95,6 +98,7 @@ def _config(options: argparse.Namespace, kept: Sequence[str]) -> dict[str, Any]:
 
 
 def _is_quantised(name: str, reader: TensorReader) -> bool:
+    # Checked before the rank test below, which would silently leave such a tensor in 16 bits.
     if ".experts." in name and len(reader.shape(name)) > 2:
         raise ConfigError(
             f"--model-dir {reader.directory}: {name} holds all experts of a layer, which is not supported yet: engines "
@@ -120,6 +124,7 @@ def _quantised(reader: TensorReader, kept: set[str], options: argparse.Namespace
                 block = None
         values, scale = quantize_fp8(tensor, block, has_power_of_two_scales=options.scale_fmt is not None)
         yield name, values
+        # DeepSeek-V3 calls the factor that restores the values "scale_inv". compressed-tensors calls it "scale".
         yield name + ("_scale_inv" if options.strategy == "block" else "_scale"), scale
 
 

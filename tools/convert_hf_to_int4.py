@@ -89,6 +89,7 @@ def convert(options: argparse.Namespace) -> None:
             "fp8_cast_bf16.py or convert_k2_thinking_int4_to_bf16.py."
         )
     tokenizer = load_tokenizer(options.input_dir, trust_remote_code=options.trust_remote_code)
+    # Reads only as many rows as are used: --data-dir may be far larger.
     texts = list(islice(_token_ids(options, tokenizer), options.num_calibration_samples))
     if not texts:
         raise ConfigError(f"--data-dir {options.data_dir}: there is no text in it.")
@@ -165,6 +166,7 @@ def quantise_model(
     prefix = next(name for name, module in model.named_modules() if module is layers)
     done: dict[str, list[torch.Tensor]] = {}
     with torch.inference_mode():
+        # One run per text, without padding: padding would count in the statistics.
         hidden, calls = _first_inputs(model, layers, texts)
         for index, layer in enumerate(layers):
             layer.to(device)
@@ -172,10 +174,14 @@ def quantise_model(
             for one, arguments in zip(hidden, calls[index], strict=True):
                 _run(layer, one, arguments, device)
             shares = []
+            # All inputs of a layer are collected before any of its matrices changes.
             for matrices, hook in watched:
+                # Without this the second pass below would add its inputs to the statistics.
                 hook.remove()
                 shares += [_quantise_matrix(matrix, done, options) for matrix in matrices]
+            # The second pass gives the next layer the inputs that it gets from the quantized layer.
             hidden = [_run(layer, one, arguments, device) for one, arguments in zip(hidden, calls[index], strict=True)]
+            # One layer is on the GPU at a time.
             layer.to("cpu")
             error = f"{sum(shares) / len(shares):.2f} of rounding's error" if shares else "nothing to quantise"
             print(f"layer {index + 1} of {len(layers)}: {len(shares)} matrices, {error}", flush=True)
@@ -197,6 +203,7 @@ def _first_inputs(
             if index == 0:
                 hidden.append(hidden_states)
             calls[index].append(arguments)
+            # Skips the layer's computation. Layers run one by one later, with these arguments.
             return hidden_states
 
         return forward
@@ -213,6 +220,7 @@ def _first_inputs(
         ) from None
     finally:
         for layer, original in zip(layers, originals, strict=True):
+            # Also after an error: the layers must compute again.
             layer.forward = original
     return hidden, calls
 
@@ -220,6 +228,7 @@ def _first_inputs(
 def _run(layer: Any, hidden: torch.Tensor, arguments: dict[str, Any], device: torch.device) -> torch.Tensor:
     output = layer(hidden.to(device), **_moved(arguments, device))
     result: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    # Hidden states of all texts together may exceed the GPU's memory.
     return result.cpu()
 
 
@@ -249,6 +258,8 @@ def _watched(layer: Any, prefix: str, names: set[str], group_size: int) -> list[
             experts = [_expert(module, name, number, names, group_size) for number in range(len(module.down_proj))]
             matrices = [matrix for expert in experts for matrix in expert]
             found.append((matrices, module.register_forward_pre_hook(_of_experts(experts))))
+        # A 3-dimensional "weight" is a convolution. Any other such parameter is an unknown layout of experts,
+        # which would otherwise stay in 16 bits without a message.
         elif any(parameter.dim() == 3 for key, parameter in module.named_parameters(recurse=False) if key != "weight"):
             raise ConfigError(
                 f"--input-dir: {name} ({type(module).__name__}) is not supported yet: its experts are not stored as "
@@ -269,6 +280,7 @@ def _is_experts(module: Any) -> bool:
 
 
 def _expert(module: Any, name: str, number: int, names: set[str], group_size: int) -> tuple[_Matrix, _Matrix, _Matrix]:
+    # Views: writing the quantized values changes the stacked tensor of the model.
     gate, up = module.gate_up_proj[number].chunk(2)
     parts = {"gate_proj": gate, "up_proj": up, "down_proj": module.down_proj[number]}
     return tuple(  # type: ignore[return-value]
@@ -295,11 +307,13 @@ def _of_experts(experts: list[tuple[_Matrix, _Matrix, _Matrix]]) -> Callable[...
     def add(module: Any, arguments: tuple[torch.Tensor, ...]) -> None:
         hidden, chosen = arguments[0], arguments[1]
         for number, (gate, up, down) in enumerate(experts):
+            # An expert is calibrated only on the tokens that the router sends to it.
             tokens = hidden[(chosen == number).any(dim=-1)]
             gate.inputs.add(tokens)
             down.inputs.add(module.act_fn(tokens @ gate.weight.T) * (tokens @ up.weight.T))
 
     for gate, up, _ in experts:
+        # Both matrices read the same input. Sharing halves the memory and the work.
         up.inputs = gate.inputs
     return add
 
@@ -314,12 +328,15 @@ def _quantise_matrix(matrix: _Matrix, done: dict[str, list[torch.Tensor]], optio
     weight, products, size = matrix.weight, matrix.inputs.products, options.quant_group_size
     values, scales = quantise(weight, products, size, options.dampening_frac)
     new = (values * scales.float().repeat_interleave(size, 1)).to(weight.dtype)
+    # The comparison rounds to nearest with the same group size, as a weight sync does.
     groups = weight.float().unflatten(1, (-1, size))
     nearest_scale = int4_scale(groups).to(weight.dtype)[..., None]
     nearest = (round_int4(groups, nearest_scale) * nearest_scale.float()).flatten(1)
+    # The floor avoids a division by zero for a matrix that rounding reproduces exactly.
     share = squared_error(new - weight, products) / max(squared_error(nearest - weight, products), 1e-30)
     shape = torch.tensor(weight.shape, dtype=torch.int32)
     done[matrix.name] = [pack_int4(values).cpu(), scales.cpu(), shape]
+    # Later layers are calibrated on this layer's quantized output.
     weight.copy_(new)
     return share
 

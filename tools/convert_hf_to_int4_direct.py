@@ -65,6 +65,7 @@ def convert(options: argparse.Namespace) -> None:
     if not quantised:
         raise ConfigError(f"--ignore-rules {' '.join(options.ignore_rules)} leave no matrix of {options.model_dir}.")
     weights = _quantised(reader, quantised, options.group_size)
+    # Engines match from the start of a name, this tool searches anywhere: hence the leading ".*".
     ignored = [f"re:.*{rule}" if rule.endswith("$") else f"re:.*{rule}.*" for rule in options.ignore_rules]
     config = quantization_config(options.group_size, ignored)
     write_hf_directory(
@@ -81,6 +82,7 @@ def _compiled(rule: str) -> re.Pattern[str]:
 
 
 def _is_quantised(name: str, reader: TensorReader, rules: Sequence[re.Pattern[str]]) -> bool:
+    # A name without ".weight", such as a bias, stays unchanged.
     module = name.removesuffix(".weight")
     is_kept = module == name or any(rule.search(module) for rule in rules)
     return not is_kept and len(reader.shape(name)) == 2
@@ -102,6 +104,7 @@ def _quantised(reader: TensorReader, quantised: set[str], group_size: int) -> It
             raise ConfigError(f"--group-size {group_size}: {name}: {error}. Add a rule to --ignore-rules.") from None
         yield f"{name}_packed", words
         yield f"{name}_scale", scale
+        # Packed words may be padded, so the format stores the original shape.
         yield f"{name}_shape", torch.tensor(tensor.shape, dtype=torch.int32)
 
 
@@ -112,6 +115,7 @@ def quantization_config(group_size: int, ignored: Sequence[str]) -> dict[str, An
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
+        # No "input_activations": engines compute with 16-bit activations (W4A16).
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights | {"dynamic": False}}},
         "ignore": list(ignored),
     }

@@ -5,8 +5,8 @@
     python tools/convert_hf_to_torch_dist.py "${MODEL_ARGS[@]}" \\
         --hf-checkpoint /models/Qwen3-4B --save /models/Qwen3-4B_torch_dist
 
-One process and no GPU are enough as long as the model fits into memory; under torchrun the processes share it
-(--tensor-model-parallel-size and its companions; pipeline stages by default). The model flags may be left out: they
+One process and no GPU are enough as long as the model fits into memory. Under torchrun the processes share it
+(--tensor-model-parallel-size and its companions, pipeline stages by default). The model flags may be left out: they
 follow from config.json, and are checked against it where given.
 """
 
@@ -30,6 +30,7 @@ def main() -> None:
     args = read_options(_add_options, __doc__)
     if args.save is None:
         raise ConfigError("--save is required: the directory that receives release/ and its tracker file.")
+    # Checked before the model is built, which may take minutes.
     if (Path(args.save) / "release").exists():
         raise ConfigError(f"--save {args.save} already holds release/: delete it or name another directory.")
     with OfflineModel(args) as model:

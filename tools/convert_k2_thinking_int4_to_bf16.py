@@ -33,15 +33,18 @@ def main() -> None:
         raise ConfigError(f"--config-path {options.config_path} is not a file.")
     if Path(target).exists() and not options.overwrite:
         raise ConfigError(f"--output-dir {target} exists already; --overwrite replaces it.")
+    # Imports torch: after the checks, so that a wrong path fails at once.
     from slime.backends.training.hf_files import TensorReader, write_hf_directory
 
     reader = TensorReader(options.model_dir, "--model-dir")
     names = sorted(reader.names if options.files is None else reader.names_in(options.files))
     write_hf_directory(
+        # The reader restores 16-bit values. A generator: they are never in memory all at once.
         ((name, reader.get(name)) for name in names),
         options.model_dir,
         target,
         config_path=options.config_path,
+        # Otherwise tensors of the source that are missing here would be added, which --files excludes.
         keeps_rest=options.files is None,
     )
     print(f"{len(names)} tensors -> {target}")

@@ -46,6 +46,7 @@ def convert(args: argparse.Namespace, num_writers: int = 1) -> None:
     target = Path(args.output_dir)
     if target.exists() and not args.force:
         raise ConfigError(f"--output-dir {target} exists already: -f replaces it.")
+    # After the check above: building the model may take minutes.
     with OfflineModel(args, reads=("--input-dir", args.input_dir)) as model:
         from slime.backends.training.hf_files import write_hf_directory
 
@@ -60,6 +61,7 @@ def convert(args: argparse.Namespace, num_writers: int = 1) -> None:
             )
             print(f"{source.directory} -> {target}")
         else:
+            # The export gathers tensors from all ranks: every rank must step through it, or rank 0 waits forever.
             for _ in model.export():
                 pass
 

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+# For convert_torch_dist_to_hf, which is a script beside this one and not in a package.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -57,6 +58,7 @@ def _read_ahead(directory: Path, num_readers: int) -> Iterator[None]:
 
     def read(path: Path) -> None:
         with path.open("rb") as file:
+            # The bytes are dropped: reading puts them into the page cache of the kernel.
             while not is_over.is_set() and file.read(_PIECE_BYTES):
                 pass
 
@@ -66,6 +68,7 @@ def _read_ahead(directory: Path, num_readers: int) -> Iterator[None]:
         try:
             yield
         finally:
+            # Leaving the pool waits for its threads: without the event they would read the rest of the files.
             is_over.set()
 
 

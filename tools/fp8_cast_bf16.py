@@ -28,6 +28,7 @@ def main() -> None:
     from slime.backends.training.hf_files import TensorReader, write_hf_directory
 
     reader = TensorReader(options.input_fp8_hf_path, "--input-fp8-hf-path")
+    # The reader restores 16-bit values and hides the tensors of scales. A generator: never all in memory.
     weights = ((name, reader.get(name)) for name in sorted(reader.names))
     write_hf_directory(weights, options.input_fp8_hf_path, options.output_bf16_hf_path)
     print(f"{len(reader.names)} tensors -> {options.output_bf16_hf_path}")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""List the tensors of a checkpoint: names, shapes, precisions and sizes; with --values also statistics of their values.
+"""List the tensors of a checkpoint: names, shapes, precisions and sizes. --values adds statistics of their values.
 
     python tools/inspect_checkpoint.py /runs/iter_0000099
     python tools/inspect_checkpoint.py /models/Qwen3-4B --values --match layers.0.
@@ -93,6 +93,7 @@ def _safetensors(directory: Path) -> Iterator[tuple[str, Entry]]:
         for name in opened.keys():  # noqa: SIM118  (not a dict)
             part = opened.get_slice(name)
             shape, dtype = tuple(part.get_shape()), str(part.get_dtype())
+            # A function call binds the name: a lambda here would read the last name of the loop.
             load = _loader(opened.get_tensor, name)
             yield name, Entry(shape, dtype, _count(shape) * _width(dtype), load)
 
@@ -103,6 +104,7 @@ def _loader(get: Callable[[str], torch.Tensor], name: str) -> Callable[[], torch
 
 def _width(dtype: str) -> int:
     """Bytes of one safetensors number: ``BF16`` -> 2, ``F8_E4M3`` -> 1, ``BOOL`` -> 1."""
+    # The first number is the width in bits. The part after "_" describes the format (F8_E4M3).
     return 1 if dtype == "BOOL" else int("".join(filter(str.isdigit, dtype.split("_", maxsplit=1)[0]))) // 8
 
 
@@ -127,6 +129,7 @@ def _distributed_loader(
         import torch.distributed.checkpoint as dcp
 
         state = {name: torch.empty(shape, dtype=dtype)}
+        # One process reads, without a process group.
         dcp.load(state, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
         return state[name]
 
@@ -146,9 +149,11 @@ def print_entries(entries: dict[str, Entry], *, with_values: bool) -> bool:
     for name, entry in sorted(entries.items()):
         words = [name, str(list(entry.shape)), entry.dtype, _size(entry.num_bytes)]
         if with_values:
+            # In double precision, so that sums over billions of 16-bit values neither overflow nor lose digits.
             values = entry.load().double()
             bad = int((~values.isfinite()).sum())
             not_finite += bad
+            # A tensor without elements has no maximum: torch raises an error.
             deviation = values.std(unbiased=False).item() if values.numel() else 0.0
             mean, largest = (values.mean().item(), values.abs().max().item()) if values.numel() else (0.0, 0.0)
             words += [f"mean {mean:.3e}", f"std {deviation:.3e}", f"max {largest:.3e}"]
@@ -173,6 +178,7 @@ def print_differences(ours: dict[str, Entry], theirs: dict[str, Entry], match: s
             lines.append(f"{name}  {list(ours[name].shape)} against {list(theirs[name].shape)}")
         else:
             a, b = ours[name].load().double(), theirs[name].load().double()
+            # NaN differs from itself: a tensor with NaN in the same place counts as different.
             if bool((a == b).all()):
                 num_equal += 1
                 continue

@@ -2,7 +2,7 @@
 
     python tools/make_engine_options.py [--check]
 
-Importing SGLang takes seconds and a gigabyte; ``train.py`` reads these tables instead. Run it after a change of the
+Importing SGLang takes seconds and a gigabyte. ``train.py`` reads these tables instead. Run it after a change of the
 installed version. ``--check`` only compares the tables with the installed versions.
 """
 
@@ -61,6 +61,7 @@ def router_table() -> dict[str, Any]:
 def _option(action: argparse.Action) -> dict[str, Any]:
     option: dict[str, Any] = {"flags": list(action.option_strings), "dest": action.dest, "kind": _kind(action)}
     if option["kind"] not in ("switch", "boolean"):
+        # An unknown converter fails here with a KeyError: a new version of SGLang needs a new row of _TYPES.
         option["type"] = "str" if action.type is None else _TYPES[getattr(action.type, "__name__", str(action.type))]
         option["nargs"] = action.nargs
         if action.choices is not None:
@@ -82,6 +83,7 @@ def _kind(action: argparse.Action) -> str:
         case "_StoreAction" | "LoRAPathAction":
             return "value"
         case name:
+            # Guessing would give the flag a wrong number of values.
             raise SystemExit(f"{action.option_strings}: unknown action {name}: add it to tools/make_engine_options.py")
 
 

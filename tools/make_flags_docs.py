@@ -61,6 +61,7 @@ def page() -> str:
 
 def _groups(flags: list[Flag]) -> Iterator[str]:
     values = _values()
+    # groupby joins neighbors only: flags_of lists the flags group by group.
     for title, members in groupby(flags, key=lambda flag: flag.group):
         shown = [flag for flag in members if flag.later is None]
         rows = [[_names(flag), values[flag.spellings[0]], _default(flag), flag.help] for flag in shown]
@@ -92,7 +93,7 @@ def _no_effect(flags: list[Flag]) -> str:
 
 
 def _values() -> dict[str, str]:
-    """First spelling -> its value in the table; empty for a switch."""
+    """First spelling -> its value in the table. Empty for a switch."""
     actions = build_parser(GROUPS)._option_string_actions
     return {spelling: _value(action) for spelling, action in actions.items()}
 
@@ -101,6 +102,7 @@ def _value(action: argparse.Action) -> str:
     if action.nargs == 0:
         return ""
     if action.choices is not None:
+        # An unescaped "|" would end the cell of the table.
         text = " \\| ".join(f"`{choice}`" for choice in action.choices)
     else:
         kinds = {"int": "integer", "float": "number", "json_object": "JSON", "str": "text"}
@@ -118,6 +120,7 @@ def _default(flag: Flag) -> str:
         case None | False | [] | {}:
             return ""
         case True:
+            # A spelling that negates the name (--no-x) turns x off. Not given, it shows no default, like any switch.
             return "on" if flag.spellings[0].startswith(f"--{flag.name.replace('_', '-')}") else ""
         case list():
             return " ".join(f"`{item}`" for item in flag.default)

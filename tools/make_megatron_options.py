@@ -1,8 +1,8 @@
 """Write the options that the installed megatron-core implies, for a parser that must not import it.
 
-Megatron-LM turns the fields of its config dataclasses into command-line options; that code is not part of
+Megatron-LM turns the fields of its config dataclasses into command-line options. That code is not part of
 megatron-core, the dataclasses are. This tool reads their source (nothing is imported) and writes one JSON file that
-the command line loads. Run it after changing the version of megatron-core; a test says when it is out of date.
+the command line loads. Run it after changing the version of megatron-core. A test fails when it is out of date.
 
     python tools/make_megatron_options.py [--check]
 """
@@ -49,6 +49,7 @@ def read_options() -> dict[str, Any]:
     found: dict[str, dict[str, Any]] = {}
     for file, name in _CLASSES:
         for option in _of_class(_core() / file, name):
+            # If two classes declare a field, the first class of _CLASSES counts.
             found.setdefault(option["dest"], option)
     return {
         "version": importlib.metadata.version("megatron-core"),
@@ -57,6 +58,7 @@ def read_options() -> dict[str, Any]:
 
 
 def _core() -> Path:
+    # A top-level package is found without running its code.
     spec = importlib.util.find_spec("megatron")
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit("megatron-core is not installed: pip install megatron-core")
@@ -80,6 +82,7 @@ def _option(dest: str, annotation: str, value: ast.expr | None) -> dict[str, Any
         return None
     default, names = _default(value)
     if kind == "bool":
+        # A switch that is on by default can only be turned off, hence the flags below.
         kind = "off" if default is True else "switch"
     dashed = dest.replace("_", "-")
     flags = names or ([f"--no-{dashed}", f"--disable-{dashed}"] if kind == "off" else [f"--{dashed}"])
@@ -110,6 +113,7 @@ def _literal(node: ast.expr | None) -> Any:
         return ast.literal_eval(node)
     except ValueError:
         text = ast.unparse(node)
+        # literal_eval does not compute. Any other expression has no plain default and becomes None.
         return {"2 ** 32": 2**32, "1024 * 1024": 1024 * 1024}.get(text)
 
 

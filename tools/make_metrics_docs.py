@@ -35,6 +35,7 @@ AXES = {"train": "`train/step`", "eval": "`eval/step`"}
 def page() -> str:
     """The whole document."""
     parts = [HEAD]
+    # A dict keeps the order of the table, which is the order of the page.
     for prefix in dict.fromkeys(entry.name.split("/")[0] for entry in metric_table.METRICS):
         axis = AXES.get(prefix, "`rollout/step`")
         parts.append(f"\n## {prefix}/\n\nOver {axis}.\n")

@@ -3,7 +3,7 @@
     python tools/make_model_pages.py            write the tables between the marks of the pages
     python tools/make_model_pages.py --check    exit with 1 and name the pages that are out of date
 
-Every script is run dry, with a model directory that holds nothing but the ``config.json`` of its preset; models that
+Every script is run dry, with a model directory that holds nothing but the ``config.json`` of its preset. Models that
 have no script get a layout of :data:`PAGES`. Prose is written by hand and left alone.
 """
 
@@ -36,6 +36,7 @@ GUIDES = ROOT / "docs" / "en" / "examples"
 BEGIN, END = "<!-- plans: begin -->", "<!-- plans: end -->"
 FAMILIES = ROOT / "docs" / "model_families.md"
 FAMILY_MARKS = ("<!-- families: begin -->", "<!-- families: end -->")
+# The pages show one GPU size, so that their numbers can be compared.
 DEVICE_GIB = 80
 
 
@@ -61,6 +62,7 @@ class Layout:
         words += f" --context-parallel-size {self.cp}"
         words += f" --expert-model-parallel-size {self.ep} --expert-tensor-parallel-size 1"
         words += f" --max-tokens-per-gpu {self.tokens} --rollout-num-gpus-per-engine {self.engine}"
+        # Megatron accepts sequence parallelism with tensor parallelism only.
         words += " --sequence-parallel" * (self.tp > 1)
         words += f" {OPTIMIZER_ON_HOST}" * self.is_optimizer_on_host
         return words.split()
@@ -145,6 +147,7 @@ def pages() -> dict[Path, str]:
     with tempfile.TemporaryDirectory() as name:
         reader = Reader(Path(name))
         scripts = {script: _model_of(script)[0] for script in launchers()}
+        # Without this check a new launch script would be missing from the pages without a message.
         if homeless := set(scripts.values()) - {preset for presets in PAGES.values() for preset in presets}:
             raise ValueError(
                 f"launch scripts use {sorted(homeless)}: give these presets a page in {Path(__file__).name}"
@@ -180,7 +183,7 @@ def _model_of(script: str) -> tuple[str, str]:
 
 
 class Reader:
-    """Someone with every model, as far as a plan looks at it, and every data file."""
+    """Plans launch scripts and layouts. Models have only their ``config.json``, data files one row."""
 
     def __init__(self, place: Path) -> None:
         self._place = place
@@ -204,6 +207,7 @@ class Reader:
         return Row(preset, _plan(words + layout.flags(), is_async=False), False)
 
     def _config(self, preset: str, directory: str = "") -> dict[str, Any]:
+        # From the preset's facts, not downloaded: the page must be the same without a network.
         config = hub_config(self._presets[preset].facts)
         if directory in IN_8_BITS:
             config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -219,6 +223,7 @@ IN_4_BITS = ("Kimi-K2-Thinking", "Moonlight-16B-A3B-Instruct-INT4", "Qwen3-235B-
 
 
 def _plan(argv: list[str], *, is_async: bool) -> Plan:
+    # Hooks of a script may import packages that this machine lacks. The plan does not call them.
     args, problems = parse_only(argv, is_async=is_async, loads_hooks=False)
     assert args is not None, problems
     return build(args, title="", device_bytes=DEVICE_GIB * 2**30, problems=problems)
@@ -276,12 +281,14 @@ def _rollout(row: Row) -> str:
 def _rank(plan: Plan) -> str:
     if not plan.stages:
         return "not covered"
+    # The fullest pipeline stage decides whether the run fits.
     stage = max(plan.stages, key=lambda stage: stage.total)
     parts = (stage.weights, stage.gradients, stage.optimizer, stage.activations + stage.logits)
     return f"{_judged(stage.total)} = {' + '.join(map(_gib, parts))}"
 
 
 def _judged(size: int) -> str:
+    # Bold marks an estimate above the GPU's memory.
     return f"**{_gib(size)}**" if size > DEVICE_GIB * 2**30 else _gib(size)
 
 

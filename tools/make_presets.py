@@ -58,7 +58,7 @@ class Preset:
 
     Attributes:
         facts: everything known about the model, those of its family and of its parent included.
-        parent: the preset whose script this one sources; None if the script lists the flags itself.
+        parent: the preset whose script this one sources. None if the script lists the flags itself.
         own: facts in which it differs from ``parent``.
         variables: environment variables that it sets for ``parent``'s script.
     """
@@ -81,9 +81,11 @@ def load_presets(path: Path = FACTS) -> dict[str, Preset]:
     presets: dict[str, Preset] = {}
     for name, own in (tables["families"] | tables["presets"]).items():
         for block, known in (("", FACT_NAMES), ("moe", MOE_NAMES), ("mla", MLA_NAMES)):
+            # A misspelled fact would otherwise be dropped without a message.
             if unknown := (own if not block else own.get(block, {})).keys() - known:
                 raise ValueError(f"{path.name}: {name}: nothing reads {block} {sorted(map(str, unknown))}")
     for name, own in tables["presets"].items():
+        # In the order of the file: a parent must come before its variants.
         presets[name] = _variant(name, own, presets) if "like" in own else _full(name, own, tables["families"])
     return presets
 
@@ -102,7 +104,9 @@ def _variant(name: str, own: Facts, presets: dict[str, Preset]) -> Preset:
     changed: Facts = own.get("set", {})
     if missing := changed.keys() - set(parent.facts.get("knobs", [])):
         raise ValueError(f"{FACTS.name}: preset {name} sets {sorted(missing)}, no knob of {parent.name}")
+    # Knobs work in the parent's script only. Its note is about the parent.
     inherited = {key: value for key, value in parent.facts.items() if key not in ("knobs", "note")}
+    # Another number of layers has another number of parameters.
     if changed.get("layers"):
         inherited.pop("billions", None)
     facts = _merge(inherited, {**{key: value for key, value in own.items() if key != "set"}, **changed})
@@ -110,7 +114,7 @@ def _variant(name: str, own: Facts, presets: dict[str, Preset]) -> Preset:
 
 
 def _merge(base: Facts, more: Facts) -> Facts:
-    """``more`` over ``base``, one level into the blocks; a null removes a fact of the base."""
+    """``more`` over ``base``, one level into the blocks. A null removes a fact of the base."""
     merged = dict(base)
     for key, value in more.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
@@ -226,6 +230,7 @@ def _moe(facts: Facts) -> Iterator[str]:
 def _layer_freq(facts: Facts, dense: int) -> str:
     """One 0 (dense) or 1 (experts) per layer, in Megatron's notation."""
     if "layers" in facts.get("knobs", []):
+        # Bash computes the number of expert layers, because the environment may change the number of layers.
         return f'"[0]*{dense}+[1]*$((${{{KNOBS["layers"]}:-{facts["layers"]}}} - {dense}))"'
     leading = f"[0]*{dense}+" if dense else ""
     return f'"{leading}[1]*{facts["layers"] - dense}"'
@@ -248,6 +253,7 @@ def preset_script(preset: Preset) -> str:
         lines += ["MODEL_ARGS=(", *(f"   {flag}" for flag in model_flags(preset.facts)), ")", ""]
         lines += ["# shellcheck source=../lib/checkpoint.sh", f'source {_HERE}/../lib/checkpoint.sh"']
     else:
+        # Assignments before "source" hold for this command, so that the parent's knobs take these values.
         setting = "".join(f"{name}={value} " for name, value in preset.variables.items())
         lines += [f"# shellcheck source=./{preset.parent}.sh", f'{setting}source {_HERE}/{preset.parent}.sh"']
         if "spec" in preset.own:
@@ -343,6 +349,7 @@ def main() -> int:
         return 1 if stale or surplus else 0
     for path in stale:
         path.write_text(wanted[path], encoding="utf-8")
+    # Every .sh in this folder is generated: one without a preset is a leftover of a removed or renamed preset.
     for path in surplus:
         path.unlink()
     print(f"{len(wanted)} files, {len(stale)} written, {len(surplus)} removed")

@@ -43,7 +43,7 @@ SMALLEST, LARGEST = 10, 99
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of the Qwen3; the defaults make about a million parameters.
+    """Sizes of the Qwen3. The defaults make about a million parameters.
 
     ``init_std`` is that of all matrices: with 0.1 the model learns to copy in 200 steps, with 0.02 it takes far more.
     """
@@ -81,13 +81,13 @@ def make_tiny_task(
     """Write model and data below ``output``.
 
     Args:
-        output: directory, made when missing; files of an earlier call are replaced.
+        output: directory, made when missing. Files of an earlier call are replaced.
         seed: decides the weights and which problem is in which set.
-        num_sft: solved problems for the warm start; with few hundred the model learns them by heart and cannot add.
+        num_sft: solved problems for the warm start. With few hundred the model learns them by heart and cannot add.
         num_eval: held-out problems. All others, about 3,800 with the defaults, are for training.
-        forgotten_carries: share of the solutions with a carry from the ones that forget it; 0 makes all of them right.
+        forgotten_carries: share of the solutions with a carry that forget it. 0 makes all of them right.
         shape: sizes of the model.
-        words: more strings that are one token each, such as names and tags; part of the text, not special tokens.
+        words: more strings that are one token each, such as names and tags. Part of the text, not special tokens.
 
     Raises:
         ValueError: the sets do not fit into the problems there are.
@@ -99,6 +99,7 @@ def make_tiny_task(
     _write_model(model, shape or ModelShape(), vocab_size, seed)
     sft, train, held_out = _split_problems(seed, num_sft, num_eval)
     paths = {name: output / f"{name}.jsonl" for name in ("sft", "train", "eval")}
+    # Drawn for every solution, also for those without a carry, so that the order of the draws stays fixed.
     sloppy = random.Random(seed)
     _write_jsonl(paths["sft"], (_solved(a, b, forgets=sloppy.random() < forgotten_carries) for a, b in sft))
     _write_jsonl(paths["train"], (_asked(a, b) for a, b in train))
@@ -114,6 +115,7 @@ def _split_problems(seed: int, num_sft: int, num_eval: int) -> tuple[list[tuple[
             "problems for training"
         )
     random.Random(seed).shuffle(problems)
+    # The held-out problems come first: a larger warm start takes from the training set, never from them.
     return problems[num_eval : num_eval + num_sft], problems[num_eval + num_sft :], problems[:num_eval]
 
 
@@ -127,6 +129,7 @@ def _asked(a: int, b: int) -> dict[str, Any]:
 
 def _solved(a: int, b: int, *, forgets: bool) -> dict[str, Any]:
     carry = 10 if a % 10 + b % 10 >= 10 else 0
+    # The label stays right also if the solution forgets the carry.
     messages = [_question(a, b), {"role": "assistant", "content": str(a + b - carry * forgets)}]
     return {"prompt": messages, "messages": messages, "label": str(a + b)}
 
@@ -204,7 +207,7 @@ def _write_model(model: Path, shape: ModelShape, vocab_size: int, seed: int) -> 
 
 
 def _weights(shape: ModelShape, vocab_size: int, seed: int) -> dict[str, np.ndarray]:
-    """Hugging Face names and shapes ([out, in]); normal(0, init_std), norms at one."""
+    """Hugging Face names and shapes ([out, in]). Matrices are normal(0, init_std), norms are one."""
     import numpy as np
 
     rng = np.random.default_rng(seed)
@@ -227,6 +230,7 @@ def _weights(shape: ModelShape, vocab_size: int, seed: int) -> dict[str, np.ndar
     }
 
     def normal(*size: int) -> np.ndarray:
+        # The draws depend on the order of the tensors: a new matrix changes all later weights of a seed.
         return (rng.standard_normal(size) * shape.init_std).astype(np.float32)
 
     weights = {"model.embed_tokens.weight": normal(vocab_size, hidden)}

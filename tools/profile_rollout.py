@@ -38,7 +38,8 @@ def main() -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Tell every engine; the exit status."""
+    """Send the action to every engine. Returns the exit status."""
+    # Without trust_env=False a proxy of the environment would get requests for addresses of the cluster.
     with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:
         workers = worker_urls(client, options.router_url.rstrip("/"))
         if not workers:
@@ -62,6 +63,7 @@ def worker_urls(client: httpx.Client, router: str) -> list[str]:
 def start_request(options: argparse.Namespace) -> dict[str, Any]:
     """The body of ``/start_profile``."""
     return {
+        # The engines write to this path on their machines. mkdtemp makes the folder on this machine only.
         "output_dir": options.output_dir or tempfile.mkdtemp(prefix="profile_"),
         "num_steps": options.num_steps,
         "activities": options.activities,

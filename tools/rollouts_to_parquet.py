@@ -5,7 +5,7 @@
 
 The dumps are those of --save-debug-rollout-data (and of --dump-details). A row is a sample: prompt, response, label,
 reward (``reward`` as a number, and every part of a reward that has parts as ``reward_<part>``), status, lengths, weight
-versions, metadata as JSON text; with --tokens also ids, loss mask and log-probs.
+versions, metadata as JSON text. --tokens adds ids, loss mask and log-probs.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ def _columns(sample: Sample, reward_key: str | None) -> Iterator[tuple[str, Any]
     yield "index", sample.index
     yield "prompt", sample.prompt if isinstance(sample.prompt, str) else json.dumps(sample.prompt)
     yield "response", sample.response
+    # A column has one type: labels may be numbers in one dump and text in another.
     yield "label", None if sample.label is None else str(sample.label)
     yield "status", sample.status.value
     yield "total_length", len(sample.tokens)
@@ -84,6 +85,7 @@ def _rewards(reward: Any, reward_key: str | None) -> Iterator[tuple[str, Any]]:
     for part, value in reward.items():
         number = float(value) if isinstance(value, int | float) else None
         yield f"reward_{part}", number if number is not None else json.dumps(value, default=str)
+    # Without this part the column is null: parts have no common unit to sum.
     main_part = reward.get(reward_key or "score")
     yield "reward", float(main_part) if isinstance(main_part, int | float) else None
 
@@ -91,6 +93,7 @@ def _rewards(reward: Any, reward_key: str | None) -> Iterator[tuple[str, Any]]:
 def _tokens(sample: Sample) -> dict[str, Any]:
     log_probs = sample.rollout_log_probs
     return {
+        # Dumps may hold tensors or numpy numbers. Arrow needs plain ones.
         "tokens": list(map(int, sample.tokens)),
         "loss_mask": None if sample.loss_mask is None else list(map(int, sample.loss_mask)),
         "rollout_log_probs": None if log_probs is None else list(map(float, log_probs)),

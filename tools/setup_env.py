@@ -2,7 +2,7 @@
 """Prepare ``.venv``: called by every Makefile target, instant if nothing changed.
 
 Standard library only. Without a GPU it installs ``requirements/cpu.txt``, the leanest set with which the real engines
-run; with one it installs the project the ordinary way (``pip install -e .[dev]``). A stamp in ``.venv`` (a hash of the
+run. With one it installs the project the ordinary way (``pip install -e .[dev]``). A stamp in ``.venv`` (a hash of the
 input files) lets the next run skip everything.
 """
 
@@ -37,6 +37,7 @@ def main() -> int:
     options.venv.mkdir(parents=True, exist_ok=True)
     with (options.venv / "slime-setup.lock").open("w", encoding="utf-8") as lock:
         try:
+            # Two pip processes in one environment damage it. The kernel releases the lock when a process dies.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return fail(f"another set-up of {options.venv} is running; wait for it and try again")
@@ -46,6 +47,7 @@ def main() -> int:
             pip(python, title, arguments)
         repair_torchvision(python)
         compile_bytecode(python)
+        # Last: an interrupted set-up has no stamp and is repeated.
         stamp.write_text(wanted, encoding="utf-8")
         say(
             f"ready in {time.monotonic() - started:.0f} s: {options.venv} ({device} set) takes "
@@ -77,6 +79,7 @@ def create_venv(venv: Path) -> Path:
         say(f"creating {venv} with {base}")
         done = subprocess.run([base, "-m", "venv", str(venv)], capture_output=True, text=True, check=False)
         if done.returncode:
+            # A half-made environment has a python and would pass for a whole one at the next call.
             shutil.rmtree(venv, ignore_errors=True)
             sys.exit(fail(f"`{base} -m venv` failed:\n{done.stdout}{done.stderr}"))
     return python
@@ -101,6 +104,7 @@ def steps(device: str) -> list[tuple[str, list[str]]]:
     for line in REQUIREMENTS.read_text(encoding="utf-8").splitlines():
         if line.startswith("#: step "):
             title = line.removeprefix("#: step ")
+            # These packages declare GPU libraries as dependencies, which the CPU set leaves out.
             result.append((title, ["--no-deps"] if title == "no-deps" else []))
         elif line.strip() and not line.startswith("#"):
             result[-1][1].append(line.strip())
@@ -120,7 +124,8 @@ def pip(python: Path, title: str, arguments: list[str]) -> None:
 
 
 def repair_torchvision(python: Path) -> None:
-    """A CPU-only torch and the index's torchvision do not fit; ``torchvision_fix.py`` repairs that."""
+    """Repair the index's torchvision, which does not fit a CPU-only torch, with ``torchvision_fix.py``."""
+    # A subprocess: this interpreter may be another one than the environment's.
     if can_import(python, "torchvision"):
         return
     say("adding the repair of torchvision for a CPU-only torch")
@@ -150,7 +155,10 @@ def compile_bytecode(python: Path) -> None:
 
 def disk_bytes(folder: Path) -> int:
     return sum(
-        os.lstat(os.path.join(parent, name)).st_blocks * 512 for parent, _, names in os.walk(folder) for name in names
+        # st_blocks counts units of 512 bytes whatever the file system's block size is.
+        os.lstat(os.path.join(parent, name)).st_blocks * 512
+        for parent, _, names in os.walk(folder)
+        for name in names
     )
 
 

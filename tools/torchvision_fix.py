@@ -21,6 +21,7 @@ class _BeforeTorchvision:
     @classmethod
     def find_spec(cls, name, path=None, target=None):
         if name == "torchvision":
+            # Before declare(): its imports must not start it again.
             sys.meta_path.remove(cls)
             cls.declare()
 
@@ -28,6 +29,7 @@ class _BeforeTorchvision:
     def declare(cls):
         import torch
 
+        # A second definition of an operator raises an error.
         if torch.version.cuda is not None or hasattr(torch.ops.torchvision, "nms"):
             return
         cls.library = torch.library.Library("torchvision", "FRAGMENT")
@@ -35,4 +37,5 @@ class _BeforeTorchvision:
             cls.library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
+# Importing torch here would slow every Python process of the environment by seconds.
 sys.meta_path.insert(0, _BeforeTorchvision)

@@ -5,7 +5,7 @@
 
 Reads a rollout that ``--save-debug-rollout-data`` dumped (``.pt``) or that the run recorded (``.parquet``). Writes
 ``<stem>.trace_timeline_cache.json`` and ``<stem>.trace_timeline_viewer.html`` beside it and serves these two
-on loopback until interrupted. The page of one rollout's slowest samples; for curves and texts use ``slime board``.
+on loopback until interrupted. The page shows one rollout's slowest samples. For curves and texts use ``slime board``.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
         return [row | {"trace": json.loads(row["trace"]) if row["trace"] else None} for row in rows.to_pylist()]
     import torch
 
+    # weights_only=False is safe only with this module, which refuses all functions but those of _HARMLESS.
     payload = torch.load(path, map_location="cpu", weights_only=False, pickle_module=_Lenient)
     samples = payload["samples"] if isinstance(payload, dict) else payload
     return [sample if isinstance(sample, dict) else vars(sample) for sample in samples]
@@ -93,6 +94,7 @@ class _Placeholder:
 
 
 def _inner_class(owner: Any, name: str) -> Any:
+    # A pickle can pass any object to getattr: only nested classes of Sample are looked up.
     is_ours = getattr(owner, "__module__", "") == "slime.data.sample"
     found = getattr(owner, name, None) if is_ours else None
     return found if isinstance(found, type) else type(name, (_Placeholder,), {})
@@ -118,6 +120,7 @@ class _Lenient:
 def _cached(cache: Path, dump: Path, rebuild: bool) -> dict[str, Any]:
     if not rebuild and cache.is_file() and cache.stat().st_mtime >= dump.stat().st_mtime:
         known: dict[str, Any] = json.loads(cache.read_text(encoding="utf-8"))
+        # A cache of an older version of this tool has other fields.
         if known.get("cache_version") == CACHE_VERSION:
             return known
     data = _build_cache_data(dump)
@@ -152,6 +155,7 @@ def _serve(page: Path, cache: Path, host: str, port: int) -> None:
         return FileResponse(cache if request.url.path.endswith(".json") else page)
 
     routes = [Route(path, answer) for path in ("/", f"/{quote(page.name)}", f"/{quote(cache.name)}")]
+    # The check of the host name stops pages of other sites that point their name at loopback.
     app = Starlette(routes=routes, middleware=[Middleware(OwnHost, names={"localhost", host.lower()})])
     print(f"http://{host}:{port}  (end with Ctrl-C)", flush=True)
     uvicorn.run(app, host=host, port=port, log_level="warning", lifespan="off")

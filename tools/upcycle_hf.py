@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make a Qwen3 model with experts from a dense one; its first logits are the dense model's. No GPU is used.
+"""Make a Qwen3 model with experts from a dense one. Its first logits are the dense model's. No GPU is used.
 
     python tools/upcycle_hf.py --input /models/Qwen3-4B --output /models/Qwen3-4B-8x --copies 8 --topk 2
     python tools/upcycle_hf.py --input /models/Qwen3-4B --output /models/Qwen3-4B-fine --copies 8 --slices 4 --topk 8
@@ -56,9 +56,11 @@ def upcycle(options: argparse.Namespace) -> None:
     weights = ((name, reader.get(name)) for name in names)
     with tempfile.TemporaryDirectory() as directory:  # files for the writer to copy: everything but the dense weights
         for entry in source.iterdir():
+            # The index lists the dense tensors. The writer makes a new one.
             if entry.is_file() and entry.suffix not in (".safetensors", ".bin") and ".index." not in entry.name:
                 shutil.copy(entry, directory)
         (Path(directory) / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        # Only routers are new weights: they are drawn as the dense model's were.
         std = float(dense.get("initializer_range", 0.02))
         write_hf_directory(plan.weights(weights, std=std), directory, options.output)
     print(f"{len(names)} tensors, {plan.num_experts} experts per layer -> {options.output}")
