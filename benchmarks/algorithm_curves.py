@@ -6,7 +6,7 @@
 
 Two-digit addition, from the demo's warm start (a teacher who forgets to carry), on one engine and one trainer rank. An
 algorithm differs from the demo's GRPO by the flags in ``ALGORITHMS`` and by nothing else. ``sft`` starts from a random
-model; ``opd`` has the model of the ``grpo`` run as its teacher and no reward.
+model. ``opd`` has the model of the ``grpo`` run as its teacher and no reward.
 
     docs/algorithms/curves.jsonl         the record: one line per algorithm
     docs/images/curves/<algorithm>.png   one picture each
@@ -48,8 +48,8 @@ class Algorithm:
 
     Attributes:
         page: of docs/algorithms that shows it.
-        flags: added to the demo's GRPO command; the last of two equal flags counts.
-        signal: metric of the lower panel beside the trainer/engine difference; None without one.
+        flags: added to the demo's GRPO command. The last of two equal flags counts.
+        signal: metric of the lower panel beside the trainer/engine difference. None without one.
     """
 
     title: str
@@ -96,6 +96,7 @@ ALGORITHMS = {
 def warm_start(output: Path, size: Size) -> TinyTask:
     """Task and warm-started model below ``output``, made once."""
     task = make_tiny_task(output / "task")
+    # All algorithms share it: curves that start from different models cannot be compared.
     if not (output / "warm_start" / "hf").exists():
         run_train("supervised warm start", warm_start_command(task, size, output), output)
     return task
@@ -111,6 +112,7 @@ def command(name: str, task: TinyTask, size: Size, output: Path) -> list[Any]:
     flags = grpo_command(task, size, output) + common + list(ALGORITHMS[name].flags)
     flags += ["--save-debug-rollout-data", folder / "samples" / "{rollout_id}.pt"]
     if name == "opd":
+        # The trainer holds the teacher, so it needs the Megatron checkpoint, not the exported one.
         teacher = output / "grpo" / "checkpoints"
         if not teacher.exists():
             raise SystemExit(f"opd learns from the model of the grpo run, and {teacher} is missing: run grpo first.")
@@ -131,6 +133,7 @@ def _graded_evaluation(task: TinyTask, output: Path) -> list[Any]:
 def _sft_command(task: TinyTask, size: Size, output: Path) -> list[Any]:
     """The demo's warm start in smaller rollouts, with an engine that is evaluated in between."""
     flags = warm_start_command(task, size, output)
+    # This flag starts no engines, but the curve needs one for its evaluations.
     flags.remove("--debug-train-only")
     return [
         *flags,
@@ -142,9 +145,10 @@ def _sft_command(task: TinyTask, size: Size, output: Path) -> list[Any]:
 
 
 def run(name: str, rollouts: int, output: Path) -> dict[str, Any]:
-    """One run; returns its line of the record."""
+    """Run one algorithm. Returns its line of the record."""
     size = Size(1, 1, warm_start_rollouts=6, grpo_rollouts=rollouts, eval_interval=max(1, rollouts // EVALUATIONS))
     task = warm_start(output, size)
+    # Files of an earlier run must not mix with the new ones: both would be one curve.
     shutil.rmtree(output / name, ignore_errors=True)
     started = time.monotonic()
     run_train(ALGORITHMS[name].title, command(name, task, size, output), output)
@@ -162,7 +166,7 @@ def run(name: str, rollouts: int, output: Path) -> dict[str, Any]:
 
 
 def points(records: list[dict[str, Any]], metric: str | None, axis: str) -> list[Point]:
-    """(step, value) in four significant digits; none if the metric is not logged."""
+    """(step, value) in four significant digits. Empty if the metric is not logged."""
     if metric is None:
         return []
     return [(x, float(f"{y:.4g}")) for x, y in zip(*curve(records, metric, axis), strict=True)]
@@ -176,16 +180,18 @@ def load_record(path: Path = RECORD) -> dict[str, dict[str, Any]]:
 
 
 def add_to_record(line: dict[str, Any], path: Path = RECORD) -> None:
+    # A new run replaces the old line of its algorithm.
     kept = load_record(path) | {line["name"]: line}
     text = "".join(json.dumps(kept[name], separators=(",", ":")) + "\n" for name in ALGORITHMS if name in kept)
     path.write_text(text, encoding="utf-8")
 
 
 def draw(record: dict[str, Any], grpo: dict[str, Any] | None, path: Path) -> None:
-    """The picture of one algorithm; in grey GRPO's held-out accuracy, or that of the teacher."""
+    """The picture of one algorithm. GRPO's held-out accuracy, or that of the teacher, is gray."""
     import matplotlib
     from PIL import Image
 
+    # Before pyplot is imported: the default backend may need a display.
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     from matplotlib.ticker import MaxNLocator
@@ -281,6 +287,7 @@ def main() -> None:
         parser.error(f"no algorithm {', '.join(sorted(unknown))}; there are {', '.join(ALGORITHMS)}")
     output = options.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
+    # Recorded one by one, so that an interrupted command keeps the finished runs.
     for name in [] if options.draw else options.algorithms or ALGORITHMS:
         add_to_record(run(name, options.rollouts, output))
     records = load_record()

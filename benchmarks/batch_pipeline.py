@@ -43,6 +43,7 @@ class PeakMemory:
         return self
 
     def _watch(self) -> None:
+        # Samples every 5 ms: a shorter peak is missed.
         while not self._is_done.wait(0.005):
             self.peak = max(self.peak, self._process.memory_info().rss)
 
@@ -61,6 +62,7 @@ def make_groups(num_samples: int, num_tokens: int, group_size: int) -> list[list
         for index in range(start, start + group_size):
             prompt = rng.randrange(100, 500)
             sample = Sample(group_index=start // group_size, index=index, reward=float(index % 2))
+            # 17 bits: real ids are beyond Python's cache of small integers, so each takes its own memory.
             sample.tokens = [rng.getrandbits(17) for _ in range(num_tokens)]
             sample.response_length = num_tokens - prompt
             sample.rollout_log_probs = [-rng.random() for _ in range(num_tokens - prompt)]
@@ -81,6 +83,7 @@ def token_lists(batch: dict[str, Any]) -> list[str]:
     found = []
     for name, values in batch.items():
         is_per_sample = column(name).per == "sample" and isinstance(values, list)
+        # Short lists, such as a few names per sample, are allowed.
         if is_per_sample and any(isinstance(value, list) and len(value) > 100 for value in values):
             found.append(name)
     return found
@@ -93,6 +96,7 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--ranks", type=int, default=8)
     options = parser.parse_args()
+    # Made outside of the measured block: the rollout pays for them.
     groups = make_groups(options.samples, options.tokens, options.group_size)
     rewards = RewardArgs(n_samples_per_prompt=options.group_size)
     settings = MicroBatchArgs(use_dynamic_batch_size=True, max_tokens_per_gpu=4 * options.tokens)
@@ -105,6 +109,7 @@ def main() -> None:
         )
         done = time.perf_counter()
     tensors = [tensor for batch in shipment.ranks for values in batch.values() for tensor in tensors_of(values)]
+    # The storage, not the view: a view that keeps a large buffer alive costs the whole buffer.
     size = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
     lists = sorted({name for batch in shipment.ranks for name in token_lists(batch)})
     result = {

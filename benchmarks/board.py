@@ -41,6 +41,7 @@ PAGE_FILES = (
 def serving(run: Path) -> Iterator[str]:
     """The board of a run on a free port of loopback."""
     with socket.socket() as place:
+        # Port 0 takes a free one. It is released before the server binds it, which another process may do first.
         place.bind(("127.0.0.1", 0))
         port = place.getsockname()[1]
     server = uvicorn.Server(uvicorn.Config(make_app(RunData(run)), port=port, log_level="warning", lifespan="off"))
@@ -68,6 +69,7 @@ def measure(url: str, num_rollouts: int) -> None:
     last = num_rollouts - 1
     questions = {
         "run": "/api/run",
+        # The first question reads the file, the second one is answered from memory.
         "curves, first time": "/api/metrics",
         "curves": "/api/metrics",
         "samples of the last rollout": f"/api/samples?rollout={last}",
@@ -108,6 +110,7 @@ def main() -> int:
             if find_chromium() is None:
                 print("first paint: not measured, there is no chromium")
                 return 0
+            # Each with a fresh profile, hence without a cache of the browser.
             paint = statistics.median(seconds_until_painted(url) for _ in range(3))
             print(f"first paint: {paint:.2f} s, bound {BOUND_S:g} s")
             if options.picture:

@@ -17,7 +17,7 @@ _TIMEOUT_S = 60.0
 
 
 def find_chromium() -> str | None:
-    """The command of Chromium; None if it is not installed (``apt-get install chromium``)."""
+    """The command of Chromium. None if it is not installed (``apt-get install chromium``)."""
     return os.environ.get("CHROMIUM") or next((path for name in _NAMES if (path := shutil.which(name))), None)
 
 
@@ -49,6 +49,7 @@ def seconds_until_painted(url: str) -> float:
 
 async def _painted(profile: Path, url: str) -> float:
     async with aiohttp.ClientSession() as session:
+        # Chromium writes the port into this file. Before the first newline the number may be incomplete.
         while not (place := profile / "DevToolsActivePort").is_file() or not place.read_text().count("\n"):
             await asyncio.sleep(0.05)
         port = place.read_text().splitlines()[0]
@@ -57,6 +58,7 @@ async def _painted(profile: Path, url: str) -> float:
         async with session.ws_connect(page["webSocketDebuggerUrl"]) as socket:
             await _tell(socket, 1, "Page.navigate", url=url)
             while True:
+                # Until the navigation commits, the script still runs in the blank page.
                 expression = "location.href == 'about:blank' ? null : document.body?.dataset.painted ?? null"
                 answer = await _tell(socket, 2, "Runtime.evaluate", expression=expression)
                 if (painted := answer["result"].get("result", {}).get("value")) is not None:
@@ -66,6 +68,7 @@ async def _painted(profile: Path, url: str) -> float:
 
 async def _tell(socket: Any, number: int, method: str, **parameters: Any) -> dict[str, Any]:
     await socket.send_json({"id": number, "method": method, "params": parameters})
+    # Events of the page arrive in between. They have no id.
     while (answer := await socket.receive_json()).get("id") != number:
         pass
     return dict(answer)
@@ -79,6 +82,7 @@ def _command() -> str:
 
 
 def _flags(profile: str) -> list[str]:
+    # The sandbox does not work as root. /dev/shm of a container is often too small.
     fixed = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", f"--user-data-dir={profile}"]
     return [*fixed, "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"]
 

@@ -3,13 +3,13 @@
     python benchmarks/chaos.py [--only PROCESS] [--phase PHASE] [--record FILE] [--minutes N] [--write]
 
 Each cell of the first table is one SIGKILL in a run with --use-fault-tolerance: seconds until the run has trained on
-another rollout, without the seconds that engines and trainer took to start. The second is the same SIGKILL without the
-flag: seconds until the command has ended with an error that names the process, and nothing of the run is left; the same
-command then continues. In the end the ledger must know of no prompt that was lost or trained on twice.
+another rollout, without the seconds that engines and trainer took to start. The second is the same SIGKILL without
+the flag: seconds until the command has ended with an error that names the process, and nothing of the run is left. The
+same command then continues. In the end the ledger must know of no prompt that was lost or trained on twice.
 
 All of it takes the better part of an hour. With --record every cell is kept as soon as it is measured, and cells that
 the file has are not measured again: a command that was interrupted, or was given --minutes, continues when it is given
-again. Its exit status is 75 while cells are missing; with none missing --write puts the tables into the page. Begin
+again. Its exit status is 75 while cells are missing. With none missing --write puts the tables into the page. Begin
 anew by deleting the file.
 """
 
@@ -47,6 +47,7 @@ KILLS_OF_A_RUN = 3
 """A run heals three times."""
 
 _NUM_HELD_OUT = 8
+# EX_TEMPFAIL of sysexits.h.
 _TRY_AGAIN = 75
 _MARKS = ("<!-- chaos: begin -->", "<!-- chaos: end -->")
 
@@ -57,7 +58,7 @@ class Cell:
 
     Attributes:
         seconds: to the next trained rollout or to the end of the command, without ``startup_s``.
-        startup_s: restart of engines and trainer; 0 if nothing was started.
+        startup_s: restart of engines and trainer. 0 if nothing was started.
     """
 
     process: str
@@ -87,7 +88,7 @@ class Table:
             self.cells = [Cell(**json.loads(line)) for line in lines]
 
     def add(self, cell: Cell, log: str) -> None:
-        """Print and record the cell at once; a slow one with the last lines of the run."""
+        """Print and record the cell at once. A slow one comes with the last lines of the run."""
         line = json.dumps(asdict(cell))
         print(line if cell.is_fast else f"{log[-8000:]}\n{line}", flush=True)
         self.cells.append(cell)
@@ -127,6 +128,7 @@ def recover(task: TinyTask, process: str, phases: Sequence[str], table: Table) -
         with broken(flags_for(task, output, 2 * len(phases) + 2, "--use-fault-tolerance"), output) as run:
             for number, phase in enumerate(phases):
                 killed_at = run.break_in(phase, 2 * number + 1, process)
+                # A rollout that was made after the kill. Hence a kill in every second rollout.
                 trained_at = run.trained_after(killed_at)
                 startup_s = run.startup_s(killed_at)
                 if process == "engine":
@@ -139,7 +141,7 @@ def recover(task: TinyTask, process: str, phases: Sequence[str], table: Table) -
 
 
 def end_with_errors(task: TinyTask, process: str, phases: Sequence[str], table: Table) -> None:
-    """Kill in one phase after the other; each time the same command resumes the run."""
+    """Kill in one phase after the other. Each time the same command resumes the run."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder)
         flags = flags_for(task, output, 2 * len(phases) + 2)
@@ -147,9 +149,11 @@ def end_with_errors(task: TinyTask, process: str, phases: Sequence[str], table: 
             with broken(flags, output) as run:
                 killed_at = run.break_in(phase, 2 * number + 1, process)
                 status = run.process.wait(90)
+                # The time of the end includes the death of every process of the run, not of the driver alone.
                 survivors = Finished(status, "", run.mark).survivors(within_s=30.0)
                 table.add(Cell(process, phase, "end", time.time() - killed_at), run.text())
                 assert not survivors, survivors
+                # A killed driver cannot report an error.
                 if process != "driver":
                     named = {"engine": "engine 0"}.get(process, f"(the )?{process}")
                     assert status == 1, run.text()[-6000:]
@@ -211,6 +215,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no further run after that time")
     parser.add_argument("--write", action="store_true", help="write the tables into docs/reliability.md")
     options = parser.parse_args()
+    # Without a handler SIGTERM would skip the blocks that end the run's processes.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     table = Table(options.record)
     end = time.monotonic() + 60 * options.minutes
@@ -220,7 +225,9 @@ def main() -> int:
         for process, mode in itertools.product(options.only or PROCESSES, options.mode or MODES):
             measure = MODES[mode]
             phases = table.missing(process, mode, options.phase or PHASES)
+            # The limit of restarts would end a run with more kills, and the cell would measure that end.
             for part in (phases[i : i + KILLS_OF_A_RUN] for i in range(0, len(phases), KILLS_OF_A_RUN)):
+                # Checked between runs only: a run that has begun is measured to its end.
                 if time.monotonic() >= end:
                     is_complete = False
                     break

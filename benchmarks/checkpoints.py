@@ -62,6 +62,7 @@ def watch() -> tuple[Stopwatch, Stopwatch]:
     from slime.backends.megatron_utils.checkpoint import writer
 
     saving, loading = Stopwatch(), Stopwatch()
+    # The name is imported into both modules, and each calls its own reference.
     saving.watch(writer, "checksums_of")
     saving.watch(checkpoint_files, "checksums_of")
     loading.watch(trainer, "verify_source")
@@ -91,6 +92,7 @@ def measure(directory: Path, options: argparse.Namespace) -> None:
     size = sum(path.stat().st_size for path in (root / "iter_0000000").iterdir())
     for what, pairs in (("save", saves), ("load", loads)):
         whole, part = (statistics.median(column) for column in zip(*pairs, strict=True))
+        # Relative to the work without checksums. Ratios per round, so that a slow round does not distort them.
         share = statistics.median(checksums / (seconds - checksums) for seconds, checksums in pairs)
         print(
             f"{what}: {size / 1e9:.2f} GB in {whole:.2f} s, of which checksums {part:.2f} s ({size / part / 1e9:.1f} "

@@ -34,7 +34,9 @@ def engine(port: int, num_tokens: int) -> None:
     """Answers until it is killed."""
     from aiohttp import web
 
+    # The reply is made once: this process must not be slower than the manager.
     ids = [random.randrange(150_000) for _ in range(num_tokens)]
+    # A single-precision value prints with about 17 digits, like an engine's log-probs.
     rows = [[float(numpy.float32(-random.expovariate(2))), token, None] for token in ids]
     reply = json.dumps({"text": "", "output_ids": ids, "meta_info": {"output_token_logprobs": rows}})
 
@@ -55,11 +57,13 @@ async def post_all(url: str, number: int, at_once: int) -> None:
             await http_utils.post(url, {"input_ids": list(range(512))}, timeout_s=120.0)
 
     await asyncio.gather(*(one() for _ in range(number)))
+    # The client belongs to this event loop, which asyncio.run closes.
     await http_utils.close_http_client()
 
 
 def measure(url: str, options: Namespace) -> dict[str, float]:
     asyncio.run(post_all(url, options.at_once, options.at_once))  # connections are made
+    # process_time counts this process only, which plays the manager: not the engine, not the workers.
     wall, processor = time.monotonic(), time.process_time()
     asyncio.run(post_all(url, options.requests, options.at_once))
     wall, processor = time.monotonic() - wall, time.process_time() - processor
@@ -77,6 +81,7 @@ def main() -> None:
     parser.add_argument("--posters", type=int, default=2)
     options = parser.parse_args()
     port = free_port()
+    # A fork of a process with threads may inherit locks that are never released.
     server = multiprocessing.get_context("spawn").Process(target=engine, args=(port, options.tokens), daemon=True)
     server.start()
     url = f"http://127.0.0.1:{port}/generate"

@@ -27,6 +27,7 @@ from tools.make_tiny_task import make_tiny_task
 
 async def measure(url: str, concurrency: int, new_tokens: int, prompt_tokens: int, vocab_size: int) -> float:
     """Generated tokens per second of ``concurrency`` requests that start together."""
+    # The default limit of httpx, 100 connections, would hold further requests back.
     limits = httpx.Limits(max_connections=concurrency)
     async with httpx.AsyncClient(base_url=url, timeout=300.0, limits=limits, trust_env=False) as client:
 
@@ -35,6 +36,7 @@ async def measure(url: str, concurrency: int, new_tokens: int, prompt_tokens: in
                 "/generate",
                 json={
                     "input_ids": [random.randrange(vocab_size) for _ in range(prompt_tokens)],
+                    # ignore_eos: all requests have the same length, so that the batch stays full to the end.
                     "sampling_params": {"max_new_tokens": new_tokens, "temperature": 1.0, "ignore_eos": True},
                     "return_logprob": True,
                 },
@@ -58,6 +60,7 @@ def main() -> None:
         root = Path(folder)
         task = make_tiny_task(root / "task")
         with one_engine(root, task.model) as engine:
+            # Ids below 20 exist in the vocabulary of every tiny model.
             shape = (options.concurrency, options.new_tokens, options.prompt_tokens, 20)
             asyncio.run(measure(engine.url, *shape))  # warm-up
             rates = []

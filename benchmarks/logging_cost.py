@@ -3,8 +3,8 @@
     python benchmarks/logging_cost.py [--samples 256] [--tokens 1000] [--tokens-per-s 50000] [--run outputs/demo/grpo]
 
 Prints milliseconds by part, and their share of a step that generates and trains ``samples * tokens`` tokens at
-``--tokens-per-s`` (a fast node: a slower one has longer steps and a smaller share), or of the median step of a real
-run. Bound: less than 1 %. A thread writes the files of samples during the run: its time is a separate figure.
+``--tokens-per-s``, or of the median step of a real run. The default is a fast node: a slower one has longer steps and
+a smaller share. Bound: less than 1 %. A thread writes the files of samples during the run: its time is separate.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from slime.observability.sinks import JsonlSink, TensorboardSink
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_span
 from slime.observability.tracking import Tracker
 
+# Share of a step.
 BOUND = 0.01
 ROUNDS = 15
 FLUSH_TIMEOUT_S = 60.0
@@ -93,6 +94,7 @@ def parts(samples: list[Sample], folder: Path, writer: BackgroundWriter) -> dict
 
     def spans() -> None:
         for sample in samples:
+            # Otherwise every round would append to the trace of the round before.
             sample.trace = None  # type: ignore[attr-defined]
             with (
                 trace_span(sample, "generate_and_rm_group", attrs={"group_size": 8}),
@@ -104,7 +106,8 @@ def parts(samples: list[Sample], folder: Path, writer: BackgroundWriter) -> dict
                 with trace_span(sample, "reward_model"):
                     pass
 
-    rollouts = itertools.count()  # a file that is replaced is flushed to the disk first; a run replaces none
+    # A new number per call: replacing a file would flush it to the disk first, and a run replaces none.
+    rollouts = itertools.count()
 
     def write() -> None:
         tracker.log(metrics, "rollout/step")
@@ -114,7 +117,13 @@ def parts(samples: list[Sample], folder: Path, writer: BackgroundWriter) -> dict
         "spans of all samples": spans,
         "metrics of the rollout": lambda: log_rollout_data(3, ARGS, samples, {}, 10.0) and None,
         f"record of {limit} samples": lambda: record_rollout(
-            folder, samples, rollout_id=next(rollouts), limit=limit, reward_key=ARGS.reward_key, writer=writer
+            # With a writer this call returns before the file is written: its rest is the second figure.
+            folder,
+            samples,
+            rollout_id=next(rollouts),
+            limit=limit,
+            reward_key=ARGS.reward_key,
+            writer=writer,
         ),
         "record of their training": lambda: record_training(
             folder, columns, rollout_id=next(rollouts), limit=limit, data_parallel_rank=0
@@ -125,6 +134,7 @@ def parts(samples: list[Sample], folder: Path, writer: BackgroundWriter) -> dict
 
 def median_ms(part: Callable[[], None], writer: BackgroundWriter) -> tuple[float, float]:
     """Seconds of the caller, and of the writer thread after it."""
+    # The first call also imports and opens files, which a run pays once.
     part()  # imports
     writer.flush(FLUSH_TIMEOUT_S)
     own, later = [], []

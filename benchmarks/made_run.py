@@ -1,6 +1,6 @@
 """A run's folder of any size, made without a run: for the board's benchmark, its picture and its tests.
 
-The numbers look like those of a run that learns; the texts are arithmetic. Written by the same code as a real run.
+The numbers look like those of a run that learns. The texts are arithmetic. Written by the same code as a real run.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from slime.observability.sample_record import record_rollout, record_training
 from slime.observability.trace_utils import trace_span
 
 _ARGS = Namespace(reward_key=None, hf_checkpoint=None, rollout_temperature=1.0)
+# The key is here so that tests can check that no file of a run shows it.
 _COMMAND = ["train.py", "--hf-checkpoint", "model", "--prompt-data", "train.jsonl", "--wandb-key", "secret"]
 
 
@@ -37,10 +38,11 @@ def make_run(
     """Write metrics and recorded samples. Returns ``directory``.
 
     Args:
-        hf_checkpoint: its tokenizer makes the ids; without it they mean nothing.
+        hf_checkpoint: its tokenizer makes the ids. Without it they mean nothing.
         extra_text: begins every response and label, and is in the names of a metric and of the metadata.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    # Fixed seeds: the picture in the docs changes only if the board does.
     chance = random.Random(0)
     torch.manual_seed(0)
     encode = _encoder(hf_checkpoint)
@@ -105,7 +107,7 @@ def _records(rollout_id: int, num_rollouts: int, chance: random.Random) -> list[
 
 
 def _encoder(hf_checkpoint: Path | None) -> Callable[[str], list[int]]:
-    """Text to ids; without a model any ids will do."""
+    """Text to ids. Without a model any ids will do."""
     if hf_checkpoint is None:
         return lambda text: [ord(character) % 60 for character in text]
     tokenizer = Tokenizer.from_file(str(hf_checkpoint / "tokenizer.json"))
@@ -143,6 +145,7 @@ def _sample(
         response_length=size,
         reward=float(is_right),
         label=str(a + b),
+        # Tokens of the tool have mask 0 and log-prob 0, as rollout functions leave them.
         loss_mask=[int(i not in tool_places) for i in range(size)],
         rollout_log_probs=[0.0 if i in tool_places else -chance.expovariate(1.5) for i in range(size)],
         weight_versions=[str(max(0, rollout_id - 1)), str(rollout_id)],
@@ -155,6 +158,7 @@ def _sample(
         with trace_span(sample, "sglang_generate", attrs=attrs):
             pass
     passed = 0.0
+    # All events were recorded within microseconds: spread them over seconds.
     for event in sample.trace["events"]:  # type: ignore[attr-defined]
         event["ts"] += passed
         passed += chance.uniform(0.1, 1.5)

@@ -17,7 +17,7 @@ from slime.utils.net import free_port
 
 @contextmanager
 def one_engine(root: Path, model: str, *flags: str) -> Iterator[SGLangEngine]:
-    """A server that answers, started by slime's own launcher; its logs go to ``root``.
+    """A server that answers, started by slime's own launcher. Its logs go to ``root``.
 
     Args:
         flags: of SGLang.
@@ -43,6 +43,7 @@ def one_engine(root: Path, model: str, *flags: str) -> Iterator[SGLangEngine]:
         print(f"engine ready after {time.perf_counter() - started:.1f} s", flush=True)
         yield engine
     finally:
+        # The engine first: it is a child of the preloading process.
         engine.stop()
         if preloaded is not None:
             preloaded.stop()

@@ -79,17 +79,21 @@ def main() -> None:
         source = RolloutDataSource(args)
         module.Waiting.wanted = options.samples
         args.tool_s = 0.0
+        # Imports, the tokenizer and the event loop's thread are not overhead per sample.
         generate_rollout(args, 0, source)  # warm-up
         args.tool_s = options.tool_s
         wall, cpu = time.perf_counter(), time.process_time()
         output = generate_rollout(args, 1, source)
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         count = sum(1 for _ in iter_samples(output.samples))
+        # Longer than the measurement: no sample may finish while processor time is counted.
         args.tool_s = options.idle_s + 10.0
         module.Waiting.number = 0
         module.Waiting.all_wait.clear()
+        # A daemon: the process ends without waiting for these samples.
         threading.Thread(target=lambda: generate_rollout(args, 2, source), daemon=True).start()
         assert module.Waiting.all_wait.wait(60)
+        # The last tasks settle before the clock starts.
         time.sleep(1.0)
         idle = time.process_time()
         time.sleep(options.idle_s)

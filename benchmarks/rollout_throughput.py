@@ -26,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+# ignore_eos gives both sides the same number of tokens.
 SETTINGS = {"temperature": 1.0, "ignore_eos": True}
 
 
@@ -87,6 +88,7 @@ def send_load(job: dict[str, Any]) -> float:
         ends.append((started, time.perf_counter(), output.output_len))
         return output
 
+    # Notes start and end of every request, so that the result excludes the generator's setup.
     serving.ASYNC_REQUEST_FUNCS["sglang"] = timed
     rows = [serving.DatasetRow(ids, len(ids), job["new_tokens"]) for ids in job["ids"] for _ in range(job["n"])]
     from slime.data.chat import load_tokenizer
@@ -102,6 +104,7 @@ def send_load(job: dict[str, Any]) -> float:
     return sum(counts) / (max(stops) - min(starts))
 
 
+# A fresh process per job: connections, caches and patched modules of one must not help or slow the other.
 def in_a_process_of_its_own(name: str, job: dict[str, Any]) -> float:
     command = [sys.executable, "-W", "ignore", __file__, "--job", name]
     done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, timeout=300)
@@ -149,6 +152,7 @@ def main() -> None:
                     f"round {number}: " + ", ".join(f"{n} {r[-1]:.0f} tokens/s" for n, r in rates.items()), flush=True
                 )
     rollout, load = (statistics.median(found) for found in rates.values())
+    # Pairs of one round: a slow phase of the machine affects both.
     ratio = statistics.median(ours / theirs for ours, theirs in zip(*rates.values(), strict=True))
     print(json.dumps({"rollout": round(rollout), "load_generator": round(load), "ratio": round(ratio, 3)}))
 

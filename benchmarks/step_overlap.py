@@ -5,8 +5,8 @@
 The rollout is artificial: random tokens that appear after as long as one training takes, which a first run measures.
 Engines, router, weight sync and trainer are the real ones.
 
-    synchronous    step / (rollout + training + weight sync)      overhead of the loop; the goal is at most 1.05
-    asynchronous   step / max(rollout, training)                  how much of the shorter one is hidden; at most 1.15
+    synchronous    step / (rollout + training + weight sync)      overhead of the loop. The goal is at most 1.05
+    asynchronous   step / max(rollout, training)                  hidden part of the shorter one. At most 1.15
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ def _steps(path: Path) -> Steps:
     # the last step of train_async.py has no next rollout to wait for
     counted = list(zip(steps[FIRST_STEPS - 1 : -2], steps[FIRST_STEPS:-1], strict=True))
     return Steps(
+        # From one record's time stamp to the next: includes waits that no timer covers.
         step=statistics.median(after["time"] - before["time"] for before, after in counted),
         rollout=statistics.median(after["perf/rollout_time"] for _, after in counted),
         train=statistics.median(after["perf/train_time"] for _, after in counted),
@@ -103,6 +104,7 @@ def measure(rollouts: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         task = make_tiny_task(directory / "task")
+        # Rollout and training of equal length: then neither can hide the overhead of the loop.
         train_s = run("train.py", directory, task, 4, 0.0).train
         synchronous = run("train.py", directory, task, rollouts, train_s)
         asynchronous = run("train_async.py", directory, task, rollouts, synchronous.train)

@@ -4,8 +4,8 @@
 
 One real engine with a random model of about 100 million parameters. Every round measures each transport once, so that
 other work on the machine affects all of them. The table shows medians and their ratios. A sync covers pause, send,
-load, flush, verify the version, and continue; with files also the writing, and the deletion of the version before last.
-Further columns are the seconds until engines serve the new weights, and the seconds in which they paused.
+load, flush, verify the version, and continue. With files it also covers the writing, and the deletion of the version
+before last. Further columns are the seconds until engines serve the new weights, and the seconds in which they paused.
 
 Three more rows are measured between two processes that do nothing else. The raw broadcast is one collective per bucket
 into existing memory. The receiver with a copy also loads as SGLang does: the same collectives, and one copy of every
@@ -55,7 +55,7 @@ _PIECES = 24
 
 
 class Weights:
-    """Stands for the trainer: the tensors of a checkpoint, of which a share of all bytes changes with each step."""
+    """Replaces the trainer: the tensors of a checkpoint, of which a share of all bytes changes with each step."""
 
     def __init__(self, model: Path) -> None:
         from safetensors.torch import load_file
@@ -74,6 +74,7 @@ class Weights:
         for tensor in self._tensors.values():
             data = tensor.view(-1).view(torch.uint8)
             count = int(data.numel() * share)
+            # Multiples of the element size address the lowest byte on a little-endian machine.
             where = torch.randint(0, tensor.numel(), (count,), generator=self._generator) * tensor.element_size()
             data[where] += 1
 
@@ -89,7 +90,7 @@ class Broadcast:
 
     Args:
         copies: copy received tensors to other memory.
-        pieces: so many collectives per bucket at a time, over all connections; 1: one over the one that gloo makes.
+        pieces: so many collectives per bucket at a time, over all connections. 1: one over the one that gloo makes.
     """
 
     def __init__(self, sizes: list[int], *, copies: bool = False, pieces: int = 1) -> None:
@@ -103,6 +104,7 @@ class Broadcast:
 
     def run(self) -> None:
         assert self._receiver.stdin is not None
+        # Starts a round of the other process, which otherwise sleeps and leaves the cores to the sync.
         self._receiver.stdin.write(b"\n")
         self._receiver.stdin.flush()
         dist.barrier(self._group)
@@ -134,6 +136,7 @@ def _join(port: int, rank: int, pieces: int) -> Any:
 
 def _broadcast(bucket: torch.Tensor, group: Any, pieces: int) -> None:
     parts = bucket.tensor_split(pieces)
+    # The list starts all collectives before the first wait.
     for work in [dist.broadcast(part, src=0, group=group, async_op=True) for part in parts]:
         work.wait()
 
@@ -143,6 +146,7 @@ def receive(sizes: list[int], port: int, *, copies: bool, pieces: int) -> None:
     torch.set_num_threads(1)
     group = _join(port, rank=1, pieces=pieces)
     buckets = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    # Written once before the rounds: the first copy into fresh memory also pays for its pages.
     model = [bucket.clone() for bucket in buckets]
     for _ in sys.stdin:
         dist.barrier(group)
@@ -161,9 +165,11 @@ class WatchedFleet(HostFleet):
 
     def start(self, verb: str, *more: Any, **kwargs: Any) -> Any:
         if verb == "pause_generation":
+            # Before the request: requests may already pause while it travels.
             self.paused = time.perf_counter()
         calls = super().start(verb, *more, **kwargs)
         if verb == "continue_generation":
+            # start only sends the request: engines have continued when they have answered.
             calls.wait(_TIMEOUT_S)
             self.continued = time.perf_counter()
         return calls
@@ -213,6 +219,7 @@ def measure(options: argparse.Namespace, root: Path) -> dict[str, list[Sync]]:
         "and a copy": Broadcast(sizes, copies=True),
         "in pieces": Broadcast(sizes, pieces=_PIECES),
     }
+    # One engine under two addresses of devices: another slot gets the broadcast, the trainer's slot shared memory.
     far = WatchedFleet([engine], [EngineInfo(engine.url, 1, first_slot=1)])
     near = WatchedFleet([engine], [EngineInfo(engine.url, 1, first_slot=0)])
     memory = {"address": _HOST, "timeout_s": _TIMEOUT_S}
@@ -250,6 +257,7 @@ def measure(options: argparse.Namespace, root: Path) -> dict[str, list[Sync]]:
         preloaded.stop()
         for broadcast in bare.values():
             broadcast.close()
+    # Drops the first round.
     return {name: taken[1:] for name, taken in syncs.items()}
 
 
