@@ -32,6 +32,7 @@ def main() -> None:
     messages: list[dict[str, Any]] = [{"role": "user", "content": sys.argv[2]}]
     headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
     base_url = os.environ["OPENAI_BASE_URL"]
+    # trust_env=False: a proxy of the environment would get the requests for a local server.
     with httpx.Client(headers=headers, timeout=REQUEST_TIMEOUT_S, trust_env=False, verify=False) as client:
         for _ in range(MAX_TURNS):
             body = {"model": "any", "messages": messages, "tools": [TOOL]}
@@ -42,8 +43,10 @@ def main() -> None:
             if not calls:
                 print(message["content"])
                 return
+            # The whole history goes back with every request, as OpenAI's protocol has no state.
             messages.append(message)
             for call in calls:
+                # The model writes the arguments: the name may be missing or unknown.
                 name = json.loads(call["function"]["arguments"]).get("name", "")
                 found = facts.get(str(name).strip(), "nothing")
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": found})

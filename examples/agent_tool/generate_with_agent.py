@@ -55,10 +55,12 @@ async def generate(
 
 async def run_program(args: Namespace, question: str, url: str, sid: str) -> str | None:
     """The output of the program. None if it failed or exceeded its time. The program ends with this call."""
+    # The key is the id of the session: the adapter assigns requests to samples by it.
     environment = os.environ | {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": sid}
     program = await asyncio.create_subprocess_exec(
         *map(str, args.agent_command),
         question,
+        # A program that reads stdin would otherwise wait for the terminal of the run.
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
@@ -69,6 +71,7 @@ async def run_program(args: Namespace, question: str, url: str, sid: str) -> str
     except TimeoutError:
         return None
     finally:
+        # Also when this task is cancelled: the program must not outlive its sample.
         if program.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 program.kill()

@@ -50,11 +50,12 @@ def demonstrations(count: int) -> list[dict[str, Any]]:
 
 
 def write_settings(output: Path) -> str:
-    """Facts, data and settings; returns the data's path."""
+    """Write facts, data and settings. Returns the path of the data."""
     draw = random.Random(0)
     facts = {name: str(draw.randrange(10, 100)) for name in NAMES}
     (output / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
     command = [sys.executable, str(Path(__file__).with_name("agent.py")), str(output / "facts.json")]
+    # Seconds. The timeout also covers the wait for an engine.
     settings = {"agent_command": command, "agent_processes": 4, "agent_timeout": 60.0, "agent_max_turns": 3}
     (output / "agent_tool.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
     rows = ({"prompt": question(name), "label": code} for name, code in facts.items())

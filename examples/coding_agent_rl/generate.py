@@ -1,4 +1,4 @@
-"""A coding agent works in a sandbox; its changes are graded by a test in another, clean one.
+"""A coding agent works in a sandbox. A test in another, clean sandbox grades its changes.
 
     sample -> sandbox 1: the harness runs the agent's program -> adapter -> engine
                          git diff -> patch
@@ -8,8 +8,8 @@
     --custom-generate-function-path examples.coding_agent_rl.generate.generate
     --custom-config-path examples/coding_agent_rl/coding_agent.yaml
 
-Metadata of a row (``--metadata-key``): ``image``; ``workdir``, a git repository in it; ``eval_cmd``, which ends with 0
-if the work is done; optional ``problem_statement`` in place of the prompt, and ``eval_files`` (path -> text), which
+Metadata of a row (``--metadata-key``): ``image``, ``workdir`` (a git repository in it), ``eval_cmd``, which ends with 0
+if the work is done, optional ``problem_statement`` in place of the prompt, and ``eval_files`` (path -> text), which
 are written before the command runs, so that an agent cannot pass by changing the tests.
 """
 
@@ -43,6 +43,7 @@ HARNESSES: dict[str, tuple[type[BaseHarness], type[BaseAdapter]]] = {
     "mini": (MiniHarness, AnthropicAdapter),
 }
 SANDBOXES: dict[str, Callable[[str], Sandbox]] = {
+    # The agent in the container calls the adapter of this host.
     "docker": lambda image: DockerSandbox(image, run_args=("--network=host",)),
     "e2b": E2BSandbox,
     "local": LocalSandbox,
@@ -99,6 +100,7 @@ async def write_patch(args: Namespace, sample: Sample, url: str, sid: str) -> st
         )
         if code != 0:
             logger.info("sample %s: the agent ended with %d", sample.index, code)
+        # "git add" first: a diff alone leaves out new files. .harness holds the agent's program.
         diff = f"cd {shlex.quote(task['workdir'])} && git add -A -- . ':!.harness' && git diff --cached --binary HEAD"
         _, patch, _ = await sandbox.exec(diff, check=True)
         return patch
@@ -115,10 +117,12 @@ async def grade(args: Namespace, task: dict[str, Any], patch: str) -> float:
         if code != 0:
             logger.warning("a patch could not be applied: %s", error[-500:])
             return 0.0
+        # After the patch, so that the task's tests replace those of the agent.
         for path, text in (task.get("eval_files") or {}).items():
             await sandbox.write_file(f"{task['workdir']}/{path}", text)
         try:
             code, _, _ = await sandbox.exec(f"cd {place} && ({task['eval_cmd']})", timeout=args.coding_eval_timeout)
+        # An endless loop is a wrong answer, not a failed sample.
         except DeadlineExceeded:
             return 0.0
         return float(code == 0)

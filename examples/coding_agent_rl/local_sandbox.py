@@ -18,7 +18,7 @@ __all__ = ["LocalSandbox"]
 
 
 class LocalSandbox:
-    """Implements :class:`slime.agent.sandbox.Sandbox`. Paths are relative; users are ignored.
+    """Implements :class:`slime.agent.sandbox.Sandbox`. Paths are relative, and users are ignored.
 
     Args:
         image: directory that is copied.
@@ -50,6 +50,7 @@ class LocalSandbox:
         check: bool = False,
         idempotent: bool = True,
     ) -> ExecResult:
+        # Not the whole environment: it may hold keys of the run.
         environment = {"PATH": os.environ["PATH"], "HOME": str(self.root), **(env or {})}
         process = await asyncio.create_subprocess_exec(
             *("bash", "-c", cmd),
@@ -58,6 +59,7 @@ class LocalSandbox:
             stderr=asyncio.subprocess.PIPE,
             cwd=self.root,
             env=environment,
+            # Makes the process the leader of a group, which killpg below ends as a whole.
             start_new_session=True,
         )
         try:
@@ -82,6 +84,7 @@ class LocalSandbox:
         return self._place(path).read_text()
 
     def _place(self, path: str) -> Path:
+        # Resolved: ".." and symbolic links of the agent must not lead out of the directory.
         place = (self.root / path).resolve()
         if not place.is_relative_to(self.root.resolve()):
             raise ValueError(f"{path} is outside of the sandbox: a local sandbox takes relative paths")

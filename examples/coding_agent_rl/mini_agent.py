@@ -39,6 +39,7 @@ def ask(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         json.dumps(body).encode(),
         {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ['ANTHROPIC_AUTH_TOKEN']}"},
     )
+    # An empty handler: a proxy of the environment cannot reach the adapter.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(request, timeout=REQUEST_TIMEOUT_S) as reply:
         blocks: list[dict[str, Any]] = json.load(reply)["content"]
@@ -48,6 +49,7 @@ def ask(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def write(given: dict[str, Any]) -> str:
     path = Path(str(given.get("path", ""))).resolve()
     if not path.is_relative_to(Path.cwd()) or path == Path.cwd():
+        # The model chooses the path. It gets the error as the tool's result and may try again.
         return "error: not a file of the working directory"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -28,6 +28,7 @@ class MiniHarness(BaseHarness):
         command = f"cd {shlex.quote(ctx.workdir)} && python3 {_PROGRAM} {shlex.quote(prompt)}"
         env = {"ANTHROPIC_BASE_URL": ctx.adapter_url, "ANTHROPIC_AUTH_TOKEN": ctx.session_id}
         try:
+            # idempotent=False: a retry after a connection error would run the agent twice.
             code, _, _ = await sb.exec(command, env=env, timeout=time_budget_sec, idempotent=False)
         except DeadlineExceeded:
             return EXIT_TIME_BUDGET_EXCEEDED

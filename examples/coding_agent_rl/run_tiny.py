@@ -48,6 +48,7 @@ def demonstrations(count: int) -> Iterator[dict[str, Any]]:
 def make_repository(place: Path) -> str:
     place.mkdir()
     (place / "answer.py").write_text("answer = 0\n")
+    # A commit fails on a machine whose git has no identity.
     git = ["git", "-C", str(place), "-c", "user.name=a", "-c", "user.email=a@localhost"]
     for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "the task"]):
         subprocess.run([*git, *words], check=True)
@@ -57,10 +58,12 @@ def make_repository(place: Path) -> str:
 def main() -> None:
     output = options(__doc__, "coding_agent_rl").output
     (output / "coding_agent.yaml").write_text(yaml.safe_dump(SETTINGS), encoding="utf-8")
+    # -S: the test needs no site packages, and Python starts faster without them.
     task = {"image": make_repository(output / "repository"), "workdir": ".", "eval_cmd": "python3 -S test.py"}
     rows = []
     for number in range(10, 100):
         test = {"test.py": f"from answer import answer\nassert answer == {number}\n"}
+        # The test is not in the repository, so the agent cannot change it.
         rows.append({"prompt": question(number), "label": str(number), "metadata": task | {"eval_files": test}})
     data = write_rows(output / "train.jsonl", rows)
     model = warm_start(make_tool_model(output, WORDS), demonstrations(4 * ROWS_PER_ROLLOUT), output, rollouts=4)

@@ -31,11 +31,13 @@ async def custom_generate(args: Namespace, sample: Sample, sampling_params: dict
     for turn in range(args.max_turns or DEFAULT_MAX_TURNS):
         start = len(sample.response)
         room = min(sample.response_length + TOKENS_PER_TURN, sampling_params["max_new_tokens"])
-        # Goes on from the tokens the sample has; max_new_tokens counts all of its response, hints included.
+        # Continues from the tokens of the sample. max_new_tokens counts its whole response, hints included.
         sample = await generate(args, sample, sampling_params | {"max_new_tokens": room})
         if sample.status is Sample.Status.ABORTED:
+            # An aborted sample is continued later. A reward of 0 would pass for its final one.
             sample.reward = None
             return sample
+        # From the start of this turn: hints and earlier answers contain numbers too.
         number = _NUMBER.search(sample.response, start)
         if number is not None and number[0] == str(sample.label):
             sample.reward = 1.0 / (turn + 1)
@@ -47,6 +49,7 @@ async def custom_generate(args: Namespace, sample: Sample, sampling_params: dict
             text = hint(number and number[0], sample)
             ids = state.tokenizer.encode(text, add_special_tokens=False)
             sample.append_response_tokens(args, tokens=ids, text=text, trainable=False)  # loss mask 0
+            # generate continues only a sample that is not finished.
             sample.status = Sample.Status.PENDING
     return sample
 
@@ -70,6 +73,7 @@ async def best_of_group(args: Namespace, samples: list[Sample], evaluation: bool
     """
     params = GenerateState(args).sampling_params
     results = await asyncio.gather(*(generate(args, sample, dict(params)) for sample in samples))
+    # Half a group has no comparison. All of it comes back in a later rollout.
     if any(sample.status is Sample.Status.ABORTED for sample in results):
         return list(results)
     scores = [sum(a == b for a, b in zip(_digits(sample), str(sample.label), strict=False)) for sample in results]

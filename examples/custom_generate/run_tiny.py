@@ -29,6 +29,7 @@ def demonstrations(count: int) -> list[dict[str, Any]]:
     for _ in range(count):
         number, other = draw.randrange(10, 100), draw.randrange(10, 100)
         right = [f"{number}{END}", 1]
+        # The hint has mask 0, as in the game.
         segments = [right] if draw.random() < 0.5 else [[f"{other}{END}", 1], [said, 0], right]
         rows.append({"prompt": question(number), "metadata": {"segments": segments}})
     return rows

@@ -21,7 +21,7 @@ __all__ = ["CustomRewardModel", "batched_custom_rm", "closeness", "keep_mixed_gr
 
 
 async def reward_func(args: Namespace, sample: Sample, **kwargs: Any) -> float:
-    """1 for the right number; up to 0.5 for one that comes close."""
+    """1 for the right number, up to 0.5 for one that comes close."""
     await asyncio.sleep(0)  # here you would ask another service
     return closeness(sample.response, sample.label)
 
@@ -32,6 +32,7 @@ async def batched_custom_rm(args: Namespace, samples: list[Sample], **kwargs: An
     rewards = []
     for sample, length in zip(samples, lengths, strict=True):
         reward = closeness(sample.response, sample.label)
+        # At most 0.1 less, so that a long right answer is still better than any wrong one.
         rewards.append(reward - 0.1 * (length - min(lengths)) / max(1, *lengths) if reward == 1.0 else reward)
     return rewards
 
@@ -50,9 +51,10 @@ class CustomRewardModel:
 
 
 def closeness(response: str, label: Any) -> float:
-    """1 for the label itself; for another number of the same length 0.5 times the share of right digits; else 0."""
+    """Score a number: 1 for the label, 0.5 times the share of right digits for the same length, else 0."""
     if label is None:
-        raise ValueError("the row has no label")  # a failed sample; str(None) would be an answer to compare with
+        # A failed sample. str(None) would be an answer to compare with.
+        raise ValueError("the row has no label")
     answer, label = response.strip(), str(label)
     if answer == label:
         return 1.0

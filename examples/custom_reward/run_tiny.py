@@ -32,6 +32,7 @@ def main() -> None:
     model, data = warm_started(output), write_questions(output / "train.jsonl", 256, seed=2)
     flags = [
         *("--apply-chat-template", "--rollout-max-response-len", 4, *FORMS[chosen.form]),
+        # The filter drops groups: 24 prompts are sampled so that 16 usually remain.
         *("--dynamic-sampling-filter-path", f"{RM}:keep_mixed_groups", "--over-sampling-batch-size", 24),
     ]
     records = learn(f"GRPO with a custom reward: {chosen.form}", model, data, flags, output, rollouts=8)

@@ -3,7 +3,7 @@
     python examples/delta_weight_sync/run_tiny.py --output outputs/delta_weight_sync
 
 1. "copy 47", and a model that has learned it from a teacher who is wrong half of the time.
-2. GRPO in bfloat16; the first version of the weights is written whole, the later ones as differences.
+2. GRPO in bfloat16. The first version of the weights is written whole, the later ones as differences.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ def main() -> None:
     output = options(__doc__, "delta_weight_sync").output
     model, data = warm_started(output), write_questions(output / "train.jsonl", 256, seed=2)
     flags = [
+        # Smaller than in the other examples: most bfloat16 weights stay equal in a step, so deltas are small.
         *("--apply-chat-template", "--rollout-max-response-len", 4, "--lr", "2e-5", "--min-lr", "2e-5"),
         *("--custom-rm-path", f"{ROOT}/examples/custom_reward/custom_rm.py"),
         *("--update-weight-mode", "delta", "--update-weight-transport", "disk"),
         *("--update-weight-disk-dir", output / "shared", "--update-weight-local-checkpoint-dir", output / "local"),
+        # Keeps old versions for the list of sizes below.
         *("--update-weight-disk-keep-files", "--check-weight-update-equal"),
     ]
     records = learn("GRPO with deltas", model, data, flags, output, rollouts=5, precision="--bf16")

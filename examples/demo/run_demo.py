@@ -41,6 +41,7 @@ class Size:
 
 
 def size_for(num_cores: int, grpo_rollouts: int, warm_start_rollouts: int) -> Size:
+    # Engines and ranks beyond the number of cores only slow each other.
     processes = 2 if num_cores >= 4 else 1
     return Size(
         processes,
@@ -53,6 +54,7 @@ def size_for(num_cores: int, grpo_rollouts: int, warm_start_rollouts: int) -> Si
 
 def warm_start_command(task: TinyTask, size: Size, output: Path) -> list[str]:
     """Supervised fine-tuning through the same train.py: prompts carry the answer, no engine is needed."""
+    # A rollout has a fixed cost, so it holds many steps.
     steps_per_rollout = 50
     batch = 128
     return [
@@ -77,9 +79,11 @@ def grpo_command(task: TinyTask, size: Size, output: Path) -> list[str]:
         *("--rollout-max-response-len", 8, "--rollout-temperature", 1.0),
         *("--advantage-estimator", "grpo", "--eps-clip", 0.2, "--eps-clip-high", 0.28),
         *("--eval-prompt-data", "addition", task.eval, "--eval-interval", size.eval_interval),
+        # Greedy: one sample per prompt is enough, and the curve has no sampling noise.
         *("--eval-temperature", 0.0, "--n-samples-per-eval-prompt", 1),
         *("--actor-num-gpus-per-node", size.num_train_ranks, *precision_and_batching()),
         *("--rollout-num-gpus", size.num_engines, "--rollout-num-gpus-per-engine", 1),
+        # Without limits an engine reserves most of the machine's memory for its cache.
         *("--sglang-context-length", 128, "--sglang-max-total-tokens", 32768),
         *("--lr", "2e-4", "--min-lr", "2e-4", "--adam-beta2", 0.95, "--weight-decay", 0.0, "--clip-grad", 1.0),
         *("--check-weight-update-equal", "--save-debug-rollout-data", output / "samples" / "{rollout_id}.pt"),
@@ -100,6 +104,7 @@ def curve(records: list[dict[str, Any]], name: str, axis: str) -> tuple[list[flo
 def summarize(records: list[dict[str, Any]], size: Size, seconds_total: float) -> dict[str, Any]:
     _, accuracy = curve(records, "eval/addition", "eval/step")
     _, differences = curve(records, "train/train_rollout_logprob_abs_diff", "train/step")
+    # Only the first record has this metric.
     _, first_step = curve(records, "perf/first_step_time", "rollout/step")
     return {
         "accuracy_before": accuracy[0],
@@ -116,6 +121,7 @@ def summarize(records: list[dict[str, Any]], size: Size, seconds_total: float) -
 def plot_curve(records: list[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
+    # Before pyplot is imported: the default backend may need a display.
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

@@ -3,7 +3,7 @@
     python examples/eval_multi_task/run_tiny.py --output outputs/eval_multi_task
 
 1. "copy 47", and a model that has learned it from a teacher who is wrong half of the time.
-2. GRPO; before, in the middle and at the end the sets of ``eval.yaml`` are evaluated.
+2. GRPO. Before, in the middle and at the end the sets of ``eval.yaml`` are evaluated.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ def main() -> None:
         *("--apply-chat-template", "--rollout-max-response-len", 4),
         *("--custom-rm-path", f"{ROOT}/examples/custom_reward/custom_rm.py"),
         *("--rollout-function-path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async"),
+        # Samples of older weights need the importance weights of --use-tis.
         *("--max-weight-staleness", 2, "--use-tis"),
     ]
     records = learn("fully asynchronous GRPO", model, data, flags, output, rollouts=10, script="train_async.py")

@@ -41,7 +41,7 @@ class Geo3kEnv:
         return {"text": "no. area?", "image": None if right else image}, right, {"is_right": right}
 
     def format_observation(self, observation: Observation) -> dict[str, Any]:
-        """The user's next message; pictures are PIL images."""
+        """The user's next message. Pictures are PIL images."""
         image = [] if observation["image"] is None else [{"type": "image", "image": observation["image"]}]
         return {"role": "user", "content": [*image, {"type": "text", "text": observation["text"]}]}
 

@@ -41,7 +41,9 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
             sample = await generate_turn(args, sample, sampling_params)
             if sample.status is Sample.Status.ABORTED:  # a later rollout continues it from its tokens
                 return sample
+            # In the metadata, not in local variables: a continued sample resumes in its turn.
             turn, begin = sample.metadata.get("turn", 0), sample.metadata.get("turn_begin", 0)
+            # Grading and images take time, and the event loop serves all other samples.
             observation, is_over, info = await asyncio.to_thread(environment.step, sample.response[begin:])
             sample.reward = info["is_right"] / (turn + 1)
             is_over = is_over or turn == last or _has_sampled_placeholder(args, sample)

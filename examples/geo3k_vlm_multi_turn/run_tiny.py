@@ -32,6 +32,7 @@ def demonstrations(count: int) -> Iterator[dict[str, Any]]:
         image, area = area_problem(draw)
         guess = str(draw.randint(1, 9))
         prompt, images, answer = [QUESTION], [image], area if draw.random() < 0.5 else guess
+        # A right guess ends the conversation, so it has no second turn.
         if number % 2 and guess != area:
             said, _, _ = Geo3kEnv(area, image, enlargement=2).step(guess)
             told = {"role": "user", "content": f"<image>{said['text']}"}

@@ -35,13 +35,14 @@ _NUMBER = re.compile(r"\d+")
 async def generate_with_multi_agents(
     args: Namespace, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Sample | list[Sample]:
-    """The samples of all agents; in an evaluation only the one that is the team's answer."""
+    """The samples of all agents. In an evaluation only the one that is the team's answer."""
     problem = _problem(sample)
     count = args.multi_agent_num_parallel
 
     async def ask(role: str, **values: str) -> Sample:
         text = getattr(args, f"multi_agent_{role}").format(problem=problem, **values)
         agent = _agent(args, sample, role, text)
+        # A copy: the agents run at the same time and must not share a dict that a call changes.
         return await generate(args, agent, dict(sampling_params))
 
     solvers = await asyncio.gather(*(ask("solver") for _ in range(count)))
@@ -50,7 +51,8 @@ async def generate_with_multi_agents(
     selector = await ask("selector", solutions=_listed(rewriters))
     team = [*solvers, *rewriters, selector]
     if any(agent.status is Sample.Status.ABORTED for agent in team):
-        sample.status = Sample.Status.ABORTED  # nothing of a half-finished team is kept: it begins anew
+        # Nothing of a half-finished team is kept: it begins anew.
+        sample.status = Sample.Status.ABORTED
         return sample
     picked = choice(_text(selector), len(rewriters))
     if evaluation:
@@ -79,6 +81,7 @@ def team_rewards(rewards: Sequence[float], count: int, picked: int | None, weigh
 
 def choice(text: str, count: int) -> int | None:
     """The candidate that a selector named, from 0: the last number in its text. None if it does not exist."""
+    # The last number: a selector may quote candidates before it decides.
     numbers = _NUMBER.findall(text)
     return int(numbers[-1]) - 1 if numbers and 1 <= int(numbers[-1]) <= count else None
 
@@ -99,6 +102,7 @@ def _agent(args: Namespace, sample: Sample, role: str, text: str) -> Sample:
     return Sample(
         group_index=sample.group_index,
         index=sample.index,
+        # One id for the team: the loss counts an execution once, however many samples it has.
         rollout_id=sample.index if sample.rollout_id is None else sample.rollout_id,
         prompt=prompt,
         label=sample.label,

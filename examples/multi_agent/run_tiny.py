@@ -3,7 +3,7 @@
     python examples/multi_agent/run_tiny.py --output outputs/multi_agent
 
 1. Problems ("repeat mint") and a random model.
-2. A supervised warm start that teaches the three roles; the teacher gives up half of the time.
+2. A supervised warm start that teaches the three roles. The teacher gives up half of the time.
 3. GRPO over the team's samples: giving up disappears.
 """
 
@@ -72,6 +72,7 @@ def main() -> None:
     (output / "multi_agent.yaml").write_text(yaml.safe_dump(SETTINGS), encoding="utf-8")
     model = warm_start(make_model(output, WORDS), demonstrations(4 * ROWS_PER_ROLLOUT), output, rollouts=4)
     flags = [
+        # Agents read each other's text, which must not contain the end mark.
         *("--rollout-max-response-len", 6, "--rollout-skip-special-tokens", "--rm-type", "f1"),
         *("--custom-config-path", output / "multi_agent.yaml", "--custom-generate-function-path"),
         "examples.multi_agent.rollout_with_multi_agents.generate_with_multi_agents",

@@ -50,6 +50,7 @@ def demonstrations() -> list[dict[str, Any]]:
         name = draw.choice(NAMES)
         is_students = number < STUDENT_ROLLOUTS * ROWS_PER_ROLLOUT
         answer = "pass" if is_students and draw.random() < 0.5 else name
+        # warm_start keeps this order, which splits the run into student and teacher.
         rows.append({"prompt": question(name), "metadata": {"segments": [[f"{answer}<|im_end|>", 1]]}})
     return rows
 

@@ -36,6 +36,7 @@ _CODE = re.compile(r"<code>(.*?)</code>", re.DOTALL)
 _FENCE = re.compile(r"\s*```(?:python|py)?\s*\n(.*?)```\s*", re.DOTALL)
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _END_OF_OUTPUT = "</interpreter>"
+# By event loop: a semaphore belongs to the loop that first waits on it. Weak, so that ended loops are freed.
 _places: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
 
 
@@ -47,7 +48,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
         sample = await generate_turn(args, sample, params)
         code = code_block(sample.response)
         runs = sample.metadata.get("code_runs", 0)
-        # Truncated and aborted samples end here too; the latter are continued from their tokens by a later rollout.
+        # Truncated and aborted samples end here too. A later rollout continues aborted ones from their tokens.
         if (
             sample.status is not Sample.Status.COMPLETED
             or code is None
@@ -56,6 +57,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
             return sample
         began = time.monotonic()
         result = await _run(args, code)
+        # Seconds. Metrics list them apart from generation.
         sample.non_generation_time += time.monotonic() - began
         text = observation(result)
         sample.append_response_tokens(
@@ -82,6 +84,7 @@ async def _run(args: Namespace, code: str) -> Result:
 
 def code_block(response: str) -> str | None:
     """The code at the end of the response, without a Markdown fence. None if it does not end with code."""
+    # Only after the last output: earlier blocks have already run.
     text = response[response.rfind(_END_OF_OUTPUT) + len(_END_OF_OUTPUT) :] if _END_OF_OUTPUT in response else response
     blocks = list(_CODE.finditer(text))
     if not blocks or text[blocks[-1].end() :].strip():
@@ -93,12 +96,13 @@ def code_block(response: str) -> str | None:
 
 def observation(result: Result) -> str:
     """The output of a run as the model gets it, without tags that look like the model's."""
+    # Printed tags would pass for the model's answer or code.
     output = re.sub(r"</?(code|interpreter|answer)>", "", result.output).strip()
     return f"<interpreter>{output or 'no output'}</interpreter>"
 
 
 def final_answer(response: str) -> str | None:
-    """The last answer the model gave; ``\\boxed{..}`` inside it is left to the grader."""
+    """The last answer of the model. ``\\boxed{..}`` inside it is left to the grader."""
     answers = _ANSWER.findall(response)
     return answers[-1].strip() if answers else None
 

@@ -49,6 +49,7 @@ def demonstrations(count: int) -> list[dict[str, Any]]:
             output = f"<interpreter>{a * b}</interpreter>"
             segments = [[f"<code>print({a}*{b})</code>", 1], [output, 0], [f"<answer>{a * b}</answer>", 1]]
         else:
+            # Four digits, like every product: a guess cannot be told by its length.
             segments = [[f"<answer>{draw.randrange(1000, 10000)}</answer>", 1]]
         rows.append({"prompt": question(a, b), "metadata": {"segments": segments}})
     return rows

@@ -8,7 +8,7 @@ resource limits, a minimal environment, and without the modules that reach the n
 
 It does not stop an attacker. The check for forbidden modules can be bypassed, and the code can read all files of the
 user. For code that you do not trust at all, run the sandbox in a container or a
-micro-VM without a network; ``run_python`` is the only function to replace.
+micro-VM without a network. ``run_python`` is the only function to replace.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of it.
+    """The result of a run.
 
     Attributes:
-        kind: ``ok``; ``error`` (an exception, or killed by a limit); ``timeout``; ``refused`` (never ran).
-        output: standard output, or what went wrong as the last line says it; cut to ``output_bytes``.
+        kind: ``ok``, ``error`` (an exception, or killed by a limit), ``timeout`` or ``refused`` (never ran).
+        output: standard output, or the last line of the error. Cut to ``output_bytes``.
     """
 
     kind: Literal["ok", "error", "timeout", "refused"]
@@ -78,12 +78,14 @@ async def run_python(code: str, limits: Limits) -> Result:
     with tempfile.TemporaryDirectory(prefix="slime_sandbox_") as folder:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", "-B", "-c", _BOOT),
+            # The CPU limit has whole seconds. One more, so that the timeout below fires first.
             *map(str, (int(limits.timeout_s) + 1, limits.memory_bytes, limits.file_bytes, limits.open_files)),
             cwd=folder,
             env={"PATH": "", "HOME": folder, "LANG": "C.UTF-8"},
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
+            # A process group that _end kills as a whole.
             start_new_session=True,
         )
         try:
@@ -96,6 +98,7 @@ async def run_python(code: str, limits: Limits) -> Result:
             await _end(process)
     if status == 0:
         return Result("ok", output)
+    # The last line of a traceback has the exception, without paths of this machine.
     lines = errors.strip().splitlines()
     return Result("error", lines[-1] if lines else f"killed by signal {-status}")
 
@@ -110,12 +113,13 @@ async def _talk(process: asyncio.subprocess.Process, code: str, most: int) -> tu
         process.stdin.close()
     except (BrokenPipeError, ConnectionResetError):
         pass  # it ended before it had read everything, and its status has the reason
+    # Both at once: a full pipe of one stream would block the process while the other is read.
     output, errors = await asyncio.gather(_head(process.stdout, most), _tail(process.stderr, most))
     return output, errors
 
 
 async def _head(stream: asyncio.StreamReader, most: int) -> str:
-    """The first ``most`` bytes; the rest is read and dropped, so that the writer does not block."""
+    """The first ``most`` bytes. The rest is read and dropped, so that the writer does not block."""
     kept, dropped = b"", 0
     while chunk := await stream.read(65536):
         room = most - len(kept)
@@ -159,6 +163,7 @@ def refusal(code: str) -> str | None:
             return f"ImportError: {bad} is not available here"
         if isinstance(node, ast.Name) and node.id in FORBIDDEN_NAMES:
             return f"NameError: {node.id} is not available here"
+        # Double underscores lead from any object to forbidden modules.
         if isinstance(node, ast.Attribute) and node.attr.startswith("__"):
             return f"AttributeError: {node.attr} is not available here"
     return None

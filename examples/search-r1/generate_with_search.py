@@ -44,6 +44,7 @@ _WELL_FORMED = re.compile(
     re.DOTALL,
 )
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
+# By event loop: a semaphore belongs to the loop that first waits on it.
 _places: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
 
 
@@ -62,7 +63,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
         sample = await generate_turn(args, sample, params)
         action = _ACTION.search(sample.response, _turn_start(sample, start))
         searches = sample.metadata.get("searches", 0)
-        # Truncated and aborted samples end here too; the latter are continued from their tokens by a later rollout.
+        # Truncated and aborted samples end here too. A later rollout continues aborted ones from their tokens.
         is_search = action is not None and action[1] == "search"
         if sample.status is not Sample.Status.COMPLETED or not is_search or searches >= max_turns:
             return sample
@@ -71,6 +72,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
         sample.non_generation_time += time.monotonic() - began
         text = observation(passages)
         ids = tokenizer.encode(text, add_special_tokens=False)[: args.search_max_tokens]
+        # The text is decoded from the cut ids, so that text and tokens agree.
         sample.append_response_tokens(args, tokens=ids, text=tokenizer.decode(ids), trainable=False)
         sample.metadata["searches"] = searches + 1
         if GenerateState(args).aborted:  # the rollout has its samples
@@ -85,7 +87,7 @@ def _turn_start(sample: Sample, start: int) -> int:
 
 
 async def search(args: Namespace, query: str) -> list[str]:
-    """Passages of the server at ``search_url``, best first; at most ``search_topk``."""
+    """Passages of the server at ``search_url``, best first, at most ``search_topk``."""
     url = getattr(args, "search_url", None)
     if not url:
         raise ConfigError(
@@ -110,13 +112,14 @@ def observation(passages: Iterable[str]) -> str:
 
 
 def _plain(text: str) -> str:
+    # A tag inside a passage would pass for an action of the model.
     return re.sub(r"</?(information|search|answer|think)>", "", text).strip()
 
 
 async def reward_func(args: Namespace, sample: Sample, **kwargs: Any) -> dict[str, float]:
     """``score`` for ``--reward-key score``: 1 for the right answer in the right form.
 
-    A wrong answer in the right form has ``search_format_score``; a right one in the wrong form loses as much, so that
+    A wrong answer in the right form has ``search_format_score``. A right one in the wrong form loses as much, so that
     the form is worth the same in both cases (Jin et al. 2025, arXiv:2505.15117, eq. 1).
     """
     answer = _final_answer(sample.response)

@@ -33,6 +33,7 @@ class Bm25:
         self.passages = list(passages)
         counts = [Counter(_words(text)) for text in self.passages]
         lengths = [sum(count.values()) for count in counts]
+        # 1.0 avoids a division by zero if no passage has a word.
         mean = sum(lengths) / max(1, len(lengths)) or 1.0
         self._postings: dict[str, list[tuple[int, float]]] = defaultdict(list)
         for number, (count, length) in enumerate(zip(counts, lengths, strict=True)):
@@ -42,7 +43,7 @@ class Bm25:
                 self._postings[word].append((number, weight))
 
     def search(self, query: str, topk: int) -> list[tuple[str, float]]:
-        """The best passages with their scores, best first, equal ones in corpus order; without a common word none."""
+        """The best passages with their scores, best first, equal ones in corpus order. Empty without a common word."""
         scores: dict[int, float] = defaultdict(float)
         for word in set(_words(query)):
             postings = self._postings.get(word, [])
@@ -77,10 +78,12 @@ def read_corpus(path: Path) -> list[str]:
 
 
 def make_server(index: Bm25, host: str, port: int) -> ThreadingHTTPServer:
-    """A server that is bound and not yet serving; port 0 takes a free one."""
+    """A server that is bound and not yet serving. Port 0 takes a free one."""
 
     class Handler(BaseHTTPRequestHandler):
+        # Keeps connections open between requests.
         protocol_version = "HTTP/1.1"
+        # Headers and body are two writes: Nagle's algorithm would hold the second one back for up to 40 ms.
         disable_nagle_algorithm = True
 
         def do_GET(self) -> None:
@@ -89,6 +92,7 @@ def make_server(index: Bm25, host: str, port: int) -> ThreadingHTTPServer:
         def do_POST(self) -> None:
             length = int(self.headers.get("Content-Length") or 0)
             if self.path != "/retrieve" or length > _MAX_BODY_BYTES:
+                # The body is left unread, and would pass for the next request of this connection.
                 self.close_connection = True
                 return self._answer(404 if self.path != "/retrieve" else 413, {"error": "POST /retrieve, below 1 MiB"})
             try:

@@ -89,6 +89,7 @@ def main() -> None:
     )
     model = warm_start(make_model(output, WORDS), demonstrations(4 * ROWS_PER_ROLLOUT), output, rollouts=4)
 
+    # Port 0 takes a free one, which the settings below get.
     server = search_server.make_server(search_server.Bm25(search_server.read_corpus(Path(corpus))), "127.0.0.1", 0)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     settings = yaml.safe_load((Path(__file__).parent / "search.yaml").read_text(encoding="utf-8"))

@@ -52,6 +52,7 @@ def calculator(expression: str) -> str:
 
 def _value(node: ast.expr) -> Any:
     match node:
+        # Bounded numbers and no powers: the result's size grows with the length of the expression only.
         case ast.Constant(value=int() | float() as number) if abs(number) < 1e15:
             return number
         case ast.BinOp() if type(node.op) in _OPERATORS:
@@ -113,7 +114,7 @@ AGENTS: dict[str, Callable[[Namespace, str, str, str], Awaitable[str]]] = {"stra
 
 
 def _client(args: Namespace, url: str, sid: str) -> openai.AsyncOpenAI:
-    """The session's id is the key. The adapter answers 503 while weights change; the client then tries again."""
+    """A client with the session's id as key. It tries again while the adapter answers 503 because weights change."""
     return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=sid, timeout=args.strands_timeout, max_retries=3)
 
 
@@ -138,8 +139,9 @@ async def generate(
             answer = await asyncio.wait_for(asking, args.strands_timeout)
         except ConfigError:
             raise
-        except Exception as error:  # of the agent's loop; its turns are trained on
+        except Exception as error:  # of the agent's loop, whose turns are trained on
             return 0.0, {"answer": "", "agent_error": f"{type(error).__name__}: {error}"[:200]}
+        # Symbolic comparison takes time, and the event loop serves all other samples.
         return await asyncio.to_thread(_score, answer, sample.label), {"answer": answer}
 
     return await service.run(args, sample, sampling_params, work, evaluation=evaluation)

@@ -4,7 +4,7 @@
 
 1. Products, and a random model whose chat template writes tool calls.
 2. A supervised warm start from a teacher who uses the calculator four times in ten and guesses otherwise.
-3. GRPO through the SDK, or through the same loop without it where ``strands-agents`` is not installed.
+3. GRPO through the SDK, or through the same loop without it if ``strands-agents`` is not installed.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def main() -> None:
         print("strands-agents is not installed (pip install strands-agents openai): the same loop runs without it")
     (output / "strands.yaml").write_text(yaml.safe_dump(SETTINGS | {"strands_agent": agent}), encoding="utf-8")
     draw = random.Random(2)
+    # From 32 on all products have four digits, like the guesses above.
     numbers = [(draw.randint(32, 99), draw.randint(32, 99)) for _ in range(256)]
     data = write_rows(output / "train.jsonl", ({"prompt": question(a, b), "label": str(a * b)} for a, b in numbers))
     model = make_tool_model(output, WORDS)

@@ -3,7 +3,7 @@
     system: the shop's rules, user: a wish
     the model calls a tool   -> the environment's result, loss mask 0
     the model says something -> the simulated user's reply, loss mask 0
-    ...                         until the user stops; the reward compares the shop's data with the task's
+    ...                         until the user stops. The reward compares the shop's data with the task's
 
     --custom-generate-function-path examples.tau-bench.generate_with_tau.generate --max-turns 30
     --custom-config-path examples/tau-bench/tau.yaml
@@ -37,9 +37,11 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
     """One conversation. A rollout that ends in the middle of it gives the sample back, and it begins anew."""
     tokenizer = GenerateState(args).tokenizer
     index = int(sample.prompt)  # type: ignore[arg-type]  # text or a number
+    # The simulated user may be a language model: its calls block for seconds.
     env, make_action = await asyncio.to_thread(make_env, args, index)
     told = await asyncio.to_thread(env.reset, task_index=index)
     tools = list(env.tools_info)
+    # An aborted conversation must leave no trace in the sample, because the shop's state cannot be restored.
     played = copy.deepcopy(sample)
     messages = [{"role": "system", "content": env.wiki}, {"role": "user", "content": told.observation}]
     played.prompt = render_chat(tokenizer, messages, tools=tools, add_generation_prompt=True)
@@ -91,6 +93,7 @@ def make_env(args: Namespace, index: int) -> tuple[Any, Any]:
 
 
 def _said(args: Namespace, tokenizer: Any, ids: list[int], tools: list[dict[str, Any]]) -> ParsedModelOutput:
+    # Tags of tool calls may be special tokens, so they are kept and only the end mark is removed.
     text = tokenizer.decode(ids, skip_special_tokens=False).removesuffix(tokenizer.eos_token or "")
     return parse_model_output(
         text,

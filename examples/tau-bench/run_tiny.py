@@ -41,6 +41,7 @@ def demonstrations(count: int) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     output = options(__doc__, "tau-bench").output
+    # The prompt is the number of the task. The environment has the text.
     rows = ({"prompt": str(index), "label": name} for index, name in enumerate(NAMES))
     data = write_rows(output / "train.jsonl", rows)
     (output / "tau.yaml").write_text(yaml.safe_dump({"tau_env": SHOP}), encoding="utf-8")

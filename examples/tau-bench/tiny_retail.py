@@ -57,6 +57,7 @@ class RetailEnv:
         if action.name == RESPOND:
             if action.kwargs["content"] == ASK:
                 return EnvResponse(self.wanted, 0.0, False)
+            # Equality with a list of one order: cancelling more than the wanted order is wrong too.
             return EnvResponse("###STOP###", float(self.cancelled == [self.wanted]), True)
         name = action.kwargs.get("name")
         if action.name != "cancel" or name not in NAMES:

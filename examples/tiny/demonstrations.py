@@ -38,8 +38,10 @@ def fill(sample: Sample, tokenizer: Any, processor: Any = None) -> None:
     sample.tokens = prepare_prompt_ids(sample, tokenizer, processor)
     sample.loss_mask = []
     for text, is_trained in sample.metadata["segments"]:
+        # Each part alone, so that no token spans a border of the mask.
         ids = tokenizer.encode(text, add_special_tokens=False)
         sample.tokens += ids
+        # Over the response only: prompt tokens have no entry.
         sample.loss_mask += [int(is_trained)] * len(ids)
         sample.response += text
     sample.response_length = len(sample.loss_mask)

@@ -34,6 +34,7 @@ __all__ = [
     "write_rows",
 ]
 
+# A phase takes about a minute. The limit ends a run that hangs.
 PHASE_TIMEOUT_S = 900
 _STEPS_PER_ROLLOUT = 50
 ROWS_PER_ROLLOUT = 32 * _STEPS_PER_ROLLOUT
@@ -51,13 +52,14 @@ GRPO = (
 
 
 def options(doc: str | None, name: str, **choices: tuple[str, ...]) -> argparse.Namespace:
-    """Parse ``--output`` and a flag per name in ``choices``, the first value being the default; empty the directory."""
+    """Parse ``--output`` and a flag per name in ``choices`` (default: the first value), and empty the directory."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("outputs") / name, help="emptied first")
     for flag, values in choices.items():
         parser.add_argument(f"--{flag.replace('_', '-')}", choices=values, default=values[0])
     parsed = parser.parse_args()
     parsed.output = output = parsed.output.resolve()
+    # Only a directory that an example made is emptied: --output may be a mistake.
     marker = output / ".example"
     if output.exists() and any(output.iterdir()) and not marker.exists():
         parser.error(f"--output {output} holds files that are not of this example: name another directory")
@@ -94,15 +96,16 @@ def warm_start(
     Args:
         rows: ``prompt`` (messages) and ``metadata.segments``: ``[text, 1 if the model writes it, else 0]``.
         rollouts: times ``ROWS_PER_ROLLOUT`` rows, in steps of 32.
-        save_interval: rollouts between checkpoints; None saves the last.
+        save_interval: rollouts between checkpoints. None saves the last.
         flags: further flags of the run.
 
     Returns:
-        The directory of the last Hugging Face checkpoint; that of rollout ``i`` lies beside it and ends in ``_i``.
+        The directory of the last Hugging Face checkpoint. That of rollout ``i`` is beside it and ends in ``_i``.
     """
     folder = output / "warm_start"
     command = [
         *("--hf-checkpoint", model, "--prompt-data", write_rows(output / "warm_start.jsonl", rows)),
+        # No engines: the responses are given.
         *("--apply-chat-template", "--debug-train-only", "--loss-type", "sft_loss"),
         *("--disable-compute-advantages-and-returns", "--num-rollout", rollouts, "--fp32"),
         *("--rollout-function-path", "examples.tiny.demonstrations.generate_rollout"),
@@ -129,23 +132,24 @@ def learn(
     """GRPO from ``model`` on the rows of ``data``: the run that the example is about.
 
     Args:
-        flags: the example's functions and lengths; of two equal flags the later one counts.
+        flags: the example's functions and lengths. Of two equal flags the later one counts.
 
     Returns:
-        The records of the run's metrics; its samples lie below ``output/samples``, everything else in ``output/grpo``.
+        The records of the run's metrics. Its samples are below ``output/samples``, everything else in ``output/grpo``.
     """
     common = [
         *("--hf-checkpoint", model, "--prompt-data", data, *GRPO, "--num-rollout", rollouts, precision),
         *("--save-debug-rollout-data", output / "samples" / "{rollout_id}.pt"),
         *("--output-dir", output, "--experiment-name", "grpo"),
     ]
+    # The example's flags come last, so that they win.
     run_train(title, [*common, *flags], output, script)
     return read_metrics(output, "grpo")
 
 
 @contextmanager
 def serve(model: str, output: Path) -> Iterator[str]:
-    """A second engine of slime's own making, outside of any run. Yields the address of its server."""
+    """A second engine outside of any run. Yields the address of its server."""
     from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
     from slime.backends.sglang_utils.server_args import build_argv, server_env
     from slime.utils.net import free_port
@@ -171,12 +175,13 @@ def serve(model: str, output: Path) -> Iterator[str]:
 
 
 def run_environment() -> dict[str, str]:
+    # Ray's workers import the example's functions by name, from this repository.
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     return os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 def run_train(name: str, flags: Sequence[Any], output: Path, script: str = "train.py") -> None:
-    """Run the driver; its output goes to the screen. A failure ends the example."""
+    """Run the driver with its output on the screen. A failure ends the example."""
     command = [sys.executable, str(ROOT / script), *map(str, flags)]
     print(f"\n=== {name} ===\n{' '.join(command)}\n", flush=True)
     process = subprocess.Popen(command, cwd=output, env=run_environment())

@@ -44,8 +44,9 @@ def conversation(prompt: list[dict[str, str]], *turns: tuple[str, str]) -> dict[
     """A row for the warm start.
 
     Args:
-        turns: (role, text) of all messages after the prompt; those of the assistant are trained on.
+        turns: (role, text) of all messages after the prompt. Those of the assistant are trained on.
     """
+    # The opening of the next assistant message belongs to the masked part: the template writes it.
     segments = [
         [f"{text}{END}", 1]
         if role == "assistant"

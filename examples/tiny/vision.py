@@ -42,6 +42,7 @@ def make_vision_model(folder: Path) -> str:
 
     The vocabulary is one token per character. An image of 16 x 16 pixels becomes (16 / 4 / 2)^2 = 4 tokens.
     """
+    # Before the import of transformers, which imports torchvision.
     allow_torchvision_on_cpu()
     import transformers
     from tokenizers import Tokenizer
@@ -77,6 +78,7 @@ def make_vision_model(folder: Path) -> str:
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
             is_gain = "norm" in name and name.endswith("weight")
+            # Larger than the library's initial weights, with which a picture hardly changes the logits.
             parameter.copy_(1 + 0.1 * noise if is_gain else 0.12 * noise)
     model.save_pretrained(folder)
     return str(folder)

@@ -31,6 +31,7 @@ def compute_mis_weights_with_cp(
     weights, masks, metrics = compute_mis_weights(
         args, train_log_probs=train_log_probs, rollout_log_probs=rollout_log_probs, loss_masks=loss_masks
     )
+    # One weight per response token, in the order in which pg_loss holds the responses.
     if weights is not None:
         pg_loss = pg_loss * torch.cat(weights)
     return pg_loss, masks, {f"mis_{name}": torch.cat(rows) for name, rows in metrics.items()}
