@@ -1,7 +1,7 @@
 """Flags of training: parallelism, precision and memory, optimizer, checkpoints, and the trainer's extension points.
 
 They have Megatron's spellings, whatever the backend. Collected with Megatron's other flags by
-``megatron_utils.arguments``; imports no torch.
+``megatron_utils.arguments``. Imports no torch.
 """
 
 from __future__ import annotations

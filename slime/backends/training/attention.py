@@ -5,10 +5,10 @@ concatenated). Causal within a sequence, blind across sequences. The backends' m
 :func:`packed_attention` in every layer with a plan that is made once per micro-batch.
 
 With context parallelism a rank has the queries of two chunks per segment (``context_parallel``) and gathers the keys
-and values of all ranks; each chunk sees the keys from its segment's start to its own end. All ranks see equally many.
+and values of all ranks. Each chunk sees the keys from its segment's start to its own end. All ranks see equally many.
 
 On cuda in 16 bit: torch's variable-length flash attention. Otherwise SDPA: sequences of about the same length share one
-padded call, since hundreds of calls for short sequences cost more than the padding; a long one gets a separate call.
+padded call, since hundreds of calls for short sequences cost more than the padding. A long one gets a separate call.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import torch.nn.functional as F
 from slime.backends.training.context_parallel import zigzag_rows
 from slime.utils import accelerator
 
+# sequences share a padded call up to this difference in length (tokens), or up to a quarter of the longest
 _SHORT = 32
-"""Up to this many tokens of difference in length sequences share a padded call; else up to a quarter."""
+# limit of flash attention
 _WIDEST_HEAD = 256
-"""That flash attention has."""
 
 
 def packed_attention(
@@ -44,10 +44,11 @@ def packed_attention(
     """query ``[t, heads, d]``, key ``[t, groups, d]`` and value ``[t, groups, v]`` -> ``[t, heads, v]``.
 
     Args:
-        cp_group: the ranks that share the sequences; None for one. A collective over them.
+        cp_group: the ranks that share the sequences, all of which call this. None for one rank.
     """
     if cp_group is not None:
         key, value = gather_keys(key, value, cp_group)
+    # only SDPA applies dropout
     if dropout == 0.0 and _has_varlen_kernel(query.dtype, query.size(-1)):
         return _varlen(query, key, value, plan, scale)
     return _padded(query, key, value, plan.padding, scale, dropout)
@@ -74,7 +75,7 @@ class PaddedBatch:
 
     Attributes:
         shape: (pieces, padded queries, padded keys).
-        visible: bool ``[pieces, 1, queries, keys]``; None where queries and keys are the same rows: plainly causal.
+        visible: bool ``[pieces, 1, queries, keys]``. None if queries and keys are the same rows, which are causal.
     """
 
     shape: tuple[int, int, int]
@@ -87,10 +88,10 @@ class PaddingPlan:
 
     Attributes:
         batches: the padded calls, in order.
-        source: int64 [P], for each padded query the packed row it copies; padding copies its piece's start.
+        source: int64 [P], for each padded query the packed row it copies. Padding copies its piece's start.
         target: int64 [t], for each packed row its padded position.
         is_real: bool [P], false on padding.
-        key_source: as ``source`` for the keys, rows of the gathered ``[T]``; None if it equals ``source``.
+        key_source: as ``source`` for the keys, rows of the gathered ``[T]``. None if it equals ``source``.
     """
 
     batches: tuple[PaddedBatch, ...]
@@ -101,11 +102,11 @@ class PaddingPlan:
 
 
 class AttentionPlan:
-    """What queries see which keys in one micro-batch; the forms that the kernels need are made on demand.
+    """The keys that each query of a micro-batch sees. The forms that the kernels need are made on demand.
 
     Attributes:
         pieces: this rank's queries, in order.
-        gathered_row: int64 ``[T]``, position of each row of the whole among the gathered keys; None on one rank.
+        gathered_row: int64 ``[T]``, position of each row of the whole among the gathered keys. None on one rank.
     """
 
     def __init__(self, pieces: list[Piece], gathered_row: torch.Tensor | None, device: torch.device) -> None:
@@ -126,6 +127,7 @@ class AttentionPlan:
     def key_rows(self) -> torch.Tensor:
         """Rows of the gathered keys, piece after piece: int64."""
         assert self.gathered_row is not None, "without context parallelism keys are in order"
+        # spans overlap: both pieces of a segment see its first keys
         spans = [torch.arange(piece.k_begin, piece.k_begin + piece.k_length) for piece in self.pieces]
         return self.gathered_row[torch.cat(spans).to(self._device)]
 
@@ -146,6 +148,7 @@ def plan_attention(cu_seqlens: torch.Tensor, cp_rank: int = 0, cp_size: int = 1)
     Args:
         cu_seqlens: int32 ``[S + 1]`` of the whole micro-batch: where each segment starts, and the end of the last.
     """
+    # waits for the device, once per micro-batch
     bounds = cu_seqlens.tolist()
     pieces = []
     for start, end in itertools.pairwise(bounds):
@@ -153,13 +156,14 @@ def plan_attention(cu_seqlens: torch.Tensor, cp_rank: int = 0, cp_size: int = 1)
             pieces.append(Piece(start, end - start, start, end - start))
             continue
         chunk, local = (end - start) // (2 * cp_size), start // cp_size
-        # chunks cp_rank and 2 cp_size - 1 - cp_rank of the segment, see cp_utils
+        # chunks cp_rank and 2 cp_size - 1 - cp_rank of the segment, see context_parallel
         pieces.append(Piece(local, chunk, start, (cp_rank + 1) * chunk))
         pieces.append(Piece(local + chunk, chunk, start, (2 * cp_size - cp_rank) * chunk))
     gathered_row = None
     if cp_size > 1:
         whole = torch.cat([zigzag_rows(cu_seqlens, rank, cp_size) for rank in range(cp_size)])
         gathered_row = torch.empty_like(whole)
+        # the inverse permutation: gathered keys come rank after rank
         gathered_row[whole] = torch.arange(whole.numel(), device=whole.device)
     return AttentionPlan(pieces, gathered_row, cu_seqlens.device)
 
@@ -183,11 +187,13 @@ def _padding_plan(pieces: list[Piece], gathered_row: torch.Tensor | None, device
         ).T.unsqueeze(-1)
         queries, longest = torch.arange(int(q_length.max())), torch.arange(int(k_length.max()))
         is_real = queries < q_length
+        # padding copies the first row of its piece: any valid row does
         sources.append(torch.where(is_real, q_begin + queries, q_begin).flatten())
         reals.append(is_real.flatten())
         visible = None
         if gathered_row is not None:
             keys.append(torch.where(longest < k_length, k_begin + longest, k_begin).flatten())
+            # padded queries see real keys as well: a softmax over no key would be nan
             last_seen = (k_length - q_length + queries).clamp(max=k_length - 1)
             visible = (longest <= last_seen.unsqueeze(-1)).unsqueeze(1).to(device)
         batches.append(PaddedBatch((len(group), len(queries), len(longest)), visible))
@@ -199,7 +205,7 @@ def _padding_plan(pieces: list[Piece], gathered_row: torch.Tensor | None, device
 
 
 class _Pad(torch.autograd.Function):
-    """``x[source]``. No gradient comes from padding, so backward is a gather as well and not a slow scatter-add."""
+    """``x[source]``."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, plan: PaddingPlan) -> torch.Tensor:
@@ -208,11 +214,12 @@ class _Pad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # the gradient of padding is zero, so a gather is enough and no slow scatter-add is needed
         return grad.index_select(0, ctx.plan.target), None
 
 
 class _Unpad(torch.autograd.Function):
-    """``x[target]``; the gradient of padding is zero."""
+    """``x[target]``. The gradient of padding is zero."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, plan: PaddingPlan) -> torch.Tensor:
@@ -226,7 +233,7 @@ class _Unpad(torch.autograd.Function):
 
 
 class _GatherKeys(torch.autograd.Function):
-    """The ``[t, c]`` of all context-parallel ranks, concatenated to ``[size * t, c]``; backward sums and scatters."""
+    """The ``[t, c]`` of all context-parallel ranks, concatenated to ``[size * t, c]``. Backward sums and scatters."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -238,6 +245,7 @@ class _GatherKeys(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         part = grad.new_empty((grad.size(0) // ctx.group.size(), *grad.shape[1:]))
+        # the queries of every rank contribute to the gradient of these keys
         dist.reduce_scatter_tensor(part, grad.contiguous(), group=ctx.group)
         return part, None
 
@@ -246,7 +254,7 @@ def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPl
     from torch.nn.attention.varlen import varlen_attn
 
     width = v.size(-1)
-    if width != q.size(-1):  # latent attention; the kernel knows one width
+    if width != q.size(-1):  # latent attention: the kernel takes one width only
         v = F.pad(v, (0, q.size(-1) - width))
     if plan.is_sharded:
         k, v = k.index_select(0, plan.key_rows), v.index_select(0, plan.key_rows)
@@ -305,6 +313,7 @@ def _pad(x: torch.Tensor, plan: PaddingPlan) -> torch.Tensor:
 def gather_keys(key: torch.Tensor, value: torch.Tensor, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of all context-parallel ranks in one collective, ``[T, groups, d]`` each, rank after rank."""
     widths = [key[0].numel(), value[0].numel()]
+    # one collective for both: its latency counts more than the copy
     both = torch.cat([key.flatten(1), value.flatten(1)], dim=1)
     whole: torch.Tensor = _GatherKeys.apply(both, group)  # type: ignore[no-untyped-call]
     keys, values = torch.split(whole, widths, dim=1)

@@ -1,10 +1,10 @@
-"""Batches on disk: those of steps that failed or were skipped, and those that the flags ask for.
+"""Writes batches to disk: those of steps that failed or were skipped, and those that the flags ask for.
 
     a step raises                     its batch is dumped, the run ends
-    gradients are not finite          the same; --no-check-for-nan-in-loss-and-grad skips, counts
-                                      (train/skipped_steps) and dumps the step; ten in a row end the run
+    gradients are not finite          the same. --no-check-for-nan-in-loss-and-grad skips, counts
+                                      (train/skipped_steps) and dumps the step. Ten in a row end the run
 
-Dumps are ``failed_steps/rollout_<id>_rank_<rank>.pt`` under --save, else --output-dir; every rank writes its part.
+Dumps are ``failed_steps/rollout_<id>_rank_<rank>.pt`` under --save, else --output-dir. Every rank writes its part.
 Called by ``trainer``.
 """
 
@@ -29,7 +29,7 @@ from slime.utils.errors import SlimeError
 
 logger = logging.getLogger(__name__)
 
-_MOST_IN_A_ROW = 10
+_MOST_IN_A_ROW = 10  # skipped steps
 _MORE_ROOM = (
     " The device's memory is full: lower --max-tokens-per-gpu (or --micro-batch-size), recompute activations "
     "(--recompute-granularity full --recompute-method uniform --recompute-num-layers 1), cut the softmax into chunks "
@@ -39,7 +39,7 @@ _MORE_ROOM = (
 
 
 class BadSteps:
-    """Those of one rank.
+    """The bad steps of one rank.
 
     Args:
         directory: parent of ``failed_steps``.
@@ -53,10 +53,10 @@ class BadSteps:
 
     @contextmanager
     def dumping(self, rollout_id: int, batch: dict[str, Any]) -> Iterator[None]:
-        """An error inside dumps ``batch`` and names the file."""
+        """Dump ``batch`` if the block raises, and raise a SlimeError that names the file."""
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # users' functions may raise anything
             dump = self._dump(rollout_id, batch, str(error))
             fix = _MORE_ROOM if isinstance(error, torch.OutOfMemoryError) else ""
             raise SlimeError(
@@ -65,11 +65,10 @@ class BadSteps:
             ) from error
 
     def count(self, rollout_id: int, step: int, batch: dict[str, Any], reason: str | None) -> float:
-        """Steps of the run that were skipped so far, this one included.
+        """Count a step. Returns the number of skipped steps of the run, this one included.
 
         Args:
-            reason: why it was skipped; None: it was applied; empty: fp16 gradients overflowed, which is how a loss
-                scale is found.
+            reason: why the step was skipped. None: it was applied. Empty: fp16 gradients overflowed.
 
         Raises:
             SlimeError: too many in a row.
@@ -78,6 +77,7 @@ class BadSteps:
             self._num_in_a_row = 0
             return float(self._num_skipped)
         self._num_skipped += 1
+        # overflows are how fp16 finds its loss scale: any number of them in a row is normal
         if not reason:
             return float(self._num_skipped)
         self._num_in_a_row += 1
@@ -91,12 +91,13 @@ class BadSteps:
         return float(self._num_skipped)
 
     def _dump(self, rollout_id: int, batch: dict[str, Any], error: str) -> str:
-        """What became of the batch, as the end of a sentence. Never raises: why it is dumped matters more."""
+        """Write the batch. Returns the result as the end of a sentence. Never raises."""
         path = self._directory / f"rollout_{rollout_id}_rank_{self._rank}.pt"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             torch.save({"rollout_id": rollout_id, "rank": self._rank, "error": error, "batch": batch}, path)
-        except (OSError, RuntimeError) as failure:  # PyTorch has the latter for a full disk
+        # the error that led to the dump must not be replaced. PyTorch raises RuntimeError for a full disk.
+        except (OSError, RuntimeError) as failure:
             return f"could not be written to {path} ({failure})"
         return f"is in {path}"
 
@@ -111,6 +112,7 @@ def keep_batch(args: Namespace, rollout_id: int, columns: dict[str, Any], place:
     template, limit = from_args(ReplayArgs, args).save_debug_train_data, args.record_samples
     if template is None and limit == 0:
         return
+    # ranks that share samples have the same columns: one of them writes
     if not place.keeps_batch:
         return
     if limit > 0:

@@ -1,4 +1,4 @@
-"""The files around a checkpoint's tensors: which directory is complete, which is the latest, which are too old.
+"""Writes the files around a checkpoint's tensors, and finds complete, latest and outdated checkpoints.
 
     <save>/iter_0000012/                       shards, .metadata, metadata.json, common.pt
     <save>/iter_0000012/manifest.json          what belongs to it, with sizes and checksums: the directory's last file
@@ -39,13 +39,13 @@ class Manifest:
     """The content of a checkpoint.
 
     Attributes:
-        iteration: number of the directory; the rollout id after which it was written.
+        iteration: number of the directory: the id of the last rollout that was trained on.
         weight_version: version under which engines serve these weights: the number of rollouts they were trained on.
-        layout: parallel sizes of the run that wrote it; any others can read it.
+        layout: parallel sizes of the run that wrote it. Any others can read it.
         content: what besides the weights is inside.
         files: sizes in bytes, by name inside the directory.
-        checksums: of ``checksums.checksum``, by name inside the directory; empty in checkpoints of older versions.
-        data_state: file of the Data Buffer's state, relative to the directory's parent, with its size; empty if none.
+        checksums: of ``checksums.checksum``, by name inside the directory. Empty in checkpoints of older versions.
+        data_state: file of the Data Buffer's state, relative to the directory's parent, with its size. Empty if none.
         has_critic: a critic's checkpoint of the same iteration belongs to it.
     """
 
@@ -69,7 +69,7 @@ def iteration_directory(root: str | Path, iteration: int) -> Path:
 
 
 def iteration_of(directory: Path) -> int | None:
-    """Number of an iteration's directory; None for any other name."""
+    """Number of an iteration's directory. None for any other name."""
     named = _ITERATION.fullmatch(directory.name)
     return int(named.group(1)) if named else None
 
@@ -87,10 +87,11 @@ def write_manifest(
     """Describe ``directory`` as it is now. Atomic: the manifest is there and whole, or not there.
 
     Args:
-        checksums: those that are known already, of the files that other ranks wrote; the others are computed.
+        checksums: those that are known already, of the files that other ranks wrote. The others are computed.
         weight_version: by default that of a run that has trained on the rollouts up to ``iteration``.
     """
     files = {file.name: file.stat().st_size for file in sorted(directory.iterdir()) if file.is_file()}
+    # each writer has taken the checksums of its files: storage is not read a second time
     known = {name: value for name, value in (checksums or {}).items() if name in files}
     known |= checksums_of(directory / name for name in files if name not in known)
     states = sorted((root / "rollout").glob(f"*_{iteration}.*"))
@@ -120,13 +121,13 @@ def _write_whole(path: Path, text: str) -> None:
 
 
 def make_empty(directory: Path) -> None:
-    """Create ``directory`` empty; files of an interrupted save are removed."""
+    """Create ``directory`` empty. Files of an interrupted save are removed."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
 
 
 def partial_directory(root: Path, name: str) -> Path:
-    """Where ``<root>/<name>`` is written before :func:`publish`."""
+    """The directory in which ``<root>/<name>`` is written before :func:`publish`."""
     return root / f".{name}.partial"
 
 
@@ -150,16 +151,18 @@ def publish(
     """
     partial, final = partial_directory(root, name), root / name
     is_iteration = iteration_of(final) is not None
+    # a release has not trained on any rollout
     version = None if is_iteration else "0"
     write_manifest(
         partial, iteration, root=root, layout=layout, content=content, weight_version=version, checksums=checksums
     )
-    if final.exists():  # saved again by a resumed run; the old one goes only when the new one is complete
+    if final.exists():  # saved again by a resumed run: the old one stays until the new one is complete
         old = _set_aside(final)
         partial.rename(final)
         shutil.rmtree(old)
     else:
         partial.rename(final)
+    # after the rename: the tracker must never name an incomplete directory
     write_tracker(root, str(iteration) if is_iteration else name)
     for left in root.glob(f".iter_*{_REMOVED}"):  # by a process that died while it deleted
         shutil.rmtree(left, ignore_errors=True)
@@ -167,14 +170,15 @@ def publish(
 
 
 def _set_aside(directory: Path) -> Path:
-    """Rename ``directory`` before it is deleted: there is never half a checkpoint under its own name."""
+    """Rename ``directory``, which is to be deleted. Returns the new path."""
     aside = directory.with_name(f".{directory.name}{_REMOVED}")
     shutil.rmtree(aside, ignore_errors=True)
+    # an interrupted deletion must not leave half a checkpoint under a valid name
     return directory.rename(aside)
 
 
 def read_manifest(directory: Path) -> Manifest | None:
-    """None where there is none.
+    """Read the manifest of ``directory``. None if it has none.
 
     Raises:
         ValueError: the file is not a manifest.
@@ -185,12 +189,13 @@ def read_manifest(directory: Path) -> Manifest | None:
     raw: Any = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(raw, dict) or raw.get("format") != _FORMAT:
         raise ValueError(f"{path} is not a manifest of format {_FORMAT}")
+    # fields of newer versions are ignored
     names = Manifest.__dataclass_fields__
     return Manifest(**{name: value for name, value in raw.items() if name in names})
 
 
 def what_is_torn(directory: Path) -> str | None:
-    """Why ``directory`` is not a complete checkpoint, as the end of a sentence; None if it is one."""
+    """The reason why ``directory`` is not a complete checkpoint, as the end of a sentence. None if it is complete."""
     if not (directory / "metadata.json").is_file():
         return "metadata.json is missing"
     try:
@@ -198,7 +203,8 @@ def what_is_torn(directory: Path) -> str | None:
     except (ValueError, TypeError) as error:
         return f"{MANIFEST} cannot be read: {error}"
     if manifest is None:
-        return None
+        return None  # written by Megatron: it is taken as it is
+    # sizes only: checksums read every byte, see damage
     for name, size in manifest.files.items():
         try:
             found = (directory / name).stat().st_size
@@ -212,6 +218,7 @@ def what_is_torn(directory: Path) -> str | None:
     for name, size in manifest.data_state.items():
         state = directory.parent / name
         if not state.is_file() or state.stat().st_size != size:
+            # a warning only: the weights are complete without it
             logger.warning(
                 "%s: the Data Buffer's state %s that was saved with it is missing or another.", directory, name
             )
@@ -237,12 +244,14 @@ def prune(root: Path, keep: int | None) -> list[int]:
     for directory in ours[: max(0, len(ours) - keep)]:
         manifest = read_manifest(directory)
         assert manifest is not None, f"{directory} was complete a moment ago"
+        # a resume would start from it
         if str(manifest.iteration) == tracked:
             continue
         shutil.rmtree(_set_aside(directory))
         for name in manifest.data_state:
             (root / name).unlink(missing_ok=True)
         if manifest.has_critic:
+            # of no use without the actor's
             shutil.rmtree(iteration_directory(root / CRITIC, manifest.iteration), ignore_errors=True)
         removed.append(manifest.iteration)
     return removed

@@ -1,4 +1,4 @@
-"""Where the weights of a run come from: which directory, in which format, at which iteration.
+"""Finds the weights that a run starts with: directory, format and iteration.
 
 Called by the trainer, and to check the flags before anything starts. Imports no torch.
 """
@@ -28,6 +28,7 @@ from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+# files of an interrupted first save
 _LEFT_BY_US = re.compile(rf"\.?iter_\d{{7}}|\.{TRACKER}\.|rollout$|run\.lock$")
 _RELEASE = "release"
 
@@ -43,7 +44,7 @@ class Source:
         format: torch_dist is Megatron's distributed layout, fsdp that of the FSDP backend, hf a Hugging Face directory.
         directory: the directory that holds the tensors.
         flag: the flag that named it.
-        iteration: of a torch_dist or fsdp checkpoint; 0 for a release.
+        iteration: of a torch_dist or fsdp checkpoint. 0 for a release.
     """
 
     format: Format
@@ -58,16 +59,17 @@ class Source:
 
 
 def find_start(args: CheckpointArgs, hf_checkpoint: str) -> Source:
-    """``--load`` if it holds a checkpoint; while it is empty, the first that is given of ``--pretrained-checkpoint``,
+    """Find the checkpoint that a run starts with.
+
+    This is ``--load`` if it holds a checkpoint. If not, it is the first that is given of ``--pretrained-checkpoint``,
     ``--ref-load`` and HF weights, of which only the weights are taken.
 
-    A run that resumes itself (``--load`` is ``--save``) may start before the directory exists.
-
     Raises:
-        ConfigError: ``--load`` does not exist, holds files that are no checkpoint, or lacks a complete iteration or
-            the one that was asked for; the others hold no checkpoint.
+        ConfigError: ``--load`` does not exist, holds other files than a checkpoint, or lacks a complete iteration or
+            the requested one. Or the other flags lead to no checkpoint.
     """
     if args.load is not None:
+        # a run that resumes itself may start before its directory exists
         is_own = args.save is not None and Path(args.load) == Path(args.save)
         if not Path(args.load).exists() and not is_own:
             raise ConfigError(
@@ -87,10 +89,11 @@ def find_start(args: CheckpointArgs, hf_checkpoint: str) -> Source:
 
 
 def _step(load: str, step: int | None) -> int | None:
-    """A critic's checkpoints lie below the actor's and are written before them: the actor's names the valid one."""
+    """The iteration of a critic's checkpoint: that of the actor's, which is in the parent directory."""
     root = Path(load)
     if step is not None or root.name != CRITIC or not (root.parent / TRACKER).is_file():
         return step
+    # the critic is written first: its newest checkpoint may lack the actor's part
     actor = _inspect("--load", str(root.parent), "--ckpt-step", None)
     if actor is None or what_is_torn(iteration_directory(root, actor.iteration)) is not None:
         return None
@@ -98,7 +101,7 @@ def _step(load: str, step: int | None) -> int | None:
 
 
 def find_reference(args: CheckpointArgs, hf_checkpoint: str) -> Source:
-    """``--ref-load``, else ``--hf-checkpoint``."""
+    """The checkpoint of ``--ref-load``, else that of ``--hf-checkpoint``."""
     if args.ref_load is not None:
         return _existing("--ref-load", args.ref_load, "--ref-ckpt-step", args.ref_ckpt_step)
     return Source("hf", hf_checkpoint, "--hf-checkpoint")
@@ -112,14 +115,14 @@ def _existing(flag: str, directory: str, step_flag: str, step: int | None) -> So
 
 
 def find_teacher(load: str | None, step: int | None) -> Source | None:
-    """``--opd-teacher-load``; None when the flag is not given."""
+    """The checkpoint of ``--opd-teacher-load``. None without the flag."""
     if load is None:
         return None
     return _existing("--opd-teacher-load", load, "--opd-teacher-ckpt-step", step)
 
 
 def check_checkpoints(args: Any) -> list[str]:
-    """Rule over the resolved arguments: what ``find_start`` would refuse, before anything starts.
+    """Rule over the resolved arguments: the problems that ``find_start`` would find, before anything starts.
 
     Leaves notices if the run has nothing to do, or if it would replace another one.
     """
@@ -141,6 +144,7 @@ def _notice(args: Any, source: Source) -> None:
         notices.warn(
             args, "--num-rollout", f"{text}; a larger number goes on, another --save and no --load starts anew"
         )
+    # realpath: one directory may be named in two ways
     if args.save is None or (args.load is not None and os.path.realpath(args.load) == os.path.realpath(args.save)):
         return
     if old := complete_iterations(Path(args.save)):
@@ -149,17 +153,18 @@ def _notice(args: Any, source: Source) -> None:
 
 
 def inspect_checkpoint(flag: str, path: str) -> Source | None:
-    """The latest checkpoint at ``path``, or ``path`` itself if it is one; None when there is none."""
+    """The latest checkpoint at ``path``, or ``path`` itself if it is one. None without a checkpoint."""
     return _inspect(flag, path, "", None)
 
 
 def _inspect(flag: str, path: str, step_flag: str, step: int | None) -> Source | None:
-    """The checkpoint at ``path``; None when there is none yet."""
+    """The checkpoint at ``path``. None if it holds none yet."""
     root = Path(path)
     if root.is_file():
         raise ConfigError(f"{flag} {path} is a file: name the directory of a checkpoint.")
     iteration = iteration_of(root)
     if iteration is not None and (root / "metadata.json").is_file():
+        # path names one checkpoint: no other one may be taken in its place
         if torn := what_is_torn(root):
             raise ConfigError(f"{flag} {path} is not a complete checkpoint: {torn}.")
         return _source(flag, root)
@@ -169,6 +174,7 @@ def _inspect(flag: str, path: str, step_flag: str, step: int | None) -> Source |
         return _tracked(flag, root, step_flag, step)
     if (root / "config.json").is_file():
         return Source("hf", path, flag)
+    # the tracker is the last file of a save: without it the save was interrupted
     if root.is_dir() and (complete := complete_iterations(root)):
         logger.warning(
             "%s %s has no %s; taking the newest complete checkpoint %s.", flag, root, TRACKER, complete[-1].name
@@ -184,15 +190,16 @@ def _inspect(flag: str, path: str, step_flag: str, step: int | None) -> Source |
 
 
 def _is_ours(entry: Path) -> bool:
-    """The files of an interrupted first save: not a checkpoint."""
+    """Whether an interrupted first save left ``entry``."""
     return _LEFT_BY_US.match(entry.name) is not None
 
 
 def _tracked(flag: str, root: Path, step_flag: str, step: int | None) -> Source:
-    """The iteration that was asked for, or the tracker's; if that one is torn, the newest complete one before it."""
+    """The iteration ``step``, or the tracker's. If the tracker's is torn, the newest complete one before it."""
     text = (root / TRACKER).read_text(encoding="utf-8").strip()
     if step is None and text == _RELEASE:
         return _release(flag, root / _RELEASE)
+    # ASCII: int() takes other digits too, and a damaged file may hold anything
     if step is None and not re.fullmatch(r"\d{1,18}", text, re.ASCII):
         raise ConfigError(f"{flag} {root}: {TRACKER} holds {text[:40]!r}; it must be an iteration or the word release.")
     iteration = int(text) if step is None else step
@@ -202,6 +209,7 @@ def _tracked(flag: str, root: Path, step_flag: str, step: int | None) -> Source:
         return _source(flag, directory)
     complete = complete_iterations(root)
     older = [entry for entry in complete if (iteration_of(entry) or 0) < iteration]
+    # an iteration that was asked for is never replaced by another one
     if step is not None or not older:
         asked = f"{TRACKER} names" if step is None else f"{step_flag} asks for"
         raise ConfigError(
@@ -232,7 +240,7 @@ def _release(flag: str, directory: Path) -> Source:
 
 
 def _format_of(directory: Path) -> Format:
-    """What wrote the directory; it is complete, so metadata.json is there."""
+    """The format of a complete directory, which has metadata.json."""
     try:
         written_by = json.loads((directory / "metadata.json").read_text(encoding="utf-8")).get("sharded_backend")
     except (ValueError, AttributeError):
@@ -241,7 +249,7 @@ def _format_of(directory: Path) -> Format:
 
 
 def foreign(source: Source, backend: str) -> str | None:
-    """Why ``--train-backend`` cannot read ``source``; None if it can."""
+    """The reason why ``--train-backend`` cannot read ``source``. None if it can."""
     readable = {"megatron": "torch_dist", "fsdp": "fsdp"}[backend]
     if source.format in ("hf", readable):
         return None

@@ -16,13 +16,14 @@ import xxhash
 
 _BLOCK_BYTES = 4 * 1024**2
 _MAX_THREADS = 8
+# ``__3_0.distcp`` and ``rng_00003.pt`` are files of rank 3
 _WRITER = re.compile(r"(?:__|rng_)(\d+)\D.*")
-"""``__3_0.distcp`` and ``rng_00003.pt`` are files of rank 3."""
 
 
 def checksum(path: Path) -> str:
     hasher = xxhash.xxh3_128()
     block = memoryview(bytearray(_BLOCK_BYTES))
+    # unbuffered: readinto() fills the block without another copy
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(block):
             hasher.update(block[:count])
@@ -30,7 +31,7 @@ def checksum(path: Path) -> str:
 
 
 def checksums_of(files: Iterable[Path]) -> dict[str, str]:
-    """File name -> checksum; several files at a time."""
+    """File name -> checksum. Several files at a time."""
     paths = list(files)
     with _threads() as pool:
         return dict(zip((path.name for path in paths), pool.map(checksum, paths), strict=True))
@@ -41,16 +42,16 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def written_by(directory: Path, rank: int) -> list[Path]:
-    """The files of ``directory`` whose names say that ``rank`` wrote them."""
+    """The files of ``directory`` that ``rank`` wrote, by their names."""
     return [path for path in sorted(directory.iterdir()) if _writer(path.name) == rank]
 
 
 def find_damage(directory: Path, checksums: Mapping[str, str], rank: int = 0, world_size: int = 1) -> list[str]:
     """Compare this rank's share of ``directory``. Returns one phrase per damaged file.
 
-    A rank gets the files that a rank of its number wrote: at the same layout it loads most of its tensors from them, so
-    that storage is read once. A file without a writer goes by its position.
+    A rank gets the files that the rank of the same number wrote. A file without a writer goes by its position.
     """
+    # at the same layout a rank loads most tensors from the files that it wrote: storage is read once
     names = [name for index, name in enumerate(sorted(checksums)) if _share(name, index) % world_size == rank]
     with _threads() as pool:
         damage = pool.map(lambda name: _damage(directory / name, checksums[name]), names)

@@ -1,4 +1,4 @@
-"""Context parallelism: which tokens of a packed micro-batch a rank holds, and how per-token results become whole again.
+"""Context parallelism: divides a packed micro-batch among ranks, and makes per-token results whole again.
 
     segment of 8 tokens, 2 ranks      | 0 1 | 2 3 | 4 5 | 6 7 |      2 * ranks equal chunks
     rank 0 holds chunks 0 and 3       | 0 1 |           | 6 7 |      so that both see about the same number
@@ -6,7 +6,7 @@
 
 Every segment is padded to a multiple of ``2 * ranks`` before (``slime.batch.packing``). Called by ``data``. Built-in
 losses see whole responses: :func:`gather_responses` makes them from the ranks' parts, and every rank computes the same
-loss. A ``--custom-loss-function-path`` sees the rank's part of each response and returns the rank's part of the loss;
+loss. A ``--custom-loss-function-path`` sees the rank's part of each response and returns the rank's part of the loss.
 :func:`gather_parts` is for such losses. :func:`seen_as` decides which of the two a user's function gets.
 """
 
@@ -30,7 +30,7 @@ class Sharding:
     """How a micro-batch is divided among the ranks that share its samples.
 
     Attributes:
-        cp_rank, cp_size, cp_group: context parallelism; the group is None for one rank.
+        cp_rank, cp_size, cp_group: context parallelism. The group is None for one rank.
         sequence_multiple: a rank's tokens come in multiples of this (tensor ranks under sequence parallelism).
     """
 
@@ -51,6 +51,7 @@ class Sharding:
 WHOLE = Sharding()
 """One rank that holds everything."""
 
+# users' functions have no argument for it, but their helpers need it
 _SEEN: ContextVar[Sharding | None] = ContextVar("seen", default=None)
 
 
@@ -65,7 +66,7 @@ def seen_as(sharding: Sharding) -> Iterator[None]:
 
 
 def seen_sharding() -> Sharding | None:
-    """The argument of :func:`seen_as`; None outside of users' functions."""
+    """The argument of :func:`seen_as`. None outside of users' functions."""
     return _SEEN.get()
 
 
@@ -74,7 +75,7 @@ class ShardedSequences:
     """A rank's part of a packed micro-batch.
 
     Attributes:
-        local: tokens, positions, response rows and targets of this rank; ``cu_seqlens`` describe the whole.
+        local: tokens, positions, response rows and targets of this rank. ``cu_seqlens`` describe the whole.
         response_index: ``[n]`` int64, which of the micro-batch's ``[N]`` response tokens the rank's rows predict.
         num_response_tokens: N.
     """
@@ -100,7 +101,7 @@ def zigzag_rows(cu_seqlens: torch.Tensor, rank: int, size: int) -> torch.Tensor:
 
 
 def shard(packed: PackedSequences, sharding: Sharding) -> ShardedSequences:
-    """What this rank reads of ``packed``."""
+    """The part of ``packed`` that this rank holds."""
     num_tokens = packed.response_rows.numel()
     if sharding.cp_size == 1:
         index = torch.arange(num_tokens, device=packed.tokens.device)
@@ -121,13 +122,18 @@ def shard(packed: PackedSequences, sharding: Sharding) -> ShardedSequences:
 
 
 def held_spans(total_length: int, response_length: int, sharding: Sharding) -> list[tuple[slice, slice]]:
-    """Per chunk of a sample that the rank holds: rows within the rank's part of the sample, and the positions in the
-    response of the tokens that they predict. Both are empty if the chunk predicts none.
+    """The response tokens of a sample whose logits the rank has, one pair per chunk.
+
+    Returns:
+        (rows within the rank's part of the sample, positions in the response of the tokens that they predict). Both
+        slices are empty if the chunk predicts no response token.
     """
     rank, size, prompt = sharding.cp_rank, sharding.cp_size, total_length - response_length
+    # rounded up: every segment is padded to a multiple of 2 * size
     chunk = total_length if size == 1 else -(-total_length // (2 * size))
     spans = []
     for place, index in enumerate((0,) if size == 1 else (rank, 2 * size - 1 - rank)):
+        # row t predicts token t + 1: the response begins at row prompt - 1, and the last row predicts nothing
         first = max(index * chunk, prompt - 1)
         end = max(first, min((index + 1) * chunk, total_length - 1))
         shift = (place - index) * chunk
@@ -136,7 +142,7 @@ def held_spans(total_length: int, response_length: int, sharding: Sharding) -> l
 
 
 def held_tokens(total_lengths: Sequence[int], response_lengths: Sequence[int], sharding: Sharding) -> torch.Tensor:
-    """Which response tokens of some samples have their logits on the rank: increasing, int64 on the host."""
+    """The response tokens of some samples whose logits the rank has: increasing indices, int64 on the host."""
     held, start = [], 0
     for total, response in zip(total_lengths, response_lengths, strict=True):
         spans = held_spans(total, response, sharding)
@@ -170,10 +176,9 @@ def gather_parts(
 
 
 def gather_responses(local: torch.Tensor, part: ShardedSequences, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """A value per response token: this rank's ``[n]`` -> everybody's ``[N]``, samples in order. Differentiable.
+    """A value per response token: this rank's ``[n]`` -> the whole ``[N]``, samples in order. Differentiable.
 
-    Every rank computes the same loss from the whole, so the gradient of a rank's part is its slice of the cotangent and
-    nothing is summed in backward. All ranks must take part, those without a response token too.
+    For losses that every rank computes from the whole. All ranks must take part, those without a response token too.
     """
     if group is None:
         return local
@@ -189,6 +194,7 @@ class _Gather(torch.autograd.Function):
         ctx: Any, local: torch.Tensor, index: torch.Tensor, total: int, group: dist.ProcessGroup, has_parts: bool
     ) -> torch.Tensor:
         ctx.save_for_backward(index)
+        # if all ranks compute the same loss, a rank's gradient is its slice. Gradients of parts must be summed.
         ctx.group = group if has_parts else None
         # each token has one owner, so the sum only copies
         whole = local.new_zeros((total, *local.shape[1:])).index_copy_(0, index, local)
@@ -199,6 +205,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         (index,) = ctx.saved_tensors
         if ctx.group is not None:
+            # all_reduce works in place, and autograd may use grad elsewhere
             grad = grad.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(grad, group=ctx.group)
         return grad.index_select(0, index), None, None, None, None

@@ -1,7 +1,7 @@
-"""Advantages from a rank's batch: which forward passes they need, and the columns they become.
+"""Computes the advantages of a rank's batch, and the forward passes that they need.
 
-Called by ``actor`` between the forward passes and the optimizer steps. The formulas are in ``slime.algorithms.credit``.
-Every context-parallel rank does the same work on whole responses.
+Called by ``trainer`` between the forward passes and the optimizer steps. The formulas are in
+``slime.algorithms.credit``. Every context-parallel rank does the same work on whole responses.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def passes_needed(
 ) -> Passes:
     """The passes that must run before the steps.
 
-    With one step per rollout the step's own log-probs are those of the weights that it starts from: the ratio is
-    exactly 1 and no pass for the old policy is needed, unless something reads its log-probs before the step.
+    One step per rollout needs no pass for the old policy, unless something reads its log-probs before the step.
     """
     if settings.loss_type == "sft_loss" or not settings.compute_advantages_and_returns:
         return Passes()
     credit_reads_policy = settings.kl_coef != 0 or distillation.use_opd or has_custom_advantages
+    # the log-probs of the only step are those of the weights that it starts from: the ratio is exactly 1
     is_reused = num_steps == 1 and settings.loss_type == "policy_loss"
     if settings.use_rollout_logprobs:
         old = settings.get_mismatch_metrics and not is_reused
@@ -72,7 +72,7 @@ def add_credit(
 
     Args:
         columns: the rank's batch with the log-probs that :func:`passes_needed` asked for.
-        group: data-parallel ranks without context parallelism; all of them call this.
+        group: data-parallel ranks without context parallelism. All of them call this.
 
     Raises:
         DataError: log-probs are missing.
@@ -100,6 +100,7 @@ def add_credit(
         credit, columns["opd_reverse_kl"] = formulas.distilled(credit, student, teacher, distillation.opd_kl_coef)
     advantages = credit.advantages
     if settings.normalize_advantages:
+        # the group's backend may not take tensors on the cpu, on which the columns are
         device = accelerator.current().device()
         advantages = formulas.normalize(advantages, columns["loss_masks"], group, device=device)
     columns["advantages"], columns["returns"] = advantages, credit.returns

@@ -1,8 +1,8 @@
 """Functions of the user inside the objective: loss, advantages, importance weights, reducer of the policy gradient.
 
-Loaded once per process by ``actor``; used by ``loss`` and ``credit``. Users' functions see lists with one tensor per
-sample and the whole ``args``; the maths sees flat tensors and settings. This module is the translation. Responses are
-whole on every rank, under context parallelism too; only the loss sees the rank's part of them.
+Loaded once per process by ``trainer``. Used by ``loss`` and ``credit``. Users' functions see lists with one tensor per
+sample and the whole ``args``, the formulas see flat tensors and settings. This module translates. Responses are
+whole on every rank, under context parallelism too. Only the loss sees the rank's part of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ UserFunction = Callable[..., Any]
 
 @dataclass(frozen=True)
 class CustomFunctions:
-    """The functions of ``--custom-*-function-path``; None for a flag that is not given.
+    """The functions of ``--custom-*-function-path``. None for a flag that is not given.
 
     Attributes:
         args: handed to every function.
@@ -49,8 +49,7 @@ class CustomFunctions:
         """Load every function that ``args`` names.
 
         Args:
-            vocab_size: of the model; the functions see it as ``args.vocab_size``, so that padding of the vocabulary
-                stays out of their log-probs whether the flag was given or not.
+            vocab_size: of the model. The functions get it as ``args.vocab_size``.
 
         Raises:
             ConfigError: a path that cannot be loaded.
@@ -62,6 +61,7 @@ class CustomFunctions:
             return None if path is None else load_function(path)
 
         return cls(
+            # padding of the vocabulary must stay out of users' log-probs, also if --vocab-size is not given
             args=args if vocab_size is None else Namespace(**(vars(args) | {"vocab_size": vocab_size})),
             loss=function(paths.custom_loss_function_path),
             advantages=function(paths.custom_advantage_function_path),
@@ -100,10 +100,12 @@ class CustomFunctions:
         def make(masks: Sequence[torch.Tensor]) -> Reducer:
             lengths = list(samples.response_lengths)
             with seen_as(WHOLE):
+                # masks that the importance weights may have changed, not those of the batch
                 reducer = user_reducer(list(total_lengths), lengths, list(masks), samples.per_token)
 
             def reduce(values: torch.Tensor) -> torch.Tensor:
                 with seen_as(WHOLE):
+                    # called later, outside of the block above
                     result: torch.Tensor = reducer(values)
                 return result
 
@@ -132,6 +134,7 @@ class CustomFunctions:
         loss, metrics = result
         if loss.numel() != 1:
             raise ConfigError(f"{where} must return a scalar loss, got shape {tuple(loss.shape)}.")
+        # users may return plain numbers
         values = {name: torch.as_tensor(value, device=loss.device).detach() for name, value in metrics.items()}
         return LossOutput(loss=loss.reshape(()), metrics={name: value.reshape(()) for name, value in values.items()})
 
@@ -157,10 +160,11 @@ class CustomFunctions:
                 )
 
     def run_postprocess(self, rollout_id: int, columns: dict[str, Any]) -> None:
-        """Show the user's function the batch between its advantages and the first step; it may change it in place."""
+        """Call the user's function between advantages and the first step. It may change ``columns`` in place."""
         if self.postprocess is None:
             return
         with seen_as(WHOLE):
+            # both signatures are supported
             if can_be_called(self.postprocess, ("args", "rollout_id", "rollout_data")):
                 self.postprocess(self.args, rollout_id, columns)
             else:

@@ -1,6 +1,6 @@
-"""Damage in a checkpoint: found before a tensor is loaded, reported with the checkpoint to use instead.
+"""Finds damage in a checkpoint before a tensor is loaded, and names the checkpoint to use instead.
 
-Called on all ranks at once; each reads its share of the files (``checksums``).
+Called on all ranks at once. Each reads its share of the files (``checksums``).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ _NAMED = 4
 
 DAMAGE = (OSError, KeyError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError)
 """Raised by torch when it reads a damaged file."""
+# torch has no error class for damage, so its messages are searched for these words
 _SIGNS_OF_DAMAGE = ("weights_only", "Unpickl", "EOFError", "zip archive", "zip file", "pickle", "metadata read failed")
 
 
@@ -45,7 +46,7 @@ def verify_source(source: Source) -> None:
     A checkpoint without checksums (of Megatron, of an older version of slime) passes with a notice.
 
     Raises:
-        ConfigError: files are damaged or missing; it names them and the checkpoint before. Raised on all ranks.
+        ConfigError: files are damaged or missing. It names them and the checkpoint before. Raised on all ranks.
     """
     directory = Path(source.directory)
     record = MARKER if source.format == "hf" else MANIFEST
@@ -59,7 +60,7 @@ def verify_source(source: Source) -> None:
                 source.flag,
                 directory,
             )
-    except Exception as error:  # the other ranks wait for this one
+    except Exception as error:  # the other ranks wait in all_gather_object
         mine = [f"rank {rank} cannot compare it with its checksums ({error})"]
     everywhere = [mine]
     if world_size > 1:
@@ -83,7 +84,7 @@ def _checksums(source: Source) -> Mapping[str, str]:
 
 
 def unreadable(source: Source, error: BaseException | str) -> ConfigError:
-    """For a checkpoint without checksums that ``error`` says cannot be read."""
+    """The error for a checkpoint without checksums that could not be read because of ``error``."""
     text = error if isinstance(error, str) else _text(error)
     if suspect := _suspect(Path(source.directory)):
         text = f"{suspect} is empty or begins with zeros"
@@ -91,8 +92,8 @@ def unreadable(source: Source, error: BaseException | str) -> ConfigError:
 
 
 def _suspect(directory: Path) -> str | None:
-    """The first file whose beginning is not that of any file of a checkpoint."""
-    with contextlib.suppress(OSError):  # the error that is being reported says more
+    """The name of the first file that is empty or begins with zeros. None without such a file."""
+    with contextlib.suppress(OSError):  # the caller reports the first error, not this one
         for path in sorted(directory.iterdir()):
             if path.is_file():
                 with path.open("rb") as file:
@@ -102,7 +103,7 @@ def _suspect(directory: Path) -> str | None:
 
 
 def unfit(source: Source, error: CheckpointException) -> ConfigError:
-    """For a checkpoint with other tensors than the model's, or one that torch could not read."""
+    """The error for a checkpoint with other tensors than the model's, or one that torch could not read."""
     if any(_is_of_unpickling(cause) for cause, _ in error.failures.values()):
         return unreadable(source, causes_of(error))
     where = f"{source.flag} {source.directory}"
@@ -110,13 +111,14 @@ def unfit(source: Source, error: CheckpointException) -> ConfigError:
 
 
 def causes_of(error: CheckpointException) -> str:
-    """What went wrong on any rank, without the stacks."""
+    """The errors of all ranks, without their stacks."""
     return "; ".join(sorted({_text(cause) for cause, _ in error.failures.values()}))
 
 
 def _text(error: BaseException) -> str:
-    """Torch's messages about a damaged file advise to unpickle it without its safeguard: that never helps here."""
+    """The error in words for the user."""
     if _is_of_unpickling(error):
+        # torch's message advises to unpickle without its safeguard, which never helps with a damaged file
         return "a file of it is damaged (.metadata, common.pt or a shard): its content is not what was saved"
     return f"{type(error).__name__}: {error}"
 

@@ -37,9 +37,9 @@ class MicroBatch:
         response_lengths: R_i, of whole responses.
         sharding: how the samples are divided among ranks.
         all_rows: every row goes through the LM head, not only those that predict response tokens.
-        trained: fp32 ``[1, t]``, 1 if a row predicts a token that is trained on; None unless requested.
-        sampling: the ids that this rank's response tokens were sampled from; None for the whole vocabulary.
-        media: images and videos among the tokens of the whole micro-batch; None for text alone.
+        trained: fp32 ``[1, t]``, 1 if a row predicts a token that is trained on. None unless requested.
+        sampling: the ids that this rank's response tokens were sampled from. None for the whole vocabulary.
+        media: images and videos among the tokens of the whole micro-batch. None for text alone.
     """
 
     indices: Sequence[int]
@@ -53,17 +53,17 @@ class MicroBatch:
 
     @property
     def packed(self) -> PackedSequences:
-        """What this rank holds; everything of the samples without context parallelism."""
+        """The tokens on this rank: whole samples without context parallelism."""
         return self.part.local
 
     @property
     def head_rows(self) -> torch.Tensor | None:
-        """``[n]`` rows of this rank that go through the LM head; None means all."""
+        """``[n]`` rows of this rank that go through the LM head. None means all."""
         return None if self.all_rows else self.packed.response_rows
 
     @functools.cached_property
     def plan(self) -> AttentionPlan:
-        """Which queries see which keys; one for all layers."""
+        """The attention plan, one for all layers."""
         return plan_attention(self.packed.cu_seqlens, self.sharding.cp_rank, self.sharding.cp_size)
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
@@ -74,13 +74,13 @@ class MicroBatch:
 class TrainBatch:
     """The per-rank dictionary with the columns of ``slime.data.columns``, and views of it.
 
-    Columns hold whole samples on every rank, also under context parallelism; only the model's inputs are divided.
+    Columns hold whole samples on every rank, also under context parallelism. Only the model's inputs are divided.
 
     Attributes:
         sharding: how it is divided.
 
     Raises:
-        DataError: there are images, and ``media_tokens`` does not say how the model sees them.
+        DataError: the batch has images, but ``media_tokens`` is missing.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class TrainBatch:
 
         Args:
             all_rows: every row goes through the LM head, not only those that predict response tokens.
-            with_trained: say which tokens are trained on.
+            with_trained: fill ``MicroBatch.trained``.
         """
         sharding = self.sharding
         for indices in self._steps[step]:
@@ -159,7 +159,7 @@ class TrainBatch:
             yield MicroBatch(indices, part, response_lengths, sharding, all_rows, trained, sampling, media)
 
     def media_inputs(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Processor outputs of some samples, concatenated; empty without images."""
+        """Processor outputs of some samples, concatenated. Empty without images."""
         if self.columns.get("multimodal_train_inputs") is None:
             return {}
         return merge_inputs(self.select("multimodal_train_inputs", indices))
@@ -179,6 +179,7 @@ class TrainBatch:
         return SamplingMask.of(
             self.select("rollout_top_p_token_ids", indices),
             self.select("rollout_top_p_token_offsets", indices),
+            # without context parallelism the rank has all rows, and nothing is cut
             select=part.response_index if self.sharding.cp_size > 1 else None,
             device=self._device,
         )
@@ -187,6 +188,7 @@ class TrainBatch:
         """fp32 ``[1, t]``: 1 if this rank's row predicts a token that is trained on."""
         trained = torch.zeros(part.local.tokens.shape, device=self._device)
         mask = torch.cat(self.masks(indices)).float()
+        # the mask belongs to the token that a row predicts, not to the row's token
         trained[0, part.local.response_rows] = mask[part.response_index]
         return trained
 
@@ -195,7 +197,7 @@ class TrainBatch:
         return [column[index] for index in indices]
 
     def flat(self, name: str, indices: Sequence[int]) -> torch.Tensor | None:
-        """A per-response-token column of some samples, concatenated: ``[N]`` on the device; None if absent."""
+        """A per-response-token column of some samples, concatenated: ``[N]`` on the device. None if absent."""
         if self.columns.get(name) is None:
             return None
         return torch.cat(self.select(name, indices)).to(self._device)
@@ -213,9 +215,9 @@ class RankPlace:
     """One rank.
 
     Attributes:
-        dp_rank, dp_size: data-parallel ranks, context parallelism not counted; ``dp_group`` is their group.
+        dp_rank, dp_size: data-parallel ranks, context parallelism not counted. ``dp_group`` is their group.
         cp_size: ranks that share every sequence.
-        tensor_group: ranks that share the vocabulary; None for one rank, which needs no collectives.
+        tensor_group: ranks that share the vocabulary. None for one rank, which needs no collectives.
         is_main: the one rank that reports the steps.
         keeps_batch: the one rank of those with the same samples that writes them down.
     """
@@ -239,14 +241,16 @@ def forward_batch(batch: TrainBatch, settings: BatchArgs, *, context_parallel_si
     """The batch with the micro-batches of a pass without gradients. A collective over all ranks.
 
     Args:
-        multiple: the number of micro-batches must be one of it (interleaved pipelines).
+        multiple: divides the number of micro-batches (interleaved pipelines).
     """
     if not has_own_micro_batches(settings):
         return batch
     assert settings.log_probs_max_tokens_per_gpu is not None, "has_own_micro_batches looked"
     lengths = [len(tokens) for tokens in batch.columns["tokens"]]
+    # the flag counts tokens per rank, and context-parallel ranks share every sequence
     bins = first_fit_pack(lengths, settings.log_probs_max_tokens_per_gpu * context_parallel_size)
     largest, fewest_samples = _over_all_ranks(len(bins), len(lengths))
+    # all ranks run equally many micro-batches, because each ends in collectives
     target = math.ceil(largest / multiple) * multiple
     if target > fewest_samples:
         return batch  # some rank has too few samples for its share
@@ -256,6 +260,7 @@ def forward_batch(batch: TrainBatch, settings: BatchArgs, *, context_parallel_si
 
 def _over_all_ranks(num_bins: int, num_samples: int) -> tuple[int, int]:
     """Most micro-batches and fewest samples of a rank."""
+    # negative: one MAX finds the largest and the smallest
     values = torch.tensor([num_bins, -num_samples], device=accelerator.current().device())
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     most, fewest = values.tolist()

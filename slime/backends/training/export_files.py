@@ -3,8 +3,8 @@
     <save-hf>/slime_export.json    names of all files, checksums of those with weights
 
 An export replaces a directory with this marker whose entries it all wrote itself, an empty directory, or nothing.
-Anything else holds files of the user. The marker is in the directory before that gets its name, so that no export
-lacks it. Imports no torch.
+Anything else holds files of the user. The marker is written before the directory gets its name, so every export
+has it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from slime.utils.errors import ConfigError
 MARKER = "slime_export.json"
 _FORMAT = 1
 _NUMBER = re.compile(r"\{rollout_id[^}]*\}")
+# written by the store of weight versions, whose full versions are exports
 _WRITTEN_LATER = ("slime_weights.json",)
-"""By the store of weight versions, whose full versions are exports."""
 
 
 def write_marker(directory: Path, checksums: Mapping[str, str]) -> None:
@@ -35,7 +35,8 @@ def write_marker(directory: Path, checksums: Mapping[str, str]) -> None:
 
 
 def foreign_content(target: Path) -> str | None:
-    """Why an export must not replace ``target``, as the end of a sentence; None if it may."""
+    """The reason why an export must not replace ``target``, as the end of a sentence. None if it may."""
+    # exists() is false for a link to nothing
     if not target.exists() and not target.is_symlink():
         return None
     if target.is_symlink() or not target.is_dir():
@@ -58,7 +59,7 @@ def foreign_content(target: Path) -> str | None:
 
 
 def export_checksums(directory: Path) -> Mapping[str, str]:
-    """Checksums of an export's weight files; empty if ``directory`` has no marker.
+    """Checksums of an export's weight files. Empty if ``directory`` has no marker.
 
     Raises:
         ConfigError: the marker is damaged or cannot be read.

@@ -1,4 +1,4 @@
-"""GPTQ: 4-bit weights whose rounding errors make up for each other on the inputs that a layer really gets.
+"""GPTQ: 4-bit weights whose rounding errors cancel on the inputs of a layer.
 
 Called by ``tools/convert_hf_to_int4.py``. Knows matrices, no models.
 """
@@ -9,8 +9,8 @@ import torch
 
 from slime.weight_sync.quantize import int4_scale, round_int4
 
+# errors are passed on to all further columns after this many, as one product (the paper's lazy batch)
 _COLUMNS = 128
-"""Columns after which errors are passed on to all that are left, as one product (the paper's lazy batch)."""
 
 
 class InputStatistics:
@@ -30,16 +30,16 @@ class InputStatistics:
 def quantise(
     weight: torch.Tensor, products: torch.Tensor, group_size: int, dampening: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Frantar et al. 2022, "GPTQ" (arXiv:2210.17323), algorithm 1: minimises ``|W X - Q X|`` column by column.
+    """Frantar et al. 2022, "GPTQ" (arXiv:2210.17323), algorithm 1: minimizes ``|W X - Q X|`` column by column.
 
-    Each column is rounded, and what that changes of the output is taken back as far as the columns to its right can::
+    Each column is rounded, and the columns to its right are changed to compensate its error::
 
         Q_j = round(W_j)      e = (W_j - Q_j) / U_jj      W_k -= e U_jk for k > j      U = cholesky(H^-1), upper
 
     Args:
         weight: ``[M, N]``.
         products: :class:`InputStatistics` of the layer, ``[N, N]``.
-        group_size: columns that share a scale; divides N. A scale is chosen when its group's first column is reached.
+        group_size: columns that share a scale. Divides N. A scale is chosen when its group's first column is reached.
         dampening: added to the diagonal of H, as a share of its mean.
 
     Returns:
@@ -68,6 +68,7 @@ def quantise(
 
 def _inverse_factor(products: torch.Tensor, dampening: float) -> torch.Tensor:
     """Upper triangular U with ``U' U`` the inverse of the damped Hessian."""
+    # fp64: with few inputs the Hessian is almost singular
     hessian = products.double()
     diagonal = hessian.diagonal()
     # inputs that were never seen touch nothing else, and their weights are rounded as they are
@@ -79,5 +80,9 @@ def _inverse_factor(products: torch.Tensor, dampening: float) -> torch.Tensor:
 
 
 def squared_error(difference: torch.Tensor, products: torch.Tensor) -> float:
-    """Of the layer's outputs over the inputs of ``products``, if its weight ``[M, N]`` changes by that."""
+    """The squared error of a layer's outputs over the inputs of ``products``.
+
+    Args:
+        difference: change of the weight, ``[M, N]``.
+    """
     return float(((difference.float() @ products) * difference.float()).sum())

@@ -1,6 +1,6 @@
-"""Hugging Face checkpoints on disk: named tensors from safetensors files, and a complete directory written at once.
+"""Reads and writes Hugging Face checkpoints: named tensors from safetensors files, and complete directories.
 
-Used by the backends' ways from and to Hugging Face names, and by the conversion tools. Knows files, not models.
+Used by the backends' conversions from and to Hugging Face names, and by the conversion tools.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from slime.utils.errors import ConfigError, SlimeError
 logger = logging.getLogger(__name__)
 
 _INDEX = "model.safetensors.index.json"
+# suffixes of the scales of a quantized weight: by blocks, and of the whole tensor or its rows
 _SCALES = ("_scale_inv", "_scale")
-"""What a quantised weight's scales are called: by blocks, and of the whole tensor or its rows."""
 _PACKED = "_packed"
 _SHAPE = "_shape"
 _PARTS_OF_PACKED = ("_scale", _SHAPE)
@@ -53,7 +53,7 @@ class TensorReader:
         flag: the flag that named ``directory``, for messages.
 
     Raises:
-        ConfigError: there is no safetensors file, or one is damaged or missing.
+        ConfigError: a safetensors file is damaged or missing, or the directory has none.
     """
 
     def __init__(self, directory: str | Path, flag: str) -> None:
@@ -84,7 +84,7 @@ class TensorReader:
 
     @property
     def names(self) -> set[str]:
-        """Names of all weights; their scales are not counted."""
+        """Names of all weights. Their scales are not counted."""
         scales = {name + suffix for name in self._files for suffix in _SCALES}
         parts = {name + suffix for name in self._packed for suffix in (_PACKED, *_PARTS_OF_PACKED, *_OF_OTHER_PACKINGS)}
         return {name for name in self._files if name not in scales | parts} | self._packed
@@ -93,7 +93,7 @@ class TensorReader:
         """Those of :attr:`names` that are stored in ``files``.
 
         Raises:
-            ConfigError: there is no such file.
+            ConfigError: a file does not exist.
         """
         wanted = {Path(file).name for file in files}
         if unknown := sorted(wanted - set(self._files.values())):
@@ -145,13 +145,13 @@ class TensorReader:
         ]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of ``get(name)``, without reading it."""
+        """The shape of ``get(name)``, without reading the tensor."""
         if name in self._packed:
             return tuple(int(size) for size in self._stored(name + _SHAPE))
         return tuple(self._handle(self._files[name]).get_slice(name).get_shape())
 
     def row(self, name: str, index: int) -> torch.Tensor:
-        """``get(name)[index]``; of a plain tensor nothing else is read."""
+        """``get(name)[index]``. Of a plain tensor nothing else is read."""
         if name in self._packed or any(name + suffix in self._files for suffix in _SCALES):
             return self.get(name)[index]
         row: torch.Tensor = self._handle(self._files[name]).get_slice(name)[index]
@@ -201,10 +201,11 @@ def _unpack(words: torch.Tensor, scale: torch.Tensor, columns: int) -> torch.Ten
 
 
 def _dequantise(tensor: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """``[M, N]`` -> bfloat16; ``scale``: one number per block (the last ones may be smaller), per row, or for all."""
+    """``[M, N]`` -> bfloat16. ``scale``: one number per block (the last ones may be smaller), per row, or for all."""
     rows, columns = tensor.shape
     if scale.numel() == 1:
         factors = scale.view(1, 1)
+    # as many blocks as rows are possible: then the shape decides
     elif scale.numel() == rows and scale.shape != (-(-rows // block[0]), -(-columns // block[1])):
         factors = scale.view(rows, 1)
     else:
@@ -221,6 +222,7 @@ def raise_everywhere(problems: list[str]) -> None:
     everywhere = [problems]
     if dist.is_initialized() and dist.get_world_size() > 1:
         everywhere = [[] for _ in range(dist.get_world_size())]
+        # bounded: every rank sends its list to all others
         dist.all_gather_object(everywhere, problems[: 4 * _NAMED_PROBLEMS])
     distinct = list(dict.fromkeys(problem for one in everywhere for problem in one))
     if len(distinct) > _NAMED_PROBLEMS:
@@ -245,7 +247,7 @@ def save_hf_directory(
         quantization: see :func:`write_hf_directory`.
 
     Raises:
-        SlimeError: the writer failed; raised on all ranks.
+        SlimeError: the writer failed. Raised on all ranks.
     """
     failure: list[str | None] = [None]
     if is_writer:
@@ -279,11 +281,11 @@ def write_hf_directory(
     checkpoint. It replaces an earlier export only, and a failure leaves that one in place.
 
     Raises:
-        ConfigError: ``path`` exists and is no export, or it is ``source``.
+        ConfigError: ``path`` exists and is not an export, or it is ``source``.
 
     Args:
-        quantization: how ``weights`` are quantised, for config.json; None: they are not, whatever the source was.
-        num_writers: files that are written at a time; they and the next one are held in memory.
+        quantization: quantization of ``weights`` for config.json. None: not quantized, whatever the source is.
+        num_writers: files that are written at a time. They and the next one are held in memory.
         config_path: the config.json to write instead of that of ``source``.
         keeps_rest: False: only ``weights`` are written.
     """
@@ -316,6 +318,7 @@ def write_hf_directory(
 
 def _replace(target: Path, partial: Path, old: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
+    # path is missing only between the two renames, and the next export puts an old one back
     if target.exists():
         target.rename(old)
     try:
@@ -335,6 +338,7 @@ def _with_remainder(weights: Iterable[NamedTensor], source: str) -> Iterator[Nam
     if not any(Path(source).glob("*.safetensors")):
         return
     reader = TensorReader(source, "--hf-checkpoint")
+    # a head that is not in weights is tied to the embedding: the source's would be the old one
     for name in sorted(reader.names - written - {"lm_head.weight"}):
         yield name, reader.get(name)
 
@@ -392,13 +396,14 @@ def _write_tensors(
 
 
 def _in_files(weights: Iterable[NamedTensor], max_file_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors of one file after the other; a file holds more than ``max_file_bytes`` only if one tensor does."""
+    """The tensors of one file after the other. A file holds more than ``max_file_bytes`` only if one tensor does."""
     pending: dict[str, torch.Tensor] = {}
     num_bytes = 0
     for name, tensor in weights:
         if pending and num_bytes + tensor.nbytes > max_file_bytes:
             yield pending
             pending, num_bytes = {}, 0
+        # a copy: a thread writes it while the exporter uses the memory for the next tensors
         pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
         num_bytes += tensor.nbytes
     yield pending

@@ -1,6 +1,6 @@
-"""The loss of one micro-batch: dispatch by --loss-type, and the scaling that a backend's step expects.
+"""The loss of one micro-batch: dispatch by --loss-type, and scaling for a backend's step.
 
-Called by the ``step`` of each backend. The formulas are in ``slime.algorithms``; nothing here knows an algorithm.
+Called by the ``step`` of each backend. The formulas are in ``slime.algorithms``.
 
 The convention is Megatron's, whose schedule computes ``loss / max(normalizer, 1) / num_micro_batches`` and whose
 data-parallel wrapper averages gradients over the data- and context-parallel ranks, unless the config says per-token:
@@ -11,9 +11,9 @@ leave
     per token       grad = sum over tokens of grad / trained tokens of the step
 
 Context parallelism: each rank has the logits of some rows, makes the log-probs whole (``MicroBatch.gather``) and
-computes the same loss as the others; the backward pass keeps its own rows' share. So the loss is the same number on all
+computes the same loss as the others. The backward pass keeps its own rows' share. So the loss is the same number on all
 of them, the gradients add up, and metrics must be counted once. A user's loss instead computes the part of its rank's
-rows: the parts add up to the loss, and their gradients to its gradient; metrics are summed over the ranks at once.
+rows: the parts add up to the loss, and their gradients to its gradient. Metrics are summed over the ranks at once.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Objective:
         custom: the user's functions inside the objective.
         is_critic: the model has a value head and is trained on the value loss.
         recompute: only the logits are kept for the backward pass, which computes the loss again.
-        skip_bad: a step whose gradients are not finite is skipped; otherwise it raises.
+        skip_bad: a step whose gradients are not finite is skipped. Otherwise it raises.
     """
 
     settings: AlgorithmArgs
@@ -74,7 +74,7 @@ class LossScale:
         num_rollouts: of the step, all ranks together.
         data_parallel_size: without context parallelism.
         context_parallel_size: ranks that share every sequence.
-        tensor_group: ranks that share the vocabulary; None means that this rank has all of it.
+        tensor_group: ranks that share the vocabulary. None means that this rank has all of it.
     """
 
     num_micro_batches: int
@@ -114,7 +114,7 @@ class MicroBatchLoss:
         num_tokens: integer scalar, the normalizer.
         names: metric names.
         values: fp32 [1 + metrics]: trained tokens in per-token mode (else 0), then each metric in reducer space.
-        log_probs: [N] detached; None if the objective computes none.
+        log_probs: [N] detached. None if the objective computes none.
     """
 
     loss: torch.Tensor
@@ -124,7 +124,7 @@ class MicroBatchLoss:
     log_probs: torch.Tensor | None
 
     def values_of(self, names: Sequence[str]) -> torch.Tensor:
-        """``values`` with the metrics in the order of ``names``; one that the micro-batch does not have is 0."""
+        """``values`` with the metrics in the order of ``names``. A missing metric is 0."""
         if names == self.names:
             return self.values
         known = dict(zip(self.names, self.values[1:], strict=True))
@@ -165,11 +165,12 @@ def response_log_probs(
 
 
 def response_values(output: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
-    """A value head's output ``[1, T, 1]`` or ``[n, 1]`` -> ``[N]`` fp32 of the whole responses; no temperature."""
+    """A value head's output ``[1, T, 1]`` or ``[n, 1]`` -> ``[N]`` fp32 of the whole responses. No temperature."""
     return micro_batch.gather(_response_rows(output, micro_batch).squeeze(-1).float())
 
 
 def _response_rows(output: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
+    # two dimensions: only the response rows went through the LM head
     return output if output.dim() == 2 else output.squeeze(0).index_select(0, micro_batch.packed.response_rows)
 
 
@@ -179,10 +180,11 @@ def micro_batch_loss(
     """The scaled loss of ``micro_batch`` from its logits (or, for the critic, its value head's output).
 
     Args:
-        packing: how the backend's model was told where samples begin; only users' losses see it.
+        packing: the backend's description of the sample borders. Only users' losses see it.
     """
     compute = partial(_micro_batch_loss, micro_batch=micro_batch, context=context, packing=packing)
     if context.objective.recompute:
+        # not reentrant: that form tracks tensors only, and the result is a record of them
         loss: MicroBatchLoss = checkpoint(compute, logits, use_reentrant=False)
         return loss
     return compute(logits)
@@ -212,6 +214,7 @@ def _micro_batch_loss(
             chunk_size=settings.log_probs_chunk_size,
             tensor_group=context.scale.tensor_group,
             with_entropy=settings.loss_type == "policy_loss" and settings.wants_entropy,
+            # a metric needs no graph, which costs a buffer of [chunk, V]
             with_entropy_grad=settings.entropy_coef != 0,
         )
         match settings.loss_type:
@@ -226,14 +229,16 @@ def _micro_batch_loss(
 
 
 def _scaled(output: LossOutput, samples: Samples, scale: LossScale, log_probs: torch.Tensor | None) -> MicroBatchLoss:
-    """The loss and its normalizer; the module docstring derives the factors."""
+    """The loss and its normalizer. The module docstring derives the factors."""
     num_tokens = count_tokens(samples.loss_masks)
     if samples.per_token:
         # every context-parallel rank counts all tokens, so Megatron divides by that factor too much
         loss, normalizer = output.loss * scale.context_parallel_size, num_tokens
     else:
+        # undoes Megatron's division by micro-batches and its mean over ranks
         num_ranks = scale.data_parallel_size * scale.context_parallel_size
         loss = output.loss * (scale.num_micro_batches * num_ranks / scale.num_rollouts)
+        # Megatron's schedule divides by the normalizer, which must change nothing here
         normalizer, num_tokens = torch.ones_like(num_tokens), torch.zeros_like(num_tokens)
     metrics = [value.float() for value in output.metrics.values()]
     values = torch.stack([num_tokens.to(output.loss.device).float(), *metrics])
@@ -257,6 +262,7 @@ def _policy_loss(
         log_probs=log_probs,
         advantages=advantages,
         entropy=entropy,
+        # missing if the pass was not needed: the policy loss then takes the current ones
         old_log_probs=batch.flat("log_probs", indices),
         rollout_log_probs=batch.flat("rollout_log_probs", indices),
         ref_log_probs=batch.flat("ref_log_probs", indices),
@@ -282,7 +288,7 @@ def _critic_loss(output: torch.Tensor, micro_batch: MicroBatch, context: LossCon
 def _custom_loss(
     logits: torch.Tensor, micro_batch: MicroBatch, context: LossContext, samples: Samples, packing: Any
 ) -> LossOutput:
-    """The user's loss of this rank's rows; metrics of all context-parallel ranks together."""
+    """The user's loss of this rank's rows. Metrics of all context-parallel ranks together."""
     sharding = micro_batch.sharding
     held = _held(micro_batch, context.batch, samples)
     view = _user_batch(micro_batch, context.batch, samples, held, packing)
@@ -292,6 +298,7 @@ def _custom_loss(
     loss = output.loss
     if not sum(held.response_lengths):
         loss = loss + logits[..., :0].sum()  # zero: the backward pass of a rank without tokens joins the collectives
+    # a user's loss may leave metrics out on some ranks, and all_reduce needs the same shape on all
     names, nothing = names_of_all(output.metrics, sharding.cp_group), loss.new_zeros((), dtype=torch.float32)
     values = torch.stack([nothing, *(output.metrics.get(name, nothing).float() for name in names)])
     dist.all_reduce(values, group=sharding.cp_group)
@@ -299,14 +306,14 @@ def _custom_loss(
 
 
 def names_of_all(names: Iterable[str], group: dist.ProcessGroup | None) -> list[str]:
-    """The names that any rank has, in the same order on all. A collective: a user's loss may leave metrics out."""
+    """The names of all ranks, in the same order on each. A collective."""
     everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(everywhere, list(names), group=group)
     return list(dict.fromkeys(name for one in everywhere for name in one))
 
 
 def _held(micro_batch: MicroBatch, batch: TrainBatch, samples: Samples) -> Samples:
-    """The response tokens whose logits this rank has; denominators stay those of whole rollouts."""
+    """The response tokens whose logits this rank has. Denominators stay those of whole rollouts."""
     sharding = micro_batch.sharding
     if sharding.cp_size == 1:
         return samples
@@ -320,9 +327,9 @@ def _held(micro_batch: MicroBatch, batch: TrainBatch, samples: Samples) -> Sampl
 def _user_batch(
     micro_batch: MicroBatch, batch: TrainBatch, samples: Samples, held: Samples, packing: Any
 ) -> dict[str, Any]:
-    """The micro-batch as users' loss functions know it; a column that does not exist is None.
+    """The micro-batch for users' loss functions. A missing column is None.
 
-    Packed tokens and per-token values are those of this rank; lengths, masks and ``unconcat_tokens`` are whole.
+    Packed tokens and per-token values are those of this rank. Lengths, masks and ``unconcat_tokens`` are whole.
     """
     packed, indices = micro_batch.packed, micro_batch.indices
 

@@ -1,10 +1,10 @@
-"""Images and videos among the tokens of a packed micro-batch: where their features go, and everybody's positions.
+"""Images and videos among the tokens of a packed micro-batch: rows of their features, and positions of all tokens.
 
     tokens      t t S I I I I t r r | t t r | S I I I I ...     S starts a medium, I is one of its features
     features          0 1 2 3                   4 5 6 7         of all media of the micro-batch, concatenated
 
-A run of I tokens is the next image (or frame of a video) if an S is before it and it is as long as the image needs;
-any other, such as one that the model sampled, is text. Called by ``data``. Knows no model.
+A run of I tokens is the next image (or frame of a video) if an S is before it and it is as long as the image needs.
+Any other, such as one that the model sampled, is text. Called by ``data``.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch
 from slime.utils.errors import DataError
 
 _READ = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+# the tokens hold the same facts, or no model reads them
 _NOT_NEEDED = ("mm_token_type_ids", "second_per_grid_ts")
-"""What the tokens say already, or the model does not read."""
 
 
 @dataclass(frozen=True)
 class MediaTokens:
-    """How a model finds media among its tokens: ids, and how many patches along one side become one token."""
+    """Ids of a model's media tokens, and the number of patches along one side that become one token."""
 
     image: int
     video: int
@@ -62,7 +62,7 @@ class _Run:
 
 
 def merge_inputs(per_sample: Sequence[Mapping[str, Any] | None]) -> dict[str, torch.Tensor]:
-    """Processor outputs of several samples, merged into one; empty if none of them has media.
+    """Processor outputs of several samples, merged into one. Empty if none of them has media.
 
     Raises:
         DataError: outputs that no model here reads.
@@ -122,11 +122,11 @@ def build_packed_mrope_position_ids(
     vision_start_token_id: int,
     spatial_merge_size: int,
 ) -> torch.Tensor:
-    """Positions along time, height and width for multimodal rope; they begin at 0 in every packed sequence.
+    """Positions along time, height and width for multimodal rope. They begin at 0 in every packed sequence.
 
     A text token is one further than the one before it on all three axes. The tokens of an image lie on a grid, and the
-    text behind it goes on after the longer side (Qwen2-VL, arXiv:2409.12191, section 2.1). Videos are told frame by
-    frame, as Qwen3-VL's and Qwen3.5's processors write them.
+    text after it goes on after the longer side (Qwen2-VL, arXiv:2409.12191, section 2.1). Each frame of a video is a
+    separate grid, as Qwen3-VL's and Qwen3.5's processors write them.
 
     Args:
         input_ids: int64 ``[T]`` or ``[1, T]``.
@@ -137,7 +137,7 @@ def build_packed_mrope_position_ids(
         int64 ``[3, T]`` or ``[3, 1, T]``, on the device of ``input_ids``.
 
     Raises:
-        ValueError: there are more grids than places among the tokens.
+        ValueError: more grids than runs of media tokens.
     """
     ids = MediaTokens(image_token_id, video_token_id, vision_start_token_id, spatial_merge_size)
     borders = [int(border) for border in cu_seqlens]
@@ -155,7 +155,7 @@ def _runs(
     ids: MediaTokens,
 ) -> tuple[list[_Run], list[_Run]]:
     """The places of images, and of the frames of videos."""
-    if videos is not None:  # each frame has a start token, and text that says its time
+    if videos is not None:  # each frame has a start token, and text with its time
         videos = videos.repeat_interleave(videos[:, 0], dim=0)
         videos[:, 0] = 1
     return (
@@ -173,9 +173,11 @@ def _runs_of(
     is_first[torch.as_tensor(borders)] = True
     is_token = torch.cat([tokens == token, torch.zeros(1, dtype=torch.bool)])
     before = torch.cat([torch.zeros(1, dtype=torch.bool), is_token[:-1]])
+    # a run also ends at the border of a packed sequence
     begins = (is_token & (is_first | ~before)).nonzero().flatten().tolist()
     ends = (before & (is_first | ~is_token)).nonzero().flatten().tolist()
     for begin, end in zip(begins, ends, strict=True):
+        # such tokens are text, for example if the model sampled them
         if not waiting or is_first[begin] or int(tokens[begin - 1]) != ids.start:
             continue
         time, height, width = waiting[-1][0], waiting[-1][1] // ids.merge_size, waiting[-1][2] // ids.merge_size
@@ -187,7 +189,7 @@ def _runs_of(
 
 
 def _positions(num_tokens: int, borders: Sequence[int], runs: Sequence[_Run]) -> torch.Tensor:
-    """``[3, T]``; ``runs`` in the order of the tokens."""
+    """``[3, T]``. ``runs`` in the order of the tokens."""
     positions = torch.empty(3, num_tokens, dtype=torch.int64)
     left = list(reversed(runs))
     for begin, end in pairwise(borders):
@@ -202,6 +204,7 @@ def _positions(num_tokens: int, borders: Sequence[int], runs: Sequence[_Run]) ->
                 axes = [torch.arange(size) + position for size in (run.time, run.height, run.width)]
                 grid = torch.meshgrid(*axes, indexing="ij")
                 positions[:, row : run.end] = torch.stack(grid).view(3, -1)
+                # text goes on after the longer side of the grid
                 position += max(run.height, run.width)
                 row = run.end
                 left.pop()

@@ -1,17 +1,15 @@
-"""The trainer's memory on the device: given up while engines generate there, taken back for the next step.
+"""Gives the trainer's device memory up while engines generate there, and takes it back for the next step.
 
-    part        what it is                                    while it is offloaded
+    part        content                                       while it is offloaded
     weights     parameters and buffers of the model           in host memory
     gradients   gradient buffers                              nowhere: every step starts from zeros
     optimizer   fp32 main weights and moments                 in host memory
 
-Only storages are emptied and filled again. Tensors, the views that a backend cuts out of its buffers, and everything
-that refers to them stay unchanged, so nothing has to be rebuilt and the next step is bit for bit the same.
+Only storages are emptied and filled again. Tensors, the views that a backend cuts out of its buffers, and all
+references to them stay unchanged, so the next step is bit for bit the same. On a CPU the same code runs, but only the
+gradients' memory is gained.
 
-One storage at a time is copied and freed; on the device the peak does not rise. Host memory is pinned once and kept,
-because pinning costs more than copying. On a CPU the same code runs: there only the gradients' memory is gained.
-
-Called by ``trainer``; each backend names its tensors. Process groups and the copies of other weights
+Called by ``trainer``. Each backend names its tensors. Process groups and the copies of other weights
 (:class:`WeightBackup`) are not touched.
 """
 
@@ -56,15 +54,18 @@ class DeviceMemory:
             if part == "gradients":
                 self._drop_gradients()
                 accelerator.current().synchronize()
+                # nothing is copied: every step starts from zero gradients
                 for storage in storages:
                     storage.resize_(0)
             else:
+                # host memory is kept and used again, because pinning costs more than copying
                 self._host[part] = list(_moved_out(storages, self._host.pop(part, [])))
         self._collect_garbage()
+        # back to the driver: the engines are other processes
         accelerator.current().empty_cache()
 
     def onload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
-        """Take the memory back and fill it as it was; gradients are zeros. Parts on the device stay so."""
+        """Take the memory back and fill it as it was. Gradients are zeros. Parts on the device stay so."""
         for part in parts:
             if part not in self._offloaded:
                 continue
@@ -78,6 +79,7 @@ class DeviceMemory:
                 storage.resize_(size)
                 storage.copy_(host.untyped_storage(), non_blocking=True)
             accelerator.current().synchronize()
+            # not pinned, so keeping it would only take memory
             if accelerator.current().is_cpu:
                 del self._host[part]
 
@@ -92,16 +94,14 @@ class DeviceMemory:
             raise SlimeError(f"{who} needs the trainer's {' and '.join(missing)} on the device: call onload() first.")
 
     def _collect_garbage(self) -> None:
-        """Cycles of dead objects may hold tensors. Survivors are not visited again: the half a million
-        objects of the libraries alone would cost a quarter of a second each time.
-        """
-        gc.collect()
+        gc.collect()  # cycles of dead objects may hold tensors
+        # frozen objects are not visited again: the half a million of the libraries would cost 0.25 s each time
         if not self._has_frozen:
             gc.freeze()
             self._has_frozen = True
 
     def _storages(self, part: TrainerPart) -> list[torch.UntypedStorage]:
-        """Each once. A storage belongs to the first part that holds it: main weights may be views of parameters."""
+        """The storages of ``part`` on the device, each once."""
         device = accelerator.current().device().type
         found: dict[int, torch.UntypedStorage] = {}
         earlier: set[int] = set()
@@ -110,6 +110,7 @@ class DeviceMemory:
                 storage = tensor.untyped_storage()
                 if storage.nbytes() == 0 or storage.device.type != device:
                     continue  # offloaded with an earlier part, or in host memory anyway
+                # a storage belongs to the first part that holds it: main weights may be views of parameters
                 if name == part and storage.data_ptr() not in earlier:
                     found[storage.data_ptr()] = storage
                 earlier.add(storage.data_ptr())
@@ -119,23 +120,19 @@ class DeviceMemory:
 
 
 def _moved_out(storages: Sequence[torch.UntypedStorage], kept: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The bytes of each storage in host memory, the storage empty; ``kept`` is used again if it fits."""
+    """The bytes of each storage in host memory, the storage empty. ``kept`` is used again if it fits."""
     pin = not accelerator.current().is_cpu
     for index, storage in enumerate(storages):
         fits = index < len(kept) and kept[index].numel() == storage.nbytes()
         host = kept[index] if fits else torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin)
         host.untyped_storage().copy_(storage, non_blocking=True)
-        accelerator.current().synchronize()
-        storage.resize_(0)
+        accelerator.current().synchronize()  # the copy must be complete before the memory is freed
+        storage.resize_(0)  # one storage at a time: the peak on the device does not rise
         yield host
 
 
 class WeightBackup:
-    """A copy of what ``weights``, the live tensors of this rank, held when this was made, or last refreshed.
-
-    Where the live ones wait while the copy is swapped in is memory of that time only. It is pinned, and PyTorch keeps
-    pinned memory for the next who asks: all copies of a process share it.
-    """
+    """A copy in host memory of ``weights``, the live tensors of this rank, as of the last refresh."""
 
     @torch.no_grad()
     def __init__(self, weights: Iterable[torch.Tensor]) -> None:
@@ -150,10 +147,12 @@ class WeightBackup:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """The model computes with the copied weights inside the block; its own are back afterwards, bit for bit."""
+        """Give the model the copied weights inside the block. The live weights are restored afterwards, bit for bit."""
         with torch.no_grad():
+            # pinned memory for the time of the block: PyTorch keeps it, so all copies of a process share it
             live = [_on_host(parameter) for parameter in self._parameters]
             for parameter, copy in zip(self._parameters, self._copy, strict=True):
+                # in place: the optimizer and the views of a backend refer to these tensors
                 parameter.copy_(copy)
         try:
             yield

@@ -1,7 +1,7 @@
 """Learning rate and weight decay over a run, and Adam without moments, for every backend.
 
 The schedule counts rollouts, as Megatron's ``OptimizerParamScheduler`` does. :class:`RateSchedule` is the plan that the
-flags describe; :class:`ScheduledRates` applies it to a plain torch optimizer.
+flags describe. :class:`ScheduledRates` applies it to a plain torch optimizer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slime.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class RateSchedule:
-    """Steps are rollouts. The fields are the arguments of Megatron's class."""
+    """The plan of a run. Its steps are rollouts, and its fields are the arguments of Megatron's class."""
 
     init_lr: float
     max_lr: float
@@ -39,7 +39,7 @@ class RateSchedule:
         """The schedule that the flags describe.
 
         Args:
-            num_steps: optimizer steps of the whole run; the decay ends there unless --lr-decay-iters says otherwise.
+            num_steps: optimizer steps of the whole run. The decay ends there unless --lr-decay-iters says otherwise.
 
         Raises:
             ConfigError: the warm-up is not shorter than the decay.
@@ -63,6 +63,7 @@ class RateSchedule:
             init_lr=args.lr_warmup_init,
             max_lr=args.lr,
             min_lr=args.min_lr,
+            # flags count optimizer steps, the schedule counts rollouts
             lr_warmup_steps=int(warmup * global_batch_size),
             lr_decay_steps=decay_steps * global_batch_size,
             lr_decay_style=args.lr_decay_style,
@@ -75,7 +76,7 @@ class RateSchedule:
         )
 
     def learning_rate(self, step: int) -> float:
-        """After ``step`` rollouts."""
+        """The learning rate after ``step`` rollouts."""
         warmup = self.lr_warmup_steps
         if warmup > 0 and step <= warmup:
             return self.init_lr + (self.max_lr - self.init_lr) * step / warmup
@@ -117,7 +118,7 @@ class RateSchedule:
                 raise ValueError(f"--lr-wsd-decay-style {other} is not supported")
 
     def weight_decay(self, step: int) -> float:
-        """After ``step`` rollouts."""
+        """The weight decay after ``step`` rollouts."""
         ratio = min(1.0, step / self.wd_incr_steps)
         match self.wd_incr_style:
             case "constant":
@@ -135,7 +136,7 @@ class ScheduledRates:
     """The rates of an optimizer's groups. A group decays by ``decay_factor`` times the schedule's weight decay.
 
     Args:
-        follows_checkpoint: a checkpoint's schedule beats ``schedule``, which else only learns how far the run is.
+        follows_checkpoint: loading a checkpoint also replaces ``schedule``, not only the position in it.
     """
 
     def __init__(
@@ -175,12 +176,12 @@ class StatelessAdam(torch.optim.Optimizer):
     of Apex's and TransformerEngine's FusedAdam.
 
     Args:
-        adam_w_mode: weight decay shrinks the weights by ``1 - lr * weight_decay``; otherwise it is added to g.
+        adam_w_mode: weight decay shrinks the weights by ``1 - lr * weight_decay``. Otherwise it is added to g.
         use_decoupled_grad: the gradient is ``parameter.decoupled_grad`` instead of ``parameter.grad``.
-        set_grad_none: what ``zero_grad`` does by default; None means yes.
+        set_grad_none: default of ``zero_grad(set_to_none)``. None means True.
 
     Raises:
-        ValueError: ``amsgrad`` or ``master_weights``, which need a state; a sparse gradient, when stepping.
+        ValueError: ``amsgrad`` or ``master_weights``, which need a state. A sparse gradient, when stepping.
     """
 
     def __init__(
@@ -246,6 +247,7 @@ class StatelessAdam(torch.optim.Optimizer):
         if self._maximize:
             g = -g
         if decay and self._adam_w_mode:
+            # before the update, with the old weights: decoupled weight decay
             parameter.mul_(1 - lr * decay)
         elif decay:
             g = g + decay * parameter

@@ -1,4 +1,4 @@
-"""Results of optimizer steps and of whole rollouts: metrics, log-probs, bad gradients.
+"""Results of optimizer steps and of whole rollouts: metrics, log-probs and bad gradients.
 
 Called by the ``step`` of each backend and by ``trainer``.
 """
@@ -23,7 +23,7 @@ ReadOutput: TypeAlias = Callable[[MicroBatch, torch.Tensor], torch.Tensor]
 """(micro-batch, output of the model) -> ``[N, ...]`` for its response tokens, samples in order."""
 
 NO_TRAINED_TOKENS = "none of its tokens is trained on (loss masks, remove_sample)"
-"""Why a step is not applied whose gradient is zero: momentum and weight decay would move the weights all the same."""
+"""The reason for not applying a step without trained tokens."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class StepResult:
     """The result of one step.
 
     Attributes:
-        metrics: equal on all ranks that compute the loss; the others only know norm, rates and batch size.
-        log_probs: before the update, by position in the rank's batch; empty on ranks that do not compute the loss.
-        skipped: why nothing was applied; empty where fp16 gradients overflowed; None: the update was made.
+        metrics: equal on all ranks that compute the loss. The others only know norm, rates and batch size.
+        log_probs: before the update, by position in the rank's batch. Empty on ranks that do not compute the loss.
+        skipped: why nothing was applied. Empty: fp16 gradients overflowed. None: the update was made.
     """
 
     metrics: dict[str, float]
@@ -42,11 +42,11 @@ class StepResult:
 
 
 class NonFiniteGradients(RuntimeError):
-    """Gradients hold NaN or infinity; nothing was applied. Says on which ranks, and in which samples it began."""
+    """Gradients hold NaN or infinity, and nothing was applied. The message names ranks and samples."""
 
 
 def num_trained_tokens(batch: TrainBatch, step: int, group: dist.ProcessGroup | None) -> int:
-    """Of a step, all data-parallel ranks together. A collective of ``group``, which has them."""
+    """Trained tokens of a step, all data-parallel ranks together. A collective of ``group``."""
     indices = [index for micro_batch in batch.indices(step) for index in micro_batch]
     trained = torch.stack([mask.sum() for mask in batch.masks(indices)]).sum()
     dist.all_reduce(trained, group=group)
@@ -55,6 +55,7 @@ def num_trained_tokens(batch: TrainBatch, step: int, group: dist.ProcessGroup | 
 
 def split_by_sample(flat: torch.Tensor, micro_batch: MicroBatch) -> dict[int, torch.Tensor]:
     """``[N, ...]`` -> position in the rank's batch -> ``[R_i, ...]`` on the cpu."""
+    # one copy for all samples: each would wait for the device
     parts = torch.split(flat.detach().cpu(), micro_batch.response_lengths)
     return dict(zip(micro_batch.indices, parts, strict=True))
 
@@ -83,7 +84,7 @@ class StepRecord:
         """Sum over micro-batches and ranks, divided by the step's trained tokens or rollouts.
 
         Args:
-            group: data-parallel ranks; those that share samples compute the same, so only one of them is counted.
+            group: data-parallel ranks. Those that share samples compute the same, so only one of them is counted.
         """
         names = names_of_all(dict.fromkeys(name for loss in self.losses for name in loss.names), group)
         values = torch.stack([loss.values_of(names) for loss in self.losses]).sum(0)
@@ -121,7 +122,7 @@ def finish_step(
     Args:
         metrics: of the losses.
         is_bad: gradients are not finite.
-        update: applies the gradients; (their norm before clipping, why nothing was applied or None).
+        update: applies the gradients. Returns (norm before clipping, reason if nothing was applied or None).
 
     Raises:
         NonFiniteGradients: on all ranks, before anything was applied.
@@ -131,6 +132,7 @@ def finish_step(
     reads_masks = not context.objective.needs_all_rows
     norm: float = 0.0
     skipped: str | None
+    # momentum and weight decay would move the weights although the gradient is zero
     if reads_masks and not is_bad and num_trained_tokens(context.batch, step, place.dp_group) == 0:
         skipped = NO_TRAINED_TOKENS
     else:
@@ -143,8 +145,8 @@ def finish_step(
 
 logger = logging.getLogger(__name__)
 
+# largest difference between log-probs of the same weights and tokens, if the kernels of both sides are aligned
 _SAME = 1e-6
-"""Largest difference between log-probs that the same weights and tokens may have where both sides are aligned."""
 
 _PER_SAMPLE = ("rewards", "response_lengths", "total_lengths", "truncated")
 
@@ -158,18 +160,20 @@ def rollout_report(
     same columns. With ``log_correct`` also the mean entropy of the samples whose raw reward is 1.
     """
     masks = columns["loss_masks"]
-    device = accelerator.current().device()  # of the group's communication; the columns are on the cpu
+    device = accelerator.current().device()  # of the group's communication. The columns are on the cpu
     reduce = make_reducer(columns["response_lengths"], masks, columns["rollout_mask_sums"], per_token=False)
     names = [name for name in TOKEN_VALUES if columns.get(name) is not None]
     sums = [float(reduce(_flat(columns[name]))) / num_rollouts for name in names]
     plain = [name for name in _PER_SAMPLE if columns.get(name) is not None]
     sums += [float(sum(columns[name])) for name in plain]
+    # one all-reduce for all sums, in fp64
     totals = torch.tensor([*sums, len(masks)], dtype=torch.float64, device=device)
     dist.all_reduce(totals, group=group)
     *values, num_samples = totals.tolist()
     report = dict(zip(names, values[: len(names)], strict=True))
     report |= {name: value / num_samples for name, value in zip(plain, values[len(names) :], strict=True)}
     if columns.get("raw_reward"):
+        # not reduced: every rank has this column for the whole batch
         report["raw_reward"] = sum(columns["raw_reward"]) / len(columns["raw_reward"])
     if log_correct and columns.get("entropy") is not None:
         report |= _correct_entropy(columns, group, device)
@@ -179,7 +183,7 @@ def rollout_report(
 
 
 def warn_if_off_policy(rollout_id: int, report: dict[str, float]) -> None:
-    """Say that trainer and engine differ, for ``--true-on-policy-mode``; their kernels need not be bit-aligned."""
+    """Warn if the log-probs of trainer and engine differ, for ``--true-on-policy-mode``."""
     difference = report.get("logprob_abs_diff_max")
     if difference is None:
         logger.warning("--true-on-policy-mode: rollout %d has no log-probs of the engine to compare with.", rollout_id)
@@ -192,14 +196,14 @@ def warn_if_off_policy(rollout_id: int, report: dict[str, float]) -> None:
 
 
 def _flat(rows: list[torch.Tensor]) -> torch.Tensor:
-    """A hook may have put its tensors on the device."""
+    # a hook may have put its tensors on the device
     return torch.cat([row.cpu() for row in rows])
 
 
 def _correct_entropy(
     columns: dict[str, Any], group: dist.ProcessGroup | None, device: torch.device
 ) -> dict[str, float]:
-    """Mean over the right samples of each one's mean over trained tokens, all ranks together; nothing without one."""
+    """Mean over the right samples of each one's mean over trained tokens, all ranks together. Nothing without one."""
     raw = [columns["raw_reward"][position] for position in columns["partition"]]
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for reward, entropy, mask in zip(raw, columns["entropy"], columns["loss_masks"], strict=True):

@@ -1,9 +1,9 @@
-"""The work of a trainer on a rollout, for every backend: the order of passes and steps, and their report.
+"""Trains on a rollout, for every backend: the order of passes and steps, and their report.
 
     train()   reference log-probs -> old log-probs -> advantages -> optimizer steps -> report
 
-A backend derives from :class:`TrainerBase` and implements passes, steps, weights and the place of this rank. Knows
-neither Ray nor engines, and no model.
+A backend derives from :class:`TrainerBase` and implements passes, steps, weights and the place of this rank. It
+depends on neither Ray nor engines.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from slime.utils.errors import ConfigError, SlimeError
 
 
 class TrainerBase(ABC):
-    """See the module docstring.
+    """The part of a trainer that all backends share.
 
     Args:
         args: the resolved command line.
@@ -69,7 +69,7 @@ class TrainerBase(ABC):
 
     @functools.cached_property
     def _objective(self) -> Objective:
-        """The loss of this run; subclasses change its parts in their ``__init__``."""
+        """The loss of this run. Subclasses change its parts in their ``__init__``."""
         return Objective(
             self._algorithm,
             self._vocab_size,
@@ -113,7 +113,7 @@ class TrainerBase(ABC):
 
     @abstractmethod
     def _fill(self, source: Source) -> None:
-        """Give the model the weights of ``source``; the optimizer's copies of them, if any, are not touched."""
+        """Give the model the weights of ``source``. The optimizer's copies of them, if any, are not touched."""
 
     @abstractmethod
     def _resume(self, source: Source, *, has_optimizer: bool, has_rng: bool) -> None:
@@ -123,11 +123,11 @@ class TrainerBase(ABC):
         """Training starts with the weights that the model was filled with."""
 
     def _whole_batch(self, results: dict[int, torch.Tensor], lengths: Sequence[int]) -> list[torch.Tensor]:
-        """A step's values per sample, in order, on every rank; some ranks may not have seen them."""
+        """A step's values per sample, in order, on every rank. Some ranks may not have seen them."""
         return [results[index] for index in range(len(lengths))]
 
     def _expert_choices(self, batch: TrainBatch, *, is_step: bool) -> AbstractContextManager[None]:
-        """What decides over experts while the old policy's pass or the steps run: the routers."""
+        """The context in which the old policy's pass or the steps run. By default the routers choose the experts."""
         return nullcontext()
 
     # ------------------------------------------------------------------------------------------------ weights
@@ -136,6 +136,7 @@ class TrainerBase(ABC):
         """Fill the model, and the copies of other weights. Returns the rollout id to start with."""
         settings = self._checkpoint
         source = self._readable(find_start(settings, self._args.hf_checkpoint))
+        # other weights pass through the model first: the trained ones must be filled in last
         reference = find_reference(settings, self._args.hf_checkpoint) if self._with_ref else None
         if reference is not None and reference != source:
             self._fill(self._readable(reference))
@@ -146,12 +147,14 @@ class TrainerBase(ABC):
             self._teacher = self._copied_weights()
         is_resume = source.flag == "--load" and source.is_training_state and not settings.finetune
         if is_resume:
+            # Adam without moments has no state to load
             has_optimizer = not (settings.no_load_optim or self._copies.use_stateless_adam)
             self._resume(source, has_optimizer=has_optimizer, has_rng=not settings.no_load_rng)
         else:
             self._fill(source)
             self._begin_with_filled()
         start = source.iteration + 1 if is_resume else 0
+        # the reference is equal to the weights that the run starts with
         if reference is not None and (self._reference is None or self._has_moved_reference(start)):
             self._reference = self._copied_weights()
         return start
@@ -199,6 +202,7 @@ class TrainerBase(ABC):
             with profiled, timed(seconds, "actor_train"), self._expert_choices(train_batch, is_step=True):
                 steps = self._run_steps(rollout_id, train_batch)
             report = self._report(rollout_id, train_batch)
+        # after the steps, which may add log-probs to the columns
         keep_batch(self._args, rollout_id, train_batch.columns, self._place)
         self._profiler.end_rollout(rollout_id)
         self._refresh_copies(rollout_id)
@@ -217,7 +221,7 @@ class TrainerBase(ABC):
         self._generators[version] = self._copied_weights()
 
     def _forget_versions_before(self, version: str) -> None:
-        """Rollouts are trained in order: what generated an earlier one is not needed any more."""
+        """Drop the weights that generated earlier rollouts, because rollouts are trained in order."""
         self._generators = {kept: copy for kept, copy in self._generators.items() if int(kept) >= int(version)}
 
     def _refresh_copies(self, rollout_id: int) -> None:
@@ -226,7 +230,7 @@ class TrainerBase(ABC):
             self._reference.refresh()
 
     def _prepare_policy(self, batch: TrainBatch, seconds: dict[str, float]) -> None:
-        """Everything the loss needs besides the current log-probs: those of other weights, and advantages."""
+        """Compute the columns that the loss reads: log-probs of other weights, and advantages."""
         columns = batch.columns
         check_sampling_sets(self._args, columns)
         passes = passes_needed(
@@ -246,6 +250,7 @@ class TrainerBase(ABC):
                 columns["teacher_log_probs"] = self._log_probs(batch, "teacher_")
         generator = self._generators.get(str(columns.get("generated_by")))
         if passes.old or generator is not None:
+            # the version that generated this rollout, if --keep-old-actor has kept it
             swapped = nullcontext() if generator is None else generator.swapped_in()
             with timed(seconds, "log_probs"), self._expert_choices(batch, is_step=False), swapped:
                 columns |= self._old_policy(batch)
@@ -262,7 +267,7 @@ class TrainerBase(ABC):
         self, batch: TrainBatch, store_prefix: str = "", *, with_entropy: bool = False
     ) -> list[torch.Tensor]:
         """Log-probs of the responses under the weights that the model holds now: fp32 ``[R_i]`` per sample, on the
-        cpu; ``[R_i, 2]`` with the entropies."""
+        cpu. ``[R_i, 2]`` with the entropies."""
         objective, group = self._objective, self._place.tensor_group
 
         def read(micro_batch: MicroBatch, logits: torch.Tensor) -> torch.Tensor:
@@ -280,7 +285,7 @@ class TrainerBase(ABC):
         return self._outputs(self._for_passes(batch), read, (2,) if with_entropy else (), store_prefix)
 
     def _for_passes(self, batch: TrainBatch) -> TrainBatch:
-        """The batch as passes without gradients run it."""
+        """The batch with the micro-batches of passes without gradients."""
         return forward_batch(
             batch,
             from_args(BatchArgs, self._args),
@@ -302,6 +307,7 @@ class TrainerBase(ABC):
             skipped = self._bad_steps.count(rollout_id, step, batch.columns, result.skipped)
             metrics.append(result.metrics | {"skipped_steps": skipped})
         has_log_probs = not self.is_critic and not self._objective.needs_all_rows
+        # the pass was not needed: log-probs of the only step are those of the old policy
         if batch.num_steps == 1 and "log_probs" not in batch.columns and has_log_probs:
             batch.columns["log_probs"] = self._whole_batch(result.log_probs, batch.columns["response_lengths"])
         return metrics
@@ -336,14 +342,14 @@ class TrainerBase(ABC):
         self._device.offload(parts)
 
     def onload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
-        """Take ``parts`` back, bit for bit; gradients come back as zeros."""
+        """Take ``parts`` back, bit for bit. Gradients come back as zeros."""
         self._device.onload(parts)
 
 
 @contextmanager
 def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Note how long the block takes, the device's work included."""
+    """Store the seconds that the block takes under ``name``, the device's work included."""
     started = time.monotonic()
     yield
-    accelerator.current().synchronize()
+    accelerator.current().synchronize()  # kernels may still be running
     seconds[name] = time.monotonic() - started
