@@ -1,4 +1,4 @@
-"""CISPO: REINFORCE whose importance weights are clipped, so no token loses its gradient. Called by ``policy_loss``.
+"""CISPO: REINFORCE with clipped importance weights, so that every token keeps its gradient. Called by ``policy_loss``.
 
 Credit is that of GRPO.
 """
@@ -24,7 +24,7 @@ def cispo_loss(
     eps_clip: float,
     eps_clip_high: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``-stopgrad(clip(r, 1 - eps_clip, 1 + eps_clip_high)) * A * log pi`` per token, un-reduced.
+    """``-stopgrad(clip(r, 1 - eps_clip, 1 + eps_clip_high)) * A * log pi`` per token, not reduced.
 
     Source: MiniMax-M1, arXiv:2506.13585, eq. 4 and 5. The paper has no lower bound: ``--eps-clip`` of 1 or more.
 
@@ -36,6 +36,7 @@ def cispo_loss(
     Returns:
         (loss per token, 1.0 for a clipped ratio), same shape as the input.
     """
+    # a constant: the gradient comes from log_probs alone, so clipping never removes it
     ratio = torch.exp(-ppo_kl.detach())
     clipped = ratio.clamp(1 - eps_clip, 1 + eps_clip_high)
     return -clipped * advantages * log_probs, (clipped != ratio).to(log_probs.dtype)

@@ -1,4 +1,4 @@
-"""The functions of this room with the argument order that users' code knows; exported by ``slime.utils.ppo_utils``.
+"""The functions of this room with the argument order of users' code, exported by ``slime.utils.ppo_utils``.
 
 Nothing inside slime calls them.
 """
@@ -35,9 +35,10 @@ def calculate_log_probs_and_entropy(
     """(log-probs ``[T, 1]``, or ``(0,)`` for no rows; entropy ``[T]`` or None) of logits ``[T, V / tensor ranks]``.
 
     Args:
-        log_prob_keep_mask: ``[T, V / tensor ranks]`` bool, the nucleus that was sampled from; the token itself always
+        log_prob_keep_mask: ``[T, V / tensor ranks]`` bool, the nucleus that was sampled from. The token itself always
             belongs to it. The entropy stays that of the whole vocabulary.
     """
+    # without process groups this process holds the whole vocabulary
     group = tp_group if dist.is_initialized() else None
     log_probs, entropy = log_probs_and_entropy(
         logits,
@@ -48,6 +49,7 @@ def calculate_log_probs_and_entropy(
         with_entropy_grad=with_entropy_grad,
         keep=log_prob_keep_mask,
     )
+    # users' code relies on the shape (0,) of an empty batch
     return log_probs.unsqueeze(-1) if len(tokens) else log_probs, entropy
 
 
@@ -58,7 +60,7 @@ def compute_opsm_mask(
     advantages: Ragged,
     loss_masks: Ragged,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(``[N]`` 1 = keep, share of dropped tokens summed over samples); one ``[R_i]`` per sample."""
+    """(``[N]`` 1 = keep, share of dropped tokens summed over samples). Arguments have one ``[R_i]`` per sample."""
     samples = _samples(loss_masks)
     new, old, credit = (torch.cat(rows) for rows in (full_log_probs, full_old_log_probs, advantages))
     dropped = drifted_tokens(new, old, credit, samples, args.opsm_delta)
@@ -112,7 +114,7 @@ def get_advantages_and_returns_batch(
     lambd: float,
     chunked: bool = True,
 ) -> tuple[Ragged, Ragged]:
-    """GAE of ragged rows: (advantages, returns), ``[R_i]`` per sample; rewards are per token."""
+    """GAE of ragged rows: (advantages, returns), ``[R_i]`` per sample. Rewards are per token."""
     del total_lengths
     if not values_list:
         return [], []
@@ -133,4 +135,5 @@ def _cut(rows: torch.Tensor, lengths: Sequence[int]) -> Ragged:
 
 def _samples(loss_masks: Ragged) -> Samples:
     device = loss_masks[0].device if loss_masks else None
+    # only masks and means are read, which need no sums of rollouts
     return Samples([len(mask) for mask in loss_masks], loss_masks, torch.zeros(len(loss_masks), device=device))

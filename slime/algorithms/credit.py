@@ -1,6 +1,6 @@
-"""From rewards to the advantage of every response token: KL in the rewards, estimator, distillation, whitening.
+"""Computes the advantage of every response token: KL in the rewards, estimator, distillation, whitening.
 
-Called by the trainer once per rollout, with all of the rank's samples; every optimizer step of the rollout uses the
+Called by the trainer once per rollout, with all of the rank's samples. Every optimizer step of the rollout uses the
 result. Responses are whole on every rank. The order below is the order of the terms.
 """
 
@@ -17,7 +17,7 @@ from slime.algorithms.types import Credit, CreditData, Ragged
 
 
 def reward_kl(data: CreditData, settings: AlgorithmArgs) -> list[torch.Tensor]:
-    """The KL divergence from the reference that enters the rewards, ``[R_i]`` per sample; zeros without ``--kl-coef``.
+    """The KL divergence from the reference that enters the rewards, ``[R_i]`` per sample: zeros without ``--kl-coef``.
 
     Raises:
         ValueError: ``--kl-coef`` is set, but one of the two models has not been run.
@@ -45,7 +45,7 @@ def estimate(data: CreditData, kl: Ragged, settings: AlgorithmArgs) -> Credit:
 
 
 def distilled(credit: Credit, student: Ragged, teacher: Ragged, coef: float) -> tuple[Credit, list[torch.Tensor]]:
-    """Credit minus ``coef`` times the reverse KL from the teacher, and that divergence. Returns are not touched."""
+    """Credit minus ``coef`` times the reverse KL from the teacher, and that divergence. Returns do not change."""
     divergence = distill.reverse_kl(student, teacher)
     return Credit(distill.penalise(credit.advantages, divergence, coef), credit.returns), divergence
 
@@ -57,7 +57,7 @@ def normalize(
     *,
     device: torch.device | None = None,
 ) -> list[torch.Tensor]:
-    """Whiten over the trained tokens of all data-parallel ranks; a rank without samples must call this too.
+    """Whiten over the trained tokens of all data-parallel ranks. A rank without samples must call this too.
 
     Source: REINFORCE++, arXiv:2501.03262: normalization over the global batch.
 
@@ -68,12 +68,12 @@ def normalize(
     """
     if not advantages and group is None:
         return []
+    # a rank without samples must join the collectives of masked_whiten
     flat = torch.cat([row.float() for row in advantages]) if advantages else torch.zeros(0)
     mask = torch.cat([row.to(flat.device) for row in loss_masks]) if advantages else torch.zeros(0)
     try:
-        # collective: also with nothing to add
         whitened = masked_whiten(flat.to(device), mask.to(device), group).to(flat.device)
-    except ValueError:  # on all ranks alike
+    except ValueError:  # no rank has a trained token, so all ranks come here
         whitened = flat
     return list(torch.split(whitened, [len(row) for row in advantages])) if advantages else []
 
@@ -85,36 +85,39 @@ def masked_whiten(
     shift_mean: bool = True,
     epsilon: float = 1e-8,
 ) -> torch.Tensor:
-    """``(x - mean) / sqrt(var + epsilon)``; mean and unbiased variance over ``mask != 0`` on all ranks of ``group``.
+    """``(x - mean) / sqrt(var + epsilon)``. Mean and unbiased variance over ``mask != 0`` on all ranks of ``group``.
 
-    Two passes in fp64: values that are all equal give 0, whatever they are. All elements are transformed, masked ones
-    too. Every rank of the group must call this, one with nothing to add as well.
+    Values that are all equal give 0. All elements are transformed, masked ones too. Every rank of the group must call
+    this, also one without values.
 
     Args:
         values: any shape.
         mask: same shape.
-        group: ranks that share the statistics; None means this rank alone.
+        group: ranks that share the statistics. None means this rank alone.
         shift_mean: False adds the mean back.
 
     Returns:
         fp32, same shape.
 
     Raises:
-        ValueError: no rank has a trained token; raised on all of them.
+        ValueError: no rank has a trained token. All ranks raise it.
     """
     is_trained = mask != 0
+    # two passes in fp64: E[x^2] - E[x]^2 in fp32 would give large, almost equal values a variance of rounding errors
     x = values.double()
     trained = x[is_trained]
     totals = torch.stack([trained.sum(), is_trained.sum().double()])
     if group is not None:
         dist.all_reduce(totals, group=group)
     count = float(totals[1])
+    # the count is that of all ranks: they raise together, and none waits for the others
     if count == 0:
         raise ValueError("advantages cannot be normalized: the loss mask of every sample on every rank is zero.")
     mean = totals[0] / count
     squares = (trained - mean).square().sum()
     if group is not None:
         dist.all_reduce(squares, group=group)
+    # unbiased, but a single trained token has variance 0 and not 0 / 0
     variance = squares / max(count - 1, 1)
     whitened = (x - mean) * torch.rsqrt(variance + epsilon)
     return (whitened if shift_mean else whitened + mean).float()

@@ -23,5 +23,5 @@ def reverse_kl(student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor])
 
 
 def penalise(advantages: Sequence[torch.Tensor], divergence: Sequence[torch.Tensor], coef: float) -> list[torch.Tensor]:
-    """``A_t - coef * divergence_t``; returns stay as they are. Per sample ``[R_i]``."""
+    """``A_t - coef * divergence_t``. Returns stay as they are. Per sample ``[R_i]``."""
     return [a - coef * d.to(a.device) for a, d in zip(advantages, divergence, strict=True)]

@@ -1,7 +1,7 @@
-"""The advantage estimators: one record each, and the only place in slime that knows their names.
+"""The advantage estimators: one record each, and the only place in slime with their names.
 
 Flag choices, checks, the plan, reward normalization, credit and the policy loss read these records. The formulas are
-named by their path, because the command line reads this table without importing torch.
+named by their path.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Estimator:
     """
 
     name: str
+    # paths instead of functions: the command line reads this table and must not import torch
     credit: str
     log_ratio: str = "slime.algorithms.clip:token_log_ratio"
     surrogate: str = "slime.algorithms.clip:surrogate"
@@ -44,6 +45,7 @@ class Estimator:
 ESTIMATORS: dict[str, Estimator] = {
     record.name: record
     for record in (
+        # the first record is the default of the flag
         Estimator("grpo", credit="slime.algorithms.grpo:credit", is_centered=True, is_scaled=True),
         Estimator(
             "gspo",
@@ -58,6 +60,7 @@ ESTIMATORS: dict[str, Estimator] = {
             surrogate="slime.algorithms.cispo:surrogate",
             is_centered=True,
             is_scaled=True,
+            # the paper has no lower bound: 1 - EPS_CLIP is then 0, and no ratio is below
             paper_eps_clip=1,
         ),
         Estimator(

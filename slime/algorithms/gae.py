@@ -1,6 +1,6 @@
-"""Discounted sums backwards in time, and generalised advantage estimation on top of them.
+"""Discounted sums backwards in time, and generalized advantage estimation, which is one of them.
 
-Called by ``reinforce_pp`` and ``ppo`` with padded rows ``[B, T]``; knows no samples.
+Called by ``reinforce_pp`` and ``ppo`` with padded rows ``[B, T]``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def chunked_gae(
 def chunked_discounted_returns(rewards: torch.Tensor, discount: float, chunk_size: int = 128) -> torch.Tensor:
     """``G_t = r_t + discount G_{t+1}``, one matrix product per row of chunks and a carry between chunks.
 
-    Time is reversed, so inside a chunk ``y = x M`` with ``M[r, c] = discount^(c - r)`` for ``c >= r``; what came before
+    Time is reversed, so inside a chunk ``y = x M`` with ``M[r, c] = discount^(c - r)`` for ``c >= r``. What came before
     the chunk adds ``discount^(1..C)`` times its last value.
 
     Args:
@@ -63,13 +63,17 @@ def chunked_discounted_returns(rewards: torch.Tensor, discount: float, chunk_siz
     if not batch or not length:
         return rewards.clone()
     chunk = min(chunk_size, length)
+    # reversed in time: each chunk then depends only on the chunks before it
     x = torch.nn.functional.pad(rewards.flip(1), (0, -length % chunk)).view(batch, -1, chunk)
     steps = torch.arange(chunk, device=rewards.device)
     exponents = steps.unsqueeze(0) - steps.unsqueeze(1)
+    # powers in fp64: errors of a rounded discount would grow with the exponent
     base = torch.tensor(discount, dtype=torch.float64, device=rewards.device)
+    # clamp: torch.where evaluates both branches, and 0 to a negative power is infinite
     powers = torch.where(exponents >= 0, base ** exponents.clamp(min=0), 0.0).to(rewards.dtype)
     carried = (base ** (steps + 1)).to(rewards.dtype)
     sums = x @ powers
+    # the only sequential part: one step per chunk
     carry = sums[:, 0, -1]
     for k in range(1, sums.shape[1]):
         sums[:, k] += carry.unsqueeze(1) * carried
@@ -78,8 +82,9 @@ def chunked_discounted_returns(rewards: torch.Tensor, discount: float, chunk_siz
 
 
 def _deltas(rewards: torch.Tensor, values: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Temporal differences; the value after the last token is 0."""
+    """Temporal differences ``[B, T]``. The value after the last token is 0."""
     if rewards.shape != values.shape or rewards.dim() != 2:
         raise ValueError(f"rewards and values must both be [B, T], got {tuple(rewards.shape)}, {tuple(values.shape)}")
+    # min: a row without tokens has no last value to pad
     following = torch.nn.functional.pad(values[:, 1:], (0, min(1, values.shape[1])))
     return rewards + gamma * following - values

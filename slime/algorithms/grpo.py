@@ -21,11 +21,12 @@ def credit(data: CreditData, kl: Ragged, settings: AlgorithmArgs) -> Credit:
         kl: gives the device.
 
     Returns:
-        fp32 tensors ``[R_i]``; advantages and returns are the same tensors.
+        fp32 tensors ``[R_i]``. Advantages and returns are the same tensors.
     """
     device = kl[0].device if kl else None
     advantages = [
         torch.full((length,), float(reward), dtype=torch.float32, device=device)
         for reward, length in zip(data.rewards, data.response_lengths, strict=True)
     ]
+    # shared memory: later terms of the advantage must not be added in place
     return Credit(advantages=advantages, returns=list(advantages))

@@ -1,6 +1,6 @@
-"""Per-token estimators of KL(policy || base) and the importance ratio. Element-wise, nothing is reduced here.
+"""Per-token estimators of KL(policy || base) and the importance ratio. Element-wise, without reduction.
 
-Called by the losses; knows tensors of equal shape only.
+Called by the losses with tensors of equal shape.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ def approx_kl(
 ) -> torch.Tensor:
     """Estimate KL(pi || pi_base) from tokens sampled from pi.
 
-    Source: J. Schulman, "Approximating KL Divergence" (2020). With ``d = log pi - log pi_base`` (positive where the
-    policy likes the token more than the base does):
+    Source: J. Schulman, "Approximating KL Divergence" (2020). With ``d = log pi - log pi_base`` (positive if the
+    token is more likely under the policy than under the base):
 
         k1              d                    unbiased, may be negative
         k2              d^2 / 2              its gradient is the exact gradient of the reverse KL
-        k3, low_var_kl  exp(-d) - 1 + d      unbiased, never negative; low_var_kl is clamped to [-10, 10]
+        k3, low_var_kl  exp(-d) - 1 + d      unbiased, never negative, low_var_kl clamped to [-10, 10]
 
     Args:
         log_probs: log-probs of the policy, any shape.
         log_probs_base: log-probs of the base, same shape.
         kl_loss_type: one of the names above.
-        importance_ratio: pi / pi_old; weights the estimate when tokens were sampled from pi_old (before the clamp).
+        importance_ratio: pi / pi_old, a weight on the estimate for tokens that were sampled from pi_old.
 
     Returns:
         fp32 tensor of the same shape.
@@ -45,6 +45,7 @@ def approx_kl(
     d = log_probs.float() - log_probs_base.float()
     match kl_loss_type:
         case "k1":
+            # as a loss its expected gradient on-policy is zero, see --kl-loss-type
             kl = d
         case "k2":
             kl = d.square() / 2
@@ -53,5 +54,6 @@ def approx_kl(
         case _:
             raise ValueError(f"--kl-loss-type {kl_loss_type!r} is unknown. Use k1, k2, k3 or low_var_kl.")
     if importance_ratio is not None:
+        # before the clamp, which bounds the weighted estimate
         kl = kl * importance_ratio
     return kl.clamp(-_LOW_VAR_BOUND, _LOW_VAR_BOUND) if kl_loss_type == "low_var_kl" else kl

@@ -1,8 +1,7 @@
 """Log-probability and entropy of given tokens from vocabulary-parallel logits, in fp32, with little memory.
 
 Called by every forward pass of a trainer with the rows that predict response tokens. Beyond the logits and their
-gradient it needs one or two fp32 buffers of ``[chunk, V/tp]``: nothing of the softmax is kept for the backward pass,
-which recomputes it from the logits and the saved ``[N]`` normaliser. Two all-reduces per call, whatever the chunking.
+gradient it needs one or two fp32 buffers of ``[chunk, V/tp]``. Every call makes two all-reduces, with any chunk size.
 """
 
 from __future__ import annotations
@@ -43,15 +42,15 @@ def log_probs_and_entropy(
 
     Args:
         logits: ``[N, V/tp]``, any float type.
-        targets: ``[N]`` int64, global ids. An id outside the vocabulary gives nan, on purpose and without a sync.
-        group: tensor-parallel group; None means that this rank holds the whole vocabulary (no collectives).
-        vocab_size: ids in the vocabulary; None means that there is no padding.
+        targets: ``[N]`` int64, global ids. An id outside the vocabulary gives nan.
+        group: tensor-parallel group. None means that this rank holds the whole vocabulary (no collectives).
+        vocab_size: ids in the vocabulary. None means no padding.
         temperature: sampling temperature of the rollout.
-        chunk_size: rows handled at a time; -1 means all. Values do not depend on it.
+        chunk_size: rows handled at a time. -1 means all. Values do not depend on it.
         with_entropy: compute the entropy as well.
         with_entropy_grad: give the entropy a graph.
         keep: the ids that sampling could choose from (top-p, top-k), as sets or as ``[N, V/tp]`` bool. The log-prob is
-            that of the renormalised set; a row's target belongs to it in any case. The entropy stays that of the whole
+            that of the renormalized set. A row's target belongs to it in any case. The entropy stays that of the whole
             vocabulary.
 
     Returns:
@@ -99,7 +98,7 @@ class _Plan:
     with_entropy_grad: bool
 
     def chunks(self, num_rows: int) -> Iterator[slice]:
-        """Row ranges to handle at a time; none on a rank that holds padding only."""
+        """Row ranges to handle at a time. A rank that holds padding only has none."""
         step = self._rows(num_rows)
         starts = range(0, num_rows, step) if self.shard.num_ids else ()
         return (slice(start, min(start + step, num_rows)) for start in starts)
@@ -119,6 +118,7 @@ def _shard(logits: torch.Tensor, group: dist.ProcessGroup | None, vocab_size: in
     total = width * size if vocab_size is None else vocab_size
     if not 0 < total <= width * size:
         raise ValueError(f"vocab_size {vocab_size} must be in 1..{width * size}, the columns of all tensor ranks")
+    # the last ranks may hold padding only
     return _Shard(rank * width, max(0, min(width, total - rank * width)), total)
 
 
@@ -128,8 +128,9 @@ class _LogProbs(torch.autograd.Function):
         ctx: Any, logits: torch.Tensor, targets: torch.Tensor, plan: _Plan, keep: Keep | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num_rows = logits.shape[0]
+        # the maximum of all tensor ranks: each must subtract the same number before sums are added up
         top = _row_max(logits, targets, plan, keep)
-        # rows: sum of exp, target's logit, sum of exp * logit (only for the entropy); one all-reduce for all of them
+        # rows: sum of exp, target's logit, sum of exp * logit (only for the entropy), so that one all-reduce is enough
         sums = torch.zeros(3 if plan.with_entropy else 2, num_rows, dtype=torch.float32, device=logits.device)
         local = logits[:, : plan.shard.num_ids]
         buffers = plan.buffers(logits, 2 if plan.with_entropy else 1)
@@ -145,16 +146,19 @@ class _LogProbs(torch.autograd.Function):
                 sums[2, rows] = exp.mul_(z).sum(1)
             else:
                 sums[0, rows] = z.exp_().sum(1)
+        # tensor ranks have the same rows, so all of them skip the collective or none
         if plan.group is not None and num_rows:
             dist.all_reduce(sums, group=plan.group)
 
         log_sum = sums[0].log()
+        # nan instead of an error: a check on the host would wait for the device
         in_vocab = (targets >= 0) & (targets < plan.shard.vocab_size)
         log_probs = torch.where(in_vocab, sums[1] - log_sum, torch.nan)
         entropy = log_sum - sums[2] / sums[0] if plan.with_entropy else log_sum.new_empty(0)
         if not plan.with_entropy_grad:
             ctx.mark_non_differentiable(entropy)
         ctx.plan, ctx.keep = plan, keep
+        # backward computes the softmax again: its [N, V/tp] in fp32 would be the largest tensor of the step
         ctx.save_for_backward(logits, targets, top + log_sum, entropy)
         return log_probs, entropy
 
@@ -164,7 +168,9 @@ class _LogProbs(torch.autograd.Function):
         plan: _Plan = ctx.plan
         grad_log_probs, grad_entropy = (g.float() for g in grads)
         out = torch.empty_like(logits)
+        # columns of padding: empty_like has arbitrary content, and the chunks do not write there
         out[:, plan.shard.num_ids :] = 0
+        # an fp32 output is its own scratch buffer
         writes_in_place = out.dtype == torch.float32
         buffers = plan.buffers(logits, (not writes_in_place) + plan.with_entropy_grad)
         for rows in plan.chunks(logits.shape[0]):
@@ -181,6 +187,7 @@ class _LogProbs(torch.autograd.Function):
                 grad = log_p.exp_().mul_(factor)
             else:
                 grad = log_p.exp_().mul_(-target_grad)
+            # a target of another rank has a clamped index here, and must add 0 to it
             grad.scatter_add_(1, index, torch.where(is_mine.unsqueeze(1), target_grad, 0.0))
             grad.mul_(plan.scale)
             if not writes_in_place:
@@ -193,6 +200,7 @@ def _row_max(logits: torch.Tensor, targets: torch.Tensor, plan: _Plan, keep: Kee
     num_ids = plan.shard.num_ids
     top = torch.full(logits.shape[:1], -torch.inf, dtype=torch.float32, device=logits.device)
     if num_ids and logits.shape[0] and keep is None:
+        # before the conversion: a maximum is exact in 16 bits, and needs no fp32 copy of the logits
         top = logits[:, :num_ids].amax(1).float() * plan.scale
     elif keep is not None:
         for rows in plan.chunks(logits.shape[0]):
@@ -205,16 +213,17 @@ def _row_max(logits: torch.Tensor, targets: torch.Tensor, plan: _Plan, keep: Kee
 
 
 def _dropped(keep: Keep, rows: slice, index: torch.Tensor, is_mine: torch.Tensor, shard: _Shard) -> torch.Tensor:
-    """``[n, num_ids]`` True at ids outside the kept set; a target is inside in any case."""
+    """``[n, num_ids]`` True at ids outside the kept set. A target is inside in any case."""
     if isinstance(keep, SamplingMask):
         dropped = keep.dropped(rows, shard.first_id, shard.num_ids)
     else:
         dropped = ~keep[rows, : shard.num_ids]
+    # a clamped index of another rank's target must not keep a column: is_mine is false there
     return dropped.scatter_(1, index, dropped.gather(1, index) & ~is_mine.unsqueeze(1))
 
 
 def _head(buffer: torch.Tensor, rows: slice) -> torch.Tensor:
-    """As much of a buffer as these rows need; the last chunk may be shorter."""
+    """As much of a buffer as these rows need. The last chunk may be shorter."""
     return buffer[: rows.stop - rows.start]
 
 

@@ -1,7 +1,7 @@
-"""Importance weights between trainer and engine at three levels, rejection, and how far the two are apart.
+"""Importance weights between trainer and engine at three levels, rejection, and metrics of their distance.
 
 The long form of ``off_policy.truncated_weights``, for ``--custom-tis-function-path``: the function with that hook's
-signature is in ``examples/train_infer_mismatch_helper``. Knows lists with one tensor per sample.
+signature is in ``examples/train_infer_mismatch_helper``. Arguments are lists with one tensor per sample.
 
     rho_t = log pi_trainer - log pi_engine  --level-->  log ratio  --exp-->  ratio  --tis_mode-->  weight
                                                                              ratio  --rs bounds->  mask
@@ -25,16 +25,16 @@ _LEVELS = ("token", "sequence", "geometric")
 
 @dataclass(frozen=True)
 class MismatchSettings:
-    """Keys of the YAML file of ``--custom-config-path``, with its names; all of them are required there.
+    """Keys of the YAML file of ``--custom-config-path``, with its names. All keys are required there.
 
     Attributes:
-        use_tis: multiply the loss by the weights; False reports only.
+        use_tis: multiply the loss by the weights. False: only report.
         use_rs: reject tokens or sequences by the loss mask.
         tis_level, rs_level: ratio of a token, product over the sequence, or geometric mean over it.
-        tis_mode: ``truncate`` min(w, upper); ``clip`` to [lower, upper]; ``mask`` keep w, reject outside.
+        tis_mode: ``truncate`` min(w, upper), ``clip`` to [lower, upper], ``mask`` keep w and reject outside.
         tis_lower_bound: None means 1 / tis_upper_bound.
         rs_lower_bound, rs_upper_bound: None means the tis bound.
-        rs_veto_threshold: a token ratio below it rejects the whole sequence; None switches that off.
+        rs_veto_threshold: a token ratio below it rejects the whole sequence. None switches that off.
         tis_batch_normalize: divide weights by their mean over the micro-batch. The result then depends on packing.
     """
 
@@ -99,7 +99,7 @@ def compute_mis_weights(
     rollout_log_probs: Sequence[torch.Tensor],
     loss_masks: Sequence[torch.Tensor],
 ) -> tuple[Ragged | None, Ragged, dict[str, Ragged]]:
-    """Weights, masks and metrics; every list has one ``[R_i]`` per sample.
+    """Weights, masks and metrics. Every list has one ``[R_i]`` per sample.
 
     Source: "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch", Liu, Li et al.
     2025, for the levels, truncation, masking and the veto.
@@ -119,6 +119,7 @@ def compute_mis_weights(
     if s.use_tis:
         weights, masks = _bounded(s, _ratios(rho, [m.float() for m in loss_masks], s.tis_level), masks, metrics)
     if s.use_rs:
+        # original masks: ratios of a sequence must not depend on tokens that tis_mode has rejected
         masks = _rejected(s, rho, [m.float() for m in loss_masks], masks, metrics)
     if weights is not None:
         weights = _normalised(s, weights, masks, metrics)
@@ -127,6 +128,7 @@ def compute_mis_weights(
 
 
 def _mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    # where, not a product: inf * 0 is nan
     return torch.where(mask != 0, values, 0.0).sum() / mask.sum().clamp(min=1.0)
 
 
@@ -179,9 +181,11 @@ def _rejected(s: MismatchSettings, rho: Ragged, original: Ragged, masks: Ragged,
     ratios = _ratios(rho, original, s.rs_level)
     metrics["rs_mask_fraction_low"] = [(r < low).float() for r in ratios]
     metrics["rs_mask_fraction_high"] = [(r > high).float() for r in ratios]
+    # at the level of sequences all tokens of one have the same ratio, so it is rejected as a whole
     kept = [torch.where((r < low) | (r > high), 0.0, m) for r, m in zip(ratios, masks, strict=True)]
     if s.rs_veto_threshold is None:
         return kept
+    # compared as logs: exp of a very small ratio would underflow to 0
     threshold = math.log(s.rs_veto_threshold)
     vetoes = [(row < threshold) & (mask != 0) for row, mask in zip(rho, original, strict=True)]
     metrics["rs_catastrophic_token_fraction"] = [veto.float() for veto in vetoes]
@@ -197,9 +201,11 @@ def _normalised(s: MismatchSettings, weights: Ragged, masks: Ragged, metrics: di
             count = sum(float(mask.sum()) for mask in masks)
             total = sum(float((w * m).sum()) for w, m in zip(weights, masks, strict=True))
         else:
+            # each sequence counts once, however long it is
             alive = [(w, m) for w, m in zip(weights, masks, strict=True) if m.sum() > 0]
             count, total = float(len(alive)), sum(float(_mean(w, m)) for w, m in alive)
         factor = total / count if count else 0.0
+        # if everything was rejected there is nothing to divide by
         weights = [w / factor for w in weights] if factor > 1e-8 else weights
         metrics["batch_norm_factor"] = [torch.full_like(w, factor) for w in weights]
     final = [w * m for w, m in zip(weights, masks, strict=True)]
@@ -228,6 +234,7 @@ def _distances(train: Ragged, engine: Ragged, rho: Ragged, masks: Ragged) -> dic
         add("training_ppl", train_log_ppl.exp(), row)
         add("rollout_log_ppl", engine_log_ppl, row)
         add("rollout_ppl", engine_log_ppl.exp(), row)
+        # tokens are samples of the engine, so these estimate KL(engine || trainer)
         add("kl", -row, row)
         add("k3_kl", bounded.exp() - row - 1, row)
         add("log_ppl_diff", gap, row)

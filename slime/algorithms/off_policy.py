@@ -1,7 +1,7 @@
 """Corrections for tokens that another policy sampled: weights between trainer and engine, and dropped sequences.
 
 Called by ``policy_loss``. Trainer and engine compute the same weights with different kernels and precision, so samples
-are slightly off-policy even when nothing is stale. All weights are constants: no gradient flows through them.
+are slightly off-policy even if the weights are current.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Correction:
 
     Attributes:
         pg_loss: ``[N]`` per token, with graph.
-        loss_masks: masks to reduce with from here on, one ``[R_i]`` per sample; None: unchanged.
+        loss_masks: masks to reduce with from here on, one ``[R_i]`` per sample. None: unchanged.
         metrics: name -> ``[N]`` per token, without graph.
     """
 
@@ -53,10 +53,11 @@ def icepop(
 ) -> Correction:
     """Like :func:`truncated_weights`, but a token whose weight is outside ``[low, high]`` is dropped.
 
-    Source: IcePop, Ring-1T report, arXiv:2510.18855. The token still counts in the denominator.
+    Source: IcePop, Ring-1T report, arXiv:2510.18855.
     """
     weight = _ratio(train_log_probs, rollout_log_probs)
     is_inside = (weight >= low) & (weight <= high)
+    # weight 0 instead of a mask: the token still counts in the denominator
     return _weighted(pg_loss, weight, torch.where(is_inside, weight, 0.0))
 
 
@@ -66,13 +67,15 @@ def drifted_tokens(
     """Off-policy sequence masking: 1.0 at tokens to drop, ``[N]``.
 
     Source: DeepSeek-V3.2, arXiv:2512.02556, section 3.1: a sequence whose mean ``log(pi_old / pi_new)`` exceeds
-    ``delta`` is not learnt from where its advantage is negative.
+    ``delta`` gives no gradient if its advantage is negative.
     """
+    # the mean of the whole sample at each of its tokens: a sequence is dropped as a whole
     drift = samples.spread(samples.means((old_log_probs - log_probs).detach()))
     return ((advantages < 0) & (drift > delta)).to(log_probs.dtype)
 
 
 def _ratio(train_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor) -> torch.Tensor:
+    # constants: with a graph the weight would add a second gradient to the policy term
     return torch.exp(train_log_probs.detach().float() - rollout_log_probs.detach().float())
 
 

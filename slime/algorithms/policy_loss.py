@@ -4,8 +4,8 @@
     entropy ------------------------------------------------- - entropy_coef -+--> loss
     new, reference log-probs --> KL estimate ------------------ + kl_loss_coef+
 
-Called by the trainer's loss dispatch with flat per-token tensors; knows no model, batch layout or process group. All
-tensors are ``[N]``, the response tokens of the micro-batch in sample order, whole on every rank.
+Called by the trainer's loss dispatch with flat per-token tensors, whatever model, batch layout and process groups are.
+All tensors are ``[N]``, the response tokens of the micro-batch in sample order, whole on every rank.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ MakeReducer: TypeAlias = Callable[[Sequence[torch.Tensor]], Reducer]
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """Everything the loss needs to know about the response tokens; each ``[N]`` fp32.
+    """The input of the loss for the response tokens, each ``[N]`` fp32.
 
     Attributes:
         log_probs: under the current weights, with graph.
         advantages: credit per token.
-        entropy: of the current distribution; with graph only when it has a coefficient. None when not computed.
+        entropy: of the current distribution, with graph only if it has a coefficient. None: not computed.
         old_log_probs: under the weights at the start of this rollout's training. None: the current weights still are
             those weights, the ratio is exactly 1.
         rollout_log_probs: as the engine reported them while sampling.
         ref_log_probs: under the reference model.
-        opd_reverse_kl: divergence from the teacher that went into the advantages; reported only.
+        opd_reverse_kl: divergence from the teacher that went into the advantages, for the report only.
     """
 
     log_probs: Tokens
@@ -68,7 +68,7 @@ def policy_loss(
     original masks, all others with those that the correction leaves.
 
     Args:
-        correct: replaces :func:`truncated_weights` under ``use_tis``; under ``get_mismatch_metrics`` alone only its
+        correct: replaces :func:`truncated_weights` under ``use_tis``. Under ``get_mismatch_metrics`` alone only its
             metrics are used.
         make_pg_reducer: makes the reducer of the policy-gradient term.
 
@@ -84,15 +84,18 @@ def policy_loss(
     dropped = None
     if settings.use_opsm:
         dropped = drifted_tokens(new, old, tokens.advantages, samples, settings.opsm_delta)
+        # a factor and not a mask: dropped tokens still count in the denominator
         per_token = per_token * (1 - dropped)
     correction = _correct(per_token, tokens, settings, correct)
     masks = samples.loss_masks if correction.loss_masks is None else correction.loss_masks
+    # tokens that the correction rejects leave the sums, but denominators stay those of the original masks
     reduce = samples.reducer(masks)
 
     loss = pg_loss = (reduce if make_pg_reducer is None else make_pg_reducer(masks))(correction.pg_loss)
     metrics = {"pg_loss": pg_loss}
     if tokens.entropy is not None:
         entropy = reduce(tokens.entropy)
+        # the entropy itself: the metric has neither coefficient nor sign
         metrics["entropy_loss"] = entropy
         loss = loss - settings.entropy_coef * entropy
     elif settings.entropy_coef != 0:
@@ -100,6 +103,7 @@ def policy_loss(
     metrics["pg_clipfrac"] = reduce(clipped)
     metrics["ppo_kl"] = reduce(ppo_kl)
     if tokens.rollout_log_probs is not None:
+        # with --use-rollout-logprobs old holds the engine's values: the difference would always be 0
         trained = new if settings.use_rollout_logprobs else old
         metrics["train_rollout_logprob_abs_diff"] = observe((trained - tokens.rollout_log_probs).abs())
     if settings.use_kl_loss:
@@ -121,7 +125,7 @@ def _old_log_probs(tokens: PolicyTokens, settings: AlgorithmArgs) -> Tokens:
     if settings.use_rollout_logprobs:
         return _engine_log_probs(tokens, "--use-rollout-logprobs")
     if settings.true_on_policy_mode or tokens.old_log_probs is None:
-        return tokens.log_probs.detach()
+        return tokens.log_probs.detach()  # the ratio is exactly 1, but still has its gradient
     return tokens.old_log_probs
 
 
@@ -140,6 +144,7 @@ def _correct(per_token: Tokens, tokens: PolicyTokens, settings: AlgorithmArgs, c
         result = truncated_weights(per_token, trained, engine, settings.tis_clip_low, settings.tis_clip)
     else:
         result = correct(per_token, trained, engine)
+    # --get-mismatch-metrics alone must not change the loss
     return result if settings.use_tis else Correction(per_token, None, result.metrics)
 
 

@@ -1,4 +1,4 @@
-"""PPO with a critic: credit by generalised advantage estimation, and the critic's loss.
+"""PPO with a critic: credit by generalized advantage estimation, and the critic's loss.
 
 ``credit`` is called once per rollout, ``value_loss`` per micro-batch of the critic. The policy's surrogate is in
 ``clip``.
@@ -26,8 +26,8 @@ def credit(data: CreditData, kl: Ragged, settings: AlgorithmArgs) -> Credit:
     gets the reward.
 
     Returns:
-        fp32 tensors ``[R_i]``: advantages, and returns (advantage + value), the critic's target. Advantage 0 where a
-        token takes no part.
+        fp32 tensors ``[R_i]``: advantages, and returns (advantage + value), the critic's target. The advantage of a
+        token that takes no part is 0.
 
     Raises:
         ValueError: no values.
@@ -41,6 +41,7 @@ def credit(data: CreditData, kl: Ragged, settings: AlgorithmArgs) -> Credit:
         return _credit(data.rewards, data.values, kl, settings)
     parts = [mask.to(estimate.device) != 0 for mask, estimate in zip(data.loss_masks, kl, strict=True)]
     inside = _credit(data.rewards, _selected(data.values, parts), _selected(kl, parts), settings)
+    # an untrained token keeps its value as its return, so that the critic's error there is 0
     wholes = [value.float() for value in data.values]
     return Credit(
         advantages=_put(inside.advantages, parts, [torch.zeros_like(value) for value in wholes]),
@@ -53,6 +54,7 @@ def _credit(rewards: Sequence[float], values: Ragged, kl: Ragged, settings: Algo
     for reward, estimate in zip(rewards, kl, strict=True):
         row = -settings.kl_coef * estimate.float()
         if row.numel():
+            # row is a new tensor: kl itself must not change, it is reported
             row[-1] += reward
         rows.append(row)
     if not rows:
@@ -61,6 +63,7 @@ def _credit(rewards: Sequence[float], values: Ragged, kl: Ragged, settings: Algo
     padded = pad(rows, batch_first=True), pad([value.float() for value in values], batch_first=True)
     advantages, returns = chunked_gae(*padded, settings.gamma, settings.lambd)
     lengths = [len(row) for row in rows]
+    # clone: a view would keep the padded batch in memory
     return Credit(
         advantages=[row[:n].clone() for row, n in zip(advantages, lengths, strict=True)],
         returns=[row[:n].clone() for row, n in zip(returns, lengths, strict=True)],
@@ -72,7 +75,7 @@ def _selected(rows: Ragged, parts: Ragged) -> list[torch.Tensor]:
 
 
 def _put(rows: Ragged, parts: Ragged, wholes: Ragged) -> list[torch.Tensor]:
-    """``wholes`` with ``rows`` at the places of ``parts``."""
+    """Copies of ``wholes`` with ``rows`` at the positions where ``parts`` is true."""
     return [
         whole.masked_scatter(part.to(whole.device), row.to(whole.device))
         for row, part, whole in zip(rows, parts, wholes, strict=True)
@@ -82,7 +85,7 @@ def _put(rows: Ragged, parts: Ragged, wholes: Ragged) -> list[torch.Tensor]:
 def value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, value_clip: float, reduce: Reducer
 ) -> LossOutput:
-    """Squared error of the critic, pessimistic about moving further than ``value_clip`` from its old estimate.
+    """Squared error of the critic, pessimistic about changes of more than ``value_clip`` from its old estimate.
 
     Source: the PPO2 implementation of OpenAI Baselines, without its factor 1/2:
 

@@ -1,8 +1,7 @@
-"""From per-token values to one scalar: the mean per rollout, or the sum over tokens.
+"""Reduces per-token values to one scalar: the mean per rollout, or the sum over tokens.
 
-A reducer returns a *sum* over the samples of its micro-batch; the division by the number of rollouts (or tokens) of
-the whole step happens where all micro-batches and ranks are known. That is what makes the loss independent of how
-samples are spread over micro-batches and ranks.
+A reducer returns a *sum* over the samples of its micro-batch. The step divides by the number of rollouts (or
+tokens) of all micro-batches and ranks. So the loss does not depend on how samples are divided among them.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ Reducer: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Samples:
-    """How the flat response tokens of a micro-batch divide into samples; responses are whole on every rank.
+    """The samples of a micro-batch, which share one flat ``[N]`` of response tokens. Responses are whole on every rank.
 
     Attributes:
-        response_lengths: ``R_i``; 0 is allowed.
+        response_lengths: ``R_i``. 0 is allowed.
         loss_masks: per sample ``[R_i]``, 1 = trained, on the device of the values.
         rollout_mask_sums: ``[n]`` trained tokens of the whole rollout that each sample belongs to.
         per_token: reduce to the sum over tokens instead of the sum of means per rollout.
@@ -35,7 +34,7 @@ class Samples:
     per_token: bool = False
 
     def reducer(self, loss_masks: Sequence[torch.Tensor] | None = None) -> Reducer:
-        """The reducer of these samples; with other masks the denominators stay those of the original ones."""
+        """The reducer of these samples. With other masks the denominators stay those of the original ones."""
         masks = self.loss_masks if loss_masks is None else loss_masks
         return make_reducer(self.response_lengths, masks, self.rollout_mask_sums, per_token=self.per_token)
 
@@ -52,6 +51,7 @@ class Samples:
 
     def means(self, values: torch.Tensor) -> torch.Tensor:
         """``[N]`` -> ``[n]`` mean over the trained tokens of each sample, 0 without any. Differentiable."""
+        # clamp: a sample without trained tokens has mean 0
         counts = segment_sum(self.mask, self.response_lengths).clamp(min=1.0)
         # where, not a product: an inf at a masked token must not become nan
         return segment_sum(torch.where(self.mask, values.float(), 0.0), self.response_lengths) / counts
@@ -59,6 +59,7 @@ class Samples:
     def spread(self, per_sample: torch.Tensor) -> torch.Tensor:
         """``[n]`` -> ``[N]``, each value at all tokens of its sample. Differentiable."""
         lengths = torch.tensor(list(self.response_lengths), dtype=torch.int64, device=per_sample.device)
+        # output_size: without it the host waits for the device to sum the lengths
         return per_sample.repeat_interleave(lengths, output_size=sum(self.response_lengths))
 
 
@@ -74,9 +75,8 @@ def make_reducer(
         rollout mean (default)   sum_i (sum_t m_it x_it) / max(d_i, 1)
         per token                sum_i  sum_t m_it x_it
 
-    ``d_i`` counts the trained tokens of the whole *rollout* sample i belongs to. All samples of a rollout divide by
-    the same number, so a rollout weighs the same however many samples (sub-agents, compacted contexts) it was cut
-    into. A fully masked sample adds 0 to either sum.
+    ``d_i`` counts the trained tokens of the whole *rollout* of sample i. All samples of a rollout divide by the same
+    number, so its weight does not depend on the number of its samples (sub-agents, compacted contexts).
 
     Args:
         response_lengths: ``R_i`` per sample.
@@ -89,10 +89,12 @@ def make_reducer(
     """
     _check_lengths(response_lengths, loss_masks, rollout_mask_sums)
     if not loss_masks:
+        # zero, but with the graph of the values: a backward pass may contain collectives
         return lambda values: values.float().sum()
     mask = torch.cat([m.reshape(-1) for m in loss_masks])
     weights = mask.float()
     if not per_token:
+        # clamp: a fully masked rollout adds 0 and not 0 / 0
         denominators = rollout_mask_sums.to(device=mask.device, dtype=torch.float32).clamp(min=1.0)
         lengths = torch.tensor(list(response_lengths), device=mask.device)
         weights = weights / denominators.repeat_interleave(lengths, output_size=mask.numel())
@@ -118,7 +120,7 @@ def segment_sum(values: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
 
 
 def count_tokens(loss_masks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Trained tokens of a micro-batch, a scalar int64 tensor: the normaliser of the per-token mode.
+    """Trained tokens of a micro-batch, a scalar int64 tensor: the normalizer of the per-token mode.
 
     A fully masked sample counts 0 tokens, so removing a sample and masking it out give the same mean.
     """

@@ -1,11 +1,11 @@
-"""Which ids each token was sampled from, where top-p or top-k cut the vocabulary, and the rows of logits it leaves.
+"""The ids that each token was sampled from, if top-p or top-k cut the vocabulary.
 
 The engine sampled from ``softmax(z)`` cut to a set S and scaled up to 1. The policy that trains is the same cut,
 
     pi_S(v) = exp(z_v) / sum_{u in S} exp(z_u)    for v in S,
 
-with the engine's S for old and new weights alike: replayed, not computed again, as a set of the trainer's own could
-lack the very token that was sampled.
+with the engine's S for old and new weights. S is recorded and not computed again, because a set from the trainer's
+logits may lack the token that was sampled.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class SamplingMask:
 
         Args:
             ids: per sample the sets of its response tokens, flattened.
-            offsets: per sample ``[R_i + 1]``, where each set starts; first 0, last ``len(ids)``.
-            select: ``[N]`` positions among all response tokens; the rows of the result. None means all of them.
-            device: of the result; None means that of ``ids``.
+            offsets: per sample ``[R_i + 1]``, where each set starts. First 0, last ``len(ids)``.
+            select: ``[N]`` positions among all response tokens, one per row of the result. None means all of them.
+            device: of the result. None means that of ``ids``.
 
         Raises:
             ValueError: offsets that do not fit the ids.
@@ -58,6 +58,7 @@ class SamplingMask:
                 raise ValueError(
                     f"sample {sample}: sampling mask with {len(some)} ids, offsets {borders.tolist()[-1:]}"
                 )
+        # on the host: the sizes of the result are needed there, and each would be a wait for the device
         counts = torch.cat([borders.long().diff() for borders in offsets]).cpu()
         flat = torch.cat([some.long() for some in ids])
         if select is not None:

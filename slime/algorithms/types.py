@@ -14,7 +14,7 @@ Ragged: TypeAlias = Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class CreditData:
-    """The input of an estimator; each ragged field has one fp32 ``[R_i]`` per sample, or is None.
+    """The input of an estimator. Each ragged field has one fp32 ``[R_i]`` per sample, or is None.
 
     Attributes:
         rewards: per sample, after normalization by group if the estimator wants it.
@@ -53,7 +53,7 @@ class LossOutput:
     Attributes:
         loss: scalar with a graph, in reducer space: the sum that the reducer returns for this micro-batch, before
             the division by the step's number of rollouts (or tokens).
-        metrics: detached scalars in the same space; the same names in the same order on every micro-batch and rank.
+        metrics: detached scalars in the same space. The same names in the same order on every micro-batch and rank.
     """
 
     loss: torch.Tensor
