@@ -1,6 +1,6 @@
 """Number partitioning: bins of bounded size, and sets of equal sum. Pure Python, deterministic, indices only.
 
-Called by the schedule; knows nothing about samples or ranks. Ties are broken by item lists, so that every process that
+Called by the schedule. Does not depend on samples or ranks. Ties are broken by item lists, so that every process that
 sees the same numbers gets the same partition.
 """
 
@@ -17,7 +17,7 @@ Bins: TypeAlias = list[list[int]]
 
 
 def first_fit_pack(lengths: Sequence[int], cap: int) -> Bins:
-    """Put each item, in order, into the first bin that has room. An item above ``cap`` gets a separate bin."""
+    """Put each item, in order, into the first bin that has room, or into a new one."""
     bins: Bins = []
     sums: list[int] = []
     for index, length in enumerate(lengths):
@@ -27,6 +27,7 @@ def first_fit_pack(lengths: Sequence[int], cap: int) -> Bins:
                 sums[b] += length
                 break
         else:
+            # samples are never cut: an item above the cap gets a separate bin
             bins.append([index])
             sums.append(length)
     return bins
@@ -41,7 +42,8 @@ def expand_bins_by_splitting(bins: Bins, target: int, lengths: Sequence[int]) ->
     while len(bins) < target:
         candidates = [(sum(lengths[i] for i in items), b) for b, items in enumerate(bins) if len(items) > 1]
         if not candidates:
-            return
+            return  # fewer bins than ``target``: the caller must check their number
+        # the position breaks ties, so that every process splits the same bin
         _, position = max(candidates)
         bins[position], right = split_bin(bins[position], lengths)
         bins.append(right)
@@ -51,6 +53,7 @@ def split_bin(items: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], 
     """Two halves of a bin: longest item first, each to the lighter half (the left one on a tie)."""
     halves: tuple[list[int], list[int]] = ([], [])
     sums = [0, 0]
+    # the sort is stable: equal lengths keep their order on every process
     for index in sorted(items, key=lambda i: -lengths[i]):
         side = 0 if sums[0] <= sums[1] else 1
         halves[side].append(index)
@@ -59,11 +62,12 @@ def split_bin(items: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], 
 
 
 def get_seqlen_balanced_partitions(values: Sequence[int], k: int, equal_size: bool) -> Bins:
-    """Partition ``range(len(values))`` into k non-empty sets of similar sum; each set sorted.
+    """Partition ``range(len(values))`` into k non-empty sets of similar sum. Each set is sorted.
 
     Raises:
         DataError: fewer values than sets, or ``equal_size`` with a count that k does not divide.
     """
+    # an empty set would be a micro-batch without samples
     if len(values) < k:
         raise DataError(f"cannot partition {len(values)} items into {k} non-empty sets")
     partitions = [sorted(items) for items in karmarkar_karp(values, k, equal_size)]
@@ -74,7 +78,7 @@ def get_seqlen_balanced_partitions(values: Sequence[int], k: int, equal_size: bo
 
 @dataclass(frozen=True, order=True)
 class _Set:
-    """A set under construction; compared by sum, then size, then items."""
+    """A set under construction, compared by sum, then size, then items."""
 
     total: int
     size: int
@@ -90,6 +94,7 @@ class _State:
     def __init__(self, sets: Sequence[_Set], k: int) -> None:
         self.sets = sorted(sets, reverse=True)
         self.k = k
+        # with fewer than k stored sets the smallest set is empty, and its total is 0
         self.spread = self.sets[0].total - (self.sets[-1].total if len(self.sets) == k else 0)
 
     def __lt__(self, other: _State) -> bool:
@@ -99,19 +104,19 @@ class _State:
         return self.sets[0] > other.sets[0]
 
     def merge(self, other: _State) -> _State:
-        """Largest set of one with the smallest of the other, and so on."""
         merged = list(self.sets)
         for position, item in enumerate(other.sets):
+            # counted from the end: a large set meets a small one, and the differences cancel
             partner = self.k - 1 - position
             if partner < len(self.sets):
                 merged[partner] = merged[partner].merge(item)
-            else:
+            else:  # the partner is an empty set, which is not stored
                 merged.append(item)
         return _State(merged, self.k)
 
 
 def karmarkar_karp(values: Sequence[int], k: int, equal_size: bool) -> Bins:
-    """Largest-differencing method (Karmarkar and Karp 1982) for k sets; unsorted, possibly empty sets.
+    """Largest-differencing method (Karmarkar and Karp 1982) for k sets. They are unsorted and may be empty.
 
     Values must not be negative. With ``equal_size`` every set gets ``len(values) / k`` items.
     """
@@ -120,11 +125,13 @@ def karmarkar_karp(values: Sequence[int], k: int, equal_size: bool) -> Bins:
     if equal_size:
         if len(values) % k:
             raise DataError(f"cannot partition {len(values)} items into {k} sets of equal size")
+        # a state starts with one item in each of its k sets, so every merge keeps the sizes equal
         heap = [_State(singles[start : start + k], k) for start in range(0, len(singles), k)]
     else:
         heap = [_State([single], k) for single in singles]
     heapq.heapify(heap)
     while len(heap) > 1:
+        # differencing: the two states of the largest spread are merged, which cancels most of it
         first = heapq.heappop(heap)
         heapq.heappush(heap, first.merge(heapq.heappop(heap)))
     found = [list(item.items) for item in heap[0].sets] if heap else []

@@ -1,7 +1,7 @@
-"""Samples become columns: rewards, masks, rollout ids and everything optional that the samples carry.
+"""Turns samples into columns: rewards, masks, rollout ids and the optional values of the samples.
 
-Called once per rollout, before scheduling. The columns are those of ``slime.data.columns``. Values are those that the
-samples hold, without copies; masks, which most samples leave out, are tensors of bytes.
+Called once per rollout, before scheduling. The columns are those of ``slime.data.columns``. Values are those of the
+samples, without copies. Only masks are made here.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def compile_train_data(
     """Turn the samples of one rollout into training columns.
 
     Args:
-        groups: samples, groups of samples, or any nesting of both; flattened in order.
-        rewards: how rewards are normalised.
+        groups: samples, groups of samples, or any nesting of both. They are flattened in order.
+        rewards: how rewards are normalized.
         post_process: replaces :mod:`slime.batch.rewards`.
         convert: replaces everything but the completion: ``rollout_ids``, ``rollout_mask_sums`` and ``total_lengths``
             are added when it leaves them out.
@@ -58,8 +58,9 @@ def compile_train_data(
 
 
 def fill_rollout_ids(rollout_ids: Sequence[int | None]) -> list[int]:
-    """A sample without a rollout id is one rollout: it gets the smallest unused id."""
+    """Fill in missing rollout ids. A sample without an id is a separate rollout and gets the smallest unused id."""
     taken = {i for i in rollout_ids if i is not None}
+    # always enough: at most as many of these ids are taken as samples have an id
     free = (i for i in range(len(rollout_ids)) if i not in taken)
     return [next(free) if i is None else i for i in rollout_ids]
 
@@ -74,14 +75,16 @@ def rollout_mask_sums(rollout_ids: Sequence[int], loss_masks: Sequence[Any]) -> 
 
 
 def _check_rows(node: Any, depth: int = 0) -> None:
-    """The rows of one execution, a list within a group, weigh as one only if they say that they belong together."""
+    """Check that all rows of one execution, which are a list within a group, have the same rollout id."""
     if isinstance(node, Sample):
         return
+    # depth 0 is the rollout, 1 a group, 2 the rows of one execution
     if depth < 2 or not all(isinstance(item, Sample) for item in node):
         for item in node:
             _check_rows(item, depth + 1)
         return
     ids = {sample.rollout_id for sample in node}
+    # rows with different ids would each weigh as much in the loss as a whole rollout
     if len(node) > 1 and (None in ids or len(ids) > 1):
         raise DataError(
             f"the {len(node)} rows that one execution made of sample {node[0].index} (group {node[0].group_index}) "
@@ -93,6 +96,7 @@ def _default_columns(
     samples: list[Sample], rewards: RewardArgs, post_process: PostProcessHook | None, args: Any
 ) -> TrainData:
     raw, normalized = _rewards(samples, rewards, post_process, args)
+    # for logs only: the rewards that train are already computed
     if any("raw_reward" in s.metadata for s in samples):
         raw = [_logged_reward(s, value) for s, value in zip(samples, raw, strict=True)]
     masks = [_loss_mask(s) for s in samples]
@@ -131,9 +135,10 @@ def _rewards(
     raw = raw_rewards(samples, settings)
     if not settings.is_centered:
         return raw, list(raw)
+    # a failed sample has no part in the mean and the deviation of its group: the quality of its response is unknown
     keys = group_keys(samples, settings.n_samples_per_prompt)
     scored = [i for i, sample in enumerate(samples) if not (sample.remove_sample and _has_failed(sample))]
-    processed = [0.0] * len(samples)  # the quality of a failed response is unknown
+    processed = [0.0] * len(samples)
     relative = normalize_by_group([raw[i] for i in scored], [keys[i] for i in scored], divide_by_std=settings.is_scaled)
     for i, value in zip(scored, relative, strict=True):
         processed[i] = value
@@ -164,7 +169,7 @@ def _has_failed(sample: Sample) -> bool:
 
 
 def _loss_mask(sample: Sample) -> torch.Tensor:
-    """The mask of a sample as bytes, checked. With ``remove_sample`` it only counts in its group's mean."""
+    """The checked mask of a sample, int8 ``[R]``: zeros with ``remove_sample``, ones if the sample has none."""
     length, total = sample.response_length, len(sample.tokens)
     where = f"sample {sample.index} (group {sample.group_index})"
     if not 0 <= length < max(total, 1):
@@ -175,9 +180,11 @@ def _loss_mask(sample: Sample) -> torch.Tensor:
     mask = sample.loss_mask
     if mask is not None and len(mask) != length:
         raise DataError(f"{where} has a loss mask of {len(mask)} for a response of {length} tokens: they must be equal")
+    # users' functions may set lists, arrays or tensors
     entries = [] if mask is None else mask.tolist() if hasattr(mask, "tolist") else mask
     for entry in set(entries) - {0, 1}:
         raise DataError(f"{where} has a loss mask with {entry!r}: entries must be 0 or 1")
+    # the reward of a removed sample still counts in the mean of its group, unless the sample failed
     if sample.remove_sample:
         return torch.zeros(length, dtype=torch.int8)
     return torch.ones(length, dtype=torch.int8) if mask is None else torch.tensor(mask, dtype=torch.int8)
@@ -186,7 +193,7 @@ def _loss_mask(sample: Sample) -> torch.Tensor:
 def _optional_column(
     column: Column, samples: list[Sample], masks: list[torch.Tensor]
 ) -> Iterator[tuple[str, list[Any]]]:
-    """The column, if any sample has it. A missing value is filled in only if that cannot change the training."""
+    """The column, if any sample has it. Raises DataError for a trained sample without it."""
     values = [getattr(s, column.sample_field) for s in samples]
     is_missing = [v is None or (column.form == "plain" and len(v) == 0) for v in values]
     if all(is_missing):
@@ -202,9 +209,11 @@ def _optional_column(
 def _per_input(column: Column, samples: list[Sample], values: list[Any], masks: list[torch.Tensor]) -> list[Any]:
     names = [f"sample {sample.index} (group {sample.group_index})" for sample in samples]
     for name, value, mask in zip(names, values, masks, strict=True):
+        # a missing value may be filled in only if no token of the sample is trained
         if value is None and mask.any():
             raise missing_column(column, name)
     lengths = [len(sample.tokens) for sample in samples]
+    # rows after the last trained token cannot change the loss, so an engine may leave them out
     needed = [_last_trained(length, mask) for length, mask in zip(lengths, masks, strict=True)]
     try:
         return compact_routed_experts(values, lengths, needed, names)
@@ -213,7 +222,7 @@ def _per_input(column: Column, samples: list[Sample], values: list[Any], masks: 
 
 
 def _last_trained(num_tokens: int, mask: torch.Tensor) -> int:
-    """Position of the last trained token, which is also the number of inputs before it; 0 without one."""
+    """Position of the last trained token, which is also the number of inputs before it. It is 0 without one."""
     trained = mask.nonzero()
     return num_tokens - len(mask) + int(trained[-1]) if len(trained) else 0
 
@@ -223,7 +232,7 @@ def _per_token(column: Column, sample: Sample, value: Any, mask: torch.Tensor) -
     if value is None:
         if mask.any():
             raise missing_column(column, where)
-        return [0.0] * sample.response_length
+        return [0.0] * sample.response_length  # never read: the whole sample is masked out
     if len(value) != sample.response_length:
         raise DataError(f"{where} has {len(value)} {column.name} for a response of {sample.response_length} tokens")
     return value
@@ -240,9 +249,11 @@ def _complete(data: TrainData, num_samples: int | None) -> TrainData:
     if not isinstance(data, dict) or "tokens" not in data or "loss_masks" not in data:
         raise DataError(f"{who} must give a dict with at least the columns tokens and loss_masks")
     n = len(data["tokens"])
+    # a user's conversion may leave out columns that follow from others
     data.setdefault("rollout_ids", list(range(n)))
     data.setdefault("rollout_mask_sums", rollout_mask_sums(data["rollout_ids"], data["loss_masks"]))
     data.setdefault("total_lengths", [len(tokens) for tokens in data["tokens"]])
+    # columns of a rank do not exist before the batch is cut
     needed = [c.name for c in COLUMNS.values() if c.required and c.per != "rank"]
     missing = [name for name in needed if name not in data]
     if missing:
@@ -269,6 +280,7 @@ def sampling_sets(samples: list[Sample], masks: list[torch.Tensor]) -> TrainData
         if sets[1] is None:
             if mask.any():
                 raise missing_column(COLUMNS[offsets], where)
+            # masked out: rows without ids keep the whole vocabulary
             sets = [], [0] * (sample.response_length + 1)
         response = sample.tokens[len(sample.tokens) - sample.response_length :]
         if problem := _problem(response, mask, *sets):
@@ -279,7 +291,7 @@ def sampling_sets(samples: list[Sample], masks: list[torch.Tensor]) -> TrainData
 
 
 def _problem(tokens: Sequence[int], mask: torch.Tensor, ids: Any, offsets: Any) -> str | None:
-    """The error in the sets of a response, in words for its sample; None if they are right.
+    """The error in the sets of a response, as the end of a sentence about its sample. None if they are right.
 
     Args:
         tokens: the response, ``[R]``.
@@ -295,9 +307,11 @@ def _problem(tokens: Sequence[int], mask: torch.Tensor, ids: Any, offsets: Any) 
     counts = offsets.long().diff()
     if len(counts) and int(counts.min()) < 0:
         return "has offsets of sampling sets that decrease"
+    # position in the response that each id belongs to
     owner = torch.arange(len(tokens)).repeat_interleave(counts)
     is_token = ids.long() == torch.as_tensor(tokens, dtype=torch.int64)[owner]
     found = torch.zeros(len(tokens), dtype=torch.bool).index_fill_(0, owner[is_token], True)
+    # log-probs always keep the target: a set without it would give wrong values and no error
     lost = (mask.bool() & ~found).nonzero()
     if not len(lost):
         return None

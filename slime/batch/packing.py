@@ -4,7 +4,7 @@
     position ids  0 1 2 3 4 | 0 1 2 3 4 | 0 1
     response rows     2 3       6 7 8              the logits of row t predict token t + 1
 
-Called by a trainer once per micro-batch. Knows no model.
+Called by a trainer once per micro-batch. Does not depend on the model.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from slime.utils.errors import DataError
 
 @dataclass(frozen=True)
 class PackedSequences:
-    """One micro-batch as the model sees it; all tensors on one device.
+    """One micro-batch as the model sees it. All tensors are on one device.
 
     Attributes:
         tokens: ``[1, T]`` int64, padding is token 0.
         position_ids: ``[1, T]`` int64, from 0 in every segment.
-        cu_seqlens: ``[S + 1]`` int32, borders of the segments; padding, if any, is one more segment.
+        cu_seqlens: ``[S + 1]`` int32, borders of the segments. Padding, if any, is one more segment.
         max_seqlen: longest segment.
-        response_rows: ``[N]`` int64, the row whose logits predict each response token; samples in order.
+        response_rows: ``[N]`` int64, the row whose logits predict each response token. Samples in order.
         response_targets: ``[N]`` int64, the response tokens.
     """
 
@@ -50,9 +50,9 @@ def pack(
 
     Args:
         tokens: per sample ``[L_i]`` int64, prompt then response.
-        response_lengths: ``R_i``; 0 is allowed.
+        response_lengths: ``R_i``. 0 is allowed.
         segment_multiple: context parallelism cuts every segment into this many equal pieces.
-        pad_multiple: a multiple of ``segment_multiple``; the padding is one more segment.
+        pad_multiple: a multiple of ``segment_multiple``. The padding is one more segment.
         device: of the result (default: the device of the tokens).
 
     Raises:
@@ -68,6 +68,7 @@ def pack(
                 "at least one prompt token"
             )
     device = tokens[0].device if device is None else torch.device(device)
+    # -n % m is the distance from n to the next multiple of m
     segments = [length + -length % segment_multiple for length in lengths]
     rows_of = [t.reshape(-1) for t in tokens]
     if segments != lengths:
@@ -78,9 +79,11 @@ def pack(
     flat = torch.cat(rows_of)
     padding = -flat.numel() % pad_multiple
     if padding:
+        # a separate segment: padding must not make the last sample longer
         segments.append(padding)
         flat = torch.nn.functional.pad(flat, (0, padding))
 
+    # indices are computed on the host and copied once, instead of many small kernels on the device
     counts = torch.tensor(segments)
     ends = counts.cumsum(0)
     starts = ends - counts
@@ -93,6 +96,7 @@ def pack(
     return PackedSequences(
         tokens=flat.to(device).unsqueeze(0),
         position_ids=position_ids.to(device).unsqueeze(0),
+        # int32: attention kernels take no other borders
         cu_seqlens=torch.nn.functional.pad(ends, (1, 0)).to(device=device, dtype=torch.int32),
         max_seqlen=max(segments),
         response_rows=rows.to(device),

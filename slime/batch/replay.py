@@ -1,4 +1,4 @@
-"""Rollouts on disk: dumped after generation, replayed by a later run that trains without engines.
+"""Dumps rollouts to disk after generation, and reads them in a later run that trains without engines.
 
 A file is ``torch.save({"rollout_id": int, "samples": [Sample.to_dict(), ...]})``. Called in the rollout process.
 """
@@ -16,14 +16,14 @@ from slime.utils.errors import ConfigError, DataError
 
 
 def save_debug_rollout_data(path_template: str | None, data: Any, *, rollout_id: int, evaluation: bool) -> Path | None:
-    """Write the samples of a rollout, or of an evaluation (``eval_<id>``); the file appears complete or not at all.
+    """Write the samples of a rollout, or of an evaluation (``eval_<id>``). The file appears complete or not at all.
 
     Args:
-        path_template: ``--save-debug-rollout-data``; None writes nothing.
+        path_template: ``--save-debug-rollout-data``. None writes nothing.
         data: groups of samples, or the result of an evaluation (data set name -> ``{"samples": [...], ...}``).
 
     Returns:
-        The file; None also if writing failed, which is logged.
+        The file. None also if writing failed, which is logged.
     """
     if path_template is None:
         return None
@@ -35,7 +35,7 @@ def save_debug_rollout_data(path_template: str | None, data: Any, *, rollout_id:
 
 
 def save_tokenizer(directory: str | None, hf_checkpoint: str) -> None:
-    """Put the tokenizer beside the dumps (``<directory>/tokenizer``), so that they can be read without the model."""
+    """Put the tokenizer beside the dumps (``<directory>/tokenizer``), so that no checkpoint is needed to read them."""
     if directory is not None:
         load_tokenizer(hf_checkpoint, trust_remote_code=True).save_pretrained(Path(directory) / "tokenizer")
 
@@ -46,11 +46,11 @@ def load_debug_rollout_data(
     """Read a dump back.
 
     Args:
-        path_template: ``--load-debug-rollout-data``; without ``{rollout_id}`` the same file serves every rollout.
-        subsample_ratio: ``--load-debug-rollout-data-subsample``; keeps that fraction, half from either end.
+        path_template: ``--load-debug-rollout-data``. Without ``{rollout_id}`` the same file serves every rollout.
+        subsample_ratio: ``--load-debug-rollout-data-subsample``. Keeps that fraction, half from either end.
 
     Raises:
-        DataError: no such file, or not a dump; names the flag and the file.
+        DataError: no such file, or not a dump. Names the flag and the file.
         ConfigError: a template or a fraction that cannot work.
     """
     flag = "--load-debug-rollout-data"
@@ -59,12 +59,14 @@ def load_debug_rollout_data(
         return samples
     if not 0 < subsample_ratio <= 1:
         raise ConfigError(f"--load-debug-rollout-data-subsample {subsample_ratio} must be above 0 and at most 1.")
+    # at least one sample, however small the fraction
     keep = max(1, int(len(samples) * subsample_ratio))
     head = keep // 2
     return samples[:head] + samples[len(samples) - (keep - head) :]
 
 
 def _samples_of(data: Any) -> Iterable[Sample]:
+    # training: groups of samples. An evaluation is a mapping with one entry per data set.
     if not isinstance(data, Mapping):
         return iter_samples(data)
     found: list[Sample] = []

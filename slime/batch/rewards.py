@@ -15,8 +15,8 @@ from slime.data.sample import Sample
 from slime.data.values import reward_number
 from slime.utils.errors import DataError
 
-_STD_EPSILON = 1e-6
-_PATIENCE = 3
+_STD_EPSILON = 1e-6  # keeps the division finite for rewards that are almost equal
+_PATIENCE = 3  # rollouts in a row
 
 logger = logging.getLogger(__name__)
 
@@ -42,19 +42,21 @@ class RewardArgs:
 
 
 class SignalWatch:
-    """Warns after every third rollout in a row without a group whose rewards differ: nothing is learned from them."""
+    """Warns if nothing is learned: three rollouts in a row without a group whose rewards differ."""
 
     def __init__(self, args: Namespace) -> None:
+        # distillation learns from the teacher even if all rewards of a group are equal
         self._applies = is_group_relative(args) and not args.use_opd
         self._num_flat = 0
 
     def check(self, rollout_id: int, rewards: Sequence[float], raw: Sequence[float]) -> None:
         """
         Args:
-            rewards: of one rollout, normalized by group; a group of equal rewards has 0 exactly.
+            rewards: of one rollout, normalized by group. A group of equal rewards has 0 exactly.
             raw: the same as the reward function gave them.
         """
         self._num_flat = 0 if any(rewards) else self._num_flat + 1
+        # again after every third rollout, so that the warning is neither lost nor in every line of the log
         if self._applies and self._num_flat and self._num_flat % _PATIENCE == 0:
             logger.warning(
                 "rollout %d: nothing is learned: for %d rollouts no prompt had responses with different rewards (here "
@@ -77,10 +79,10 @@ def raw_rewards(samples: Sequence[Sample], settings: RewardArgs) -> list[float]:
 def normalize_by_group(
     rewards: Sequence[float], keys: Sequence[Hashable], *, divide_by_std: bool, epsilon: float = _STD_EPSILON
 ) -> list[float]:
-    """``(r - mean) / (std + epsilon)`` within each group, std unbiased (n - 1); the division is optional.
+    """``(r - mean) / (std + epsilon)`` within each group, std unbiased (n - 1). The division is optional.
 
-    A group of one, and a group whose rewards are all equal, teach nothing: their rewards become 0 exactly. Groups may
-    have different sizes and need not be contiguous.
+    The rewards of a group of one, and of a group whose rewards are all equal, become 0. Groups may have different
+    sizes and need not be contiguous.
 
     Source: DeepSeekMath (GRPO), arXiv:2402.03300, section 4.1.2; without the division: Dr. GRPO, arXiv:2503.20783.
     """
@@ -90,8 +92,10 @@ def normalize_by_group(
     out = [0.0] * len(rewards)
     for positions in members.values():
         values = [rewards[p] for p in positions]
+        # 0 exactly, without the rounding error of a mean: SignalWatch counts on it
         if all(value == values[0] for value in values):
             continue
+        # fsum is exact, so the order of the samples does not change the result
         mean = math.fsum(values) / len(values)
         scale = statistics.stdev(values, mean) + epsilon if divide_by_std else 1.0
         for position, value in zip(positions, values, strict=True):
@@ -100,7 +104,7 @@ def normalize_by_group(
 
 
 def group_keys(samples: Sequence[Sample], n_samples_per_prompt: int) -> list[Hashable]:
-    """The group of every sample: its ``group_index``; if no sample has one, consecutive blocks of n.
+    """The group of every sample: its ``group_index``. If no sample has one, groups are consecutive blocks of n.
 
     Raises:
         DataError: some samples have a group index and some do not, or the blocks do not come out even.
@@ -118,6 +122,7 @@ def group_keys(samples: Sequence[Sample], n_samples_per_prompt: int) -> list[Has
             f"{len(samples)} samples without group_index do not divide into groups of --n-samples-per-prompt "
             f"{n_samples_per_prompt}: set Sample.group_index"
         )
+    # data sources without group indices give the samples of a prompt one after the other
     return [position // n_samples_per_prompt for position in range(len(samples))]
 
 

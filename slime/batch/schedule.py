@@ -1,4 +1,4 @@
-"""Which samples are trained in which micro-batch, on which rank, in which optimizer step. Pure Python, no tensors.
+"""Assigns samples to micro-batches, ranks and optimizer steps. Pure Python, no tensors.
 
     rollouts in order ──▶ steps of global_batch_size rollouts ──▶ micro-batches ──▶ ranks
                           (the rest is dropped, and counted)      (packed first,    (strided, or balanced)
@@ -76,6 +76,7 @@ class StepPlan:
     num_dropped_samples: int = 0
 
     def __post_init__(self) -> None:
+        # a schedule that breaks one of these rules makes ranks wait for each other without an error
         positions = [p for partition in self.partitions for p in partition]
         assert len(set(positions)) == len(positions), "a sample is scheduled twice"
         assert len(self.num_microbatches) == len(self.global_batch_sizes), "steps disagree"
@@ -103,7 +104,7 @@ def plan_steps(
 
     Args:
         total_lengths: tokens per sample.
-        rollout_ids: per sample; samples with the same id are one rollout.
+        rollout_ids: one per sample. Samples with the same id are one rollout.
         global_batch_size: rollouts per optimizer step.
         layout: parallel sizes of the trainer.
         settings: how micro-batches are formed.
@@ -113,11 +114,13 @@ def plan_steps(
         ScheduleError: fewer rollouts than one step, fewer samples than ranks, or counts that do not divide.
         ConfigError: balancing without ``dims``.
     """
+    # read only if compute is balanced
     flops = [0] * len(total_lengths)
     if settings.is_balanced:
         if dims is None:
             raise ConfigError("--balance-data and --balance-by-flops need the sizes of the model.")
         flops = [calculate_fwd_flops([length], dims) for length in total_lengths]
+    # dicts keep the order of insertion: steps take the rollouts in the order of their first samples
     rollouts: dict[int, list[int]] = {}
     for position, rollout_id in zip(range(len(total_lengths)), rollout_ids, strict=True):
         rollouts.setdefault(rollout_id, []).append(position)
@@ -137,9 +140,11 @@ def plan_steps(
         micro_batches = _form_micro_batches(positions, total_lengths, flops, layout, settings)
         for rank, mine in enumerate(_assign(micro_batches, flops, layout, settings)):
             for items in mine:
+                # micro-batches index the rank's partition, not the batch
                 start = len(partitions[rank])
                 partitions[rank].extend(items)
                 micro_batch_indices[rank].append(list(range(start, start + len(items))))
+        # without remainder: _form_micro_batches returns a multiple of the ranks
         num_microbatches.append(len(micro_batches) // layout.dp_size)
     dropped = groups[num_steps * global_batch_size :]
     return StepPlan(
@@ -160,8 +165,11 @@ def build_dp_schedule(
     global_batch_size: int,
     rollout_indices: list[int],
 ) -> tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]:
-    """Public form of :func:`plan_steps`: the flat arguments in, (partitions, micro_batch_indices, num_microbatches,
-    global_batch_sizes) out."""
+    """Public form of :func:`plan_steps` with flat arguments.
+
+    Returns:
+        (partitions, micro_batch_indices, num_microbatches, global_batch_sizes), see :class:`StepPlan`.
+    """
     settings = MicroBatchArgs(
         micro_batch_size=args.micro_batch_size,
         use_dynamic_batch_size=args.use_dynamic_batch_size,
@@ -187,7 +195,8 @@ def _form_micro_batches(
     layout: ParallelLayout,
     settings: MicroBatchArgs,
 ) -> Bins:
-    """The micro-batches of one step, all ranks together, as global positions; their count fits the layout."""
+    """The micro-batches of one step, all ranks together, as global positions. Their count fits the layout."""
+    # a rank without samples would not join the collectives of the step
     if len(positions) < layout.dp_size:
         raise ScheduleError(
             f"a step of {len(positions)} samples cannot feed {layout.dp_size} data-parallel ranks: "
@@ -197,11 +206,13 @@ def _form_micro_batches(
     multiple = layout.microbatch_multiple
     if settings.use_dynamic_batch_size:
         assert settings.max_tokens_per_gpu is not None
+        # the flag counts tokens per rank, and context-parallel ranks share every sequence
         cap = settings.max_tokens_per_gpu * layout.cp_size
         if settings.balance_by_flops:
             bins = _pack_by_flops(lengths, [flops[p] for p in positions], cap)
         else:
             bins = first_fit_pack(lengths, cap)
+        # every rank runs equally many micro-batches, and an interleaved pipeline takes them in groups
         target = max(1, math.ceil(len(bins) / multiple)) * multiple
         expand_bins_by_splitting(bins, target, lengths)
         fix = (
@@ -210,6 +221,7 @@ def _form_micro_batches(
         )
     else:
         size = settings.micro_batch_size
+        # a fixed size is never changed to fit: a wrong number of micro-batches raises below
         bins = [list(range(i, min(i + size, len(positions)))) for i in range(0, len(positions), size)]
         target = max(1, math.ceil(len(bins) / multiple)) * multiple
         fix = (
@@ -225,7 +237,7 @@ def _form_micro_batches(
 
 
 def _pack_by_flops(lengths: Sequence[int], flops: Sequence[int], cap: int) -> Bins:
-    """As few bins as tokens allow, with equal compute; a bin above the token cap is split until it fits."""
+    """As few bins as tokens allow, with equal compute. A bin above the token cap is split until it fits."""
     k = max(1, math.ceil(sum(lengths) / cap))
     if k >= len(lengths):
         return [[i] for i in range(len(lengths))]
@@ -233,18 +245,20 @@ def _pack_by_flops(lengths: Sequence[int], flops: Sequence[int], cap: int) -> Bi
     position = 0
     while position < len(bins):
         items = bins[position]
+        # the partition balances compute and does not know the cap on tokens
         if len(items) > 1 and sum(lengths[i] for i in items) > cap:
             bins[position], right = split_bin(items, lengths)
-            bins.append(right)
+            bins.append(right)  # the position stays: the left half may still be above the cap
         else:
             position += 1
     return bins
 
 
 def _assign(micro_batches: Bins, flops: Sequence[int], layout: ParallelLayout, settings: MicroBatchArgs) -> list[Bins]:
-    """``[dp][micro-batches]``: strided, or the same count with similar compute."""
+    """The micro-batches of each rank, ``[dp][micro-batches]``: strided, or balanced by compute."""
     if settings.is_balanced:
         weights = [sum(flops[p] for p in items) for items in micro_batches]
+        # equal_size: ranks must run equally many micro-batches
         chosen = get_seqlen_balanced_partitions(weights, layout.dp_size, equal_size=True)
     else:
         chosen = [list(range(rank, len(micro_batches), layout.dp_size)) for rank in range(layout.dp_size)]

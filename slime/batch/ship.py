@@ -1,6 +1,6 @@
-"""The batch is cut into one dict per data-parallel rank and turned into CPU tensors, ready for the object store.
+"""Cuts the batch into one dict per data-parallel rank and turns its columns into CPU tensors for the object store.
 
-Called after scheduling, in the rollout process; the trainer receives the dicts. ``slime.data.columns`` decides the form
+Called after scheduling, in the rollout process. The trainer receives the dicts. ``slime.data.columns`` decides the form
 of each column.
 """
 
@@ -21,6 +21,7 @@ from slime.models.cost import ModelDims
 
 logger = logging.getLogger(__name__)
 
+# numpy converts lists of these dtypes twice as fast as torch.tensor
 _FROM_LISTS = {torch.int64: numpy.int64, torch.int32: numpy.int32, torch.float32: numpy.float32}
 
 
@@ -38,7 +39,7 @@ class Shipment:
 
     @property
     def num_dropped_samples(self) -> int:
-        """Samples of trailing rollouts that do not fill a step; they are not trained on."""
+        """Samples of trailing rollouts that do not fill a step. They are not trained on."""
         return self.plan.num_dropped_samples
 
 
@@ -57,7 +58,7 @@ def split_by_dp(
         layout, global_batch_size, settings, dims: see :func:`slime.batch.schedule.plan_steps`.
 
     Returns:
-        Per-rank batches and the plan. Dropped samples are counted there and warned about here.
+        Per-rank batches and the plan. The plan counts dropped samples, and a warning is logged.
     """
     plan = plan_steps(
         data["total_lengths"],
@@ -80,9 +81,9 @@ def split_by_dp(
 
 
 def _warn_of_long_samples(total_lengths: Sequence[int], settings: MicroBatchArgs, layout: ParallelLayout) -> None:
-    """A sample is never cut, so one above the budget takes the memory that it takes."""
     if not settings.use_dynamic_batch_size or settings.max_tokens_per_gpu is None:
         return
+    # ranks of one context-parallel group share every sample, and no sample is cut
     budget = settings.max_tokens_per_gpu * layout.cp_size
     if too_long := [length for length in total_lengths if length > budget]:
         logger.warning(
@@ -98,6 +99,7 @@ def slice_batch(data: TrainData, plan: StepPlan, rank: int) -> RankBatch:
     num_samples = len(data["tokens"])
     batch: RankBatch = {}
     for name, values in data.items():
+        # columns that a hook added may have any form: without one row per sample they go to every rank
         is_per_sample = column(name).per == "sample" and _has_rows(values, num_samples)
         batch[name] = [values[p] for p in partition] if is_per_sample else values
     batch["partition"] = list(partition)
@@ -130,15 +132,15 @@ def _tensor(value: Any, dtype: torch.dtype | None) -> torch.Tensor:
         # clone: a view must not drag the storage of the whole rollout through the object store
         return value.detach().to(device="cpu", dtype=dtype, copy=True).contiguous()
     if dtype in _FROM_LISTS and isinstance(value, list):
-        return torch.from_numpy(numpy.array(value, dtype=_FROM_LISTS[dtype]))  # twice as fast as torch.tensor
+        return torch.from_numpy(numpy.array(value, dtype=_FROM_LISTS[dtype]))
     return torch.tensor(value, dtype=dtype)
 
 
 def _has_rows(values: Any, num_samples: int) -> bool:
-    """A hook's own value is per sample when it has one row per sample; anything else goes to every rank as it is."""
+    """Whether ``values`` have one row per sample."""
     if isinstance(values, (str, bytes, dict)):
-        return False
+        return False  # their length does not count samples
     try:
         return len(values) == num_samples
-    except TypeError:
+    except TypeError:  # a number: every rank gets it unchanged
         return False
