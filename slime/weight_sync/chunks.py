@@ -28,10 +28,11 @@ class WeightChunk:
         return sum(tensor.nbytes for _, tensor in self.tensors)
 
     def divided(self, belongs_first: Callable[[NamedTensor], bool]) -> tuple[WeightChunk, WeightChunk]:
-        """(tensors that fulfill ``belongs_first``, all others); tensors that an engine fuses stay together."""
+        """Divide the chunk into (tensors that fulfill ``belongs_first``, all others)."""
         first: list[NamedTensor] = []
         second: list[NamedTensor] = []
         for unit in _units(self.tensors):
+            # tensors that an engine fuses stay together, also if only one of them belongs to the first part
             (first if all(map(belongs_first, unit)) else second).extend(unit)
         return WeightChunk(first), WeightChunk(second)
 
@@ -39,13 +40,14 @@ class WeightChunk:
         """All bytes in one buffer: uint8 [num_bytes], the layout of SGLang's ``flattened_bucket``.
 
         Args:
-            out: uint8 [num_bytes] to write to; default fresh memory on the tensors' device.
+            out: uint8 [num_bytes] to write to. Default: fresh memory on the tensors' device.
         """
         if out is None:
             out = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.tensors[0][1].device)
         begin = 0
         for _, tensor in self.tensors:
             part = out[begin : begin + tensor.nbytes]
+            # a view in another dtype needs an aligned offset: the order of the tensors guarantees it
             part.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
             begin += tensor.nbytes
         return out
@@ -56,12 +58,10 @@ Wants: TypeAlias = Callable[[Sequence[NamedTensor]], bool]
 
 
 def into_chunks(weights: Iterable[NamedTensor], max_bytes: int, wants: Wants | None = None) -> Iterator[WeightChunk]:
-    """Group tensors into chunks of at most ``max_bytes``; a tensor larger than that travels alone.
-
-    Tensors that an engine fuses are never in different chunks.
+    """Group tensors into chunks of at most ``max_bytes``. A tensor larger than that travels alone.
 
     Args:
-        wants: keeps the units for which it returns True; default all.
+        wants: whether to keep some tensors that an engine fuses, or one other tensor. Default: all.
     """
     pending: list[NamedTensor] = []
     size = 0
@@ -69,6 +69,7 @@ def into_chunks(weights: Iterable[NamedTensor], max_bytes: int, wants: Wants | N
         if wants is not None and not wants(unit):
             continue
         num_bytes = sum(tensor.nbytes for _, tensor in unit)
+        # a unit is never divided, because an engine fuses it: one above the limit is a chunk by itself
         if pending and size + num_bytes > max_bytes:
             yield _chunk(pending)
             pending, size = [], 0
@@ -79,11 +80,12 @@ def into_chunks(weights: Iterable[NamedTensor], max_bytes: int, wants: Wants | N
 
 
 def _chunk(tensors: list[NamedTensor]) -> WeightChunk:
+    # the sort is stable, so every rank sends the same order
     return WeightChunk(sorted(tensors, key=lambda named: -named[1].element_size()))
 
 
 def _units(weights: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]]:
-    """Groups of tensors that must be in the same update; exporters yield them one after the other."""
+    """Groups of tensors that must be in the same update. Exporters yield them one after the other."""
     unit: list[NamedTensor] = []
     for name, tensor in weights:
         if unit and not _belong_together(unit[-1][0], name):
@@ -126,6 +128,7 @@ class SentBefore:
         # the first unit is always sent: its request carries the version
         is_wanted = self._is_first or any(self._held.get(name) != checksum for name, checksum in new.items())
         self._is_first = False
+        # recorded before it is sent: after a failed update forget() is called
         self._held |= new
         return is_wanted
 

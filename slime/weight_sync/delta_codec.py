@@ -7,7 +7,7 @@ Either is a list of the bytes that differ:
 
     b"s" zstd( width u8 | count u56 | gaps, count x width bytes | values, count x u8 )
 
-A gap is the distance from the byte before in the list, the first one from 0; all have the smallest width of 1, 2, 4 and
+A gap is the distance from the byte before in the list, the first one from 0. All have the smallest width of 1, 2, 4 and
 8 bytes that holds the largest. Numbers are little-endian. If the list would be longer than the tensor, xor is
 
     b"d" zstd( new ^ old over all bytes )
@@ -31,16 +31,16 @@ _Positions: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 _LEVEL = 1
 _LINE = 64
+# Work goes block by block: page faults of a buffer as large as the tensor would cost more than all other work.
+# Smaller blocks make threads wait for each other, because every numpy call takes the GIL once.
 _BLOCK = 1 << 24
-"""Work goes block by block: page faults of a buffer as large as the tensor would cost more than all other work. Smaller
-blocks make threads wait for each other, because every numpy call takes the GIL once."""
 _HEADER = 8
 _SPARSE, _DENSE = b"s", b"d"
 _WIDTHS = (1, 2, 4, 8)
 
 
 def encode_delta(new: Bytes, old: Bytes, encoding: Encoding) -> tuple[bytes, int] | None:
-    """(Compressed difference, number of bytes that differ); None when nothing has changed.
+    """(Compressed difference, number of bytes that differ). None when nothing has changed.
 
     Args:
         new, old: uint8 [n], the same length.
@@ -53,23 +53,27 @@ def encode_delta(new: Bytes, old: Bytes, encoding: Encoding) -> tuple[bytes, int
     for begin, difference in _differences(new, old):
         where = _nonzero(difference)
         if where.size:
+            # gaps continue from the last position of the block before
             gap = np.diff(where, prepend=last - begin)
             gaps.append(gap.astype(np.min_scalar_type(int(gap.max()))))  # narrow while it is in the cache
+            # indexing copies, which it must: the memory of the block is used again
             values.append(difference[where] if encoding == "xor" else new[begin : begin + difference.size][where])
             last = begin + int(where[-1])
     if not gaps:
         return None
     count = sum(gap.size for gap in gaps)
     width = max(gap.itemsize for gap in gaps)
+    # only xor has a dense form, in which 0 means unchanged
     if encoding == "xor" and count * (width + 1) > new.size:
         return _DENSE + _dense(new, old), count
+    # little-endian: the width is the first byte
     header = (count << 8 | width).to_bytes(_HEADER, "little")
     plain = b"".join((header, np.concatenate(gaps, dtype=f"<u{width}").tobytes(), *(part.data for part in values)))
     return _SPARSE + zstandard.ZstdCompressor(level=_LEVEL).compress(plain), count
 
 
 def _differences(new: Bytes, old: Bytes) -> Iterator[tuple[int, Bytes]]:
-    """(Offset, ``new ^ old`` from there on) block by block; each is overwritten by the next."""
+    """(Offset, ``new ^ old`` from there on) block by block. The next block overwrites the array."""
     memory = np.empty(min(_BLOCK, new.size), dtype=np.uint8)
     for begin in range(0, new.size, _BLOCK):
         end = min(begin + _BLOCK, new.size)
@@ -78,13 +82,14 @@ def _differences(new: Bytes, old: Bytes) -> Iterator[tuple[int, Bytes]]:
 
 def _dense(new: Bytes, old: Bytes) -> bytes:
     compressor = zstandard.ZstdCompressor(level=_LEVEL).compressobj(size=new.size)
+    # each block is compressed before the next one overwrites its memory
     parts = [compressor.compress(difference.data) for _, difference in _differences(new, old)]
     return b"".join([*parts, compressor.flush()])
 
 
 def _nonzero(data: Bytes) -> _Positions:
     """``np.flatnonzero`` for mostly zeros, several times as fast: searches lines of 8 words, then words, then bytes."""
-    # numpy's loop for up to 10 % true values has a mispredicted branch per value, its loop for more has none; within a
+    # numpy's loop for up to 10 % true values has a mispredicted branch per value, its loop for more has none. In a
     # line or word that is not zero, more than a tenth of the parts is not zero
     end = data.size // _LINE * _LINE
     words = data[:end].view(np.uint64)
@@ -115,6 +120,7 @@ def apply_delta(target: Bytes, packed: bytes | memoryview, encoding: Encoding) -
             positions, values = _changes(_unpacked(compressed, target.size), target.size)
             match encoding:
                 case "xor":
+                    # ^= by index changes a repeated position only once: positions of a delta are distinct
                     target[positions] ^= values
                 case "overwrite":
                     target[positions] = values
@@ -158,7 +164,7 @@ def _flip_all(target: Bytes, packed: bytes | memoryview) -> None:
     while count := reader.readinto(block.data):
         part = target[begin : begin + count]
         if part.size < count:
-            break
+            break  # more bytes than the tensor has: count is not 0, and the error below is raised
         np.bitwise_xor(part, block[:count], out=part)
         begin += count
     if count or begin != target.size:

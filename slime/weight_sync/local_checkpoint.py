@@ -1,4 +1,4 @@
-"""The local copy of the weights on an engine host: full versions replace it, deltas change it in place.
+"""Updates the local copy of the weights on an engine host: full versions replace it, deltas change it in place.
 
     <local>/config.json, *.safetensors, ...   what engines of this host load
     <local>/.weight_sync/state.json           its version, and whether a change is in progress
@@ -28,13 +28,14 @@ from slime.weight_sync.version_store import MANIFEST, Manifest, read_manifest, v
 logger = logging.getLogger(__name__)
 
 _FOLDER = ".weight_sync"
-_NAMED = 20
+_NAMED = 20  # tensors that an error lists
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
 class _State:
-    """
+    """The state of the copy.
+
     Attributes:
         is_whole: False from before the first byte is changed until after the last.
         boot: id of the boot: changes from before a power failure may be lost, so another boot makes the copy invalid.
@@ -72,6 +73,7 @@ def pull(root: Path, local: Path, version: int, *, timeout_s: float = 600.0) -> 
                 _apply(root, local, chain[done + 1 :])
                 return
             except EngineError as error:
+                # a damaged delta or a wrong checksum may have changed the copy: only a fresh one helps
                 logger.warning("weight version %d is applied to a fresh copy: %s", version, error)
         _copy(root, local, chain[0])
         _apply(root, local, chain[1:])
@@ -89,7 +91,7 @@ def _chain(root: Path, version: int) -> list[Manifest]:
 
 
 def _position(chain: Sequence[Manifest], state: _State | None) -> int | None:
-    """Index of the copy's version in ``chain``; None if a fresh copy is needed."""
+    """Index of the copy's version in ``chain``. None if a fresh copy is needed."""
     if state is None or not state.is_whole or state.boot != _boot() or state.lineage != chain[0].lineage:
         return None
     return next((index for index, manifest in enumerate(chain) if manifest.version == state.version), None)
@@ -98,8 +100,10 @@ def _position(chain: Sequence[Manifest], state: _State | None) -> int | None:
 def _copy(root: Path, local: Path, full: Manifest) -> None:
     """Replace the copy by the full version, and verify every checksum."""
     source = version_path(root, full.version)
+    # before the first byte changes: an interrupted copy must never count as whole
     _write_state(local / _FOLDER, full, is_whole=False)
     for path in local.iterdir():
+        # engines would load weight files of the earlier version as well
         if path.is_file() and path.name not in full.files:
             path.unlink()
     for name in full.files:
@@ -119,6 +123,7 @@ def _apply(root: Path, local: Path, deltas: Sequence[Manifest]) -> None:
         if unknown:
             raise EngineError(f"{source} changes tensors that the copy in {local} lacks: {', '.join(unknown[:_NAMED])}")
         packed_spans = spans_of(source)
+        # an interrupted delta leaves a mixture of two versions
         _write_state(local / _FOLDER, delta, is_whole=False)
         with (
             open_bytes({name: packed_spans[name] for name in delta.tensors}) as packed,
@@ -127,6 +132,7 @@ def _apply(root: Path, local: Path, deltas: Sequence[Manifest]) -> None:
         ):
 
             def change(name: str) -> str:
+                # one thread per tensor: numpy, zstd and the checksum release the GIL
                 populate(targets[name])
                 apply_delta(targets[name], packed[name].data, delta.encoding)  # noqa: B023 (used within the loop only)
                 return checksum(targets[name])  # noqa: B023
@@ -149,7 +155,7 @@ def _read_state(folder: Path) -> _State | None:
     try:
         return _State(**json.loads((folder / "state.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
-        return None
+        return None  # missing or damaged: a fresh copy is made
 
 
 def _write_state(folder: Path, manifest: Manifest, *, is_whole: bool) -> None:
@@ -158,11 +164,13 @@ def _write_state(folder: Path, manifest: Manifest, *, is_whole: bool) -> None:
 
 
 def _boot() -> str:
+    # without /proc a reboot is not noticed
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
 
 
 @contextmanager
 def _locked(path: Path, timeout_s: float) -> Iterator[None]:
+    # the kernel releases the lock when the file is closed, also if the process dies
     with path.open("w") as lock:
         wait_until(lambda: _try_lock(lock.fileno()), Deadline(timeout_s, f"the lock {path} of another engine"))
         yield

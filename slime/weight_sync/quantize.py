@@ -3,10 +3,8 @@
     fp8    q = x / s as float8_e4m3fn (arXiv:2209.05433), s = max|x| / 448 per block, row or tensor
     int4   q = round(x / s) in -8..7, s = max|x| / 7.5 per group of a row, eight values packed into one int32
 
-An engine copies each tensor into the parameter of the same name. A bf16 tensor in an 8-bit parameter would be rounded
-without its scale, which silently gives a wrong model. Therefore exactly the weights that have a scale in the engines'
-checkpoint are quantized. Called between the exporter and the sender. The tools that write quantized checkpoints use the
-same functions.
+Exactly the weights that have a scale in the engines' checkpoint are quantized. Called between the exporter and the
+sender. The tools that write quantized checkpoints use the same functions.
 
 Not every format that SGLang 0.5.23 serves can be loaded twice, because it rearranges some for its kernels and does not
 undo it (``process_weights_after_loading`` and ``restore_weights_before_loading`` of its schemes):
@@ -36,11 +34,11 @@ from slime.utils.errors import ConfigError
 _FP8 = torch.float8_e4m3fn
 _FP8_MAX = 448.0
 _LOADED_ONCE = "SGLang rearranges such weights when it has loaded them, and new ones cannot be loaded into them"
+# smallest magnitude for a scale: a block of zeros would have scale 0, and 0 / 0 is not a number
 _TINY = 1e-10
-"""Smallest magnitude for a scale, so that a block of zeros has one too."""
 
+# scales of int4 are stored in the weight's dtype. A smaller one would be 0 in float16, and x / 0 is not a number.
 _SMALLEST_HALF = 2.0**-24
-"""Scales of int4 are stored in the weight's dtype. A smaller one would be 0 in float16, and x / 0 is not a number."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +58,8 @@ class Quantizer:
     def __call__(self, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
         """``weights`` as the engines hold them."""
         for name, tensor in weights:
+            # an engine copies a tensor into the parameter of its name: bf16 in an 8-bit parameter would be rounded
+            # without a scale, and the model would be wrong without an error
             if name in self.names:
                 yield from self.apply(name, tensor)
             else:
@@ -67,7 +67,7 @@ class Quantizer:
 
 
 def find_quantizer(hf_checkpoint: str) -> Quantizer | None:
-    """The quantizer for engines that load ``hf_checkpoint``; None if its weights are not quantized.
+    """The quantizer for engines that load ``hf_checkpoint``. None if its weights are not quantized.
 
     Raises:
         ConfigError: weights of this format cannot be sent.
@@ -97,7 +97,7 @@ def quantize_fp8(
     """``[M, N]`` -> float8_e4m3fn ``[M, N]`` and fp32 scales, ``q * scale`` being about the tensor.
 
     Args:
-        block: rows and columns that share a scale; the last ones may be smaller. None: one scale for all.
+        block: rows and columns that share a scale. The last block may be smaller. None: one scale for all.
         has_power_of_two_scales: scales are rounded up to powers of two (UE8M0).
 
     Returns:
@@ -108,6 +108,7 @@ def quantize_fp8(
         scale = _scale(values.abs().amax(), has_power_of_two_scales)
         return _to_fp8(values / scale), scale.view(1)
     (rows, columns), (height, width) = values.shape, block
+    # zeros do not change the largest magnitude of a block at the border
     grid = torch.nn.functional.pad(values, (0, -columns % width, 0, -rows % height))
     grid = grid.view(grid.shape[0] // height, height, grid.shape[1] // width, width)
     scale = _scale(grid.abs().amax(dim=(1, 3)), has_power_of_two_scales)
@@ -118,6 +119,7 @@ def quantize_fp8(
 
 def _scale(largest: torch.Tensor, is_power_of_two: bool) -> torch.Tensor:
     scale = largest.clamp(min=_TINY) / _FP8_MAX
+    # rounded up: with a smaller scale the largest value would leave the range
     return torch.exp2(torch.ceil(torch.log2(scale))) if is_power_of_two else scale
 
 
@@ -153,9 +155,10 @@ def round_int4(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def pack_int4(values: torch.Tensor) -> torch.Tensor:
-    """Whole numbers of -8..7 ``[M, N]`` -> int32 ``[M, ceil(N / 8)]``; missing columns become 0."""
+    """Whole numbers of -8..7 ``[M, N]`` -> int32 ``[M, ceil(N / 8)]``. Missing columns become 0."""
     words = torch.nn.functional.pad(values.int() + 8, (0, -values.shape[1] % 8)).view(values.shape[0], -1, 8)
     shifts = torch.arange(0, 32, 4, device=values.device, dtype=torch.int32)
+    # summed in int64: the eighth nibble reaches bit 31, which is the sign of the int32 word
     packed = (words << shifts).sum(dim=-1, dtype=torch.int64)
     return torch.where(packed >= 2**31, packed - 2**32, packed).int()
 

@@ -28,7 +28,7 @@ def _unused(args: Namespace) -> Iterator[str]:
     if args.update_weight_mode == "full" and args.update_weight_transport == "disk" and args.update_weight_changed_only:
         text = "no effect: full versions hold everything, see --update-weight-mode delta"
         notices.warn(args, "--update-weight-changed-only", text)
-    yield from ()
+    yield from ()  # notices only: no problem ends the run
 
 
 def _transport(args: Namespace) -> Iterable[str]:
@@ -63,7 +63,7 @@ def _quantization(args: Namespace) -> Iterator[str]:
 
 
 def _quantization_config(hf_checkpoint: str | None) -> dict[str, Any] | None:
-    """From config.json; None without one, or without the file, which another check reports."""
+    """The ``quantization_config`` of config.json. None without it, or without the file, which another check reports."""
     found = read_model_config(hf_checkpoint).get("quantization_config")
     return found if isinstance(found, dict) else None
 

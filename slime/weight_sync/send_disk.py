@@ -1,4 +1,4 @@
-"""Weights through files: the trainer writes a version to a shared directory, and the engines load it from there.
+"""Sends weights through files: the trainer writes a version to a shared directory, and the engines load it.
 
     trainer ranks   write the version | hook |                                       | delete older ones
     engine hosts                             | pull a local copy (optional)          |
@@ -57,10 +57,11 @@ PostWrite = Callable[[str, EngineFleet], None]
 
 @dataclass(frozen=True)
 class DiskSettings:
-    """
+    """The settings of both updaters.
+
     Attributes:
         root: directory that trainer and engine hosts share.
-        local: directory on each engine host for a local copy; None: engines load from ``root``.
+        local: directory on each engine host for a local copy. None: engines load from ``root``.
         keeps_files: never delete a version.
         checksum: name of the function over each tensor's bytes.
         post_write: called on every trainer rank with the directory of each written version and the fleet.
@@ -99,13 +100,16 @@ class DiskUpdater:
         if self._published != version:
             num_bytes = self._publish(version, trainer)
             self._after_write(version, fleet)
+            # last: if the user's function fails, the next attempt writes the version again
             self._published = version
         if self._settings.local is not None:
             self._bring(fleet, version, trainer, update.timeout_s)
+        # a collective: all ranks export, although only the source compares
         sent = list(trainer.export_weights(update.max_chunk_bytes)) if update.checksums is not None else []
         if self._ranks.is_source:
             self._load(fleet, version, update, sent)
             if not self._settings.keeps_files:
+                # after the load: until then an engine may still read an older version
                 self._store.prune(self._needed(version))
         return num_bytes
 
@@ -116,9 +120,10 @@ class DiskUpdater:
         return self._publish_full(version, trainer)
 
     def _publish_full(self, version: int, trainer: WeightExporter) -> int:
-        """Write all weights as ``version``; the first of a lineage that deltas may continue."""
+        """Write all weights as ``version``, the first of a lineage. Returns its bytes, on every rank."""
         if not self._lineage:
             self._on_source(lambda: self._store.open(keeps_files=self._settings.keeps_files))
+        # a new lineage: no host may apply deltas of this version to another one
         self._lineage = self._ranks.from_source(uuid.uuid4().hex)
         folder = self._on_source(lambda: self._store.begin(version))
         trainer.save_hf(str(folder))
@@ -140,7 +145,7 @@ class DiskUpdater:
             problem = error_of(lambda: post_write(str(version_path(self._settings.root, version)), fleet))
         problems = self._ranks.agree(None if problem is None else f"{type(problem).__name__}: {problem}")
         if problem is not None:
-            raise problem
+            raise problem  # with the traceback of the user's function
         if problems:
             raise EngineError(f"--custom-update-weight-post-write-path: {'; '.join(dict.fromkeys(problems))}")
 
@@ -165,7 +170,7 @@ class DiskUpdater:
             ) from error
 
     def _needed(self, version: int) -> set[int]:
-        """Versions that must stay on disk for hosts that start now; a restarted engine loads the newest."""
+        """Versions that must stay on disk for hosts that start now. A restarted engine loads the newest."""
         return {version}
 
     def _on_source(self, work: Callable[[], _T]) -> _T:
@@ -179,7 +184,7 @@ class DiskUpdater:
         if self._ranks.is_source:
             try:
                 result = work()
-            except Exception as error:
+            except Exception as error:  # the other ranks wait in from_source()
                 failure = error
         answer = self._ranks.from_source((result, None if failure is None else message_of(failure)))
         if failure is not None:
@@ -189,8 +194,8 @@ class DiskUpdater:
         return answer[0]  # type: ignore[no-any-return]
 
 
+# Most deltas on one full version. A new host has to apply all of them.
 _MAX_DELTAS = 32
-"""Most deltas on one full version; a new host has to apply all of them."""
 _FILE = "delta.safetensors"
 
 
@@ -208,17 +213,19 @@ class DeltaUpdater(DiskUpdater):
         self._delta_bytes = 0
 
     def _publish(self, version: int, trainer: WeightExporter) -> int:
+        # only the source has the last version to compare with, so it decides for all ranks
         is_full = self._ranks.from_source(
             not self._last or len(self._chain) > _MAX_DELTAS or self._delta_bytes >= self._full_bytes
         )
         return self._publish_full(version, trainer) if is_full else self._publish_delta(version, trainer)
 
     def _publish_full(self, version: int, trainer: WeightExporter) -> int:
-        self._last = {}
+        self._last = {}  # if the write fails, the next version is a full one too
         self.changed_share = None
         num_bytes = super()._publish_full(version, trainer)
         if self._ranks.is_source:
             with open_bytes(spans_of(version_path(self._settings.root, version))) as arrays:
+                # a copy: the arrays are views of files that will be deleted
                 self._last = {name: np.array(array) for name, array in arrays.items()}
         self._chain, self._full_bytes, self._delta_bytes = [version], num_bytes, 0
         return num_bytes
@@ -231,6 +238,7 @@ class DeltaUpdater(DiskUpdater):
         num_changed = 0
         with threads() as pool:
             work: list[tuple[str, Future[tuple[bytes, int, str] | None]]] = []
+            # gathering the tensors is a collective: the other ranks exhaust the iterator and send nothing
             for name, tensor in trainer.export_weights():
                 if self._ranks.is_source:
                     work.append((name, self._start(pool, last[name], tensor)))
@@ -296,9 +304,9 @@ class DeltaUpdater(DiskUpdater):
             self._pull(fleet, version, timeout_s)
         except EngineError as error:
             if len(self._chain) == 1:
-                raise
+                raise  # a full version: another one would fail in the same way
             return message_of(error)
         return None
 
     def _needed(self, version: int) -> set[int]:
-        return set(self._chain)
+        return set(self._chain)  # a new host applies all deltas to the full version

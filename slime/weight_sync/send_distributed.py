@@ -1,4 +1,6 @@
-"""Weights over a process group: the trainer is rank 0, engine i owns the next ``num_gpus`` ranks; NCCL or gloo.
+"""Sends weights over a process group (NCCL or gloo).
+
+The trainer is rank 0, and engine i has the next ``num_gpus`` ranks.
 
 Each chunk takes one HTTP call per engine with names, dtypes and shapes, and then one broadcast per tensor straight from
 the trainer's memory. Small tensors, for which a collective costs more than a copy, are copied to one buffer and sent
@@ -29,12 +31,12 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+# Timeout of leaving the group at the end or after a failure, when an engine may never answer.
 _LEAVE_TIMEOUT_S = 60.0
-"""Timeout of leaving the group at the end or after a failure, when an engine may never answer."""
+# A tensor below this: a broadcast costs 0.1 to 0.6 ms on a CPU, in which gloo moves 700 KB and more.
 _SMALL_BYTES = 512 * 1024
-"""A tensor below this: a broadcast costs 0.1 to 0.6 ms on a CPU, in which gloo moves 700 KB and more."""
+# Up to this number, small tensors are sent like large ones: the extra HTTP call of a flat chunk takes 3 ms.
 _FEW = 8
-"""Up to this number, small tensors are sent like large ones: the extra HTTP call of a flat chunk takes 3 ms."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class _UnderWay:
     """One chunk between trainer and engines.
 
     Attributes:
-        parts: the tensors of the broadcasts, kept alive until they have arrived.
+        parts: the tensors of the broadcasts. Their memory must live until they have arrived.
         memory: buffer of a flat chunk, for the next one.
     """
 
@@ -64,11 +66,12 @@ class DistributedSender:
         self._spare: torch.Tensor | None = None
 
     def connect(self, master_address: str, master_port: int) -> None:
-        """Form the group. The engines must join at the same time: no member returns before all have joined."""
+        """Form the group with all engines of the fleet."""
         sizes = [engine.num_gpus for engine in self._fleet.engines]
         offsets = [1 + before for before in accumulate([0, *sizes[:-1]])]
         world_size = 1 + sum(sizes)
         backend = accelerator.current().communication_backend
+        # started before and awaited after join_group(): no member returns before all have joined
         joining = self._fleet.start(
             "init_weights_update_group",
             each=[{"rank_offset": offset} for offset in offsets],
@@ -96,7 +99,7 @@ class DistributedSender:
         return None if has_strangers else os.environ.get(WEIGHT_INTERFACES)
 
     def send(self, chunk: WeightChunk, weight_version: str) -> None:
-        """Start to send ``chunk``; returns when its small tensors, and the chunk before it, have been applied."""
+        """Start to send ``chunk``. Returns when its small tensors, and the chunk before it, have been applied."""
         small, large = chunk.divided(_is_small)
         if large.tensors and len(small.tensors) <= _FEW and not any(map(_needs_bytes, small.tensors)):
             small, large = WeightChunk([]), chunk
@@ -106,12 +109,13 @@ class DistributedSender:
             self._send(large, weight_version, is_flat=False)
 
     def _send(self, chunk: WeightChunk, weight_version: str, *, is_flat: bool) -> None:
-        """One call and its broadcasts; ``is_flat``: one broadcast of all bytes."""
+        """Start one call and its broadcasts: one per tensor, or with ``is_flat`` one of all bytes."""
         memory = self._memory(chunk) if is_flat else None
         if memory is None:
             parts = [tensor.detach().contiguous() for _, tensor in chunk.tensors]
         else:
             parts = [chunk.flatten(out=memory[: chunk.num_bytes])]
+        # here and not earlier: the engines load the chunk before while this one is prepared
         self._arrive()
         receiving = self._fleet.start(
             "update_weights_from_distributed",
@@ -153,6 +157,7 @@ class DistributedSender:
             return
         leaving = self._fleet.start("destroy_weights_update_group", group_name=self._group_name)
         group, self._group = self._group, None
+        # between start and wait, because either side may wait for the other to leave
         destroy_group(group)
         leaving.wait(min(self._timeout_s, _LEAVE_TIMEOUT_S))
 
@@ -162,5 +167,6 @@ def _is_small(named: NamedTensor) -> bool:
 
 
 def _needs_bytes(named: NamedTensor) -> bool:
-    """Gloo has no 8-bit floats."""
+    """Whether the tensor can only be sent as bytes."""
+    # gloo has no 8-bit floats
     return named[1].element_size() == 1

@@ -1,4 +1,4 @@
-"""Weights for engines on the trainer's devices: engines open the trainer's memory, and no byte leaves the host.
+"""Sends weights to engines on the trainer's devices: engines open the trainer's memory, and no byte leaves the host.
 
 An engine with n tensor-parallel ranks shares the devices of n trainer ranks. Each of them copies a chunk to fresh
 memory (shared memory on a CPU, device memory on a GPU). The first of them, the *speaker*, gathers the n handles and
@@ -44,8 +44,8 @@ class TensorSender:
     """Sends to the engine on this rank's device, if there is one.
 
     Args:
-        fleet: colocated engines only; ``first_slot`` is the trainer rank of an engine's first device.
-        ranks: of the trainer; all of them must create the sender together (it creates process groups).
+        fleet: colocated engines only. ``first_slot`` is the trainer rank of an engine's first device.
+        ranks: of the trainer. All of them must create the sender together, because it creates process groups.
     """
 
     def __init__(self, fleet: EngineFleet, ranks: TrainerRanks, *, timeout_s: float) -> None:
@@ -66,7 +66,7 @@ class TensorSender:
                 self._is_speaker = ranks.rank == members[0]
 
     def send(self, chunk: WeightChunk, weight_version: str) -> None:
-        """Start to send ``chunk``. Errors are raised by :meth:`finish`, because the other ranks wait in gather()."""
+        """Start to send ``chunk``. Errors are raised by :meth:`finish`."""
         if self._engine is None:
             return
         flat, payload, problem = None, "", None
@@ -74,7 +74,7 @@ class TensorSender:
             try:
                 flat = shareable(chunk)
                 payload = serialized(flat, chunk)
-            except Exception as error:
+            except Exception as error:  # the other ranks of the engine wait in gather()
                 problem = f"trainer rank {self._ranks.rank}: {error}"
         self._arrive()
         replies = self._ranks.gather((payload, problem), self._group)
@@ -94,6 +94,7 @@ class TensorSender:
         """Return when the engine has applied everything. Raises the first error of any send."""
         self._arrive()
         if self._engine is not None:
+            # only the speaker knows that the engine has answered: no rank may free its memory before
             self._ranks.gather(None, self._group)
         failure = self._failure
         self._flat = self._failure = None
@@ -102,7 +103,7 @@ class TensorSender:
             raise failure
 
     def _arrive(self) -> None:
-        """Wait for the engine's answer to the chunk before; only the speaker has one to wait for."""
+        """Wait for the engine's answer to the chunk before. Only the speaker has a call under way."""
         loading, self._loading = self._loading, None
         if loading is not None:
             error = error_of(lambda: loading.wait(self._timeout_s))  # wait even after a failure: the first one is kept
@@ -119,8 +120,8 @@ class TensorSender:
 
 
 _SHARED_MEMORY = "/dev/shm"
+# position of the device among the arguments of torch's ``rebuild_cuda_tensor``
 _DEVICE_ARGUMENT = 6
-"""Where ``rebuild_cuda_tensor`` takes the device."""
 
 
 def shareable(chunk: WeightChunk) -> torch.Tensor:
@@ -133,12 +134,14 @@ def shareable(chunk: WeightChunk) -> torch.Tensor:
     """
     if chunk.tensors[0][1].is_cuda:
         return chunk.flatten()
+    # without the check a full /dev/shm ends the process with SIGBUS at the first write
     free = _free_shared_memory()
     if free is not None and free < chunk.num_bytes:
         raise EngineError(
             f"{_SHARED_MEMORY} has {free} bytes left, a bucket of weights needs {chunk.num_bytes}: lower "
             "--update-weight-buffer-size, or give the container more shared memory (docker run --shm-size)."
         )
+    # by file name: the engine is not a child of this process and cannot receive a descriptor
     storage = torch.UntypedStorage._new_using_filename_cpu(chunk.num_bytes)
     flat = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
     return chunk.flatten(out=flat)
@@ -148,7 +151,7 @@ def serialized(flat: torch.Tensor, chunk: WeightChunk) -> str:
     """The request's text for one tensor-parallel rank: base64 of a pickle of some kilobytes.
 
     Args:
-        flat: the bytes of ``chunk``, from :func:`shareable`; must live until the engine has answered.
+        flat: the bytes of ``chunk``, from :func:`shareable`. Must live until the engine has answered.
     """
     metadata, begin = [], 0
     for name, tensor in chunk.tensors:
@@ -173,9 +176,10 @@ def serialized(flat: torch.Tensor, chunk: WeightChunk) -> str:
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
-    """Torch's own, but a GPU is named by its UUID: the engine may count devices differently."""
+    """Reduce a tensor as torch does, but name its GPU by UUID."""
     rebuild, arguments = reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
     if rebuild is reductions.rebuild_cuda_tensor:
+        # an engine with another CUDA_VISIBLE_DEVICES counts the devices differently
         uuid = str(torch.cuda.get_device_properties(arguments[_DEVICE_ARGUMENT]).uuid)
         arguments = (*arguments[:_DEVICE_ARGUMENT], uuid, *arguments[_DEVICE_ARGUMENT + 1 :])
     return rebuild, arguments
@@ -183,9 +187,10 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
 
 @contextmanager
 def _sharing_by_name() -> Iterator[None]:
-    """Torch would pass file descriptors, which only children of this process can receive."""
+    """Share CPU memory by file name inside the block."""
     strategy: Any = torch.multiprocessing
     before = strategy.get_sharing_strategy()
+    # the default passes file descriptors, which only children of this process can receive
     strategy.set_sharing_strategy("file_system")
     try:
         yield
@@ -194,7 +199,7 @@ def _sharing_by_name() -> Iterator[None]:
 
 
 def _free_shared_memory() -> int | None:
-    """Bytes; None if unknown."""
+    """Free bytes of shared memory. None if unknown."""
     try:
         found = os.statvfs(_SHARED_MEMORY)
     except OSError:

@@ -3,9 +3,9 @@
     trainer source rank                     every engine
     -------------------                     ------------
     pause_generation(abort)    ---------->  running requests end with the tokens they have, so that no response mixes
-                                            two versions; the rollout sends the rest again
+                                            two versions. The rollout sends the rest again
     begin_weight_update        ---------->  weights become writable
-    send(chunk) ...            ---------->  through the sender of the engine; other trainer ranks may send as well
+    send(chunk) ...            ---------->  through the sender of the engine. Other trainer ranks may send as well
     end_weight_update          ---------->  weights are final
     flush_cache                ---------->  prefixes that were computed with old weights are dropped
     verify version, checksums  <----------
@@ -34,15 +34,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Timeout of calls after a failure, when one of the engines may never answer.
 _CLOSING_TIMEOUT_S = 60.0
-"""Timeout of calls after a failure, when one of the engines may never answer."""
 
 Checksums = Callable[[Iterable[NamedTensor]], Mapping[str, str]]
 
 
 class ChunkSender(Protocol):
+    """One way to bring chunks to the engines."""
+
     def send(self, chunk: WeightChunk, weight_version: str) -> None:
-        """Deliver ``chunk`` to every engine; may return before they have applied it."""
+        """Deliver ``chunk`` to every engine. May return before they have applied it."""
 
     def finish(self) -> None:
         """Return when all engines have applied everything."""
@@ -56,14 +58,14 @@ class WeightUpdate:
     """One update.
 
     Attributes:
-        version: how many rollouts these weights were trained on, as decimal text; engines stamp it on every response.
+        version: number of rollouts that these weights were trained on, as decimal text. It is in every response.
         max_chunk_bytes: largest bucket sent at once.
         timeout_s: seconds any one call to the engines may take.
         comes_again: the caller retries the update if an engine dies during it. A failed update then leaves the engines
             paused until the retry, because they may hold a mixture of old and new weights.
         checksums: engine-side tensor name -> checksum for the tensors that were sent, or None to skip that check.
         restores: these are the weights from before ``reset_weights``, which the engines compare with their own copy.
-        continues: False leaves the engines paused after a successful update; the caller continues them.
+        continues: False leaves the engines paused after a successful update. The caller continues them.
     """
 
     version: str
@@ -95,16 +97,17 @@ class TrainerRanks:
         return self.rank == 0
 
     def group(self, members: Sequence[int]) -> ProcessGroup | None:
-        """A gloo group of ``members``; None for a single member. All ranks must pass the same members."""
+        """A gloo group of ``members``. None for a single member. All ranks must pass the same members."""
         import torch.distributed as dist
 
         if len(members) < 2:
             return None
+        # new_group is a collective of all trainer ranks, also of those that are not members
         group: ProcessGroup = dist.new_group(list(members), timeout=self._timeout, backend="gloo")
         return group
 
     def agree(self, problem: str | None) -> list[str]:
-        """The problems of all ranks, in rank order; empty if every rank passed None."""
+        """The problems of all ranks, in rank order. Empty if every rank passed None."""
         return [found for found in self._gather_all(problem) if found is not None]
 
     def from_source(self, value: Any) -> Any:
@@ -142,13 +145,13 @@ def push_weights(
 ) -> int:
     """Send ``weights`` to every engine of ``fleet`` and verify that they arrived.
 
-    Called on all of the trainer's ranks with the same weights; the source holds the session, the others only send.
+    Called on all of the trainer's ranks with the same weights. The source calls the engines, the others only send.
 
     Args:
-        wants: filters out tensors that every engine already has; default none.
+        wants: filters out tensors that every engine already has. Default: sends all.
 
     Returns:
-        Bytes sent per engine; 0 on other ranks than the source.
+        Bytes sent per engine. 0 on other ranks than the source.
 
     Raises:
         EngineError: an engine refused, reports another version, or holds a tensor that differs. On the source for all
@@ -156,7 +159,7 @@ def push_weights(
         DeadlineExceeded: an engine did not answer in time.
     """
     if not ranks.is_source:
-        problems = ranks.agree(None)
+        problems = ranks.agree(None)  # returns when the source has paused the engines, or has failed
         if not problems:
             _deliver(sender, weights, update, ranks, wants)
         return 0
@@ -181,7 +184,7 @@ def load_files(fleet: EngineFleet, path: str, update: WeightUpdate, sent: Iterab
     """Make every engine of ``fleet`` load the checkpoint at ``path``, and verify it. On the source only.
 
     Args:
-        sent: the tensors in the files; only read if ``update`` compares checksums.
+        sent: the tensors in the files. Only read if ``update`` compares checksums.
     """
     with _paused(fleet, update):
         fleet.start("flush_cache", timeout_s=update.timeout_s).wait(update.timeout_s)
@@ -238,7 +241,7 @@ def _paused(fleet: EngineFleet, update: WeightUpdate) -> Iterator[None]:
     try:
         fleet.start("pause_generation", mode="abort").wait(update.timeout_s)
         yield
-    except BaseException:
+    except BaseException:  # an interrupt, too, must not leave the engines paused
         if not update.comes_again:
             _after_failure(fleet, "continue_generation", update.timeout_s)
         raise

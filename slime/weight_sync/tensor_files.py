@@ -1,4 +1,4 @@
-"""The raw bytes of tensors in safetensors files: their offsets and checksums, and writing them in place.
+"""Finds, checks and changes the raw bytes of tensors in safetensors files.
 
 Used by the publisher and by the local copy of each host. Handles names and bytes only, without dtypes.
 """
@@ -31,8 +31,8 @@ Checksum: TypeAlias = Callable[[Bytes], str]
 _MAX_THREADS = 16
 _MAX_HEADER_BYTES = 100_000_000  # as safetensors itself
 _LENGTH = struct.Struct("<Q")
+# ``MADV_POPULATE_WRITE`` of Linux, which Python has no name for
 _POPULATE_WRITE = 23
-"""``MADV_POPULATE_WRITE`` of Linux, which Python has no name for."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ def spans_of(directory: Path) -> dict[str, Span]:
 def _spans_in(file: Path) -> dict[str, Span]:
     with file.open("rb") as source:
         (length,) = _LENGTH.unpack(source.read(_LENGTH.size))
+        # a damaged length could claim terabytes: check before memory is allocated
         if length > _MAX_HEADER_BYTES:
             raise ValueError(f"its header would have {length} bytes")
         header = dict(json.loads(source.read(length)))
@@ -70,6 +71,7 @@ def _spans_in(file: Path) -> dict[str, Span]:
     found: dict[str, Span] = {}
     for name, entry in header.items():
         begin, end = map(int, entry["data_offsets"])
+        # also the sign of a file that was cut off
         if not 0 <= begin <= end <= size - data:
             raise ValueError(f"it has {size} bytes, and the tensor {name} does not lie within them")
         found[name] = Span(file, data + begin, data + end)
@@ -78,7 +80,7 @@ def _spans_in(file: Path) -> dict[str, Span]:
 
 @contextmanager
 def open_bytes(spans: Mapping[str, Span], *, writable: bool = False) -> Iterator[dict[str, Bytes]]:
-    """Tensor name -> its bytes, mapped from the file; with ``writable``, writes go to the file.
+    """Tensor name -> its bytes, mapped from the file. With ``writable``, writes go to the file.
 
     No array may be used after the block.
     """
@@ -98,8 +100,9 @@ def open_bytes(spans: Mapping[str, Span], *, writable: bool = False) -> Iterator
 
 
 def populate(array: Bytes) -> None:
-    """Map the pages of a writable array at once, in half to a third of the time that single page faults take."""
-    # not mmap.madvise, which holds the GIL: tensors are populated in parallel
+    """Map the pages of a writable array at once."""
+    # takes half to a third of the time of single page faults. Not mmap.madvise, which holds the GIL: tensors are
+    # populated in parallel
     begin = array.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
     length = array.ctypes.data + array.size - begin
     if array.size:  # fails on kernels before 5.14, which is harmless: pages are then mapped on first use

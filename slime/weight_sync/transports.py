@@ -1,4 +1,4 @@
-"""The ways of weights from the trainer to the engines: one row per value of ``--update-weight-transport``.
+"""The transports of weights from the trainer to the engines: one row per value of ``--update-weight-transport``.
 
 To add a transport, write one file ``send_<name>.py`` with its updater, a row here, and its name in the annotation of
 the flag (``slime/config/arguments.py``). The row also names the flags that only this transport reads, and its rules.
@@ -34,7 +34,7 @@ class TrainerSide:
         ranks: this rank and the others.
         address: returns the address of this rank's host, where engines can reach it.
         shares_devices: engines may run on the trainer's devices (``--colocate``).
-        post_write: ``--custom-update-weight-post-write-path``, called with a folder and the fleet; None without it.
+        post_write: ``--custom-update-weight-post-write-path``, called with a folder and the fleet, or None.
     """
 
     ranks: TrainerRanks
@@ -48,8 +48,8 @@ class Transport:
     """One row of :data:`TRANSPORTS`.
 
     Attributes:
-        make: the updater of one trainer rank; imports the transport's module.
-        reads: flags (as attributes) that no other transport reads; with the others they have no effect.
+        make: the updater of one trainer rank. Imports the transport's module.
+        reads: flags (as attributes) that no other transport reads. With the others they have no effect.
         check: yields one sentence per contradiction in the arguments of a run that uses the transport.
     """
 
@@ -89,7 +89,7 @@ def _files(sync: SyncArgs, side: TrainerSide) -> Updater:
 
 def _check_network(args: Namespace) -> Iterator[str]:
     if args.colocate and not args.debug_train_only and not args.debug_rollout_only:
-        # engines open the trainer's GPU memory; a segment that grew is opened through the process that made it
+        # engines open the trainer's GPU memory. A segment that grew is opened through the process that made it
         settings = {name: args.train_env_vars.get(name, os.environ.get(name, "")) for name in _ALLOCATOR}
         for name, value in settings.items():
             if "expandable_segments:true" in str(value).lower():

@@ -1,4 +1,4 @@
-"""Weights through memory and network: chooses a sender for each engine, and keeps the connections.
+"""Sends weights through memory and network: chooses a sender for each engine, and keeps the connections.
 
     --update-weight-transport   engine                             travels by
     nccl                        on the trainer's own devices       TensorSender: shared memory or CUDA IPC
@@ -31,7 +31,7 @@ class Updater(Protocol):
 
     @property
     def changed_share(self) -> float | None:
-        """Changed bytes over all bytes in the last update, if it sent differences; on the source."""
+        """Changed bytes over all bytes in the last update, if it sent differences. Known on the source only."""
 
     def update(self, fleet: EngineFleet, trainer: WeightExporter, update: WeightUpdate) -> int:
         """Make the live weights those of every engine. Returns the bytes sent (to each engine), on the source."""
@@ -85,9 +85,9 @@ class WeightUpdater:
             raise
 
     def _connected(self, fleet: EngineFleet) -> Senders:
-        """The senders; reconnects if the fleet changed or an update failed on any rank. All ranks call this
-        together."""
+        """Return the senders, new ones if the fleet changed or an update failed. A collective of all ranks."""
         is_usable = self._senders is not None and self._fleet == fleet
+        # one rank without connections is enough: connecting is a collective, so all ranks reconnect
         if not self._ranks.agree(None if is_usable else "not connected"):
             assert self._senders is not None
             return self._senders
@@ -120,6 +120,7 @@ class WeightUpdater:
     def _is_near(self, engine: EngineInfo) -> bool:
         if not self._shares_devices or engine.first_slot is None:
             return False
+        # an engine that also uses devices of other processes cannot open all weights as memory
         return engine.first_slot + engine.num_gpus <= self._ranks.size
 
     def disconnect(self, *, is_urgent: bool = False) -> None:

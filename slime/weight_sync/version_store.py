@@ -1,4 +1,4 @@
-"""The directory through which weights travel: one folder per version, complete or not there.
+"""Writes and reads the directory through which weights travel: one folder per version, complete or absent.
 
     <root>/.slime_weights              marks the directory as slime's: everything in it may be deleted
     <root>/.writing/weight_v000003     a version being written
@@ -28,7 +28,7 @@ from slime.utils.run_lock import RunLock
 MANIFEST = "slime_weights.json"
 _MARKER = ".slime_weights"
 _WRITING = ".writing"
-_READABLE = 0o644
+_READABLE = 0o644  # engines may run as another user
 _LOCK_TIMEOUT_S = 60.0
 _LOCK_POLL_S = 2.0
 
@@ -40,7 +40,7 @@ class Manifest:
     """The contents of a version.
 
     Attributes:
-        lineage: the same for a full version and everything that builds on it; no two runs have the same.
+        lineage: the same for a full version and everything that builds on it. No two runs have the same.
         base: for a delta the version before, for a full one None.
         checksum: name of the function that ``tensors`` are checksums of.
         tensors: name -> checksum of all its bytes in this version. A delta lists changed tensors only.
@@ -77,6 +77,7 @@ def read_manifest(directory: Path) -> Manifest:
         manifest = Manifest(**json.loads((directory / MANIFEST).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise EngineError(f"there is no complete weight version at {directory}: {error}") from None
+    # a shared file system may show a file before all of its content
     for name, size in manifest.files.items():
         file = directory / name
         actual = file.stat().st_size if file.is_file() else None
@@ -86,7 +87,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def foreign_content(root: Path) -> str | None:
-    """The reason why a publisher must not use ``root``; None if it may."""
+    """The reason why a publisher must not use ``root``. None if it may."""
     if (root / _MARKER).is_file() or not root.is_dir():
         return None
     strangers = sorted(path.name for path in root.iterdir())
@@ -115,13 +116,14 @@ class VersionStore:
         if problem := foreign_content(self.root):
             raise ConfigError(problem)
         (self.root / _MARKER).write_text("slime keeps weights for its engines here, and deletes old ones.\n")
+        # before anything is deleted: two runs would delete each other's versions
         self._lock = self._locked()
         shutil.rmtree(self.root / _WRITING, ignore_errors=True)
         if not keeps_files:
             self.prune(keep=())
 
     def _locked(self) -> RunLock:
-        """Take the lock of the directory for the life of this process: two runs would delete each other's versions."""
+        """Take the lock of the directory for the life of this process."""
         # a restarted trainer may have to wait until the kernel has freed the memory of the old one
         deadline = Deadline(_LOCK_TIMEOUT_S, "the lock")
         while True:
@@ -144,15 +146,16 @@ class VersionStore:
         """Turn the folder from :meth:`begin` into a version. Replaces an earlier attempt at the same one."""
         files = [file for file in sorted(folder.iterdir()) if file.is_file()]
         for file in files:
-            file.chmod(_READABLE)  # engines may run as another user
+            file.chmod(_READABLE)
         sizes = {file.name: file.stat().st_size for file in files}
         content = asdict(manifest) | {"files": sizes}
         (folder / MANIFEST).write_text(json.dumps(content), encoding="utf-8")
+        # content before the name: after a power failure a version is complete or absent
         for path in (*files, folder / MANIFEST, folder):
             _to_disk(path)
         final = version_path(self.root, manifest.version)
         if final.exists():
-            shutil.rmtree(final)
+            shutil.rmtree(final)  # rename() does not replace a directory with content
         folder.rename(final)
         _to_disk(self.root)
         return final
