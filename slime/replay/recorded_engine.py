@@ -1,8 +1,8 @@
-"""Replies of a replay: an engine that answers each request with the tokens that the run recorded.
+"""Answers the requests of a replay, in place of an engine, with the tokens that the run recorded.
 
 A request whose ids are the beginning of the recorded sample gets the tokens that follow there, up to the next tokens
-that the model did not write. Requests of text are answered in the order of the recording. A request that fits nowhere
-is refused with the place of the first difference: the code has changed, or a tool returned something else.
+that the model did not write. Requests of text are answered in the order of the recording. Any other request
+is refused with the position of its first difference: the code has changed, or a tool returned something else.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class Recording:
 
     def _after(self, ids: Sequence[int]) -> _Turn:
         recorded = self._sample.tokens
+        # a request may be longer than the recording: the missing tokens are None
         pairs = enumerate(itertools.zip_longest(ids, recorded[: len(ids)]))
         apart = next((place for place, (asked, known) in pairs if asked != known), None)
         if apart is not None:
@@ -70,6 +71,7 @@ class Recording:
                 f"departs from the recording at token {apart}: it has {ids[apart]}, recorded is {known}. "
                 "The prompt, the template, a tool or the code has changed."
             )
+        # a request may begin within a turn: a weight update aborts requests, and the rollout sends the rest again
         turn = next((turn for turn in self._turns if turn.start <= len(ids) < turn.end), None)
         if turn is None:
             raise self._refused(f"has no reply: after token {len(ids)} the model wrote nothing")
@@ -79,7 +81,9 @@ class Recording:
         sample = self._sample
         ids = sample.tokens[turn.start : turn.end]
         begin = len(sample.tokens) - sample.response_length
+        # a reply needs a number per token, also if the run recorded none
         log_probs = (sample.rollout_log_probs or [0.0] * sample.response_length)[turn.start - begin : turn.end - begin]
+        # only the last turn can have reached the limit of tokens
         was_cut = turn.end == len(sample.tokens) and sample.status is Sample.Status.TRUNCATED
         versions = sample.weight_versions
         meta: dict[str, Any] = {
@@ -95,12 +99,13 @@ class Recording:
             borders = itertools.pairwise(offsets[turn.start - begin : turn.end - begin + 1])
             meta[SAMPLING_MASK] = [[int(token) for token in sets[a:b]] for a, b in borders]
         if versions:
+            # there may be fewer versions than turns: later turns get the last one
             meta["weight_version"] = versions[min(self.num_answered, len(versions)) - 1]
         return {"text": self._tokenizer.decode(ids, skip_special_tokens=False), "output_ids": ids, "meta_info": meta}
 
 
 def _turns(sample: Sample) -> Iterator[_Turn]:
-    """Stretches of trained tokens; the tokens between them come from tools or environments."""
+    """Yield the stretches of trained tokens. The tokens between them come from tools or environments."""
     place = len(sample.tokens) - sample.response_length
     mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
     for is_own, stretch in itertools.groupby(mask):

@@ -1,10 +1,10 @@
 """``slime replay``: generates a sample from its recording, scores it with the run's reward, and trains on it.
 
     record of the run ──▶ prompt ──▶ generate_and_rm_group ──▶ compile ──▶ one trainer in this process ──▶ loss
-                          siblings: as recorded; they normalize the rewards and have no part in the loss
+                          siblings: as recorded. They normalize the rewards and have no part in the loss
 
-Everything runs in the main thread, with the user's functions that the run's command line names. Called by
-``slime.cli``.
+Everything runs in the main thread, with the user's functions that the run's command line names. Called
+by ``slime.cli``.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ _ONE_PROCESS = shlex.split(
     --record-samples 0
     """
 )
+# flags that are dropped, because they need several processes and have no value for one
 _OF_MANY_PROCESSES = frozenset(
     shlex.split(
         """
@@ -48,9 +49,8 @@ _OF_MANY_PROCESSES = frozenset(
         """
     )
 )
-"""Flags that are dropped: they need several processes, and no value of theirs means one."""
+# timeout of rewards and requests: long enough for a person at a breakpoint
 _PATIENCE_S = 86_400.0
-"""Timeout of rewards and requests: long enough for a person at a breakpoint."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Recorded:
     Attributes:
         group: the recorded samples of its prompt, in order.
         place: of the sample in the group.
-        version: newest weights that wrote into it; None if no engine reported a version.
+        version: newest weights that wrote into it. None if no engine reported a version.
     """
 
     group: list[Sample]
@@ -128,7 +128,7 @@ def _replay(options: Namespace) -> int:
 
 
 def _compare(recorded: Sample, made: Sequence[Sample]) -> bool:
-    """Print both samples side by side; True if they are equal."""
+    """Print both samples side by side. True if they are equal."""
     if not made:
         print("the execution returned no sample")
         return False
@@ -189,6 +189,7 @@ def replay_args(info: RunInfo, version: int | None, hf_checkpoint: str | None = 
     if os.path.isdir(info.cwd):
         os.chdir(info.cwd)  # relative paths of the command line start there
     weights, words = _weights(info, version, hf_checkpoint)
+    # appended, because argparse takes the last value of a flag
     argv = [*_without(info.argv, _OF_MANY_PROCESSES), *_ONE_PROCESS, *words]
     args, problems = parse_only(argv, is_async=False)
     if args is None or problems:
@@ -207,11 +208,14 @@ def _without(argv: Sequence[str], flags: Collection[str]) -> Iterator[str]:
 
 
 def _weights(info: RunInfo, version: int | None, hf_checkpoint: str | None) -> tuple[str, list[str]]:
-    """(description, flags) of the weights that generated the sample: their checkpoint if the run kept it, else the
-    weights that the run started with."""
+    """Return (description, flags) of the trainer's weights.
+
+    These are the weights that generated the sample if the run kept their checkpoint, else those of the run's start.
+    """
     if hf_checkpoint is not None:
         return hf_checkpoint, ["--load", hf_checkpoint]
     save = info.settings.get("save")
+    # version N has trained on N rollouts, so its checkpoint is that of rollout N - 1
     if version and save and (Path(save) / f"iter_{version - 1:07d}").is_dir():
         return f"{save}, rollout {version - 1}", ["--load", save, "--ckpt-step", str(version - 1), "--finetune"]
     began = str(info.hf_checkpoint)
@@ -233,10 +237,12 @@ def generate(args: Namespace, recorded: Recorded) -> Replayed:
     from slime.utils.http_utils import init_http_client
 
     fresh = without_response(recorded.sample)
+    # the generate function tokenizes the prompt again
     fresh.tokens = []
     fresh.reward = None
     group: list[Any] = list(recorded.group)
     group[recorded.place] = fresh
+    # a retry would ask for a reply that is already used
     args.max_sample_retries = 0
     args.rm_timeout = args.rollout_request_timeout = _PATIENCE_S
     tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
@@ -254,14 +260,14 @@ def generate(args: Namespace, recorded: Recorded) -> Replayed:
 
 
 def _rows(data: TrainData, places: Sequence[int]) -> TrainData:
-    """Only these rows of the batch; their rewards are already normalized."""
+    """Keep only these rows of the batch. Their rewards are already normalized."""
     num = len(data["tokens"])
     is_row = {name: column(name).per == "sample" and len(values) == num for name, values in data.items()}
     return {name: [values[p] for p in places] if is_row[name] else values for name, values in data.items()}
 
 
 def train(args: Namespace, replayed: Replayed, rollout: int) -> tuple[dict[str, float], dict[str, float]]:
-    """One training step of one process on the replayed sample; its siblings only normalize its reward.
+    """One training step of one process on the replayed sample. Its siblings only normalize its reward.
 
     Returns:
         Metrics of the step, and means over the sample.
@@ -286,15 +292,19 @@ def train(args: Namespace, replayed: Replayed, rollout: int) -> tuple[dict[str, 
     data = compile_train_data(
         [replayed.group], rewards=from_args(RewardArgs, args), post_process=post_process, convert=convert, args=args
     )
+    # by identity: siblings may be equal to the sample
     places = [i for i, row in enumerate(iter_samples(replayed.group)) if any(row is own for own in replayed.samples)]
     data = _rows(data, places)
     shipment = split_by_dp(
         data,
         layout=ParallelLayout(dp_size=1),
+        # one step, whatever the size of the run's batches
         global_batch_size=len(set(data["rollout_ids"])),
         settings=from_args(MicroBatchArgs, args),
     )
+    # a process group of one: the trainer's collectives run unchanged
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    # the learning-rate schedule needs the length of the run
     args.num_rollout = args.num_rollout or rollout + 1
     make = trainer_class(args, "actor")
     trainer = make(args, rank=0, world_size=1, with_ref=needs_reference(args))
