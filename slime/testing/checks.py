@@ -1,4 +1,4 @@
-"""One check per hook: it calls the user's function as a run does, and yields a sentence per problem.
+"""One check per hook: calls the user's function as a run does, and yields a sentence per problem.
 
 The caller reports errors of the function with their traceback.
 """
@@ -36,7 +36,7 @@ class Call:
 
     Attributes:
         function: the user's, loaded.
-        args: the arguments of the run; if the check needs an engine, the router's address leads to a pretended one.
+        args: the arguments of the run. If the check needs an engine, the router's address leads to a pretended one.
         row: a sample of the run's data source.
     """
 
@@ -57,16 +57,19 @@ def custom_generate(call: Call) -> Iterator[str]:
         try:
             if takes_group(call.function):
                 return await call_group_generate(call.function, call.args, group, params, evaluation=False)
+            # dict(): a function may change the sampling parameters
             return [
                 await call_generate(call.function, call.args, sample, dict(params), evaluation=False)
                 for sample in iter_samples(group)
             ]
         finally:
+            # the client belongs to the event loop, which ends with asyncio.run()
             await close_http_client()
 
     results = asyncio.run(generate())
     for source, result in zip(iter_samples(group), results, strict=True):
         complete(result, source, state.tokenizer)
+        # one execution may return several samples: they must weigh as one rollout in the loss
         siblings = list(iter_samples(result))
         for sample in siblings:
             yield from generated_sample(sample)
@@ -136,6 +139,7 @@ def custom_reward(call: Call) -> Iterator[str]:
                 return await batched_async_rm(call.args, samples)
             return [await async_rm(call.args, sample) for sample in samples]
         finally:
+            # the client belongs to the event loop, which ends with asyncio.run()
             await close_http_client()
 
     rewards = asyncio.run(score())
@@ -159,6 +163,7 @@ def dynamic_filter(call: Call) -> Iterator[str]:
         output = call.function(call.args, group)
         if isinstance(output, DynamicFilterOutput):
             output = output.keep
+        # comparisons in numpy and torch give bool_, bool and Tensor
         if not isinstance(output, bool) and type(output).__name__ not in ("bool_", "bool", "Tensor"):
             yield f"it returned {type(output).__name__}; it must return a bool or a DynamicFilterOutput"
             return
@@ -168,6 +173,7 @@ def buffer_filter(call: Call) -> Iterator[str]:
     groups: list[Any] = finished_groups(call.args.reward_key)
     has_samples = takes_samples(call.function, call.args)
     buffer, kind = (list(iter_samples(groups)), "samples") if has_samples else (groups, "groups")
+    # the function may change the buffer in place
     before = list(buffer)
     chosen = call_filter(call.function, call.args, buffer, 1)
     if not isinstance(chosen, list):
@@ -175,12 +181,12 @@ def buffer_filter(call: Call) -> Iterator[str]:
         return
     if len(chosen) > 1:
         yield f"it returned {len(chosen)} {kind} where 1 was asked for"
+    # by identity: samples of a buffer may be equal
     known = [id(item) for item in before]
     if any(id(item) not in known for item in chosen):
         yield f"it returned {kind} that are not of the buffer"
-    removes = (
-        len(parameter_names(call.function)) >= 4
-    )  # with fewer parameters, the data source removes the chosen samples itself
+    # with fewer parameters, the data source removes the chosen samples itself
+    removes = len(parameter_names(call.function)) >= 4
     if removes and any(item is kept for item in chosen for kept in buffer):
         yield f"{kind} that it returned are still in the buffer: they would be drawn again"
 
@@ -213,6 +219,7 @@ def sample_hook(call: Call) -> Iterator[str]:
 
 def sample_filter(call: Call) -> Iterator[str]:
     groups = finished_groups(call.args.reward_key)
+    # by identity and order: a copy of a sample would lose its place in the batch
     before = [id(sample) for sample in iter_samples(groups)]
     call.function(call.args, groups)
     if [id(sample) for sample in iter_samples(groups)] != before:
@@ -224,6 +231,7 @@ def sample_filter(call: Call) -> Iterator[str]:
 
 def all_samples(call: Call) -> Iterator[str]:
     call.function(call.args, finished_groups(call.args.reward_key), PromptList(call.row))
+    # the function may return anything: only an error is a problem
     yield from ()
 
 
@@ -328,6 +336,7 @@ def custom_advantage(call: Call) -> Iterator[str]:
 
 
 def custom_tis(call: Call) -> Iterator[str]:
+    # with a graph, so that a detached result is found
     pg_loss = torch.cat(_rows(0.3)).requires_grad_()
     result = call.function(
         call.args,
@@ -355,6 +364,7 @@ def custom_tis(call: Call) -> Iterator[str]:
 
 def pg_loss_reducer(call: Call) -> Iterator[str]:
     masks = [torch.ones(length) for length in _RESPONSE_LENGTHS]
+    # the function gets the mode as an argument and must support both
     for per_token in (False, True):
         reduce = call.function(list(_TOTAL_LENGTHS), list(_RESPONSE_LENGTHS), masks, per_token)
         if not callable(reduce):
@@ -368,6 +378,7 @@ def pg_loss_reducer(call: Call) -> Iterator[str]:
 
 def data_postprocess(call: Call) -> Iterator[str]:
     data = _rollout_data()
+    # both signatures are supported, as in a run
     if can_be_called(call.function, ("args", "rollout_id", "rollout_data")):
         call.function(call.args, 0, data)
     else:

@@ -18,7 +18,7 @@ NUM_GROUPS = 2
 GROUP_SIZE = 2
 QUESTION = Sample(prompt="What is 2 + 2?", label="4")
 _MAX_OUTPUT_TOKENS = 8
-_POLL_S = 0.02
+_POLL_S = 0.02  # shutdown() waits for one poll, which is 0.5 s by default
 
 
 def fresh_groups(row: Sample = QUESTION, count: int = NUM_GROUPS, first: int = 0) -> list[SampleGroup]:
@@ -33,7 +33,7 @@ def fresh_groups(row: Sample = QUESTION, count: int = NUM_GROUPS, first: int = 0
 
 
 def finished_groups(reward_key: str | None, with_reward: bool = True) -> list[SampleGroup]:
-    """Groups after generation; rewards differ in the first one and are equal in the second."""
+    """Make groups after generation. Rewards differ in the first group and are equal in the second."""
     groups = fresh_groups()
     for number, group in enumerate(groups):
         for position, sample in enumerate(iter_samples(group)):
@@ -84,7 +84,7 @@ class PromptList:
 
 @contextmanager
 def serving(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[tuple[str, int]]:
-    """Serve ``/generate`` inside the block; yields (host, port).
+    """Serve ``/generate`` inside the block. Yields (host, port).
 
     Args:
         answer: payload of a request -> reply. A ``ValueError`` becomes status 400 with its message.
@@ -95,10 +95,12 @@ def serving(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[tupl
 
         def do_GET(self) -> None:
             url = f"http://127.0.0.1:{self.connection.getsockname()[1]}"
+            # routers differ in the form of this list: the reply has both
             self._send(200, {"workers": [{"url": url}], "urls": [url]})
 
         def do_POST(self) -> None:
             payload = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
+            # health checks, aborts and other calls succeed and do nothing
             if not self.path.startswith("/generate"):
                 self._send(200, {})
                 return
@@ -119,7 +121,7 @@ def serving(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[tupl
             self.wfile.write(data)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """The caller prints its own lines."""
+            """Write no access log: the caller prints the results."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     # HTTP/1.1 keeps connections open: threads that wait for the next request must not block the exit
@@ -136,6 +138,7 @@ def pretend_engine(tokenizer: Any) -> AbstractContextManager[tuple[str, int]]:
     """Serve replies of a few random ordinary tokens and the end token."""
     special = set(tokenizer.all_special_ids)
     ids = [token for token in range(len(tokenizer)) if token not in special]
+    # seeded, so that a failure can be repeated
     draw = random.Random(0)
     return serving(lambda body: _reply(body, ids, draw, tokenizer))
 
@@ -143,6 +146,7 @@ def pretend_engine(tokenizer: Any) -> AbstractContextManager[tuple[str, int]]:
 def _reply(body: dict[str, Any], ids: list[int], draw: random.Random, tokenizer: Any) -> dict[str, Any]:
     params = body.get("sampling_params") or {}
     room = int(params.get("max_new_tokens") or _MAX_OUTPUT_TOKENS)
+    # at least one token, as an engine generates
     output = draw.choices(ids, k=max(1, min(_MAX_OUTPUT_TOKENS, room)))
     is_cut = len(output) >= room or tokenizer.eos_token_id is None
     if not is_cut:

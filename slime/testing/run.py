@@ -1,4 +1,4 @@
-"""Finds the functions that a command names, and checks each. Used by the command line and by tests of plugins."""
+"""Finds and checks the functions that a command names. Used by the command line and by tests of plugins."""
 
 from __future__ import annotations
 
@@ -34,7 +34,12 @@ _PATIENCE_S = 300.0
 
 @dataclass
 class Outcome:
-    """The result for one function. ``signature``: only its signature was checked; ``note`` is the reason."""
+    """The result for one function.
+
+    Attributes:
+        kind: ``signature`` if the function was not called and only its signature was checked.
+        note: the reason for that.
+    """
 
     flag: str
     path: str
@@ -47,7 +52,7 @@ def check_command(argv: Sequence[str]) -> list[Outcome]:
     """Check every function that the flags of a train command name.
 
     Args:
-        argv: flags of ``train.py``; required flags about data and devices may be missing.
+        argv: flags of ``train.py``. Required flags about data and devices may be missing.
 
     Raises:
         ConfigError: the flags cannot be read.
@@ -72,7 +77,7 @@ def check_plugin(flag: str, path: str, *more_flags: str) -> list[str]:
     Args:
         flag: the option that would name it, such as ``--custom-rm-path``.
         path: dotted name, ``module:function``, ``file.py`` or ``file.py:function``.
-        more_flags: what else its command would have, such as ``"--reward-key", "score"``. Functions that generate need
+        more_flags: other flags of its command, such as ``"--reward-key", "score"``. Functions that generate need
             ``"--hf-checkpoint", DIRECTORY`` for its tokenizer and are only compared with their signature without it.
     """
     if flag not in {hook.flag for hook in HOOKS}:
@@ -82,8 +87,10 @@ def check_plugin(flag: str, path: str, *more_flags: str) -> list[str]:
 
 
 def _check(hook: Hook, path: str, args: Namespace) -> Outcome:
+    # this hook alone: check_hooks reports problems of all hooks that it finds
     one = Namespace(**{h.dest: None for h in HOOKS})
     setattr(one, hook.dest, path)
+    # decides which signature a reward function needs
     one.group_rm = args.group_rm
     problems = check_hooks(one)
     if problems:
@@ -99,7 +106,7 @@ def _check(hook: Hook, path: str, args: Namespace) -> Outcome:
 
 
 def _described(hook: Hook, path: str, error: Exception) -> str:
-    """The error with the lines of the user's own code that led to it; of other code only the last line."""
+    """Format the error with the lines of the user's code that led to it, and the last line of other code."""
     cause = error.__cause__ if isinstance(error, SlimeError) and error.__cause__ else error
     frames = user_frames(cause)[-_FRAMES:]
     last = traceback.extract_tb(cause.__traceback__)[-1]
@@ -121,6 +128,7 @@ def _why_not_called(hook: Hook, args: Namespace) -> str:
 
 
 async def _run_in_time(hook: Hook, path: str, args: Namespace) -> list[str]:
+    # the thread of a function that hangs cannot be stopped: it only is not awaited any more
     limit = asyncio.timeout(_PATIENCE_S)
     try:
         async with limit:
@@ -146,10 +154,11 @@ def _run(hook: Hook, path: str, args: Namespace) -> Iterator[str]:
 
 
 def _first_row(args: Namespace) -> Sample:
-    """The first row of the run's data; a made-up question without data or tokenizer."""
+    """Return the first row of the run's data, or a made-up question without data or tokenizer."""
     if not args.prompt_data or not args.hf_checkpoint:
         return QUESTION
     path, rows = parse_path(args.prompt_data)
+    # one row is read, not the whole data set
     first = Namespace(**vars(args) | {"prompt_data": path if rows else f"{path}@[0:1]", "streaming_data": False})
     ((sample, *_),) = RolloutDataSource(first).get_samples(1)
     assert isinstance(sample, Sample)
@@ -157,13 +166,15 @@ def _first_row(args: Namespace) -> Sample:
 
 
 def _play_engine(args: Namespace, row: Sample, stack: ExitStack) -> Sample:
-    """Start a pretended engine at the router's address. Returns the row; a made-up one is rendered as a chat."""
+    """Start a pretended engine at the router's address. Returns the row, a made-up one rendered as a chat."""
     tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
     args.sglang_router_ip, args.sglang_router_port = stack.enter_context(pretend_engine(tokenizer))
     args.rollout_num_gpus = args.rollout_num_gpus or 1
     args.rollout_max_response_len = min(args.rollout_max_response_len, _MAX_RESPONSE_LEN)
     args.rollout_batch_size = args.over_sampling_batch_size = 2
+    # rollout functions score their samples, and fail without any reward
     args.rm_type = args.rm_type or "random"
+    # a singleton: an earlier check may have made it with other arguments
     GenerateState.clear_instances()
     stack.callback(GenerateState.clear_instances)
     if row is not QUESTION or not tokenizer.chat_template:
