@@ -1,1 +1,1 @@
-"""What every model family is: shape, tensor names, special layers, sizes. One file per family in ``families``."""
+"""Model families: shape, tensor names, special layers, sizes. One file per family in ``families``."""

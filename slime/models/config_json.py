@@ -17,13 +17,13 @@ from slime.utils.errors import ConfigError
 MOST_LAYERS = 10_000
 """A larger number is a mistake, and lists with one entry per layer would fill the memory."""
 
-_MOST, _LARGEST = 2**40, 1e15
+_MOST, _LARGEST = 2**40, 1e15  # up to 1e15 a float holds every whole number exactly
 
+# Keys whose value must be an object.
 _SECTIONS = (
     *("text_config", "vision_config", "quantization_config", "compression_config"),
     *("rope_scaling", "rope_parameters"),
 )
-"""Keys whose value must be an object."""
 
 
 def load_model_config(hf_checkpoint: str) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def load_model_config(hf_checkpoint: str) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{where}: config.json is not text in UTF-8: {error}.") from None
     try:
-        config = json.loads(text, parse_constant=_refuse)
+        config = json.loads(text, parse_constant=_refuse)  # json would accept NaN and Infinity
     except ValueError as error:
         raise ConfigError(f"{where}: config.json is not valid JSON: {error}.") from None
     except RecursionError:
@@ -69,7 +69,7 @@ def _shown(value: Any) -> str:
 
 
 def read_model_config(hf_checkpoint: str | None) -> dict[str, Any]:
-    """Keys of the file; empty if it cannot be read."""
+    """Keys of the file. Empty if it cannot be read."""
     if hf_checkpoint is None:
         return {}
     try:
@@ -79,13 +79,13 @@ def read_model_config(hf_checkpoint: str | None) -> dict[str, Any]:
 
 
 def text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of the language model: those of ``text_config`` in a multimodal model, otherwise all."""
+    """The keys of the language model: ``text_config`` in a multimodal model, otherwise all."""
     part = config.get("text_config") or config
     return part if isinstance(part, dict) else {}
 
 
 class ConfigReader:
-    """Typed look-ups in the fields of one model. Problems are collected, so that one message lists all of them."""
+    """Typed look-ups in the fields of one model. Collects problems, so that one message lists all of them."""
 
     def __init__(self, config: Mapping[str, Any], family: Family) -> None:
         self.config = config
@@ -111,15 +111,15 @@ class ConfigReader:
         return self.flag(value) if isinstance(value, str) else value
 
     def number(self, *names: str, default: float | None = None) -> float:
-        """The first of ``names`` that is present or has a default of the family; otherwise ``default``."""
+        """The first of ``names`` that is present or has a default of the family. Otherwise ``default``."""
         for name in names:
             value = self.config.get(name)
             if value is None:
-                value = self.family.defaults.get(name)
+                value = self.family.defaults.get(name)  # null means the default, like a missing field
             if value is not None:
                 return self._checked(name, value)
         if default is None:
-            self.missing.append(names[0])
+            self.missing.append(names[0])  # the 1 lets the reader go on and collect all problems
             return 1
         return default
 
@@ -132,7 +132,7 @@ class ConfigReader:
         return int(value)
 
     def items(self, name: str) -> list[Any]:
-        """A list; empty if the field is missing."""
+        """A list. Empty if the field is missing."""
         value = self.config.get(name)
         if value is not None and not isinstance(value, list):
             self.problems.append(f"has {name} {value!r}; it must be a list.")
@@ -140,7 +140,7 @@ class ConfigReader:
         return value or []
 
     def layer_kinds(self, name: str, num_layers: int) -> list[Any] | None:
-        """A list with one entry per layer; None if the field is missing or has another length."""
+        """A list with one entry per layer. None if the field is missing or has another length."""
         kinds = self.config.get(name)
         return kinds if isinstance(kinds, list) and len(kinds) == num_layers else None
 

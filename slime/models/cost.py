@@ -38,7 +38,7 @@ class Weight:
 
 
 def num_parameters(shape: ModelShape) -> int:
-    """As in the checkpoint: without padding of the vocabulary, with ``num_mtp_layers`` prediction layers."""
+    """Parameters without padding of the vocabulary, with ``num_mtp_layers`` prediction layers."""
     return sum(weight.total for weight in model_weights(shape))
 
 
@@ -93,6 +93,7 @@ def _layer_weights(shape: ModelShape, *, has_experts: bool, delta: DeltaNetShape
 
 def _attention_weights(shape: ModelShape) -> Iterator[Weight]:
     heads, groups = shape.num_attention_heads, shape.num_query_groups
+    # The query projection has the gate's columns too.
     query, key = heads * shape.head_dim * (2 if shape.family.has_output_gate else 1), groups * shape.head_dim
     for name, width in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
         yield Weight(name, shape.hidden_size * width, split="tensor")
@@ -108,7 +109,7 @@ def _attention_weights(shape: ModelShape) -> Iterator[Weight]:
 
 def _delta_weights(hidden: int, delta: DeltaNetShape) -> Iterator[Weight]:
     keys, values = delta.key_width, delta.value_width
-    yield Weight("linear_attn.in_proj_qkvz", hidden * 2 * (keys + values), split="tensor")
+    yield Weight("linear_attn.in_proj_qkvz", hidden * 2 * (keys + values), split="tensor")  # q and k, v and z
     yield Weight("linear_attn.in_proj_ba", hidden * 2 * delta.num_value_heads, split="tensor")
     yield Weight("linear_attn.conv1d", (2 * keys + values) * delta.conv_kernel_dim, split="tensor")
     yield Weight("linear_attn.A_log", delta.num_value_heads, split="tensor")
@@ -136,7 +137,7 @@ def _latent_weights(shape: ModelShape, mla: MlaShape) -> Iterator[Weight]:
 def _indexer_weights(shape: ModelShape, mla: MlaShape, sparse: SparseShape) -> Iterator[Weight]:
     yield Weight("indexer.wq_b", (mla.q_lora_rank or 0) * sparse.num_heads * sparse.head_dim)
     yield Weight("indexer.wk", shape.hidden_size * sparse.head_dim)
-    yield Weight("indexer.k_norm", 2 * sparse.head_dim)
+    yield Weight("indexer.k_norm", 2 * sparse.head_dim)  # weight and bias
     yield Weight("indexer.weights_proj", shape.hidden_size * sparse.num_heads)
 
 
@@ -146,7 +147,7 @@ def _mlp_weights(hidden: int, prefix: str, ffn: int) -> Iterator[Weight]:
 
 
 def _expert_weights(hidden: int, moe: MoeShape) -> Iterator[Weight]:
-    yield Weight("mlp.gate", moe.num_experts * hidden)
+    yield Weight("mlp.gate", moe.num_experts * hidden)  # the bias of sigmoid routers is a buffer, not counted
     yield Weight("mlp.experts", hidden * moe.ffn_hidden_size, 3 * moe.num_experts, 3 * moe.topk, split="expert")
     if moe.shared_size:
         yield from _mlp_weights(hidden, "mlp.shared_experts", moe.shared_size)
@@ -164,7 +165,7 @@ def _mtp_weights(shape: ModelShape) -> Iterator[Weight]:
         Weight("enorm", hidden),
         Weight("hnorm", hidden),
         Weight("eh_proj", 2 * hidden * hidden, split="tensor"),
-        *_layer_weights(shape, has_experts=shape.has_experts(-1)),
+        *_layer_weights(shape, has_experts=shape.has_experts(-1)),  # a layer like the decoder's last
         Weight("shared_head.norm", hidden),
     )
     for weight in inner:
@@ -179,7 +180,7 @@ def tower_parameters(config: Mapping[str, Any]) -> int:
     hidden, ffn = config.get("hidden_size", 1152), config.get("intermediate_size", 4304)
     merged = hidden * config.get("spatial_merge_size", 2) ** 2
     patch = config.get("in_channels", 3) * config.get("temporal_patch_size", 2) * config.get("patch_size", 16) ** 2
-    attention = 4 * hidden * hidden + 4 * hidden
+    attention = 4 * hidden * hidden + 4 * hidden  # with biases
     mlp = 2 * hidden * ffn + hidden + ffn
     block = attention + mlp + 4 * hidden  # two norms with biases
     projections = merged * (merged + 1) + (merged + 1) * config.get("out_hidden_size", 3584)
@@ -205,7 +206,7 @@ def layer_activations(
     elif shape.mla:
         inner, compressed = _latent_activations(shape.num_attention_heads, shape.mla)
         rotary = 4 * shape.mla.qk_pos_emb_head_dim
-        whole += compressed
+        whole += compressed  # the down-projections are not divided among tensor-parallel ranks
     else:
         query, key = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
         rotary = 4 * shape.head_dim  # sines and cosines, for queries and for keys
@@ -261,7 +262,7 @@ class ModelDims(Protocol):
 
 
 def calculate_fwd_flops(seqlens: Sequence[int], args: ModelDims) -> int:
-    """FLOPs of one forward pass of a dense decoder over packed sequences; a multiply-add counts as two.
+    """FLOPs of one forward pass of a dense decoder over packed sequences. A multiply-add counts as two.
 
     Per layer and sequence of length L: projections ``2 L h d (heads + 2 groups)``, causal attention ``2 L^2 heads d``
     (half of it is masked), output ``2 L h^2``, gated MLP ``6 L h ffn``. The head adds ``2 L h V``.

@@ -29,7 +29,7 @@ class Family:
             MLP in a layer of experts).
         models: released models, for the docs.
         particulars: differences from Llama's architecture, for the docs.
-        routing: scores of the expert router; None for a family without experts. ``sigmoid`` means DeepSeek's router:
+        routing: scores of the expert router. None for a family without experts. ``sigmoid`` means DeepSeek's router:
             a bias takes part in the choice of experts, and the first layers are dense.
         expert_width: the config field with the width of an expert.
         has_shared_gate: a sigmoid gate multiplies the output of the shared expert.
@@ -44,7 +44,7 @@ class Family:
         special_layers: changes of Megatron's decoder layers. Each is a key of ``layer_specs.SPECIAL_LAYERS``, or
             ``module:function``, which is called with a layer's spec and the transformer config.
         vision_tower: ``model_type`` of the vision tower in transformers.
-        spec: module of ``--spec`` whose layers are those of the family; such a flag has no effect.
+        spec: module of ``--spec`` whose layers are those of the family. Such a flag has no effect.
         vision_spec: the same for the model with its vision tower, which is then built.
         rope_types: ``rope_type`` values that are supported.
         defaults: values of config fields that a config.json may omit, from the family's config class.
@@ -105,6 +105,7 @@ def families() -> Mapping[str, Family]:
     """Every :class:`Family` of the modules in ``slime.models.families``, by ``model_type``."""
     found: dict[str, Family] = {}
     for module in pkgutil.iter_modules(_package.__path__, f"{_package.__name__}."):
+        # Not at the top of this file, which the modules of the families import.
         for value in vars(importlib.import_module(module.name)).values():
             # A family that another file imports is seen twice: it must be the same object.
             if isinstance(value, Family) and found.setdefault(value.model_type, value) is not value:
@@ -113,7 +114,7 @@ def families() -> Mapping[str, Family]:
 
 
 def why_not_built(model_type: object) -> str | None:
-    """The reason why ``model_type`` cannot be trained, as the end of a sentence; None if it can."""
+    """The reason why ``model_type`` cannot be trained, as the end of a sentence. None if it can."""
     if model_type in families():
         return None
     if isinstance(model_type, str) and model_type in NOT_BUILT:

@@ -1,6 +1,6 @@
 """Megatron's flags that describe a model: the field of config.json and the value of the shape for each.
 
-The trainer derives flags that are not given and compares those that are; the plan describes a model by its flags.
+The trainer derives flags that are not given and compares those that are. The plan describes a model by its flags.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from slime.models.config_json import MOST_LAYERS
 from slime.models.shape import ModelShape
 
+# The text of a flag is parsed, never evaluated: eval would run any code.
 _PATTERN_NODES = (ast.Expression, ast.List, ast.BinOp, ast.Add, ast.Mult, ast.Constant, ast.Load)
 
 
@@ -33,7 +34,7 @@ def _has_yarn(shape: ModelShape) -> bool:
 
 
 def _part(part: str, name: str) -> Callable[[ModelShape], Any]:
-    """An attribute of a part of the shape; None if the model lacks the part."""
+    """An attribute of a part of the shape. None if the model lacks the part."""
 
     def value(shape: ModelShape) -> Any:
         found = getattr(shape, part)
@@ -43,13 +44,13 @@ def _part(part: str, name: str) -> Callable[[ModelShape], Any]:
 
 
 def _rope_factor(shape: ModelShape) -> float:
-    """Launch scripts pass --rotary-scaling-factor for Llama 3 as well; it then means the factor of Llama's scaling."""
+    # Launch scripts pass --rotary-scaling-factor for Llama 3 too: it then means the factor of Llama's scaling.
     scaling = shape.yarn_rope or shape.llama3_rope
     return 1.0 if scaling is None else scaling.factor
 
 
 def _whole(value: float) -> float:
-    return int(value) if value == int(value) else value
+    return int(value) if value == int(value) else value  # messages show --rotary-base as a whole number
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,9 @@ class ShapeFlag:
 
     Attributes:
         hf: the field of config.json, as messages name it.
-        value: from the shape; None if the model has no such thing.
+        value: from the shape. None if the model has no such thing.
         is_checked: the models for which a given flag must agree.
-        key: the field of config.json that has the same value; None if no single field has it.
+        key: the field of config.json that has the same value. None if no single field has it.
         needs: the architecture that the flag belongs to.
     """
 

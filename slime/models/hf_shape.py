@@ -39,7 +39,7 @@ def read_shape(hf_checkpoint: str, *, with_vision: bool = False) -> ModelShape:
 
 
 def shape_from_config(config: Mapping[str, Any], hf_checkpoint: str, *, with_vision: bool = False) -> ModelShape:
-    """The shape that ``config`` describes; messages name ``hf_checkpoint``. Raises as :func:`read_shape`."""
+    """The shape that ``config`` describes. Messages name ``hf_checkpoint``. Raises as :func:`read_shape`."""
     where = f"--hf-checkpoint {hf_checkpoint}: config.json"
     model_type = config.get("model_type")
     missing = why_not_built(model_type)
@@ -75,10 +75,11 @@ def sizes_from_config(
 
 
 def _text_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part that describes the language model. In multimodal models, tied embeddings may be declared outside."""
+    """The part that describes the language model."""
     inner = config.get("text_config")
     if not isinstance(inner, Mapping):
         return config
+    # Multimodal models may declare tied embeddings outside of that part.
     return {**inner, "tie_word_embeddings": inner.get("tie_word_embeddings") or config.get("tie_word_embeddings")}
 
 
@@ -100,6 +101,7 @@ def _read(reader: ConfigReader) -> ModelShape:
         family=family,
         num_layers=num_layers,
         hidden_size=hidden_size,
+        # Models without dense layers may lack the first.
         ffn_hidden_size=reader.integer("intermediate_size", "moe_intermediate_size"),
         num_attention_heads=heads,
         num_query_groups=groups,
@@ -107,6 +109,7 @@ def _read(reader: ConfigReader) -> ModelShape:
         vocab_size=reader.integer("vocab_size"),
         norm_epsilon=reader.number("rms_norm_eps"),
         rotary_base=reader.rope_number("rope_theta", default=reader.number("rope_theta", default=10000.0)),
+        # Latent attention rotates separate columns.
         rotary_percent=1.0 if mla is not None else _rotary_percent(reader, head_dim),
         is_tied=reader.flag("tie_word_embeddings"),
         max_position_embeddings=max_positions,
@@ -157,6 +160,7 @@ def _indexer_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, .
     if isinstance(kinds, list | str):
         return tuple(str(kind).upper().startswith("F") for kind in kinds)
     freq, offset = config.get("index_topk_freq") or 1, config.get("index_skip_topk_offset", 2)
+    # Each of the first ``offset`` layers has an indexer.
     return tuple(max(layer - offset + 1, 0) % freq == 0 for layer in range(num_layers))
 
 
@@ -166,6 +170,7 @@ def _delta_net(reader: ConfigReader, num_layers: int) -> DeltaNetShape:
         layers = tuple(kind == "linear_attention" for kind in kinds)
     else:
         interval = max(1, reader.integer("full_attention_interval"))
+        # The last layer of each interval has full attention.
         layers = tuple((layer + 1) % interval != 0 for layer in range(num_layers))
     return DeltaNetShape(
         layers=layers,
@@ -219,7 +224,7 @@ def _moe(reader: ConfigReader, num_layers: int) -> MoeShape:
 
 def _sparse_step_layers(reader: ConfigReader, num_layers: int) -> tuple[bool, ...]:
     """Qwen: every ``decoder_sparse_step``-th layer, except ``mlp_only_layers``."""
-    step = max(1, reader.integer("decoder_sparse_step", default=1, least=0))
+    step = max(1, reader.integer("decoder_sparse_step", default=1, least=0))  # 0 means 1
     dense = reader.items("mlp_only_layers")
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
 
@@ -235,25 +240,25 @@ def _layers_after_dense(reader: ConfigReader, num_layers: int) -> tuple[bool, ..
 
 
 def _rotary_percent(reader: ConfigReader, head_dim: int) -> float:
-    """The share of a head's columns that rope rotates; MiniMax gives their number as ``rotary_dim``."""
+    """The share of a head's columns that rope rotates."""
     if reader.rope.get("partial_rotary_factor") is not None:
         return float(reader.rope_number("partial_rotary_factor"))
+    # MiniMax gives the number of columns instead.
     return reader.number("partial_rotary_factor", default=reader.integer("rotary_dim", default=head_dim) / head_dim)
 
 
 def _vision(config: Mapping[str, Any], reader: ConfigReader) -> VisionShape | None:
-    """Token ids are fields outside of the language model's config. transformers has the defaults of the tower's."""
     tower = config.get("vision_config")
     if reader.family.vision_tower is None or not isinstance(tower, Mapping):
         reader.problems.append(
             "describes no vision tower that can be trained, which images need: drop --multimodal-keys."
         )
         return None
-    outside = ConfigReader(config, reader.family)
+    outside = ConfigReader(config, reader.family)  # token ids are outside of the language model's part
     sections = reader.rope.get("mrope_section")
     if not isinstance(sections, list) or len(sections) != 3 or not reader.rope.get("mrope_interleaved", True):
         reader.problems.append("must have three mrope_section in its rope settings, and mrope_interleaved true.")
-        sections = [1, 1, 1]
+        sections = [1, 1, 1]  # to go on and collect the other problems
     shape = VisionShape(
         config=dict(tower),
         num_deep_layers=len(tower.get("deepstack_visual_indexes") or ()),
@@ -261,7 +266,7 @@ def _vision(config: Mapping[str, Any], reader: ConfigReader) -> VisionShape | No
         image_token=outside.integer("image_token_id", least=0),
         video_token=outside.integer("video_token_id", least=0),
         start_token=outside.integer("vision_start_token_id", least=0),
-        merge_size=int(tower.get("spatial_merge_size", 2)),
+        merge_size=int(tower.get("spatial_merge_size", 2)),  # the default of transformers
     )
     reader.problems += outside.problems
     reader.missing += outside.missing
@@ -278,7 +283,7 @@ def _llama3_rope(reader: ConfigReader) -> Llama3Rope:
 
 
 def _yarn_rope(reader: ConfigReader, max_positions: int) -> YarnRope:
-    """Defaults are those of the reference implementation; without mscale_all_dim only the logits are scaled."""
+    # Defaults of the reference implementation. Without mscale_all_dim only the rotated columns are scaled.
     return YarnRope(
         factor=float(reader.rope_number("factor")),
         original_max_position_embeddings=int(reader.rope_number("original_max_position_embeddings", max_positions)),
@@ -321,7 +326,7 @@ def _other_architecture(config: Mapping[str, Any], family: Family) -> Iterator[s
         yield f"has architectures {names!r}; it must be a list of names of classes."
         return
     for name in names:
-        stem = name.partition("For")[0].lower().replace("_", "")
+        stem = name.partition("For")[0].lower().replace("_", "")  # Qwen3MoeForCausalLM -> qwen3moe
         other = next((one for one in families().values() if one.model_type.replace("_", "") == stem), None)
         if other is not None and other is not family and _decoder(other) != _decoder(family):
             yield (
@@ -354,7 +359,7 @@ def _refused(reader: ConfigReader) -> list[str]:
         problems.append(f"has partial_rotary_factor {share}; with latent attention it must be 1.")
     if family.is_mla and not reader.flag("rope_interleave", default=True):
         problems.append("has rope_interleave false; the rotated columns must be interleaved.")
-    if family.is_sparse and config.get("q_lora_rank", 0) is None:
+    if family.is_sparse and config.get("q_lora_rank", 0) is None:  # null, unlike a missing field
         problems.append("has q_lora_rank null; the indexer of sparse attention reads the compressed queries.")
     return problems
 

@@ -18,8 +18,8 @@ class Llama3Rope:
     """Llama 3.1 rope scaling, as in ``rope_parameters`` of its config.json."""
 
     factor: float
-    low_freq_factor: float
-    high_freq_factor: float
+    low_freq_factor: float  # wavelengths above original length / low_freq_factor are slowed down
+    high_freq_factor: float  # those below original length / high_freq_factor are kept
     original_max_position_embeddings: int
 
 
@@ -29,20 +29,20 @@ class YarnRope:
 
     factor: float
     original_max_position_embeddings: int
-    beta_fast: float
-    beta_slow: float
-    mscale: float
-    mscale_all_dim: float
+    beta_fast: float  # rotations over the original length: faster columns keep their frequency
+    beta_slow: float  # slower columns have it divided by ``factor``
+    mscale: float  # of the rotated columns
+    mscale_all_dim: float  # of all logits
 
 
 @dataclass(frozen=True)
 class MlaShape:
     """Multi-latent attention: ranks of the compressions and widths per head."""
 
-    q_lora_rank: int | None
+    q_lora_rank: int | None  # None: queries are not compressed
     kv_lora_rank: int
-    qk_head_dim: int
-    qk_pos_emb_head_dim: int
+    qk_head_dim: int  # the columns without rope
+    qk_pos_emb_head_dim: int  # the columns with rope
     v_head_dim: int
 
 
@@ -69,8 +69,8 @@ class MoeShape:
     """Mixture of experts.
 
     Attributes:
-        layers: for each decoder layer whether it has experts; the others have the dense MLP.
-        shared_size: width of all shared experts together; None without. ``has_shared_gate``: a gate on their output.
+        layers: for each decoder layer whether it has experts. The others have the dense MLP.
+        shared_size: width of all shared experts together. None without. ``has_shared_gate``: a gate on their output.
         pre_softmax: scores are computed before the top-k choice, so the scores of the chosen experts do not sum to 1.
         num_groups, group_topk: the choice is limited to the best groups of experts; None without groups.
         scaling_factor: of the scores of the chosen experts; None means 1.
@@ -103,7 +103,7 @@ class DeltaNetShape:
 
     @property
     def key_width(self) -> int:
-        """Columns of all keys together; the queries have as many."""
+        """Columns of all keys together. The queries have as many."""
         return self.num_key_heads * self.key_head_dim
 
     @property
@@ -118,7 +118,7 @@ class VisionShape:
     Attributes:
         config: ``vision_config`` of config.json, from which ``transformers`` builds the tower.
         num_deep_layers: number of the first decoder layers to whose output features of the tower are added (DeepStack).
-        rope_sections: number of a head's frequencies that rotate with time, with height and with width; they alternate.
+        rope_sections: number of a head's frequencies that rotate with time, with height and with width, alternating.
         image_token, video_token, start_token: ids. A run of the first or the second is one image or frame, after the
             third.
         merge_size: patches along one side that become one token.
@@ -135,11 +135,7 @@ class VisionShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """All sizes and switches of a model: they decide its tensors and its computation.
-
-    ``num_mtp_layers`` counts the multi-token-prediction layers of the checkpoint; the plan replaces it by the number
-    that the run builds. ``vision`` is None if the run builds no vision tower, even if the checkpoint has one.
-    """
+    """All sizes and switches of a model: they decide its tensors and its computation."""
 
     family: Family = field(repr=False)
     num_layers: int
@@ -164,15 +160,17 @@ class ModelShape:
     mla: MlaShape | None = None
     sparse: SparseShape | None = None
     delta_net: DeltaNetShape | None = None
-    vision: VisionShape | None = None
-    num_mtp_layers: int = 0
+    vision: VisionShape | None = None  # also None if the checkpoint has a tower that the run does not build
+    num_mtp_layers: int = 0  # those of the checkpoint; the plan puts in those that the run builds
 
     @property
     def model_type(self) -> str:
         return self.family.model_type
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values. Megatron checkpoints contain them, so names and values must not change."""
+        """Plain values."""
+        # Megatron checkpoints contain them. With another value an older checkpoint is refused, with another name it is
+        # no longer compared.
         values: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "family"}
         plain = {name: vars(value) if is_dataclass(value) else value for name, value in values.items()}
         return {"model_type": self.model_type, **plain}

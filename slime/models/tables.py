@@ -1,7 +1,7 @@
 """Tables of tensor names: how the Hugging Face tensors of a model correspond to Megatron's, in both directions.
 
-A table of a family is the sum of tables below. ``hf_checkpoint`` applies it on any layout of ranks: to load weights, to
-export weights to engines, and to write ``--save-hf``.
+A table of a family is the sum of tables below. The trainer's ``checkpoint.hf_weights`` applies it on any layout of
+ranks: to load weights, to export weights to engines, and to write ``--save-hf``.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def mtp_rules(
         Rule(f"{own}final_layernorm.weight", (final,)),
     ]
     for rule in layer_rules:
-        if rule.megatron.startswith(_LAYER):
+        if rule.megatron.startswith(_LAYER):  # not the embedding and the head, which are the decoder's
             megatron = f"{own}transformer_layer." + rule.megatron.removeprefix(_LAYER)
             hf = tuple(inner + name.removeprefix(_HF_LAYER) for name in rule.hf)
             stacked = None if rule.stacked is None else inner + rule.stacked.removeprefix(_HF_LAYER)

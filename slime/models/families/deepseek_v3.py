@@ -25,7 +25,7 @@ DEEPSEEK_V3 = Family(
     "prediction layer",
     rules=EMBEDDINGS + _DECODER + mtp_rules(_DECODER, "model.layers.{mtp_layer}.", DEEPSEEK_MTP),
     routing="sigmoid",
-    has_qk_norm=True,
+    has_qk_norm=True,  # Megatron's switch for the norms of the compressed vectors
     is_mla=True,
     rope_types=frozenset({"default", "yarn"}),
     defaults={
@@ -43,5 +43,5 @@ DEEPSEEK_V3 = Family(
         "n_shared_experts": 1,
     },
     refuses=(("attention_bias", "biases in attention"),),
-    ignored=(r"model\.layers\.{num_layers}\..*",),
+    ignored=(r"model\.layers\.{num_layers}\..*",),  # the prediction layer
 )

@@ -22,7 +22,7 @@ GLM4 = Family(
     special_layers=("post_norms",),
     spec="slime_plugins.models.glm4",
     defaults={
-        "rms_norm_eps": 1.5625e-07,
+        "rms_norm_eps": 1.5625e-07,  # the default of transformers' class, not a typo
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
         "partial_rotary_factor": 0.5,

@@ -35,6 +35,7 @@ _DELTA_NET = delta_net(
 
 def _table(mlps: Rules) -> Rules:
     decoder = EMBEDDINGS + GATED_ATTENTION + _DELTA_NET + mlps
+    # Names of prediction layers have no prefix of the language model.
     prediction = mtp_rules(GATED_ATTENTION + mlps, "mtp.", QWEN_MTP, layer_prefix="mtp.layers.{mtp}.")
     return in_language_model(decoder) + prediction + VISION_TOWER
 
