@@ -4,9 +4,6 @@
 
 ``training.trainer`` has the order of the work on a batch, this module the sharded model. Called by
 ``slime.ray.train_actor`` on all ranks at once.
-
-Ranks are numbered as in the other backend: rank = data-parallel rank * context-parallel size + context-parallel rank.
-Weights are sharded over all of them.
 """
 
 from __future__ import annotations
@@ -52,6 +49,7 @@ class FsdpTrainer(TrainerBase):
     """See the module docstring. ``MASTER_ADDR`` and its companions are set by the caller."""
 
     def __init__(self, args: Namespace, *, rank: int, world_size: int, with_ref: bool) -> None:
+        # Before the base class, which takes the size of the vocabulary.
         self._config = read_config(args.hf_checkpoint)
         super().__init__(args, rank=rank, world_size=world_size, with_ref=with_ref, vocab_size=self._config.vocab_size)
         is_fp32 = from_args(PrecisionArgs, args).fp32
@@ -83,6 +81,8 @@ class FsdpTrainer(TrainerBase):
         if trainer.deterministic_mode:
             torch.use_deterministic_algorithms(True)
         cp_size = parallel.context_parallel_size
+        # Numbered as in the Megatron backend: rank = data-parallel rank * context-parallel size + context-parallel
+        # rank.
         shape = (self._world_size // cp_size, cp_size)
         return init_device_mesh(accelerator.current().device().type, shape, mesh_dim_names=("dp", "cp"))
 
@@ -92,6 +92,7 @@ class FsdpTrainer(TrainerBase):
         dp_size, cp_size = mesh.shape
         model = build_model(
             self._config,
+            # Weights are sharded over context-parallel ranks too.
             init_device_mesh(mesh.device_type, (self._world_size,)),
             compute_dtype=self._dtype,
             attention=from_args(FsdpArgs, args).attn_implementation,
@@ -159,7 +160,7 @@ class FsdpTrainer(TrainerBase):
         checkpoint.load_training_state(self._ready, source, has_optimizer=has_optimizer, has_rng=has_rng)
 
     def save(self, rollout_id: int) -> None:
-        """Write ``<save>/iter_<rollout_id>``; complete when this returns on all ranks."""
+        """Write ``<save>/iter_<rollout_id>``. It is complete when this returns on all ranks."""
         self._device.require(["weights", "optimizer"], "a checkpoint")
         settings = self._checkpoint
         if settings.save is None:
@@ -174,23 +175,24 @@ class FsdpTrainer(TrainerBase):
         )
 
     def save_hf(self, path: str) -> None:
-        """Write a Hugging Face checkpoint at ``path``; an error on the writing rank is raised on all."""
+        """Write a Hugging Face checkpoint at ``path``. An error of the writing rank is raised on all ranks."""
         save_hf_directory(self.export_weights(), self._args.hf_checkpoint, path, is_writer=self.is_weight_source)
 
     def export_weights(self, bucket_bytes: int = 512 * 1024**2) -> Iterator[NamedTensor]:
-        """All weights under their Hugging Face names, full; one tensor is gathered at a time."""
+        """All weights under their Hugging Face names, full."""
         self._device.require(["weights"], "the export of weights")
+        # One tensor at a time, whatever ``bucket_bytes`` is.
         return export_weights(self._ready.model, self._names, self._dtype)
 
     # ------------------------------------------------------------------------------------------------ memory
 
     def _held(self, part: TrainerPart) -> Iterator[torch.Tensor]:
-        """What this rank has on its device of ``part``. Gradients exist in a step only."""
+        """The tensors of ``part`` on this rank's device."""
         match part:
             case "weights":
                 yield from (local_tensor(parameter) for parameter in self._ready.model.parameters())
                 yield from self._ready.model.buffers()
-            case "gradients":
+            case "gradients":  # they exist during a step only
                 return
             case "optimizer":
                 for state in self._ready.optimizer.state.values():
@@ -199,4 +201,4 @@ class FsdpTrainer(TrainerBase):
                 raise ValueError(f"unknown part {part!r}")
 
     def _drop_gradients(self) -> None:
-        self._ready.optimizer.zero_grad(set_to_none=True)
+        self._ready.optimizer.zero_grad(set_to_none=True)  # gradients of zeros would keep their memory

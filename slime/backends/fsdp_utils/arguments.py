@@ -35,6 +35,7 @@ _MODEL_PARALLEL = (
     "num_distributed_optimizer_instances",
 )
 
+# Flags that ask for what this backend does not have, and why.
 _ABSENT: dict[str, str] = {
     "use_critic": "a critic is trained with --train-backend megatron only",
     "fp16": "there is no loss scale: bf16 is the default, --fp32 the alternative",
@@ -55,10 +56,9 @@ _ABSENT: dict[str, str] = {
     "megatron_deepgemm_forward_layers": "there is no Megatron",
     "megatron_deepgemm_moe_forward_layers": "there is no Megatron",
 }
-"""Flags that ask for what this backend does not have, and why."""
 
+# Flags that are not spelled like their names; braces name values of other flags.
 _SPELLED = {"use_critic": "--advantage-estimator {advantage_estimator}", "fp8": "--fp8-format"}
-"""Flags that are not spelled like their names; braces name values of other flags."""
 
 
 def _model_parallelism(args: Namespace) -> Iterator[str]:

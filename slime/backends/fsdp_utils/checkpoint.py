@@ -38,22 +38,22 @@ logger = logging.getLogger(__name__)
 
 
 def save(state: TrainState, root: str, iteration: int, *, has_optimizer: bool, has_rng: bool, keep: int | None) -> None:
-    """Write ``iteration``; it is complete, and named by the tracker, when this returns on all ranks.
+    """Write ``iteration``. It is complete, and named by the tracker, when this returns on all ranks.
 
     Args:
         keep: newest checkpoints that are kept; None keeps all.
 
     Raises:
-        SlimeError: a rank could not write its part; the checkpoint before it is still complete.
+        SlimeError: a rank could not write its part. The checkpoint before it is still complete.
     """
     started = time.monotonic()
     name = files.iteration_directory(root, iteration).name
-    partial = files.partial_directory(Path(root), name)
+    partial = files.partial_directory(Path(root), name)  # renamed at the end: a crash leaves the older one
     if failure := do_on_first_rank(lambda: files.make_empty(partial)):
         raise _not_written(root, iteration, f"rank 0: {failure}")
     report = _write(state, partial, has_optimizer=has_optimizer, has_rng=has_rng)
     reports: list[dict[str, str] | str] = [""] * dist.get_world_size()
-    dist.all_gather_object(reports, report)
+    dist.all_gather_object(reports, report)  # also the barrier after which every file exists
     checksums: dict[str, str] = {}
     for one in reports:
         checksums |= one if isinstance(one, dict) else {}
@@ -104,7 +104,7 @@ def _write(state: TrainState, directory: Path, *, has_optimizer: bool, has_rng: 
 
 
 def load_weights(state: TrainState, source: Source) -> None:
-    """Weights only.
+    """Load the weights only.
 
     Raises:
         ConfigError: the checkpoint is damaged, of another model, or of another backend.
@@ -128,10 +128,10 @@ def load_training_state(state: TrainState, source: Source, *, has_optimizer: boo
 
 
 def _tensors(state: TrainState, *, has_optimizer: bool) -> dict[str, Any]:
-    """The live tensors under the names that they have in the checkpoint; loading writes into them."""
+    """The live tensors under their names in the checkpoint. Loading writes into them."""
     tensors = {f"model.{name}": tensor.detach() for name, tensor in saved_tensors(state.model).items()}
     if has_optimizer:
-        allocate_states(state.optimizer)
+        allocate_states(state.optimizer)  # an optimizer without a step has no tensors to load into
         for name, parameter in state.model.named_parameters():
             for kind, value in state.optimizer.state.get(parameter, {}).items():
                 tensors[f"optimizer.{name}.{kind}"] = value
@@ -162,6 +162,7 @@ def _generators() -> dict[str, Any]:
     numpy_kind, numpy_keys, *numpy_rest = np.random.get_state(legacy=True)
     return {
         "random": random.getstate(),
+        # A tensor, because torch.load with weights_only refuses numpy arrays.
         "numpy": (numpy_kind, torch.from_numpy(np.asarray(numpy_keys).astype(np.int64)), *numpy_rest),
         "torch": torch.get_rng_state(),
         "device": accelerator.current().rng_state(),
@@ -169,8 +170,8 @@ def _generators() -> dict[str, Any]:
 
 
 def _restore_generators(source: Source, num_ranks: int) -> None:
-    """The generators' states belong to ranks: there is nothing to continue with on another number of them."""
     path = Path(source.directory) / f"rng_{dist.get_rank():05d}.pt"
+    # A state belongs to one rank, so that another number of ranks cannot continue it.
     if num_ranks != dist.get_world_size() or not path.is_file():
         logger.warning("%s has no random number generators for this rank: they start from --seed.", source.directory)
         return

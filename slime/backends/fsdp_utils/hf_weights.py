@@ -24,11 +24,11 @@ from slime.backends.protocols import NamedTensor
 from slime.backends.training.hf_files import TensorReader, raise_everywhere
 from slime.utils.errors import ConfigError
 
+# Tensors ``[experts, rows, columns]`` of the model, and the parts that make up one expert's rows in a checkpoint.
 _PARTS = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
-"""Tensors ``[experts, rows, columns]`` of the model, and the parts that make up one expert's rows in a checkpoint."""
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_NEVER_READ = (r"\.rotary_emb\.inv_freq$",)
+_NEVER_READ = (r"\.rotary_emb\.inv_freq$",)  # some checkpoints hold it; the model computes it
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class HfTensor:
 
     Attributes:
         value: parameter, sharded or not, or buffer.
-        names: ``[experts][parts]``; one name in one row if the checkpoint has the same tensor.
+        names: ``[experts][parts]``. One name in one row if the checkpoint has the same tensor.
     """
 
     name: str
@@ -62,7 +62,7 @@ class HfTensor:
 
 
 def hf_tensors(model: PreTrainedModel, checkpoint_names: set[str]) -> Iterator[HfTensor]:
-    """The tensors of a checkpoint, parameters first; a tied head is left out."""
+    """The tensors of a checkpoint, parameters first. A tied head is left out."""
     for name, value in saved_tensors(model).items():
         yield HfTensor(name, value, _names(name, value, checkpoint_names))
 
@@ -88,7 +88,7 @@ def load_weights(model: PreTrainedModel, directory: str, flag: str) -> None:
     try:
         reader = TensorReader(directory, flag)
     except ConfigError as error:
-        raise_everywhere(error.problems)
+        raise_everywhere(error.problems)  # the other ranks meet this collective at the end of this function
         raise
     problems: list[str] = []
     used: set[str] = set()
@@ -100,14 +100,15 @@ def load_weights(model: PreTrainedModel, directory: str, flag: str) -> None:
         for name in sorted(reader.names - used)
         if not _is_left_out(model, name)
     ]
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if not dist.is_initialized() or dist.get_rank() == 0:  # all ranks read the same files
         problems += reader.tied_head(is_tied(model))
     raise_everywhere(problems)
 
 
 def _is_left_out(model: PreTrainedModel, name: str) -> bool:
-    """Tensors that the model computes by itself, and layers after the last one, which predict further tokens."""
+    """Whether the model has no place for tensor ``name`` by design."""
     layer = _LAYER.match(name)
+    # A prediction layer, which transformers does not build.
     if layer and int(layer.group(1)) >= model.config.num_hidden_layers:
         return True
     patterns = [*_NEVER_READ, *(model._keys_to_ignore_on_load_unexpected or ())]
@@ -118,9 +119,10 @@ def _fill(tensor: HfTensor, reader: TensorReader) -> list[str]:
     missing = [name for parts in tensor.names for name in parts if name not in reader]
     if missing:
         return [f"{reader.where}: tensor {name} is missing in its .safetensors files." for name in missing]
+    # Rounding integers to floats would hide a format that is not read.
     if tensor.value.is_floating_point() and (wrong := reader.integers(name for row in tensor.names for name in row)):
         return wrong
-    whole = tensor.join(reader)
+    whole = tensor.join(reader)  # in host memory: one whole tensor at a time
     if whole.shape != tensor.value.shape:
         return [
             f"{reader.where}: {tensor.name} is {list(whole.shape)}, but the model that config.json describes needs "

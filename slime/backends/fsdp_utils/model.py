@@ -28,13 +28,11 @@ from slime.utils.errors import ConfigError
 
 
 def read_config(hf_checkpoint: str) -> Any:
-    """The model's configuration of transformers without dropout; of a multimodal model its text part.
-
-    With dropout the log-probs of a training step would not be those of the weights it starts from.
-    """
+    """The model's configuration of transformers without dropout. Of a multimodal model its text part."""
     config = AutoConfig.from_pretrained(hf_checkpoint, trust_remote_code=True).get_text_config()
     for name, value in config.to_dict().items():
         if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
+            # With dropout, a step's log-probs would differ from those of the weights that it starts from.
             setattr(config, name, 0.0)
     return config
 
@@ -51,7 +49,7 @@ def build_model(
 
     Args:
         mesh: one dimension, all ranks.
-        compute_dtype: of weights and activations inside a layer; gradients are summed in fp32.
+        compute_dtype: of weights and activations inside a layer.
         attention: a name of transformers; None: ours.
         checkpoints_layers: the backward pass computes each layer's activations again.
 
@@ -60,17 +58,18 @@ def build_model(
     """
     register_packed_attention()
     try:
-        with init_empty_weights(include_buffers=False):
+        with init_empty_weights(include_buffers=False):  # no checkpoint holds the values of all buffers
             model = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation=attention or PACKED, trust_remote_code=True
             )
     except (ValueError, ImportError) as error:
         raise ConfigError(f"--train-backend fsdp: transformers cannot build this model: {error}") from error
-    model.tie_weights()
+    model.tie_weights()  # before sharding: FSDP must see one parameter
     model.config.use_cache = False
     if checkpoints_layers:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     layers = _decoder_layers(model)
+    # Sums of gradients over the ranks are fp32.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for module in (*layers, model):
         # the root too gives its weights back after a pass: others may be swapped in before the next one
@@ -80,19 +79,19 @@ def build_model(
 
 
 def is_tied(model: PreTrainedModel) -> bool:
-    """The LM head is the embedding."""
+    """Whether the LM head is the embedding."""
     head = model.get_output_embeddings()
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
 def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's rows of a sharded parameter or of a tensor made like it; they share memory."""
+    """This rank's rows of a sharded parameter or of a tensor made like it, as a view."""
     return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
 
 
 def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Parameters, and the buffers that a checkpoint holds, by name; a tied head is left out."""
-    saved = model.state_dict().keys()
+    """Parameters, and the buffers that a checkpoint holds, by name. A tied head is left out."""
+    saved = model.state_dict().keys()  # without non-persistent buffers
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     return {**dict(model.named_parameters()), **buffers}
 
@@ -118,13 +117,13 @@ def _decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 @torch.no_grad()
 def _allocate(model: PreTrainedModel) -> None:
-    """Memory for the shards; buffers have their values already. FSDP follows what ``_apply`` replaces."""
+    """Give the shards memory on the device."""
     device = accelerator.current().device()
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
-    model._apply(place)
+    model._apply(place)  # FSDP follows tensors that ``_apply`` replaces, not those that are assigned
     model.tie_weights()  # each name got separate memory
 
 
@@ -139,7 +138,7 @@ _UNSUPPORTED = {
 
 
 def register_packed_attention() -> None:
-    """Make :data:`PACKED` a name that models can be built with; again is fine."""
+    """Make :data:`PACKED` a name that models can be built with. Idempotent."""
     AttentionInterface.register(PACKED, packed_in_transformers)
 
 

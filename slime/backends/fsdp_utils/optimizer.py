@@ -12,7 +12,7 @@ from slime.backends.training.optimizer import StatelessAdam
 def build_optimizer(
     model: PreTrainedModel, args: OptimizerArgs, *, is_stateless: bool = False
 ) -> torch.optim.Optimizer:
-    """The optimizer of a sharded model; its states are sharded like the weights.
+    """The optimizer of a sharded model. Its states are sharded like the weights.
 
     Args:
         is_stateless: Adam without moments (--use-stateless-adam).
@@ -36,7 +36,7 @@ def build_optimizer(
 
 @torch.no_grad()
 def allocate_states(optimizer: torch.optim.Optimizer) -> None:
-    """The states of an optimizer before its first step, so that a checkpoint has something to be loaded into."""
+    """Make the states of an optimizer before its first step, as the target of loading a checkpoint."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state[parameter]
@@ -44,7 +44,7 @@ def allocate_states(optimizer: torch.optim.Optimizer) -> None:
                 continue
             match optimizer:
                 case torch.optim.AdamW():
-                    state["step"] = torch.zeros((), dtype=torch.float32)
+                    state["step"] = torch.zeros((), dtype=torch.float32)  # on the host, as AdamW itself makes it
                     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
                 case torch.optim.SGD() if group["momentum"] != 0:
                     state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -52,7 +52,7 @@ def allocate_states(optimizer: torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def reset_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Forget what earlier steps left (--reset-optimizer-states): Adam's moments and step counts, momentum of sgd."""
+    """Zero Adam's moments and step counts, and the momentum of sgd (--reset-optimizer-states)."""
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor):

@@ -1,8 +1,7 @@
 """Passes through the sharded model and its optimizer steps. Called by ``actor``.
 
-Layers are gathered from all ranks while they compute, so all ranks must run the same number of micro-batches; the
-schedule makes it so. FSDP averages gradients over all ranks in every backward pass; the loss is divided so that the
-result is the gradient described in ``training.loss``, the same as with the other backends.
+FSDP averages gradients over all ranks in every backward pass. The loss is divided so that the result is the gradient
+described in ``training.loss``, the same as with the other backends.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class TrainState:
     Attributes:
         model: sharded over all ranks.
         sharding: how the samples of a data-parallel rank are divided among the ranks that share them.
-        clip_grad: largest gradient norm; 0 means no limit.
+        clip_grad: largest gradient norm. 0 means no limit.
     """
 
     model: PreTrainedModel
@@ -59,7 +58,7 @@ def run_model(model: PreTrainedModel, micro_batch: MicroBatch) -> torch.Tensor:
         input_ids=packed.tokens,
         position_ids=packed.position_ids,  # they also tell transformers' own attention where samples begin
         use_cache=False,
-        logits_to_keep=0 if rows is None else rows,
+        logits_to_keep=0 if rows is None else rows,  # 0: all rows
         **attention,
     ).logits
     return logits.float() if rows is None else logits.squeeze(0)
@@ -89,6 +88,7 @@ def train_step(state: TrainState, context: LossContext, step: int) -> StepResult
     record = StepRecord()
     state.model.train()
     state.optimizer.zero_grad(set_to_none=True)
+    # Every layer is gathered from all ranks, which must therefore run the same number of micro-batches.
     for micro_batch in batch.micro_batches(step, all_rows=context.objective.needs_all_rows):
         loss = micro_batch_loss(run_model(state.model, micro_batch), micro_batch, context)
         record.add(micro_batch, loss)
@@ -96,14 +96,14 @@ def train_step(state: TrainState, context: LossContext, step: int) -> StepResult
     metrics = record.metrics(per_token=per_token, num_rollouts=num_rollouts, group=place.dp_group)
     gradients = [local_tensor(one.grad) for one in state.model.parameters() if one.grad is not None]
     norm = _norm(gradients)
-    is_bad = not math.isfinite(norm)
+    is_bad = not math.isfinite(norm)  # equal on all ranks, which therefore decide alike
 
     def update() -> tuple[float, str | None]:
         if is_bad:
             return math.nan, f"gradients are NaN or infinite ({record.describe_bad(batch, place.dp_rank)})"
         factor = state.clip_grad / (norm + 1e-6) if state.clip_grad > 0 else 1.0
         if factor < 1:
-            torch._foreach_mul_(gradients, factor)
+            torch._foreach_mul_(gradients, factor)  # they are views of the parameters' gradients
         state.optimizer.step()
         state.rates.advance(num_rollouts)
         return norm, None
@@ -120,8 +120,8 @@ def _share(batch: TrainBatch, step: int, place: RankPlace, *, per_token: bool) -
 
 
 def _norm(gradients: list[torch.Tensor]) -> float:
-    """L2 norm over all ranks' shards; not finite if one of them is not."""
+    """L2 norm over all ranks' shards. It is not finite if one of them is not."""
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
     total = torch.stack(norms).double().square().sum()
-    dist.all_reduce(total)
+    dist.all_reduce(total)  # the shards of all ranks are disjoint, so each number counts once
     return float(total.sqrt())
