@@ -107,7 +107,7 @@ class MegatronTrainer(TrainerBase):
             load_model_weights(self._ready.model, self._shape, source)
 
     def _begin_with_filled(self) -> None:
-        self._ready.optimizer.reload_model_params()
+        self._ready.optimizer.reload_model_params()  # else its old main weights would overwrite the loaded weights
 
     def _resume(self, source: Source, *, has_optimizer: bool, has_rng: bool) -> None:
         load_training_state(self._ready, self._shape, source, CheckpointContent(has_optimizer, has_rng))
@@ -134,7 +134,7 @@ class MegatronTrainer(TrainerBase):
     def train(self, rollout_id: int, batch: dict[str, Any]) -> TrainReport:
         """Train on this rank's part of a rollout."""
         if self._writer is not None:
-            self._writer.poll()
+            self._writer.poll()  # a collective: on all ranks, between steps
         return super().train(rollout_id, batch)
 
     def _train_batch(self, batch: Mapping[str, Any]) -> TrainBatch:
@@ -158,6 +158,7 @@ class MegatronTrainer(TrainerBase):
             return self._replay.replaying(engine_choices(batch, self._shape))
         if not is_step:
             return self._replay.recording()
+        # A run without the pass for the old policy has nothing to repeat.
         return self._replay.replaying() if self._replay.is_recorded else nullcontext()
 
     def _outputs(

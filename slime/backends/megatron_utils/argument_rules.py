@@ -1,8 +1,8 @@
 """Values derived from the Megatron flags (``STEPS``) and rules about them (``RULES``).
 
-Hooked into the command line by ``slime.ray.arguments``; the offline tools have the same steps and rules. So they read
+``slime.ray.arguments`` runs them for the command line, ``offline`` for the tools. Therefore they may only read
 Megatron's flags, ``hf_checkpoint``, ``debug_rollout_only``, ``world_size`` and, if it is there, ``multimodal_keys``. A
-step derives values and adds notices; a rule returns one sentence per problem. Imports neither torch nor megatron.
+step derives values and adds notices. A rule returns one sentence per problem. Imports neither torch nor megatron.
 """
 
 from __future__ import annotations
@@ -61,10 +61,11 @@ def _parallel(args: Namespace) -> None:
         args.expert_tensor_parallel_size = max(1, args.tensor_model_parallel_size)
     args.virtual_pipeline_model_parallel_size = virtual_stages(args)
     if args.virtual_pipeline_model_parallel_size is not None and args.microbatch_group_size_per_vp_stage is None:
-        args.microbatch_group_size_per_vp_stage = args.pipeline_model_parallel_size
+        args.microbatch_group_size_per_vp_stage = args.pipeline_model_parallel_size  # Megatron's default
     shared = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    # Rules come after steps: sizes may still be 0.
     args.data_parallel_size = max(1, args.world_size // max(1, shared))
-    args.variable_seq_lengths = True
+    args.variable_seq_lengths = True  # packed micro-batches differ in length
 
 
 def virtual_stages(args: Namespace) -> int | None:
@@ -132,6 +133,7 @@ def _tensor(args: Namespace) -> Iterator[str]:
     for value, what in (
         (shape.num_attention_heads, "attention heads"),
         (shape.ffn_hidden_size, "columns of the MLP"),
+        # Without sequence parallelism every rank has all these columns.
         (shape.hidden_size if args.sequence_parallel else ranks, "columns of the residual stream"),
     ):
         if value % ranks:
@@ -358,7 +360,6 @@ def _tokenizer(args: Namespace) -> Iterator[str]:
 
 
 def _trained_parts(args: Namespace) -> Iterator[str]:
-    """What learns."""
     if args.enable_mtp_training and not args.mtp_num_layers:
         yield "--enable-mtp-training needs --mtp-num-layers N: without it there are no prediction layers to train."
     if args.only_train_params_name_list and args.freeze_params_name_list:
@@ -372,10 +373,8 @@ def _counted_layers(args: Namespace, num_layers: int) -> int:
 
 
 def _for_trainer(rule: Callable[[Namespace], Iterable[str]]) -> Callable[[Namespace], Iterable[str]]:
-    """Generation alone starts no trainer: its flags may be anything."""
-
     def checked(args: Namespace) -> Iterable[str]:
-        return () if args.debug_rollout_only else rule(args)
+        return () if args.debug_rollout_only else rule(args)  # generation alone starts no trainer
 
     checked.__name__ = rule.__name__
     return checked

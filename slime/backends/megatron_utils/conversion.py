@@ -6,9 +6,9 @@
     save_hf_model_direct_to_path    writes such files
     convert_to_hf, remove_padding   one whole tensor
 
-The trainer uses ``setup`` and ``checkpoint.hf_weights``; these are the same steps with ``args`` alone. Their public
+The trainer uses ``setup`` and ``checkpoint.hf_weights``. These are the same steps with ``args`` alone. Their public
 names are in ``slime.compat``: ``initialize``, ``model_provider``, ``hf_to_megatron``, ``hf_checkpoint_saver``,
-``megatron_to_hf`` and ``misc_utils``. ``args`` has Megatron's flags; the model is that of ``args.hf_checkpoint``.
+``megatron_to_hf`` and ``misc_utils``. ``args`` has Megatron's flags. The model is that of ``args.hf_checkpoint``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 def init(args: Namespace) -> None:
     """Initialize process groups and seeds from the environment variables of torchrun."""
-    install()
+    install()  # before any import of megatron, which is why such imports are inside functions
     from slime.backends.megatron_utils.setup import init_distributed
 
     init_distributed(from_args(ParallelArgs, args), from_args(TrainerArgs, args))
@@ -62,7 +62,7 @@ def get_model_provider_func(args: Namespace, role: str = "actor") -> Callable[..
     they follow from the rank.
 
     Args:
-        role: ``actor``; ``critic`` for a model with a value head.
+        role: ``actor``, or ``critic`` for a model with a value head.
     """
     if role not in ("actor", "critic"):
         raise ConfigError(f"role {role!r} must be actor or critic.")
@@ -91,7 +91,7 @@ def load_hf_weights(args: Namespace, model: Any, path: str | Path) -> None:
     """Fill ``model``, or the chunks of a list, from the safetensors files in ``path``. A collective.
 
     Raises:
-        ConfigError: files and model do not fit; lists every tensor that is missing, unknown or misshapen.
+        ConfigError: files and model do not fit. Lists every tensor that is missing, unknown or misshapen.
     """
     from slime.backends.megatron_utils.checkpoint.hf_weights import load_weights
 
@@ -109,10 +109,10 @@ def save_hf_model_direct_to_path(
 ) -> None:
     """Write ``model`` as a Hugging Face checkpoint, with the configuration and tokenizer of ``args.hf_checkpoint``.
 
-    A collective; rank 0 writes.
+    A collective. Rank 0 writes.
 
     Args:
-        model_name: ignored; the family is that of ``args.hf_checkpoint``.
+        model_name: ignored. The family is that of ``args.hf_checkpoint``.
         quantization_config: must be None.
         progress_desc: ignored.
     """
@@ -135,7 +135,7 @@ def convert_to_hf(
     """The Hugging Face tensors inside one whole Megatron tensor, with their names.
 
     Args:
-        model_name: ignored; the family is that of ``args.hf_checkpoint``.
+        model_name: ignored. The family is that of ``args.hf_checkpoint``.
         name: of the tensor, with or without ``module.`` before it. Layers and experts count over the whole model.
         param: the whole tensor, not the part of a rank.
         quantization_config: must be None.
@@ -163,7 +163,7 @@ def convert_to_hf(
 
 
 def convert_tensor_to_hf(args: Namespace, name: str, param: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """:func:`convert_to_hf` under the public names of the families; the family is that of ``args.hf_checkpoint``."""
+    """:func:`convert_to_hf` under the public names of the families. The family is that of ``args.hf_checkpoint``."""
     return convert_to_hf(args, "", name, param)
 
 
@@ -172,6 +172,7 @@ def _shape(args: Namespace) -> ModelShape:
 
 
 def _pattern(rule: Rule) -> re.Pattern[str]:
+    # re.escape has put a backslash before each brace.
     return re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>\\d+)", re.escape(rule.megatron)))
 
 

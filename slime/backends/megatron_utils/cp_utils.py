@@ -69,6 +69,7 @@ def current_sharding() -> Sharding:
     seen = seen_sharding()
     if seen is not None:
         return seen
+    # Not imported: this module works without megatron.
     mpu: Any = getattr(sys.modules.get("megatron.core"), "mpu", None)
     size = 1 if mpu is None else mpu.get_context_parallel_world_size()  # 0 before the groups exist
     if size <= 1:
@@ -93,13 +94,13 @@ def get_logits_and_tokens_offset_with_cp(
         that are the whole sample.
 
     Raises:
-        ValueError: outside of users' functions, where one context-parallel rank holds the whole sample.
+        ValueError: the caller is not a user's function, and one context-parallel rank holds the whole sample.
     """
     sharding = current_sharding()
     rank, size = sharding.cp_rank, sharding.cp_size
     if size == 1 and seen_sharding() is None:
         raise ValueError("get_logits_and_tokens_offset_with_cp: --context-parallel-size is 1, so nothing is cut.")
-    chunk = -(-total_length // (2 * size))
+    chunk = -(-total_length // (2 * size))  # rounded up: the last chunk may end after the sample
     chunks = _span(rank, chunk), _span(2 * size - 1 - rank, chunk)
     rows = tuple(_cut(span, total_length - response_length - 1, total_length - 1) for span in chunks)
     tokens = tuple((first + 1, end + 1) if end else (0, 0) for first, end in rows)

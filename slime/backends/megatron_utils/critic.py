@@ -2,8 +2,8 @@
 
     train()   values before the update -> returns -> optimizer steps on the value loss
 
-Its values, those before the update, are the baseline of the policy's advantages: ``slime.ray`` hands them on. Rank i of
-the critic has the samples of rank i of the policy, hence both have the same parallel layout.
+Its values are the baseline of the policy's advantages: ``slime.ray`` hands them on. Rank i of the critic has the
+samples of rank i of the policy, hence both have the same parallel layout.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class MegatronCritic(MegatronTrainer):
         """Train on this rank's part of a rollout.
 
         Returns:
-            The report, whose means over the rollout count if no policy is trained (--num-critic-only-steps); and the
+            The report, whose means over the rollout count if no policy is trained (--num-critic-only-steps). And the
             values under the weights before the update: fp32 ``[R_i]`` per sample, on the cpu.
         """
         self._device.require(TRAINER_PARTS, "training")
@@ -60,6 +60,7 @@ class MegatronCritic(MegatronTrainer):
         train_batch = self._train_batch(batch)
         with self._bad_steps.dumping(rollout_id, batch):
             with timed(seconds, "critic_values"):
+                # Before the update: the baseline must not know the step.
                 batch_of_pass = self._for_passes(train_batch)
                 values = self._outputs(batch_of_pass, lambda micro_batch, out: response_values(out, micro_batch))
             columns = train_batch.columns

@@ -117,7 +117,7 @@ def with_classes(spec: Any, classes: dict[type, Any]) -> Any:
 
 
 def mtp_spec(config: Any, family: Family, vp_stage: int | None = None, *, block: Any | None = None) -> Any | None:
-    """The multi-token-prediction layers; None if the stage has none.
+    """The multi-token-prediction layers. None if the stage has none.
 
     Each contains a layer like the decoder's last, with full attention.
 
@@ -139,7 +139,7 @@ def _adapt(layer: Any, config: Any, family: Family) -> None:
     attention.core_attention = LatentAttention if config.multi_latent_attention else PackedAttention
     for owner in (layer.submodules, attention):
         for name in _NORMS:
-            if getattr(owner, name, None) not in (None, IdentityOp):
+            if getattr(owner, name, None) not in (None, IdentityOp):  # IdentityOp: the model lacks this norm
                 setattr(owner, name, TorchNorm)
     if config.multi_latent_attention:
         _replicate_down_projections(attention)

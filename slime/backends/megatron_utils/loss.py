@@ -79,6 +79,7 @@ def get_responses(
         spans = held_spans(total, response, sharding)
         parts = [rows[start + held.start : start + held.stop] for held, _ in spans]
         targets = torch.cat([tokens[total - response :][held] for _, held in spans])
+        # Segments are padded before they are divided.
         start += (total + -total % sharding.segment_multiple) // sharding.cp_size
         part = parts[0] if len(parts) == 1 else torch.cat(parts)
         if apply_temperature and args.rollout_temperature != 1:
@@ -130,7 +131,7 @@ def get_log_probs_and_entropy(
 
 
 def get_rollout_top_p_logprob_kwargs(args: Namespace, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of :func:`get_log_probs_and_entropy` for a rollout with a cut vocabulary; empty for any other.
+    """Arguments of :func:`get_log_probs_and_entropy` for a rollout with a cut vocabulary. Empty for any other.
 
     Raises:
         ValueError: the batch lacks the ids that the cut left.
@@ -166,7 +167,7 @@ def _response_parts(
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(rows of the logits, targets), one per sample; the temperature is not applied."""
+    """(rows of the logits, targets), one per sample."""
     responses = list(
         get_responses(
             logits,
@@ -174,7 +175,7 @@ def _response_parts(
             unconcat_tokens=unconcat_tokens,
             total_lengths=total_lengths,
             response_lengths=response_lengths,
-            apply_temperature=False,
+            apply_temperature=False,  # log_probs_and_entropy divides by it, without a copy of all logits
         )
     )
     return [part for part, _ in responses], [target for _, target in responses]
@@ -188,9 +189,9 @@ class _UserSamples(Samples):
     """Whole samples of a user's batch, whose reducers take whole responses and reduce this rank's part of them.
 
     Attributes:
-        given: the function that the user passes on; not used if a correction changed the masks.
+        given: the function that the user passes on.
         total_lengths: of prompt and response.
-        held: which of the response tokens this rank has; None means all.
+        held: which of the response tokens this rank has. None means all.
     """
 
     given: Reducer | None = None
@@ -199,7 +200,7 @@ class _UserSamples(Samples):
 
     def reducer(self, loss_masks: Sequence[torch.Tensor] | None = None) -> Reducer:
         masks, reduce = self.loss_masks if loss_masks is None else loss_masks, self.given
-        if reduce is None or masks is not self.loss_masks:
+        if reduce is None or masks is not self.loss_masks:  # a correction has changed the masks
             reduce = get_sum_of_sample_mean(
                 self.total_lengths, self.response_lengths, masks, self.rollout_mask_sums, self.per_token
             )
@@ -240,11 +241,11 @@ def policy_loss_function(
 
 
 def _shared(make: MakeReducer, num_ranks: int) -> MakeReducer:
-    """The user's reducer sees the same on all context-parallel ranks; each has an equal part of its result."""
+    """A reducer whose results on all context-parallel ranks add up to that of the user's reducer."""
 
     def made(masks: Sequence[torch.Tensor]) -> Reducer:
         reduce = make(masks)
-        return lambda values: reduce(values) / num_ranks
+        return lambda values: reduce(values) / num_ranks  # it sees whole responses on every rank
 
     return made
 
@@ -272,7 +273,7 @@ def value_loss_function(
 
 
 def compute_advantages_and_returns(args: Namespace, rollout_data: dict[str, Any]) -> None:
-    """Fill ``kl``, ``advantages`` and ``returns`` of a rank's batch, in place; see ``credit.add_credit``."""
+    """Fill ``kl``, ``advantages`` and ``returns`` of a rank's batch, in place. See ``credit.add_credit``."""
     add_credit(
         rollout_data,
         from_args(AlgorithmArgs, args),
@@ -381,6 +382,6 @@ def _data_group() -> dist.ProcessGroup | None:
 
 
 def _megatron_groups() -> Any:
-    """Megatron's module of process groups; None in a process that has none, such as a trainer of another backend."""
+    """Megatron's module of process groups. None in a process that has none, such as a trainer of another backend."""
     mpu = sys.modules.get("megatron.core.parallel_state")
     return mpu if mpu is not None and mpu.model_parallel_is_initialized() else None

@@ -41,6 +41,7 @@ def resolve_model(args: Namespace) -> None:
         "add_position_embedding": False,
         "use_rotary_position_embeddings": True,
         "group_query_attention": shape.mla is None and shape.num_query_groups < shape.num_attention_heads,
+        # 8 is Megatron's default.
         "rope_scaling_factor": 8.0 if shape.llama3_rope is None else shape.llama3_rope.factor,
         "rotary_scaling_factor": 1.0 if shape.yarn_rope is None else shape.yarn_rope.factor,
         "mscale": 1.0 if shape.yarn_rope is None else shape.yarn_rope.mscale,
@@ -88,7 +89,7 @@ def check_against_hf(args: Namespace) -> list[str]:
 
 
 def shape_or_none(args: Namespace) -> ModelShape | None:
-    """The shape of the run's model; None if the config cannot be read, which a rule reports."""
+    """The shape of the run's model. None if the config cannot be read, which a rule reports."""
     if args.hf_checkpoint is None:
         return None
     try:
@@ -110,7 +111,7 @@ def _derived_routing(shape: ModelShape) -> dict[str, Any]:
 
 def _is_same(given: Any, actual: Any) -> bool:
     if isinstance(given, int | float) and isinstance(actual, int | float):
-        return math.isclose(given, actual, rel_tol=1e-6)
+        return math.isclose(given, actual, rel_tol=1e-6)  # two spellings of a number may differ in the last digits
     return bool(given == actual)
 
 
@@ -141,6 +142,7 @@ def _different_routing(args: Namespace, shape: ModelShape, where: str) -> Iterat
     moe = shape.moe
     if moe is None:
         for dest in _derived_routing(shape):
+            # One group, or a factor of one, changes nothing.
             if dest in args.given and getattr(args, dest) not in (None, 1, "1"):
                 yield f"--{dest.replace('_', '-')} is for experts, which model_type {shape.model_type} does not have."
         return

@@ -37,7 +37,7 @@ _FLOATS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 def run_tool(main: Callable[[], None]) -> int:
-    """Exit status of a tool: 2 with every problem on stderr when it cannot work."""
+    """Run a tool. Returns its exit status: 2, with every problem on stderr, if it cannot work."""
     try:
         main()
     except SlimeError as error:
@@ -82,7 +82,7 @@ def read_options(
     if not (args.bf16 or args.fp16 or args.fp32):
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
         setattr(args, _FLOATS.get(dtype, "bf16"), True)
-    args.debug_rollout_only = False
+    args.debug_rollout_only = False  # rules of the trainer hold for tools too
     _add_training_defaults(args)
     args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
     _default_layout(args, config)
@@ -134,6 +134,7 @@ def _has_tower(flag: str, path: str) -> bool:
     if common is None or not common.is_file():
         return False  # load_torch_dist reports it
     try:
+        # Unpickles objects: the file must be trusted.
         content = torch.load(common, map_location="cpu", weights_only=False)
     except DAMAGE as error:
         assert source is not None, "it has a common.pt"
@@ -171,7 +172,7 @@ class OfflineModel:
         import torch.distributed as dist
 
         self._state = None
-        if kind is None and dist.is_initialized():
+        if kind is None and dist.is_initialized():  # after an error the other ranks may not come to this point
             from megatron.core import parallel_state as mpu
 
             mpu.destroy_model_parallel()

@@ -18,7 +18,7 @@ from slime.backends.training.offload import DeviceMemory, WeightBackup
 
 
 def device_memory(chunks: Sequence[Any], optimizer: Any) -> DeviceMemory:
-    """What this rank holds.
+    """The device memory of this rank's weights, gradients and optimizer states.
 
     Args:
         chunks: data-parallel wrapped model chunks.
@@ -65,6 +65,6 @@ def _of_optimizer(inner: torch.optim.Optimizer | None) -> Iterator[torch.Tensor]
         yield from inner.device_tensors()
         return
     for group in inner.param_groups:
-        yield from group["params"]
+        yield from group["params"]  # the main weights
     for state in inner.state.values():
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))

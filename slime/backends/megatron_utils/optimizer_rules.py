@@ -14,7 +14,7 @@ from slime.backends.megatron_utils.transformer_config import expert_tensor_paral
 def optimizer(args: Namespace) -> Iterator[str]:
     """Which optimizer, and where its states are."""
     kind, is_sharded = args.optimizer, args.use_distributed_optimizer
-    if kind != "adam" and is_sharded:
+    if kind != "adam" and is_sharded:  # Megatron cannot save other sharded states
         yield f"--use-distributed-optimizer works with --optimizer adam only: drop it for {kind}."
     if (kind == "muon" and args.fp16) or (kind == "dist_muon" and not args.bf16):
         precision = "--fp16" if args.fp16 else "--fp32, whose checkpoints Megatron cannot write"
@@ -38,7 +38,7 @@ def optimizer(args: Namespace) -> Iterator[str]:
 
 
 def instances(args: Namespace) -> Iterator[str]:
-    """Groups of data-parallel ranks with all optimizer states each."""
+    """Groups of data-parallel ranks that each have all optimizer states."""
     count = args.num_distributed_optimizer_instances
     if count <= 1:
         return
@@ -46,7 +46,7 @@ def instances(args: Namespace) -> Iterator[str]:
     if not args.use_distributed_optimizer:
         yield f"{flag} needs --use-distributed-optimizer: without, every rank has all states."
     pipeline, expert = args.pipeline_model_parallel_size, args.expert_model_parallel_size
-    copies = args.world_size // max(1, args.tensor_model_parallel_size * pipeline)
+    copies = args.world_size // max(1, args.tensor_model_parallel_size * pipeline)  # context-parallel ranks count
     expert_copies = args.world_size // max(1, expert_tensor_parallel_size(args) * expert * pipeline)
     if copies % count:
         yield f"{flag} must divide the {copies} data- and context-parallel ranks."

@@ -1,4 +1,4 @@
-"""Rules of training in low precision: requirements on machine and checkpoint. Called by ``argument_rules``.
+"""Rules of training in low precision: flags, machine, checkpoint. Called by ``argument_rules`` and ``slime.ray``.
 
 Fake quantization has no flags: launch scripts set ``OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1``, ``DSA_KV_FP8_QAT=1``. Imports
 no torch.
@@ -41,7 +41,7 @@ def fp8(args: Namespace) -> Iterator[str]:
 
 
 def _fp8_weights(args: Namespace) -> Iterator[str]:
-    """Megatron's sharded optimizer alone writes weights in FP8."""
+    # Only Megatron's sharded optimizer writes weights in FP8.
     if args.optimizer != "adam" or not args.use_distributed_optimizer:
         yield "--fp8-param-gather needs --optimizer adam and --use-distributed-optimizer."
     if args.optimizer_cpu_offload:
@@ -78,7 +78,7 @@ def deepgemm(args: Namespace) -> Iterator[str]:
 
 
 def low_precision_here(args: Namespace) -> Iterator[str]:
-    """What low precision needs of the machine that trains."""
+    """Requirements of low precision on the machine that trains."""
     is_cpu = accelerator.current().is_cpu
     if args.fp8 is not None:
         flag = f"--fp8-format {args.fp8}"

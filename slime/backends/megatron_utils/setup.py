@@ -42,7 +42,7 @@ from slime.utils.distributed_utils import init_default_group
 
 
 def init_distributed(parallel: ParallelArgs, trainer: TrainerArgs, *, num_optimizer_instances: int = 1) -> None:
-    """The default group, Megatron's groups, and the seeds. Waits at most --distributed-timeout-minutes.
+    """Make the default group, Megatron's groups, and the seeds. Waits at most --distributed-timeout-minutes.
 
     Args:
         num_optimizer_instances: groups of data-parallel ranks that hold all optimizer states each.
@@ -58,6 +58,7 @@ def init_distributed(parallel: ParallelArgs, trainer: TrainerArgs, *, num_optimi
             expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
             num_distributed_optimizer_instances=num_optimizer_instances,
             virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+            # With the flag, the pipeline stages of a replica are closer than its data-parallel peers.
             order="tp-cp-ep-pp-dp" if parallel.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
             distributed_timeout_minutes=max(1, round(parallel.distributed_timeout_minutes)),
             create_gloo_process_groups=False,
@@ -94,6 +95,7 @@ def build_train_state(args: Namespace, shape: ModelShape, *, is_critic: bool = F
     else:
         install_deepgemm(state.chunks, plugins, args.hf_checkpoint)
     trains_prediction = prediction.enable_mtp_training and bool(prediction.mtp_num_layers) and not is_critic
+    # Before gradient buffers and the optimizer are made, so that frozen parameters are in neither.
     freeze_parameters(
         state.model,
         only=plugins.only_train_params_name_list,
@@ -142,7 +144,7 @@ def build_model_state(args: Namespace, shape: ModelShape) -> TrainState:
 
 
 def _with_args(provider: Callable[..., Any], args: Namespace) -> Callable[..., Any]:
-    """A user's function gets the command line if it asks for it."""
+    """``provider`` with the command line, if it has a parameter for it."""
     return partial(provider, args=args) if "args" in inspect.signature(provider).parameters else provider
 
 

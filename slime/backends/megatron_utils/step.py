@@ -1,6 +1,6 @@
 """Passes through the model and optimizer steps, on Megatron's schedules. Called by ``actor``.
 
-With pipeline parallelism the last stage has the outputs; :func:`from_last_stage` gives them to the others, so that
+With pipeline parallelism the last stage has the outputs. :func:`from_last_stage` gives them to the others, so that
 every rank holds the same columns.
 """
 
@@ -119,7 +119,7 @@ def train_step(
 def _metrics(
     state: TrainState, record: StepRecord, predicted: list[torch.Tensor], context: LossContext
 ) -> dict[str, float]:
-    """Metrics of the losses; nothing on other pipeline stages than the last, which do not see them."""
+    """Metrics of the losses. Empty on other pipeline stages than the last."""
     if not mpu.is_pipeline_last_stage(ignore_virtual=True):
         return {}
     metrics = record.metrics(
@@ -137,7 +137,7 @@ def _zero_gradients(state: TrainState) -> None:
         chunk.train()
         chunk.zero_grad_buffer()
     state.optimizer.zero_grad()
-    state.config.grad_scale_func = state.optimizer.scale_loss
+    state.config.grad_scale_func = state.optimizer.scale_loss  # the loss scale of fp16
 
 
 def _update(
@@ -158,13 +158,11 @@ def _update(
 def _finalize(
     wrapped: list[Any], bad_ranks: list[int], model: Any, num_tokens: torch.Tensor | None, **kwargs: Any
 ) -> None:
-    """Megatron's gradient reduction, after every rank has learned whose gradients are not finite.
-
-    The ranks of a data-parallel rank hold parts of one model: one of them with bad gradients makes it a bad rank.
-    """
+    """Megatron's gradient reduction, after every rank has learned whose gradients are not finite."""
     buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     sums = [buffer.grad_data.sum(dtype=torch.float32) for buffer in buffers]  # none where all weights are frozen
     device = accelerator.current().device()
+    # One entry per data-parallel rank: all ranks that share its model write into it.
     is_bad = torch.zeros(mpu.get_data_parallel_world_size(), dtype=torch.int32, device=device)
     if sums:
         is_bad[mpu.get_data_parallel_rank()] = (~torch.isfinite(torch.stack(sums))).any()
@@ -174,16 +172,16 @@ def _finalize(
 
 
 def _mean_prediction_loss(predicted: list[torch.Tensor]) -> float:
-    """Per trained token, over all depths, micro-batches and ranks; each rank counts its own tokens."""
+    """The loss per trained token, over all depths, micro-batches and ranks."""
     total = torch.stack(predicted).sum(0)
-    dist.all_reduce(total, group=mpu.get_data_parallel_group(with_context_parallel=True))
+    dist.all_reduce(total, group=mpu.get_data_parallel_group(with_context_parallel=True))  # each rank counts its part
     loss, tokens = total.tolist()
     return loss / max(tokens, 1.0)
 
 
 @torch.no_grad()
 def outputs_of_last_stage(chunks: Sequence[Any], batch: TrainBatch, read: ReadOutput) -> dict[int, torch.Tensor]:
-    """``read``'s values of the model's outputs by position in the batch, on the cpu: ``[R_i, ...]``; nothing on other
+    """``read``'s values of the model's outputs by position in the batch, on the cpu: ``[R_i, ...]``. Empty on other
     pipeline stages than the last."""
     results: dict[int, torch.Tensor] = {}
 
@@ -213,7 +211,8 @@ def run_schedule(
     with_trained: bool = False,
     **settings: Any,
 ) -> None:
-    """Megatron's schedule over the micro-batches of one step: plain, pipelined or interleaved, as the groups say."""
+    """Run Megatron's schedule over the micro-batches of one step: plain, pipelined or interleaved, by the groups."""
+    # Every chunk reads all micro-batches.
     iterators = [batch.micro_batches(step, all_rows=all_rows, with_trained=with_trained) for _ in chunks]
     is_interleaved = len(chunks) > 1
     get_forward_backward_func()(
@@ -229,7 +228,7 @@ def run_schedule(
 
 def run_model(model: Any, micro_batch: MicroBatch, segments: PackedSegments) -> torch.Tensor:
     """On the last stage the logits ``[n, V/tp]`` of the rows that predict response tokens, or those of all rows as
-    ``[1, T, V/tp]`` if the micro-batch asks for them; hidden states on other stages."""
+    ``[1, T, V/tp]`` if the micro-batch asks for them. Hidden states on other stages."""
     packed = micro_batch.packed
     # Our losses read 16-bit logits chunk by chunk, so that no fp32 copy of all of them exists; users' get fp32
     is_ours = segments.head_rows is not None
@@ -239,7 +238,7 @@ def run_model(model: Any, micro_batch: MicroBatch, segments: PackedSegments) -> 
 
 
 def tensor_group() -> dist.ProcessGroup | None:
-    """The ranks that share the vocabulary; None for one rank, which needs no collectives."""
+    """The ranks that share the vocabulary. None for one rank, which needs no collectives."""
     return mpu.get_tensor_model_parallel_group() if mpu.get_tensor_model_parallel_world_size() > 1 else None
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainerHooks:
-    """The functions. None: the flag is not given."""
+    """The user's functions. None if the flag is not given."""
 
     args: Namespace
     init: Callable[..., Any] | None = None
@@ -32,7 +32,7 @@ class TrainerHooks:
 
     @classmethod
     def load(cls, args: Namespace) -> TrainerHooks:
-        """Load what ``args`` names.
+        """Load the functions that ``args`` names.
 
         Raises:
             ConfigError: a path that cannot be loaded.
@@ -50,16 +50,17 @@ class TrainerHooks:
         )
 
     def after_init(self) -> None:
-        """The process groups exist, the model does not."""
+        """Call the first hook. The process groups exist, the model does not."""
         if self.init is not None:
             self.init(self.args)
 
     def before_log_probs(self, state: TrainState, store_prefix: str) -> None:
-        """The model holds the weights whose log-probs (columns ``<store_prefix>log_probs``) or values come next."""
+        """Call the second hook. The model holds the weights whose log-probs (columns ``<store_prefix>log_probs``) or
+        values are computed next."""
         if self.log_prob is not None:
             self.log_prob(self.args, state.chunks, store_prefix)
 
     def before_step(self, state: TrainState, rollout_id: int, step: int) -> None:
-        """Gradients are zero, the step's first forward pass is next."""
+        """Call the third hook. Gradients are zero, the step's first forward pass is next."""
         if self.train_step is not None:
             self.train_step(self.args, rollout_id, step, state.chunks, state.optimizer, state.scheduler)

@@ -48,7 +48,8 @@ class VisionGPTModel(PackedGPTModel):
             layer.register_forward_hook(_add_deep_features, with_kwargs=True)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Cast everything except the frequencies of the tower's rope: in 16 bits, positions would collide."""
+        """Cast everything except the frequencies of the tower's rope."""
+        # In 16 bits, neighboring positions would get equal angles.
         rope: Any = self.vision_model.rotary_pos_emb if self.pre_process else None
         frequencies = None if rope is None else rope.inv_freq
         super()._apply(fn, recurse)
@@ -74,6 +75,7 @@ class VisionGPTModel(PackedGPTModel):
         features = output.pooler_output[mine].to(embedded.dtype)
         embedded = embedded.index_copy(0, rows, features.unsqueeze(1))
         deep = [feature[mine].to(embedded.dtype) for feature in getattr(output, "deepstack_features", None) or ()]
+        # The layers' backward passes end here, see _DeepGradients.
         leaves = [feature.detach().requires_grad_(feature.requires_grad) for feature in deep]
         segments.deep_features = DeepFeatures(rows, leaves)
         if any(leaf.requires_grad for leaf in leaves):

@@ -36,6 +36,7 @@ class ModelArgs:
     post_self_attn_layernorm: bool = flag(False, "A norm after the output of attention (GLM-4).")
     post_mlp_layernorm: bool = flag(False, "A norm after the output of the MLP (GLM-4).")
     swiglu: bool = flag(False, "Gated SiLU MLP.")
+    # A flag with ``off`` switches its field off, and its help describes the model without the feature.
     add_bias_linear: bool = flag(True, "Linear layers have no bias.", off="--disable-bias-linear")
     add_qkv_bias: bool = flag(False, "The query, key and value projections have a bias.")
     untie_embeddings_and_output_weights: bool = flag(

@@ -52,7 +52,7 @@ def launcher_options(*, documented: bool = False) -> Iterator[dict[str, Any]]:
     """The options of Megatron-LM's own parser, in the form of :func:`core_options`; most defaults are "not given"."""
     for flag, row in _rows().items():
         if row["kind"] != "core" and bool(row["help"]) == documented:
-            default: Any = {"switch": False, "off": True}.get(row["kind"])
+            default: Any = {"switch": False, "off": True}.get(row["kind"])  # None: not given
             if row["default"]:
                 default = {"int": int, "float": float, "str": str}[row["kind"]](row["default"])
             yield {

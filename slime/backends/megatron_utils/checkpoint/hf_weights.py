@@ -36,7 +36,7 @@ from slime.models.family import Family
 from slime.utils.errors import ConfigError
 
 _BUCKET_BYTES = 512 * 1024**2
-_ALIGNMENT = 16
+_ALIGNMENT = 16  # bytes: a tensor of any dtype may begin there
 
 _NEVER_READ = (r".*\.rotary_emb\.inv_freq",)
 
@@ -112,6 +112,7 @@ def _fill(local: LocalTensor, tensors: ModelTensors, reader: TensorReader) -> li
             f"{reader.where}: {' + '.join(names)} makes {has}, but the model that config.json describes needs "
             f"{needed} for {local.name}: config.json and weights do not belong together."
         ]
+    # In place: wrappers and gradient buffers refer to this tensor.
     local.value.copy_(shard(whole, rule, tensors.shard_rank(rule), num_shards))
     return []
 
@@ -184,6 +185,7 @@ class _Stacks:
         name = self._tensors.stacked_name(place)
         assert name is not None, "has() says so"
         self._experts[self._tensors.expert(place, expert_rank)] = whole
+        # The experts of a layer may come in several buckets.
         if len(self._experts) == self._tensors.config.num_moe_experts:
             yield name, torch.stack([self._experts[expert] for expert in sorted(self._experts)])
             self._experts = {}
@@ -197,10 +199,11 @@ def _buckets(tensors: ModelTensors, bucket_bytes: int) -> Iterator[list[Owned]]:
         rule = tensors.rule(owned.place)
         ranks = tensors.num_shards(rule)
         if rule.is_expert:
-            ranks *= mpu.get_expert_model_parallel_world_size()
+            ranks *= mpu.get_expert_model_parallel_world_size()  # a place is one expert on each of these ranks
         size = owned.num_bytes * ranks
         if bucket:
             last = bucket[-1]
+            # Only one stage broadcasts a bucket, over one set of groups.
             is_like = last.stage == owned.stage and tensors.rule(last.place).is_expert == rule.is_expert
             if not is_like or num_bytes + size > bucket_bytes:
                 yield bucket
@@ -226,6 +229,7 @@ def _collect(bucket: list[Owned], tensors: ModelTensors) -> list[list[list[torch
     like = next(iter(tensors.local.values())).value
     if is_mine:
         flat = _flatten([readable(tensors.local[owned.place].value) for owned in bucket])
+        # The last group becomes the outermost dimension: [expert rank][shard].
         for group in groups:
             flat = _all_gather(flat, group)
     else:
@@ -255,6 +259,7 @@ def _padded(num_bytes: int) -> int:
 
 def _flatten(values: Sequence[torch.Tensor]) -> torch.Tensor:
     """All bytes concatenated, each tensor at a multiple of 16."""
+    # Bytes, because a bucket may mix dtypes.
     flat = torch.zeros(sum(_padded(value.nbytes) for value in values), dtype=torch.uint8, device=values[0].device)
     begin = 0
     for value in values:

@@ -81,6 +81,7 @@ def load_training_state(state: TrainState, shape: ModelShape, source: Source, co
         _fill_optimizer(state.optimizer, loaded["optimizer"], source)
         state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
     else:
+        # Else the first step would overwrite the loaded weights by old main weights.
         state.optimizer.reload_model_params()
     if content.has_rng:
         _set_rng_state(loaded["rng_state"])
@@ -106,6 +107,7 @@ def load_model_weights(model: Any, shape: ModelShape, source: Source, *, optiona
 
 def describe_shape(shape: ModelShape) -> dict[str, Any]:
     """The fields of ``shape`` as plain values, to be saved and compared."""
+    # Tuples become lists, as in a saved checkpoint.
     return {name: json.loads(json.dumps(value, default=str)) for name, value in shape.as_dict().items()}
 
 
@@ -176,6 +178,7 @@ def _load(source: Source, shape: ModelShape, sharded: dict[str, Any]) -> dict[st
         # A BaseException: "except Exception" would miss it, and the process would end without a message.
         raise unfit(source, error) from None
     except _DAMAGED as error:
+        # Subclasses of the caught errors that do not mean damage.
         if isinstance(error, ConfigError | torch.OutOfMemoryError | torch.distributed.DistError):
             raise
         raise unreadable(source, error) from None
@@ -189,7 +192,7 @@ def _shape_differences(saved: dict[str, Any] | None, shape: ModelShape, where: s
     return [
         f"{where} was saved with {name} {value}, but --hf-checkpoint describes a model with {name} {current[name]}."
         for name, value in (saved or {}).items()
-        if name in current and current[name] != value
+        if name in current and current[name] != value  # an older version may have saved other fields
     ]
 
 

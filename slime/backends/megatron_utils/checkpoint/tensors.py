@@ -49,7 +49,7 @@ class Place:
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """This rank's share of a place."""
+    """This rank's share of a place, under its name in the chunk."""
 
     place: Place
     name: str
@@ -156,10 +156,7 @@ class ModelTensors:
         )
 
     def plan(self) -> list[Owned]:
-        """All places of the whole model. A collective over the pipeline stages.
-
-        In their order, except that places with an unusual dtype (router biases) come last: a bucket has one dtype.
-        """
+        """All places of the whole model, in the order of export. A collective over the pipeline stages."""
         mine = [(t.place, tuple(t.value.shape), t.value.dtype) for t in self.local.values()]
         num_stages = mpu.get_pipeline_model_parallel_world_size()
         stages: list[Any] = [mine]
@@ -169,8 +166,10 @@ class ModelTensors:
         owned: dict[Place, Owned] = {}
         for stage, places in enumerate(stages):
             for place, shape, dtype in places:
+                # The first stage that has a tensor owns it.
                 owned.setdefault(place, Owned(place, stage, shape, dtype))
         kept = [owned[place] for place in sorted(owned) if not self._is_copy(place)]
+        # Tensors with a rare dtype (router biases) come last, so that nearly all buckets have one dtype.
         usual = Counter(one.dtype for one in kept).most_common(1)[0][0] if kept else None
         return sorted(kept, key=lambda one: one.dtype != usual)
 
@@ -244,7 +243,7 @@ class Dimensions:
 
     def rows(self, section: Section) -> int:
         """Rows of ``section`` per key head."""
-        ratio = self.num_value_heads // self.num_key_heads
+        ratio = self.num_value_heads // self.num_key_heads  # value heads per key head
         values = ratio * self.value_dim
         widths = {"q": self.key_dim, "k": self.key_dim, "v": values, "z": values, "b": ratio, "a": ratio}
         return sum(widths[part] for part in section)
@@ -260,11 +259,12 @@ def to_megatron(parts: Sequence[torch.Tensor], rule: Rule, size: Dimensions, num
             return torch.cat([right, left], dim=1)
         case "vocab":
             missing = num_rows - parts[0].shape[0]
+            # The caller compares shapes and reports a wrong one.
             if missing <= 0 or parts[0].shape[0] != size.vocab_size:
                 return parts[0]
             return torch.cat([parts[0], parts[0].new_zeros(missing, *parts[0].shape[1:])])
         case "gate_up":
-            return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+            return torch.cat(list(parts)) if len(parts) > 1 else parts[0]  # one part: it already has gate above up
         case "qkv":
             groups = [part.reshape(size.num_query_groups, -1, *part.shape[1:]) for part in parts]
             return torch.cat(groups, dim=1).flatten(0, 1)
@@ -305,6 +305,7 @@ def from_megatron(tensor: torch.Tensor, rule: Rule, size: Dimensions) -> list[to
             groups = tensor.reshape(size.num_query_groups, -1, *tensor.shape[1:])
             query_rows = groups.shape[1] - 2 * size.head_dim
             query, key, value = groups.split([query_rows, size.head_dim, size.head_dim], dim=1)
+            # [groups, query | gate, heads of the group, head_dim] -> per head its query, then its gate.
             query = query.reshape(size.num_query_groups, 2, -1, size.head_dim, *tensor.shape[1:]).transpose(1, 2)
             return [query.flatten(0, 3), key.flatten(0, 1), value.flatten(0, 1)]
         case "by_key_head":
@@ -336,6 +337,7 @@ def shard(tensor: torch.Tensor, rule: Rule, rank: int, num_shards: int) -> torch
     if num_shards == 1 or rule.split == "none":
         return tensor
     if rule.layout == "gate_up":
+        # A rank needs gate and up of the same columns.
         return torch.cat([half.chunk(num_shards)[rank] for half in tensor.chunk(2)])
     return tensor.chunk(num_shards, dim=0 if rule.split == "column" else 1)[rank]
 

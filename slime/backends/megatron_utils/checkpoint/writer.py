@@ -40,7 +40,7 @@ from slime.utils.errors import SlimeError
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = (bool, int, float, str, type(None))  # pickles of other types could not be loaded without slime
 
 
 @dataclass
@@ -106,7 +106,7 @@ class CheckpointWriter:
             str(partial),
             get_default_strategy(StrategyAction.SAVE_SHARDED, "torch_dist", 1),
             content_metadata=SHARDING,
-            async_sharded_save=True,
+            async_sharded_save=True,  # in any case: the thread of ``_start`` writes the shards
         )
         self._pending = self._start(request, iteration, content, name, in_background)
         if not in_background:
@@ -124,9 +124,6 @@ class CheckpointWriter:
     def finish(self) -> None:
         """Wait for the save in the background, if any, and complete it.
 
-        The ranks compare their progress until then. A rank without shards would otherwise wait for the others in one
-        collective, which ends the process after ``--distributed-timeout-minutes``.
-
         Raises:
             SlimeError: a rank could not write its part, or did not within the time limit.
         """
@@ -134,10 +131,13 @@ class CheckpointWriter:
             return
         pending = self._pending
         is_written, is_over = self._progress(pending)
+        # The ranks compare their progress in short steps. In one long collective, ranks that have written everything
+        # would run into --distributed-timeout-minutes, which ends the process.
         while not is_written and not is_over:
             pending.thread.join(_POLL_S)
             is_written, is_over = self._progress(pending)
         if pending.thread.is_alive():
+            # Only on the late rank; ``_complete`` raises on all.
             pending.error.append(TimeoutError(f"still writing after {self._timeout_s:.0f} s"))
         self._commit(pending)
 
@@ -145,6 +145,7 @@ class CheckpointWriter:
         """Whether every rank has written its part, and whether the time of any rank is over. A collective."""
         is_written = not pending.thread.is_alive()
         has_time = time.monotonic() < pending.started + self._timeout_s
+        # MIN: 1 if true on all ranks.
         all_of = torch.tensor([int(is_written), int(has_time)], device=accelerator.current().device())
         dist.all_reduce(all_of, op=dist.ReduceOp.MIN)
         all_written, all_have_time = all_of.tolist()
@@ -157,7 +158,7 @@ class CheckpointWriter:
         if request.preload_fn is not None:
             # Device to host. Training may change the device tensors from here on: the thread reads only host copies.
             arguments[1] = request.preload_fn()
-            if in_background and accelerator.current().is_cpu:
+            if in_background and accelerator.current().is_cpu:  # the host tensors are the live ones
                 arguments[1] = _copied(arguments[1])
         error: list[BaseException] = []
         checksums: dict[str, str] = {}
@@ -198,7 +199,7 @@ class CheckpointWriter:
         except CheckpointException as error:  # a BaseException: callers catch only Exception
             causes = {rank: " ".join(str(cause).split()) for rank, (cause, _) in error.failures.items()}
             raise self._not_written(pending.name, causes) from None
-        dist.barrier()
+        dist.barrier()  # no rank writes into the directory after its renaming
         checksums = {name: value for _, one in reports for name, value in one.items()}
         if failure := do_on_first_rank(lambda: self._publish(pending, checksums)):
             raise self._not_written(pending.name, {0: failure})
@@ -226,7 +227,7 @@ class CheckpointWriter:
 
 
 def _copied(buckets: list[Any]) -> list[Any]:
-    """Copies of host tensors: on a CPU the thread would otherwise write live tensors while training changes them."""
+    """Copies of the host tensors in Megatron's write buckets."""
     return [
         (file, key, (raw, [(item, tensor.clone()) for item, tensor in tensors]))
         for file, key, (raw, tensors) in buckets

@@ -55,7 +55,7 @@ class PackedSegments(PackedSeqParams):
     deep_features: DeepFeatures | None = None
 
     @functools.cached_property
-    def plan(self) -> AttentionPlan:
+    def plan(self) -> AttentionPlan:  # once per micro-batch, for all layers
         assert self.cu_seqlens_q is not None, "packed_segments sets it"
         return plan_attention(self.cu_seqlens_q, self.cp_rank, self.cp_size)
 
@@ -162,6 +162,7 @@ class LatentAttention(PackedAttention):
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """query and key ``[t, heads, d]``, value ``[t, heads, d_v]`` with d_v <= d -> ``[t, heads * d_v]``."""
+        # Zero columns of the values only add zero columns to the output, which are cut off below.
         padded = F.pad(value, (0, query.size(-1) - value.size(-1)))
         out = super().forward(query, key, padded, *args, **kwargs)
         return out.view(out.size(0), -1, query.size(-1))[..., : self._value_width].flatten(1)

@@ -1,7 +1,6 @@
 """Builds the model: flags and shape -> TransformerConfig -> layer spec -> GPTModel -> data-parallel wrapper.
 
-``setup`` calls it after Megatron's process groups exist, and freezes parameters before it makes gradient buffers and
-the optimizer: frozen parameters are in neither. ``checkpoint`` loads the weights.
+``setup`` calls it after Megatron's process groups exist. ``checkpoint`` loads the weights.
 """
 
 from __future__ import annotations
@@ -91,6 +90,7 @@ def build_model(
     flag, block = "--custom-model-provider-path", None
     if provider is None and layers is not None:
         described = layers(config, vp_stage)
+        # --spec may name a function that builds the model.
         if callable(described) and "pre_process" in inspect.signature(described).parameters:
             provider, flag = described, "--spec"
         else:
@@ -156,7 +156,7 @@ def _family_model(
         max_sequence_length=shape.max_position_embeddings,
         pre_process=is_first,
         post_process=is_last,
-        parallel_output=True,
+        parallel_output=True,  # a rank keeps the logits of its part of the vocabulary
         share_embeddings_and_output_weights=shape.is_tied,
         position_embedding_type="rope",
         rotary_percent=shape.rotary_percent,
@@ -179,6 +179,7 @@ def wrap_data_parallel(
     is_later_chunk: bool = False,
 ) -> DistributedDataParallel:
     """Gradient buffers, reduced over the data-parallel ranks once per step."""
+    # Sums of many 16-bit gradients lose the small ones.
     is_wide = precision.accumulate_allreduce_grads_in_fp32 or config.bf16
     return DistributedDataParallel(
         config,
@@ -190,7 +191,7 @@ def wrap_data_parallel(
             check_for_nan_in_grad=False,  # ``step`` looks at all ranks before anything is applied
         ),
         model,
-        disable_bucketing=is_later_chunk,
+        disable_bucketing=is_later_chunk,  # as in Megatron-LM
     )
 
 
@@ -201,11 +202,7 @@ def uses_distributed_optimizer(optimizer: OptimizerArgs) -> bool:
 
 
 def _mark_shards(model: torch.nn.Module) -> None:
-    """Tell the optimizer which weights are divided among the tensor-parallel ranks.
-
-    Megatron does this while it fills in initial weights, which is switched off. Without the mark the gradient norm
-    counts the first rank's shards only, and clipping is wrong on all of them.
-    """
+    """Mark the weights that are divided among the tensor-parallel ranks, for the optimizer."""
     for module in model.modules():
         match module:
             case ColumnParallelLinear() | VocabParallelEmbedding():
@@ -215,6 +212,8 @@ def _mark_shards(model: torch.nn.Module) -> None:
             case _:
                 continue
         weight = module.weight
+        # Megatron marks weights while it fills in initial ones, which is switched off. Without the mark the gradient
+        # norm counts the first rank's shards only, and clipping is wrong on all ranks.
         if weight is not None and "tensor_model_parallel" not in vars(weight):
             set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
 
@@ -261,6 +260,7 @@ def freeze_parameters(
         _check_found(flag, patterns, [name for name, _ in parameters])
     for name, parameter in parameters:
         is_found = any(pattern.search(name) for pattern in patterns)
+        # Frozen are names that --freeze-params finds, or that --only-train-params does not find.
         if (patterns and is_found == bool(freeze)) or (name.startswith("mtp.") and not trains_prediction):
             parameter.requires_grad_(False)
     count = torch.tensor(sum(parameter.requires_grad for _, parameter in parameters))
@@ -276,6 +276,7 @@ def global_names(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for name, parameter in chunk.named_parameters():
             found = _LAYER.search(name)
             if found:
+                # Counted from 1 over the whole model.
                 number = chunk.decoder.layers[int(found.group())].layer_number - 1
                 name = _LAYER.sub(str(number), name)
             yield name, parameter

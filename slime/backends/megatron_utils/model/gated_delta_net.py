@@ -45,11 +45,11 @@ from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+# --qwen-gdn-backend: the module that has ``chunk_gated_delta_rule``, and the package that it comes with.
 _KERNELS = {
     "fla": ("fla.ops.gated_delta_rule", "flash-linear-attention"),
     "flashqla": ("flash_qla", "FlashQLA"),
 }
-"""--qwen-gdn-backend: the module that has ``chunk_gated_delta_rule``, and the package that it comes with."""
 
 
 class GatedDeltaNet(MegatronModule):
@@ -67,7 +67,7 @@ class GatedDeltaNet(MegatronModule):
         self._key_heads = config.linear_num_key_heads // num_ranks
         self._ratio = config.linear_num_value_heads // config.linear_num_key_heads
         self._mixed = 2 * self._key_dim + self._ratio * self._value_dim
-        width = self._mixed + self._ratio * (self._value_dim + 2)
+        width = self._mixed + self._ratio * (self._value_dim + 2)  # after q, k, v: z, b and a
         linear = {
             "config": config,
             "bias": False,
@@ -106,8 +106,8 @@ class GatedDeltaNet(MegatronModule):
         self._rule = select_delta_rule(config.delta_rule_backend)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GatedDeltaNet:
-        """Keep the decay in fp32 under ``.to()``, ``.bfloat16()`` and the like, as engines do: it is multiplied over
-        all tokens of a sequence, so that its rounding error grows with the length."""
+        """Keep the decay in fp32 under ``.to()``, ``.bfloat16()`` and the like."""
+        # As engines do. It is multiplied over all tokens of a sequence, so that its rounding error grows with them.
         kept = [(parameter, parameter.data) for parameter in (self.A_log, self.dt_bias)]
         super()._apply(fn, recurse)
         for parameter, value in kept:
@@ -131,13 +131,13 @@ class GatedDeltaNet(MegatronModule):
         """``[t, key heads, q | k | v | b | a]`` -> ``[t, key heads, r * dv]``, for this rank's tokens."""
         if segments.cp_size == 1:
             return self._mix_sequences(heads, segments.cu_seqlens_q, slice(None))
-        share = heads.size(1) // segments.cp_size
+        share = heads.size(1) // segments.cp_size  # a rule checks that tensor x context ranks divide the key heads
         mine = slice(segments.cp_rank * share, (segments.cp_rank + 1) * share)
         out = self._mix_sequences(_heads_for_tokens(heads, segments), segments.cu_seqlens_q, mine)
         return _tokens_for_heads(out, segments)
 
     def _mix_sequences(self, heads: torch.Tensor, cu_seqlens: Any, mine: slice) -> torch.Tensor:
-        """The same for whole sequences of the key heads ``mine``."""
+        """As :meth:`_mix`, for whole sequences of the key heads ``mine``."""
         mixed, b, a = heads.split([self._mixed, self._ratio, self._ratio], dim=-1)
         weight = self.conv1d.weight.unflatten(0, (self._key_heads, -1))[mine].flatten(0, 1)
         mixed = F.silu(causal_conv(mixed.flatten(1), weight, cu_seqlens)).view_as(mixed)
@@ -241,11 +241,12 @@ def _heads_for_tokens(x: torch.Tensor, segments: PackedSegments) -> torch.Tensor
     """``[t, heads, d]`` of this rank's tokens -> ``[T, heads / ranks, d]`` of this rank's heads. Differentiable."""
     by_rank = x.unflatten(1, (segments.cp_size, -1)).transpose(0, 1).contiguous()
     received = all_to_all(segments.cp_group, by_rank).flatten(0, 1)
+    # From the order of the ranks to that of the micro-batch.
     return received.index_select(0, _order(segments).argsort())
 
 
 def _tokens_for_heads(x: torch.Tensor, segments: PackedSegments) -> torch.Tensor:
-    """The way back."""
+    """The inverse of :func:`_heads_for_tokens`."""
     by_rank = x.index_select(0, _order(segments)).unflatten(0, (segments.cp_size, -1)).contiguous()
     return all_to_all(segments.cp_group, by_rank).transpose(0, 1).flatten(1, 2)
 
@@ -324,6 +325,7 @@ def gated_delta_rule(
     # Inside a chunk (arXiv 2406.06484, section 3.2): token i writes b_i (v_i - the value stored for k_i), which
     # depends on the writes of the tokens j < i. With A_ij = b_i (k_i . k_j) a_{j+1} ... a_i below the diagonal:
     #     (I + A) writes = diag(b) V - diag(b) diag(a_1 ... a_i) K S      S: the state before the chunk
+    # Masked before exp: above the diagonal the differences are positive, and infinity times zero is NaN.
     between = (decay - decay.mT).masked_fill(later, -torch.inf).exp()
     overlap = (strength * keys) @ keys.mT * between
     right = torch.cat([strength * values, strength * decay.exp() * keys], dim=-1)

@@ -4,9 +4,8 @@ The logits are by far the largest activation. Only the rows that predict respons
 padding and the rows of other context-parallel ranks cost nothing.
 
 Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): at depth k (from 1) position i combines the hidden
-state of depth k - 1 with the embedding of token i + k and predicts token i + k + 1. Depth 0 is the decoder. Only the
-prediction layers learn from this loss: hidden states, embedding and head are detached, so that the policy's gradient
-does not change. Without a mask of tokens to learn from, the layers do not run.
+state of depth k - 1 with the embedding of token i + k and predicts token i + k + 1. Depth 0 is the decoder. Without a
+mask of tokens to learn from, the layers do not run.
 """
 
 from __future__ import annotations
@@ -43,6 +42,7 @@ class PackedGPTModel(GPTModel):
         if not self.post_process:
             return super()._postprocess(hidden_states, *args, **kwargs)
         segments = kwargs["packed_seq_params"]
+        # Not in passes for log-probs.
         if self.mtp_process and segments.prediction_mask is not None and torch.is_grad_enabled():
             mask, vocab_size = segments.prediction_mask, segments.vocab_size
             hidden_states = attach_prediction_loss(self, hidden_states, mask, vocab_size, kwargs)
@@ -118,7 +118,7 @@ def attach_prediction_loss(
     for state in states:
         targets, _ = _roll(targets, segments, model)
         mask, num_tokens = _roll(mask, segments, model)
-        rows = mask[0].nonzero().squeeze(1)
+        rows = mask[0].nonzero().squeeze(1)  # other tokens have no loss: their logits are not computed
         picked = _whole_sequence(state, model).index_select(0, rows)
         logits = _logits(model, picked)
         log_probs, _ = log_probs_and_entropy(
@@ -143,10 +143,12 @@ def predicted_hidden_states(model: Any, hidden: torch.Tensor, inputs: dict[str, 
     ropes = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
     states = model.mtp(
         **{name: inputs[name] for name in (*names, *ropes)},
+        # Detached like the embedding and the head: only the prediction layers learn, and the policy's gradient does not
+        # change.
         hidden_states=hidden.detach(),
         embedding=lambda **tokens: model.embedding(**tokens).detach(),
     )
-    return list(states.chunk(1 + len(model.mtp.layers), dim=0))[1:]
+    return list(states.chunk(1 + len(model.mtp.layers), dim=0))[1:]  # the first is the decoder's
 
 
 def _roll(tensor: torch.Tensor, segments: Any, model: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Norms for Megatron's layer spec: torch's own, in the model's dtype, with the mark that sequence parallelism needs.
+"""Norms for Megatron's layer spec: torch's modules in the model's dtype.
 
 Megatron's fallback without Apex and TransformerEngine refuses sequence parallelism and always keeps fp32 weights.
 """
@@ -26,6 +26,7 @@ class TorchNorm:
         kind = ZeroCenteredNorm if config.layernorm_zero_centered_gamma else _KINDS[config.normalization]
         norm = kind(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
         for parameter in norm.parameters():
+            # Megatron then sums its gradient over the tensor ranks.
             parameter.sequence_parallel = config.sequence_parallel
         return norm
 
@@ -72,7 +73,7 @@ class JointHeadNorm(torch.nn.Module):
 
 
 class _JointNorm(torch.autograd.Function):
-    """y = w x r with r = (sum of squares / width + eps)^(-1/2), where the sum is over the ranks of ``group``.
+    """y = w x r with r = (sum of squares / width + eps)^(-1/2). The sum is over the ranks of ``group``.
 
     With g = w dy and u = x r: dx = r (g - u (sum of g u) / width), summed over all ranks, and dw = sum of dy u over the
     rows. Computes in fp32 and stores x and r only.

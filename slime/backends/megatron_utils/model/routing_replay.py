@@ -44,8 +44,8 @@ from slime.utils.errors import DataError
 
 _Choose: TypeAlias = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
+# The registered router whose forward runs.
 _routing: ContextVar[torch.nn.Module | None] = ContextVar("routing", default=None)
-"""The registered router whose forward runs."""
 
 
 class _Mode(StrEnum):
@@ -61,6 +61,7 @@ class RouterChoices:
         self.layer = layer
         self.mode = _Mode.OFF
         self.recorded: list[torch.Tensor] = []
+        # Host memory holds the records of all micro-batches.
         self._dtype = torch.uint8 if num_experts <= 256 else torch.int16
         self._first = 0
         self._again = 0
@@ -104,10 +105,9 @@ class RouterChoices:
                 raise AssertionError(f"unknown mode {self.mode}")
 
     def _next(self) -> torch.Tensor:
-        """Return the choices for this pass.
-
-        A pass without gradients is the first pass through a layer that will be recomputed. A pass with gradients is
-        the recomputation of the oldest such pass, or the only pass."""
+        """Return the choices for this pass."""
+        # A pass without gradients is the first one through a layer that will be recomputed. A pass with gradients is
+        # the recomputation of the oldest such pass, or the only pass.
         if torch.is_grad_enabled() and self._again < self._first:
             self._again += 1
             return self.recorded[self._again - 1]
@@ -124,7 +124,7 @@ class RoutingReplay:
     def __init__(self, model: Any) -> None:
         self.routers: list[RouterChoices] = []
         for chunk in chunks_of(model):
-            for module in chunk.decoder.modules():
+            for module in chunk.decoder.modules():  # not the routers of prediction layers
                 if isinstance(module, TopKRouter) or hasattr(module, "router_replay"):
                     choices = RouterChoices(module.layer_number - 1, module.config.num_moe_experts)
                     module.router_replay = choices
@@ -197,7 +197,7 @@ def register_routing_replay(module: torch.nn.Module) -> None:
         _routing.set(None)
 
     module.register_forward_pre_hook(begin)
-    module.register_forward_hook(end, always_call=True)
+    module.register_forward_hook(end, always_call=True)  # also after an error
 
 
 def get_routing_replay_compute_topk(old_compute_topk: _Choose) -> _Choose:
@@ -273,7 +273,7 @@ def lay_out(
     filler = (torch.arange(total * topk) % num_experts).to(experts[0].dtype)  # spread evenly, distinct in a row
     whole = filler.view(total, 1, topk).expand(total, layers, topk).clone()
     for start, value in zip(cu_seqlens.tolist(), experts, strict=False):
-        whole[start : start + len(value)] = value
+        whole[start : start + len(value)] = value  # the sample's last token keeps the filler
     if sharding.cp_size > 1:
         whole = whole[zigzag_rows(cu_seqlens, sharding.cp_rank, sharding.cp_size)]
     return whole.chunk(sharding.sequence_multiple)[tensor_rank] if sharding.sequence_multiple > 1 else whole

@@ -14,7 +14,7 @@ A choice is int32 ``[t, topk]``, keys counted from the start of the sequence, or
 ``topk``: then all keys are visible. Tensor-parallel ranks share the work of choosing and agree on
 it. With context parallelism every rank gathers the keys, as for full attention (``training.attention``).
 
-Plugged into the layer spec by ``layer_specs``. Other keys are masked, not left out: the cost is that of full attention.
+Plugged into the layer spec by ``layer_specs``.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from slime.models.shape import SparseShape
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 
+# Queries at a time: scores of a block are fp32 ``[block, index heads, keys]``, its mask bool ``[block, keys]``.
 _BLOCK = 128
-"""Queries at a time: scores of a block are fp32 ``[block, index heads, keys]``, its mask bool ``[block, keys]``."""
 
 _KEY_NORM_EPSILON = 1e-6
 
@@ -102,7 +102,7 @@ class Indexer(torch.nn.Module):
         self.wk = torch.nn.Linear(config.hidden_size, sparse.head_dim, bias=False, **like)
         self.k_norm = torch.nn.LayerNorm(sparse.head_dim, eps=_KEY_NORM_EPSILON, **like)
         self.weights_proj = torch.nn.Linear(config.hidden_size, sparse.num_heads, bias=False, **like)
-        self.requires_grad_(False)
+        self.requires_grad_(False)  # the choice of keys has no gradient
 
     @torch.no_grad()
     def forward(
@@ -165,7 +165,7 @@ def _gather(key: torch.Tensor, plan: AttentionPlan, group: Any) -> torch.Tensor:
 
 
 def _blocks(pieces: Sequence[Piece]) -> Iterator[Piece]:
-    """Pieces of at most ``_BLOCK`` queries."""
+    """Cut ``pieces`` into pieces of at most ``_BLOCK`` queries."""
     for piece in pieces:
         for begin in range(0, piece.q_length, _BLOCK):
             length = min(_BLOCK, piece.q_length - begin)
@@ -191,6 +191,7 @@ def choose_keys(
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     chosen = torch.zeros((query.size(0), topk), dtype=torch.int32, device=query.device)
     for number, block in enumerate(_blocks(pieces)):
+        # A block that sees few keys sees all of them. The other blocks are shared among the ranks in turn.
         if block.k_length <= topk or number % size != rank:
             continue
         rows = slice(block.q_begin, block.q_begin + block.q_length)
@@ -215,6 +216,7 @@ class SparseAttention(LatentAttention):
 
     def __init__(self, config: Any, layer_number: int, *args: Any, sparse: SparseShape, **kwargs: Any) -> None:
         super().__init__(config, layer_number, *args, **kwargs)
+        # The last layer up to this one that has an indexer.
         self._chooser = max(number for number in range(1, layer_number + 1) if sparse.layers[number - 1])
 
     def forward(  # type: ignore[override]
@@ -261,12 +263,13 @@ def attend_to_chosen(
         keys = slice(block.k_begin, block.k_begin + block.k_length)
         visible = _seen(block, query.device)
         if block.k_length > chosen.size(1):
+            # The causal mask stays: a choice may contain keys after its query.
             visible &= torch.zeros_like(visible).scatter_(1, chosen[rows].long(), True)
         out = F.scaled_dot_product_attention(
             query[rows].transpose(0, 1).unsqueeze(0),
             key[keys].transpose(0, 1).unsqueeze(0),
             value[keys].transpose(0, 1).unsqueeze(0),
-            attn_mask=visible,
+            attn_mask=visible,  # keys are masked, not left out: the cost is that of full attention
             dropout_p=dropout,
             scale=scale,
         )

@@ -1,6 +1,6 @@
 """A model with experts that begins as a dense one: sparse upcycling, arXiv:2212.05055; fine-grained, arXiv:2410.07524.
 
-Every layer's MLP is cut along its inner width into ``slices`` pieces, ``copies`` times; expert ``r * slices + i`` is
+Every layer's MLP is cut along its inner width into ``slices`` pieces, ``copies`` times. Expert ``r * slices + i`` is
 piece i of copy r. The router has one random row per copy, shared by the pieces of that copy, so that a token chooses
 whole copies. With W the softmax over the chosen experts, which sums to 1, and D the dense MLP = sum of its pieces P_i:
 
@@ -31,7 +31,7 @@ class Upcycling:
 
     Attributes:
         copies: of the dense MLP.
-        slices: pieces of each copy; experts are that much narrower.
+        slices: pieces of each copy. Experts are that much narrower.
         topk: experts per token, whole copies.
         seed: of the routers' random rows.
 
@@ -83,7 +83,7 @@ class Upcycling:
         }
 
     def weights(self, dense: Iterable[NamedTensor], *, std: float) -> Iterator[NamedTensor]:
-        """The new model's tensors; all that do not belong to an MLP as they are.
+        """The new model's tensors. Those that do not belong to an MLP do not change.
 
         Args:
             std: of the routers' rows.
@@ -97,9 +97,11 @@ class Upcycling:
             kind, mlp = match["kind"], match["mlp"]
             pieces = tensor.chunk(self.slices, dim=1 if kind == "down" else 0)
             for expert in range(self.num_experts):
-                piece = pieces[expert % self.slices]
+                piece = pieces[expert % self.slices]  # expert r * slices + i is piece i of copy r
                 whole = piece * self.slices if kind == "down" else piece
+                # safetensors refuses tensors that share memory.
                 yield f"{mlp}.experts.{expert}.{kind}_proj.weight", whole.clone()
             if kind == "gate":
                 rows = torch.randn(self.copies, tensor.shape[1], generator=generator) * std
+                # All pieces of a copy have one row: a token chooses whole copies.
                 yield f"{mlp}.gate.weight", rows.repeat_interleave(self.slices, 0).to(tensor.dtype)

@@ -44,6 +44,7 @@ def build_optimizer(
         case "adam" | "sgd":
             # main weights belong to Megatron, or in the mode for "precision-aware" optimizers to the optimizer
             config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = args.optimizer_cpu_offload
+            # ``init_distributed`` makes no gloo groups.
             optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
         case "muon" | "dist_muon":
             optimizer = build_muon(config, chunks, muon, is_layer_wise=args.optimizer == "dist_muon")
@@ -120,7 +121,7 @@ def reset_moments(optimizer: Any) -> None:
             continue
         for state in inner.state.values():
             for name, value in state.items():
-                if isinstance(value, torch.Tensor) and name != "master_param":
+                if isinstance(value, torch.Tensor) and name != "master_param":  # which is a weight
                     value.zero_()
             if "step" in state and not isinstance(state["step"], torch.Tensor):
                 state["step"] = 0

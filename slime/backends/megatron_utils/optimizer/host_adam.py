@@ -34,7 +34,7 @@ class HostAdam(torch.optim.Optimizer):
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], *, fraction: float) -> None:
-        super().__init__([torch.empty(0)], {})
+        super().__init__([torch.empty(0)], {})  # torch refuses an empty list
         self.param_groups = list(groups)  # the same objects: Megatron and the schedule keep references to them
         shards = [shard for group in self.param_groups for shard in group["params"]]
         budget = fraction * sum(shard.numel() for shard in shards)
@@ -45,6 +45,7 @@ class HostAdam(torch.optim.Optimizer):
             self.state[shard] = _first_state(shard, _HOST if is_host else shard.device)
             if is_host and shard.device != _HOST:
                 longest = max(longest, shard.numel())
+        # One buffer for all shards: updates run one after the other.
         self._staging = torch.empty(longest, dtype=torch.float32, pin_memory=_is_pinned(shards))
 
     def device_tensors(self) -> Iterator[torch.Tensor]:
@@ -54,7 +55,7 @@ class HostAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def read_weights(self) -> None:
-        """The model's weights have been filled from elsewhere: main weights start from them."""
+        """Start the main weights from the model's weights, which were filled from elsewhere."""
         for shard, state in self.state.items():
             state["master_param"].copy_(shard)
 
@@ -64,7 +65,7 @@ class HostAdam(torch.optim.Optimizer):
         assert closure is None, "Megatron gives none"
         for group in self.param_groups:
             for shard in group["params"]:
-                gradient = vars(shard).get("decoupled_grad")
+                gradient = vars(shard).get("decoupled_grad")  # set by Megatron in its precision-aware mode
                 if gradient is not None:
                     self._update(shard, gradient, group)
             group["step"] = group.get("step", 0) + 1

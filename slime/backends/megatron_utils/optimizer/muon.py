@@ -31,8 +31,8 @@ from slime.backends.training.hf_files import raise_everywhere
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 """Coefficients of section 2.1: fast convergence to 0.7 .. 1.2 instead of exactly 1."""
 
+# Attributes of a weight that Megatron sets for its Muon: it holds queries, keys and values; it is an expert.
 _MARKS = ("is_qkv", "expert_tp")
-"""Attributes of a weight that Megatron sets for its Muon: it holds queries, keys and values; it is an expert."""
 
 
 def orthogonalize(matrix: torch.Tensor, steps: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -47,7 +47,7 @@ def orthogonalize(matrix: torch.Tensor, steps: int, group: dist.ProcessGroup | N
     square = x.square().sum()
     if group is not None:
         dist.all_reduce(square, group=group)
-    x = x / (square.sqrt() + 1e-7)
+    x = x / (square.sqrt() + 1e-7)  # a zero gradient stays zero
     for _ in range(steps):
         gram = x @ x.mT
         if group is not None:
@@ -105,6 +105,7 @@ class Muon(torch.optim.Optimizer):
         self._scale_mode = scale_mode
         self._extra_scale = extra_scale_factor
         self._is_qkv = is_qkv_fn if split_qkv else lambda _: False
+        # A gate has as many rows as the queries.
         self._qkv_rows = qkv_split_shapes[:1] * has_output_gate + qkv_split_shapes
         self._groups = pg_collection
         self._mode = mode

@@ -1,12 +1,12 @@
 """megatron.core without CUDA: its modules are compiled from a rewritten syntax tree. Installed on cpu only.
 
 What: while ``megatron.core.*`` is imported, the constant ``"cuda"`` becomes ``"cpu"``, ``"torch.cuda.FloatTensor"``
-becomes ``"torch.FloatTensor"``, ``torch.cuda`` becomes a stand-in module, ``x.cuda()`` becomes ``x`` and
+becomes ``"torch.FloatTensor"``, ``torch.cuda`` becomes a substitute module, ``x.cuda()`` becomes ``x`` and
 ``pin_memory=`` is dropped. File names and line numbers stay, so tracebacks are true.
 
 Why: megatron-core 0.16.1 names the CUDA device literally in about 440 places, compares ``Tensor.type()`` with CUDA type
-names, and reads CUDA generators. Patching torch instead changes torch for everybody in the process: replaced factories
-break ``torch.device`` contexts silently, and a function mode holds for one thread only.
+names, and reads CUDA generators. Patching torch instead changes torch for the whole process: replaced factories break
+``torch.device`` contexts silently, and a function mode holds for one thread only.
 
 Upstream: no CPU training backend exists in core_v0.16.1 and no issue asks for one. Delete when megatron-core gets its
 device, streams and generators from one object that can be the cpu.
@@ -34,7 +34,9 @@ import torch
 from slime.utils.files import is_private_directory, replacing
 
 _STAND_IN = "slime_megatron_cpu_cuda"
-_CACHE_VERSION = b"slime-1"
+_CACHE_VERSION = b"slime-1"  # raise it with every change of _Rewrite: otherwise old code objects stay in use
+# Packages that megatron.core imports when they are there. Some need a CUDA driver to import (flash_mla raises OSError,
+# which megatron does not catch), all cost seconds and hundreds of megabytes, and none has a use on cpu.
 _OPTIONAL = (
     "amp_C",
     "apex",
@@ -50,8 +52,6 @@ _OPTIONAL = (
     "transformer_engine",
     "wandb",
 )
-"""Packages that megatron.core imports when they are there. Some need a CUDA driver to import (flash_mla raises OSError,
-which megatron does not catch), all cost seconds and hundreds of megabytes, and none has a use on cpu."""
 
 
 def install() -> None:
@@ -62,14 +62,14 @@ def install() -> None:
     if early:
         raise RuntimeError(f"megatron.core was imported before the CPU rewriting was installed: {early[0]}")
     sys.modules[_STAND_IN] = _cuda_stand_in()
-    sys.meta_path.insert(0, _Finder(_cache_directory()))
+    sys.meta_path.insert(0, _Finder(_cache_directory()))  # before the standard finder
 
 
 @contextlib.contextmanager
 def light_import() -> Iterator[None]:
     """While megatron.core is imported: optional packages are absent and ``torch.compile`` decorates nothing.
 
-    Halves the import: 1.6 s instead of 3-10 s. Functions that upstream compiles run eagerly, with equal results.
+    The import takes 1.6 s instead of 3-10 s. Functions that upstream compiles run eagerly, with equal results.
     """
     absent = [name for name in _OPTIONAL if name not in sys.modules]
     compile_function = torch.compile
@@ -117,7 +117,7 @@ class _Generators:
 
 
 def _cuda_stand_in() -> types.ModuleType:
-    """What megatron.core sees as ``torch.cuda``: one device, the cpu, with its generator and no streams."""
+    """The module that megatron.core uses as ``torch.cuda``: one device, the cpu, with its generator and no streams."""
     stream = _Stream()
     null = contextlib.nullcontext
     module = types.ModuleType(_STAND_IN)
@@ -186,9 +186,10 @@ class _Rewrite(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
+        # Pinning host memory needs a CUDA driver.
         node.keywords = [keyword for keyword in node.keywords if keyword.arg != "pin_memory"]
         if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
-            return node.func.value
+            return node.func.value  # x.cuda() -> x
         return node
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
@@ -207,6 +208,7 @@ class _Rewrite(ast.NodeTransformer):
 
 
 def _must_stay_first(node: ast.stmt) -> bool:
+    # Also the docstring, which is a constant.
     is_future = isinstance(node, ast.ImportFrom) and node.module == "__future__"
     return is_future or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
 
@@ -222,9 +224,11 @@ class _Loader(importlib.machinery.SourceFileLoader):
         path = self.get_filename(fullname)
         stats = self.path_stats(path)
         stamp = int(stats["mtime"]).to_bytes(8, "little") + int(stats["size"]).to_bytes(8, "little")
+        # A code object is valid for one version of Python, of the source file and of the rewriting.
         head = importlib.util.MAGIC_NUMBER + stamp + _CACHE_VERSION + path.encode() + b"\0"
         cached = None if self._cache is None else self._cache / f"{fullname}.{sys.implementation.cache_tag}.bin"
         if cached is not None:
+            # A damaged cache file is written again.
             with contextlib.suppress(OSError, ValueError, EOFError, TypeError):
                 data = cached.read_bytes()
                 if data.startswith(head):
@@ -245,16 +249,17 @@ class _Finder(importlib.abc.MetaPathFinder):
         if not fullname.startswith("megatron.core"):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
-        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
+        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:  # not extension modules
             spec.loader = _Loader(spec.loader.name, spec.loader.path, self._cache)
         return spec
 
 
 def _cache_directory() -> Path | None:
-    """A directory that only this user can write, because code is loaded from it. None if there is none."""
+    """The directory of compiled modules, or None."""
     home_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     for place in (Path(home_cache).expanduser() / "slime", Path(tempfile.gettempdir()) / f"slime-{os.getuid()}"):
         directory = place / "megatron_cpu"
+        # Code is loaded from it: another user must not write there.
         if is_private_directory(place) and is_private_directory(directory):
             return directory
     return None

@@ -95,7 +95,7 @@ def repair_save_writers() -> None:
             filesystem_async.FileSystemWriterAsync.write_preloaded_data(
                 transforms, index, bucket, done, pending, use_fsync=True, use_msc=use_msc
             )
-            _, written[index] = done.get_nowait()
+            _, written[index] = done.get_nowait()  # written in this thread: the result is there
             if isinstance(written[index], Exception):
                 results.put(written[index])
                 return
@@ -124,6 +124,7 @@ def repair_mixed_precision_optimizers() -> None:
         _, group_ranges = stock_ranges(param_groups, gbuf_ranges)
         places = {}
         for index, group in enumerate(group_ranges):
+            # fp32 first, as in the inner optimizer.
             group["params"].sort(key=lambda parameter: parameter.dtype != torch.float32)
             places.update({parameter: (index, place) for place, parameter in enumerate(group["params"])})
         return places, group_ranges
@@ -133,6 +134,7 @@ def repair_mixed_precision_optimizers() -> None:
         if not self.is_stub_optimizer:
             for group, wide in zip(self.optimizer.param_groups, self.fp32_from_fp32_groups, strict=True):
                 apart = {id(parameter) for parameter in wide}
+                # The fp32 parameters last, as ``sharded_state_dict`` counts them below.
                 group["params"] = [main for main in group["params"] if id(main) not in apart] + wide
 
     def sharded_state_dict(self: Any, *args: Any, **kw: Any) -> Any:
@@ -185,7 +187,7 @@ def repair_distributed_optimizer_checkpoints() -> None:
         stock_load(self, state_dict)
         for state in self.optimizer.state.values():
             if torch.is_tensor(state.get("step")):
-                state["step"] = state["step"].clone()
+                state["step"] = state["step"].clone()  # one tensor per parameter (fault 1)
 
     def sharded_state_dict(self: Any, model_state: Any = None, is_loading: bool = False, *args: Any, **kw: Any) -> Any:
         if isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW):
@@ -194,7 +196,7 @@ def repair_distributed_optimizer_checkpoints() -> None:
                     state = self.optimizer.state[param]
                     if not state:
                         zeros = torch.zeros_like
-                        state.update(step=torch.tensor(0.0), exp_avg=zeros(param), exp_avg_sq=zeros(param))
+                        state.update(step=torch.tensor(0.0), exp_avg=zeros(param), exp_avg_sq=zeros(param))  # fault 2
         return stock_sharded(self, model_state or {}, is_loading, *args, **kw)
 
     DistributedOptimizer._get_main_param_and_optimizer_states = _get
@@ -258,8 +260,7 @@ def repair_overlapped_sends_on_cpu() -> None:
 
     Why: ``deallocate_output_tensor`` replaces the ``.data`` of an output before its ``isend`` has been waited for. gloo
     keeps the tensor, not its memory, and another thread reads it once the receiver is ready: silently, it may send
-    later content of that memory. This needs a loaded machine, so that the thread is late. A second tensor that
-    shares the memory keeps it until the send is done.
+    later content of that memory. This needs a loaded machine, so that the thread is late.
     Upstream: core_v0.16.1, with ``overlap_p2p_comm``. Delete when outputs are released after the wait.
     """
     from megatron.core.pipeline_parallel import p2p_communication
@@ -267,6 +268,7 @@ def repair_overlapped_sends_on_cpu() -> None:
     stock = p2p_communication._p2p_ops
 
     def exchange(*, tensor_send_prev: Any, tensor_send_next: Any, **others: Any) -> Any:
+        # A second tensor on the same memory keeps it until the send is done.
         held = [None if tensor is None else tensor.detach() for tensor in (tensor_send_prev, tensor_send_next)]
         return stock(tensor_send_prev=held[0], tensor_send_next=held[1], **others)
 

@@ -144,7 +144,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
         tokens, *weights = ctx.saved_tensors
-        wants_tokens, *wants_weights = ctx.needs_input_grad[2:]
+        wants_tokens, *wants_weights = ctx.needs_input_grad[2:]  # without ``products`` and ``counts``
         parts = gradient.flatten(0, -2).split(ctx.counts)
         rows = tokens.flatten(0, -2).split(ctx.counts)
         to_tokens = None
@@ -158,15 +158,15 @@ class _Product(torch.autograd.Function):
 
 
 def _in_blocks_of_rows(counts: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad each expert's rows to whole blocks: the kernel multiplies a block with one expert's weight.
+    """Pad each expert's rows to whole blocks.
 
     Returns:
-        (the padded position of each row, int64 ``[t]``; the expert of each padded position, int32, -1 for padding).
+        The padded position of each row, int64 ``[t]``, and the expert of each padded position, int32, -1 for padding.
     """
     size = int(_kernel("get_mk_alignment_for_contiguous_layout")())
     rows, owners, begin = [], [], 0
     for expert, count in enumerate(counts):
-        padded = -(-count // size) * size
+        padded = -(-count // size) * size  # the kernel multiplies a block with one expert's weight
         rows.append(torch.arange(begin, begin + count))
         owners.append(torch.full((padded,), -1, dtype=torch.int32).index_fill(0, torch.arange(count), expert))
         begin += padded
@@ -222,21 +222,21 @@ def install_deepgemm(chunks: Any, plugins: PluginArgs, hf_checkpoint: str) -> li
         ]
     )
     for module in linear.values():
-        module._forward_impl = partial(_linear, products)
+        module._forward_impl = partial(_linear, products)  # Megatron's linear layers call it by keywords
     for module in grouped.values():
         module.forward = partial(_experts, products, module)
     return [*linear, *grouped]
 
 
 def enable_deepgemm_all_forward(args: Namespace, model: Any, store_prefix: str) -> None:
-    """For ``--custom-megatron-before-log-prob-hook-path``. Not needed: the trainer does it if the flags are set."""
+    """Hook for ``--custom-megatron-before-log-prob-hook-path``. Not needed: the flags have the same effect."""
     install_deepgemm(model, from_args(PluginArgs, args), args.hf_checkpoint)
 
 
 def enable_deepgemm_all_forward_before_train_step(
     args: Namespace, rollout_id: int, step_id: int, model: Any, optimizer: Any, opt_param_scheduler: Any
 ) -> None:
-    """For ``--custom-megatron-before-train-step-hook-path``. Not needed: the trainer does it if the flags are set."""
+    """Hook for ``--custom-megatron-before-train-step-hook-path``. Not needed: the flags have the same effect."""
     install_deepgemm(model, from_args(PluginArgs, args), args.hf_checkpoint)
 
 
@@ -264,7 +264,7 @@ def _select(
     problems = [
         f"{flag}-layers {number}: no such layer has such modules." for number in layers if ("layer", number) not in hits
     ]
-    if suffixes not in (_LINEAR, _EXPERTS):
+    if suffixes not in (_LINEAR, _EXPERTS):  # a model need not have all default modules
         problems += [
             f"{flag}-modules {suffix} finds no module in these layers; names look like self_attention.linear_proj, "
             "mlp.linear_fc1, mlp.experts."
@@ -291,6 +291,7 @@ def _linear(
     if sequence_parallel:
         input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
     elif allreduce_dgrad:
+        # The identity, whose backward pass sums the gradients of the tensor ranks.
         input = copy_to_tensor_model_parallel_region(input, group=tp_group)
     out = multiply(products, input, weight)
     return out if bias is None else out + bias

@@ -62,7 +62,7 @@ def fake_quantize_latents(chunks: Any, block_size: int) -> int:
     modules = [module for chunk in chunks_of(chunks) for module in chunk.modules()]
     layers = [module for module in modules if isinstance(module, SparseSelfAttention)]
     for layer in layers:
-        layer.kv_layernorm.register_forward_hook(round_output)
+        layer.kv_layernorm.register_forward_hook(round_output)  # its output is the cached latent
     return len(layers)
 
 
@@ -76,7 +76,7 @@ def fake_int4(weight: torch.Tensor, group_size: int) -> torch.Tensor:
     if columns % group_size:
         raise ValueError(f"the group size {group_size} does not divide {columns} columns")
     groups = weight.detach().float().view(rows, columns // group_size, group_size)
-    scale = int4_scale(groups).to(weight.dtype)[..., None]
+    scale = int4_scale(groups).to(weight.dtype)[..., None]  # the dtype in which engines have the scales
     return (round_int4(groups, scale) * scale.float()).to(weight.dtype).view(rows, columns)
 
 
@@ -92,6 +92,7 @@ class _Product(torch.autograd.Function):
         tokens, weight = ctx.saved_tensors
         (gradient,) = gradients
         wants_tokens, wants_weight, _ = ctx.needs_input_grad
+        # Rounded again: kept copies would take as much memory as the experts.
         to_tokens = gradient @ fake_int4(weight, ctx.group_size) if wants_tokens else None
         to_weight = gradient.flatten(0, -2).t() @ tokens.flatten(0, -2) if wants_weight else None
         return to_tokens, to_weight, None
@@ -137,6 +138,7 @@ def fake_quantize_experts(chunks: Any, shape: ModelShape, hf_checkpoint: str, gr
                 f"OPEN_TRAINING_INT4_FAKE_QAT_FLAG: a rank has {columns} columns of {tensor.name}, which groups of "
                 f"{group_size} do not divide. Lower --expert-tensor-parallel-size."
             )
+        # Tensors are found by identity: == would compare their elements.
         layers[id(tensor.value)]._forward_impl = partial(_multiply, group_size)
         count += 1
     return count

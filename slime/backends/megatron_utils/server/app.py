@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 _MAX_BODY_BYTES = 64 * 1024**2
 _WARMUP_IDS = (101, 102, 103, 104)
 _LOOPBACK = "127.0.0.1"
+# The first match counts: a subclass comes before its base.
 _STATUS: dict[type[Exception], int] = {
     TooLong: 413,
     Updating: 503,
@@ -36,7 +37,6 @@ _STATUS: dict[type[Exception], int] = {
     ConfigError: 400,
     DataError: 400,
 }
-"""The first match counts: a subclass comes before its base."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ def make_app(queue: ScoreQueue, model: ServedModel, settings: TeacherServerArgs)
         if not isinstance(path, str):
             raise DataError("model_path must name a checkpoint directory.")
         seconds = body.get("timeout_s", settings.megatron_server_update_timeout_s)
-        if type(seconds) not in (int, float) or seconds <= 0:
+        if type(seconds) not in (int, float) or seconds <= 0:  # isinstance would accept true
             raise DataError(f"timeout_s {seconds!r} must be a number above 0.")
         return web.json_response(await queue.update(path, float(seconds)))
 

@@ -38,6 +38,7 @@ class TeacherServerArgs:
     megatron_server_warmup: bool | None = _flag(True, "Send a request to itself before serving.")
 
 
+# Flags whose defaults the environment may replace: TEACHER_PORT is that of --teacher-port.
 _FROM_ENVIRONMENT: dict[str, Callable[[str], Any]] = {
     "teacher_port": int,
     "teacher_warmup_port": int,
@@ -46,8 +47,8 @@ _FROM_ENVIRONMENT: dict[str, Callable[[str], Any]] = {
     "megatron_server_update_timeout_s": float,
     "megatron_server_warmup": lambda text: {"1": True, "true": True, "0": False, "false": False}[text.lower()],
 }
-"""Flags whose defaults the environment may replace: TEACHER_PORT is that of --teacher-port."""
 
+# Values of a model that only scores; they replace those of the training run's flags.
 _FORCED: dict[str, Any] = {
     "debug_train_only": True,
     "use_kl_loss": False,
@@ -62,7 +63,6 @@ _FORCED: dict[str, Any] = {
     "no_load_rng": True,
     "only_train_params_name_list": ["nothing_to_train"],
 }
-"""Values of a model that only scores; they replace those of the training run's flags."""
 
 _MAY_BE_ZERO = ("megatron_server_max_length",)
 
@@ -106,11 +106,11 @@ def server_problems(args: Namespace) -> Iterator[str]:
 
 
 def unused(args: Namespace) -> Iterator[str]:
-    """Rule of every other command: the server's flags say nothing there."""
+    """Rule of every other command: warn that the server's flags have no effect."""
     for item in fields(TeacherServerArgs):
         if item.name in args.given:
             notices.warn(args, flag_of(item.name), f"no effect: only python -m {ENTRY} reads it")
-    yield from ()
+    yield from ()  # a rule is a generator
 
 
 def validate_megatron_server_args(args: Namespace) -> None:

@@ -23,10 +23,10 @@ from slime.utils.errors import ConfigError, DataError, DeadlineExceeded, Process
 
 logger = logging.getLogger(__name__)
 
+# For each position. A micro-batch has as many columns as its request with the most.
 _MAX_DRAWS = 1024
-"""For each position. A micro-batch has as many columns as its request with the most."""
+# Of a request: about 100 MB of JSON.
 _MAX_DRAWS_IN_ALL = 2**22
-"""Of a request: about 100 MB of JSON."""
 
 
 class TooLong(DataError):
@@ -98,7 +98,7 @@ def parse_request(body: Any, *, vocab_size: int, temperature: float, max_length:
         raise TooLong(len(ids), max_length)
     number = body.get("sample_n", 0)
     most = min(vocab_size, _MAX_DRAWS, _MAX_DRAWS_IN_ALL // (len(ids) - 1))
-    if type(number) is not int or not 0 <= number <= most:
+    if type(number) is not int or not 0 <= number <= most:  # isinstance would accept true
         raise DataError(
             f"sample_n {number!r} must be an integer from 0 to {most}: at most {_MAX_DRAWS} for each of the "
             f"{len(ids) - 1} tokens after the first, {_MAX_DRAWS_IN_ALL} together, and the {vocab_size} ids of the "
@@ -130,7 +130,7 @@ def _are_ids(values: Any, vocab_size: int) -> TypeGuard[list[int]]:
 
 @dataclass(frozen=True)
 class RoundSettings:
-    """How much goes through the model at a time.
+    """Limits of a round.
 
     Attributes:
         max_tokens: total of a micro-batch. A larger request is a micro-batch alone. 0: one request per micro-batch.
@@ -151,7 +151,7 @@ class RoundSettings:
 
 @dataclass(frozen=True)
 class Round:
-    """What goes through the model at once, every data-parallel rank with as many micro-batches as the others.
+    """The requests that are scored at once. Every data-parallel rank has as many micro-batches as the others.
 
     Attributes:
         ranks: rank -> micro-batches -> positions of their requests in the queue.
@@ -165,9 +165,6 @@ class Round:
 def plan_round(lengths: Sequence[int], settings: RoundSettings) -> Round:
     """Take the requests of one round from the head of a queue: at least one.
 
-    Ranks with fewer micro-batches get empty ones, in which they score a dummy sequence: experts and
-    collectives of all ranks work together.
-
     Args:
         lengths: tokens of the waiting requests, in order. At least one request.
     """
@@ -175,19 +172,21 @@ def plan_round(lengths: Sequence[int], settings: RoundSettings) -> Round:
     sums: list[int] = []
     for index, length in enumerate(lengths):
         fits = next((number for number, used in enumerate(sums) if used + length <= settings.max_tokens), len(bins))
-        if fits == settings.num_bins:
+        if fits == settings.num_bins:  # no request overtakes one that waits longer
             break
         if fits == len(bins):
             bins.append([])
             sums.append(0)
         bins[fits].append(index)
         sums[fits] += length
+    # Largest first, so that the sums of the ranks are similar.
     by_size = sorted(range(len(bins)), key=sums.__getitem__, reverse=True)
     ranks = [
         [bins[number] for number in by_size[rank :: settings.data_parallel_size]]
         for rank in range(settings.data_parallel_size)
     ]
     width = math.ceil(len(ranks[0]) / settings.multiple) * settings.multiple
+    # All ranks run the same number of collectives: in an empty micro-batch a rank scores a dummy sequence.
     return Round([part + [[]] * (width - len(part)) for part in ranks], sum(map(len, bins)))
 
 
@@ -245,7 +244,7 @@ class ScoreQueue:
     _num_finished_tokens: int = 0
 
     async def ask(self, request: ScoreRequest) -> Score:
-        """The answer. Cancelled: the request leaves the queue.
+        """The answer. If the call is cancelled, the request leaves the queue.
 
         Raises:
             Updating: weights are being loaded.
@@ -262,7 +261,7 @@ class ScoreQueue:
         return await item.answer
 
     async def work(self) -> None:
-        """Score what waits, round by round, until cancelled. A round that fails is an error of its requests only.
+        """Score the waiting requests, round by round, until cancelled. A failed round is an error of its requests only.
 
         Raises:
             ProcessDied: a rank is gone, in a round or in an update. All waiting requests get this error too.
@@ -296,7 +295,7 @@ class ScoreQueue:
         for items, scores in zip(_flat(ranks), _flat(answers), strict=True):
             self._num_finished += 1
             self._num_finished_tokens += items.num_tokens
-            if not items.answer.done():
+            if not items.answer.done():  # done: the client has disconnected
                 items.answer.set_result(scores)
 
     @staticmethod
@@ -314,7 +313,7 @@ class ScoreQueue:
             Busy: another path is being loaded.
             DeadlineExceeded: running requests took longer, and the old weights stay in use. Or the loading did, and
                 the weights are unusable.
-            ConfigError: there are no weights at the path. The old ones stay in use.
+            ConfigError: the path has no weights. The old ones stay in use.
         """
         if self._loading is not None:
             if self._loading != path or self._loaded is None:
@@ -323,7 +322,7 @@ class ScoreQueue:
                 return await asyncio.shield(self._loaded) | {"coalesced": True}
         if path == self.path and self.damage is None:
             return {"ok": True, "model_path": path, "skipped": True}
-        self._loading = path
+        self._loading = path  # before any await: new requests are refused from here on
         self._loaded = asyncio.ensure_future(self._update(path, timeout_s))
         return await asyncio.shield(self._loaded)  # continues if the client disconnects
 

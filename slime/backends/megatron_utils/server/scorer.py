@@ -32,8 +32,8 @@ from slime.config.groups import from_args
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError, SlimeError
 
+# The dummy of a rank without requests while other ranks have some.
 _NOTHING = ScoreRequest([0, 0])
-"""The dummy of a rank without requests while other ranks have some."""
 
 
 class MegatronScorer(MegatronTrainer):
@@ -53,6 +53,7 @@ class MegatronScorer(MegatronTrainer):
         self._state = build_model_state(self._args, self._shape)
         self._fill(self._readable(find_start(self._checkpoint, self._args.hf_checkpoint)))
         device = accelerator.current().device()
+        # Ranks draw independently of each other.
         self._generator = torch.Generator(device).manual_seed(self._args.seed + self._rank)
         return 0
 
@@ -60,7 +61,7 @@ class MegatronScorer(MegatronTrainer):
         """Take the weights of a checkpoint of Megatron or Hugging Face.
 
         Raises:
-            ConfigError: there is no readable checkpoint. The weights have not changed.
+            ConfigError: the path has no readable checkpoint. The weights have not changed.
             SlimeError: it does not fit the model. The weights are unusable.
         """
         source = inspect_checkpoint("model_path", path)
@@ -69,7 +70,7 @@ class MegatronScorer(MegatronTrainer):
         source = self._readable(source)
         try:
             self._fill(source)
-        except ConfigError as error:
+        except ConfigError as error:  # a ConfigError would mean that the weights have not changed
             raise SlimeError(str(error)) from error
 
     def score(self, micro_batches: Sequence[Sequence[ScoreRequest]]) -> list[list[Score]] | None:
@@ -177,7 +178,7 @@ class _Layout:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """How logits become a distribution.
+    """The ids and the temperature of the distribution that logits describe.
 
     Attributes:
         size: real token ids.
@@ -237,17 +238,17 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``num`` independent draws from each row's distribution: ids int64 ``[n, num]`` and their log-probs fp32.
 
-    Two stages, so that no rank needs the whole row: which rank's ids a draw falls into, by the ranks' masses (rank 0
-    draws for all), then which of them (that rank draws).
+    Draws have two stages, so that no rank needs the whole row: first the rank that owns the id, then one of its ids.
     """
     ids = torch.full((logits.shape[0], num), -1, dtype=torch.int64, device=logits.device)
     log_probs = torch.full(ids.shape, -math.inf, dtype=torch.float32, device=logits.device)
     first = vocabulary.rank * logits.shape[1]
     for rows in _chunks(logits, vocabulary, chunk_size):
-        owners = _draw(rows.masses.T, num, generator)
+        owners = _draw(rows.masses.T, num, generator)  # by the probability of all ids of a rank
         if vocabulary.group is not None:
+            # Each rank has drawn other owners: those of rank 0 count.
             dist.broadcast(owners, group=vocabulary.group, group_src=0)
-        if rows.logits.shape[1]:
+        if rows.logits.shape[1]:  # a rank may hold padding only
             local = _draw(rows.logits, num, generator)
             is_mine = owners == vocabulary.rank
             ids[rows.part] = torch.where(is_mine, local + first, -1)
@@ -285,7 +286,8 @@ def _at(logits: torch.Tensor, local: torch.Tensor, is_mine: torch.Tensor) -> tor
 
 
 def _largest(values: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
-    """Of all ranks: each value has one owner, the others hold less than anything."""
+    """The largest value of all ranks."""
+    # Each value has one owner. The other ranks hold -inf or -1.
     if vocabulary.group is not None:
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=vocabulary.group)
     return values
