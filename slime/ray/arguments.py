@@ -89,7 +89,7 @@ def parse_args(
     """Parse, resolve and check the command line.
 
     Args:
-        is_async: the driver is ``train_async.py``; becomes ``args.is_async``.
+        is_async: the driver is ``train_async.py``. The value of ``args.is_async``.
         add_custom_arguments: receives the parser before slime's flags are added, may add flags, and returns it.
         argv: defaults to ``sys.argv[1:]``.
 
@@ -114,14 +114,14 @@ def parse_only(
     is_async: bool = False,
     loads_hooks: bool = True,
 ) -> tuple[Namespace | None, list[str]]:
-    """:func:`parse_args` for those who want to see the problems: neither prints nor exits, except for ``--help``.
+    """:func:`parse_args` that returns the problems. Neither prints nor exits, except for ``--help``.
 
     Args:
         loads_hooks: load the user's functions, which may import anything, compare their signatures, and query external
             engines.
 
     Returns:
-        The resolved arguments, None if the words could not be read or resolved; and every problem, one sentence each.
+        The resolved arguments, or None if the words could not be read or resolved. Then every problem as a sentence.
     """
     try:
         args = config_parse.parse(
@@ -134,7 +134,7 @@ def parse_only(
     except SlimeError as error:
         return None, _sentences(error)
     args.is_async = is_async
-    problems = list(unsupported_flags(args, GROUPS))  # given values, not derived ones
+    problems = list(unsupported_flags(args, GROUPS))  # before resolve(): given values, not derived ones
     try:
         sglang_rules.engine_width(args)  # before the steps that count engines
         sglang_rules.engine_devices(args)
@@ -142,18 +142,19 @@ def parse_only(
         args.eval_datasets = build_eval_datasets(args)
     except SlimeError as error:
         return None, [*problems, *_sentences(error)]
+    # After all derivations: rules read derived values. All rules run, so one start shows all problems.
     problems += config_check.find_problems(args, (*RULES, *(HOOK_RULES if loads_hooks else ())))
-    if args.strict_args:
+    if args.strict_args:  # last: rules add notices as well
         warnings = (notice for notice in args.notices if notice.level == "warning")
         problems += [f"{notice} (an error because of --strict-args)." for notice in warnings]
     return args, problems
 
 
 def validate_sglang_args(args: Namespace) -> None:
-    """Derive and check the arguments of engines, for parsers of other programs; ``parse_args`` includes it.
+    """Derive and check the arguments of engines, for parsers of other programs. ``parse_args`` includes it.
 
     Args:
-        args: changed in place. Flags that it lacks have their defaults; those with other values count as given.
+        args: changed in place. Missing flags get their defaults. Flags with other values count as given.
 
     Raises:
         ConfigError: with every problem.
@@ -210,7 +211,7 @@ RULES: tuple[config_check.Rule, ...] = (
     server.unused,
 )
 
-# Requirements on the machine that a run starts on; a plan works anywhere.
+# Requirements on the machine that starts the run. A plan works on any machine and lists them separately.
 MACHINE_RULES: tuple[config_check.Rule, ...] = (
     precision_rules.low_precision_here,
     *sglang_rules.MACHINE_RULES,

@@ -18,14 +18,15 @@ def needs_critic(args: Namespace) -> bool:
 def critic_args(args: Namespace) -> Namespace:
     """A copy of ``args`` for the critic, with its overrides from ``--megatron-config-path``.
 
-    Its checkpoints lie in ``critic/`` under ``--save`` and ``--load``, unless the role's overrides name directories of
-    their own: in the actor's directory one of the two would replace the other. From a ``--load`` without a critic the
-    critic does not start: it takes the weights that the policy started from, with a fresh head.
+    Its checkpoints are in ``critic/`` under ``--save`` and ``--load``, unless the role's overrides name other
+    directories.
     """
+    # In the actor's directory the checkpoints of one role would replace those of the other.
     twin = role_args(args, "critic")
     if args.save is not None and twin.save == args.save:
         twin.save = str(Path(args.save) / _DIRECTORY)
     if args.load is not None and twin.load == args.load:
+        # A --load without a critic: None makes it start from the weights of the policy, with a fresh head.
         own = Path(args.load) / _DIRECTORY
         twin.load = str(own) if own.is_dir() or args.load == args.save else None
     twin.save_hf = None

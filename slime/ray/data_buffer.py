@@ -33,8 +33,7 @@ class DataBuffer:
     """Body of the actor: remote calls to a data source (``--data-source-path``).
 
     Groups that were drawn and neither used by a rollout nor returned are *outstanding*. A rollout function that keeps
-    groups under way from one rollout to the next has some at every checkpoint: their prompts are saved with it and are
-    the first to be drawn after a restart.
+    groups under way from one rollout to the next has some at every checkpoint.
     """
 
     def __init__(self, args: Namespace, ledger: Path | None = None) -> None:
@@ -82,6 +81,7 @@ class DataBuffer:
         for group in groups:
             for sample in iter_samples(group):
                 sample.group_index = self._next_group if sample.group_index is None else sample.group_index
+                # numbers of the source and of this buffer must not collide: continue above the largest one
                 sample.index = self._next_sample if sample.index is None else sample.index
                 self._next_sample = max(self._next_sample, int(sample.index) + 1)
             self._next_group = max(self._next_group, int(_number(group)) + 1)
@@ -104,10 +104,10 @@ class DataBuffer:
         return getattr(self._source, method)(*arguments, **keywords)
 
     def settle(self, rollout_id: int, used: Sequence[Any], keeps_others: bool) -> None:
-        """A rollout ended with the groups of these numbers as its batch.
+        """Record that a rollout ended with the groups of these numbers as its batch.
 
         Args:
-            keeps_others: groups that it neither used nor returned are still under way; otherwise they are dropped.
+            keeps_others: groups that it neither used nor returned are still under way. Otherwise they are dropped.
         """
         for number in used:
             self._outstanding.pop(number, None)
@@ -124,13 +124,13 @@ class DataBuffer:
         self._record("dropped", rollout_id, numbers)
 
     def begin(self, rollout_id: int) -> None:
-        """The run starts at ``rollout_id``: continue from the state saved after the rollout before it."""
+        """Start the run at ``rollout_id``: continue from the state saved after the rollout before it."""
         if rollout_id > 0:
             self.load(rollout_id - 1)
         self._record("begin", rollout_id, self._given_back, getattr(self._source, "data_changes", None))
 
     def trained(self, rollout_id: int) -> None:
-        """The trainer took its steps on rollout ``rollout_id``."""
+        """Record that the trainer took its steps on rollout ``rollout_id``."""
         self._record("trained", rollout_id)
 
     def _record(
@@ -146,6 +146,7 @@ class DataBuffer:
     def save(self, rollout_id: int) -> None:
         self._optional("save", rollout_id)
         if self._args.save is not None:
+            # Otherwise a restart would lose the prompts of groups under way: the source has already passed them.
             save_groups(outstanding_path(self._args.save, rollout_id), list(self._outstanding.values()))
         self._record("saved", rollout_id, self._outstanding)
 
@@ -153,7 +154,7 @@ class DataBuffer:
         self._optional("load", rollout_id)
         if self._args.load is not None:
             groups = load_groups(outstanding_path(self._args.load, rollout_id))
-            if groups:
+            if groups:  # back into the source, which draws them first
                 self._optional("add_samples", groups)
                 self._given_back = [_number(group) for group in groups]
 
@@ -180,6 +181,7 @@ class DataBufferClient:
         Raises:
             AttributeError: the data source has no such name.
         """
+        # "actor" does not exist yet while pickle restores the client: a look-up of it would recurse
         if name.startswith("_") or name == "actor":
             raise AttributeError(f"{type(self).__name__} has no {name!r}")
         kind, value = self._call("look_up", name)
@@ -188,7 +190,7 @@ class DataBufferClient:
         return value if kind == "value" else lambda *args, **kwargs: self._call("call", name, args, kwargs)
 
     def start(self) -> Any:
-        """Start reading the prompts; returns a ref to wait for."""
+        """Start reading the prompts. Returns a ref to wait for."""
         return self.actor.start.remote()
 
     def get_samples(self, num_samples: int) -> list[SampleGroup]:

@@ -146,6 +146,7 @@ async def _serve(args: Namespace, group: ScoringGroup) -> None:
     vocab_size = read_shape(args.hf_checkpoint).vocab_size
     model = ServedModel(vocab_size, args.rollout_temperature, _shown(args))
     asked_to_end = asyncio.Event()
+    # Handlers instead of exceptions, so that the HTTP server closes before the ranks end.
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, asked_to_end.set)
     worker = asyncio.create_task(queue.work())
@@ -182,7 +183,7 @@ def _round_settings(args: Namespace) -> RoundSettings:
 
 
 def _shown(args: Namespace) -> dict[str, Any]:
-    """The arguments as JSON, without secrets; what JSON does not have, as text."""
+    """The arguments as JSON without secrets. Values that JSON cannot represent become text."""
     values = {name: hide_secrets(value, name) for name, value in vars(args).items()}
     shown: dict[str, Any] = json.loads(json.dumps(values, default=str))
     return shown

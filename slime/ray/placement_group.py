@@ -36,11 +36,11 @@ class GpuSlots:
     """Device slots of a placement group, in node and device order.
 
     Attributes:
-        group: the Ray placement group; None without slots.
+        group: the Ray placement group. None without slots.
         bundles: bundle index of each slot.
-        device_ids: physical device id of each slot on its node; the slot number if devices are logical.
+        device_ids: physical device id of each slot on its node. The slot number if devices are logical.
         visible_ids: number of each slot's device among those that a process on its node sees, which
-            ``CUDA_VISIBLE_DEVICES`` may restrict; empty if devices are logical.
+            ``CUDA_VISIBLE_DEVICES`` may restrict. Empty if devices are logical.
     """
 
     group: PlacementGroup | None
@@ -55,7 +55,7 @@ class GpuSlots:
         return GpuSlots(self.group, self.bundles[part], self.device_ids[part], self.visible_ids[part])
 
     def strategy(self, slot: int) -> PlacementGroupSchedulingStrategy:
-        """Scheduling strategy that pins an actor to ``slot``; its child tasks stay in the group."""
+        """Scheduling strategy that pins an actor to ``slot``. Its child tasks stay in the group."""
         return PlacementGroupSchedulingStrategy(
             placement_group=self.group,
             placement_group_bundle_index=self.bundles[slot],
@@ -156,7 +156,7 @@ def _ordered(group: PlacementGroup, count: int) -> GpuSlots:
     actor = ray.remote(num_gpus=1)(_Probe)
     probes = [actor.options(scheduling_strategy=unordered.strategy(i), runtime_env=env).remote() for i in range(count)]
     places: list[_Place] = get([probe.locate.remote() for probe in probes], 120.0, "device slots to report their nodes")
-    for probe in probes:
+    for probe in probes:  # killed now: each one holds the whole GPU of its slot
         ray.kill(probe)
     order = sorted(range(count), key=lambda i: places[i].order)
     for slot, place in enumerate(places[i] for i in order):
@@ -166,4 +166,5 @@ def _ordered(group: PlacementGroup, count: int) -> GpuSlots:
 
 def _address_key(address: str) -> tuple[int, ...]:
     parts = address.split(".")
+    # numbers, because as text 10.0.0.10 would come before 10.0.0.9
     return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else tuple(map(ord, address))

@@ -151,10 +151,10 @@ class RolloutManager:
         )
 
     def _flops(self, lengths: list[int]) -> float:
-        """Operations of one forward pass; 0 if only transformers knows the model (--train-backend fsdp)."""
+        """Floating-point operations of one forward pass. 0 if they are unknown."""
         try:
             return float(calculate_fwd_flops(lengths, read_shape(self._args.hf_checkpoint)))
-        except ConfigError:
+        except ConfigError:  # only transformers knows the model (--train-backend fsdp)
             return 0.0
 
     def _groups(self, rollout_id: int) -> tuple[Any, dict[str, float]]:
@@ -173,7 +173,7 @@ class RolloutManager:
             output = call_rollout_fn(function, self._args, rollout_id, self._data_buffer, evaluation=evaluation)
         except Exception:
             if self._servers is not None:
-                self._servers.raise_if_dead()  # the cause, when an engine or the router died under the rollout
+                self._servers.raise_if_dead()  # the cause, if an engine or the router died during the rollout
             raise
         if self._servers is not None:
             self._servers.note_progress()

@@ -32,8 +32,8 @@ from slime.rollout.arguments import DEFAULT_ROLLOUT_FUNCTION
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 
+# Linux's default limit per process. With two engines of a tiny model one process has had 173 files open.
 _MIN_OPEN_FILES = 1024
-"""Linux's default limit per process. With two engines of a tiny model one process has had 173 files open."""
 _WRITTEN = ("output_dir", "save", "save_hf", "save_debug_rollout_data", "save_debug_train_data")
 
 
@@ -83,10 +83,11 @@ def _converter(args: Namespace) -> Iterator[str]:
 
 
 def _family_named(name: str) -> str | None:
-    """The family in ``qwen3moeconfig``, ``Qwen3-MoE`` or ``qwen3_moe``; the longest type inside the name counts."""
+    """The family in ``qwen3moeconfig``, ``Qwen3-MoE`` or ``qwen3_moe``."""
     wanted = _plain(name)
     inside = [family for family in families() if _plain(family) in wanted]
     around = [family for family in families() if wanted and wanted in _plain(family)]
+    # the longest type inside the name: qwen3moe also contains qwen3
     return max(inside, key=len, default=None) or min(around, key=len, default=None)
 
 
@@ -102,7 +103,7 @@ def other_model_flags(args: Namespace) -> None:
             notices.warn(args, flag, "no effect: only --train-backend fsdp reads it")
         return
     if args.hf_checkpoint is None or not _is_known(args.hf_checkpoint):
-        return  # another rule requires the flag; a model that only transformers knows has no shape to compare with
+        return  # another rule requires the flag, and a model that only transformers knows has no shape to compare
     for problem in check_against_hf(args):
         flag, _, rest = problem.partition(" ")
         notices.warn(args, flag, f"{rest} It is ignored: --train-backend fsdp builds the model of config.json.")

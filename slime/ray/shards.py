@@ -1,4 +1,4 @@
-"""How a rollout's data travels to the trainer: one object-store reference per data-parallel rank, never by value."""
+"""Transport of a rollout's data to the trainer: one object-store reference per data-parallel rank, never by value."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class RolloutResult:
     """One rollout as the driver gets it from the rollout manager.
 
     Attributes:
-        shards: one box per data-parallel rank; empty with ``--debug-rollout-only``.
+        shards: one box per data-parallel rank. Empty with ``--debug-rollout-only``.
         metrics: ``rollout/...`` and ``perf/...`` values.
-        version: weight version of the engines at its end; None without engines.
-        oldest_version: weight version at its start; older only if all engines died in between.
+        version: weight version of the engines at its end. None without engines.
+        oldest_version: weight version at its start. Older only if all engines died in between.
         seconds: from the request to the shards.
         num_tokens: prompt and response tokens of the samples that are trained on.
         forward_flops: floating-point operations of one forward pass over them.
@@ -57,7 +57,7 @@ def process_rollout_data(
     """The columns of data-parallel rank ``dp_rank``.
 
     Args:
-        args: None for callers without arguments; then no deadline applies.
+        args: None for callers without arguments. Then no deadline applies.
 
     Raises:
         DataError: the rollout was split for another number of ranks.
@@ -69,15 +69,16 @@ def process_rollout_data(
 
     deadline = {} if args is None else {"timeout": from_args(ClusterArgs, args).train_timeout}
     columns: dict[str, Any] = ray.get(rollout_data_ref[dp_rank].inner, **deadline)
+    # raw_reward covers the whole rollout, partition has the positions of this rank's samples in it
     raw = columns.get("raw_reward")
     if raw is not None and "partition" in columns:
         columns = columns | {"local_raw_reward": [raw[position] for position in columns["partition"]]}
     return columns
 
 
-# Where a rank's batch waits for its trainer (``--rollout-data-transport``), for the manager and for the ranks.
+# Memory that holds a rank's batch until its trainer reads it (--rollout-data-transport).
 #
-# object-store   in Ray's shared memory; on another node, a copy of it
+# object-store   in Ray's shared memory, with a copy on other nodes
 # nixl           its tensors stay in the manager's memory, and NIXL moves them into the trainer's: RDMA where the
 #                network has it, else TCP or shared memory. The rest of the batch goes through the object store.
 
@@ -90,5 +91,5 @@ def boxed(batch: dict[str, Any], transport: Transport) -> Box:
 
 
 def actor_options(transport: Transport) -> dict[str, Any]:
-    """What Ray must know of the actors that send and receive."""
+    """Ray options of the actors that send and receive."""
     return {"enable_tensor_transport": True} if transport == "nixl" else {}

@@ -42,7 +42,7 @@ class SyncReport:
     """One weight sync.
 
     Attributes:
-        seconds: from the pause of the engines to their continuation, on the source rank; 0 elsewhere.
+        seconds: from the pause of the engines to their continuation, on the source rank. 0 elsewhere.
         num_bytes: bytes sent to each engine.
         changed_share: changed bytes over all bytes, if differences were sent.
     """
@@ -94,6 +94,7 @@ class TrainActor:
             WORLD_SIZE=str(self._world_size),
             LOCAL_RANK=str(self._device_index),
         )
+        # before the trainer is imported and built: allocations on device 0 would take memory of another rank
         accelerator.current().set_device(self._device_index)
         trainer = trainer_class(self._args, self._role)
         self._trainer = trainer(self._args, rank=self._rank, world_size=self._world_size, with_ref=with_ref)
@@ -114,7 +115,7 @@ class TrainActor:
         """Train on this rank's shard of rollout ``rollout_id``.
 
         Args:
-            versions: oldest and newest weights that generated it; None without engines.
+            versions: oldest and newest weights that generated it. None without engines.
             values: of each rank of the critic.
         """
         batch = self._batch(rollout_id, shards, versions)
@@ -152,7 +153,7 @@ class TrainActor:
         self.trainer.onload(parts)
 
     def update_weights(self, fleet: RayEngineFleet, version: str) -> SyncReport:
-        """Send the weights to every engine of ``fleet``; all ranks take part in gathering them."""
+        """Send the weights to every engine of ``fleet``. All ranks take part in gathering them."""
         if self._args.keep_old_actor and version != self._kept_version:
             self.trainer.keep_version(version)
             self._kept_version = version
@@ -176,9 +177,10 @@ class TrainActor:
 
 
 def trainer_class(args: Namespace, role: Literal["actor", "critic", "scorer"]) -> Callable[..., Trainer]:
-    """The class that trains ``role``; its constructor takes args, rank, world_size and with_ref."""
+    """The class that trains ``role``. Its constructor takes args, rank, world_size and with_ref."""
     match args.train_backend, role:
         case "megatron", "critic":
+            # Local imports: the backends are heavy, and Megatron may not be installed.
             from slime.backends.megatron_utils.critic import MegatronCritic
 
             return MegatronCritic
@@ -217,6 +219,7 @@ def check_provenance(
     if version is None:
         return  # replayed rollouts and supervised data: no engine was involved
     for index, versions in zip(batch["sample_indices"], batch.get("weight_versions") or [], strict=False):
+        # numbers are compared as numbers: as text "10" would be older than "9"
         first = 0 if allows_older else int(oldest or version)
         foreign = {
             found

@@ -46,7 +46,7 @@ _DIST_PORTS = 30  # ports from its rendezvous address upward that an engine may 
 _NODE_THREADS = 2  # one may copy files while the other answers whether the server lives
 _LOOK_EVERY_S = 0.5
 _LOOK_TIMEOUT_S = 5.0
-_MOST_SILENT = 6  # unanswered looks in a row after which a node is lost; a node that starts may be busy
+_MOST_SILENT = 6  # unanswered looks in a row after which a node is lost. A starting node may be busy
 _STOP_TIMEOUT_S = 15.0
 
 
@@ -78,7 +78,7 @@ class Rendezvous:
 
 
 def _claim(counts: Sequence[int]) -> tuple[str, list[PortClaim]]:
-    """This node's address and claims of consecutive ports. Keep the claims: they reserve the ports while they live."""
+    """This node's address and claims of consecutive ports. A claim reserves its ports until it is garbage-collected."""
     host = node_address()
     return host, [claim_ports(host, count) for count in counts]
 
@@ -125,8 +125,8 @@ class _Startable(SGLangEngine):
         return info
 
     def start_unregistered(self) -> EngineInfo:
-        """Start without requests, because the weights are still those of the checkpoint."""
-        self.start()
+        """Start without registering at the router."""
+        self.start()  # no requests yet: the weights are still those of the checkpoint
         return EngineInfo(self.url, self._spec.num_gpus, self._first_slot)
 
 
@@ -136,7 +136,7 @@ class EngineActor(_Startable):
     Args:
         first_slot: its first device among all of the run, the trainer's first.
         base_gpu_id: number of that device on its node, as Ray counts.
-        num_before: engines that died in this slot before; each has its own log.
+        num_before: engines that died in this slot before. Each has a separate log.
         other_slots: device slots of its parts on other nodes.
     """
 
@@ -236,7 +236,7 @@ class EngineNodeActor:
             self._parts = named_children(self._server.pid)
 
     def lost(self) -> str | None:
-        """Why the server, or a process of it, has ended; None while it runs, or before its start."""
+        """The reason why the server or one of its processes has ended. None while it runs, or before its start."""
         status = None if self._server is None else self._server.exit_code()
         part = next((name for name, part in self._parts.items() if has_ended(part)), None)
         if status is None and part is None:
@@ -302,7 +302,8 @@ class RayOtherNode:
         self.handle.note_parts.remote()
 
     def lost(self) -> str | None:
-        """:meth:`EngineNodeActor.lost`, at most twice a second; callers ask more often."""
+        """:meth:`EngineNodeActor.lost`, at most twice a second."""
+        # the wait for the start of an engine calls this in every poll
         now = time.monotonic()
         if now - self._looked_at < _LOOK_EVERY_S:
             return None
@@ -313,7 +314,7 @@ class RayOtherNode:
         if self._num_silent == _MOST_SILENT:
             return f"{self.name} has not answered for {_MOST_SILENT * _LOOK_TIMEOUT_S:g} s"
         try:
-            if self._started in ready:
+            if self._started in ready:  # raises the error of a start that failed
                 ray.get(self._started)
             lost: str | None = ray.get(call) if call in ready else None
             return lost

@@ -1,8 +1,8 @@
 """Calls to several engines at once, with the memory verbs of engines that share devices with the trainer.
 
 offload          pause (running requests end with the tokens they have), flush the cache, release all memory
-onload_weights   memory for weights; the engines stay paused and unwatched
-onload_kv        all memory; the engines serve, and their health checks resume
+onload_weights   take memory for weights (the engines stay paused and unwatched)
+onload_kv        take all memory, serve, resume the health checks
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RayCalls:
             return results
         except DeadlineExceeded as error:
             if type(error) is not DeadlineExceeded:
-                raise  # Ray makes a subclass for the error of an engine; only our own deadline means silence
+                raise  # Ray raises an engine's error as a subclass. Only the deadline of this wait means silence.
             _, pending = ray.wait(list(self.refs), num_returns=len(self.refs), timeout=0)
             silent = [url for url, ref in zip(self.urls, self.refs, strict=True) if ref in pending]
             raise EngineSilent(f"{error} No answer from: {', '.join(silent)}.", silent) from error
@@ -87,7 +87,7 @@ class WaitingEngines:
     """Engines that need weights before they can serve.
 
     Attributes:
-        fleet: engines that have restarted and wait for weights; may be empty.
+        fleet: engines that have restarted and wait for weights. May be empty.
         num_serving: engines that the router sends requests to.
     """
 
@@ -117,7 +117,7 @@ class EngineMemory(ABC):
 
     Attributes:
         memory_timeout_s: of each call to all engines.
-        replaces_dead: dead engines are replaced; otherwise the death of one is an error here.
+        replaces_dead: dead engines are replaced. Otherwise the death of one raises an error.
     """
 
     memory_timeout_s: float
@@ -145,7 +145,8 @@ class EngineMemory(ABC):
 
     def offload(self) -> None:
         """Release all memory."""
-        self.pause_watch()
+        self.pause_watch()  # engines without memory do not answer health checks
+        # The order matters: the cache can be flushed only without running requests.
         self._on(self.offloadable, "pause_generation", mode="abort")
         self._on(self.offloadable, "flush_cache")
         self._on(self.offloadable, "release_memory_occupation", tags=MEMORY_TAGS)
@@ -163,7 +164,7 @@ class EngineMemory(ABC):
         self.resume_watch()
 
     def _on(self, living: Callable[[], RayEngineFleet], verb: str, **kwargs: Any) -> None:
-        """Call ``verb`` on all engines of ``living``; if one dies, again on the others."""
+        """Call ``verb`` on all engines of ``living``. If one dies, repeat it on the others."""
         while (fleet := living()).engines:
             try:
                 fleet.start(verb, **kwargs).wait(self.memory_timeout_s)

@@ -1,7 +1,7 @@
 """Health checks of engines: ended processes count as dead at once, silent engines after several failed checks.
 
     every second      has its process ended?                 yes -> dead
-    every interval    does it answer a request in time?      no  -> a strike; three in a row -> dead
+    every interval    does it answer a request in time?      no  -> a strike, three in a row -> dead
                       most of them silent at once            six in a row: it may be the network, or this process
 
 Runs in a thread of the rollout manager. Knows neither Ray nor engines. Paused during a weight sync, because an engine
@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 
 logger = logging.getLogger(__name__)
 
+# Polls a health check: True if the engine answered, False if it did not answer in time, None while it may answer.
 Answer = Callable[[], bool | None]
-"""Polls a health check: True if the engine answered, False if it did not answer in time, None while it may answer."""
 
 _LOOK_EVERY_S = 1.0
 _STRIKES = 3
@@ -33,8 +33,8 @@ class HealthMonitor:
         ask: sends a request to the engine ``rank`` and returns at once.
         interval_s: seconds between an answer and the next request to an engine.
         first_wait_s: seconds without requests after :meth:`start`, after :meth:`resume`, and to a new engine.
-        strikes: unanswered requests in a row after which an engine counts as dead; twice as many while more than half
-            of several engines are silent.
+        strikes: unanswered requests in a row after which an engine counts as dead. Twice as many while more than
+            half of several engines are silent.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class HealthMonitor:
         self._first_wait_s = first_wait_s
         self._limit = strikes
         self._clock = clock
-        self._guard = threading.RLock()  # one look at a time; guards the five fields below
+        self._guard = threading.RLock()  # one look at a time. Guards the five fields below
         self._open: dict[int, Answer] = {}
         self._strikes: dict[int, int] = {}
         self._ask_at: dict[int, float] = {}
@@ -71,7 +71,7 @@ class HealthMonitor:
         """Send no requests until :meth:`resume`, and forget the open ones."""
         with self._guard:
             self._is_paused = True
-            self._open.clear()
+            self._open.clear()  # an answer that comes after the pause would be late without fault of the engine
 
     def resume(self) -> None:
         """Check again. The first wait begins anew, and all strikes are forgotten."""
@@ -89,7 +89,7 @@ class HealthMonitor:
             self._ask_at[rank] = self._clock() + self._first_wait_s
 
     def stop(self) -> None:
-        """``on_dead`` is not called any more."""
+        """Stop the thread. ``on_dead`` is not called afterwards."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(_STOP_TIMEOUT_S)
@@ -124,6 +124,7 @@ class HealthMonitor:
 
     def _report_silent(self, num_watched: int) -> None:
         silent = {rank: strikes for rank, strikes in self._strikes.items() if strikes >= self._limit}
+        # A common cause, such as the network or this process, is more likely than simultaneous deaths.
         is_common = len(silent) > 1 and 2 * len(silent) > num_watched
         for rank, strikes in silent.items():
             if not is_common or strikes >= 2 * self._limit:
@@ -133,12 +134,12 @@ class HealthMonitor:
         if self._stopped.is_set():
             return
         self._open.pop(rank, None)
-        self._strikes.pop(rank, None)
+        self._strikes.pop(rank, None)  # otherwise the next look would report the same death again
         self._on_dead(rank, reason)
 
     def _run(self) -> None:
         while not self._stopped.wait(_LOOK_EVERY_S):
-            if self._is_paused:
+            if self._is_paused:  # the owner calls look() itself if a call to paused engines fails
                 continue
             try:
                 self.look()

@@ -47,15 +47,15 @@ class HttpWorker:
         http_utils.init_http_client(args)
 
     async def node_id(self) -> str:
-        """The node of the worker; answered once it can send requests."""
+        """The node of the worker. The answer shows that it can send requests."""
         return str(ray.get_runtime_context().get_node_id())
 
     async def send(self, url: str, body: Any, headers: dict[str, str] | None, timeout_s: float) -> bytes | None:
-        """One attempt, packed by :func:`_packed`; None if it took longer than ``timeout_s``."""
+        """One attempt, packed by :func:`_packed`. None if it took longer than ``timeout_s``."""
         try:
             return _packed(await http_utils.send(url, body, headers, timeout_s))
         except TimeoutError:
-            return None
+            return None  # an exception would be pickled with its traceback, and Ray would wrap it in its own type
 
 
 def _packed(reply: Reply) -> bytes:
@@ -66,6 +66,7 @@ def _packed(reply: Reply) -> bytes:
 
 
 def _unpacked(data: bytes) -> Reply:
+    # marshal is safe here: the bytes come from a worker of the same run and the same Python version
     return Reply(*marshal.loads(zlib.decompress(data)))
 
 

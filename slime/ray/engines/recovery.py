@@ -1,7 +1,7 @@
 """Weights for engines that restarted: while the driver waits for a rollout, and at every weight sync.
 
 who waits for whom
-driver    the rollout, in short slices; between two slices it sends weights to the engines that wait for them
+driver    the rollout, in short slices. Between two slices it sends weights to the engines that wait for them
 engine    its weights, before it registers at the router: no rollout sees the weights of the checkpoint
 rollout   an engine, if all are dead: its requests are repeated until one serves
 
@@ -82,7 +82,7 @@ class Recovery:
         return get(ref, seconds, what, fix, meanwhile=self._serve_waiting, slice_s=_SLICE_S)
 
     def sync(self, update: Callable[[RayEngineFleet], T]) -> T:
-        """Call ``update`` with all living engines; if it kills some of them, again with the others."""
+        """Call ``update`` with all living engines. If engines die during the call, repeat it with the others."""
         while True:
             fleet = self._fleet_to_sync()
             try:
@@ -107,7 +107,7 @@ class Recovery:
                 raise
             logger.warning("an engine died again before it had its weights: %s", message_of(error) or error)
             return
-        if is_sent:
+        if is_sent:  # only now: an engine with the checkpoint's weights must not get requests
             self._engines.call(RolloutServers.admit, waiting.fleet.names)
 
     def _fleet_to_sync(self) -> RayEngineFleet:

@@ -1,8 +1,8 @@
 """All models that a run serves: one router and its engines for each, started, watched and stopped together.
 
     --sglang-config, --prefill-num-servers   topology: models -> groups -> places of engines on the run's devices
-    --rollout-external-engine-addrs          one model; its engines already run elsewhere
-    --rollout-num-gpus 0                     one model; its engines are those that others register with its router
+    --rollout-external-engine-addrs          one model, whose engines already run elsewhere
+    --rollout-num-gpus 0                     one model, whose engines are registered with its router by others
 
 Owned by the rollout manager. On a CPU engines are forked from a process that has imported SGLang (``preloading``).
 Engines on other nodes, and engines on GPUs, import SGLang themselves.
@@ -68,7 +68,7 @@ class ServedModel:
 
 
 class RolloutServers(EngineMemory):
-    """All routers and engines of a run. The constructor returns at once; :meth:`wait_ready` waits.
+    """All routers and engines of a run. The constructor returns at once. :meth:`wait_ready` waits.
 
     Args:
         slots: devices of the engines.
@@ -110,7 +110,7 @@ class RolloutServers(EngineMemory):
 
     @property
     def awaits_engines(self) -> bool:
-        """Whether others register the engines with the router, sooner or later."""
+        """Whether others register the engines with the router."""
         return not self._args.rollout_external and self._args.rollout_num_gpus == 0
 
     def _use_external(self) -> None:
@@ -327,6 +327,7 @@ class RolloutServers(EngineMemory):
         states = {model.name: model.engines.waiting() for model in self._models}
         answers = [states[model.name] for model in self._trained]
         needy = [answer for answer in answers if answer.fleet.engines] or answers
+        # The minimum over models, not the sum: the other models cannot generate for a model without serving engines.
         num_serving = min((answer.num_serving for answer in needy), default=0)
         return WaitingEngines(RayEngineFleet.joined(answer.fleet for answer in answers), num_serving)
 
@@ -385,6 +386,7 @@ class RolloutServers(EngineMemory):
     def stop(self) -> None:
         """Stop engines, routers and the preloading process."""
         for model in self._models:
+            # A router that continues would send requests to the stopped engines.
             model.engines.stop(leaves_router=model.registers and not model.router.is_ours)
             model.router.stop()
         self._models = []

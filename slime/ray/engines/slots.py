@@ -2,17 +2,17 @@
 
     SERVING   registered at the router, has the weights of the others
        | found dead
-    STARTING  removed from the router and killed; a new actor starts a server on the same devices
+    STARTING  removed from the router and killed. A new actor starts a server on the same devices
        | its server answers
-    WAITING   unregistered, because it has the weights of the checkpoint; skipped if those are right
+    WAITING   unregistered, because it has the weights of the checkpoint (skipped if those are right)
        | the trainer has sent weights, the owner admits the engine
     SERVING
 
-A slot is given up after three deaths. All slots are given up if every engine died again soon after its restart, before
-anything was generated: then the cause is not chance, and another start would not help.
+The fourth death in a slot ends the run. The run also ends if every engine died again soon after its restart, before
+anything was generated.
 
-Without ``--use-fault-tolerance`` a dead engine is not replaced: the next question which engines wait raises the cause
-of its death.
+Without ``--use-fault-tolerance`` a dead engine is not replaced. The next call of ``waiting()`` raises the cause of its
+death.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ class EngineSlots:
     """All engines of one router.
 
     Args:
-        make: (rank, number of earlier deaths in the slot) -> handle of a new actor; does not wait for its start.
+        make: (rank, number of earlier deaths in the slot) -> handle of a new actor. Does not wait for its start.
         ranks: numbers of the engines in the run.
-        needs_weights: False if the weights of the checkpoint are right; such engines never wait.
+        needs_weights: False if the weights of the checkpoint are right. Such engines never wait.
     """
 
     def __init__(
@@ -257,10 +257,12 @@ class EngineSlots:
     def _on_dead(self, rank: int, reason: str) -> None:
         slot = self._by_rank[rank]
         with self._guard:
+            # STARTING: its replacement is already under way. Monitor and weight sync may both report a death.
             if self._stopping.is_set() or slot.state is _State.STARTING:
                 return
             slot.state = _State.STARTING
             slot.died_at = time.monotonic()
+            # Not if something was generated since the restart: then restarts do help.
             slot.has_died_again = self._progress_at < slot.ready_at and slot.died_at < slot.ready_at + _SOON_S
         assert self._settings is not None
         if not self._settings.replaces_dead:
@@ -283,6 +285,7 @@ class EngineSlots:
                         f"--use-fault-tolerance: engine {slot.rank} died {slot.deaths} times in this run, which is "
                         f"more than the {_MAX_DEATHS} that are replaced. Last time: {cause}"
                     )
+                # A single engine that dies again may have a bad device. If all do, they have a common cause.
                 if all(each.has_died_again for each in self._slots):
                     raise EngineError(
                         f"--use-fault-tolerance: every engine died again within {_SOON_S:g} s of being started again, "
@@ -330,7 +333,7 @@ class EngineSlots:
     def _start_again(self, slot: _Slot) -> None:
         assert self._settings is not None
         with self._guard:
-            if self._stopping.is_set():
+            if self._stopping.is_set():  # under the guard: stop() would not kill an actor that is made after it
                 return
             slot.handle = handle = self._make(slot.rank, slot.deaths)
         waits = self._needs_weights
@@ -338,7 +341,7 @@ class EngineSlots:
         limit_s = self._settings.start_timeout_s + _CONTROL_TIMEOUT_S
         info = get(started, limit_s, f"engine {slot.rank} to start again")
         assert self._monitor is not None
-        self._monitor.renew(slot.rank)
+        self._monitor.renew(slot.rank)  # before the state changes: checks of the dead engine must not count
         with self._guard:
             slot.info, slot.state = info, _State.WAITING if waits else _State.SERVING
             slot.ready_at = time.monotonic()
@@ -354,6 +357,7 @@ class EngineSlots:
             logger.warning("engine %d could not be registered at the router: %s", slot.rank, _text(error))
             return
         with self._guard:
+            # The engine may have died and been replaced during the call, which ran without the guard.
             if slot.state is _State.WAITING and slot.handle is handle:
                 slot.state = _State.SERVING
         _log_service(slot)
@@ -365,7 +369,7 @@ def _log_service(slot: _Slot) -> None:
 
 
 def _value(call: Any, *, if_dead: bool) -> bool:
-    """The result of a finished call; ``if_dead`` if the actor that should have answered is dead."""
+    """The result of a finished call. ``if_dead`` if the actor of the call is dead."""
     try:
         return bool(ray.get(call))
     except ActorDiedError:

@@ -21,11 +21,11 @@ from slime.utils.errors import ConfigError
 from slime.utils.net import WEIGHT_INTERFACES, WEIGHT_LOOPBACK
 from slime.utils.reaper import start_reaper
 
+# Makes Ray leave all devices visible: slime picks the device of each process from its slot.
 NOSET_VISIBLE_DEVICES = {
     f"RAY_EXPERIMENTAL_NOSET_{vendor}_VISIBLE_DEVICES": "1"
     for vendor in ("CUDA", "HIP", "ROCR", "ASCEND_RT", "HABANA", "NEURON_RT", "TPU", "ONEAPI", "MUSA")
 }
-"""Ray then leaves the devices visible; slime picks each process's own device from its slot."""
 NOSET_VISIBLE_DEVICES_ENV_VARS_LIST = list(NOSET_VISIBLE_DEVICES)
 
 logger = logging.getLogger(__name__)
@@ -33,15 +33,14 @@ logger = logging.getLogger(__name__)
 _OBJECT_STORE_BYTES = 512 * 1024**2
 _LOOPBACK = "127.0.0.1"
 _INHERITED = ("SLIME_ACCELERATOR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HF_HUB_OFFLINE")
+# Inherited in an embedded cluster only: on several nodes the values differ.
 _ONE_NODE = ("SLIME_HOST_IP", FORK_SERVER)
-"""Inherited in an embedded cluster only: with several nodes each has its own values."""
 _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-_EMBEDDED = "slime_embedded"
-"""A resource that marks clusters started by :func:`running_cluster`."""
+_EMBEDDED = "slime_embedded"  # a resource that marks clusters started by running_cluster()
 _DEVICE_TYPE = "accelerator_type:"
 _DRIVER_CPUS = 4  # data buffer, rollout manager and their children
+# Defaults of SGLang's processes. Trainer and engines form one NCCL group, whose members must agree on both.
 _NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-"""Defaults of SGLang's processes. Trainer and engines form one NCCL group, whose members must agree on both."""
 
 
 @contextmanager
@@ -58,7 +57,7 @@ def running_cluster(args: Namespace) -> Iterator[None]:
         if os.environ.get("RAY_ADDRESS"):
             ray.init(log_to_driver=True, logging_level=logging.WARNING)
         else:
-            start_reaper()  # ends the remaining processes if this one is killed
+            start_reaper()  # before Ray starts: ends the remaining processes if this one is killed
             if accelerator.current().is_cpu and _num_engine_slots(args):
                 started.enter_context(sglang_preloading(args, _worker_env(is_on_loopback=True)))
             _start_embedded(args)
@@ -72,7 +71,7 @@ def check_devices(resources: Mapping[str, float]) -> None:
     """Refuse to treat a cluster with GPUs as CPUs because the driver's machine has no GPU.
 
     Args:
-        resources: of the cluster; Ray adds the device type of each node.
+        resources: of the cluster. Ray adds the device type of each node.
 
     Raises:
         ConfigError: ``SLIME_ACCELERATOR`` does not confirm it.
@@ -159,11 +158,11 @@ def _worker_env(is_on_loopback: bool) -> dict[str, str]:
 
 
 def nccl_as_engines(args: Namespace) -> dict[str, str]:
-    """Variables that engines override; the trainer must agree with them."""
+    """Variables that engines override. The trainer must use the same values."""
     return dict.fromkeys(_NCCL, "1") if "--enable-symm-mem" in args.sglang_argv else {}
 
 
 def is_embedded() -> bool:
     """Whether this run has started the cluster, on this host alone. Any process of the run may ask."""
-    # The address of the cluster does not tell: Ray uses the host's address also for loopback.
+    # Not by the address of the cluster: Ray uses the host's address also for loopback.
     return _EMBEDDED in ray.cluster_resources()

@@ -5,8 +5,8 @@
                  | pause, flush, release
     trainer   nothing                          weights, gradients, optimizer     training, a checkpoint
                                                   | gradients and optimizer go
-    sync      weights, as empty memory         weights                           a weight sync; engines stay paused
-                 | KV cache; continue             | weights go
+    sync      weights, as empty memory         weights                           a weight sync, engines paused
+                 | KV cache, continue             | weights go
     engines   ...
 
 One side releases its memory before the other takes it. With ``--release-train`` the trainer's processes end instead of
@@ -59,7 +59,7 @@ class DeviceHandoff:
     """Hands the devices over.
 
     Attributes:
-        trainer: the actor's ranks; None without training.
+        trainer: the actor's ranks. None without training.
         critic: the critic's ranks, on the slots of the actor.
         engines: None if engines keep their memory (no ``--offload-rollout``).
         moves_trainer: ``--offload-train``.
@@ -96,6 +96,7 @@ class DeviceHandoff:
         """Let trainer and engines hold weights and nothing else."""
         self._move_out(self.critic)
         self._bring_back(self.trainer, ("weights",))
+        # After a training step, or after a restart of the processes, the other parts are on the device as well.
         if self.trainer is not None and (self.moves_trainer or self.ends_trainer):
             with self._timed("sleep"):
                 self.trainer.offload(("gradients", "optimizer"))

@@ -48,7 +48,7 @@ _CHECKS = "slime_plugins.ci_test.check_expectations"
 
 
 def is_due(rollout_id: int, interval: int | None, last: int | None = None) -> bool:
-    """Whether a periodic action falls after rollout ``rollout_id``; always after the rollout ``last``."""
+    """Whether a periodic action is due after rollout ``rollout_id``. Always true after the rollout ``last``."""
     return interval is not None and ((rollout_id + 1) % interval == 0 or rollout_id == last)
 
 
@@ -100,7 +100,7 @@ class RunHandles:
 
     def dispose(self) -> None:
         """Stop every process and close the trackers, in any state of the run. Nothing of it remains in Ray."""
-        acknowledge()
+        acknowledge()  # otherwise the waits below would raise the interrupt again
         try:
             get(self.manager.dispose.remote(), _DISPOSE_TIMEOUT_S, "the rollout manager to stop its engines")
         except Exception as error:  # the actors die below with their children, whatever failed here
@@ -195,7 +195,7 @@ class Run:
         """
         if self.trainer is None:
             return True  # without training all engines serve the checkpoint
-        if not self._trainer_in_use.acquire(blocking=False):
+        if not self._trainer_in_use.acquire(blocking=False):  # training may hold it for minutes
             return False
         try:
             version = str(self._num_trained)
@@ -369,7 +369,7 @@ class Run:
                 raise_if_dead(actors, f"a process of the run, which failed with {type(error).__name__}")
         finally:
             self.progress.update(state=state)
-            self._finish_saves()
+            self._finish_saves()  # while the ranks live: dispose() kills them
             if self._prefetched is not None:
                 self._prefetched.stop()
             self.handles.dispose()

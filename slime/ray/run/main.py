@@ -10,7 +10,7 @@ from slime.ray.arguments import parse_args
 
 
 def run_command(train: Callable[[Namespace], None], program: str, *, is_async: bool = False) -> int | None:
-    """Run ``train(args)`` with the arguments of the command line. Returns the exit status; None is success.
+    """Run ``train(args)`` with the arguments of the command line. Returns the exit status. None is success.
 
     Args:
         train: the loop of the driver.

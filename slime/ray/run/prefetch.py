@@ -3,7 +3,7 @@
 who waits for whom
 generator thread   a free slot (at most ``capacity`` rollouts are running or finished but not taken), and the engines
 taker (driver)     the next rollout in order
-engines_idle()     the rollout in flight; while it is held no rollout starts, so weights or an evaluation can go in
+engines_idle()     the rollout in flight. While it is held no rollout starts, so weights or an evaluation can go in
 
 Called by ``train_async.py``. Knows neither trainer nor Ray: a function generates one rollout.
 """
@@ -27,7 +27,7 @@ class PrefetchedRollouts(Generic[T]):
     """Generates ``rollout_ids`` in order in a separate thread.
 
     Args:
-        generate: generates one rollout; blocks until it is finished.
+        generate: generates one rollout and blocks until it is finished.
         rollout_ids: in the order they are trained on.
         capacity: rollouts that may be running or finished without having been taken (``--async-buffer-size``).
         timeout_s: longest wait for one rollout, and ``fix`` the flag that sets it.
@@ -56,7 +56,7 @@ class PrefetchedRollouts(Generic[T]):
         self._thread.start()
 
     def take(self, rollout_id: int) -> T:
-        """The next rollout; frees its slot. Raises the errors of the generation."""
+        """Return the next rollout and free its slot. Raises the errors of the generation."""
         deadline = Deadline(self._timeout_s, f"rollout {rollout_id}", self._fix)
         while True:
             try:
@@ -66,6 +66,7 @@ class PrefetchedRollouts(Generic[T]):
                 deadline.check()
         if isinstance(item, BaseException):
             raise item
+        # Not when the rollout is finished: finished rollouts count against the capacity, which bounds their staleness.
         with self._change:
             self._free_slots += 1
             self._change.notify_all()
@@ -76,7 +77,7 @@ class PrefetchedRollouts(Generic[T]):
         """Wait for the rollout in flight, and keep the next one from starting."""
         deadline = Deadline(self._timeout_s, "the rollout in flight to finish before the engines change", self._fix)
         with self._change:
-            self._num_idle_wanted += 1  # stops the generator; a plain lock could starve this thread
+            self._num_idle_wanted += 1  # stops the generator. A plain lock could starve this thread
         try:
             with self._change:
                 while not self._change.wait_for(lambda: not self._is_generating, min(_SLICE_S, deadline.remaining)):
@@ -100,7 +101,7 @@ class PrefetchedRollouts(Generic[T]):
         try:
             for rollout_id in self._rollout_ids:
                 with self._change:
-                    self._change.wait_for(self._may_start)  # ends with stop(); only take() has a deadline
+                    self._change.wait_for(self._may_start)  # ends with stop(), only take() has a deadline
                     if self._is_stopped:
                         return
                     self._free_slots -= 1

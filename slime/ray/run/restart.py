@@ -39,7 +39,7 @@ def run_to_the_end(train: Callable[[Namespace], None], args: Namespace) -> None:
         args = _replaced(args, wandb_run_id=uuid.uuid4().hex[:8])  # all attempts are one run for Weights & Biases
     for restarts in range(MAX_RESTARTS + 1):
         try:
-            return train(copy.deepcopy(args))  # hooks keep state in args; a restart begins without it
+            return train(copy.deepcopy(args))  # hooks keep state in args, and a restart begins without it
         except ProcessDied as death:
             if not args.use_fault_tolerance or args.save is None:
                 raise
@@ -89,7 +89,7 @@ def exit_status() -> Iterator[None]:
     except KeyboardInterrupt as interruption:
         print("interrupted: every process of the run was stopped.", file=sys.stderr)
         raise SystemExit(getattr(interruption, "status", 130)) from None
-    except Exception as error:  # any error of a user's function may come here; bugs keep their traceback
+    except Exception as error:  # any error of a user's function may come here. Bugs keep their traceback
         message = message_of(error)
         if message is None:
             raise

@@ -76,7 +76,7 @@ def timeout_report(pending: Sequence[Any], num_refs: int, deadline: Deadline) ->
 
 
 def stack_of(process: ProcessInfo) -> str | None:
-    """Stacks of the threads that run slime's code, innermost frame first; None if the process does not answer.
+    """Stacks of the threads that run slime's code, innermost frame first. None if the process does not answer.
 
     Contains all frames of slime and the innermost three of libraries. A thread in native code shows the Python line
     that called it.
@@ -84,7 +84,7 @@ def stack_of(process: ProcessInfo) -> str | None:
     if not process.is_here:
         return None
     try:
-        os.truncate(process.stack, 0)
+        os.truncate(process.stack, 0)  # an earlier stack must not be mistaken for the answer
         os.kill(process.pid, STACK_SIGNAL)
         text = _settled(Path(process.stack))
     except OSError:
@@ -104,7 +104,7 @@ def _settled(path: Path) -> str:
     while time.monotonic() < end:
         time.sleep(0.05)
         text = path.read_text(encoding="utf-8", errors="replace")
-        if text and text == before:
+        if text and text == before:  # equal twice: the handler writes the stacks thread by thread
             break
         before = text
     return before
@@ -144,7 +144,7 @@ def _last_lines(process: ProcessInfo | None) -> list[str]:
 
 
 def stacks_of(processes: Iterable[ProcessInfo]) -> list[str]:
-    """The stacks of the first few processes, as lines; those that do not answer are skipped."""
+    """The stacks of the first few processes, as lines. Processes that do not answer are skipped."""
     lines = []
     for process in list(processes)[:_MOST_STACKS]:
         stack = stack_of(process)
@@ -154,7 +154,7 @@ def stacks_of(processes: Iterable[ProcessInfo]) -> list[str]:
 
 
 def message_of(error: BaseException) -> str | None:
-    """The message for the user; None if ``error`` is a bug that needs its traceback.
+    """The message for the user. None if ``error`` is a bug that needs its traceback.
 
     Ray wraps the error of an actor in its own type. Of errors that slime raises on purpose only the message is useful.
     """
@@ -201,7 +201,7 @@ class Reports:
 
 @dataclass(frozen=True)
 class Shortage:
-    """Amounts by the name of the resource; memory in bytes.
+    """Amounts by the name of the resource. Memory in bytes.
 
     Attributes:
         asked: the sum of all waiting requests.
@@ -263,6 +263,7 @@ def shortage_of(bundles: Iterable[Mapping[str, float]] | None = None) -> Shortag
         counted = [(bundle, 1) for bundle in bundles]
     asked: Counter[str] = Counter()
     for bundle, count in counted:
+        # without Ray's internal resources of placement groups, such as GPU_group_<id>
         asked.update({name: amount * count for name, amount in bundle.items() if "_group_" not in name})
     usage = {part.resource_name: part for part in status.cluster_resource_usage}
     total = {name: part.total for name, part in usage.items()}
@@ -279,7 +280,7 @@ def unplaced_of(refs: Iterable[Any]) -> list[str]:
 
 
 def missing_for(refs: Iterable[Any]) -> str | None:
-    """A sentence on the resources that keep the actors of ``refs`` from starting; None if all have started."""
+    """A sentence on the resources that keep the actors of ``refs`` from starting. None if all have started."""
     unplaced = unplaced_of(refs)
     missing = shortage_of() if unplaced else None
     return None if not unplaced or missing is None else f"Ray has no place for {', '.join(unplaced)}: {missing}"

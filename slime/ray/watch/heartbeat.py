@@ -61,12 +61,12 @@ class ProcessInfo:
     Attributes:
         name: used in messages.
         pid: valid on the node ``host``.
-        created: start of the process in seconds since 1970; a later process may have the same pid.
-        log: file of its standard error; empty if that is not a file.
+        created: start of the process in seconds since 1970. A later process may have the same pid.
+        log: file of its standard error. Empty if that is not a file.
         stack: file for its Python stacks, written on SIGUSR2.
         actor_id: hexadecimal, from Ray.
         node_id: hexadecimal, from Ray.
-        silence_s: longest time between two heartbeats of a healthy process; 0 if it sends none.
+        silence_s: longest time between two heartbeats of a healthy process. 0 if it sends none.
     """
 
     name: str
@@ -127,7 +127,7 @@ def _nameless_file() -> IO[str]:
 
 
 def process_of(actor_id: str | None) -> ProcessInfo | None:
-    """The info of an actor; None if it has not registered."""
+    """The info of an actor. None if it has not registered."""
     found = _internal_kv_get(actor_id, namespace=_NAMESPACE) if actor_id else None
     return None if found is None else ProcessInfo(**json.loads(found))
 
@@ -154,7 +154,7 @@ def myself() -> str:
 
 def _send_heartbeats(actor_id: str, every_s: float) -> None:
     for count in itertools.count():
-        with contextlib.suppress(Exception):  # the store may fail in any way; the next one may arrive
+        with contextlib.suppress(Exception):  # the store may fail in any way, and the next heartbeat may arrive
             _internal_kv_put(_heartbeat_key(actor_id), str(count), namespace=_NAMESPACE)
         time.sleep(every_s)
 
@@ -194,7 +194,7 @@ class HeartbeatWatch:
         self._silences: dict[str, _Silence] = {}
 
     def look(self, pending: Sequence[Any]) -> tuple[ProcessInfo, str] | None:
-        """The first process that works on ``pending`` and had to be killed, with the reason; None if all live."""
+        """The first process that works on ``pending`` and had to be killed, with the reason. None if all live."""
         now = time.monotonic()
         if now < self._looked_at + _LOOK_EVERY_S:
             return None
@@ -225,7 +225,7 @@ class HeartbeatWatch:
         if silence.silent_s < process.silence_s:
             return None
         usage = _on_node_of(process, _usage)
-        if usage is None:
+        if usage is None:  # it has ended, which Ray reports, or its node does not answer
             return None
         if silence.noticed is None:
             silence.noticed, silence.noticed_after_s = usage, silence.silent_s
@@ -265,12 +265,12 @@ def _usage(pid: int, created: float) -> Usage | None:
 def _kill(pid: int, created: float) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        if process.create_time() == created:
+        if process.create_time() == created:  # another process may have the pid by now
             process.kill()
 
 
 def _on_node_of(process: ProcessInfo, function: Callable[[int, float], T]) -> T | None:
-    """``function(pid, created)``, called on the node of the process; None if that node does not answer."""
+    """``function(pid, created)``, called on the node of the process. None if that node does not answer."""
     if process.node_id == ray.get_runtime_context().get_node_id():
         return function(process.pid, process.created)
     where = NodeAffinitySchedulingStrategy(process.node_id, soft=False)

@@ -66,9 +66,9 @@ class Progress:
 
     @contextmanager
     def phase(self, lane: Lane, name: Phase, rollout_id: int | None) -> Iterator[None]:
-        """Set the phase of ``lane`` for the block; then it is idle. An error leaves the phase that it came from."""
+        """Set the phase of ``lane`` for the block. Afterwards the lane is idle."""
         self.update(**{lane: _entry(name, rollout_id)})
-        yield
+        yield  # without finally: after an error the file keeps the phase that failed
         self.update(**{lane: _entry("idle", rollout_id)})
 
     def _write(self) -> None:

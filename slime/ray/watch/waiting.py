@@ -75,6 +75,7 @@ def get(
             ray.get(done)
         except RayActorError as death:
             raise death_report(death, pending, deadline) from None
+        # A survivor of a collective fails faster than Ray reports the death that caused it: look for the cause.
         except RayTaskError as error:
             peer = None if isinstance(error.cause, SlimeError) else _death_among(pending)
             if peer is not None:
