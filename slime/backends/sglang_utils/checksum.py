@@ -1,8 +1,8 @@
-"""The checksum that SGLang's ``/weights_checker`` reports, computed for the trainer's tensors.
+"""The checksum of SGLang's ``/weights_checker``, computed for the trainer's tensors.
 
-SGLang keeps query, key and value projections, gate and up projections, and the experts of a layer in one tensor each:
-the trainer's tensors are combined the same way, so that every engine tensor has a counterpart. For engines without
-tensor parallelism.
+SGLang fuses query, key and value projections, gate and up projections, and the experts of a layer into one tensor each.
+The trainer's tensors are combined in the same way, so every engine tensor has a counterpart. For engines without tensor
+parallelism.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from slime.backends.protocols import NamedTensor
 if TYPE_CHECKING:
     import torch
 
+# Hugging Face module -> (engine module, position in it).
 _FUSED = {
     "q_proj": ("qkv_proj", 0),
     "k_proj": ("qkv_proj", 1),
@@ -24,14 +25,13 @@ _FUSED = {
     "gate_proj": ("gate_up_proj", 0),
     "up_proj": ("gate_up_proj", 1),
 }
-"""Hugging Face module -> (engine module, position in it)."""
 
+# Parts of Hugging Face names of vision-language models -> parts of the engine's names.
 _VISION_LANGUAGE = (
     ("model.language_model.", "model."),
     ("model.visual.", "visual."),
     (".attn.qkv.", ".attn.qkv_proj."),
 )
-"""Parts of Hugging Face names of vision-language models -> of the engine's."""
 
 _EXPERT_MODULES = {
     **{"gate_proj": ("w13_weight", 0), "up_proj": ("w13_weight", 1), "down_proj": ("w2_weight", 0)},
@@ -39,17 +39,17 @@ _EXPERT_MODULES = {
 }
 _EXPERT = re.compile(rf"(?P<prefix>.*\.experts\.)(?P<number>\d+)\.(?P<module>{'|'.join(_EXPERT_MODULES)})\.weight")
 
+# SGLang pads the rows of embeddings with zeros to a multiple of this.
 _EMBEDDING_PADDING = 64
-"""SGLang pads these to a multiple of this with zero rows."""
 _EMBEDDINGS = ("embed_tokens", "lm_head", "visual.pos_embed")
-_EXPERT_PADDING = 32
-"""On a CPU SGLang pads the inner size of an expert to a multiple of this with zeros."""
+_EXPERT_PADDING = 32  # on a CPU SGLang pads the inner size of an expert with zeros to a multiple of this
 
 
 def tensor_checksum(tensor: torch.Tensor) -> str:
     """First eight bytes of the SHA-256 of the tensor's bytes, in hex."""
     import torch
 
+    # viewed as bytes: NumPy has no bfloat16
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.sha256(data.data).digest()[:8].hex()
 
@@ -67,6 +67,7 @@ def expected_checksums(weights: Iterable[NamedTensor]) -> dict[str, str]:
         if expert := _EXPERT.fullmatch(name):
             engine_name, position = _EXPERT_MODULES[expert["module"]]
             layer = experts.setdefault(expert["prefix"] + engine_name, {})
+            # the inner size is dimension 0 of gate and up, and dimension 1 of down
             padded = _padded(tensor, dim=int(engine_name == "w2_weight"), to=_EXPERT_PADDING)
             layer.setdefault(int(expert["number"]), {})[position] = padded
             continue

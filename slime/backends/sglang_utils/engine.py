@@ -1,9 +1,9 @@
-"""One inference engine: a real SGLang server process and the HTTP verbs that steer it.
+"""One inference engine: an SGLang server process and the HTTP verbs that control it.
 
-An engine over several nodes has one such process on each node. The processes find each other; the first serves HTTP.
+An engine over several nodes has one process on each node. The processes find each other, and the first serves HTTP.
 
-A plain class; ``slime.ray`` makes an actor of it and may call it from several threads. Does not import SGLang. Every
-call has a deadline and checks the body of the reply: the server reports some failures with status 200.
+``slime.ray`` makes an actor of the class and may call it from several threads. Does not import SGLang. Every call has a
+deadline.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from slime.utils.process import GuardedProcess, has_ended, log_tail
 
 _POLL_S = 0.1
 _WATCH_EVERY_S = 0.5
+# Shorter than the server's five seconds: a request on a connection that the server is closing would be lost.
 _KEEPALIVE_S = 2.0
-"""Shorter than the server's five seconds: a connection that both sides drop at once loses a request."""
+# The kinds of memory that a server can release.
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
-"""The kinds of memory that a server can release."""
 _CONTROL_TIMEOUT_S = 60.0
 _LOADS = "/v1/loads?include=core"
 _REGISTER_TIMEOUT_S = 30.0
@@ -43,7 +43,7 @@ _UPDATE_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Everything that decides one engine.
+    """Parameters of one engine.
 
     Attributes:
         rank: number of the engine in the run.
@@ -75,17 +75,17 @@ class OtherNode(Protocol):
         """Launch it without waiting for readiness: no part is ready before all parts are."""
 
     def note_parts(self) -> None:
-        """The engine answers: from now on it is lost as well when one of its server's processes ends. Does not wait."""
+        """From now on, count the part as lost when one of its server's processes ends. Does not wait."""
 
     def lost(self) -> str | None:
-        """The reason of its end, as the end of a sentence, or None while it runs."""
+        """The reason of its end, as the second half of a sentence. None while it runs."""
 
     def stop(self) -> None:
         """Kill it and everything it started. Never raises."""
 
 
 class SGLangEngine:
-    """The server's life is tied to this process: if it is killed, so is the server, with all its children.
+    """An engine. Its server and all children of the server are killed when this process ends.
 
     Args:
         other_nodes: the parts of this engine on other nodes. They start and end with the part on this node.
@@ -99,7 +99,7 @@ class SGLangEngine:
         self._lost_part = ""
         self._stopping = threading.Event()
         self._released: set[str] = set()
-        # never through a proxy: engines and router are on the cluster's own network
+        # trust_env: engines and router are inside the cluster, which the user's proxy cannot reach
         self._client = httpx.Client(
             base_url=self.url,
             timeout=_CONTROL_TIMEOUT_S,
@@ -130,7 +130,7 @@ class SGLangEngine:
         )
         while not self._answers():
             self.raise_if_dead()
-            if lost := self._lost_node():
+            if lost := self._lost_node():  # the first node would wait for it until its timeout
                 self.stop()
                 raise EngineError(f"engine {spec.rank} ({self.url}) did not start: {lost}")
             if deadline.elapsed > deadline.seconds:
@@ -143,7 +143,8 @@ class SGLangEngine:
         threading.Thread(target=self._watch_parts, name=f"parts of engine {spec.rank}", daemon=True).start()
 
     def _watch_parts(self) -> None:
-        """End a server that lost a part at once: left alone it takes many seconds to report, and answers nothing."""
+        """Stop the server when it has lost a part. Body of a thread."""
+        # SGLang itself takes many seconds to notice it and does not answer meanwhile.
         while self.is_alive() and not self._stopping.wait(_WATCH_EVERY_S):
             part = next((name for name, part in self._parts.items() if has_ended(part)), None)
             lost = self._lost_node() if part is None else f"its process {part} had ended"
@@ -165,7 +166,8 @@ class SGLangEngine:
         return is_ready and self._listens()
 
     def _listens(self) -> bool:
-        """Whether it is our server that has the port: another run's would answer just as well."""
+        """Whether the port belongs to this server."""
+        # After a collision of ports the server of another run would answer the readiness request as well.
         assert self._server is not None
         try:
             main = psutil.Process(self._server.pid)
@@ -174,29 +176,26 @@ class SGLangEngine:
                 for process in (main, *main.children(recursive=True))
                 for connection in process.net_connections("tcp")
             )
-        except psutil.Error:  # it ended, or is just being replaced
+        except psutil.Error:  # one of the processes has just ended
             return False
 
     def is_alive(self) -> bool:
         return self._server is not None and self._server.exit_code() is None
 
     def has_ended(self) -> bool:
-        """True when the server, or one of the processes it cannot work without, has ended."""
+        """True if the server, or one of its necessary child processes, has ended."""
         return not self.is_alive() or any(map(has_ended, self._parts.values()))
 
     def is_responsive(self, timeout_s: float) -> bool:
-        """True when the scheduler works: it finishes a token in time, one of a running request or one made for this.
-
-        ``/health`` answers for the HTTP process alone. Takes about a second. An engine whose samples must be the same
-        bits every time is asked for the scheduler's numbers only: a greedy request among others makes SGLang sample
-        the whole batch in another way.
-        """
+        """True if the scheduler works: it produces a token, or reports its load, within ``timeout_s``."""
+        # A deterministic engine gets no test request: a greedy request in the batch changes the sampling of the others.
         if "--enable-deterministic-inference" in self._spec.argv:
             try:
                 return self._request("GET", _LOADS, timeout_s=timeout_s, needs="loads")["loads"] is not None
             except EngineError:
                 return False
         try:
+            # not /health, which the HTTP process answers even if the scheduler hangs
             return self._client.get("/health_generate", timeout=timeout_s).status_code == 200
         except httpx.HTTPError:
             return False
@@ -219,17 +218,17 @@ class SGLangEngine:
                 list(pool.map(lambda node: node.stop(), self._other_nodes))
 
     def register(self, router_url: str) -> None:
-        """Register with the router. Return when it sends requests here: it replies before it has checked the engine."""
+        """Register with the router. Returns when it sends requests here."""
         worker: dict[str, Any] = {"url": self.url, "worker_type": self._spec.worker_type.value}
         if self._spec.bootstrap_port is not None:
             worker["bootstrap_port"] = self._spec.bootstrap_port
-        # The router starts at the same time. An engine that runs already, such as an external one, may be first.
+        # The router starts at the same time. An external engine, which runs already, may be ready first.
         what = f"the router at {router_url} to listen"
         with suppress(DeadlineExceeded):  # the request below names the engine and the network's error
             wait_until(lambda: _listens(router_url), Deadline(_REGISTER_TIMEOUT_S, what))
         if self._is_known_to(router_url):
             return
-        self._request("POST", f"{router_url}/workers", worker)
+        self._request("POST", f"{router_url}/workers", worker)  # the reply comes before the router checks the engine
         what = f"the router at {router_url} to take engine {self._spec.rank}"
         fix = f"It must reach {self.url} from where it runs; see its log"
         wait_until(lambda: self._is_known_to(router_url), Deadline(_REGISTER_TIMEOUT_S, what, fix))
@@ -239,14 +238,14 @@ class SGLangEngine:
         return any(worker["url"] == self.url for worker in workers)
 
     def health(self, timeout_s: float = 5.0) -> bool:
-        """True when the HTTP process answers in time."""
+        """True if the HTTP process answers in time."""
         try:
             return self._client.get("/health", timeout=timeout_s).status_code == 200
         except httpx.HTTPError:
             return False
 
     def pause_generation(self, mode: str = "retract") -> None:
-        """Stop generating. ``retract`` returns running requests to the queue, to be recomputed with new weights."""
+        """Stop generating. ``retract`` returns running requests to the queue, for recomputation with new weights."""
         self._post("pause_generation", {"mode": mode})
 
     def continue_generation(self) -> None:
@@ -270,7 +269,8 @@ class SGLangEngine:
             self._released.update(held)
 
     def resume_memory_occupation(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
-        """Take memory of these kinds again, as far as it was released: SGLang dies of a kind that was not."""
+        """Take memory of these kinds again. Idempotent."""
+        # only released kinds: SGLang crashes on a kind that it still holds
         released = [tag for tag in tags if tag in self._released]
         if released:
             self._post("resume_memory_occupation", {"tags": released}, _UPDATE_TIMEOUT_S)
@@ -383,7 +383,7 @@ class SGLangEngine:
         try:
             response = self._client.request(method, url, json=body, timeout=timeout_s)
         except httpx.HTTPError as error:
-            self.raise_if_dead()
+            self.raise_if_dead()  # a death is the better explanation of a broken connection
             message = f"engine {self._spec.rank} ({self.url}): {method} {url}: {type(error).__name__}: {error}"
             if isinstance(error, httpx.TimeoutException):
                 raise EngineSilent(f"{message} within {timeout_s:.0f} s", [self.url]) from error
@@ -397,6 +397,7 @@ class SGLangEngine:
 
     def _checked(self, verb: str, response: httpx.Response) -> dict[str, Any]:
         body = _json_object(response)
+        # both: the server reports some failures with status 200
         if response.status_code >= 400 or body.get("success") is False:
             raise EngineError(
                 f"engine {self._spec.rank} ({self.url}) refused {verb}: status {response.status_code}: "

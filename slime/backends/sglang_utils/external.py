@@ -27,12 +27,12 @@ from slime.utils.deadline import Deadline
 from slime.utils.errors import ConfigError, EngineError
 from slime.utils.net import url_host
 
+# The reason why an engine with pipeline stages receives no weights.
 ONE_STAGE = (
     "SGLang confirms new weights when its first stage has them (scheduler.py, init_ipc_channels), which may be before "
     "later stages read them, and gives every stage the same ranks in a broadcast (weight_updater.py, "
     "init_weights_update_group)"
 )
-"""Why an engine with pipeline stages is sent no weights."""
 
 _FLAG = "--rollout-external-engine-addrs"
 _TIMEOUT_S = 30.0
@@ -80,7 +80,7 @@ def normalize_external_engine_addr(addr: str) -> str:
     """``host:port`` or ``http://host:port`` -> the url without a slash at its end.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: ``addr`` has another form.
     """
     url = (addr if "://" in addr else f"http://{addr}").rstrip("/")
     parts = urlsplit(url)
@@ -134,7 +134,7 @@ def discover_external_engines(
 
 
 def get_server_info(url: str, timeout: float = _TIMEOUT_S) -> dict[str, Any]:
-    """Every field of the server at ``url``. Raises EngineError when none of its two routes answers."""
+    """Every field of the server at ``url``. Raises EngineError if neither of its two routes answers."""
     reasons = []
     for route in ("/server_info", "/get_server_info"):
         try:
@@ -176,7 +176,7 @@ def _number(answer: Mapping[str, Any], name: str) -> int:
 
 
 def apply_external_engine_info_to_args(args: Namespace, logger: logging.Logger | None = None) -> None:
-    """Derivation B24: how many external engines and devices there are, and what each of them is.
+    """Derive the numbers of external engines and devices from the answers of the engines.
 
     Sets ``rollout_external_engine_infos``, ``rollout_num_engines`` and ``rollout_num_gpus``.
     """
@@ -191,7 +191,7 @@ def apply_external_engine_info_to_args(args: Namespace, logger: logging.Logger |
 
 
 def external_engine_infos_from_args(args: Namespace) -> list[ExternalEngineInfo]:
-    """What :func:`apply_external_engine_info_to_args` found out."""
+    """The results of :func:`apply_external_engine_info_to_args`."""
     found = getattr(args, "rollout_external_engine_infos", None)
     if found is None:
         raise RuntimeError("apply_external_engine_info_to_args() comes first")
@@ -219,10 +219,9 @@ def problems_of(info: ExternalEngineInfo, args: Namespace, *, source: str = _FLA
 
 
 class ExternalEngine(SGLangEngine):
-    """The verbs of an engine whose process is not ours.
+    """The verbs of an engine whose process does not belong to this run.
 
-    It has ended when its address does not answer any more, or when another server answers: that one started with the
-    weights of its checkpoint.
+    It counts as ended if its address does not answer any more, or if another server answers there.
     """
 
     def __init__(self, rank: int, info: ExternalEngineInfo, start_timeout_s: float) -> None:
@@ -243,7 +242,7 @@ class ExternalEngine(SGLangEngine):
         self._identity: str | None = None
 
     def start(self) -> None:
-        """Return when the server answers and serves: the run before may have left it in the middle of a sync."""
+        """Return when the server answers and serves."""
         spec = self._spec
         fix = f"Start it again, or leave it out of {_FLAG}"
         deadline = Deadline(spec.start_timeout_s, f"the external engine {self.url} to answer", fix)
@@ -251,14 +250,16 @@ class ExternalEngine(SGLangEngine):
             deadline.check()
             time.sleep(_POLL_S)
         self._identity = self._ask_identity(_TIMEOUT_S)
+        # An earlier run may have ended in the middle of a weight sync. Unchecked: most servers are in no update.
         self._request("POST", "/end_weight_update", {}, is_checked=False)
         self.continue_generation()
 
     def _listens(self) -> bool:
-        return True  # whose port it is cannot be seen from here
+        return True  # the owner of a port on another host cannot be determined
 
     def _ask_identity(self, timeout_s: float) -> str:
-        """The same text as long as it is the same process: how long its parts took to start, and its random seed."""
+        """Text that identifies the server process: the start times of its parts and its random seed."""
+        # A server that was started again has the weights of its checkpoint, not those of this run.
         info = get_server_info(self.url, timeout_s)
         return json.dumps([info.get("startup_time"), info.get("random_seed")], sort_keys=True)
 
@@ -266,7 +267,7 @@ class ExternalEngine(SGLangEngine):
         return not self.has_ended()
 
     def has_ended(self) -> bool:
-        """One that only takes its time has not ended: :meth:`is_responsive` sees to that."""
+        """True if nothing listens at the address. A slow server has not ended, see :meth:`is_responsive`."""
         try:
             self._client.get("/health", timeout=_LOOK_TIMEOUT_S)
         except httpx.ConnectError:
@@ -281,7 +282,7 @@ class ExternalEngine(SGLangEngine):
     def _is_another(self) -> bool:
         try:
             return self._identity is not None and self._ask_identity(_LOOK_TIMEOUT_S) != self._identity
-        except EngineError:  # busy, or gone: not for this question to decide
+        except EngineError:  # busy or dead: other checks decide that
             return False
 
     def raise_if_dead(self) -> None:
@@ -297,11 +298,12 @@ class ExternalEngine(SGLangEngine):
         )
 
     def stop(self) -> None:
-        """Nothing: it is not ours."""
+        """Do nothing: the server does not belong to this run."""
 
     def init_weights_update_group(
         self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
     ) -> None:
-        """Join a group. First leave one of this name, which an aborted run may have left."""
+        """Join a group."""
+        # An aborted run may have left a group of this name.
         self.destroy_weights_update_group(group_name)
         super().init_weights_update_group(master_address, master_port, rank_offset, world_size, group_name, backend)

@@ -1,4 +1,4 @@
-"""SGLang imported once, then forked: a further engine costs about a second and shares the pages of its code.
+"""A process that imports SGLang once and forks servers: an engine starts in about a second and shares code pages.
 
     owner (rollout manager)      fork server                          engine actor
     -----------------------      -----------                          ------------
@@ -9,8 +9,7 @@
                                  answers its exit status when it ends  ->
                                  child: serves; the connection closes ->  the child's process group is killed
 
-Only on a CPU: CUDA does not survive a fork. Safe because SGLang forks its scheduler and detokenizer before it starts
-any thread, and because OpenMP has one.
+Only for CPU engines, because CUDA does not survive a fork.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ from slime.utils.process import GuardedProcess, kill_group, log_tail, watch_desc
 from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 
 _MESSAGE_BYTES = 1 << 20
-_REQUEST_TIMEOUT_S = 5.0
-"""A client that connects and sends nothing is disconnected after this time."""
+_REQUEST_TIMEOUT_S = 5.0  # a client that connects and sends nothing is disconnected after this time
 _REAP_EVERY_S = 0.2
 
 
@@ -49,9 +47,8 @@ class ForkServer:
     """Owner's side: the preloading process. Ends with this process."""
 
     def __init__(self, log_path: Path, env: Mapping[str, str]) -> None:
-        self.socket_path = str(
-            Path(tempfile.mkdtemp(prefix="slime-fork-")) / "socket"
-        )  # 0700, short enough for AF_UNIX
+        # mkdtemp: only this user can connect (0700), and AF_UNIX needs a short path (108 bytes)
+        self.socket_path = str(Path(tempfile.mkdtemp(prefix="slime-fork-")) / "socket")
         argv = [sys.executable, "-m", "slime.backends.sglang_utils.fork_server", "--socket", self.socket_path]
         self._process = GuardedProcess(argv, log_path=log_path, env=env)
 
@@ -72,7 +69,7 @@ class ForkServer:
 
 
 class ForkedServer:
-    """Engine's side: one forked server. Closing it, or dying, kills the server's process group."""
+    """Engine's side: one forked server. Its process group is killed when this object or this process ends."""
 
     def __init__(
         self, socket_path: str, argv: Sequence[str], *, env: Mapping[str, str], log_path: Path, deadline: Deadline
@@ -122,23 +119,24 @@ class ForkedServer:
         """Kill the server and all its children. Idempotent."""
         with self._lock:
             is_first, self._is_stopped = not self._is_stopped, True
-        if is_first:  # later the pid may belong to another process
+        if is_first:  # not twice: later the pid may belong to another process
             kill_group(self.pid)
             self.exit_code()  # read the status before the connection closes
             self._disconnect()
 
     def _disconnect(self) -> None:
-        """Close both: a socket stays open as long as the file made from it."""
+        # both: a socket stays open as long as the file made from it
         self._answers.close()
         self._connection.close()
 
 
 def _is_running(pid: int) -> bool:
     try:
+        # after the last ")": the name of a process may contain spaces and parentheses
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return state != "Z"
+    return state != "Z"  # a zombie until the fork server reaps it
 
 
 def _is_open(socket_path: str) -> bool:
@@ -154,11 +152,12 @@ def _remove_socket(socket_path: str) -> None:
 
 
 def _preload() -> None:
-    """Import everything a server needs, and keep the garbage collector from touching (and so copying) its pages."""
+    """Import everything that a server needs."""
     allow_torchvision_on_cpu()
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
+    # Frozen objects are not visited by the collector of a child, which would write to their pages and so copy them.
     gc.collect()
     gc.freeze()
 
@@ -167,7 +166,7 @@ def _serve(socket_path: str) -> None:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     temporary = socket_path + ".new"
     listener.bind(temporary)
-    os.chmod(temporary, 0o600)
+    os.chmod(temporary, 0o600)  # a client can run code as this user
     listener.listen()
     os.rename(temporary, socket_path)  # the path appears only when clients can connect
     print("ready", flush=True)
@@ -191,6 +190,7 @@ def _serve(socket_path: str) -> None:
                 del asking[connection]
                 pid = os.fork()
                 if pid == 0:
+                    # The child must not hold other connections: their ends could not be detected.
                     _become_server(connection, request, unused=[listener, *asking, *servers.values()])
                 with contextlib.suppress(OSError):  # the child does it too: the first call counts
                     os.setpgid(pid, pid)  # so that the client can kill the group once it has the pid
@@ -236,10 +236,10 @@ def _tell(connection: socket.socket, message: dict[str, int]) -> None:
 
 
 def _become_server(connection: socket.socket, request: dict[str, Any], *, unused: Sequence[socket.socket]) -> NoReturn:
-    """Runs in the forked child. Never returns to the accept loop, whatever fails."""
+    """Run the server in the forked child. Never returns."""
     status = 1
     try:
-        os.setpgid(0, 0)
+        os.setpgid(0, 0)  # before the first process is started: the group is killed as a whole
         for inherited in unused:
             inherited.close()
         os.environ.update(request["env"])
@@ -262,7 +262,8 @@ def _launch(connection: socket.socket, argv: Sequence[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    watch_descriptor(connection.detach())
+    watch_descriptor(connection.detach())  # detach: the descriptor must stay open when the socket object is collected
+    # fork is safe: SGLang forks its scheduler and detokenizer before it starts a thread, and OpenMP has one thread.
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *args, **kwargs: None  # type: ignore[assignment]  # SGLang forces spawn
     try:
@@ -272,7 +273,8 @@ def _launch(connection: socket.socket, argv: Sequence[str]) -> None:
 
 
 def forget_allocator_settings() -> None:
-    """Drop what tunes the trainer's CUDA allocator: SGLang's memory saver does not work with expandable segments."""
+    """Unset the CUDA allocator settings of the trainer."""
+    # SGLang's memory saver does not work with expandable segments.
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         os.environ.pop(name, None)
 

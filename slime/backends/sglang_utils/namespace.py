@@ -1,8 +1,8 @@
-"""The engine's share of the command line: ``--sglang-*`` for the server, ``--router-*`` for the router.
+"""The engine's part of the command line: ``--sglang-*`` for the server, ``--router-*`` for the router.
 
-Called by ``slime.config.parse`` before slime's own flags are parsed. Every option is checked and typed here, and every
-field of the server and the router becomes an attribute, its default included; their processes receive the
-user's words under the names of the installed version.
+Called by ``slime.config.parse`` before slime's own flags are parsed. Every option is checked and typed here. Every
+field of the server and the router becomes an attribute, with its default. Their processes receive the user's words
+under the names of the installed version.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ from slime.config.parse import EngineNamespace
 
 _SERVER = "--sglang-"
 _ROUTER = "--router-"
-_UNPREFIXED = ("--worker-urls",)
-"""Options of the router that have no prefix."""
+_UNPREFIXED = ("--worker-urls",)  # options of the router without a prefix
 _UNUSED_BY_ROUTER = ("--router-cb-", "--router-health-")
 _MAX_CHOICES = 12
 
 
 @dataclass
 class _Reading:
-    """One program's options as they are read: attribute values, words for its parser, and what to tell the user."""
+    """Options of one program: attribute values, words for its parser, problems and notices."""
 
     prefix: str
     table: OptionTable
@@ -51,7 +50,7 @@ class _Reading:
 
 
 def read_engine(tokens: Sequence[str], own: Collection[str]) -> EngineNamespace:
-    """Take the options of server and router out of ``tokens``; those in ``own`` are declared by slime and stay."""
+    """Take the options of server and router out of ``tokens``. Those in ``own`` are declared by slime and stay."""
     rest, engine = _split(tokens, own)
     server = _Reading("sglang_", server_options())
     router = _Reading("router_", router_options())
@@ -130,7 +129,7 @@ def _read_router(reading: _Reading, shown: str, words: list[str]) -> None:
 
 
 def _take(reading: _Reading, option: Option, flag: str, shown: str, words: list[str], *, is_negated: bool) -> None:
-    """Check and keep one option: the last one of its field wins, as in argparse."""
+    """Check and keep one option."""
     try:
         value = option.value_of(words)
         if is_negated and option.kind not in ("switch", "boolean", "unknown"):
@@ -145,7 +144,7 @@ def _take(reading: _Reading, option: Option, flag: str, shown: str, words: list[
         reading.argv.setdefault(option.dest, []).extend(_spelled(flag, words))
         return
     reading.values[name] = not is_negated if option.kind in ("switch", "boolean") else value
-    reading.argv.pop(option.dest, None)
+    reading.argv.pop(option.dest, None)  # the last option of a field wins, as in argparse
     if option.dest == "tp_size" and reading.prefix == "sglang_":
         return  # slime passes it, from --rollout-num-gpus-per-engine, which this may set
     if not is_negated:
@@ -155,14 +154,14 @@ def _take(reading: _Reading, option: Option, flag: str, shown: str, words: list[
 
 
 def _spelled(flag: str, words: list[str]) -> list[str]:
-    """``=`` if the word would not pass for a value."""
+    # after a space, argparse may read a value that begins with "-" as an option
     if len(words) == 1 and (not words[0] or words[0].startswith("-")):
         return [f"{flag}={words[0]}"]
     return [flag, *words]
 
 
 def _server_attributes(reading: _Reading) -> dict[str, Any]:
-    """Every field that the user may read, without those that only slime sets."""
+    """Every field except those that only slime sets."""
     hidden = CONTROLLED.keys() | ALWAYS.keys()
     found = {"sglang_" + name: value for name, value in reading.table.defaults.items() if name not in hidden}
     found |= reading.values

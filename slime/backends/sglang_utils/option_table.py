@@ -1,8 +1,8 @@
 """Options of the installed SGLang server and router, without importing them.
 
-The tables (``server_options.json``, ``router_options.json``) are written by ``tools/make_engine_options.py`` for one
-version each. With another version installed, its source is read for the names; options that
-the table lacks are then left to the server's parser.
+``tools/make_engine_options.py`` writes the tables (``server_options.json``, ``router_options.json``) for one version
+each. If another version is installed, the names are read from its source. The server's parser then checks options that
+are not in the table.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+# Defaults that differ from the router's: groups of one prompt are long and alike, so the load is balanced earlier.
 ROUTER_DEFAULTS = {
     "router_log_level": "warn",
     "router_balance_abs_threshold": 10,
     "router_balance_rel_threshold": 1.2,
 }
-"""Where slime's defaults differ from the router's: groups of one prompt are long and alike, so balance early."""
 
+# Values that the router supports but its parser refuses. consistent_hashing sends a session always to one engine.
 EXTRA_POLICIES = {"router_policy": ("consistent_hashing",)}
-"""Values that the router runs but its parser does not offer: one session always reaches the same engine."""
 
+# Field that slime computes -> its source.
 CONTROLLED = {
     "model_path": "follows from --hf-checkpoint",
     "config": "could set any of these flags; use --custom-config-path for a file of flags",
@@ -44,11 +45,11 @@ CONTROLLED = {
     "base_gpu_id": "is decided by slime, which places the engines",
     "host": "is the address of the engine's node; SLIME_HOST_IP on that node changes it",
 }
-"""Field that slime computes -> what decides it."""
 
+# Field whose switch has no effect, because slime always sets it.
 ALWAYS = {"trust_remote_code": "always on", "skip_server_warmup": "always on"}
-"""Field whose switch changes nothing, because slime sets it anyway."""
 
+# Option of an older server -> its present name, with the same meaning.
 RENAMED = {
     "--cuda-graph-bs": "--cuda-graph-bs-decode",
     "--cuda-graph-max-bs": "--cuda-graph-max-bs-decode",
@@ -57,8 +58,8 @@ RENAMED = {
     "--fp8-gemm-runner-backend": "--fp8-gemm-backend",
     "--mamba-scheduler-strategy": "--mamba-radix-cache-strategy",
 }
-"""Option of an older server -> its name today, with the same meaning."""
 
+# Option that no longer exists, or exists only in patched servers -> the replacement.
 REMOVED = {
     "--enable-deepep-moe": "say --sglang-moe-a2a-backend deepep",
     "--enable-ep-moe": "say --sglang-ep-size N",
@@ -67,8 +68,8 @@ REMOVED = {
     "--enable-fp32-moe-router": "only a patched server has it",
     "--release-hicache": "only a patched server has it",
 }
-"""Option that is gone or never was in a stock server -> what to do instead."""
 
+# Attribute -> its second name, which is readable as well.
 ALIASES = {
     "sglang_tp_size": "sglang_tensor_parallel_size",
     "sglang_dp_size": "sglang_data_parallel_size",
@@ -76,7 +77,6 @@ ALIASES = {
     "sglang_ep_size": "sglang_expert_parallel_size",
     "sglang_moe_dp_size": "sglang_moe_data_parallel_size",
 }
-"""Attribute -> its second name, readable as well."""
 
 _HERE = Path(__file__).resolve().parent
 _NUMBER_WITH_SUFFIX = re.compile(r"(\d+(?:\.\d+)?)(Ki|Mi|Gi|Ti|k|M|G|T)?")
@@ -88,8 +88,8 @@ class Option:
     """One option of the engine's or the router's parser.
 
     Attributes:
-        kind: ``value``; ``append`` (repeated ones add up); ``switch``; ``boolean`` (has ``--no-``); ``implies`` (its
-            one value turns ``dest`` on); ``unknown`` (from the source of another version).
+        kind: ``value``, ``append`` (repeated ones add up), ``switch``, ``boolean`` (has ``--no-``), ``implies`` (its
+            value turns ``dest`` on), or ``unknown`` (from the source of another version).
         nargs: as in argparse.
     """
 
@@ -149,7 +149,7 @@ class OptionTable:
     Attributes:
         by_flag: every spelling, the ``--no-`` forms of booleans not included.
         defaults: field -> default, those without an option included.
-        note: what to tell the user about the table, empty when it is exact.
+        note: notice for the user if the table is for another version, else empty.
     """
 
     program: str
@@ -220,16 +220,18 @@ def _installed(package: str) -> str | None:
 
 
 def _names_in_source() -> set[str]:
-    """Option strings of the installed server as its source spells them; a little too many, never too few."""
+    """Option strings in the source of the installed server: all of them, and a few others."""
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         return set()
     root = Path(next(iter(spec.submodule_search_locations))) / "srt"
+    # Not imported: the import of SGLang takes ten seconds.
     flags: set[str] = set()
     for file in (root / "server_args.py", *(root / "arg_groups" / "fields").glob("*.py")):
         text = file.read_text(encoding="utf-8")
         flags.update(re.findall(r"[\"'](--[a-z][a-z0-9-]+)[\"']", text))
         for node in ast.walk(ast.parse(text)):
+            # an annotated field may be an option without a literal string
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 flags.add("--" + node.target.id.replace("_", "-"))
     return flags
@@ -270,6 +272,7 @@ def _int_with_suffix(word: str) -> int:
         return int(word)
     number, suffix = match.groups()
     value = Decimal(number) * _SUFFIXES.get(suffix or "", 1)
+    # "1.5k" is allowed, "1.5Ki" and "2.0" are not
     if value != int(value) or ("." in number and (suffix is None or suffix.endswith("i"))):
         raise ValueError(word)
     return int(value)

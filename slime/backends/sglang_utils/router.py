@@ -1,8 +1,8 @@
 """The router in front of the engines: a guarded sglang-router process, or an existing router.
 
 ``python -m slime.backends.sglang_utils.router`` runs sglang-router without SGLang. The router's own launcher imports
-SGLang, which takes ten seconds and a gigabyte. Takes the ``--router-*`` flags of the router's parser, with slime's
-defaults where they differ.
+SGLang, which takes ten seconds and a gigabyte. Takes the ``--router-*`` flags of the router's parser, some with other
+defaults.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Router(Protocol):
 
     @property
     def is_ours(self) -> bool:
-        """False if others use it too: then engines must be removed one by one before they stop."""
+        """False if other runs may use it. Engines must then be removed one by one before they stop."""
 
     def wait_ready(self) -> None:
         """Return when the router answers."""
@@ -55,7 +55,7 @@ def _is_alive(url: str) -> bool:
 
 
 def registered_workers(router_url: str) -> list[str]:
-    """The engines that a router sends requests to. Raises EngineError when it does not answer."""
+    """Urls of the engines of a router. Raises EngineError if it does not answer."""
     try:
         reply = httpx.get(f"{router_url}/workers", timeout=_CONTROL_TIMEOUT_S, trust_env=False).raise_for_status()
         return [worker["url"].rstrip("/") for worker in reply.json().get("workers", [])]
@@ -74,7 +74,7 @@ def remove_worker(router_url: str, worker_url: str) -> None:
     try:
         with httpx.Client(base_url=router_url, timeout=_CONTROL_TIMEOUT_S, trust_env=False) as client:
             for worker in client.get("/workers").raise_for_status().json().get("workers", []):
-                if worker["url"] == worker_url:
+                if worker["url"] == worker_url:  # the route takes the router's id of a worker, not its url
                     client.delete(f"/workers/{worker['id']}").raise_for_status()
     except (httpx.HTTPError, ValueError) as error:
         raise EngineError(
@@ -102,7 +102,7 @@ class RouterProcess:
             host: address to bind to.
             port: None takes any free one.
             flags: ``--router-*`` flags of the router's own parser.
-            has_pd: every request goes to a prefill and a decode engine.
+            has_pd: the router sends every request to a prefill and a decode engine.
 
         Raises:
             ConfigError: the port is in use.
@@ -112,6 +112,7 @@ class RouterProcess:
                 f"--sglang-router-port {port} is in use on {host}. Stop what listens there, leave the flag out to get "
                 "a free port, or name the router that listens there with --sglang-router-ip as well."
             )
+        # Held while the router lives: it binds seconds later. The second port is for its metrics, on loopback.
         self._claims = [claim_ports(host), claim_ports("127.0.0.1")]
         self.host, self.port = host, self._claims[0].first if port is None else port
         argv = [sys.executable, "-m", "slime.backends.sglang_utils.router", "--host", host.strip("[]")]
@@ -167,7 +168,7 @@ class ExistingRouter:
             raise EngineError(f"the existing router at {self.url} (--sglang-router-ip) does not answer any more.")
 
     def stop(self) -> None:
-        """Do nothing: the router belongs to others."""
+        """Do nothing: other runs may use the router."""
 
 
 def router_args(argv: Sequence[str] | None = None) -> Any:
@@ -209,7 +210,8 @@ def main() -> None:
 
 
 def _forget_proxies() -> None:
-    """Unset proxies: the router ignores NO_PROXY and would reach the cluster's engines through the proxy."""
+    """Unset the proxy variables."""
+    # The router ignores NO_PROXY and would send requests to engines through the proxy.
     for name in list(os.environ):
         if name.lower() in ("http_proxy", "https_proxy", "all_proxy"):
             del os.environ[name]

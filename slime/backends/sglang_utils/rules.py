@@ -1,9 +1,9 @@
 """Derivations from the engine's flags, and rules about them.
 
-:func:`engine_width` and :func:`engine_devices` run before every other derivation, which count engines with their
-results; :data:`STEPS` run after them, :data:`LIVE_STEPS` when the run really starts: they ask engines of others.
-:data:`RULES` hold anywhere, so that a plan works on any machine; :data:`MACHINE_RULES` are about the one that a run
-starts on. Called by ``slime.ray.arguments``.
+:func:`engine_width` and :func:`engine_devices` run before every other derivation, because these count engines.
+:data:`STEPS` run after them. :data:`LIVE_STEPS` ask external engines and run only when the run really starts.
+:data:`RULES` are independent of the machine, so a plan works anywhere. :data:`MACHINE_RULES` are about the machine that
+starts the run. Called by ``slime.ray.arguments``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def engine_width(args: Namespace) -> None:
 
 
 def engine_devices(args: Namespace) -> None:
-    """``--sglang-config`` lists every device of the engines, so that the flag may be left out."""
+    """Derive ``--rollout-num-gpus`` from ``--sglang-config``, which lists every device of the engines."""
     if args.sglang_config is None or args.rollout_num_gpus is not None or args.colocate or args.debug_train_only:
         return
     try:
@@ -60,6 +60,7 @@ def _parallel_sizes(args: Namespace) -> None:
     """Derive the tensor-parallel size, and make every size readable under both of its names."""
     if "sglang_tp_size" not in args.given:
         args.sglang_tp_size = args.rollout_num_gpus_per_engine // max(1, args.sglang_pp_size)
+    # users' code may read either name
     for name, alias in ALIASES.items():
         setattr(args, alias, vars(args)[name])
 
@@ -92,15 +93,14 @@ def _external_engines(args: Namespace) -> None:
 
 
 def _dtype(args: Namespace) -> None:
-    """Give engines the trainer's precision: SGLang would take that of config.json, and round the weights it receives.
-
-    A quantized checkpoint says itself which precision its kernels need.
-    """
+    """Derive the precision of the engines from the trainer's."""
+    # Otherwise SGLang takes the precision of config.json and rounds the weights that it receives.
     starts_engines = not args.debug_train_only and args.rollout_external_engine_addrs is None
     if not starts_engines or "sglang_dtype" in args.given or args.sglang_quantization is not None:
         return
     config = read_model_config(args.hf_checkpoint)
     config |= text_part(config)
+    # a quantized checkpoint has the precision that its kernels need
     if config.get("quantization_config") or config.get("compression_config"):
         return
     args.sglang_dtype = trainer_dtype(fp16=args.fp16, fp32=args.fp32)
@@ -180,7 +180,7 @@ def _exclusions(args: Namespace) -> Iterator[str]:
 
 
 def _language_only(args: Namespace) -> Iterator[str]:
-    """The vision tower of such an engine is in an encoder server, which cannot receive weights."""
+    """Refuse trained engines without a vision tower: the encoder server, which has it, cannot receive weights."""
     is_trained = not (args.debug_rollout_only or args.debug_train_only)
     for name in ("language_only", "encoder_only"):
         if is_trained and vars(args)[f"sglang_{name}"]:
@@ -224,7 +224,8 @@ def _deployment(args: Namespace) -> Iterator[str]:
 
 
 def _node_borders(args: Namespace, topology: Topology) -> Iterator[str]:
-    """Slots are taken in node order, the trainer's first, so an engine may be on parts of two nodes."""
+    """Refuse engines that would be on parts of two nodes."""
+    # Slots are assigned in node order, the trainer's first.
     per_node = args.num_gpus_per_node
     before = 0 if args.colocate or args.debug_rollout_only else args.world_size
     for name, places in topology.places(args.hf_checkpoint).items():
@@ -287,7 +288,7 @@ def _groups(args: Namespace, model: ModelSpec) -> Iterator[str]:
 
 
 def _direct_requests(args: Namespace) -> Iterator[str]:
-    """Expert choices and sampling sets come from one engine; prefill and decode engines only answer together."""
+    """Refuse features that need data of a single engine if prefill and decode run on different engines."""
     asks = []
     if args.use_rollout_routing_replay:
         asks.append(("--use-rollout-routing-replay", "the expert choices"))
@@ -317,7 +318,7 @@ def _pd_flag(args: Namespace) -> str | None:
 
 
 def _pd_models(args: Namespace) -> Iterator[tuple[ModelSpec, str]]:
-    """The models of the file that have such engines, and how to name them; none while the file has mistakes."""
+    """Models of the file with prefill and decode engines, and their names in messages. Empty for an invalid file."""
     if args.sglang_config is None:
         return
     try:
@@ -330,7 +331,7 @@ def _pd_models(args: Namespace) -> Iterator[tuple[ModelSpec, str]]:
 
 
 def _pd_devices(args: Namespace) -> Iterator[str]:
-    """Engines on a CPU cannot hand their cache to one another."""
+    """Refuse prefill and decode engines on a CPU, where they cannot transfer their cache."""
     if args.debug_train_only or not accelerator.current().is_cpu:
         return
     flags = [text for _, text in _pd_models(args)]
@@ -367,7 +368,8 @@ def _external(args: Namespace) -> Iterator[str]:
 
 
 def _shared_with_source(args: Namespace) -> Iterator[str]:
-    """Such an engine is sent weights over NCCL, by trainer rank 0, and NCCL refuses two members on one GPU."""
+    """Refuse an engine that shares a GPU with trainer rank 0 and receives its weights over NCCL."""
+    # Rank 0 sends the weights, and NCCL refuses two members of a group on one GPU.
     if not args.colocate or args.update_weight_transport != "nccl" or accelerator.current().is_cpu:
         return
     if args.debug_train_only or args.debug_rollout_only:

@@ -15,19 +15,20 @@ from slime.backends.sglang_utils.topology import WorkerType, override_argv
 from slime.utils import accelerator
 from slime.utils.net import WEIGHT_INTERFACES
 
+# On a CPU SGLang would derive sizes from the memory of the host, which all engines and the trainer share.
 _CPU_DEFAULTS = {
     "--max-total-tokens": "65536",
     "--max-running-requests": "256",
     "--mem-fraction-static": "0.3",
 }
 _PREFILL_GRAPH = {"--cuda-graph-backend-prefill", "--disable-prefill-cuda-graph", "--cuda-graph-config"}
+# Switches that a decode engine does not support.
 _PREFILL_ONLY = {"--enable-hierarchical-cache", "--enable-hicache"}
-"""Switches that a decode engine cannot have."""
 _CPU_SLOTS = 64
+# Limits of glibc's malloc in an engine: smaller blocks come from the heap, and so much free memory stays in it.
 _KEPT_BYTES = str(1 << 30)
-"""What glibc's malloc of an engine takes from its heap instead of from the system, and keeps there when it is free."""
+# Flags of engines that release memory to the trainer.
 _MEMORY_SAVER: dict[str, Any] = {"--enable-memory-saver": None, "--enable-draft-weights-cpu-backup": None}
-"""Flags of engines that release memory to the trainer."""
 
 _CPU_MODELS = "slime.backends.sglang_utils.cpu_platform.models"
 
@@ -54,11 +55,11 @@ def build_argv(
     ``overrides`` of the engine's group, which override both.
 
     Args:
-        tp_size: of the whole engine.
+        tp_size: tensor-parallel size, on all nodes.
         dist_init_addr: rendezvous address of its processes, on its first node.
         bootstrap_port: port on which decode engines request a prefill engine's cache.
         num_nodes: nodes of the engine.
-        node_rank: the one that this process is for. Only the first answers requests.
+        node_rank: number of this node within the engine. Only node 0 answers requests.
     """
     user = list(args.sglang_argv)
     if worker_type is WorkerType.DECODE:
@@ -70,6 +71,7 @@ def build_argv(
         "--port": port,
         "--nccl-port": nccl_port,
         "--tp-size": tp_size,
+        # differs between engines: with equal seeds they could sample equal responses
         "--random-seed": args.seed + rank * args.num_gpus_per_node,
         "--trust-remote-code": None,
         "--skip-server-warmup": None,
@@ -78,7 +80,7 @@ def build_argv(
         flags["--dist-init-addr"] = dist_init_addr
     if num_nodes > 1:
         flags |= {"--nnodes": num_nodes, "--node-rank": node_rank}
-    if "--dtype" not in given and "model_path" not in (overrides or {}):  # not of another model
+    if "--dtype" not in given and "model_path" not in (overrides or {}):  # another model keeps its precision
         flags["--dtype"] = args.sglang_dtype
     if "--log-level" not in given:
         flags["--log-level"] = "warning"
@@ -102,12 +104,12 @@ def build_argv(
 
 
 def trainer_dtype(*, fp16: bool, fp32: bool) -> str:
-    """The precision of the weights that the trainer sends, as SGLang names it."""
+    """Precision of the weights that the trainer sends, under SGLang's name."""
     return "float32" if fp32 else "float16" if fp16 else "bfloat16"
 
 
 def _pd(worker_type: WorkerType, bootstrap_port: int | None) -> dict[str, Any]:
-    """Prefill and decode on different engines."""
+    """Flags for prefill and decode on different engines."""
     match worker_type:
         case WorkerType.PREFILL:
             assert bootstrap_port is not None, "a prefill engine has a bootstrap port"
@@ -124,7 +126,8 @@ def _pd(worker_type: WorkerType, bootstrap_port: int | None) -> dict[str, Any]:
 
 
 def _turned_off(overrides: Mapping[str, Any]) -> set[str]:
-    """Switches that an override turns off. They have no negative form, so they must be left out."""
+    """Switches that an override turns off."""
+    # They have no negative form on the command line, so their positive form must be left out.
     options = server_options().by_flag.items()
     return {flag for flag, option in options if option.kind == "switch" and overrides.get(option.dest) is False}
 
@@ -133,7 +136,7 @@ def server_env(host: str | None = None) -> dict[str, str]:
     """Environment of an engine process, on top of the actor's.
 
     Args:
-        host: its address for parts of the engine on other nodes, which SGLang would guess.
+        host: address of this node for parts of the engine on other nodes.
     """
     env = {
         "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_FALLBACK_VARIANT": "true",
@@ -148,7 +151,7 @@ def server_env(host: str | None = None) -> dict[str, str]:
         "SGLANG_VLM_CACHE_SIZE_MB": "0",
     }
     if host is not None:
-        env["SGLANG_HOST_IP"] = host
+        env["SGLANG_HOST_IP"] = host  # otherwise SGLang guesses it
     env = {name: os.environ.get(name, value) for name, value in env.items()}
     if accelerator.current().is_cpu:
         env |= {

@@ -1,4 +1,4 @@
-"""Starts the SGLang process of a node: forked from the host's preloading process, or from scratch.
+"""Start of the SGLang process of a node: forked from the host's preloading process, or from scratch.
 
 ``python -m slime.backends.sglang_utils.server_process <server flags>`` runs one SGLang server that ends with its owner.
 """
@@ -17,8 +17,7 @@ from slime.utils.deadline import Deadline
 from slime.utils.process import GuardedProcess, watch_owner
 from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 
-_PART_PREFIX = "sglang::"
-"""Name prefix of a server's child processes."""
+_PART_PREFIX = "sglang::"  # SGLang names its child processes "sglang::scheduler_TP0", "sglang::detokenizer", ...
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,8 @@ class ForkAddress:
     socket_path: str
 
     def socket_on(self, host: str) -> str | None:
-        """Its socket, if ``host`` is its node. Nodes with different addresses may share a file system; nodes with equal
-        addresses may not."""
+        """Its socket, if ``host`` is its node. Otherwise None."""
+        # Both conditions: different nodes may share a file system, and simulated nodes may share an address.
         return self.socket_path if self.host == host and Path(self.socket_path).parent.exists() else None
 
 
@@ -56,7 +55,8 @@ def launch_server(
 
 
 def named_children(pid: int) -> dict[str, psutil.Process]:
-    """Child processes of a server (scheduler, detokenizer, ...) by name. The server survives the end of some."""
+    """Child processes of a server (scheduler, detokenizer, ...) by name."""
+    # Their ends must be watched: the server survives the end of some.
     try:
         children = psutil.Process(pid).children(recursive=True)
         return {f"{name} ({child.pid})": child for child in children if (name := child.name()).startswith(_PART_PREFIX)}

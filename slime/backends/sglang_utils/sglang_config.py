@@ -1,6 +1,6 @@
-"""A ``--sglang-config`` file as plain values, for launch scripts and plugins that read or make one.
+"""A ``--sglang-config`` file as plain values, for launch scripts and plugins that read or write one.
 
-slime itself works with ``topology``, where every default is filled in.
+slime itself uses ``topology``, which fills in every default.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class SglangConfig:
         Raises:
             ConfigError: with every problem of it.
         """
-        read_topology(path, hf_checkpoint="", num_gpus_per_engine=1)  # the checks
+        read_topology(path, hf_checkpoint="", num_gpus_per_engine=1)  # raises the problems
         return cls([_model(entry) for entry in read_mapping(_FLAG, path)["sglang"]])
 
     @classmethod
@@ -104,11 +104,12 @@ class SglangConfig:
 
     @property
     def total_num_gpus(self) -> int:
-        """Devices that are left alone included."""
+        """Number of devices, those of placeholders included."""
         return sum(model.total_num_gpus for model in self.models)
 
 
 def _model(entry: dict[str, Any]) -> ModelConfig:
+    # two names of the same key, as in topology
     groups = entry.get("server_groups") or entry.get("engine_groups") or []
     return ModelConfig(
         name=entry["name"],

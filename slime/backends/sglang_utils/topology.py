@@ -1,10 +1,10 @@
-"""Which servers a run has: models, the groups of engines that serve each, and how wide an engine is.
+"""The servers of a run: models, the groups of engines of each model, and the width of an engine.
 
-Comes from ``--sglang-config`` (a YAML file), from ``--prefill-num-servers``, or from the two device counts alone. Read
-by the rules of the command line and by the wiring that starts engines. Starts nothing itself.
+The source is ``--sglang-config`` (a YAML file), ``--prefill-num-servers``, or the two device counts. The rules of the
+command line and the wiring that starts engines use this module. It starts nothing.
 
     sglang:
-      - name: actor                     unique; also the name of the model's router
+      - name: actor                     unique, also the name of the model's router
         model_path: /models/x           default --hf-checkpoint
         num_gpus_per_engine: 2          default --rollout-num-gpus-per-engine
         update_weights: true            default: whether model_path is --hf-checkpoint
@@ -30,6 +30,7 @@ from slime.config.yaml_file import read_mapping
 from slime.utils.errors import ConfigError
 
 _FLAG = "--sglang-config"
+# Field that even an override cannot set -> the reason.
 _NOT_HERE = {
     **dict.fromkeys(("host", "port", "nccl_port", "dist_init_addr"), "slime chooses the addresses"),
     **dict.fromkeys(("nnodes", "node_rank", "base_gpu_id", "gpu_id_step"), "slime places the engines"),
@@ -39,7 +40,6 @@ _NOT_HERE = {
     ),
     "config": "it could set any field",
 }
-"""Field that even an override cannot set -> why."""
 
 
 class WorkerType(StrEnum):
@@ -94,7 +94,7 @@ class EnginePlace:
         return self.num_gpus // num_stages(pp_size, self.overrides)
 
     def num_nodes(self, gpus_per_node: int) -> int:
-        """Its number of nodes. If there are several, it uses all devices of each."""
+        """Number of nodes. An engine on several nodes uses all devices of each."""
         return max(1, self.num_gpus // gpus_per_node)
 
 
@@ -113,18 +113,19 @@ class ModelSpec:
 
     @property
     def has_pd(self) -> bool:
-        """Prefill and decode on different engines: the router must know."""
+        """Whether prefill and decode run on different engines. The router needs a flag for this."""
         return any(group.worker_type in (WorkerType.PREFILL, WorkerType.DECODE) for group in self.groups)
 
     @property
     def num_answering(self) -> int:
-        """Engines that answer requests. Prefill engines pass their requests on."""
+        """Number of engines that answer requests."""
+        # Prefill engines pass their requests on to decode engines.
         return sum(group.num_engines for group in self.groups if group.worker_type is not WorkerType.PREFILL)
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The first model is the one that requests without a model name go to."""
+    """All models of a run. Requests without a model name go to the first one."""
 
     models: tuple[ModelSpec, ...]
     warnings: tuple[str, ...] = ()
@@ -134,13 +135,14 @@ class Topology:
         return sum(group.num_gpus for model in self.models for group in model.groups)
 
     def places(self, hf_checkpoint: str) -> dict[str, list[EnginePlace]]:
-        """Model name -> its engines. Devices are given out in the order of the file, to placeholders too."""
+        """Model name -> its engines. Devices are assigned in the order of the file, also to placeholders."""
         found: dict[str, list[EnginePlace]] = {}
         rank = slot = 0
         for model in self.models:
             engines = found[model.name] = []
             path = {} if model.model_path == hf_checkpoint else {"model_path": model.model_path}
             for group in model.groups:
+                # ranks count real engines only, slots also the devices of placeholders
                 width = group.num_gpus_per_engine
                 for first in range(slot, slot + group.num_engines * width, width):
                     engines.append(EnginePlace(rank, group.worker_type, first, width, path | dict(group.overrides)))
@@ -156,7 +158,7 @@ def num_stages(pp_size: int, overrides: Mapping[str, Any]) -> int:
 
 
 def topology_of(args: Namespace) -> Topology:
-    """The servers that the command line asks for. Raises ConfigError with every problem of the file."""
+    """The servers of the command line. Raises ConfigError with every problem of the file."""
     width = args.rollout_num_gpus_per_engine
     if args.sglang_config is not None:
         return read_topology(args.sglang_config, hf_checkpoint=args.hf_checkpoint, num_gpus_per_engine=width)
@@ -175,7 +177,7 @@ def read_topology(path: str, *, hf_checkpoint: str, num_gpus_per_engine: int) ->
 
     Args:
         hf_checkpoint: the model of entries without ``model_path``, which receive trained weights.
-        num_gpus_per_engine: the width of engines that the file says nothing about.
+        num_gpus_per_engine: the width of engines without a width in the file.
 
     Raises:
         ConfigError: with every problem, each naming file, model, group and key.
@@ -336,11 +338,11 @@ def override_argv(overrides: Mapping[str, Any]) -> list[str]:
             case bool() if option.kind in ("switch", "boolean"):
                 words += [flag] if value else ["--no-" + flag[2:]] if option.kind == "boolean" else []
                 continue
-            case list() | tuple() if option.type != "json":
+            case list() | tuple() if option.type != "json":  # several words, not one JSON list
                 texts = [str(item) for item in value]
             case _:
                 texts = [_text(value, option.type)]
-        option.value_of(texts)
+        option.value_of(texts)  # raises ValueError, so a bad value fails before an engine starts
         words += [flag, *texts] if len(texts) != 1 or not texts[0].startswith("-") else [f"{flag}={texts[0]}"]
     return words
 

@@ -1,4 +1,4 @@
-"""SGLang on a CPU as a platform plugin, through SGLang's own plugin mechanism: nothing in SGLang is edited.
+"""SGLang on a CPU as a platform plugin of SGLang's plugin mechanism, without changes in SGLang.
 
 SGLang finds :func:`activate` by entry point (group ``sglang.srt.platforms``) in each of its processes.
 """
@@ -9,7 +9,7 @@ from slime.utils import accelerator
 
 
 def activate() -> str | None:
-    """The platform class, or None with a GPU: then SGLang's platform applies."""
+    """Path of the platform class. None with a GPU: then SGLang uses its standard platform."""
     if not accelerator.current().is_cpu:
         return None
     return "slime.backends.sglang_utils.cpu_platform.platform.SlimeCpuPlatform"

@@ -1,8 +1,8 @@
 """Attention over SGLang's paged key-value pool in plain PyTorch, a whole batch at a time.
 
 SGLang's ``torch_native`` backend loops over sequences in every layer. Here, indices and mask are made once per forward
-pass and each layer is one padded ``scaled_dot_product_attention``: two to three times the throughput on a CPU. Sliding
-windows, cross attention and very long prefills go the stock way.
+pass, and each layer is one padded ``scaled_dot_product_attention``: two to three times the throughput on a CPU. Sliding
+windows, cross attention and very long prefills use SGLang's implementation.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch.nn.functional import scaled_dot_product_attention
 
+# Limit of the padded attention scores of one prefill. A larger one is computed sequence by sequence.
 _MAX_SCORES = 1 << 26
-"""Padded attention scores of one prefill; more than that is computed sequence by sequence."""
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """What all layers of one forward pass share: B sequences, keys padded to L, prefill queries padded to Q.
+    """Data that all layers of one forward pass share: B sequences, keys padded to L, prefill queries padded to Q.
 
     Attributes:
-        slots: int64 [B, L], place of each key in the pool.
-        mask: bool, broadcastable to the scores; True for visible keys.
+        slots: int64 [B, L], index of each key in the pool.
+        mask: bool, broadcastable to the scores. True for visible keys.
         is_query: bool [B, Q], real query rows of a prefill, or None when decoding.
     """
 
@@ -67,6 +67,7 @@ class BatchedTorchAttnBackend(TorchNativeAttnBackend):
         if new.numel() * most_queries * longest > _MAX_SCORES:
             return None
         query_positions = torch.arange(most_queries)
+        # Padded query rows see keys as well, so no row is NaN. is_query drops them at the end.
         positions = (prefix[:, None] + query_positions[None, :]).clamp_(max=longest - 1)
         mask = (key_positions[None, None, :] <= positions[:, :, None])[:, None]
         return _Batch(slots, mask, query_positions[None, :] < new[:, None])
@@ -92,7 +93,8 @@ class BatchedTorchAttnBackend(TorchNativeAttnBackend):
         batch = self._batch
         assert batch is not None
         heads, groups = layer.tp_q_head_num, layer.tp_k_head_num
-        query = q.reshape(batch.slots.shape[0], groups, heads // groups, layer.qk_head_dim)  # a group's heads as rows
+        # query heads of a group are rows of one matrix: no repetition of keys and values
+        query = q.reshape(batch.slots.shape[0], groups, heads // groups, layer.qk_head_dim)
         output = scaled_dot_product_attention(
             query,
             keys[batch.slots].transpose(1, 2).to(query.dtype),

@@ -12,7 +12,7 @@ _NAP_MS = 20
 
 
 def register() -> None:
-    """Install the hooks on a CPU; nothing on a GPU."""
+    """Install the hooks on a CPU. Does nothing on a GPU."""
     if not accelerator.current().is_cpu:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -37,6 +37,6 @@ def _create_memory_saver(original: Callable[..., Any], enable: bool) -> Any:
 
 def _nap(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     if scheduler.idle_sleeper is not None:
-        scheduler.idle_sleeper.poller.poll(_NAP_MS)
+        scheduler.idle_sleeper.poller.poll(_NAP_MS)  # returns at once when a request arrives
     else:
         time.sleep(0.002)

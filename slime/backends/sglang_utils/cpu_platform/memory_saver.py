@@ -1,10 +1,10 @@
-"""Memory of an engine on a CPU that can be given back: what ``torch_memory_saver`` does on a GPU.
+"""Release of memory for engines on a CPU, the counterpart of ``torch_memory_saver`` on a GPU.
 
-Every tensor stays where it is. The pages behind those that were made inside a region go back to the operating system
-when the region is paused and read as zeros afterwards: as on a GPU, what was in them is gone. So an engine that
-released its weights really needs a weight sync before it can serve.
+Tensors keep their addresses. The operating system takes back the pages of tensors that were created inside a region
+when the region is paused. Afterwards they read as zeros: as on a GPU, the content is lost. An engine that released its
+weights needs a weight sync before it can serve.
 
-SGLang 0.5.23 asks for an adapter with ``TorchMemorySaverAdapter.create``. The hook that returns it is in ``hooks``.
+SGLang 0.5.23 creates the adapter with ``TorchMemorySaverAdapter.create``. The hook that replaces it is in ``hooks``.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ class _Block:
 
 
 class CpuMemorySaver(TorchMemorySaverAdapter):
-    """One of several adapters of a process: regions belong to the process, as they do in ``torch_memory_saver``."""
+    """Adapter that releases pages with ``madvise``."""
 
+    # Of the class: SGLang creates several adapters, and regions belong to the process, as in torch_memory_saver.
     _blocks: ClassVar[dict[str, dict[int, _Block]]] = defaultdict(dict)
 
     @property
@@ -54,33 +55,34 @@ class CpuMemorySaver(TorchMemorySaverAdapter):
 
     @contextmanager
     def region(self, tag: str, enable_cpu_backup: bool = False) -> Iterator[None]:
-        """Tensors made in here belong to ``tag``. With a backup nothing is gained: it would be in the same memory."""
-        if enable_cpu_backup:
+        """Context whose tensors belong to ``tag``."""
+        if enable_cpu_backup:  # a backup would take the same memory again: nothing to release
             yield
             return
         found = self._blocks[tag]
         with _Storages(found):
             yield
+        # temporary tensors of the block: their memory may belong to other tensors by now
         for key in [key for key, block in found.items() if block.storage.expired()]:
             del found[key]
 
     def pause(self, tag: str) -> None:
-        """Give the pages of ``tag`` back."""
+        """Release the pages of ``tag``."""
         for block in self._blocks[tag].values():
             if not block.storage.expired():
                 _drop_pages(block.address, block.num_bytes)
 
     def resume(self, tag: str) -> None:
-        """Pages come back when they are touched."""
+        """Do nothing: the kernel maps zero pages at the next access."""
 
 
 def create(original: Callable[..., Any], enable: bool) -> Any:
-    """Replaces ``TorchMemorySaverAdapter.create``."""
+    """Replacement of ``TorchMemorySaverAdapter.create``."""
     return CpuMemorySaver() if enable else original(enable)
 
 
 class _Storages(TorchDispatchMode):
-    """Notes the storage of every tensor that comes out of an operator."""
+    """Collects the storage of every tensor that an operator returns."""
 
     def __init__(self, found: dict[int, _Block]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -100,7 +102,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _drop_pages(address: int, num_bytes: int) -> None:
-    """Whole pages only: the ends of a block may share theirs with something else."""
+    # Whole pages only: the first and the last page of a block may contain other objects.
     first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     last = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if last <= first:

@@ -1,7 +1,7 @@
 """The platform class on top of SGLang's CPU mixin.
 
-Every repair in :meth:`init_backend` documents its fault. All were needed with SGLang 0.5.23. Each can go when a
-CPU without ``sgl_kernel`` is supported by SGLang itself.
+Every repair in :meth:`init_backend` documents its fault. All are needed with SGLang 0.5.23. Delete each one when SGLang
+supports a CPU without ``sgl_kernel``.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ class SlimeCpuPlatform(CpuDeviceMixin, SRTPlatform):
     capabilities = PlatformCapabilities()
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Runs while SGLang resolves its arguments, after its CPU rules have chosen an Intel-only backend."""
+        """Called by SGLang while it resolves its arguments."""
+        # At this point SGLang's CPU rules have already chosen an Intel-only backend.
         if server_args.attention_backend in (None, "intel_amx"):
             server_args.attention_backend = _ATTENTION
         from sglang.srt.arg_groups import choices
 
+        # SGLang refuses deterministic inference with a backend that is not in these lists.
         for names in (
             choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
             choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
@@ -50,7 +52,8 @@ class SlimeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return False
 
     def empty_cache(self) -> None:
-        """Nothing is cached. The mixin collects garbage instead: 40 ms in every weight sync, which frees no tensor."""
+        """Do nothing: no memory is cached."""
+        # The mixin would collect garbage: 40 ms in every weight sync, without a freed tensor.
 
     def get_torch_profiler_activity_str(self) -> str:
         return "CPU"
@@ -59,7 +62,7 @@ class SlimeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return torch.profiler.ProfilerActivity.CPU
 
     def init_backend(self) -> None:
-        """Runs once per process, when SGLang's model runner is imported."""
+        """Called once per process, at the import of SGLang's model runner."""
         # With more, OpenMP's spinning barriers collapse as soon as anything else runs: 69 instead of 3900 tokens/s.
         torch.set_num_threads(1)
         _full_precision()
@@ -73,16 +76,16 @@ class SlimeCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
 
 def _full_precision() -> None:
-    """Keep fp32 products in fp32. SGLang asks for TF32 for some models, such as GLM-4 MoE and MiniMax-M2.
-
-    The request is meant for CUDA. On a CPU with AMX, oneDNN lowers the precision too: results depend on the CPU.
-    """
+    """Keep fp32 products in fp32."""
+    # SGLang requests TF32 for some models, such as GLM-4 MoE and MiniMax-M2. The request is meant for CUDA, but on a
+    # CPU with AMX oneDNN lowers the precision as well, so results would depend on the CPU.
     torch.set_float32_matmul_precision("highest")
     torch.set_float32_matmul_precision = lambda precision: None
 
 
 def _default_device_module() -> None:
-    """``torch.get_device_module()`` is torch.cuda on a CUDA build: releasing memory would synchronize a missing GPU."""
+    """Make ``torch.get_device_module()`` return ``torch.cpu``."""
+    # On a CUDA build it returns torch.cuda, and the release of memory would synchronize a missing GPU.
     original = torch.get_device_module  # a cache wraps it already, so __wrapped__ is not a mark of this patch
     if hasattr(original, "is_patched"):
         return
@@ -96,7 +99,7 @@ def _default_device_module() -> None:
 
 
 def _weight_comparison() -> None:
-    """``/weights_checker`` compares on the GPU."""
+    """Compare in ``/weights_checker`` without a GPU."""
     from sglang.srt.utils import weight_checker_comparator as comparator
 
     def iter_chunks(self: Any) -> Any:
@@ -108,19 +111,20 @@ def _weight_comparison() -> None:
 
 
 def _host_buffers() -> None:
-    """Host buffers are registered with CUDA."""
+    """Allocate host buffers without registering them with CUDA."""
     from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
     ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, **_: torch.empty(dims, dtype=dtype)
 
 
 def _deterministic_sampling() -> None:
-    """``--enable-deterministic-inference``: batch-invariant operators and the seeded sampler's hash are triton."""
+    """Replace the triton kernels of ``--enable-deterministic-inference``."""
     from sglang.kernels.ops.sampling import murmur_hash
     from sglang.srt import batch_invariant_ops
 
-    batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None  # one thread needs none
+    batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None  # not needed with one thread
     murmur_hash.murmur_hash32 = murmur_hash32
+    # modules that are already imported have bound the original name
     sampler: Any = sys.modules.get("sglang.srt.layers.sampler")
     if sampler is not None:
         sampler.murmur_hash32 = murmur_hash32
@@ -138,7 +142,8 @@ def _batched_attention() -> None:
 
 
 def _experts_elsewhere() -> None:
-    """Expert parallelism marks the experts of other ranks with -1, which the native mixture takes for an index."""
+    """Skip experts of other ranks in the native mixture."""
+    # Expert parallelism marks them with -1, which the original function uses as an index.
     from sglang.srt.layers.moe import fused_moe_native
 
     native = fused_moe_native.moe_forward_native
@@ -168,7 +173,7 @@ def _experts_elsewhere() -> None:
 
 
 def _gated_shared_experts() -> None:
-    """The gate of a shared expert (Qwen2-MoE) is applied by a triton kernel."""
+    """Replace the triton kernel of a shared expert's gate (Qwen2-MoE)."""
     from sglang.kernels.ops.elementwise import elementwise
 
     elementwise.fused_gate_sigmoid_mul_add = gate_and_add
@@ -178,13 +183,13 @@ def _gated_shared_experts() -> None:
 
 
 def gate_and_add(hidden: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor, out: torch.Tensor) -> None:
-    """``out += sigmoid(hidden . gate) * shared``, all ``[t, h]`` but ``gate`` ``[h]``."""
+    """``out += sigmoid(hidden . gate) * shared``, in place. All ``[t, h]`` except ``gate`` ``[h]``."""
     out += torch.sigmoid(hidden @ gate).unsqueeze(-1) * shared
 
 
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:
     """MurmurHash3 (32 bit) of (seed low, seed high, position, column) in int64 arithmetic: [B, columns]."""
-    word = 0xFFFFFFFF
+    word = 0xFFFFFFFF  # torch has no unsigned 32-bit arithmetic: int64 with a mask after every step
 
     def mix(state: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         key = (key * 0xCC9E2D51) & word
@@ -199,7 +204,7 @@ def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torc
     state = mix(state, (seed >> 32) & word)
     state = mix(state, positions.to(torch.int64) & word)
     state = mix(state[:, None], (col_indices.to(torch.int64) & word)[None, :])
-    state = state ^ 16
+    state = state ^ 16  # length of the input in bytes
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         state = ((state ^ (state >> shift)) * factor) & word
     return state ^ (state >> 16)

@@ -1,6 +1,6 @@
-"""The models that an engine on a CPU can serve, under the name that SGLang's registry looks for.
+"""The models that an engine on a CPU can serve, under the names of SGLang's registry.
 
-SGLang imports every module of this package. Importing its own whole registry takes seconds.
+SGLang imports every module of this package. The import of SGLang's whole registry would take seconds.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from sglang.srt.models.qwen3_vl import Qwen3VLForConditionalGeneration
 
 
 class MiniMaxM2ForCausalLM(minimax_m2.MiniMaxM2ForCausalLM):
-    """MiniMax-M2 with torch in the place of the triton kernels that norm all heads together.
+    """MiniMax-M2 with torch functions instead of the triton kernels of the norm over all heads."""
 
-    SGLang's registry looks models up by the name of their class, so this class keeps the name.
-    """
+    # SGLang's registry finds models by the name of their class, so this class has the name of its base.
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         minimax_m2.rms_sumsq_serial = sums_of_squares
@@ -30,7 +29,7 @@ class MiniMaxM2ForCausalLM(minimax_m2.MiniMaxM2ForCausalLM):
 
 
 def sums_of_squares(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """``[t, width]`` each -> fp32 ``[t, 2]``, which tensor-parallel ranks add up."""
+    """Sums over ``[t, width]`` each, as fp32 ``[t, 2]``. Tensor-parallel ranks add them up."""
     return torch.stack([rows.float().square().sum(-1) for rows in (query, key)], dim=-1)
 
 
@@ -46,6 +45,7 @@ def normalize(
     """Queries and keys, divided by the root of the mean square over the heads of all ranks."""
     normed = []
     for index, (rows, weight) in enumerate(((query, query_weight), (key, key_weight))):
+        # the weight has the width of this rank, the sums are over all ranks
         mean = sums[:, index : index + 1] / (weight.numel() * num_ranks)
         normed.append((rows.float() * torch.rsqrt(mean + epsilon) * weight.float()).to(rows.dtype))
     return normed[0], normed[1]
