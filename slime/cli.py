@@ -22,12 +22,13 @@ from pathlib import Path, PurePath
 
 DEVICE_MEMORY_GIB = 80.0
 _MOST_GIB = 1e6
+# Driver -> whether it is asynchronous.
 _DRIVERS = {"train.py": False, "train_async.py": True}
 _HELP = (__doc__ or "").split("\n\n", 1)[1]
 
 
 class UsageError(Exception):
-    """The words after ``slime`` are not a command; the text is the reason."""
+    """The words after ``slime`` are not a command. The text is the reason."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,10 @@ class TrainCommand:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``slime <command>``; returns the exit status."""
+    """Run ``slime <command>``. Returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     command = words.pop(0) if words else "help"
+    # Local imports in the branches: each command must start without the modules of the others.
     try:
         match command:
             case "plan":
@@ -79,7 +81,7 @@ def plan(words: Sequence[str]) -> int:
     """``slime plan``, and ``train.py --plan``.
 
     Returns:
-        0 when the command would start, 2 when it would not; the plan is printed in both cases.
+        0 if the command would start, else 2. The plan is printed in both cases.
     """
     from slime.config.plan.build import build
 
@@ -114,7 +116,7 @@ def plan(words: Sequence[str]) -> int:
 
 
 def _doctor(words: Sequence[str]) -> int:
-    """``slime doctor``: 1 when a check fails."""
+    """``slime doctor``. Returns 1 if a check fails."""
     if words[:1] == ["ledger"]:
         return _doctor_ledger(words[1:])
     from slime.doctor import Situation
@@ -151,8 +153,10 @@ def read_command(words: Sequence[str]) -> TrainCommand:
     """
     for index, word in enumerate(words):
         name = PurePath(word).name
+        # only the name counts: the path, the interpreter and a launcher such as "ray job submit" come before it
         if name in _DRIVERS and not word.startswith("-"):
             return TrainCommand(list(words[index + 1 :]), _DRIVERS[name])
+    # No driver: the words must be the flags alone. A leading "--" only separates them from the options of slime.
     flags = list(words[1:] if words and words[0] == "--" else words)
     if flags and not flags[0].startswith("-"):
         raise UsageError(f"{flags[0]!r} is neither a flag nor a command with train.py or train_async.py in it.")
@@ -178,6 +182,7 @@ def _resolve(command: TrainCommand) -> _Resolved:
     from slime.config.groups import ignored_flags
     from slime.ray import arguments
 
+    # without hooks: a plan must not import the user's code or ask external engines
     args, problems = arguments.parse_only(command.argv, is_async=command.is_async, loads_hooks=False)
     if args is None:
         return _Resolved(None, problems, [], [])
@@ -185,8 +190,8 @@ def _resolve(command: TrainCommand) -> _Resolved:
 
 
 def _refuse(problems: Sequence[str], as_json: bool) -> int:
-    """The command line cannot be read at all: there is nothing to plan."""
-    if as_json:
+    """Report a command line that cannot be read, so that no plan exists."""
+    if as_json:  # the keys of a plan: programs read both from the same pipe
         print(json.dumps({"schema": 1, "is_startable": False, "problems": list(problems)}, indent=2))
     else:
         for problem in problems:
@@ -211,7 +216,7 @@ def _take_number(words: Sequence[str], flag: str, default: float) -> tuple[list[
     try:
         number = float(value)
     except ValueError:
-        number = 0.0
+        number = 0.0  # reported below, like NaN and values out of range
     if not 0 < number < _MOST_GIB:
         raise UsageError(f"{flag} {value}: give the memory of one device in GiB, such as {default:g}.")
     return rest, number

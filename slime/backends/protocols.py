@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 if TYPE_CHECKING:
     import torch
 
+# (Hugging Face parameter name, full unsharded tensor)
 NamedTensor: TypeAlias = "tuple[str, torch.Tensor]"
-"""(Hugging Face parameter name, full unsharded tensor)."""
 
+# The parts of a trainer's device memory between steps. Activations are not a part: they exist only within a step.
 TrainerPart: TypeAlias = Literal["weights", "gradients", "optimizer"]
 TRAINER_PARTS: tuple[TrainerPart, ...] = ("weights", "gradients", "optimizer")
-"""The parts of a trainer's device memory between steps."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,12 @@ class EngineInfo:
     Attributes:
         url: base URL of its HTTP server.
         num_gpus: device slots (tensor-parallel ranks) that join a weight-update group.
-        first_slot: its first device among all of the run, the trainer's first: with ``--colocate`` slot s is that of
-            trainer rank s. None for an external engine.
+        first_slot: its first device among all devices of the run, the trainer's first. None for an external engine.
     """
 
     url: str
     num_gpus: int
-    first_slot: int | None = None
+    first_slot: int | None = None  # with --colocate slot s is also the slot of trainer rank s
 
 
 @dataclass(frozen=True)
@@ -63,11 +62,12 @@ class WeightExporter(Protocol):
     def export_weights(self, bucket_bytes: int = 512 * 1024**2) -> Iterator[NamedTensor]:
         """All weights under their Hugging Face names, full and unpadded.
 
-        A collective: every rank must exhaust it. Tensors are meaningful where ``is_weight_source`` only.
+        Tensors are meaningful only on the rank with ``is_weight_source``.
 
         Args:
-            bucket_bytes: how much is gathered at a time, where weights are divided among ranks.
+            bucket_bytes: bytes that are gathered at a time, if the weights are divided among ranks.
         """
+        # A collective: a rank that does not exhaust the iterator blocks all others.
 
     def save_hf(self, path: str) -> None:
         """Write the model as a Hugging Face checkpoint directory."""
@@ -95,7 +95,7 @@ class Trainer(WeightExporter, Protocol):
     def save(self, rollout_id: int) -> None:
         """Write a checkpoint whose iteration is ``rollout_id``.
 
-        It is complete when this returns on all ranks, unless ``--async-save`` goes on with it in the background.
+        It is complete when this returns on all ranks, unless ``--async-save`` writes it in the background.
         """
 
     def finish_saves(self) -> None:
