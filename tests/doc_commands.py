@@ -59,8 +59,8 @@ _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _COMMENT = re.compile(r"\s+#\s.*$")
 
 Executed: TypeAlias = Literal["here", "up to training", "by a run", "marked"]
-"""Who executes a command: the tests of the documentation; they as well, with what starts training replaced by its
-checks; a test of whole runs, see :data:`RUNS`; nobody, because it needs what the page says."""
+"""The test that executes a command: those of the documentation, the same with checks in place of the start of training,
+a test of whole runs (:data:`RUNS`), or none, because the command needs the requirement on the page."""
 
 RUNS: dict[tuple[str, str], str] = {
     ("README.md", "make test"): ".ci/run",

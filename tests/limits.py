@@ -21,7 +21,7 @@ _REFERENCE_S = 0.02
 
 
 class Limit:
-    """How long a wait may take, in seconds of a machine that does nothing else."""
+    """The limit of a wait, in seconds of a machine that does nothing else."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds

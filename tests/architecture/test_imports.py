@@ -1,4 +1,4 @@
-"""Who may import whom, and what must not be imported just to read flags. Lazy imports count."""
+"""Allowed imports between rooms, and modules that reading flags must not import. Lazy imports count."""
 
 from __future__ import annotations
 

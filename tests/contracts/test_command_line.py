@@ -82,7 +82,7 @@ WARNED: dict[str, set[str]] = {
     "E3-interval": _COMMON | {"--n-samples-per-prompt"},
     "E5": _COMMON | {"--n-samples-per-prompt"},
 }
-"""Command -> the flags whose values it leaves to us, each with a warning; the others leave out at most _LEFT_OUT."""
+"""Command -> the flags that it omits, each with a warning. The other commands omit at most _LEFT_OUT."""
 
 FILES = {
     "custom_generate.py": "async def custom_generate(args, samples, evaluation=False): return samples\n",

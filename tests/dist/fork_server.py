@@ -32,10 +32,10 @@ _IMPORTED = (
     "torch.onnx",
     "tests.unit.megatron_utils.tiny_trainer",
 )
-"""What every rank would import again otherwise: more than half of the time of a small case."""
+"""Imports of every rank. Importing them again would take more than half of the time of a small case."""
 
 _GRACE_S = 3.0
-"""How long the other ranks may go on after one has failed: enough to report what they saw."""
+"""Seconds that the other ranks get after a failure: enough to report their own errors."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What two pipeline stages do in the tests of their exchange."""
+"""Functions that two pipeline stages run in the tests of their exchange."""
 
 from __future__ import annotations
 

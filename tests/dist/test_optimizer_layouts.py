@@ -1,4 +1,4 @@
-"""Where optimizer states are changes no number: instances of the sharded optimizer, and Muon's matrices."""
+"""The place of optimizer states changes no number: instances of the sharded optimizer, and Muon's matrices."""
 
 from __future__ import annotations
 

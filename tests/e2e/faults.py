@@ -31,7 +31,7 @@ PROCESSES = {
     "router": "sglang_utils.router",
     "driver": "train.py",
 }
-"""What to break -> part of its command line."""
+"""Kind of process -> part of its command line."""
 
 PHASES = ("generate", "reward", "convert", "train", "sync", "save", "eval")
 
@@ -56,7 +56,7 @@ class Broken:
         return self.log.read_text()
 
     def wait(self, ready: Callable[[], Any]) -> Any:
-        """What ``ready`` returns, once it is true. The run must live until then."""
+        """Wait until ``ready`` returns a true value, and return it. The run must live until then."""
         while not (found := ready()):
             assert self.process.poll() is None, self.text()[-6000:]
             assert not self.limit.is_over, self.text()[-6000:]

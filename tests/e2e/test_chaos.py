@@ -81,7 +81,7 @@ def end_driver(run: Broken, how: signal.Signals, rollout_id: int) -> dict[str, A
 
 
 def ended(run: Broken) -> dict[str, Any]:
-    """How the run ended, and which of its processes have not."""
+    """The end of the run, and its remaining processes."""
     since = Limit(ORDERLY_S)
     status = exit_status(run.process, run.log)
     survivors = Finished(status, "", run.mark).survivors(within_s=ORDERLY_S)

@@ -11,7 +11,7 @@ import torch
 from tests.e2e.running import Finished, exit_status, kill_marked, metrics, start_train, values
 
 USED = {"search-r1": "<information>", "retool": "<interpreter>"}
-"""Example -> what stands in a response that made use of the example's tool."""
+"""Example -> text in a response that used the example's tool."""
 
 
 @pytest.mark.slow

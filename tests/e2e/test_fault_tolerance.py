@@ -38,7 +38,7 @@ def flags_for(
 
 
 def samples_of(run: Running, finished: Finished, num_rollout: int = ROLLOUTS) -> list[list[dict[str, Any]]]:
-    """What each rollout was made of: every prompt in order and once, every sample whole."""
+    """The samples of each rollout: every prompt in order and once, every sample whole."""
     import torch
 
     assert finished.status == 0, finished.output[-6000:]
@@ -53,7 +53,7 @@ def samples_of(run: Running, finished: Finished, num_rollout: int = ROLLOUTS) ->
 
 
 def versions_of(dumps: list[list[dict[str, Any]]]) -> list[set[int]]:
-    """Of the weights that each rollout was made by."""
+    """Versions of the weights that made each rollout."""
     return [{int(version) for sample in dump for version in sample["weight_versions"]} for dump in dumps]
 
 

@@ -111,7 +111,7 @@ def test_broadcasts_arrive_bit_for_bit(engine, tiny_task, monkeypatch, small_byt
 
 
 def shared_files() -> list[str]:
-    """Of this process, which sends."""
+    """Files in shared memory of this process, which sends."""
     return sorted(path.name for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
 
 

@@ -95,7 +95,7 @@ def scheduler_of(engine: str) -> psutil.Process:
 
 
 def scheduler_on_second_node(engine: str) -> psutil.Process:
-    """Of the only engine of a run on two nodes, which are simulated on this host."""
+    """The scheduler of a run's only engine on the second of two nodes, which are simulated on this host."""
     servers = server_of(engine).parent().children()  # of the preloading process
     schedulers = (child for server in servers for child in server.children())
     return next(child for child in schedulers if child.name() == "sglang::scheduler_TP1")

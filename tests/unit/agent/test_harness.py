@@ -1,4 +1,4 @@
-"""What harnesses put into a sandbox, and the commands that they start."""
+"""The files that harnesses put into a sandbox, and the commands that they start."""
 
 from __future__ import annotations
 

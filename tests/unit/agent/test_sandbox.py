@@ -146,7 +146,7 @@ class CommandExit(Exception):
 
 
 class Remote:
-    """What ``e2b.AsyncSandbox`` offers, with errors that come first."""
+    """A fake of ``e2b.AsyncSandbox`` with errors that come first."""
 
     sandbox_id = "remote"
 

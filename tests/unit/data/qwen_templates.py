@@ -61,7 +61,7 @@ QWEN3 = (
     + "{%- endfor %}"
     + _PROMPT
 )
-"""No system text of its own; thoughts of turns before the last user message are left out."""
+"""No system text by default. Thoughts of turns before the last user message are left out."""
 
 
 def make_tokenizer(template: str) -> Any:

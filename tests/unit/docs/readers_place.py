@@ -34,7 +34,7 @@ __all__ = ["A_RUN", "add_missing_flags", "in_place", "prepare"]
 
 A_RUN = "--hf-checkpoint MODEL --prompt-data prompts.jsonl --rm-type math --rollout-num-gpus 2 --num-rollout 3 "
 A_RUN += "--actor-num-gpus-per-node 2 --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 64"
-"""What ``...`` stands for in a train command."""
+"""The flags that replace ``...`` in a train command."""
 LINKED = ("benchmarks", "docs", "examples", "slime", "slime_plugins", "tests", "tools")
 LINKED += ("Makefile", "pyproject.toml", "train.py", "train_async.py")
 MESSAGES = [{"role": "user", "content": "1+1="}]

@@ -23,7 +23,7 @@ from tests.doc_commands import (
 )
 
 FOR_A_CPU = re.compile(r" --(help|plan|dry-run)\b|^slime (plan|doctor|board|replay) |-m slime\.testing|run_tiny\.py")
-"""What no page may say that it needs more for; inside of a container or a cluster it is part of the way there."""
+"""Commands that need nothing but a CPU: no page may name a further requirement, except a container or a cluster."""
 PROGRAMS = re.compile(
     r"^(\$ |(\w+=\S+ )*(python3?|slime|make|bash|source|export|ray|docker|pip|git|hf|curl|torchrun) \S)"
 )

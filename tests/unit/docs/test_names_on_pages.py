@@ -40,7 +40,7 @@ def test_a_variable_that_is_read_is_on_the_page(name: str) -> None:
 
 
 def exists(path: str) -> bool:
-    """Is there such a module, or such a name inside one?"""
+    """Whether such a module exists, or such a name inside one."""
     owner, _, name = path.rpartition(".")
     try:
         importlib.import_module(path)

@@ -38,7 +38,7 @@ OF_OTHERS = (
     "DATA_DIR",
     "HF_CHECKPOINT",
 )
-"""Environment variables of whoever runs the tests."""
+"""Environment variables of the user who runs the tests."""
 
 
 def blocks_to_run() -> Iterator[tuple[str, list[str]]]:

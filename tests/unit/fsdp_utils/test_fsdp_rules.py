@@ -1,4 +1,4 @@
-"""What ``--train-backend fsdp`` takes, refuses, and ignores with a word."""
+"""Flags that ``--train-backend fsdp`` accepts, refuses, and ignores with a warning."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 
 ROWS = 4
-"""Rows that belong to one expert in the grouped products; 128 on a GPU."""
+"""Rows that belong to one expert in the grouped products (128 on a GPU)."""
 
 _Scaled = tuple[torch.Tensor, torch.Tensor]
 

@@ -1,4 +1,4 @@
-"""What ``config.json`` of released models says about shape, positions and routing, as published with the weights."""
+"""Shape, positions and routing in ``config.json`` of released models, as published with the weights."""
 
 from __future__ import annotations
 

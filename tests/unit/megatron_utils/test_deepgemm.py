@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("trainer_rank")
 
 
 def _rounded(tensor: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """What stays of a tensor in 8 bits, block by block."""
+    """A tensor rounded to 8 bits, block by block."""
     result = torch.empty_like(tensor)
     for row in range(0, tensor.shape[0], block[0]):
         for column in range(0, tensor.shape[1], block[1]):

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("trainer_rank")
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """As trained, and in INT4."""
+    """One checkpoint in bf16, as trained, and in INT4."""
     root = tmp_path_factory.mktemp("int4")
     make_family_checkpoint("qwen3_moe", root / "original", torch.bfloat16)
     options = Namespace(model_dir=str(root / "original"), save_dir=str(root / "int4"), ignore_rules=_IGNORED)

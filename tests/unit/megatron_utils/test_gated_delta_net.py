@@ -15,7 +15,7 @@ from slime.utils.errors import ConfigError
 
 @pytest.fixture(autouse=True)
 def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ``select_delta_rule`` sees of an accelerator."""
+    """The part of an accelerator that ``select_delta_rule`` reads."""
     from slime.backends.megatron_utils.model import gated_delta_net
 
     monkeypatch.setattr(gated_delta_net.accelerator, "current", lambda: SimpleNamespace(is_cpu=False))

@@ -98,7 +98,7 @@ def _sequences(*lengths: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["glm_moe_dsa", "minimax_m2"])
 def test_gradients_of_a_model_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
-    """Of all but the experts, which ``transformers`` stacks. The indexer has none on either side."""
+    """Gradients of all but the experts, which ``transformers`` stacks. The indexer has none on either side."""
     from slime.backends.megatron_utils.checkpoint.hf_weights import export_weights
     from slime.backends.megatron_utils.model.attention import packed_segments
     from tests.unit.megatron_utils.family_models import shape_of

@@ -383,7 +383,7 @@ def test_zeroed_moments_make_every_rollout_take_adams_first_step(checkpoint: Any
     batch = make_batch(seed=9)
 
     def second_step(**overrides: Any) -> float:
-        """How far the second rollout, whose rewards are the first's turned round, moves most of a matrix: in rates."""
+        """Median move of a matrix in the second rollout, whose rewards are the first's negated, in learning rates."""
         trainer = _trainer(path, lr=1e-4, weight_decay=0.0, clip_grad=0.0, **overrides)
         trainer.train(0, batch)
         before = dict(trainer.export_weights())["model.layers.0.mlp.down_proj.weight"].clone()

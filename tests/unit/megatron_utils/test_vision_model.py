@@ -25,7 +25,7 @@ from tests.verification import verify
 
 KEYS = {"image": "images"}
 GRIDS = [[[1, 4, 4]], [], [[1, 4, 6], [1, 2, 2]], [[1, 6, 4]], [], [[1, 2, 8]]]
-"""Of six samples: one image, none, two."""
+"""Grids of six samples: one image, none, two, and so on."""
 VIDEOS = {1: [2, 4, 4], 3: [3, 2, 4]}
 
 

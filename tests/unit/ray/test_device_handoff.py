@@ -1,4 +1,4 @@
-"""Whose turn it is on shared devices: the loop's order of verbs, told by fakes that record them."""
+"""The handoff of shared devices: the loop's order of verbs, recorded by fakes."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class FakeManager(Recorder):
 def story_of(
     monkeypatch, tmp_path, fails_at: str = "", *, num_rollout: int = 1, critic: bool = False, **more: Any
 ) -> list[str]:
-    """What ``train.py`` does with a colocated run of these settings, from the first sync to the end."""
+    """The verbs of ``train.py`` in a colocated run of these settings, from the first sync to the end."""
     story: list[str] = []
     settings: dict[str, Any] = {
         "eval_interval": None,

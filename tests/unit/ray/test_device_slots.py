@@ -1,4 +1,4 @@
-"""Which slots trainer and engines get."""
+"""The slots of trainer and engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What --ci-test expects of the numbers of a run, and the norms that two runs compare."""
+"""The numbers that --ci-test expects of a run, and the norms that two runs compare."""
 
 from __future__ import annotations
 

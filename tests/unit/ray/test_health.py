@@ -1,4 +1,4 @@
-"""Who counts as a dead engine, and when: told from what looks at it find, second by second."""
+"""Which engine counts as dead, and when, derived from the results of the checks, second by second."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from slime.utils.errors import EngineError
 
 
 class StandIn:
-    """Of ``ForkServer``: a process that imports nothing."""
+    """A fake of ``ForkServer``: a process that imports nothing."""
 
     def __init__(self, log_path: Path, env: Mapping[str, str]) -> None:
         self.socket_path, self.env = str(log_path.with_name("socket of it")), env

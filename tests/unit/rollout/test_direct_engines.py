@@ -172,7 +172,7 @@ def test_engines_that_only_prefill_or_decode_are_refused(cluster: Any) -> None:
 def test_tokens_of_a_request_aborted_in_the_queue_are_dropped_as_they_come_without_their_sets(
     cluster: Any, tiny_task: Any, function: Any
 ) -> None:
-    """As SGLang 0.5.23 answers for a request that it had put back into its queue."""
+    """The fake answers like SGLang 0.5.23 for a request that it had put back into its queue."""
 
     def aborted(request: dict[str, Any], count: int) -> Reply:
         assert request["return_sampling_mask"]

@@ -36,7 +36,7 @@ from slime.rollout.rm_hub.libraries import grade_math_verify
 from slime.utils.errors import DataError, ScoringError
 
 BOMB = r"\boxed{9^{9^{9^9}}}"
-"""math-verify computes it; ``--rm-type math`` refuses it."""
+"""math-verify computes it, but ``--rm-type math`` refuses it."""
 ALGEBRA = r"\boxed{2\sqrt{3}}", r"\sqrt{12}"
 
 

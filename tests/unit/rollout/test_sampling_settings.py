@@ -1,4 +1,4 @@
-"""What requests ask of the engine follows from the flags, of training and of evaluation."""
+"""Sampling settings of requests follow from the flags, of training and of evaluation."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def test_presets_can_be_sourced_from_any_directory(tmp_path: Path) -> None:
 
 
 def test_arrays_may_be_expanded_without_quotes() -> None:
-    """As older launch scripts do: no word has a space, and no layer pattern names a file."""
+    """Older launch scripts expand them so: no word has a space, and no layer pattern names a file."""
     for name in ("deepseek-v3", "qwen3-30B-A3B", "glm4-9B"):
         show = 'printf "%s\n" ${MODEL_ARGS[@]} ${CKPT_ARGS[@]}'
         words = source(f"source scripts/models/{name}.sh; {show}", env={"HF_CHECKPOINT": "/m"}).split()

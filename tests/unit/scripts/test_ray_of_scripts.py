@@ -1,4 +1,4 @@
-"""Whom a launch script starts and stops: a Ray that runs is used and left alone, its own goes, children and all."""
+"""A launch script stops the Ray that it started, with all child processes. A Ray that runs already is used and kept."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class World:
         return process.returncode, output
 
     def calls(self, verb: str) -> list[str]:
-        """What ray was asked to do: ``calls("job submit")``."""
+        """Recorded calls of ray: ``calls("job submit")``."""
         return [line for line in self.log.read_text().splitlines() if line.startswith(f"ray {verb}")]
 
     def pids(self) -> list[int]:

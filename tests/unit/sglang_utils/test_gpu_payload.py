@@ -14,7 +14,7 @@ from slime.weight_sync.chunks import WeightChunk
 
 
 def played_handle(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
-    """What torch's ``reduce_tensor`` returns for memory of device 1."""
+    """The result of torch's ``reduce_tensor`` for memory of device 1."""
     handle = (b"memory", tensor.nbytes, 0, False, b"counter", 0, b"event", True)
     like = (torch.Tensor, tensor.size(), tensor.stride(), 0, torch.storage.TypedStorage, tensor.dtype)
     return reductions.rebuild_cuda_tensor, (*like, 1, *handle)

@@ -21,7 +21,7 @@ ASKED_FOR = {
     "torch_musa": "noticed only",
     "wandb": "an extra",
 }
-"""Packages that a run needs only where it is told so, or that are missed politely."""
+"""Packages that a run needs only for certain flags, or whose absence it handles."""
 
 
 def _normal(name: str) -> str:

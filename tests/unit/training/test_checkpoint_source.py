@@ -1,4 +1,4 @@
-"""Which checkpoint a run starts from. Only files and names are looked at."""
+"""The checkpoint that a run starts from. Only files and names are read."""
 
 from __future__ import annotations
 

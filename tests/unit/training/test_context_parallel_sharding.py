@@ -1,4 +1,4 @@
-"""Which tokens a context-parallel rank holds, against a plain loop over segments and chunks."""
+"""The tokens of a context-parallel rank, against a plain loop over segments and chunks."""
 
 from __future__ import annotations
 

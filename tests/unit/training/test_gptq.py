@@ -37,7 +37,7 @@ def statistics(x: torch.Tensor) -> torch.Tensor:
 
 
 def one_by_one(w: torch.Tensor, products: torch.Tensor, group: int, dampening: float) -> torch.Tensor:
-    """Optimal brain quantisation in the order of the columns, with the inverse Hessian shrunk after each of them."""
+    """Optimal brain quantization in the order of the columns, with the inverse Hessian shrunk after each of them."""
     left, columns = w.double().clone(), w.shape[1]
     hessian = products.double()
     hessian = hessian + dampening * hessian.diagonal().mean() * torch.eye(columns).double()

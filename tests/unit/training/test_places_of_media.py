@@ -1,4 +1,4 @@
-"""Where images lie among the tokens of packed samples, and the positions of everything around them."""
+"""The places of images among the tokens of packed samples, and the positions of the tokens around them."""
 
 from __future__ import annotations
 

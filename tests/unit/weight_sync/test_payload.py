@@ -27,7 +27,7 @@ ALLOWED = {
     "torch bfloat16",
     "types SimpleNamespace",
 }
-"""Of SGLang's list; it refuses everything else."""
+"""Names from SGLang's list, which refuses all others."""
 
 
 def _chunk(count: int = 50) -> WeightChunk:

@@ -1,4 +1,4 @@
-"""Weights as quantised engines hold them, against definitions, a library's own format and the trainer's reader."""
+"""Weights as quantized engines hold them, against definitions, a library's format and the trainer's reader."""
 
 from __future__ import annotations
 
