@@ -154,7 +154,7 @@ class _Matrix:
 def quantise_model(
     model: Any, texts: list[list[int]], names: set[str], options: argparse.Namespace
 ) -> dict[str, list[torch.Tensor]]:
-    """Packed words, scales and shape of every quantised weight, by the checkpoint's names."""
+    """Packed words, scales and shape of every quantized weight, by the checkpoint's names."""
     import torch
 
     from slime.utils.accelerator import current
@@ -191,7 +191,7 @@ def quantise_model(
 def _first_inputs(
     model: Any, layers: Any, texts: list[list[int]]
 ) -> tuple[list[torch.Tensor], list[list[dict[str, Any]]]]:
-    """What reaches the first layer, per text, and the other arguments of every layer, per layer and text."""
+    """The inputs of the first layer, per text, and the other arguments of every layer, per layer and text."""
     import torch
 
     hidden: list[torch.Tensor] = []
@@ -319,7 +319,7 @@ def _of_experts(experts: list[tuple[_Matrix, _Matrix, _Matrix]]) -> Callable[...
 
 
 def _quantise_matrix(matrix: _Matrix, done: dict[str, list[torch.Tensor]], options: argparse.Namespace) -> float:
-    """Quantise it in the model too. Returns its squared error as a share of what rounding to nearest would make."""
+    """Quantize the matrix, also in the model. Returns its squared error divided by that of rounding to nearest."""
     import torch
 
     from slime.backends.training.gptq import quantise, squared_error

@@ -109,7 +109,7 @@ def _quantised(reader: TensorReader, quantised: set[str], group_size: int) -> It
 
 
 def quantization_config(group_size: int, ignored: Sequence[str]) -> dict[str, Any]:
-    """Of config.json. ``ignored``: names of modules, or patterns that begin with ``re:``."""
+    """The entry of config.json. ``ignored``: names of modules, or patterns that begin with ``re:``."""
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group_size}
     return {
         "quant_method": "compressed-tensors",

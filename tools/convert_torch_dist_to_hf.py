@@ -21,7 +21,7 @@ from slime.utils.errors import ConfigError
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What both tools of this name take besides Megatron's flags."""
+    """Add the options that both tools of this name have besides Megatron's flags."""
     parser.add_argument("--input-dir", required=True, help="An iter_... directory, or one with a tracker file.")
     parser.add_argument("--output-dir", required=True, help="Directory to write.")
     parser.add_argument("--origin-hf-dir", dest="hf_checkpoint", required=True, help="Directory it was trained from.")

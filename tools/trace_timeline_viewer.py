@@ -78,7 +78,7 @@ _HARMLESS = {
     "torch": ("Size", "bfloat16", "bool", "device", "float16", "float32", "float64", "int32", "int64", "int8", "uint8"),
     "torch._utils": ("_rebuild_parameter", "_rebuild_tensor_v2"),
 }
-"""Module -> names that do nothing but hold what they are given. A pickle can name any function, and have it called."""
+"""Module -> names that only hold data. A pickle can name any function, and have it called."""
 
 
 class _Placeholder:
