@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def watch() -> tuple[Stopwatch, Stopwatch]:
-    """Of the checksums while saving, and while loading."""
+    """Stopwatches of the checksums while saving, and while loading."""
     from slime.backends.megatron_utils.checkpoint import writer
 
     saving, loading = Stopwatch(), Stopwatch()

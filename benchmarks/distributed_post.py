@@ -1,4 +1,4 @@
-"""What ``--use-distributed-post`` takes off the rollout manager: its processor time per request, and the requests per
+"""The effect of ``--use-distributed-post`` on the rollout manager: its processor time per request, and the requests per
 second, with replies as long as those of a reasoning model.
 
     python benchmarks/distributed_post.py
