@@ -31,7 +31,7 @@ PARTS = ("task", "warm_start", "grpo", "samples", "hf")
 
 @dataclass(frozen=True)
 class Size:
-    """How many processes the machine carries, and how long to train."""
+    """Numbers of processes for the machine, and the length of the training."""
 
     num_engines: int
     num_train_ranks: int

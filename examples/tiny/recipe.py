@@ -48,7 +48,7 @@ GRPO = (
     *SMALL_BATCHES,
     *ONE_ENGINE,
 )
-"""What the learning runs have in common; :func:`learn` adds model, data and places, the example its functions."""
+"""Common flags of the learning runs. :func:`learn` adds model, data and paths, the example its functions."""
 
 
 def options(doc: str | None, name: str, **choices: tuple[str, ...]) -> argparse.Namespace:

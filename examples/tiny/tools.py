@@ -13,7 +13,7 @@ __all__ = ["END", "NAMES", "call", "conversation", "make_tool_model"]
 
 END = "<|im_end|>"
 NAMES = ("amber", "basil", "cedar", "dahlia", "fennel", "hazel", "iris", "kelp", "laurel", "mint", "olive", "rose")
-"""Names for data of the examples; one token each."""
+"""Names for data of the examples, one token each."""
 _TAGS = ("<tool_call>", "<function=", "<parameter=", ">", "</parameter>", "</function>", "</tool_call>", "tool")
 _TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] }}"
