@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 
 __all__ = ["SingletonMeta", "chunk_named_params_by_size", "exec_command", "group_by", "should_run_periodic_action"]
 
-# Imported on first use: these modules import Ray, torch or tokenizers.
+# Imported on first use: some of these modules import heavy libraries such as Ray.
 _MOVED = {
     "Box": "slime.ray.shards",
     "decode_int32_meta_array": "slime.data.engine_meta",

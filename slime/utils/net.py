@@ -55,7 +55,7 @@ def claim_ports(host: str, count: int = 1, *, start: int = FIRST_SERVICE_PORT) -
 
 def _claim(port: int) -> socket.socket | None:
     name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    # The leading \\0 selects the kernel's abstract namespace: the name is exclusive and disappears with its process.
+    # The leading \0 selects the kernel's abstract namespace: the name is exclusive and disappears with its process.
     try:
         name.bind(f"\0slime-port-{port}")
     except OSError:
