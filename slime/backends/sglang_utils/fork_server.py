@@ -263,7 +263,8 @@ def _launch(connection: socket.socket, argv: Sequence[str]) -> None:
     from sglang.srt.utils import kill_process_tree
 
     watch_descriptor(connection.detach())  # detach: the descriptor must stay open when the socket object is collected
-    # fork is safe: SGLang forks its scheduler and detokenizer before it starts a thread, and OpenMP has one thread.
+    # fork is safe: SGLang forks its scheduler and detokenizer before it starts a thread, OpenMP has one thread, and the
+    # thread of the watch only waits in read().
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *args, **kwargs: None  # type: ignore[assignment]  # SGLang forces spawn
     try:
