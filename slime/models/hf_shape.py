@@ -75,7 +75,6 @@ def sizes_from_config(
 
 
 def _text_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part that describes the language model."""
     inner = config.get("text_config")
     if not isinstance(inner, Mapping):
         return config

@@ -169,8 +169,7 @@ class ModelShape:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
-        # Megatron checkpoints contain them. With another value an older checkpoint is refused, with another name it is
-        # no longer compared.
+        # Megatron checkpoints contain them: another value refuses older ones, another name skips the comparison.
         values: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "family"}
         plain = {name: vars(value) if is_dataclass(value) else value for name, value in values.items()}
         return {"model_type": self.model_type, **plain}
