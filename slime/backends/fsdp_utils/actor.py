@@ -81,8 +81,7 @@ class FsdpTrainer(TrainerBase):
         if trainer.deterministic_mode:
             torch.use_deterministic_algorithms(True)
         cp_size = parallel.context_parallel_size
-        # Numbered as in the Megatron backend: rank = data-parallel rank * context-parallel size + context-parallel
-        # rank.
+        # As in the Megatron backend: rank = data-parallel rank * context-parallel size + context-parallel rank.
         shape = (self._world_size // cp_size, cp_size)
         return init_device_mesh(accelerator.current().device().type, shape, mesh_dim_names=("dp", "cp"))
 
@@ -187,7 +186,6 @@ class FsdpTrainer(TrainerBase):
     # ------------------------------------------------------------------------------------------------ memory
 
     def _held(self, part: TrainerPart) -> Iterator[torch.Tensor]:
-        """The tensors of ``part`` on this rank's device."""
         match part:
             case "weights":
                 yield from (local_tensor(parameter) for parameter in self._ready.model.parameters())

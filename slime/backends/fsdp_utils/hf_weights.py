@@ -106,7 +106,6 @@ def load_weights(model: PreTrainedModel, directory: str, flag: str) -> None:
 
 
 def _is_left_out(model: PreTrainedModel, name: str) -> bool:
-    """Whether the model has no place for tensor ``name`` by design."""
     layer = _LAYER.match(name)
     # A prediction layer, which transformers does not build.
     if layer and int(layer.group(1)) >= model.config.num_hidden_layers:

@@ -117,7 +117,6 @@ def _decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 @torch.no_grad()
 def _allocate(model: PreTrainedModel) -> None:
-    """Give the shards memory on the device."""
     device = accelerator.current().device()
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
