@@ -53,7 +53,6 @@ _SIZES = (
 
 
 def _parallel(args: Namespace) -> None:
-    """Sizes that follow from others."""
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
         args.sequence_parallel = False
         notices.info(args, "--sequence-parallel", "off, because --tensor-model-parallel-size is 1.")

@@ -55,7 +55,6 @@ def block_spec(config: Any, family: Family, vp_stage: int | None = None, *, spar
 
 
 def _attention_block(config: Any, family: Family, vp_stage: int | None) -> Any:
-    """The decoder layers with full attention in every layer."""
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )

@@ -58,8 +58,7 @@ def _tensors(chunks: Sequence[Any], optimizer: Any, part: TrainerPart) -> Iterat
 
 
 def _of_optimizer(inner: torch.optim.Optimizer | None) -> Iterator[torch.Tensor]:
-    """Main weights and states. Empty on a rank with nothing to train."""
-    if inner is None:
+    if inner is None:  # a rank with nothing to train
         return
     if isinstance(inner, HostAdam):  # its groups hold the model's weights, and the rest is in host memory
         yield from inner.device_tensors()

@@ -144,7 +144,6 @@ def build_model_state(args: Namespace, shape: ModelShape) -> TrainState:
 
 
 def _with_args(provider: Callable[..., Any], args: Namespace) -> Callable[..., Any]:
-    """``provider`` with the command line, if it has a parameter for it."""
     return partial(provider, args=args) if "args" in inspect.signature(provider).parameters else provider
 
 

@@ -119,7 +119,6 @@ def train_step(
 def _metrics(
     state: TrainState, record: StepRecord, predicted: list[torch.Tensor], context: LossContext
 ) -> dict[str, float]:
-    """Metrics of the losses. Empty on other pipeline stages than the last."""
     if not mpu.is_pipeline_last_stage(ignore_virtual=True):
         return {}
     metrics = record.metrics(

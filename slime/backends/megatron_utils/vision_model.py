@@ -48,8 +48,7 @@ class VisionGPTModel(PackedGPTModel):
             layer.register_forward_hook(_add_deep_features, with_kwargs=True)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Cast everything except the frequencies of the tower's rope."""
-        # In 16 bits, neighboring positions would get equal angles.
+        # The frequencies of the tower's rope stay fp32: in 16 bits, neighboring positions would get equal angles.
         rope: Any = self.vision_model.rotary_pos_emb if self.pre_process else None
         frequencies = None if rope is None else rope.inv_freq
         super()._apply(fn, recurse)

@@ -43,7 +43,6 @@ def core_options() -> Iterator[dict[str, Any]]:
 
 @functools.cache
 def _rows() -> dict[str, dict[str, str]]:
-    """Spelling -> row of the table."""
     with (_FOLDER / "launcher_options.csv").open(encoding="utf-8", newline="") as file:
         return {f"--{row['flag']}": row for row in csv.DictReader(file)}
 

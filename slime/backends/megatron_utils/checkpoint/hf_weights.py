@@ -258,7 +258,6 @@ def _padded(num_bytes: int) -> int:
 
 
 def _flatten(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All bytes concatenated, each tensor at a multiple of 16."""
     # Bytes, because a bucket may mix dtypes.
     flat = torch.zeros(sum(_padded(value.nbytes) for value in values), dtype=torch.uint8, device=values[0].device)
     begin = 0

@@ -45,8 +45,6 @@ _PLAIN = (bool, int, float, str, type(None))  # pickles of other types could not
 
 @dataclass
 class _Pending:
-    """A save whose shards are being written."""
-
     iteration: int
     request: Any
     thread: threading.Thread

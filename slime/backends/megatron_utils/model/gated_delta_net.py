@@ -246,7 +246,6 @@ def _heads_for_tokens(x: torch.Tensor, segments: PackedSegments) -> torch.Tensor
 
 
 def _tokens_for_heads(x: torch.Tensor, segments: PackedSegments) -> torch.Tensor:
-    """The inverse of :func:`_heads_for_tokens`."""
     by_rank = x.index_select(0, _order(segments)).unflatten(0, (segments.cp_size, -1)).contiguous()
     return all_to_all(segments.cp_group, by_rank).transpose(0, 1).flatten(1, 2)
 

@@ -143,8 +143,7 @@ def predicted_hidden_states(model: Any, hidden: torch.Tensor, inputs: dict[str, 
     ropes = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
     states = model.mtp(
         **{name: inputs[name] for name in (*names, *ropes)},
-        # Detached like the embedding and the head: only the prediction layers learn, and the policy's gradient does not
-        # change.
+        # Detached like the embedding and the head, so that the policy's gradient does not change.
         hidden_states=hidden.detach(),
         embedding=lambda **tokens: model.embedding(**tokens).detach(),
     )

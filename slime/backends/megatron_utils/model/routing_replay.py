@@ -105,7 +105,6 @@ class RouterChoices:
                 raise AssertionError(f"unknown mode {self.mode}")
 
     def _next(self) -> torch.Tensor:
-        """Return the choices for this pass."""
         # A pass without gradients is the first one through a layer that will be recomputed. A pass with gradients is
         # the recomputation of the oldest such pass, or the only pass.
         if torch.is_grad_enabled() and self._again < self._first:

@@ -165,7 +165,6 @@ def _gather(key: torch.Tensor, plan: AttentionPlan, group: Any) -> torch.Tensor:
 
 
 def _blocks(pieces: Sequence[Piece]) -> Iterator[Piece]:
-    """Cut ``pieces`` into pieces of at most ``_BLOCK`` queries."""
     for piece in pieces:
         for begin in range(0, piece.q_length, _BLOCK):
             length = min(_BLOCK, piece.q_length - begin)

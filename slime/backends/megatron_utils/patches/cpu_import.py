@@ -161,8 +161,6 @@ def _cuda_stand_in() -> types.ModuleType:
 
 
 class _Rewrite(ast.NodeTransformer):
-    """The substitutions listed in the module docstring."""
-
     def __init__(self) -> None:
         self._uses_stand_in = False
 
@@ -255,7 +253,6 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _cache_directory() -> Path | None:
-    """The directory of compiled modules, or None."""
     home_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     for place in (Path(home_cache).expanduser() / "slime", Path(tempfile.gettempdir()) / f"slime-{os.getuid()}"):
         directory = place / "megatron_cpu"

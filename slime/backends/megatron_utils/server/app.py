@@ -111,7 +111,6 @@ async def _body(request: web.Request) -> dict[str, Any]:
 async def _errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Every error as JSON with its status."""
     try:
         return await handler(request)
     except web.HTTPException as error:

@@ -286,8 +286,7 @@ def _at(logits: torch.Tensor, local: torch.Tensor, is_mine: torch.Tensor) -> tor
 
 
 def _largest(values: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
-    """The largest value of all ranks."""
-    # Each value has one owner. The other ranks hold -inf or -1.
+    # Each value has one owner among the ranks. The others hold -inf or -1.
     if vocabulary.group is not None:
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=vocabulary.group)
     return values
