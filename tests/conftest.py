@@ -59,7 +59,7 @@ def pytest_timeout_set_timer(item: Any, settings: Any) -> bool:
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_process_group_is_left() -> Iterator[None]:
-    """A module that leaves torch.distributed initialised breaks others, whichever come next in the same process."""
+    """A module that leaves torch.distributed initialized breaks the modules that run next in the same process."""
     yield
     dist = sys.modules.get("torch.distributed")
     assert dist is None or not dist.is_initialized(), "the tests of this module leave a process group behind"
