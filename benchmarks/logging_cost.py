@@ -133,7 +133,7 @@ def parts(samples: list[Sample], folder: Path, writer: BackgroundWriter) -> dict
 
 
 def median_ms(part: Callable[[], None], writer: BackgroundWriter) -> tuple[float, float]:
-    """Seconds of the caller, and of the writer thread after it."""
+    """Median milliseconds of the caller, and of the writer thread after it."""
     # The first call also imports and opens files, which a run pays once.
     part()  # imports
     writer.flush(FLUSH_TIMEOUT_S)

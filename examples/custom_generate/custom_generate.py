@@ -67,9 +67,9 @@ def hint(answer: str | None, sample: Sample) -> str:
 
 
 async def best_of_group(args: Namespace, samples: list[Sample], evaluation: bool = False) -> list[Sample]:
-    """All samples of a prompt in one call: the others are rewarded by how they compare with the best.
+    """All samples of a prompt in one call: those with the most right digits get reward 1, the others 0.
 
-    Recognised by the parameter ``samples``. As many samples must come back as went in.
+    Recognized by the parameter ``samples``. As many samples must come back as went in.
     """
     params = GenerateState(args).sampling_params
     results = await asyncio.gather(*(generate(args, sample, dict(params)) for sample in samples))
