@@ -39,14 +39,19 @@ from slime.utils.http_utils import get, post
 
 logger = logging.getLogger(__name__)
 
+# A rollout that is faster than this shows no progress bar.
 _BAR_DELAY_S = 2.0
+# Drops per group of the batch. With more of them the filter or the data is wrong.
 _MAX_DROPPED_PER_TARGET = 100
+# Share of responses cut at the length limit that is worth a warning.
 _MOST_CUT = 0.9
 _SILENCE_S = 300.0
+# Time for aborted requests to return with their tokens, before their tasks are cancelled.
 _PATIENCE_S = 2.0
 _REPEAT_S = 0.1
 _REQUEST_TIMEOUT_S = 5.0
 _CANCEL_TIMEOUT_S = 10.0
+# Concurrent abort requests: each id goes to every engine, because the router does not show which engine has it.
 _MOST_AT_ONCE = 64
 
 Fetch = Callable[[int], Sequence[Any]]
@@ -156,6 +161,7 @@ class Drops:
         self._num_tokens += _num_tokens(group)
         self._reasons[reason or "no reason given"] += 1
         self._gatherer.on_dynamic_filter_drop(reason)
+        # Not every drop: a selective filter would fill the log.
         if self._num_groups % (10 * self._target) == 0:
             logger.warning(
                 "--dynamic-sampling-filter-path has dropped %d groups: %s", self._num_groups, dict(self._reasons)
@@ -200,6 +206,7 @@ async def collect(
     bar = tqdm(total=plan.target, desc=plan.label, unit="group", delay=_BAR_DELAY_S, mininterval=1.0, leave=False)
     try:
         while len(result.groups) < plan.target:
+            # Groups under way count as if they were accepted, so less than one chunk too many is under way.
             while len(result.groups) + len(progress.prompts) < plan.target:
                 await _fetch_more(plan, progress, fetch, submit)
             group = await progress.next()
@@ -207,6 +214,7 @@ async def collect(
             failures.check(group)
             result.all_groups.append(group)
             verdict = await judge(group)
+            # +1 is this group: ``progress`` has removed it, and it is not accepted yet.
             under_way = len(result.groups) + len(progress.prompts) + 1
             if should_drop_dynamic_filter_output(verdict, remaining_batch_size=under_way, target_data_size=plan.target):
                 drops.add(group, verdict.reason)
@@ -215,6 +223,7 @@ async def collect(
                 bar.update()
     finally:
         bar.close()
+        # Also after an error: requests that still run would occupy the engines during the next call.
         await stop()
     unfinished = [_unfinished(task, prompt, plan.keeps_responses) for task, prompt in progress.prompts.items()]
     result.left_over = sorted(unfinished, key=first_index)
@@ -264,6 +273,7 @@ def _finished_too_late(task: asyncio.Task[Any]) -> SampleGroup | None:
     if not task.done() or task.cancelled() or task.exception() is not None:
         return None
     group: SampleGroup = task.result()
+    # An abort returns these with part of a response.
     ends = (Sample.Status.PENDING, Sample.Status.ABORTED)
     return None if any(sample.status in ends for sample in iter_samples(group)) else group
 
@@ -295,10 +305,8 @@ def _counts(result: Collected, num_failed: int) -> dict[str, float]:
 
 
 async def call_batch_hooks(args: Any, groups: list[Any], all_groups: list[Any], data_source: Any) -> None:
-    """Call ``--rollout-sample-filter-path`` and ``--rollout-all-samples-process-path`` for a full batch.
-
-    They run in threads, because an evaluation may be running on the same loop.
-    """
+    """Call ``--rollout-sample-filter-path`` and ``--rollout-all-samples-process-path`` for a full batch."""
+    # In threads: an evaluation may be running on the same loop.
     if (path := args.rollout_sample_filter_path) is not None:
         await call_in_thread(load_function(path, "filter"), args, groups)
     if (path := args.rollout_all_samples_process_path) is not None:
@@ -350,6 +358,7 @@ async def end_tasks(
     if running:
         for task in running:
             task.cancel()
+        # With a limit: a user's function may suppress its cancellation, and the rollout must end nevertheless.
         await asyncio.wait(running, timeout=_CANCEL_TIMEOUT_S)
         logger.info("ended %d groups that were still running", len(running))
     # The rollout itself raises one error. asyncio would report the others as never retrieved, unless they are read.
@@ -381,6 +390,7 @@ async def _abort_requests(
 
 def _rids(requests: Collection[EngineRequest], sent: set[str]) -> list[str]:
     """The ids to abort now: those of lost attempts once, the last one of each request in every round."""
+    # The last attempt may reach the engine after the abort, so its id is sent again.
     rids = [rid for request in requests for rid in request.rids if rid not in sent or rid == request.rids[-1]]
     sent.update(rids)
     return rids
@@ -388,6 +398,7 @@ def _rids(requests: Collection[EngineRequest], sent: set[str]) -> list[str]:
 
 async def _abort(url: str, body: dict[str, Any], slots: asyncio.Semaphore) -> None:
     async with slots:
+        # Without a second attempt: the caller disconnects requests that it cannot abort.
         await post(f"{url}/abort_request", body, max_retries=0, timeout_s=_REQUEST_TIMEOUT_S)
 
 
@@ -395,6 +406,7 @@ async def gather(tasks: list[asyncio.Task[Any]]) -> list[Any]:
     """The results in order. The first failure cancels the others."""
     try:
         return list(await asyncio.gather(*tasks))
+    # Also for CancelledError: the samples of a cancelled group must not keep their slots.
     except BaseException:
         for task in tasks:
             task.cancel()

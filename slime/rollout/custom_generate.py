@@ -115,11 +115,10 @@ async def generate_whole_group(
 ) -> list[Any]:
     """Generate a group with one call, apply the sample hooks, and score it unless the group is scored together.
 
-    Samples that the data source returned as finished are not generated again.
-
     Args:
         state: the ``GenerateState`` of the process.
     """
+    # Samples that the data source returned as finished are not generated again.
     unfinished = [s for s in iter_samples(group) if s.status not in FINISHED and not is_given_up(s)]
     if args.partial_rollout and args.mask_offpolicy_in_partial_rollout:
         mask_older_tokens(list(unfinished))
@@ -130,8 +129,10 @@ async def generate_whole_group(
         what = f"--custom-generate-function-path {name_of(function)}"
         for attempt in Attempts(unfinished, retries=args.max_sample_retries, what=what) if unfinished else ():
             with attempt:
+                # Copies: a function may change its arguments, and the next attempt needs the originals.
                 result = await call_group_generate(function, args, list(unfinished), dict(sampling_params), evaluation)
                 complete_results(args, state, result, unfinished, sampling_params, evaluation)
+                # Only now: complete_results raises for an aborted request, and the next attempt discards its result.
                 made = result
     if made is not None:
         made = await apply_rollout_sample_hooks(args, made, evaluation=evaluation)
@@ -168,6 +169,7 @@ def complete_results(
     for result, source in zip(results, sources, strict=True):
         complete(result, source, state.tokenizer)
         cut_stop_token(args, result, sampling_params, state.tokenizer)
+    # A fully-async worker returns aborted samples to the data source instead.
     is_expected = is_ending(state) or (state.requeues_aborted and not evaluation)
     if not is_expected and any(s.status is Sample.Status.ABORTED for s in iter_samples(list(results))):
         raise RuntimeError("the engine aborted the request although the rollout goes on")
@@ -182,14 +184,17 @@ def complete(result: Any, source: Sample, tokenizer: Any) -> None:
             sample.status = Sample.Status(sample.status)
         if sample.metadata is None:
             sample.metadata = dict(source.metadata)
+        # A sample that the function made has no trace. Its spans belong to the trace of its source.
         if hasattr(source, "trace") and not hasattr(sample, "trace"):
             sample.trace = source.trace  # type: ignore[attr-defined]
         sample.index = source.index if sample.index is None else sample.index
         sample.group_index = source.group_index if sample.group_index is None else sample.group_index
+        # Rows of one execution share a rollout id. Without it each row would count as one rollout in the batch.
         if len(siblings) > 1 and sample.rollout_id is None:
             sample.rollout_id = source.rollout_id if source.rollout_id is not None else source.index
         if not sample.tokens and sample.response:
             _tokenize(sample, tokenizer)
+        # :func:`_own` made an empty list. None means that all response tokens are trained.
         if not sample.loss_mask:
             sample.loss_mask = None
         if sample.status is Sample.Status.PENDING:

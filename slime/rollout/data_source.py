@@ -38,11 +38,12 @@ __all__ = ["DataSource", "RolloutDataSource", "RolloutDataSourceWithBuffer", "ma
 
 logger = logging.getLogger(__name__)
 
+# Keys of the checkpoint's state file. Their names cannot change.
 _COUNTERS = ("sample_offset", "epoch_id", "sample_group_index", "sample_index")
 
 
 class DataSource(abc.ABC):
-    """What ``--data-source-path`` names. A class with these methods works too, without this base."""
+    """Interface for ``--data-source-path``. A class with these methods works too, without this base."""
 
     @abc.abstractmethod
     def get_samples(self, num_samples: int) -> list[SampleGroup]:
@@ -73,10 +74,10 @@ class RolloutDataSource(DataSource):
 
     Attributes:
         epoch_id: current pass over the prompts.
-        sample_offset: prompts of this pass that are already drawn; of a stream, rows, with those that were too long.
+        sample_offset: prompts of this pass that are already drawn. A stream counts rows, also those that were too long.
         sample_group_index, sample_index: numbers of the next group and sample.
-        metadata: free for plugins; saved with the state.
-        data_changes: why prompts may be skipped or drawn twice after a resume; None if they are not.
+        metadata: free for plugins, saved with the state.
+        data_changes: why prompts may be skipped or drawn twice after a resume, else None.
     """
 
     data_changes: str | None = None
@@ -115,7 +116,7 @@ class RolloutDataSource(DataSource):
         return self.args.rollout_global_dataset and self.args.prompt_data is not None
 
     def _shuffle(self) -> None:
-        """Bring the prompts into the order of the current epoch; cheap where they are in it."""
+        """Bring the prompts into the order of the current epoch. Cheap if they are in it."""
         if self.args.rollout_shuffle and self.stream is None and self.dataset is not None:
             self.dataset.shuffle(self.epoch_id)
 
@@ -128,6 +129,7 @@ class RolloutDataSource(DataSource):
             self.epoch_id, self.sample_offset = self.stream.epoch_id, self.stream.offset
             return prompts
         if self.dataset is None:
+            # Without prompt data a custom generate function makes its prompts.
             return [Sample() for _ in range(count)]
         self._shuffle()
         if len(self.dataset) == 0:
@@ -191,7 +193,7 @@ class RolloutDataSource(DataSource):
 
     @functools.cached_property
     def _fingerprint(self) -> dict[str, Any] | None:
-        """None where ``--prompt-data`` names no file: a subclass may read something else under that name."""
+        """None if ``--prompt-data`` names no file: a subclass may read something else under that name."""
         if not self._reads_prompts or not Path(parse_path(self.args.prompt_data)[0]).is_file():
             return None
         return fingerprint(self.args, None if self.stream is not None else len(self))
@@ -199,7 +201,7 @@ class RolloutDataSource(DataSource):
     def _check_state(self, path: Path, state: dict[str, Any]) -> None:
         """
         Raises:
-            DataError: a counter that is none; data that changed since, without ``--accept-changed-data``.
+            DataError: an invalid counter, or data that changed since, without ``--accept-changed-data``.
         """
         for name in _COUNTERS:
             value = state.get(name, 0)
@@ -238,9 +240,9 @@ class RolloutDataSource(DataSource):
 class RolloutDataSourceWithBuffer(RolloutDataSource):
     """The default: groups that were returned are drawn before new prompts.
 
-    A subclass may override ``buffer_filter(args, buffer, num_samples)``; ``--buffer-filter-path`` names a function
-    ``f(args, rollout_id, buffer, num_samples)``. The rollout id is None: a source does not know for which rollout it
-    draws. ``buffer`` holds groups, or samples for a filter that fails on groups (:mod:`slime.rollout.data_source`).
+    A subclass may override ``buffer_filter(args, buffer, num_samples)``. ``--buffer-filter-path`` names a function
+    ``f(args, rollout_id, buffer, num_samples)``, whose rollout id is None: a source does not know for which rollout it
+    draws. ``buffer`` holds groups, or samples for a filter that fails on groups (:func:`takes_samples`).
     """
 
     _filter_takes_samples = False
@@ -262,6 +264,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def _from_buffer(self, num_samples: int) -> list[SampleGroup]:
         if not self.buffer or num_samples <= 0:
             return []
+        # A copy: a filter that fails after it removed groups must not lose them.
         buffer, wants = list(self.buffer), (self.args, num_samples)
         try:
             groups = choose(self.buffer_filter, buffer, *wants, has_samples=self._filter_takes_samples)
@@ -299,8 +302,9 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 
 
 def make_data_source(maker: Callable[..., Any], args: Namespace) -> Any:
-    """An object of what ``--data-source-path`` names: made with ``(args)``; with ``(dataset, args)``, the dataset being
-    the prompts of ``--prompt-data``; or with nothing. One that has no attribute ``args`` then gets it.
+    """Make the object of ``--data-source-path``: with ``(args)``, with ``(dataset, args)``, or without arguments.
+
+    The dataset is that of ``--prompt-data``. An object without attribute ``args`` gets it.
     """
     complete_args(args)
     if parameter_names(maker)[:2] == ["dataset", "args"]:
@@ -406,6 +410,7 @@ def choose(
     what = f"the buffer filter {getattr(function, '__qualname__', function)} (--buffer-filter-path)"
     if has_samples:
         group_of = {id(sample): group for group in buffer for sample in iter_samples(group)}
+        # The filter counts samples, so it may take all samples of ``count`` groups.
         chosen = call_filter(function, args, list(iter_samples(buffer)), count * max(map(len, buffer), default=1))
         if any(id(sample) not in group_of for sample in chosen):
             raise DataError(f"{what} returned something that is not a sample of the buffer")
@@ -414,6 +419,7 @@ def choose(
         groups = call_filter(function, args, buffer, count)
     if len(groups) > count:
         raise DataError(f"{what} returned {len(groups)} groups where {count} were asked for")
+    # By identity: groups that compare equal are still different groups.
     taken = {id(group) for group in groups}
     buffer[:] = [group for group in buffer if id(group) not in taken]
     return groups

@@ -4,8 +4,7 @@
     return_sampling_mask    which ids a token was sampled from (--rollout-top-p, --rollout-top-k)
 
 The router still lists the engines. Requests of one session stay on one engine, whose cache holds the earlier tokens.
-New sessions rotate over the engines. An engine that failed a request is avoided for a while, because the router notices
-a failure later than the next attempt starts.
+New sessions rotate over the engines.
 
 Used by ``sglang_rollout``, by agents' adapters and by custom generate functions that send their own requests
 (:meth:`DirectEngines.choose`).
@@ -26,9 +25,12 @@ from slime.utils.http_utils import get
 PAST_THE_ROUTER = frozenset({"return_routed_experts", "return_sampling_mask"})
 """Fields of requests that the router drops."""
 
+# Requests reuse the router's list of engines for this time.
 _LIST_AGE_S = 2.0
 _LIST_TIMEOUT_S = 10.0
+# The router notices a failure later than the next attempt starts, so a failed engine gets no request for this time.
 _AVOIDED_S = 30.0
+# The oldest sessions are forgotten, because the end of a session is not visible here.
 _MOST_SESSIONS = 100_000
 
 
@@ -42,6 +44,7 @@ class DirectEngines:
         self.router_url = router_url
         self._urls: list[str] = []
         self._listed = float("-inf")
+        # Per event loop: a task cannot be awaited from another loop.
         self._listing: dict[asyncio.AbstractEventLoop, asyncio.Task[None]] = {}
         self._turn = itertools.count()
         self._sessions: OrderedDict[str, str] = OrderedDict()
@@ -59,6 +62,7 @@ class DirectEngines:
         """
         urls = await self._usable()
         url = self._sessions.get(session_id or "", "")
+        # An engine that disappeared or failed recently: the session moves, and its cache is lost.
         if url not in urls:
             url = urls[next(self._turn) % len(urls)]
         if session_id:
@@ -71,6 +75,7 @@ class DirectEngines:
     def note_failure(self, url: str) -> None:
         """Note that an attempt at ``url`` failed."""
         self._failed[url] = time.monotonic()
+        # The engines may have changed: the next request lists them again.
         self._listed = float("-inf")
 
     async def _usable(self) -> Sequence[str]:
@@ -90,6 +95,7 @@ class DirectEngines:
         await asyncio.shield(self._listing[loop])  # the others still wait when one is cancelled
 
     async def _list(self) -> None:
+        # The age counts from the question, because the answer may be old when it arrives.
         asked = time.monotonic()
         self._urls = await self._ask()
         self._listed = asked

@@ -30,7 +30,7 @@ from slime.utils.errors import DataError, EngineError
 from slime.utils.http_utils import Url
 
 _RETRIES = 8  # with the pauses of http_utils about 20 s, then the engines count as dead
-_LONGEST_PAUSE_S = 5.0  # of http_utils
+_LONGEST_PAUSE_S = 5.0  # of http_utils, seconds between two attempts
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,13 +54,11 @@ class EngineRequest:
 
 
 def request_retries(args: Any) -> int:
-    """The number of further attempts of a request that no engine answers.
-
-    With ``--use-fault-tolerance`` they last until a new engine has started, died once more, and started again.
-    """
+    """The number of further attempts of a request that no engine answers."""
     if not args.use_fault_tolerance:
         return _RETRIES
     start_timeout_s: float = args.engine_start_timeout
+    # Twice: with fault tolerance a new engine may die once more before it answers.
     return _RETRIES + math.ceil(2 * start_timeout_s / _LONGEST_PAUSE_S)
 
 
@@ -75,6 +73,7 @@ def train_sampling_params(args: Any) -> dict[str, Any]:
         "stop_token_ids": args.rollout_stop_token_ids,
         "skip_special_tokens": args.rollout_skip_special_tokens,
         "no_stop_trim": True,  # the text must be that of the tokens
+        # With spaces, the text would differ from that of the tokens.
         "spaces_between_special_tokens": False,
     }
 
@@ -104,6 +103,7 @@ def prepare_prompt_ids(sample: Sample, tokenizer: Any, processor: Any = None) ->
         DataError: a prompt that is not text or has no token; media without a processor.
     """
     with_media = has_media(sample.multimodal_inputs)
+    # A continued sample has its tokens. With media it also needs the trainer's inputs, which the processor makes.
     if sample.tokens and (sample.multimodal_train_inputs is not None or not with_media):
         return list(sample.tokens)
     if not isinstance(sample.prompt, str):
@@ -128,7 +128,8 @@ def _ids_with_media(sample: Sample, processor: Any) -> list[int]:
 
 
 def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """Cached, because the samples of a group share their prompt. A test's tokenizer may be unhashable."""
+    """Token ids of a text, cached because the samples of a group share their prompt."""
+    # The tokenizer of a user's test may be unhashable, which lru_cache refuses.
     has_hash = type(tokenizer).__hash__ is not None
     return _encode_once(tokenizer, text) if has_hash else _encode_once.__wrapped__(tokenizer, text)
 
@@ -145,7 +146,7 @@ def build_request(
 
     Args:
         ids: prompt and response so far. They become the sample's tokens if it has none.
-        is_trained: False for an evaluation, whose requests leave out data for the trainer.
+        is_trained: False for an evaluation, whose requests do not ask for sampling sets.
 
     Raises:
         ValueError: the sample is finished.
@@ -155,6 +156,7 @@ def build_request(
         raise ValueError(f"sample {sample.index} has status {sample.status.value}: there is nothing to generate")
     _check_token_ids(sample, ids, args.hf_checkpoint)
     room = response_room(args.rollout_max_context_len, sample, len(ids), sampling_params["max_new_tokens"])
+    # Also without room: a truncated sample keeps the tokens of its prompt.
     if not sample.tokens:
         sample.tokens = list(ids)
     if room <= 0:
@@ -170,6 +172,7 @@ def build_request(
     if is_trained and cuts_vocabulary(args):
         payload["return_sampling_mask"] = True
     headers = None
+    # All requests of a session go to the engine whose cache holds its earlier tokens.
     if sample.session_id and args.router_policy == "consistent_hashing":
         headers = {"X-SMG-Routing-Key": sample.session_id}
     return EngineRequest(f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate", payload, headers)
@@ -260,6 +263,7 @@ def cut_stop_token(
     if isinstance(finish_reason, dict):
         ids.update(_as_ids(finish_reason.get("matched")))
     for sample in iter_samples(result):
+        # A last token outside the mask was written by a template or a tool, not sampled.
         is_own = sample.loss_mask is None or bool(sample.loss_mask and sample.loss_mask[-1])
         is_over = sample.status is Sample.Status.COMPLETED and sample.response_length > 0 and len(sample.tokens) > 0
         if is_over and is_own and int(sample.tokens[-1]) in ids:
@@ -267,6 +271,7 @@ def cut_stop_token(
 
 
 def _cut(sample: Sample, stop: str) -> None:
+    # The response itself may end with the same text, so a second call must not cut again.
     is_cut = getattr(sample, "stop_text", None) == [len(sample.response), stop]
     if stop and not is_cut and sample.response.endswith(stop):
         sample.response = sample.response.removesuffix(stop)
@@ -287,4 +292,5 @@ def _stop_ids_of_checkpoint(directory: str) -> frozenset[int]:
 
 def _as_ids(value: Any) -> Iterable[int]:
     values = value if isinstance(value, list | tuple | set) else [value]
+    # bool is a subclass of int.
     return (item for item in values if isinstance(item, int) and not isinstance(item, bool))

@@ -112,6 +112,7 @@ class EvalDatasetConfig:
         result = dict(metadata) if isinstance(metadata, Mapping) else {}
         if self.rm_type is not None:
             result["rm_type"] = self.rm_type
+        # Overrides come last: they may replace the reward type.
         return result | dict(self.metadata_overrides)
 
 
@@ -182,6 +183,7 @@ def _complete(args: Any, entry: Mapping[str, Any], defaults: Mapping[str, Any], 
     place = f"{source}, set {entry['name']}"
     problems: list[str] = []
     hints = typing.get_type_hints(EvalDatasetConfig)
+    # Only values of the set and of the defaults: values of flags are already converted.
     for name in [name for name in values if name in defaults or name in entry]:
         try:
             values[name] = _typed(values[name], hints[name])
@@ -202,11 +204,12 @@ def _complete(args: Any, entry: Mapping[str, Any], defaults: Mapping[str, Any], 
 
 
 def _typed(value: Any, hint: Any) -> Any:
-    """Convert ``value`` to the type of the field. YAML 1.1 reads 1e-5 as a string."""
+    """Convert ``value`` to the type of the field."""
     members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     wanted = typing.get_origin(members[0]) or members[0]
     if value is None or wanted is Any:
         return value
+    # YAML 1.1 reads 1e-5 as text. A bool is an int in Python, but not a number here.
     if wanted is float and isinstance(value, int | float | str) and not isinstance(value, bool):
         try:
             return float(value)
@@ -214,6 +217,7 @@ def _typed(value: Any, hint: Any) -> Any:
             raise ValueError("must be a number") from None
     if wanted is int and isinstance(value, float | str):
         return _integer(value)
+    # A single stop string or token id.
     if wanted is list and isinstance(value, str | int):
         return [value]
     is_wrong_number = wanted is int and isinstance(value, bool)

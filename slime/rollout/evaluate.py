@@ -33,6 +33,7 @@ def eval_prompts(args: Namespace, config: EvalDatasetConfig, known: dict[Any, Da
     Args:
         known: the sets that were read; receives this one.
     """
+    # Part of the key: two sets may read the same file with different templates.
     how = (bool(config.apply_chat_template), config.apply_chat_template_kwargs, config.multimodal_keys)
     key = (config.cache_key, args.hf_checkpoint, str(how))
     if key not in known:
@@ -85,6 +86,7 @@ async def evaluate(
         samples = await asyncio.gather(*tasks)
     finally:
         bar.close()
+        # Also after an error of one set: the other sets must not keep the engines busy.
         await _cancel(tasks)
     return {config.name: _summary(config.name, found, key) for (config, _), found in zip(sets, samples, strict=True)}
 
@@ -100,6 +102,7 @@ async def _evaluate_set(
     params = eval_sampling_params(config)
     finished: asyncio.Queue[asyncio.Task[list[Any]]] = asyncio.Queue()
     tasks: dict[asyncio.Task[list[Any]], int] = {}
+    # All groups start at once. The slots of the generation limit the running samples.
     for group in _groups(config, dataset):
         task = asyncio.create_task(_generate(args, config, group, dict(params), generate_group))
         task.add_done_callback(finished.put_nowait)
@@ -152,6 +155,7 @@ async def _generate(
         async with limit:
             return await generate_group(args, group, params, evaluation=True)
     except TimeoutError as error:
+        # The generate function raised it, and this limit has not expired.
         if not limit.expired():
             raise
         for sample in group:
@@ -200,6 +204,7 @@ def _with_eval_limits(args: Namespace) -> Namespace:
     limit = args.eval_max_context_len
     if limit is None or limit == args.rollout_max_context_len:
         return args
+    # A copy: a rollout with the original may be running at the same time.
     twin = copy.copy(args)
     twin.rollout_max_context_len = limit
     return twin

@@ -38,7 +38,9 @@ _GENERATED = [
 ]
 """Fields of a sample that a rollout fills in."""
 
+# Large, and never written: copies share them.
 _SHARED = frozenset({"multimodal_inputs", "multimodal_train_inputs"})
+# Their items are immutable, so a shallow copy is enough.
 _FLAT_LISTS = frozenset({"tokens", "loss_mask", "rollout_log_probs", "weight_versions"})
 _COUNTERS = (Sample.SpecInfo, Sample.PrefixCacheInfo)
 _COPIED = (dict, list, *_COUNTERS)
@@ -62,7 +64,7 @@ def fresh_copy(sample: Sample) -> Sample:
 
 
 def traced_copy(sample: Sample) -> Sample:
-    """A fresh copy whose spans go to the trace of ``sample``: a thread's function may change it."""
+    """A fresh copy whose spans go to the trace of ``sample``, for a function in a thread."""
     copied = fresh_copy(sample)
     if hasattr(sample, "trace"):
         copied.trace = sample.trace  # type: ignore[attr-defined]  # open spans continue in it
@@ -75,6 +77,7 @@ def without_response(sample: Sample) -> Sample:
     blank = Sample()
     for name in _GENERATED:
         setattr(copied, name, getattr(blank, name))
+    # An attribute that only some samples have, not a field.
     vars(copied).pop("stop_text", None)
     copied.tokens = sample.tokens[: len(sample.tokens) - sample.response_length]
     copied.metadata.pop("start_rollout_id", None)
@@ -115,8 +118,10 @@ class Attempts:
         try:
             yield
         except RequestRefused as error:
+            # The engine refuses this sample every time, so another attempt is useless.
             self._failed(number, error, str(error), is_last=True)
         except SlimeError:
+            # Concerns the whole run: dead engines, bad data, deadlines.
             raise
         except Exception as error:  # users' code may raise any exception
             names = ", ".join(str(sample.index) for sample in self._samples)
@@ -150,6 +155,7 @@ def give_up(sample: Sample, boundary: str, error: BaseException, message: str) -
     sample.remove_sample = True
     sample.metadata["failure"] = {"boundary": boundary, "type": type(error).__name__, "message": message}
     if sample.response_length == 0:  # a training row needs a response: one masked token
+        # [0]: a sample without any token still needs a prompt token.
         sample.tokens = [*(sample.tokens or [0]), 0]
         sample.response_length, sample.loss_mask, sample.rollout_log_probs = 1, [0], [0.0]
     logger.warning("sample %s is given up: %s", sample.index, message)

@@ -37,7 +37,7 @@ def should_drop_dynamic_filter_output(
 
 
 def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> DynamicFilterOutput:
-    """Call a filter. Without one everything is kept. Any result except a ``DynamicFilterOutput`` counts as a bool."""
+    """Call a filter. None keeps every group. Any result except a ``DynamicFilterOutput`` counts as a bool."""
     if fn is None:
         return DynamicFilterOutput(keep=True)
     output = fn(*args, **kwargs)
@@ -60,12 +60,14 @@ class MetricGatherer:
 
 # Dynamic filters that come with slime, for ``--dynamic-sampling-filter-path``.
 
+# Rewards that differ by rounding errors only count as equal.
 _MIN_STD = 1e-6
 
 
 def check_reward_nonzero_std(args: Any, samples: SampleGroup, **kwargs: Any) -> DynamicFilterOutput:
     """Keep groups whose rewards differ: equal rewards have no group-relative advantage. A group of one is kept."""
     rewards = [float(s.get_reward_value(args)) for s in iter_samples(samples) if not is_given_up(s)]
+    # All samples were given up: there is no reward to compare.
     if not rewards:
         return DynamicFilterOutput(keep=False, reason="failed")
     if len(rewards) < 2 or statistics.stdev(rewards) > _MIN_STD:

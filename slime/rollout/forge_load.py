@@ -48,6 +48,7 @@ def generate_rollout(
 
 def _evaluation(args: Namespace, template: str, rollout_id: int) -> RolloutFnEvalOutput:
     path = dump_path(_FLAG, template, f"eval_{rollout_id}")
+    # A literal path is a dump of training samples, which would be replayed as an evaluation.
     if _is_literal(template) or not path.is_file():
         return RolloutFnEvalOutput(data={})
     samples = read_samples(_FLAG, path)

@@ -42,6 +42,7 @@ __all__ = ["AsyncRolloutWorker", "generate_rollout_fully_async"]
 logger = logging.getLogger(__name__)
 
 _MAX_FAILURES_IN_A_ROW = 3
+# Stale groups per group of the batch. With more of them the bound cannot be kept, and the rollout would never end.
 _MAX_STALE_PER_TARGET = 20
 _STOP_TIMEOUT_S = 5.0
 _DRAIN_TIMEOUT_S = 30.0
@@ -81,7 +82,9 @@ class AsyncRolloutWorker:
     def start(self) -> None:
         """Begin to generate."""
         self.running = True
+        # A weight sync aborts the running requests. Their samples return to the data source instead of starting again.
         self.state.requeues_aborted = True
+        # A daemon: a user's function that hangs must not keep the process alive.
         self.worker_thread = threading.Thread(target=lambda: asyncio.run(self._main()), daemon=True, name="fully-async")
         self.worker_thread.start()
 
@@ -135,11 +138,12 @@ class AsyncRolloutWorker:
             raise deadline.error(f"{len(self._prompts)} groups are under way")
 
     def put_back(self, group: SampleGroup) -> None:
-        """Return a group to the data source; it is drawn before new prompts."""
+        """Return a group to the data source, which draws it before new prompts."""
         self.data_buffer.add_samples([group])
 
     def drop(self, rollout_id: int, group: SampleGroup) -> None:
-        """Report a group that will not be drawn again to the Data Buffer. A plain source has no such method."""
+        """Report a group that will not be drawn again to the Data Buffer."""
+        # A plain data source has no such method.
         if hasattr(self.data_buffer, "drop"):
             self.data_buffer.drop(rollout_id, [group])
 
@@ -151,10 +155,12 @@ class AsyncRolloutWorker:
         with self._change:
             self._change.notify_all()
         if self._loop is not None and self._wake is not None and not self._loop.is_closed():
+            # asyncio.Event is not thread-safe.
             self._loop.call_soon_threadsafe(self._wake.set)
 
     def _num_free(self) -> int:
         """The number of groups that may be begun now."""
+        # If the consumer is slow, at most 2 * concurrency groups are finished or under way.
         free = min(self.concurrency, 2 * self.concurrency - self.queue_size()) - len(self._active)
         staleness = self.args.max_weight_staleness
         if staleness is None:
@@ -166,6 +172,7 @@ class AsyncRolloutWorker:
         self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
         try:
             while self.running and self._error is None:
+                # Cleared before the slots are counted: a change during the count sets it again and is not lost.
                 self._wake.clear()
                 while self.running and self._num_free() > 0:
                     if not await self._begin_one():
@@ -180,18 +187,21 @@ class AsyncRolloutWorker:
                 task.cancel()
             if active:
                 await asyncio.wait(active, timeout=_DRAIN_TIMEOUT_S)
+            # Wakes a waiting consumer, which then raises the error.
             with self._change:
                 self._change.notify_all()
 
     async def _begin_one(self) -> bool:
         groups = await call_in_thread(self.data_buffer.get_samples, 1)
         if not groups:
+            # A group that is under way or finished may still return to the data source.
             if not self._active and self.output_queue.empty():
                 raise DataError(
                     "the data source returned no prompts (--data-source-path): there is nothing to generate"
                 )
             return False
         number, self._next = self._next, self._next + 1
+        # Generation changes the group. A failed or stale group is drawn again from this copy.
         self._prompts[number] = [fresh_copy(sample) for sample in iter_samples(groups[0])]
         task = asyncio.create_task(
             generate_and_rm_group(self.args, groups[0], sampling_params=self.state.sampling_params.copy())
@@ -234,7 +244,7 @@ class AsyncRolloutWorker:
         if self._loop is None:  # without a loop nothing can be blocked
             self.put_back(group)
             return
-        # The group keeps its slot until it is back, so that the next draw finds it.
+        # The group keeps its slot until it is back: otherwise the next draw would take a new prompt first.
         task = asyncio.create_task(call_in_thread(self.put_back, group))
         self._active.add(task)
         task.add_done_callback(self._on_given_back)
@@ -289,6 +299,7 @@ async def _generate_rollout_async(args: Namespace, rollout_id: int, data_buffer:
                 if _is_stale(args, rollout_id, group):
                     metrics["rollout/stale_groups"] += 1
                     metrics["rollout/stale_tokens"] += sum(sample.response_length for sample in iter_samples(group))
+                    # Without the tokens of old weights, or the group would be stale again.
                     again = [without_response(sample) for sample in iter_samples(prompt)]
                     await call_in_thread(worker.put_back, again)
                     worker.release(1)
@@ -304,6 +315,7 @@ async def _generate_rollout_async(args: Namespace, rollout_id: int, data_buffer:
                     worker.release(1)
                     drops.add(group, verdict.reason)
     finally:
+        # Also after an error: held groups would occupy the slots of the worker for ever.
         worker.release()
     groups.sort(key=first_index)
     log_sample(next(iter_samples(groups)), f"rollout {rollout_id}, first sample")
@@ -327,6 +339,7 @@ def _is_stale(args: Namespace, rollout_id: int, group: SampleGroup) -> bool:
     bound = args.max_weight_staleness
     if bound is None:
         return False
+    # An engine that never received weights reports text instead of a number.
     versions = [int(v) for sample in iter_samples(group) for v in sample.weight_versions if str(v).isdecimal()]
     return bool(versions) and rollout_id - min(versions) > bound
 

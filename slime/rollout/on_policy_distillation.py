@@ -47,6 +47,7 @@ async def reward_func(args: Namespace, sample: Sample, **kwargs: Any) -> dict[st
             "skip_special_tokens": False,
         },
         "return_logprob": True,
+        # From the first token: the default of the server is the generated tokens only.
         "logprob_start_len": 0,
     }
     reply = await post(args.rm_url, payload, max_retries=_RETRIES, timeout_s=args.rm_timeout)
@@ -91,4 +92,5 @@ def _of_all_tokens(reply: Any) -> list[float | None] | None:
         return values
     meta = reply.get("meta_info")
     rows = meta.get("input_token_logprobs") if isinstance(meta, dict) else None
+    # The first row belongs to the first token and has no log-prob.
     return [row[0] for row in rows[1:]] if rows else None

@@ -1,7 +1,7 @@
 """Rules and derivations about prompts, rewards and rollout functions: data files are read before anything starts.
 
 Used by ``slime.ray.arguments`` after the general flags are resolved. Rules judge the first row of a file, and whether
-it has enough rows for an epoch. The data source reports later rows; rollout functions of users check their own needs.
+it has enough rows for an epoch. The data source reports later rows. Rollout functions of users check their needs.
 """
 
 from __future__ import annotations
@@ -157,9 +157,10 @@ def _check_row(
         needs_text: neither a function nor a template turns another kind of prompt into text.
     """
     if _first_row(path) is None:
-        return
+        return  # ``_files`` reports it
     maker, rows = open_prompts(
         path,
+        # No tokenizer: keys and kinds of values are checked without loading the checkpoint.
         None,
         prompt_key=keys[0],
         label_key=keys[1],
@@ -184,6 +185,7 @@ def _epoch(args: Namespace) -> Iterator[str]:
     if not _reads_prompts(args) or args.num_rollout is not None or args.num_epoch is None:
         return
     try:
+        # Reads no further than necessary: data files may be large.
         found = sum(1 for _ in itertools.islice(read_file(args.prompt_data), max(0, wanted)))
     except _UNREADABLE:
         return
@@ -247,6 +249,7 @@ def _http_workers(args: Namespace) -> Iterator[str]:
     if args.use_distributed_post and (streams or args.debug_train_only):
         place = "streams" if streams else "a run without engines"
         notices.warn(args, "--use-distributed-post", f"no effect on {place}")
+    # Makes this a generator, as all rules are. This one only warns.
     yield from ()
 
 

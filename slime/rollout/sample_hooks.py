@@ -14,12 +14,10 @@ __all__ = ["apply_rollout_sample_hooks", "current_rollout_id", "set_current_roll
 
 
 class _Current:
-    """The rollout id of this process. The manager's thread writes it, the event loop's thread reads it.
-
-    A rollout and an evaluation may run at the same time.
-    """
+    """The rollout id of this process. A rollout and an evaluation may run at the same time."""
 
     def __init__(self) -> None:
+        # The thread of the manager writes, the thread of the event loop reads.
         self._lock = threading.Lock()
         self._rollout_ids: dict[bool, int] = {}
 
@@ -32,6 +30,7 @@ class _Current:
 
     def get(self, evaluation: bool) -> int | None:
         with self._lock:
+            # An evaluation without an id belongs to the current rollout.
             return self._rollout_ids.get(evaluation, self._rollout_ids.get(False))
 
 

@@ -22,6 +22,7 @@ __all__ = ["generate_rollout"]
 
 logger = logging.getLogger(__name__)
 
+# After so many draws nearly all rows lack an assistant message.
 _MAX_DRAWS = 10
 
 

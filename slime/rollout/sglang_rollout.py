@@ -84,7 +84,7 @@ logger = logging.getLogger(__name__)
 _prepare_prompt_ids = prepare_prompt_ids  # the name that plugins import
 
 EVAL_PROMPT_DATASET: dict[Any, Dataset] = {}
-"""Prompts of the evaluation sets that were read. Evaluation functions of plugins keep theirs here as well."""
+"""Prompts of the evaluation sets that were read. Evaluation functions of plugins use it too."""
 
 
 class GenerateState(metaclass=SingletonMeta):
@@ -93,15 +93,13 @@ class GenerateState(metaclass=SingletonMeta):
     Attributes:
         tokenizer: of ``--hf-checkpoint``.
         processor: of ``--hf-checkpoint``, loaded on first use; None for a checkpoint without one.
-        sampling_params: of training requests; copy before a change.
+        sampling_params: of training requests. Copy them before a change.
         pendings: tasks of the running groups.
         remaining_batch_size: groups submitted since the last reset.
         aborted: the rollout is ending, and no new request is sent.
         slots: limits the samples that run at the same time.
         engines: the engines of the default router, for requests that go past it.
         requeues_aborted: samples whose request an engine aborted are returned unchanged, not generated again.
-        num_evaluations: running evaluations. During one, the end of a rollout aborts only the requests in ``training``.
-        training: requests of the rollout that wait for their answer.
     """
 
     def __init__(self, args: Namespace) -> None:
@@ -115,6 +113,7 @@ class GenerateState(metaclass=SingletonMeta):
         self.dp_counts = [0] * (args.sglang_dp_size or 1)
         self.dp_rank = 0
         self.requeues_aborted = False
+        # During an evaluation the end of a rollout aborts only the requests in ``training``.
         self.num_evaluations = 0
         self.training: set[EngineRequest] = set()
         self.reset()
@@ -147,7 +146,6 @@ class GenerateState(metaclass=SingletonMeta):
             self.training.discard(request)
 
     def reset(self) -> None:
-        """Prepare for the next rollout."""
         self.remaining_batch_size = 0
         self.pendings: set[asyncio.Task[Any]] = set()
         self.aborted = False
@@ -165,7 +163,6 @@ class GenerateState(metaclass=SingletonMeta):
             self.dp_counts[rank] -= 1
 
     def submit_generate_tasks(self, groups: list[SampleGroup]) -> list[asyncio.Task[Any]]:
-        """Start one task per group."""
         tasks = [
             asyncio.create_task(
                 generate_and_rm_group(self.args, group, sampling_params=self.sampling_params.copy(), evaluation=False)
@@ -187,8 +184,8 @@ _AT_REST = {
 
 
 def _state(args: Namespace) -> Any:
-    """The state of the process. A state that a user's test made by hand gets the attributes that it lacks."""
     state = GenerateState(args)
+    # A state that a user's test made by hand lacks some attributes.
     for name, value in _AT_REST.items():
         if not hasattr(state, name):
             setattr(state, name, value)
@@ -204,9 +201,9 @@ def get_model_url(args: Namespace, model_name: str, endpoint: str = "/generate")
     return f"http://{host}:{port}{endpoint}"
 
 
+# Once per name. Without a warning a reward would ask the wrong model unnoticed.
 @functools.cache
 def _warn_of_unknown_model(name: str, known: str) -> None:
-    """Warn once per name: otherwise no message shows that a reward asks the wrong model."""
     logger.warning("get_model_url: the run serves no model %r but %s; the default router is asked instead", name, known)
 
 
@@ -282,6 +279,7 @@ async def generate_and_rm(
         return sample
     state = _state(args)
     async with state.semaphore:
+        # The rollout may have ended while the sample waited for a slot.
         if is_ending(state):
             sample.status = Sample.Status.ABORTED
             return sample
@@ -341,13 +339,14 @@ async def generate_and_rm_group(
 
 
 def _load(path: str, *role: Any) -> Any:
-    """Load a user's function. A test may replace the loader by one that takes the path alone."""
+    # A test may replace the loader by one that takes the path alone.
     return load_function(path, *(role if can_be_called(load_function, ("path", "role")) else ()))
 
 
 def _seeded(state: Any, sampling_params: dict[str, Any], position: int) -> dict[str, Any]:
     params = dict(sampling_params)
     if state.group_sampling_seeds:
+        # Different seeds: with equal seeds deterministic inference repeats the same response.
         params["sampling_seed"] = state.args.rollout_seed + position
     return params
 
@@ -364,6 +363,7 @@ async def abort(args: Namespace, rollout_id: int) -> list[SampleGroup]:
     state.aborted = True
     # A tool call or a reward may be under way, and more requests after it. Responses that are kept may finish the step.
     patience_s = args.rm_timeout if args.partial_rollout else None
+    # Aborting all requests would also end those of the evaluation.
     requests = state.training if state.num_evaluations else None
     groups = await collect.end_tasks(
         state.pendings, get_model_url(args, "default", "/workers"), patience_s, requests=requests
@@ -378,7 +378,7 @@ async def generate_rollout_async(
     """One training batch, and the prompts that were fetched for it but are not in it.
 
     Args:
-        data_source_get_samples: ``get_samples`` of the data source; the hook for all samples receives its owner.
+        data_source_get_samples: ``get_samples`` of the data source. The hook for all samples receives its owner.
     """
     if not complete_args(args).rollout_global_dataset:
         raise DataError("the default rollout draws from the data source: drop --disable-rollout-global-dataset")

@@ -3,8 +3,7 @@
 Each event of the engine holds the whole response so far, including the sets of ids that ``--rollout-top-p`` and
 ``--rollout-top-k`` left of the vocabulary, so the bytes sent grow with the square of the length. With
 ``--sglang-incremental-streaming-output`` an event holds the new tokens, and this module joins the events. When the
-rollout ends, a sample keeps the received tokens, and the connection is closed, which makes the engine drop the request.
-Otherwise the result is that of ``sglang_rollout.generate``.
+rollout ends, a sample keeps the received tokens. Otherwise the result is that of ``sglang_rollout.generate``.
 """
 
 from __future__ import annotations
@@ -43,6 +42,7 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
 
     def receive(event: Any) -> bool:
         response.add(_checked(request, event, sample), sample)
+        # False closes the connection, which makes the engine drop the request.
         return not state.is_ending
 
     attrs = {"max_new_tokens": sampling_params["max_new_tokens"]}
@@ -107,6 +107,7 @@ class _Response:
         meta = event["meta_info"]
         num_new = len(meta.get("output_token_logprobs") or ())
         count = meta.get("completion_tokens", num_new)
+        # The event holds all tokens so far. An event without tokens must not erase the earlier ones.
         if num_new == count and (count > 0 or not self._events):
             self._events = [event]
         elif count in (0, self._num_tokens + num_new):  # 0: an abort whose tokens came without their sets

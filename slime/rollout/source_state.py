@@ -51,6 +51,7 @@ def save_groups(path: Path, groups: list[SampleGroup]) -> None:
     if groups:
         write_state(path, {"groups": [group_to_dicts(group) for group in groups]})
     else:
+        # A file of an earlier save would return the same prompts again.
         path.with_suffix(".json").unlink(missing_ok=True)
         path.with_suffix(".pt").unlink(missing_ok=True)
 
@@ -79,11 +80,12 @@ def write_state(path: Path, state: dict[str, Any]) -> None:
             import torch
 
             torch.save(state, partial)
+    # A file of an earlier save with the other suffix could be read instead of this one.
     other.unlink(missing_ok=True)
 
 
 def read_state(path: Path) -> dict[str, Any] | None:
-    """Read the file of :func:`write_state`; None without one.
+    """Read the file of :func:`write_state`. Returns None if it does not exist.
 
     Raises:
         DataError: a damaged file.
@@ -105,7 +107,7 @@ def read_state(path: Path) -> dict[str, Any] | None:
     return None
 
 
-# What decides which prompt is drawn at which position: kept in the data state, compared when a run is resumed.
+# The order of prompts: its fingerprint is kept in the data state, and compared when a run is resumed.
 #
 # Called by the data source. A position (epoch, row) means the same prompt only if the file and these settings are the
 # same. The digest covers the whole file up to 64 MiB. Of a larger file it covers 64 blocks of 1 MiB at equal distances,
@@ -119,10 +121,10 @@ _OTHER = ("seed", "rollout_seed", "input_key", "label_key", "apply_chat_template
 
 
 def fingerprint(args: Namespace, num_prompts: int | None) -> dict[str, Any]:
-    """Of ``--prompt-data`` and the flags that decide the order; JSON values.
+    """Fingerprint of ``--prompt-data`` and of the flags that decide the order, as JSON values.
 
     Args:
-        num_prompts: in one epoch, without those that are too long; None for a stream.
+        num_prompts: in one epoch, without those that are too long. None for a stream.
     """
     path, part = parse_path(args.prompt_data)
     bounds = None if part is None else [part.start, part.stop]
@@ -134,19 +136,21 @@ def fingerprint(args: Namespace, num_prompts: int | None) -> dict[str, Any]:
 
 
 def changes(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """How ``new`` differs from ``old``: what changes which prompt comes next, and what does not."""
+    """Differences between ``old`` and ``new``: those that change the order of prompts, and the others."""
     order: list[str] = []
     other: list[str] = []
     if (old.get("size"), old.get("digest")) != (new["size"], new["digest"]):
         order.append(f"the content of --prompt-data (it had {old.get('size')} bytes, now it has {new['size']})")
     if old.get("slice") != new["slice"]:
         order.append(f"the slice of --prompt-data (it was {old.get('slice')}, now it is {new['slice']})")
+    # A changed file or slice changes this number too, and is already reported.
     if not order and old.get("prompts") != new["prompts"] and None not in (old.get("prompts"), new["prompts"]):
         order.append(f"the number of usable prompts (it was {old.get('prompts')}, now it is {new['prompts']})")
     before, now = old.get("flags", {}), new["flags"]
     for name in now:
         if name in before and before[name] != now[name]:
             text = f"--{name.replace('_', '-')} (it was {before[name]}, now it is {now[name]})"
+            # Rows that are not shuffled come in the order of the file, whatever the seed is.
             decides = name in _ORDER or (name == "rollout_seed" and now["rollout_shuffle"])
             (order if decides else other).append(text)
     return order, other

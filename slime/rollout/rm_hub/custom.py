@@ -23,11 +23,11 @@ from slime.rollout.failures import reward_keys, traced_copy
 from slime.utils.async_utils import Slots, call_user, is_async
 from slime.utils.errors import DataError, ScoringError
 
+# Threads that score at the same time.
 _threads = Slots(64)
-"""Limits the threads that score at the same time."""
 
+# One instance per process, because a reward class may hold a model.
 _instances: dict[type, Any] = {}
-"""Reward classes are instantiated once per process, because they may hold a model."""
 
 
 async def score_one(args: Any, path: str, sample: Sample, **kwargs: Any) -> Any:
@@ -71,6 +71,7 @@ async def _call_batch(
     else:
         positional, keywords = (args, samples), accepted_kwargs(function, kwargs)
     result = await call_scorer(function, *positional, what=what, timeout_s=args.rm_timeout, **keywords)
+    # Arrays and tensors.
     if hasattr(result, "tolist"):
         result = result.tolist()
     if not isinstance(result, list | tuple):
@@ -119,6 +120,7 @@ async def call_scorer(function: Callable[..., Any], *args: Any, what: str, timeo
                 return await call_user(function, *args, **kwargs)
         # A thread cannot be ended: a late function must not write into samples that the rollout uses again.
         own = [_copied(arg) for arg in args]
+        # In this order: waiting for a thread does not count against the limit of the call.
         async with _threads.semaphore, limit:
             result = await call_user(function, *own, **kwargs)
         for arg, copied in zip(args, own, strict=True):
@@ -131,6 +133,7 @@ async def call_scorer(function: Callable[..., Any], *args: Any, what: str, timeo
             f"{what} did not return within {timeout_s:g} s: fix it, or raise --rm-timeout (seconds per call)"
         ) from None
     except DataError:
+        # Bad data or a missing library: every sample would fail.
         raise
     except Exception as error:  # the user's code may raise any exception
         raise ScoringError(f"{what} raised {type(error).__name__}: {error}") from error

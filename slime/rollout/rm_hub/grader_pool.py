@@ -28,16 +28,17 @@ from slime.utils.errors import DataError, ScoringError
 logger = logging.getLogger(__name__)
 
 MAX_CHARS = 10_000
-"""Longest answer that is computed with."""
+"""Answers with more characters are not computed with."""
+# Per answer. CPU time, so that a grade does not depend on the load of the machine.
 _MAX_CPU_S = 5.0
-"""Per answer. CPU time, so that a grade does not depend on the load of the machine."""
 _MAX_WALL_S = 60.0
+# Wait for a free process. Many responses wait at the same time, and each before them may take its limit.
 _WAIT_S = 1800.0
-"""For a free process. Many responses wait at a time, and each before them may take its limit."""
+# Importing the libraries in the first call.
 _START_S = 120.0
 _END_S = 10.0
 LONGEST_CALL_S = _WAIT_S + _START_S + 2 * _MAX_WALL_S
-"""After which :func:`grade_in_process` has returned, unless its limit is longer."""
+""":func:`grade_in_process` returns within this time, unless its limit is longer."""
 _MAX_PROCESSES = 32
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _COMPUTING_RULES = frozenset({"math", "deepscaler", "math_verify", "ifbench"})
@@ -45,7 +46,7 @@ _COMPUTING_RULES = frozenset({"math", "deepscaler", "math_verify", "ifbench"})
 
 @dataclass
 class GradeLimit:
-    """What grading one answer may take.
+    """Limits of grading one answer.
 
     Attributes:
         wall_s: seconds (``--rm-timeout``), the wait for a free process not included; at most 5 of them on the CPU.
@@ -84,11 +85,14 @@ class _Pool:
             stdout=subprocess.DEVNULL,
             pass_fds=numbers,
             start_new_session=True,  # Ctrl-C is for this process alone
+            # The child must find slime and users' packages. One thread, because the pool already uses several
+            # processes.
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
         )
         self._closing = threading.Lock()
         self._free: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
         for ours, theirs in pairs:
+            # The fork must hold the only copy: otherwise its end would not close the connection.
             theirs.close()
             self._free.put(ours)
 
@@ -117,6 +121,7 @@ class _Pool:
             if not line:
                 raise OSError(f"the grader process {self.pid} has ended (its messages are in the log above)")
         except OSError:
+            # All processes end: after a timeout the late answer would be read as the answer to the next request.
             self.close()
             raise
         self._free.put(connection)
@@ -134,12 +139,12 @@ class _Pool:
 
 
 def _num_processes() -> int:
-    """A quarter of a large node at most: engines and trainers need the other cores, and each answer is short."""
+    """Half of the CPUs, at most 32: engines and trainers need the other cores, and each answer is short."""
     return min(_MAX_PROCESSES, max(2, _num_cpus() // 2))
 
 
 def _num_cpus() -> int:
-    """CPUs of this process, or the share of them that the container has: more processes would share it, and be late."""
+    """CPUs of this process, or the quota of its container if that is less."""
     num_cpus = len(os.sched_getaffinity(0))
     try:
         quota, period = _CPU_QUOTA.read_text(encoding="ascii").split()
@@ -153,9 +158,10 @@ _current: _Pool | None = None
 
 
 def _pool() -> _Pool:
-    """The processes of this process, started on first use. A fork of this process gets its own."""
+    """The processes of this process, started on first use."""
     global _current
     with _lock:
+        # After a fork parent and child would read each other's answers from the same sockets.
         if _current is None or _current.owner != os.getpid():
             _current = _Pool()
         return _current
@@ -169,13 +175,13 @@ def _forget(pool: _Pool) -> None:
 
 
 def preload_graders(rm_type: str | None) -> None:
-    """Start the processes if this reward needs them; they import its libraries while the engines start."""
+    """Start the processes if this reward needs them. They import its libraries while the engines start."""
     if (rm_type or "").removeprefix("boxed_") in _COMPUTING_RULES:
         _pool()
 
 
 def grade_in_process(grader: str, arguments: Sequence[Any]) -> Any:
-    """What ``grader`` (a name of ``grader_process``) returns; None when it took too long, too much memory, or died.
+    """Return the result of ``grader`` (a name in ``grader_process``), or None if it exceeded a limit or died.
 
     Blocks until a process is free: call it in a thread. The limits are those of :func:`grade_limit`, which also has the
     reason of a None.
@@ -189,6 +195,7 @@ def grade_in_process(grader: str, arguments: Sequence[Any]) -> Any:
     pool = _pool()
     try:
         while (connection := pool.wait_free()) is None:
+            # Another thread ended these processes.
             _forget(pool)
             pool = _pool()
         answer = pool.ask(connection, request, limit.wall_s)

@@ -32,14 +32,15 @@ _GRADERS = {
     "math_verify": ("slime.rollout.rm_hub.libraries", "compare_with_math_verify"),
     "ifbench": ("slime.rollout.rm_hub.libraries", "compute_ifbench_reward"),
 }
+# Graded before the first fork, so that every fork has the libraries and their caches.
 _EXAMPLES: dict[str, list[Any]] = {
     "sympy": [r"2\sqrt{3}", r"\sqrt{12}"],
     "math_verify": [r"\boxed{\frac{1}{2}}", "$0.5$"],
     "ifbench": ["text", None, {"instruction_id_list": ["none"]}],
 }
-"""Graded before the first fork: libraries and their caches are loaded then."""
+# Of one answer, on top of the libraries: some of them reserve many GiB of addresses that they do not use.
 _MAX_MEMORY_BYTES = 2 * 2**30
-"""Of one answer, on top of the libraries: some of them reserve many GiB of addresses that they do not use."""
+# Exit status of a fork.
 _OUT_OF_MEMORY = 3
 _STOPPED_BY = {
     signal.SIGPROF: "it took more CPU time than an answer may",
@@ -69,6 +70,7 @@ def main() -> None:
             os.close(descriptor)
             pid, own = forks.pop(descriptor)
             _, status = os.waitpid(pid, 0)
+            # A fork that ended normally has seen the end of its socket. Any other end is the answer to its request.
             if status != 0:
                 own.sendall(json.dumps({"stopped": _why(status)}).encode() + b"\n")
                 _fork(own, sockets, forks, poll)
@@ -111,6 +113,7 @@ def _fork(
     except MemoryError:
         status = _OUT_OF_MEMORY
     finally:
+        # Without cleanup: exit handlers and buffers belong to the first process.
         os._exit(status)
 
 
@@ -121,10 +124,12 @@ def _serve(own: socket.socket) -> None:
         name, arguments, cpu_s, wall_s = json.loads(line)
         try:
             grader = _grader(name)
+            # CPU time (SIGPROF) and wall time (SIGALRM). The default action ends the fork, also inside C code.
             signal.setitimer(signal.ITIMER_PROF, cpu_s)
             signal.setitimer(signal.ITIMER_REAL, wall_s)
             outcome = {"grade": grader(*arguments)}
         except MemoryError:
+            # Ends the fork: its address space is at the limit.
             raise
         except Exception as error:
             outcome = {"error": f"{type(error).__name__}: {error}"[:1000], "is_import": isinstance(error, ImportError)}

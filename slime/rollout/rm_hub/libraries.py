@@ -14,7 +14,7 @@ from slime.utils.errors import DataError
 
 
 def grade_math_verify(response: str, label: Any) -> float:
-    """1.0 when the answer in ``response`` equals ``label``, else 0.0; also if that takes too long.
+    """1.0 when the answer in ``response`` equals ``label``, else 0.0. An answer that takes too long gets 0.0.
 
     Waits for a free process: call it in a thread.
 
@@ -33,7 +33,7 @@ def grade_math_verify(response: str, label: Any) -> float:
 
 
 def compare_with_math_verify(response: str, truth: str) -> float:
-    """In a grader process: the library's verdict. Whatever it trips over is not the right answer."""
+    """The verdict of the library. Runs in a grader process."""
     from math_verify import parse, verify
 
     try:
@@ -41,6 +41,7 @@ def compare_with_math_verify(response: str, truth: str) -> float:
         return float(verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None))
     except MemoryError:
         raise
+    # The library raises many kinds of errors on text that it cannot read. Such an answer is wrong.
     except Exception:
         return 0.0
 
@@ -88,7 +89,7 @@ def compute_ifbench_reward(response: str | None, label: Any, metadata: Mapping[s
 
 
 def _arguments(given: Any, count: int) -> list[dict[str, Any]]:
-    """One mapping per instruction: a single one holds for all, a short list is continued with its last entry."""
+    """One mapping per instruction. A single mapping holds for all, and the last entry continues a short list."""
     if isinstance(given, Mapping):
         entries = [dict(given)] * count
     elif isinstance(given, list) and given:
@@ -96,6 +97,7 @@ def _arguments(given: Any, count: int) -> list[dict[str, Any]]:
         entries += [entries[-1]] * (count - len(entries))
     else:
         entries = [{}] * count
+    # Data sets store absent arguments as None.
     return [{key: value for key, value in entry.items() if value is not None} for entry in entries]
 
 

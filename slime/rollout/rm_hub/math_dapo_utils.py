@@ -83,22 +83,22 @@ def is_correct_minerva(
 ) -> tuple[bool, str]:
     """Compare the last ``Answer:`` line with the ground truth, both normalized.
 
-    A whole number as ground truth loses its spelling (``042``, ``42.0``); any other text is compared as it is. The
-    original cuts fractions to their integer part, so that 42 answers a question whose answer is 42.7.
+    A whole number as ground truth loses its spelling (``042``, ``42.0``). Any other text is compared unchanged.
     """
     found = re.findall(answer_pattern, solution_str)
     prediction = normalize_final_answer(found[-1] if found else _INVALID)
     truth = str(gt)
     if gt_need_extract:
         truth = remove_boxed(last_boxed_only_string(truth) or "")
+    # The original cuts fractions to their integer part, so that 42 would be right for 42.7.
     truth = _whole_number(normalize_final_answer(truth))
     return prediction == truth, prediction
 
 
 def _whole_number(text: str) -> str:
-    """A whole number in its shortest spelling, any other text as it is."""
+    """A whole number in its shortest spelling, any other text unchanged."""
     with contextlib.suppress(ValueError):
-        return str(int(text))  # a float knows no more than 15 digits
+        return str(int(text))  # a float is exact up to 15 digits only
     with contextlib.suppress(ValueError):
         number = float(text)
         return str(int(number)) if number.is_integer() else text
@@ -121,7 +121,7 @@ def is_correct_strict_box(
 
 
 def last_boxed_only_string(string: str) -> str | None:
-    r"""The last ``\boxed{...}`` with its braces; None without one that closes."""
+    r"""The last ``\boxed{...}`` with its braces, or None if none closes."""
     start = string.rfind("\\boxed{")
     if start < 0:
         return None
@@ -137,8 +137,9 @@ def last_boxed_only_string(string: str) -> str | None:
 
 
 def remove_boxed(s: str) -> str:
-    r"""The content of ``\boxed{...}``. Raises AssertionError on anything else: part of the public contract."""
+    r"""The content of ``\boxed{...}``. Raises AssertionError for other text."""
     left = "\\boxed{"
+    # AssertionError is part of the public contract: callers catch it.
     assert s.startswith(left), f"box error: {s}"
     assert s.endswith("}"), f"box error: {s}"
     return s[len(left) : -1]

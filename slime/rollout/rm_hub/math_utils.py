@@ -1,6 +1,6 @@
 r"""Grading of short mathematical answers in ``\boxed{}`` (the rules of PRM800K and Hendrycks' MATH).
 
-Two graders, an answer counts when either accepts it: ``mathd`` compares normalised text, ``sympy`` simplifies the
+Two graders, an answer counts when either accepts it: ``mathd`` compares normalized text, ``sympy`` simplifies the
 difference. Unreduced fractions and other orders are wrong on purpose: the rules define the reward.
 
 A response decides what sympy and the LaTeX parser compute, so they run in a grader process (``grader_pool``), and only
@@ -36,20 +36,23 @@ _UNITS = (
 )
 _BRACKETS = "()[]"
 _THOUSANDS = re.compile(r"(\d)(,)(\d\d\d)($|\D)")
+# A fraction in lowest terms is required, so these are compared as text.
 _FRACTION = re.compile(r"^-?[0-9]+.?/0*[1-9][0-9]*.?$")
 _INTEGER_TOLERANCE = 1e-7
 _MAX_LETTERS = 2
 _PLAIN_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?")
+# Up to this length sympy's comparison of decimal numbers is exact, so Decimal gives the same result.
 _EXACT_DIGITS = 15
-"""Up to which sympy's comparison of decimal numbers is exact."""
 # Refused before sympy sees them: exponents of more than one digit or letter, factorials of large numbers or of powers,
 # powers of powers of long numbers, and Python code other than formulas (0xff, 1_000, shifts, repeated texts, methods).
 _FORMULA = re.compile(r"([\w+\-*/^(),!]|\.(?![^\W\d]))*")
 _COSTLY_POWER = re.compile(r"\^(?!-?([0-9](?![0-9!^])|[a-z](?![a-z])))")
 _PYTHON_NUMBER = re.compile(r"[0-9]_|0[xob]")
 _COSTLY_FACTORIAL = re.compile(r"[0-9]{4,}!|\)!|!!")
+# Longest integer that sympy may compute.
 _MAX_DIGITS = 20_000
 _NAMES = frozenset({"pi", "ln", "re", "im", "oo", "nan", "zoo", "csc", "sqrt"})
+# Names in the code that the parser of sympy generates.
 _NAMES_OF_THE_PARSER = frozenset({"Symbol", "Integer", "Float", "Rational", "Function", "factorial", "factorial2"})
 
 
@@ -57,7 +60,7 @@ _NAMES_OF_THE_PARSER = frozenset({"Symbol", "Integer", "Float", "Rational", "Fun
 
 
 def last_boxed_only_string(string: str) -> str | None:
-    r"""The last ``\boxed{...}`` (else ``\fbox{...}``) with its braces; None without one that closes."""
+    r"""The last ``\boxed{...}`` (else ``\fbox{...}``) with its braces, or None if none closes."""
     start = string.rfind("\\boxed")
     if start < 0:
         start = string.rfind("\\fbox")
@@ -88,7 +91,7 @@ def extract_boxed_answer(solution: str) -> str | None:
 
 
 def extract_answer(passage: str) -> str | None:
-    r"""The content of the last ``\boxed``; None without one."""
+    r"""The content of the last ``\boxed``, or None."""
     return extract_boxed_answer(passage) if "\\boxed" in passage else None
 
 
@@ -109,12 +112,12 @@ def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
 
 
 def grade_answer_mathd(given_answer: str | None, ground_truth: str | None) -> bool:
-    """Equality after text normalisation."""
+    """Equality after text normalization."""
     return mathd_normalize_answer(ground_truth) == mathd_normalize_answer(given_answer)
 
 
 def grade_answer_sympy(given_answer: str | None, ground_truth: str | None) -> bool:
-    """Equality of every element after normalisation, or up to algebra.
+    """Equality of every element after normalization, or up to algebra.
 
     Algebra waits for a grader process: call it in a thread. An answer that takes too long is not equal, nor is an
     answer of more than 10,000 characters that differs from the truth.
@@ -134,7 +137,7 @@ def grade_answer_sympy(given_answer: str | None, ground_truth: str | None) -> bo
 
 
 def compare_with_sympy(given_answer: str, ground_truth: str) -> bool:
-    """In a grader process: :func:`grade_answer_sympy` with the LaTeX parser and sympy."""
+    """:func:`grade_answer_sympy` with the LaTeX parser and sympy. Runs in a grader process."""
     truth, given = (_canonical(_latex_to_text(_clean(text))) for text in (ground_truth, given_answer))
     verdict = _compare_texts(truth, given)
     return verdict if isinstance(verdict, bool) else all(_are_equal_under_sympy(*pair) for pair in verdict)
@@ -174,7 +177,7 @@ def _is_plain_number(text: str) -> bool:
 
 
 def mathd_normalize_answer(answer: str | None) -> str | None:
-    """Text normalisation of Hendrycks' MATH."""
+    """Text normalization of Hendrycks' MATH."""
     if answer is None:
         return None
     answer = answer.strip()
@@ -182,6 +185,7 @@ def mathd_normalize_answer(answer: str | None) -> str | None:
         answer = _unwrap_text(answer).strip()
         return _strip_string(answer)
     except (AssertionError, IndexError, ValueError):
+        # Text that the rules cannot read is compared unchanged.
         return answer
 
 
@@ -329,7 +333,7 @@ def _is_integer_text(text: str) -> bool:
 
 
 def _strip_thousands(text: str) -> str:
-    """``1,234,567`` -> ``1234567``; commas that separate anything else stay."""
+    """``1,234,567`` -> ``1234567``. Other commas stay."""
     while True:
         shorter = _THOUSANDS.sub(r"\1\3\4", text)
         if shorter == text:
@@ -357,8 +361,10 @@ def _may_be_evaluated(expr: str) -> bool:
 
 
 def _digits_at_most(expr: str) -> int:
-    """How long an integer can become: n! has fewer than 3n digits (n < 1000), a power at most nine times as many."""
+    """Upper bound of the digits of an integer in the result."""
+    # n! has fewer than 3n digits for n < 1000.
     digits = len(expr) + sum(3 * int(number) for number in re.findall(r"([0-9]+)!", expr))
+    # Exponents have one digit, so a power has at most nine times as many digits.
     times: int = 9 ** (expr.count(")^") + ("^" in expr))
     return digits * times
 
@@ -381,6 +387,8 @@ def _are_equal_under_sympy(truth: str, given: str) -> bool:
 def _parse(expr: str) -> Any:
     from sympy.parsing import sympy_parser
 
+    # parse_expr evaluates Python code, and the text comes from a model: the formula is checked and the names are
+    # limited.
     return sympy_parser.parse_expr(
         expr.replace("^", "**"),
         transformations=(
@@ -396,4 +404,5 @@ def _sympy_names() -> Mapping[str, Any]:
     """The names that a formula may use: a few of sympy's, without builtins."""
     import sympy
 
+    # Without this entry ``eval`` adds all builtins.
     return {name: getattr(sympy, name) for name in _NAMES | _NAMES_OF_THE_PARSER} | {"__builtins__": {}}

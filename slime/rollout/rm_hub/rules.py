@@ -15,7 +15,7 @@ _RESPONSE = "###Response"
 
 
 def get_deepscaler_rule_based_reward(response: str, label: Any) -> int:
-    """1 or 0. The score is 0 without ``</think>`` or ``###Response``, which precede the solution.
+    """1 or 0. The score is 0 without ``</think>`` or ``###Response`` before the solution.
 
     Raises:
         AssertionError: a label that is neither text nor a number.
@@ -51,7 +51,7 @@ def normalize_answer(s: str) -> str:
 
 
 def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, float]:
-    """``(f1, precision, recall)`` over the multisets of words; closed answers (yes, no) must match exactly."""
+    """``(f1, precision, recall)`` over the multisets of words. Closed answers (yes, no) must match exactly."""
     if prediction is None:
         return 0, 0, 0
     given, truth = normalize_answer(prediction), normalize_answer(ground_truth)
@@ -71,12 +71,12 @@ def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, f
 
 DEFAULT_VALID_LETTERS = list(string.ascii_uppercase[:10])
 ANSWER_KEYS = ("correct_letter", "correct_answer", "answer_text")
-"""Entries of the metadata that say the answer of a row without a label."""
+"""Entries of the metadata that hold the answer of a row without a label."""
 
 
+# Between "is" and the letter: brackets, bold, a box. Every repetition is possessive (``*+``), so the search takes time
+# proportional to the length of the response. The search holds the GIL, and backtracking would stop all other threads.
 _OPENING = r"[\s(*$\"'\[{]*+(?:\\(?:boxed|text|textbf|mathrm)\s*+\{\s*+)*+[(*\s]*+"
-"""Between "is" and the letter: brackets, bold, a box. Every repetition is possessive (``*+``): what a model writes is
-searched in time proportional to its length, during which no other thread runs."""
 _CHOICE_PATTERNS = (
     rf"(?:answer|option|choice)\s*+(?:is|:)?{_OPENING}([A-Z])\b",
     r"\b([A-Z])\b[)*\s]*+is\s++(?:the\s++)?correct",
@@ -93,6 +93,7 @@ def compute_gpqa_reward(response: str | None, label: Any, metadata: Mapping[str,
     letters = _valid_letters(facts, choices)
     correct = _correct_letter(label, facts, choices, letters)
     chosen = _extract_letter_from_response(response, letters)
+    # A response that chooses a letter is judged by the letter alone. The text may quote every choice.
     if chosen is not None and correct is not None:
         return float(chosen == correct)
     said = f" {_normalize(_after_thinking(response))} "
@@ -142,6 +143,7 @@ def _valid_letters(facts: Any, choices: Mapping[str, str]) -> list[str]:
 def _correct_letter(label: Any, facts: Any, choices: Mapping[str, str], letters: Sequence[str]) -> str | None:
     given = facts.get("correct_letter")
     found = given.strip().upper() if isinstance(given, str) and given.strip() else None
+    # A number is the position of the choice. bool is a subclass of int.
     if isinstance(label, int | float) and not isinstance(label, bool):
         position = int(label)
         return letters[position] if 0 <= position < len(letters) else found

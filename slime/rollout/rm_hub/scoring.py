@@ -28,11 +28,13 @@ from slime.utils.http_utils import post
 
 _BOXED = "boxed_"
 
+# For ``remote_rm``, unless ``--rm-timeout`` is longer.
 _REMOTE_TIMEOUT_S = 120.0
-"""Of ``remote_rm``, unless ``--rm-timeout`` is longer."""
 
 Rule = Callable[[str, Any, dict[str, Any]], Any]
 
+# Rules that compute with the response must do so in a grader process, which can be ended. The other rules must take
+# time proportional to the length of the response.
 _RULES: dict[str, Rule] = {
     "math": lambda response, label, _: int(grade_answer_verl(response, label)),
     "math_verify": lambda response, label, _: grade_math_verify(response, label),
@@ -43,8 +45,7 @@ _RULES: dict[str, Rule] = {
     "ifbench": lambda response, _, metadata: grade_ifbench(response, metadata),
     "random": lambda *_: random.randint(0, 1),
 }
-"""Name -> rule over (response, label, metadata). Rules that compute with the response do so in a process that can be
-ended; the others take time proportional to its length."""
+"""Name -> rule over (response, label, metadata)."""
 
 _BOXED_RULES: dict[str, Rule] = _RULES | {
     "deepscaler": _RULES["math"],
@@ -105,6 +106,7 @@ async def _score(args: Namespace, samples: Sequence[Sample], *, are_together: bo
     except ScoringError as error:
         rewards = [failed_reward(reward_keys(args))] * len(samples)
         for sample in samples:
+            # The type in the metadata is that of the cause, not ScoringError.
             give_up(sample, "reward", error.__cause__ or error, str(error))
     for sample, reward in zip(samples, rewards, strict=True):
         sample.reward = reward
@@ -129,6 +131,7 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
 async def batched_async_rm(args: Namespace, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
     """The rewards of samples that are scored together, in their order."""
     path = complete_args(args).custom_rm_path
+    # A sample with another reward function is scored by that function.
     if path and all(sample.custom_rm_path in (None, path) for sample in samples):
         return await score_batch(args, path, samples, **kwargs)
     return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
