@@ -25,7 +25,7 @@ _STOP_TIMEOUT_S = 10.0
 
 
 class FilteredAccessLogger(AbstractAccessLogger):
-    """Logs errors and slow requests. Omits HEAD requests, and those answered with 200 within two minutes."""
+    """Logs errors and slow requests. Omits HEAD requests, and requests that returned 200 within two minutes."""
 
     def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
         if request.method == "HEAD" or (response.status == 200 and time <= SLOW_REQUEST_S):
@@ -35,7 +35,7 @@ class FilteredAccessLogger(AbstractAccessLogger):
 
 @dataclass
 class AppHandle:
-    """A running application: its address, and how to end it."""
+    """A running application."""
 
     host: str
     port: int
@@ -44,7 +44,7 @@ class AppHandle:
     runner: web.AppRunner
 
     def stop(self) -> None:
-        """Close sockets and end the thread; does nothing the second time."""
+        """Close sockets and end the thread. A second call has no effect."""
         if self.thread.is_alive() and self.loop.is_running():
             self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(_STOP_TIMEOUT_S)
@@ -59,16 +59,16 @@ def run_app_in_thread(
     start_timeout_sec: float = 15.0,
     runner_kwargs: dict[str, Any] | None = None,
 ) -> AppHandle:
-    """Serve ``app`` from a daemon thread; returns when it listens.
+    """Serve ``app`` from a daemon thread. Returns when it listens.
 
     Args:
-        host: this machine only; "0.0.0.0" where sandboxes are elsewhere, for everybody who reaches this machine.
-        port: 0 takes a free one; the handle has the real number.
-        runner_kwargs: of ``web.AppRunner``; ``{"handler_cancellation": True}`` ends the handlers of clients that left.
+        host: this machine only. "0.0.0.0" for sandboxes on other machines: every machine can then connect.
+        port: 0 takes a free one. The handle has the real number.
+        runner_kwargs: of ``web.AppRunner``. ``{"handler_cancellation": True}`` ends the handlers of clients that left.
 
     Raises:
         DeadlineExceeded: it did not listen within ``start_timeout_sec`` seconds.
-        Exception: whatever the start raised, such as OSError for a port in use.
+        Exception: the error of the start, such as OSError for a port in use.
     """
     loop = asyncio.new_event_loop()
     has_begun = threading.Event()
@@ -89,6 +89,7 @@ def run_app_in_thread(
         try:
             if not failure:
                 loop.run_forever()
+            # On the same loop, because connections and tasks belong to it.
             loop.run_until_complete(runner.cleanup())
         finally:
             loop.close()

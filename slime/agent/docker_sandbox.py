@@ -16,9 +16,10 @@ from slime.utils.errors import DeadlineExceeded
 _START_TIMEOUT_S = 600  # the image may have to be fetched
 _FILE_TIMEOUT_S = 120
 _LINGER_S = 5  # of a command after SIGTERM
+# Output of a command that is kept in memory. More ends the command.
 _MOST_BYTES = 256 << 20
+# Variables for the container that would change the behavior of the client on this machine.
 _READ_BY_THE_CLIENT = ("PATH", "HOME", "XDG_", "LD_", "DOCKER_", "CONTAINER", "PODMAN_")
-"""Prefixes of variables for the container that would change the behavior of the client on this machine."""
 
 
 class DockerSandbox(BaseSandbox):
@@ -48,6 +49,7 @@ class DockerSandbox(BaseSandbox):
     async def __aenter__(self) -> DockerSandbox:
         # The entry point of an image would take `sleep` as one of its arguments.
         program = ["--entrypoint", "sleep", self.image, str(self.timeout)]
+        # --rm: the container is removed when ``sleep`` ends. --init: orphaned processes of the agent are reaped.
         code, out, err = await self._run(
             ["run", "--detach", "--rm", "--init", *self.run_args, *program], _START_TIMEOUT_S
         )
@@ -133,6 +135,7 @@ async def _read(stream: asyncio.StreamReader, process: asyncio.subprocess.Proces
         if len(read) <= _MOST_BYTES:
             read += part
         elif process.returncode is None:
+            # Reading continues to the end of the stream: the process ends only after its output is read.
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
     return bytes(read)

@@ -1,7 +1,7 @@
-"""From the text that a model wrote to reasoning, answer and tool calls.
+"""Split the text of a model into reasoning, answer and tool calls.
 
-Called by the adapters, once per turn. A named parser is SGLang's, imported on first use;
-without one, ``</think>`` ends the reasoning and the XML form of tool calls is understood.
+Called by the adapters, once per turn. A named parser is SGLang's, imported on first use. Without a name ``</think>``
+ends the reasoning, and tool calls have the XML form.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def parse_model_output(
 
     Args:
         tools_schema: the tools offered, ``{"type": "function", "function": {"name", ...}}`` each.
-        tool_parser_name: what ``--sglang-tool-call-parser`` says.
-        reasoning_parser_name: what ``--sglang-reasoning-parser`` says.
+        tool_parser_name: value of ``--sglang-tool-call-parser``.
+        reasoning_parser_name: value of ``--sglang-reasoning-parser``.
     """
     reasoning, body = "", raw_output
     if reasoning_parser_name:
@@ -56,6 +56,7 @@ def parse_model_output(
         found, rest = parser.parse_non_stream(raw_output)
         reasoning, body = found or "", rest or ""
     if not reasoning and _END_OF_THOUGHT in body:
+        # A template may put <think> into the prompt, so only the end mark is certain.
         reasoning, _, body = body.partition(_END_OF_THOUGHT)
         reasoning = reasoning.strip().removeprefix("<think>")
     text, uses, ill_formed = parse_tool_uses(body, tools_schema, tool_parser_name)
@@ -72,6 +73,7 @@ def parse_tool_uses(
         text, uses, ill_formed = _parse_by_sglang(body, tools_schema, tool_parser_name)
         if uses:
             return text, uses, ill_formed
+    # Also after a parser that found no call.
     text, uses = parse_xml_tool_uses(body, tools_schema)
     return text, uses, False
 
@@ -115,6 +117,7 @@ def parse_xml_tool_uses(body_text: str, tools_schema: list[dict[str, Any]]) -> t
 
     def take(match: re.Match[str]) -> str:
         if match[1] not in names:
+            # The tool was not offered: the call stays in the text.
             return match[0]
         uses.append({"name": match[1], "input": {key: value.strip() for key, value in _PARAMETER.findall(match[2])}})
         return ""

@@ -1,7 +1,7 @@
 """Sandboxes, in which the commands of agents run: the protocol, long commands, and a client of E2B.
 
 Called by harnesses and users' generate functions. A command of minutes is not one remote call: :func:`exec_and_wait`
-starts it under a lock, so that a retried call cannot start it twice, and polls for the file that marks its end.
+starts it, and polls for the file that marks its end.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ HOMES = PurePosixPath("/home")
 AGENT_HOME = str(HOMES / "agent")
 _POLL_S = 5
 _TAIL_BYTES = 512
+# Longest pause before the first repetition, and before any.
 _FIRST_BACKOFF_S, _LAST_BACKOFF_S = 1.0, 32.0
 _CREATE_TIMEOUT_S = 600.0  # the image may have to be fetched
 _CALL_TIMEOUT_S = 120.0
@@ -142,6 +143,8 @@ async def exec_and_wait(
     await sb.write_file(launcher, script, user=user)
     # A separate call, not under the lock: a lock left by an earlier run would skip it.
     await sb.exec(f"rm -rf {lock} {shlex.quote(out)} {done}", user="root", check=True)
+    # mkdir is atomic: a call that is sent again finds the lock and does not start the command twice. setsid: the
+    # command outlives this call.
     await sb.exec(
         f"chmod +x {launcher}; mkdir {lock} 2>/dev/null || exit 0; "
         f"setsid bash {launcher} < /dev/null > {shlex.quote(out)} 2>&1 &",
@@ -159,10 +162,11 @@ async def exec_and_wait(
 
 
 async def _await_done_marker(sb: Sandbox, done: str, time_budget_sec: int) -> int:
-    """The exit code in the marker file. The budget ends by the clock or by the sum of the pauses."""
+    """The exit code in the marker file. The budget limits both the elapsed time and the sum of the pauses."""
     end, slept = time.monotonic() + time_budget_sec, 0
     while True:
         code, text, _ = await sb.exec(f"test -f {done} && cat {done}")
+        # The marker is empty while the shell writes it.
         if code == 0 and text.strip():
             return int(text.strip())
         if slept >= time_budget_sec or time.monotonic() >= end:
@@ -194,18 +198,19 @@ _TRANSIENT = frozenset(
         *("ConnectError", "ReadError", "WriteError", "ConnectTimeout", "ReadTimeout", "WriteTimeout"),
     )
 )
+# Errors after which the sandbox does not come back.
 _FINAL_SANDBOX_ERRORS = ("does not exist", "STOPPED state")
 
 
 class E2BSandbox(BaseSandbox):
-    """A sandbox of a service that speaks E2B's protocol; needs the package ``e2b``.
+    """A sandbox of a service that speaks E2B's protocol. Needs the package ``e2b``.
 
     Connection errors are retried, at growing random intervals, unless a command is not idempotent.
 
     Args:
         image: container image, handed over as metadata.
-        timeout: seconds that the sandbox lives; ``SLIME_AGENT_SANDBOX_LIFETIME_SEC``, else 3600.
-        image_metadata_key: ``SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY``; required. The size goes under ``<prefix>/size``.
+        timeout: seconds that the sandbox lives: ``SLIME_AGENT_SANDBOX_LIFETIME_SEC``, else 3600.
+        image_metadata_key: ``SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY``, required. The size goes under ``<prefix>/size``.
         rpc_retries: ``SLIME_AGENT_SANDBOX_RPC_RETRIES``, else 6.
         size: ``SLIME_AGENT_E2B_SANDBOX_SIZE``, else "md".
 
@@ -275,6 +280,7 @@ class E2BSandbox(BaseSandbox):
                 result = error  # e2b raises for a non-zero exit, with the fields of a result
             return int(result.exit_code), str(result.stdout or ""), str(result.stderr or "")
 
+        # The service ends the command itself after ``timeout``. The rest is for the connection.
         return await self._call(run, idempotent, timeout_s=timeout + _CALL_TIMEOUT_S)
 
     async def write_file(self, path: str, content: FileContent, *, user: str = "root") -> None:
@@ -302,6 +308,7 @@ class E2BSandbox(BaseSandbox):
                     raise DeadlineExceeded(f"{sandbox}: the service did not answer in {timeout_s:g} s") from None
                 if not idempotent or attempt >= self.rpc_retries or not _is_transient(error):
                     raise
+            # Random: calls that failed together must not be sent again together.
             await asyncio.sleep(random.uniform(0, min(_LAST_BACKOFF_S, _FIRST_BACKOFF_S * 2**attempt)))
             attempt += 1
 

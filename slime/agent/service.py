@@ -2,7 +2,7 @@
 
 sample -> session -> the agent's program, with the session's id as its API key
           its requests -> chat template -> engine -> exact token ids, kept by the adapter
-       <- loss-masked samples of everything that was said
+       <- loss-masked samples of the whole session
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class AgentService(metaclass=SingletonMeta):
     Attributes:
         adapter_class: the protocol that the agent speaks.
         host: address that the adapter listens on. Agents in sandboxes of other machines need ``0.0.0.0``.
-        max_turns: requests that a session may make; None: any number.
-        max_running: agents that run at a time; further samples wait.
+        max_turns: requests that a session may make. None: any number.
+        max_running: agents that run at a time. Further samples wait.
     """
 
     adapter_class: type[BaseAdapter] = OpenAIAdapter
@@ -51,6 +51,7 @@ class AgentService(metaclass=SingletonMeta):
             args=args,
         )
         self.slots = Slots(self.max_running)
+        # Cancels the handler of a client that disconnected, which aborts its request at the engine.
         self.server = run_app_in_thread(self.adapter.app, host=self.host, runner_kwargs={"handler_cancellation": True})
 
     @property
@@ -72,7 +73,7 @@ class AgentService(metaclass=SingletonMeta):
         A rollout that ends meanwhile gives the sample back as ``ABORTED``: the agent begins anew in a later rollout.
 
         Raises:
-            EngineError: the agent made no request; slime tries again.
+            EngineError: the agent made no request. The rollout tries again.
         """
         adapter, sid = self.adapter, uuid4().hex
         adapter.open_session(
@@ -87,9 +88,11 @@ class AgentService(metaclass=SingletonMeta):
                 return sample
             extra = sample.metadata | metadata
             samples = await adapter.finish_session(sid, base_sample=sample, reward=reward, extra_metadata=extra)
+        # CancelledError too: the session must not stay open.
         except BaseException:
             await adapter.drop_session(sid, wait_timeout=0.0)
             raise
         if not samples:
             raise EngineError(f"sample {sample.index}: the agent's program ended without a request")
+        # An evaluation counts one sample per execution: the one with the last turns.
         return samples[-1] if evaluation else samples

@@ -1,14 +1,14 @@
 """The turns of an agent as a tree of messages, and their conversion to training samples.
 
 Adapters record every turn (:meth:`TrajectoryManager.record_turn`) and turn a finished session into samples
-(:meth:`TrajectoryManager.get_trajectory`). Messages decide where a turn belongs in the tree; token ids decide how the
+(:meth:`TrajectoryManager.get_trajectory`). Messages decide the position of a turn in the tree. Token ids decide how the
 turns of a branch are joined into samples. Knows no HTTP and no tokenizer.
 
-    record_turn     follows the prompt's messages from the root; new messages become nodes, the reply a leaf
+    record_turn     follows the prompt's messages from the root. New messages become nodes, the reply a leaf
     get_trajectory  leaf by leaf, the turns on the way are joined:
                       CLEAN    the next prompt continues the tokens held            -> append the new tokens, masked
                       REALIGN  it differs only inside the last response             -> that response loses its training,
-                                                                which metadata["abandoned_response_tokens"] says
+                                                                counted in metadata["abandoned_response_tokens"]
                       FORK     it differs before that, or the next output is long   -> a separate sample
 """
 
@@ -59,7 +59,7 @@ class MessageNode:
     """One message of a session. Its path from the root is a conversation.
 
     Attributes:
-        turn: of an assistant message that we generated; None for messages that only route.
+        turn: of an assistant message that the engine generated, else None.
         turn_index: number of the turn in its session, from 1.
         response_trained: a sample already trains on the turn. Others show it masked.
     """
@@ -132,7 +132,7 @@ class TrajectoryManager:
 
     Args:
         fork_threshold_tokens: an output shorter than this may be given up for the sake of one sample instead of two,
-            when a client replays it differently than it was sampled; 0 never gives one up. None: 1024.
+            when a client replays it differently than it was sampled. 0 never gives one up. None: 1024.
         reward_split: ``full`` gives every sample of a session its whole reward, ``equal`` divides it among them.
         args: the run's arguments, needed for the shape of routed experts.
     """
@@ -187,7 +187,7 @@ class TrajectoryManager:
         leaf.turn, leaf.turn_index = turn, usage.num_turns
 
     def _merge_rewrite(self, sid: str, node: MessageNode, message: Message) -> bool:
-        """A client sent the last reply back in other words: keep its words, if the reply is short enough."""
+        """Replace a short last reply by the text in which the client sent it back. False: it is another message."""
         replies = [child for child in node.children if child.role == "assistant"]
         if self._threshold <= 0 or message.get("role") != "assistant" or not replies:
             return False
@@ -201,6 +201,7 @@ class TrajectoryManager:
             "abandoned_turn_index": reply.turn_index,
             "abandoned_response_tokens": len(reply.turn.output_ids),
         }
+        # The sampled tokens are no longer part of the conversation, so they cannot be trained.
         reply.message, reply.turn, reply.turn_index = message, None, None
         return True
 
@@ -218,10 +219,10 @@ class TrajectoryManager:
         Args:
             base_sample: gives prompt, label and ids.
             reward: of the whole session: a number, or a dict of numbers.
-            max_sample_tokens: longer samples are cut there (status TRUNCATED); 0 cuts nothing.
+            max_sample_tokens: longer samples are cut there (status TRUNCATED). 0 cuts nothing.
 
         Returns:
-            One sample per run of tokens that can be joined, each with something to train on; [] for an unknown session.
+            One sample per run of tokens that can be joined, each with trained tokens. [] for an unknown session.
         """
         root = self._trees.get(sid)
         if root is None:
@@ -242,7 +243,7 @@ class TrajectoryManager:
         num_abandoned = 0  # of merged rewrites, for the next turn's sample
         for node in leaf.path_from_root():
             if node.turn is None:
-                if not node.response_trained:  # said once, in the first sample that has it
+                if not node.response_trained:  # counted once, in the first sample that has it
                     num_abandoned += node.metadata.get("merged_rewrite", {}).get("abandoned_response_tokens", 0)
                     node.response_trained = True
                 continue
@@ -295,6 +296,7 @@ class _SampleBuilder:
         common = _common_prefix_len(self.tokens, turn.prompt_ids)
         if common == len(self.tokens):
             return DriftKind.CLEAN
+        # Only the last response can be removed. A change before it needs another sample.
         is_in_last = self.last_start is not None and common >= self.last_start
         return DriftKind.REALIGN if is_in_last and len(turn.output_ids) < threshold else DriftKind.FORK
 
@@ -311,6 +313,7 @@ class _SampleBuilder:
         assert node.turn is not None
         self.last_start = len(self.tokens)
         self.nodes.append(node)
+        # A turn that several branches share is trained in the first sample only.
         self._append(_Part(node.turn.output_ids, node, is_trained=not node.response_trained))
         node.response_trained = True
 
@@ -326,6 +329,7 @@ class _SampleBuilder:
         sample = Sample(
             group_index=base.group_index,
             index=base.index,
+            # Samples of one session share the rollout id, so that they count as one rollout in the loss.
             rollout_id=base.index if base.rollout_id is None else base.rollout_id,
             prompt=base.prompt,
             label=base.label,
@@ -360,6 +364,7 @@ def _append_part(sample: Sample, part: _Part, args: Any, is_last: bool) -> None:
     meta = {"finish_reason": {"type": turn.finish_reason}} | (turn.meta_info or {})
     if not is_last:
         meta.pop("routed_experts", None)  # those of the last turn cover all tokens before it
+    # Unknown log-probs. ``append_response_tokens`` refuses trained tokens without any.
     log_probs = turn.output_log_probs or [0.0] * len(turn.output_ids)
     sample.append_response_tokens(args, tokens=turn.output_ids, log_probs=log_probs, meta_info=meta)
     if not part.is_trained and part.tokens:
@@ -380,6 +385,7 @@ def _cut(sample: Sample, num_tokens: int) -> None:
         sample.rollout_top_p_token_offsets = sample.rollout_top_p_token_offsets[: length + 1]
         sample.rollout_top_p_token_ids = sample.rollout_top_p_token_ids[: int(sample.rollout_top_p_token_offsets[-1])]
     if sample.rollout_routed_experts is not None:
+        # One row per token but the last.
         sample.rollout_routed_experts = sample.rollout_routed_experts[: num_tokens - 1]
 
 
@@ -410,7 +416,7 @@ def _same(node: MessageNode, message: Message) -> bool:
 
 
 def _essence(message: Message) -> Message:
-    """The message without what clients change for no reason: space around texts, keys that hold nothing."""
+    """The message without space around texts and without empty keys, which clients change."""
     texts = {key: message[key].strip() for key in _TEXT_KEYS if isinstance(message.get(key), str)}
     return {key: value for key, value in (message | texts).items() if value not in (None, "", [])}
 

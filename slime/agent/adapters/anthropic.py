@@ -35,7 +35,7 @@ _STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_
 
 
 class AnthropicAdapter(BaseAdapter):
-    """See the module; arguments are those of :class:`BaseAdapter`."""
+    """See the module. Arguments are those of :class:`BaseAdapter`."""
 
     logger: ClassVar[logging.Logger] = logging.getLogger(__name__)
     log_prefix: ClassVar[str] = "anthropic adapter"
@@ -174,6 +174,7 @@ def _build_reply_parts(parsed: ParsedModelOutput) -> tuple[list[dict[str, Any]],
     blocks: list[dict[str, Any]] = []
     message: Message = {"role": "assistant", "content": parsed.text}
     if parsed.reasoning:
+        # The protocol requires a signature, and the client sends it back. Its value is not read.
         blocks.append({"type": "thinking", "thinking": parsed.reasoning, "signature": ""})
         message["reasoning_content"] = parsed.reasoning
     if parsed.text:
@@ -183,6 +184,7 @@ def _build_reply_parts(parsed: ParsedModelOutput) -> tuple[list[dict[str, Any]],
         blocks.append(identity | {"name": use["name"], "input": use["input"]})
     if parsed.tool_uses:
         message["tool_calls"] = [tool_call_dict(use["name"], use["input"]) for use in parsed.tool_uses]
+    # An answer without any block is invalid.
     return blocks or [{"type": "text", "text": ""}], message
 
 
@@ -229,4 +231,5 @@ def _envelope(body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _count_tokens(request: web.Request) -> web.Response:
+    # Clients need an answer from this route. The adapter itself limits the context.
     return web.json_response({"input_tokens": 0})

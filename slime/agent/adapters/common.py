@@ -5,9 +5,7 @@
     Waits: a client waits for the engine (``request_timeout_s``). ``finish_session`` waits for the running turns
     (``wait_timeout``), then cancels them.
 
-A subclass translates: see the hooks of :class:`BaseAdapter`. The engine may be a server or the router. If an engine
-aborts a request (weights change, the rollout ends), the answer is 503 and the turn is not recorded, because a cut text
-must not look like the end of a message.
+A subclass translates: see the hooks of :class:`BaseAdapter`. The engine may be a server or the router.
 """
 
 from __future__ import annotations
@@ -65,8 +63,10 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+# The default of aiohttp, 1 MiB, is too small for conversations with tool output.
 MAX_BODY_BYTES = 64 << 20
 DEFAULT_REQUEST_TIMEOUT_S = 900.0
+# Sessions without a turn for this time are forgotten when another session begins.
 MAX_IDLE_S = 6 * 3600.0
 _CANCEL_TIMEOUT_S = 5.0
 _MAX_CLOSED = 100_000
@@ -101,7 +101,7 @@ class BaseAdapter(ABC):
     Args:
         tokenizer: of the served model.
         sglang_url: ``http://host:port`` of an engine or router.
-        tool_parser, reasoning_parser: names of SGLang's parsers; None: the XML form and ``</think>``.
+        tool_parser, reasoning_parser: names of SGLang's parsers. None: the XML form and ``</think>``.
         max_turns_per_sid: further turns are answered with 429.
         fork_threshold_tokens, reward_split: see :class:`TrajectoryManager`.
         args: the run's arguments. They decide which data of the engines the trainer needs: the ids that the vocabulary
@@ -220,6 +220,7 @@ class BaseAdapter(ABC):
 
     async def shutdown_session(self, sid: str, *, wait_timeout: float = 5.0) -> None:
         """Refuse further turns, wait for those under way, then cancel them. May be called from any event loop."""
+        # First: no turn may begin while those under way are awaited.
         self.closed.add(sid)
         # Copied first: the adapter's loop may run on another thread and add or remove tasks meanwhile.
         tasks = [task for task in list(self.inflight.get(sid, ())) if not task.done()]
@@ -243,7 +244,7 @@ class BaseAdapter(ABC):
     ) -> list[Sample]:
         """End a session. Returns its samples with decoded responses, or [] without a turn or in a second call.
 
-        As everywhere, the stop token of the last turn is not part of the text (``slime.rollout.engine_request``).
+        The stop token of the last turn is not part of the text (``slime.rollout.engine_request``).
         """
         await self.shutdown_session(sid, wait_timeout=wait_timeout)
         session = self.store.get(sid, Session())
@@ -291,6 +292,7 @@ class BaseAdapter(ABC):
             messages, tools = self._translate(body)
         except ValueError as error:  # json.JSONDecodeError is one
             return error_reply(400, "invalid_request_error", str(error))
+        # Before the answer: turns that fail count against the limit too.
         self._num_accepted[sid] = self._num_accepted.get(sid, 0) + 1
         if sid not in self.store:
             self._enter(sid, Session())
@@ -302,6 +304,8 @@ class BaseAdapter(ABC):
             return await self._answer(request, body, sid, session, messages, tools)
         except SamplingRefused as error:
             return error_reply(400, "invalid_request_error", str(error))
+        # The engine aborts when weights change or the rollout ends. The turn is not recorded, because a cut text must
+        # not look like the end of a message.
         except EngineAborted as error:
             return error_reply(503, "overloaded_error", str(error))
         except (EngineError, TimeoutError) as error:
@@ -361,7 +365,7 @@ class BaseAdapter(ABC):
         return response
 
     def note_ignored(self, key: str) -> None:
-        """Say once that a client's sampling parameter has no effect."""
+        """Warn once that a client's sampling parameter has no effect."""
         if key not in self._ignored_keys:
             self._ignored_keys.add(key)
             self.logger.warning(
@@ -379,11 +383,13 @@ async def _wait_then_cancel(tasks: list[asyncio.Task[Any]], wait_timeout: float)
 
 async def _http_clients(app: web.Application) -> AsyncIterator[None]:
     yield
+    # The client belongs to this event loop, so it is closed when the server ends.
     await close_http_client()
 
 
 def _render_token_ids(tokenizer: Any, messages: list[Message], tools: list[dict[str, Any]] | None) -> list[int]:
     rendered = tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, add_generation_prompt=True)
+    # Newer transformers return a mapping.
     ids = rendered["input_ids"] if hasattr(rendered, "keys") else rendered
     return [int(token) for token in ids]
 

@@ -37,7 +37,7 @@ class Session:
 
     Attributes:
         sampling_defaults: SGLang's sampling parameters, those of the rollout.
-        max_context_tokens: prompt and output of a turn together, and length of a sample; 0: no limit.
+        max_context_tokens: prompt and output of a turn together, and length of a sample. 0: no limit.
     """
 
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
@@ -74,7 +74,7 @@ async def call_sglang_generate(
 
     Raises:
         SamplingRefused: the client's sampling parameters cannot be trained.
-        EngineError: the engine refused or failed; EngineAborted: it gave the request up.
+        EngineError: the engine refused or failed. EngineAborted: it gave the request up.
         DeadlineExceeded: no reply in time.
     """
     params = _sampling_params(session, body, adapter)
@@ -87,10 +87,12 @@ async def call_sglang_generate(
     attempts: list[str] = []
 
     def payload() -> dict[str, Any]:
+        # A lost attempt may still be running under its id.
         attempts.append(uuid4().hex)
         request = {"rid": attempts[-1], "input_ids": prompt_ids, "sampling_params": params, "return_logprob": True}
         return request | options
 
+    # All clients without an id share the default session, which must not bind them to one engine.
     name = session_id if session_id != DEFAULT_SID else None
     is_direct = not PAST_THE_ROUTER.isdisjoint(options)
     url = adapter.engines.choose(name) if is_direct else f"{adapter.sglang_url}/generate"
@@ -102,6 +104,7 @@ async def call_sglang_generate(
             headers={"X-SMG-Routing-Key": str(name)} if name else None,
             timeout_s=adapter.request_timeout_s,
         )
+    # Also if the client disconnected: the engine would generate to the end.
     except (asyncio.CancelledError, EngineError, TimeoutError):
         if attempts:
             at = url.last_url if isinstance(url, EngineChoice) else None
@@ -130,6 +133,7 @@ def _turn_record(prompt_ids: list[int], reply: dict[str, Any]) -> TurnRecord:
     if finish == "abort":
         raise EngineAborted("the engine aborted the request; send it again")
     tokens, log_probs = sampled_tokens(meta)
+    # The lists of log-probs are large, and their values are already extracted.
     kept = {key: value for key, value in meta.items() if key not in _LOG_PROB_KEYS}
     return TurnRecord(
         prompt_ids,
@@ -161,6 +165,7 @@ def _sampling_params(session: Session, body: dict[str, Any], adapter: _Adapter) 
             params[key] = body[key]
         elif params.get(key) != body[key]:
             adapter.note_ignored(key)
+    # The engine returns sets of a bounded size only.
     if _replays_sets(session, adapter):
         if params.get("top_k", -1) == -1:
             params["top_k"] = REPLAY_TOP_K
@@ -186,6 +191,7 @@ def _cuts(params: dict[str, Any]) -> bool:
 
 
 async def _abort(url: str, rid: str) -> None:
-    """Best effort: a router has no such route, and an engine drops the requests of clients that are gone anyway."""
+    """Abort a request, without errors."""
+    # A router has no such route. An engine drops the requests of closed connections anyway.
     with contextlib.suppress(EngineError, TimeoutError, RuntimeError):
         await post(f"{url}/abort_request", {"rid": rid}, max_retries=0, timeout_s=_ABORT_TIMEOUT_S)

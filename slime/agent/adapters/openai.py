@@ -35,7 +35,7 @@ _MODEL = "slime-actor"
 
 
 class OpenAIAdapter(BaseAdapter):
-    """See the module; arguments are those of :class:`BaseAdapter`."""
+    """See the module. Arguments are those of :class:`BaseAdapter`."""
 
     logger: ClassVar[logging.Logger] = logging.getLogger(__name__)
     log_prefix: ClassVar[str] = "openai adapter"
@@ -108,7 +108,7 @@ def _arguments_as_dict(arguments: Any) -> dict[str, Any]:
 
 
 def _tools_to_chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Function tools, nested or flat, in the nested form; None without tools."""
+    """Function tools, nested or flat, in the nested form. None without tools."""
     found = []
     for tool in tools or ():
         function = tool.get("function") or tool
@@ -126,6 +126,7 @@ def _tools_to_chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, A
 def _build_reply_parts(parsed: ParsedModelOutput) -> tuple[dict[str, Any], Message]:
     """(message for the wire, message as the client will send it back). One tool call a turn: the first."""
     wire: dict[str, Any] = {"role": "assistant", "content": None if parsed.tool_uses else parsed.text}
+    # The text beside a call is not returned, so the recorded message must not have it either.
     message: Message = {"role": "assistant", "content": "" if parsed.tool_uses else parsed.text}
     if parsed.reasoning:
         wire["reasoning_content"] = parsed.reasoning

@@ -21,6 +21,7 @@ def error_reply(status: int, kind: str, message: str) -> web.Response:
 async def send_json(request: web.Request, payload: Any) -> web.StreamResponse:
     """Send ``payload`` now, rather than when the handler returns."""
     response = web.json_response(payload)
+    # ConnectionError if the client left: its turn is then not recorded.
     await response.prepare(request)
     await response.write_eof()
     return response
@@ -40,12 +41,14 @@ def is_from_here(request: web.Request) -> bool:
     """Whether the client is a program of this machine, over loopback or a socket file."""
     if not request.remote:
         return True  # a socket file: its clients have no address
+    # Without the zone of an IPv6 address.
     address = ipaddress.ip_address(request.remote.partition("%")[0])
+    # ::ffff:127.0.0.1 is loopback too.
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def sid_from_bearer(request: web.Request) -> str:
-    """The token of ``Authorization: Bearer``; "" without one."""
+    """The token of ``Authorization: Bearer``, else ""."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""
 

@@ -59,7 +59,7 @@ class BaseHarness(ABC, metaclass=SingletonABCMeta):
     Attributes:
         node_tarball_env, cli_tarball_env: variables that name files of this machine, for ``install_cli``.
         extra_args_env: variable with further words of the command line.
-        extra_envs_env: variable with further variables of the program, as a JSON object; they override ``static_env``.
+        extra_envs_env: variable with further variables of the program, as a JSON object. They override ``static_env``.
         launch_flags: flags of the program, as shell text or as words.
         static_env: variables of the program that are the same in every run.
     """
@@ -85,7 +85,7 @@ class BaseHarness(ABC, metaclass=SingletonABCMeta):
     async def run(
         self, sb: Sandbox, *, workdir: str, session_id: str, adapter_url: str, time_budget_sec: int, prompt: str
     ) -> int:
-        """Let the agent work on ``prompt`` in ``workdir``; see :meth:`launch_and_wait`."""
+        """Let the agent work on ``prompt`` in ``workdir``. See :meth:`launch_and_wait`."""
         ctx = HarnessContext(workdir, session_id, adapter_url.rstrip("/"))
         await sandbox.ensure_agent_user(sb, workdir)
         await self.write_config(sb, ctx)
@@ -97,7 +97,7 @@ class BaseHarness(ABC, metaclass=SingletonABCMeta):
         return " ".join(filter(None, [flags, os.environ.get(self.extra_args_env, "")]))
 
     def environment(self, **variables: str) -> dict[str, str]:
-        """``variables`` of a run, ``static_env``, then those of ``extra_envs_env``: the later one wins.
+        """``variables`` of a run, ``static_env``, then those of ``extra_envs_env``. Later values replace earlier ones.
 
         Raises:
             ConfigError: the variable holds no JSON object.
@@ -116,6 +116,7 @@ async def run_agent(sb: Sandbox, *, workdir: str, start_cmd: str, env: dict[str,
     """Run ``start_cmd`` as user ``agent``, with its output in ``{workdir}/.harness/trajectory.jsonl``."""
     folder = f"{workdir}/.harness"
     place = shlex.quote(folder)
+    # The folder is created by root, and the agent writes into it.
     await sb.exec(f"mkdir -p {place} && chown agent:agent {place}", check=True)
     code, _ = await sandbox.exec_and_wait(
         sb,
@@ -169,6 +170,7 @@ def _decompressed(tarball: Path) -> Path:
         ConfigError: another user made that directory.
     """
     stat = tarball.stat()
+    # Size and time: a new version of the file under the same name gets another archive.
     key = hashlib.sha1(f"{tarball.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:12]
     directory = Path(tempfile.gettempdir()) / f"slime-{os.getuid()}"
     if not is_private_directory(directory):  # the archive is unpacked into every sandbox

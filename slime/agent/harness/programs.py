@@ -2,7 +2,7 @@
 
     program      adapter                                     variables SLIME_AGENT_<NAME>_...
     Claude Code  slime.agent.adapters.AnthropicAdapter       CC
-    Codex        slime.agent.adapters.OpenAIAdapter          CODEX; a version that still uses chat completions
+    Codex        slime.agent.adapters.OpenAIAdapter          CODEX, a version with chat completions
 
 ``SLIME_AGENT_NODE_TARBALL`` and ``..._TARBALL`` name files of this machine, ``..._EXTRA_ARGS`` has further words of the
 command line, ``..._EXTRA_ENVS`` further variables as a JSON object.
@@ -47,6 +47,7 @@ class ClaudeCodeHarness(NpmHarness):
     cli_tarball_env: ClassVar[str] = "SLIME_AGENT_CC_TARBALL"
     extra_args_env: ClassVar[str] = "SLIME_AGENT_CC_EXTRA_ARGS"
     extra_envs_env: ClassVar[str] = "SLIME_AGENT_CC_EXTRA_ENVS"
+    # No user can answer a question about permission. The sandbox limits the agent.
     launch_flags: ClassVar[str | Sequence[str]] = (
         "--permission-mode bypassPermissions --output-format stream-json --include-partial-messages "
         "--include-hook-events --verbose"
