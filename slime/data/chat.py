@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 Messages = Sequence[Mapping[str, Any]]
 
 _TURN = "slime-assistant-turn"
-"""Replaces the assistant's turn in a conversation of which only the rest is used."""
+"""Replaces the assistant's turn in a conversation whose other text is used."""
 
 
 @functools.lru_cache(maxsize=8)
@@ -95,12 +95,12 @@ def _apply(tokenizer: Any, messages: Messages, **kwargs: Any) -> Any:
         raise DataError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
 
 
+# Marks around the number of a replaced token, from the private use area, which no template interprets.
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
-"""Marks around the number of a replaced token, from the private use area, which no template interprets."""
 
 
 class SpecialTokens:
-    """The special tokens of one tokenizer. Sent to other processes.
+    """The special tokens of one tokenizer. Sent to other processes, so it must be picklable.
 
     Args:
         as_text: encode those in messages as text.
@@ -112,13 +112,14 @@ class SpecialTokens:
         names = set(getattr(tokenizer, "all_special_tokens", ()) or ())
         added = getattr(tokenizer, "added_tokens_decoder", None) or {}
         names |= {str(token) for token in added.values() if getattr(token, "special", False)}
+        # Longest first: a regular expression takes the first alternative that matches.
         self._tokens = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, self._tokens))) if self._tokens else None
 
     def render(
         self, where: str, messages: Sequence[Mapping[str, Any]], render: Callable[[Any], str]
     ) -> tuple[str, list[int]]:
-        """The prompt, and its ids where special tokens of the messages were encoded as text, else none.
+        """The prompt, and its ids if special tokens of the messages were encoded as text, else none.
 
         Args:
             render: applies the chat template to messages.
@@ -134,10 +135,12 @@ class SpecialTokens:
         if not found:
             return text, []
         if not self._as_text:
+            # Without the number of the line: one warning per file and token.
             _warn_once(where.rpartition(":")[0], found[0], where)
             return text, []
         parts = re.split(f"{_OPEN}([0-9]+){_CLOSE}", text)
         parts[1::2] = [found[int(number)] for number in parts[1::2]]
+        # Every second part is a special token that must be encoded as text.
         is_text = itertools.cycle([False, True])
         return "".join(parts), [i for part, plain in zip(parts, is_text, strict=False) for i in self._ids(part, plain)]
 

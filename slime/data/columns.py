@@ -28,7 +28,7 @@ class Column:
         form: on the training rank: ``ragged`` list of one tensor per sample; ``vector`` one tensor ``[n_local]``;
             ``plain`` list of Python values; ``fixed`` one value for the rank.
         dtype: torch dtype name of a tensor form; "" for other forms, and for tensors that keep their dtype.
-        per: ``sample`` is split by the schedule; ``batch`` goes whole to every rank; ``rank`` is made by the schedule.
+        per: ``sample`` is split by the schedule, ``batch`` goes whole to every rank, ``rank`` is made by the schedule.
         axis: length of a ragged entry: ``tokens`` (L_i), ``inputs`` (L_i - 1, all but the last), ``response`` (R_i),
             ``borders`` (R_i + 1) or ``sets`` (the last border).
         required: always there.
@@ -117,6 +117,6 @@ SAMPLING_SETS = tuple(item.name for item in _TABLE if item.axis in ("sets", "bor
 
 
 def column(name: str) -> Column:
-    """The table's entry for ``name``; a key that a hook added counts as a plain optional per-sample column."""
+    """The table's entry for ``name``. A key that a hook added counts as a plain optional per-sample column."""
     known = COLUMNS.get(name)
     return known if known is not None else _optional(name)

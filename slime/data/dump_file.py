@@ -17,8 +17,8 @@ from slime.utils.files import replacing
 
 logger = logging.getLogger(__name__)
 
+# Flags whose dumps could not be written.
 _warned: set[str] = set()
-"""Flags whose dumps could not be written."""
 
 
 def dump_path(flag: str, template: str, rollout_id: str) -> Path:
@@ -37,7 +37,7 @@ def write_dump(flag: str, path: Path, content: Any) -> bool:
     """Write ``content`` to ``path``, completely or not at all. A full disk must not end a healthy run.
 
     Returns:
-        False if the disk refused, with a warning the first time for ``flag``.
+        False if writing failed, with a warning the first time for ``flag``.
     """
     written = 0
     try:
@@ -45,6 +45,7 @@ def write_dump(flag: str, path: Path, content: Any) -> bool:
             try:
                 torch.save(content, partial)
             finally:
+                # Before ``replacing`` deletes the file: the message needs the number.
                 written = partial.stat().st_size if partial.exists() else 0
     except (OSError, RuntimeError) as error:  # torch reports a write that failed as a RuntimeError
         if flag not in _warned:
@@ -89,14 +90,14 @@ def read_samples(flag: str, path: Path) -> list[Sample]:
 def load_saved(path: Path) -> Any:
     """Load a file of ``torch.save`` to the CPU.
 
-    A pickle can run any code. Tensors and plain values are read without that. Only a file with other objects is
-    trusted, with a warning.
+    A file with other objects than tensors and plain values is trusted, with a warning.
 
     Raises:
         FileNotFoundError: the file is missing.
         ValueError: it cannot be read, with the reason.
     """
     try:
+        # A pickle can run any code. ``weights_only`` reads tensors and plain values without running it.
         return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise

@@ -100,6 +100,7 @@ def extend_routed_experts(name: str, existing: Any, num_tokens: int, args: Any, 
     start = int(meta.get("routed_experts_start_len") or 0)
     if start < 0:
         raise ValueError(f"{name}: routed_experts_start_len is {start}")
+    # The last token has not been an input yet, so it has no row.
     rows = max(0, num_tokens - 1 - start)
     expected = rows * args.num_layers * args.moe_router_topk
     if flat.numel() != expected:
@@ -147,6 +148,7 @@ def compact_routed_experts(
         if value.numel() and int(value.min()) < 0:
             raise ValueError(f"{name} has the routed expert {int(value.min())}: the engine left a choice out")
         largest = max(largest, int(value.max()) if value.numel() else 0)
+    # The array has layers x topk entries per token, so the smallest type is worth its cost.
     dtype = torch.uint8 if largest < 256 else torch.int16
     _, layers, topk = first.shape
     filler = torch.arange(topk, dtype=dtype)  # distinct, as an engine's are
@@ -187,6 +189,7 @@ def check_routed_experts(
         if not len(value):
             raise ValueError(f"Invalid rollout routed-experts shape {tuple(value.shape)} of sample {index}: no rows")
         chosen = value[:, list(moe_layers)]
+        # With one expert per token zeros are valid choices.
         if topk > 1:
             empty = [layer for layer in moe_layers if not bool(value[:, layer].any())]
             if empty:
@@ -201,8 +204,11 @@ def check_routed_experts(
 
 
 def validate_rollout_routed_experts_for_replay(routed_experts: list[torch.Tensor], args: Any) -> None:
-    """:func:`check_routed_experts` with the model that ``args`` describe: ``num_layers``, ``moe_router_topk`` and
-    ``moe_layer_freq`` (a list with an entry per layer; every layer has experts without one)."""
+    """Call :func:`check_routed_experts` with the model of ``args``.
+
+    Reads ``num_layers``, ``moe_router_topk`` and ``moe_layer_freq``, a list with an entry per layer. Without the list
+    every layer has experts.
+    """
     pattern = getattr(args, "moe_layer_freq", None)
     layers = range(args.num_layers)
     check_routed_experts(

@@ -1,17 +1,16 @@
 """The prompt ledger, an append-only file with the fate of every prompt, and its audit.
 
-    begin      {"rollout": R, "groups": ...}   the run starts, or starts again, at rollout R; groups given back to it;
+    begin      {"rollout": R, "groups": ...}   the run starts, or starts again, at rollout R. Groups given back to it.
                                                "changed" if the data are not those of the run before
     drawn      {"groups": "0-15"}              handed out to a rollout function
     returned   {"groups": "3 9-11"}            given back, unfinished: they will be drawn again
     used       {"rollout": R, "groups": ...}   part of rollout R's batch
     dropped    {"rollout": R, "groups": ...}   filtered, aborted or given up during rollout R: they do not come back
-    saved      {"rollout": R, "groups": ...}   the state that belongs to R's checkpoint was written; groups under way
+    saved      {"rollout": R, "groups": ...}   the state that belongs to R's checkpoint was written. Groups under way
     trained    {"rollout": R}                  the trainer took its steps on rollout R
 
-Groups are the numbers that the data source counts; a line is written with one call, so a killed process leaves at most
-one torn line, which the next start cuts off. A start at rollout R goes back to the state saved for R - 1: later lines
-were replayed. They stay in the file and do not count.
+Groups are the numbers that the data source counts. A start at rollout R goes back to the state saved for R - 1: later
+lines were replayed. They stay in the file and do not count.
 
 Written by the Data Buffer, read by ``slime doctor ledger``. Knows neither of them.
 """
@@ -35,8 +34,8 @@ Event = Literal["begin", "drawn", "returned", "used", "dropped", "saved", "train
 
 
 class Entry(TypedDict, total=False):
-    """One line. ``at`` is in seconds since 1970; ``groups`` as :func:`format_numbers` writes them. ``changed`` of a
-    ``begin`` says why the prompts from here on may not continue those before.
+    """One line. ``at`` is in seconds since 1970, ``groups`` has the form of :func:`format_numbers`. ``changed`` of a
+    ``begin`` is the reason why the following prompts may not continue the earlier ones.
     """
 
     event: Event
@@ -47,7 +46,7 @@ class Entry(TypedDict, total=False):
 
 
 def ledger_path(save: str | None, run: Path) -> Path:
-    """Under ``--save`` beside the states of the data source, with which it continues, else in the run's folder."""
+    """Under ``--save`` next to the states of the data source, with which it continues, else in the run's folder."""
     return Path(save) / "rollout" / LEDGER if save is not None else run / LEDGER
 
 
@@ -68,7 +67,7 @@ class Ledger:
         groups: Iterable[object] | None = None,
         changed: str | None = None,
     ) -> None:
-        """Append one line, except for events without a group. After the return a killed process loses nothing of it.
+        """Append one line, except for events without a group. A killed process does not lose it after the return.
 
         Raises:
             OSError: the line could not be written, as on a full disk. No part of it is left.
@@ -83,6 +82,7 @@ class Ledger:
             if not entry["groups"] and event in ("drawn", "returned", "dropped"):
                 return
         line = (json.dumps(entry) + "\n").encode()
+        # One call for the whole line: a killed process leaves at most one torn line, which the next start cuts off.
         written = os.write(self._descriptor, line)
         if written < len(line):  # a full disk takes a part, and the next line would be appended to it
             os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
@@ -189,6 +189,7 @@ def _without_replayed(entries: Sequence[Entry]) -> tuple[list[Entry], int]:
             last = entry["rollout"] - 1
             saved = [i for i, e in enumerate(kept) if e["event"] == "saved" and e["rollout"] == last]
             cut = saved[-1] + 1 if saved else 0  # no such state: another history, or none
+            # The ``trained`` line of a rollout may come after its ``saved`` line.
             trained = [e for e in kept[cut:] if saved and e["event"] == "trained" and e["rollout"] <= last]
             kept = [*kept[:cut], *trained]
         kept.append(entry)
@@ -246,6 +247,7 @@ class _Books:
                 result.twice[number] = trained
             elif trained:
                 self.state[number] = "trained"
+            # Not an error yet for the newest rollouts: the trainer may still work on them.
             elif min(rollouts) < newest:
                 result.lost[number] = f"in the batch of rollout {rollouts[0]}, which was never trained on"
         for number in _gaps(self.state):

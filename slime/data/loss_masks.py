@@ -2,8 +2,8 @@
 
 Five ways to find them, because chat templates treat messages differently:
 
-    generic   render growing prefixes of the conversation; the text of an assistant message is trained. Right for every
-              template that renders a message the same way whatever follows it. The others are refused, not mistrained.
+    generic   render growing prefixes of the conversation; the text of an assistant message is trained. Fits every
+              template that renders a message the same way whatever follows it. Other templates are an error.
     qwen      render each message, or run of tool messages, alone and cut the automatic system text off.
     qwen3     render each of them next to a dummy user message and cut that away, because the template drops the
               reasoning of assistant messages that lie before the last user message.
@@ -130,6 +130,7 @@ class MultiTurnLossMaskGenerator:
         one = self._ids([_DUMMY_USER])
         two = self._ids([_DUMMY_USER, _DUMMY_USER])
         prompted = self._ids([_DUMMY_USER], add_generation_prompt=True)
+        # one = automatic text + message, two = automatic text + 2 messages.
         return 2 * len(one) - len(two), len(prompted) - len(one)
 
     def gen_multi_turn_loss_mask_generic(self, messages: Sequence[Message], tools: list[Any] | None = None) -> Masked:
@@ -139,6 +140,7 @@ class MultiTurnLossMaskGenerator:
         for i, message in enumerate(messages):
             if not _is_trained(message):
                 continue
+            # The header of the turn is not trained, because the prompt of a rollout ends with it.
             before = self._ids(messages[:i], tools, add_generation_prompt=True) if i else self._opening(ids)
             through = self._ids(messages[: i + 1], tools)
             if ids[: len(before)] != before or ids[: len(through)] != through:
@@ -170,7 +172,9 @@ class MultiTurnLossMaskGenerator:
             part = self._ids(run, None if ids else tools)
             skip = 0
             if not ids:
+                # The text about tools and the automatic text precede the message and belong to no message.
                 skip = len(part) - (len(self._ids(run)) - self.system_message_length)
+            # A system message replaces the automatic text, so there is nothing to cut off.
             elif run[0]["role"] != "system":
                 part = part[self.system_message_length :]
             ids += part
@@ -199,7 +203,7 @@ class MultiTurnLossMaskGenerator:
         return ids, mask
 
     def gen_multi_turn_loss_mask_qwen3_5(self, messages: Sequence[Message], tools: list[Any] | None = None) -> Masked:
-        """The assistant's turns in the text of the whole conversation, without a ``<think>`` that the prompt holds."""
+        """The assistant's turns in the text of the whole conversation, without a ``<think>`` of the prompt."""
         text = render_chat(self.tokenizer, messages, tools=tools)
         ids, offsets = self._with_offsets(text)
         if ids != self._ids(messages, tools):
@@ -209,6 +213,7 @@ class MultiTurnLossMaskGenerator:
         is_marked = bytearray(len(text))
         for start, end in self._turns(messages, text):
             is_marked[start:end] = b"\1" * (end - start)
+        # A token that crosses the border of a turn belongs to the turn.
         return ids, [int(any(is_marked[start:end])) for start, end in offsets]
 
     def _with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -223,7 +228,7 @@ class MultiTurnLossMaskGenerator:
             ) from error
 
     def _turns(self, messages: Sequence[Message], text: str) -> list[tuple[int, int]]:
-        """Where in ``text`` the trained turns are, end-of-turn token and line break included."""
+        """Positions in ``text`` of the trained turns, end-of-turn token and line break included."""
         assistants = [message for message in messages if message["role"] == "assistant"]
         if text.count(_HEADER) != len(assistants):
             raise DataError(
@@ -242,6 +247,7 @@ class MultiTurnLossMaskGenerator:
             cursor += len(_END)
             cursor += text.startswith("\n", cursor)
             if _is_trained(message):
+                # The generation prompt of such a template ends with <think>, so the model does not write it.
                 turns.append((start + (len(_THINK) if text.startswith(_THINK, start) else 0), cursor))
         return turns
 

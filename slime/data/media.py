@@ -5,8 +5,7 @@
     rendered text + media              --run_processor-->       prompt ids, and inputs of the trainer
     PIL image                          --encode_image...-->     data URI in the engine's request
 
-Called by ``prepare`` and by the rollout's requests. PIL and transformers load on first use. Knows no flags but their
-names in messages.
+Called by ``prepare`` and by the rollout's requests. PIL and transformers load on first use.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from slime.utils.errors import DataError
 from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 
 DEFAULT_PATCH_SIZE = 14
-"""Of vision encoders whose processor does not name one."""
+"""For vision encoders whose processor does not name one."""
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
@@ -42,7 +41,7 @@ class MultimodalType:
 
 
 class MultimodalTypes:
-    """The kinds of media there are."""
+    """All kinds of media."""
 
     IMAGE = MultimodalType("image", "<image>")
     VIDEO = MultimodalType("video", "<video>")
@@ -54,12 +53,12 @@ class MultimodalTypes:
 
     @classmethod
     def get(cls, name: str) -> MultimodalType | None:
-        """The kind of that name, None if there is none."""
+        """The kind of that name, or None."""
         return next((kind for kind in cls.all() if kind.name == name), None)
 
 
 def has_media(inputs: Mapping[str, Any] | None) -> bool:
-    """Whether there is anything besides text in a sample's ``multimodal_inputs``."""
+    """Whether a sample's ``multimodal_inputs`` hold anything besides text."""
     return any(value is not None for value in (inputs or {}).values())
 
 
@@ -118,11 +117,11 @@ def _expand(
 def process_vision_info(prompt: Sequence[Message], processor: Any) -> dict[str, Any]:
     """The images and videos of messages, loaded: ``{"images": [PIL] | None, "videos": [...] | None}``.
 
-    With the package ``qwen_vl_utils`` images get the size that the model wants, and videos can be read; without it
-    images are taken as they are.
+    With the package ``qwen_vl_utils`` images get the size that the model expects, and videos can be read. Without it
+    images stay unchanged.
 
     Raises:
-        DataError: media that cannot be read; a video without that package.
+        DataError: media that cannot be read, or a video without that package.
     """
     try:
         from qwen_vl_utils import process_vision_info as of_qwen
@@ -152,7 +151,7 @@ def _images_of(messages: Sequence[Message]) -> list[Any]:
 
 
 def _open_image(source: Any) -> Any:
-    """What rows hold as a PIL image: PIL, a path, ``file://``, a data URI, base64, bytes, or ``{"bytes": ...}``."""
+    """PIL image of a row's value: PIL, a path, ``file://``, a data URI, base64, bytes, or ``{"bytes": ...}``."""
     from PIL import Image, UnidentifiedImageError
 
     if isinstance(source, Image.Image):
@@ -215,18 +214,20 @@ def run_processor(processor: Any, text: str, inputs: Mapping[str, Any]) -> tuple
 def with_single_placeholders(processor: Any, ids: Sequence[int]) -> list[int]:
     """Token ids with one token per image. The engine repeats it as often as the image needs."""
     kinds = {getattr(processor, f"{name}_token_id", None) for name in ("image", "video")}
+    # A run of equal placeholders is one image: templates put other tokens between two images.
     return [token for before, token in zip((None, *ids), ids, strict=False) if token != before or token not in kinds]
 
 
 @functools.lru_cache(maxsize=8)
 def load_processor(name_or_path: str, **kwargs: Any) -> Any:
-    """The checkpoint's processor for images and text, once per process; None for a text-only checkpoint.
+    """The checkpoint's processor for images and text, once per process. None for a text-only checkpoint.
 
     Raises:
         DataError: the checkpoint has a processor that cannot be loaded.
     """
     folder = Path(name_or_path)
     if folder.is_dir() and not any((folder / name).is_file() for name in _PROCESSOR_FILES):
+        # A text-only checkpoint: transformers need not be imported.
         return None
     allow_torchvision_on_cpu()
     from transformers import AutoProcessor, ProcessorMixin
@@ -235,6 +236,7 @@ def load_processor(name_or_path: str, **kwargs: Any) -> Any:
         processor = AutoProcessor.from_pretrained(name_or_path, **kwargs)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise DataError(f"--hf-checkpoint {name_or_path} has no usable processor: {error}") from error
+    # AutoProcessor returns the tokenizer of some text-only checkpoints.
     return processor if isinstance(processor, ProcessorMixin) else None
 
 

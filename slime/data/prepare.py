@@ -1,6 +1,6 @@
-"""Rows become prompts: fields, chat template, token count. In this process, or ahead of their use in others.
+"""Make prompts of rows: fields, chat template, token count. In this process, or ahead of their use in others.
 
-Called by ``prompts`` and ``streaming``. The results keep the order of the rows.
+Called by ``prompts``. The results keep the order of the rows.
 
     rows --chunks--> worker 0 \\
                      worker 1  > results in the order of the rows; at most 2 chunks per worker are under way
@@ -32,7 +32,9 @@ Row: TypeAlias = dict[str, Any]
 Placed: TypeAlias = tuple[str, Row]
 """A row and its place, for error messages."""
 
+# Characters. From this length on a lower bound is tried first, because tokenizing may take minutes.
 _LONG_TEXT = 1_000_000
+# Characters of a prompt that no length limit drops. More are an error.
 _LONGEST_UNMEASURED = 16_000_000
 _CHUNK = 64
 _CHUNKS_AHEAD = 2
@@ -53,11 +55,11 @@ class PromptMaker:
 
     Attributes:
         tokenizer: needed for templates and for measuring.
-        template_kwargs: of the chat template; None leaves prompts as they are.
+        template_kwargs: of the chat template. None leaves prompts unchanged.
         measures: count the tokens of prompts that are text.
         max_length: prompts with more tokens are dropped. A text that must have more is not tokenized to be measured.
         special_tokens_as_text: encode special tokens in messages as text.
-        multimodal_keys: kind of media -> row field; None for prompts that are text only.
+        multimodal_keys: kind of media -> row field. None for prompts that are text only.
         processor: of the checkpoint, needed for media.
     """
 
@@ -128,7 +130,7 @@ class PromptMaker:
         return Sample(prompt=prompt, tokens=ids, label=label, metadata=metadata, multimodal_inputs=media)
 
     def _render(self, where: str, messages: Sequence[Any], tools: list[Any] | None) -> tuple[str, list[int]]:
-        """The prompt, and its ids where they are not those of its text."""
+        """The prompt, and its ids if they differ from those of its text."""
         kwargs = {"add_generation_prompt": True} | (self.template_kwargs or {})
 
         def render(messages: Sequence[Any]) -> str:
@@ -147,7 +149,7 @@ class PromptMaker:
 
     @property
     def _renderer(self) -> Any:
-        """Who has the chat template: of some models with vision only the processor."""
+        """The object with the chat template. Of some models with vision only the processor has one."""
         needs_processor = self.processor is not None and not getattr(self.tokenizer, "chat_template", None)
         return self.processor if needs_processor else self.tokenizer
 
@@ -162,7 +164,7 @@ class PromptMaker:
 def prompt_lengths(
     samples: Sequence[Sample], tokenizer: Any, processor: Any = None, max_length: int | None = None
 ) -> list[int | None]:
-    """Tokens of each prompt, those of its media included; None for message lists, which are not rendered yet.
+    """Tokens of each prompt, with those of its media. None for message lists, which are not rendered yet.
 
     Args:
         max_length: a text that is certainly longer is not tokenized, which may take minutes. It gets a lower bound.
@@ -186,11 +188,12 @@ def prompt_lengths(
 
 
 def _least_tokens(sample: Sample, tokenizer: Any, max_length: int | None) -> int | None:
-    """The tokens of a prompt that has ids, or a lower bound of a text that must exceed ``max_length``; else None."""
+    """The tokens of a prompt that has ids, or a lower bound of a text that must exceed ``max_length``, else None."""
     if sample.tokens:
         return len(sample.tokens)
     if max_length is None or not isinstance(sample.prompt, str) or len(sample.prompt) < _LONG_TEXT:
         return None
+    # No token is longer than the longest entry of the vocabulary.
     bound = len(sample.prompt) // max(map(len, tokenizer.get_vocab()), default=1)
     return bound if bound > max_length else None
 
@@ -207,10 +210,10 @@ def prepare(rows: Iterable[Placed], maker: PromptMaker, num_workers: int = 0) ->
     """The prompts of ``rows``, in their order.
 
     Args:
-        num_workers: processes that prepare rows ahead of their use; 0 does it here. They end with the iterator.
+        num_workers: processes that prepare rows ahead of their use. 0 does it here. They end with the iterator.
 
     Raises:
-        DataError: see :meth:`PromptMaker.make`; or a worker died or made no progress.
+        DataError: see :meth:`PromptMaker.make`. Also if a worker died or made no progress.
     """
     chunks = _chunks(iter(rows))
     if num_workers == 0:
@@ -223,11 +226,13 @@ def prepare(rows: Iterable[Placed], maker: PromptMaker, num_workers: int = 0) ->
         ahead: deque[Future[list[Prepared]]] = deque()
         for chunk in chunks:
             ahead.append(pool.submit(_work, chunk))
+            # Bounded: rows must not be read far ahead of their use.
             if len(ahead) == _CHUNKS_AHEAD * num_workers:
                 yield from _result(ahead.popleft())
         while ahead:
             yield from _result(ahead.popleft())
     finally:
+        # Without waiting: a worker may be in the middle of a long text.
         pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -256,10 +261,12 @@ def _start_worker(maker: PromptMaker) -> None:
 
 
 def _end_with_parent() -> None:
-    """A parent that was killed closes no queue: its workers would wait for ever."""
+    """End this worker when its parent ends."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "runs in a worker only"
+    # A parent that was killed closes no queue, and its workers would wait for ever.
     parent.join()
+    # sys.exit would end this thread only.
     os._exit(1)
 
 
@@ -293,6 +300,7 @@ def _tools(where: str, row: Row, key: str | None) -> list[Any] | None:
         return None
     if isinstance(value, str):
         value = parse_json(f"{where}: {key!r} (--tool-key)", value)
+    # An array of Parquet.
     if hasattr(value, "tolist"):
         value = value.tolist()
     if not isinstance(value, list):

@@ -30,8 +30,8 @@ _SLICE = re.compile(r"^(.*)@\[(-?\d*):(-?\d*)\]$", re.DOTALL)
 _SUFFIXES = (".jsonl", ".parquet")
 _FALLBACK_PROMPT_KEYS = {"input": ("prompt", "text"), "text": ("prompt", "input")}
 _DEFAULT_LABEL_KEY = "label"
+# Types of Parquet columns.
 _NOT_JSON = ("timestamp", "date", "time", "decimal", "duration")
-"""Types of Parquet columns."""
 _NOT_MEASURED = "prompts are message lists, so none is dropped for its length; use --apply-chat-template"
 _CHECK_ALL_BELOW_BYTES = 64 * 1024**2
 
@@ -100,6 +100,7 @@ def _jsonl_rows(file: str, on_problem: Callable[[DataError], None] | None) -> It
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             if number == 1:
+                # Some editors write a byte order mark.
                 line = line.removeprefix(codecs.BOM_UTF8)
             if not line.strip():
                 continue
@@ -135,6 +136,7 @@ def _parquet_rows(file: str) -> Iterator[tuple[str, Row]]:
         table = parquet.ParquetFile(file)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DataError(f"{file}: not a Parquet file: {error}") from None
+    # Converting every row is slow, so it is done only if a column needs it.
     has_other_types = any(name in str(table.schema_arrow) for name in _NOT_JSON)
     number = 0
     try:
@@ -177,12 +179,12 @@ class Dataset:
         """
         Args:
             tokenizer: needed for templates and for ``max_length``.
-            processor: of the checkpoint; needed with ``multimodal_keys``.
+            processor: of the checkpoint, needed with ``multimodal_keys``.
             multimodal_keys: kind of media -> row field that holds it.
             max_length: prompts with more tokens are dropped. None keeps all.
-            num_workers: processes that prepare the rows; 0 does it here.
+            num_workers: processes that prepare the rows. 0 does it here.
             skips_bad_lines: lines that are not JSON are left out with a warning.
-            special_tokens_as_text: encode special tokens in messages as text; needs ``apply_chat_template``.
+            special_tokens_as_text: encode special tokens in messages as text, with ``apply_chat_template``.
             prompt_key, label_key: row fields. At their defaults, files with ``prompt`` and ``label`` work as well.
 
         Raises:
@@ -258,7 +260,7 @@ def open_prompts(
     skips_bad_lines: bool = False,
     special_tokens_as_text: bool = False,
 ) -> tuple[PromptMaker, Callable[[], Iterator[tuple[str, Row]]]]:
-    """How the rows of a file become prompts, and a function that reads them from the first on.
+    """Return the maker of a file's prompts, and a function that reads its rows from the first on.
 
     Raises:
         DataError: a file without rows, or invalid settings.
@@ -321,12 +323,12 @@ def _short_enough(prepared: list[Prepared], max_length: int | None) -> list[Samp
 
 
 def prompt_key_of(row: Row, key: str) -> str | None:
-    """The field that holds the prompt: ``key`` (``--input-key``), or the fallback of a default one; None without."""
+    """The field that holds the prompt: ``key`` (``--input-key``), or the fallback of a default one. None without."""
     return next((name for name in (key, *_FALLBACK_PROMPT_KEYS.get(key, ())) if name in row), None)
 
 
 def _prompt_key(row: Row, key: str) -> str:
-    """Of a file whose first row is ``row``; a row without any is an error later."""
+    """The field of a file whose first row is ``row``. A row without it is an error later."""
     found = prompt_key_of(row, key) or key
     if found != key:
         logger.info("rows have no %r: prompts are read from %r (--input-key)", key, found)

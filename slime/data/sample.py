@@ -91,8 +91,8 @@ class Sample:
     Attributes:
         group_index: number of the prompt's group, one per prompt draw, increasing over the whole run.
         index: number of the sample, increasing over the whole run.
-        rollout_id: id of the execution the sample came from; samples made from one execution share it. None: its own.
-        prompt: text after templating, or chat messages; another value of the data row as it is.
+        rollout_id: id of the execution the sample came from; samples made from one execution share it; None: separate.
+        prompt: text after templating, or chat messages, or another value of the data row, unchanged.
         tokens: prompt ids followed by response ids, ``[L]``.
         multimodal_inputs: raw media by kind (``images``, ``videos``).
         multimodal_train_inputs: outputs of the processor for them, besides ids and mask.
@@ -102,13 +102,13 @@ class Sample:
         response_length: ``R``: everything after the first turn's prompt, tool output included.
         label: ground truth, any type.
         reward: a number, or a dict of numbers out of which ``--reward-key`` selects.
-        loss_mask: ``[R]`` of 0 and 1; None trains on every response token.
+        loss_mask: ``[R]`` of 0 and 1. None trains on every response token.
         weight_versions: one entry per finished request.
         rollout_log_probs: natural-log probabilities of the sampled tokens under the engine's weights, ``[R]``.
         rollout_top_p_token_ids: ids of all nuclei, flattened.
         rollout_top_p_token_offsets: where each nucleus starts, ``[R + 1]``, first 0, last ``len(ids)``.
         rollout_routed_experts: expert choices of the engine, ``[L - 1, layers, topk]``.
-        remove_sample: take part in reward normalisation but not in the loss.
+        remove_sample: take part in reward normalization but not in the loss.
         teacher_log_probs: ``[R]``, distillation.
         status: progress of the sample.
         metadata: the data row's metadata and notes made on the way.
@@ -116,7 +116,7 @@ class Sample:
         custom_rm_path: overrides ``--custom-rm-path`` for this sample.
         train_metadata: handed to the trainer as column ``metadata``.
         session_id: routing key for routers with session affinity.
-        non_generation_time: seconds spent in tools and environments; only for metrics.
+        non_generation_time: seconds spent in tools and environments, for metrics only.
         spec_info: speculative decoding counters.
         prefix_cache_info: prefix cache counters.
     """
@@ -158,7 +158,7 @@ class Sample:
 
     @property
     def truncated(self) -> bool:
-        """Whether the response was cut at the length limit. Setting it is how older custom functions say so."""
+        """Whether the response was cut at the length limit. Older custom functions set it."""
         return self.status is _Status.TRUNCATED
 
     @truncated.setter
@@ -205,6 +205,7 @@ class Sample:
         sample = Sample(**{name: value for name, value in values.items() if name in names})
         for name, value in values.items():
             if name not in names:
+                # An attribute that a plugin attached.
                 setattr(sample, name, value)
         return sample
 
@@ -223,8 +224,8 @@ class Sample:
 
         Args:
             args: needed only for what depends on flags (routed experts, speculative decoding).
-            tokens: new ids; list or tensor.
-            log_probs: their log-probabilities; required for trainable tokens, absent or all zero for others.
+            tokens: new ids, list or tensor.
+            log_probs: their log-probabilities, required for trainable tokens, absent or all zero for others.
             trainable: False for tokens that the model did not write (tool output).
             meta_info: the engine's ``meta_info`` of the request.
             text: appended to ``response``.
@@ -250,6 +251,7 @@ class Sample:
             self.tokens += new_tokens  # every list grows in place: callers keep aliases of them
             self.response_length += len(new_tokens)
             if self.loss_mask is None:
+                # Until now None: all earlier tokens are trained.
                 self.loss_mask = [1] * old_length
             self.loss_mask += [int(trainable)] * len(new_tokens)
         if new_log_probs is not None:
@@ -259,6 +261,7 @@ class Sample:
                         f"{name}: its first {old_length} response tokens have no rollout log probabilities, so those "
                         "of the following tokens cannot be aligned"
                     )
+                # Earlier tokens without log-probs get 0.
                 self.rollout_log_probs = [0.0] * old_length
             self.rollout_log_probs += new_log_probs
         meta = meta_info or {}
@@ -286,6 +289,7 @@ class Sample:
         if "weight_version" in meta:
             self.weight_versions.append(meta["weight_version"])
         finish = meta["finish_reason"] or {}
+        # An unknown reason leaves the status unchanged.
         self.status = _FINISH_TO_STATUS.get(str(finish.get("type")), self.status)
 
     def _check_lengths(self, name: str) -> None:
@@ -329,11 +333,11 @@ SampleStatus = _Status
 """``Sample.Status`` under the name that older plugins import."""
 
 SampleGroup: TypeAlias = "list[Sample | list[Sample]]"
-"""The samples of one prompt. An entry is a list where one execution produced several samples (fan-out)."""
+"""The samples of one prompt. An entry is a list if one execution produced several samples (fan-out)."""
 
 
 def iter_samples(node: Any) -> Iterator[Sample]:
-    """Every sample under ``node``, in order, however deep the lists are nested. The only flattener there is.
+    """Every sample under ``node``, in order, for any nesting of lists.
 
     Raises:
         TypeError: something that is neither a sample nor a list.

@@ -1,7 +1,7 @@
-"""The ids that each token was sampled from when top-p or top-k cut the vocabulary: as engines tell them, and checked.
+"""The ids that each token was sampled from when top-p or top-k cut the vocabulary: their form, and their checks.
 
     ids       [K]      the concatenated sets of the response tokens
-    offsets   [R + 1]  begin of each token's set; first 0, last K. A token that was not sampled has an empty set.
+    offsets   [R + 1]  begin of each token's set. First 0, last K. A token that was not sampled has an empty set.
 
 Read from an engine's reply by ``Sample.append_response_tokens``, checked by ``slime.batch.compile``, replayed by
 the trainer (``slime.algorithms.sampling_mask``). Importable without torch.
@@ -16,7 +16,7 @@ from typing import Any
 from slime.utils.errors import DataError
 
 SAMPLING_MASK = "output_token_sampling_mask"
-"""Where SGLang puts the sets of a request with ``return_sampling_mask``, ``[tokens][ids]``."""
+"""Key of the sets in a reply to a request with ``return_sampling_mask``, ``[tokens][ids]``."""
 
 _RENORMALISED = "output_token_sampling_logprobs"
 
@@ -37,7 +37,7 @@ def check_sampling_sets(args: Namespace, columns: Mapping[str, Any]) -> None:
     """Check that tokens sampled from a part of the vocabulary come with their sets.
 
     Raises:
-        DataError: the flags cut the vocabulary, and the batch, in which some token is trained, does not say to what.
+        DataError: the flags cut the vocabulary, and a batch with trained tokens has no sets.
     """
     if args.loss_type == "sft_loss" or not cuts_vocabulary(args):
         return
@@ -66,6 +66,7 @@ def sampled_tokens(meta: dict[str, Any]) -> tuple[list[int], list[float]]:
     """(ids, log-probs) of a reply's ``meta_info``: those of the distribution that was sampled from, cut or whole."""
     sampled = meta.get("output_token_logprobs") or []
     log_probs = meta.get(_RENORMALISED)
+    # Without a cut there is one list of log-probs only.
     if log_probs is None:
         log_probs = [item[0] for item in sampled]
     return [item[1] for item in sampled], list(log_probs)

@@ -44,13 +44,16 @@ def parse_json(where: str, text: str) -> Any:
         raise DataError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from None
     except RecursionError:
         raise DataError(f"{where}: {_too_deep()}") from None
+    # json raises it for integers with too many digits only. JSONDecodeError is a subclass.
     except ValueError:
         limit = sys.get_int_max_str_digits()
         raise DataError(
             f"{where}: a whole number has more than {limit} digits: write it as text, in quotation marks"
         ) from None
+    # Only an escape can make a lone surrogate: the bytes of the file are valid UTF-8.
     if "\\u" in text:
         _refuse_surrogates(where, text, value)
+    # Counting the brackets is cheap, and enough for nearly all rows.
     if text.count("[") + text.count("{") > _MAX_LEVELS and _levels(value) > _MAX_LEVELS:
         raise DataError(f"{where}: {_too_deep()}")
     return value
@@ -174,5 +177,5 @@ def _plain(value: Any, name: str) -> Any:
 
 
 def _shown(value: float) -> str:
-    """A huge integer has no text that Python would make."""
+    """A number as text. Python refuses to convert a huge integer."""
     return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else str(value)
