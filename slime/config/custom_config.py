@@ -1,7 +1,7 @@
 """``--custom-config-path``: argument names and values in a YAML file, as typed as if they were flags.
 
 Called by ``slime.config.parse`` before anything is derived. A key is the name of an argument or of its flag, with ``-``
-or ``_``; other keys become attributes of the namespace, for the user's functions. ``null`` leaves the
+or ``_``. Other keys become attributes of the namespace, for the user's functions. ``null`` leaves the
 default.
 """
 
@@ -23,8 +23,8 @@ from slime.utils.errors import ConfigError
 
 FLAG = "--custom-config-path"
 _ENGINE_KEYS = ("sglang_", "router_")
+# Read before the file, so they have no effect in it.
 _ONLY_FLAGS = ("custom_config_path", "plan", "help")
-"""Read before the file is, so that they mean nothing in it."""
 
 
 @dataclass
@@ -45,14 +45,14 @@ class CustomConfig:
 
 
 class _Target(NamedTuple):
-    """The argument that a key means; ``is_off``: the key is a switch that turns it off."""
+    """The argument of a key. ``is_off``: the key is a switch that turns it off."""
 
     action: argparse.Action
     is_off: bool
 
 
 def read_custom_config(path: str, actions: Sequence[argparse.Action]) -> CustomConfig:
-    """The file ``path`` in terms of ``actions``; empty without a path.
+    """The values of the file ``path`` by ``actions``. Empty without a path.
 
     Raises:
         ConfigError: the file cannot be read, or values do not fit their flags: every problem.
@@ -76,10 +76,12 @@ def read_custom_config(path: str, actions: Sequence[argparse.Action]) -> CustomC
                 problems.append(f"{FLAG} {path}: key {key}: {error}.")
             except ValueError as error:
                 problems.append(f"{FLAG} {path}: key {key}: {value!r} {error}.")
+        # The engine's flags are not declared here. Its parser reads them as words of the command line.
         elif name.startswith(_ENGINE_KEYS):
             config.engine_words += _as_flag(name, value)
         else:
             config.extra[name] = value
+            # The name may be a typo of a flag.
             if near := difflib.get_close_matches(name, targets, n=1, cutoff=0.85):
                 text = f"nothing of slime reads the key {key}; did you mean {near[0]}?"
                 config.notices.append(Notice("warning", f"{FLAG} {path}", text))
@@ -89,7 +91,7 @@ def read_custom_config(path: str, actions: Sequence[argparse.Action]) -> CustomC
 
 
 def overwritten_keys(args: argparse.Namespace) -> Iterator[str]:
-    """Rule over the resolved arguments: a key that only looks free, because slime works its value out itself."""
+    """Rule over the resolved arguments: a key cannot set a value that slime derives."""
     for name, value in args.custom_keys.items():
         if vars(args)[name] != value:
             yield (
@@ -106,6 +108,7 @@ def _targets(actions: Sequence[argparse.Action]) -> dict[str, _Target]:
         for spelling in action.option_strings:
             is_negation = isinstance(action, argparse.BooleanOptionalAction) and spelling.startswith("--no-")
             targets[spelling.lstrip("-").replace("-", "_")] = _Target(action, turns_off or is_negation)
+    # The name of an argument takes precedence over the spelling of another flag.
     return targets | {action.dest: _Target(action, False) for action in actions}
 
 
@@ -117,6 +120,7 @@ def _typed(target: _Target, value: Any) -> Any:
     """
     action, convert = target.action, target.action.type
     if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
+        # True for a switch such as --disable-x sets the argument to False.
         return _as_bool(value) is not target.is_off
     if action.nargs in ("+", "*"):
         return [_single(action, item) for item in (value if isinstance(value, list) else [value])]
@@ -131,6 +135,7 @@ def _single(action: argparse.Action, value: Any) -> Any:
     convert = action.type if callable(action.type) else str
     if isinstance(value, list | dict) or value is None:
         raise ValueError("is not one value")
+    # YAML reads on, off, yes and no as truth values.
     if convert is str and isinstance(value, bool):
         raise ValueError("is a truth value in YAML: write the word in quotes")
     try:
@@ -144,11 +149,12 @@ def _single(action: argparse.Action, value: Any) -> Any:
 
 
 def _as_bool(value: Any) -> bool:
-    """A switch takes true and false words: ``bool("false")`` would be true.
+    """A truth value, or its word.
 
     Raises:
         ValueError: it is neither.
     """
+    # ``bool("false")`` would be true.
     truth = value if isinstance(value, bool) else yaml.safe_load(str(value).lower())
     if not isinstance(truth, bool):
         raise ValueError("is neither true nor false")

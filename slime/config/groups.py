@@ -1,6 +1,6 @@
 """Argument groups: a flag is a field of a plain frozen dataclass that lives in the room that reads it.
 
-A room declares ``@dataclass(frozen=True) class EvalArgs`` with one field per flag and imports nothing for it; this
+A room declares ``@dataclass(frozen=True) class EvalArgs`` with one field per flag and imports nothing for it. This
 module turns such classes into argparse options, and the flat namespace back into an instance of the class, so that
 code takes the narrow group and only users' hooks get the whole namespace.
 
@@ -11,16 +11,16 @@ becomes ``--eval-interval N``. The option's type follows the annotation:
     int, float, str              one value
     Literal["a", "b"]            one value out of the choices
     bool, default False          a switch
-    bool, default True           a switch that turns it off; ``metadata["off"]`` names it (``"--disable-x"``)
-    bool | None                  ``--x`` and ``--no-x``; None means "derive"
-    list[T] | None               several values; with ``metadata["append"]`` repeated flags add up
+    bool, default True           a switch that turns it off. ``metadata["off"]`` names it (``"--disable-x"``)
+    bool | None                  ``--x`` and ``--no-x``. None means "derive"
+    list[T] | None               several values. With ``metadata["append"]`` repeated flags add up
     dict                         a JSON object
 
 Other metadata: ``flags`` (more spellings), ``metavar``, ``choices`` (names of a table), ``required``, ``derived`` (no
 flag: resolved from others), and the support of the flag:
 
     later      the missing feature: the flag parses, but a value other than the default is an error
-    no_effect  the reason: accepted for the launch scripts that pass it; the plan lists it as ignored
+    no_effect  the reason: accepted for the launch scripts that pass it. The plan lists it as ignored
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def flag(default: Any, help_text: str, **metadata: Any) -> Any:
 
 
 def add_group(parser: argparse.ArgumentParser, group: type) -> None:
-    """Add one option per field of the dataclass ``group``; its docstring is the title in ``--help``."""
+    """Add one option per field of the dataclass ``group``. Its docstring is the title in ``--help``."""
     section = parser.add_argument_group(_title(group))
     hints = _hints(group)
     for item in dataclasses.fields(group):
@@ -59,6 +59,7 @@ def groups_in(*modules: types.ModuleType) -> list[type]:
 
 
 def _defined_in(module: types.ModuleType) -> list[type]:
+    # A module may import groups of other modules.
     own = [item for item in vars(module).values() if isinstance(item, type) and item.__module__ == module.__name__]
     return sorted(filter(dataclasses.is_dataclass, own), key=lambda group: group.__name__)
 
@@ -109,7 +110,7 @@ def ignored_flags(args: argparse.Namespace, groups: Sequence[type]) -> Iterator[
 
 
 def from_args(group: type[Group], args: argparse.Namespace) -> Group:
-    """The instance of ``group`` that the flat namespace describes; a field that ``args`` lacks keeps its default.
+    """The instance of ``group`` that the flat namespace describes. A field that ``args`` lacks keeps its default.
 
     Parsed arguments lack none. Plain namespaces of users' programs and tests do.
     """
@@ -139,6 +140,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def _title(group: type) -> str:
+    # Only the first line of the docstring is shown.
     return (group.__doc__ or group.__name__).strip().splitlines()[0].rstrip(".")
 
 
@@ -148,6 +150,7 @@ def _hints(group: type) -> dict[str, Any]:
 
 
 def _default(item: dataclasses.Field[Any]) -> Any:
+    # A new object for each call: defaults may be lists and dicts.
     if item.default_factory is not dataclasses.MISSING:
         return item.default_factory()
     return None if item.default is dataclasses.MISSING else item.default
@@ -185,7 +188,7 @@ def _option(item: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     if "choices" in item.metadata:
         option["choices"] = tuple(item.metadata["choices"])
     if inner not in (int, float, str):
-        raise TypeError(f"field {item.name}: annotation {hint!r} has no command-line form")  # a mistake of ours
+        raise TypeError(f"field {item.name}: annotation {hint!r} has no command-line form")
     return option | {"type": inner}
 
 

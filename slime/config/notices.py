@@ -12,7 +12,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Notice:
-    """One decision. ``warning``: probably unintended, an error under ``--strict-args``; ``info``: a default."""
+    """One decision. ``warning``: probably unintended, an error under ``--strict-args``. ``info``: a default."""
 
     level: Literal["info", "warning"]
     flag: str

@@ -4,7 +4,7 @@ Precedence: a flag on the command line > ``--custom-config-path`` YAML > the def
 *before* anything is derived, and are coerced to the type of the flag they name.
 
 All problems found here are raised as one :class:`ConfigError`. An unknown flag is a warning with its nearest match
-(older launch scripts carry some), an error under ``--strict-args``; it is never dropped in silence.
+(older launch scripts carry some), an error under ``--strict-args``. It is never dropped in silence.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class EngineNamespace:
         rest: the tokens that are not theirs, in order.
         attributes: values that become readable as ``args.sglang_<name>`` and ``args.router_<name>``, defaults included.
         given: the names among ``attributes`` that the command line set.
-        argv: the engine's flags for its own parser, prefix removed; ``router_argv``: the router's.
+        argv: the engine's flags for its parser, without prefix. ``router_argv``: the router's.
     """
 
     rest: list[str]
@@ -71,6 +71,7 @@ def build_parser(
     parser: argparse.ArgumentParser = _Parser(
         prog=program,
         description="Reinforcement learning of a language model. --sglang-<flag> passes any SGLang server flag on.",
+        # An abbreviation would become ambiguous when a flag is added.
         allow_abbrev=False,
         usage=usage,
         formatter_class=HelpFormatter,
@@ -108,6 +109,7 @@ def parse(
     config = read_custom_config(_custom_config_path(argv), parser._actions)
     engine = read_engine([*config.engine_words, *argv], known)  # first the file's: a later flag beats them
     by_flag = _given(parser, engine.rest)
+    # A flag on the command line takes precedence over the file.
     from_file = {name: value for name, value in (config.defaults | config.extra).items() if name not in by_flag}
     _set_defaults(parser, from_file)
     args, unknown = parser.parse_known_args(engine.rest)
@@ -127,6 +129,7 @@ def parse(
 def _given(parser: argparse.ArgumentParser, argv: Sequence[str]) -> set[str]:
     """Names whose flag is on the command line: parsed once more without defaults."""
     before = {action: (action.default, action.required) for action in parser._actions}
+    # Values of ``set_defaults`` would count as given.
     inherited, parser._defaults = parser._defaults, {}
     try:
         for action in before:
@@ -146,11 +149,13 @@ def _unknown(tokens: Sequence[str], known: Collection[str]) -> tuple[list[Notice
         if token == "--":
             strays.append(token)
             break
+        # A negative number is a value.
         if token.startswith("-") and not _NEGATIVE_NUMBER.match(token):
             flag = token.split("=")[0]
             near = difflib.get_close_matches(flag, known, n=1, cutoff=0.75)
             hint = f"did you mean {near[0]}?" if near else "nothing reads it."
             notices.append(Notice("warning", flag, f"unknown flag, ignored with its values; {hint}"))
+        # After an unknown flag the word is taken for its value.
         elif not notices:
             strays.append(token)
     return notices, strays
@@ -167,11 +172,12 @@ def _set_defaults(parser: argparse.ArgumentParser, values: dict[str, Any]) -> No
     """Make the file's values the parser's defaults."""
     for action in parser._actions:
         if action.dest in values:
+            # The file gives the value of a required flag.
             action.required = False
     parser.set_defaults(**values)
 
 
-# How ``--help`` looks: grouped, 100 columns, one short word per value, defaults only where they say something.
+# Layout of ``--help``: grouped, 100 columns, one short word per value, defaults only if they have a content.
 
 
 _LONGEST_CHOICES = 40
@@ -193,6 +199,7 @@ class HelpFormatter(argparse.HelpFormatter):
         return _WORDS.get(action.type, "VALUE") if isinstance(action.type, type) else _of_callable(action)
 
     def _get_help_string(self, action: argparse.Action) -> str:
+        # argparse formats help texts with ``%``.
         text = (action.help or "").replace("%", "%%").replace("%%(", "%(")
         if _is_long_choice(action):
             text = f"{text} One of {', '.join(map(str, action.choices or ()))}."

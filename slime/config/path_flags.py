@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from slime.config.groups import flag_of
 
+# ``data.jsonl@[0:100]``: the slice is not a part of the path.
 _SLICE = re.compile(r"@\[[^\]]*\]$")
 
 
@@ -23,7 +24,7 @@ class PathFlag:
     """One flag.
 
     Attributes:
-        does: ``reads``; ``adds`` new files to a directory; ``replaces`` the file or directory.
+        does: ``reads``, ``adds`` new files to a directory, or ``replaces`` the file or directory.
         fields: names that a run replaces in ``{...}``.
         is_of_role: ``--megatron-config-path`` may give a role another one.
         what: the plan's name for the content.
@@ -75,7 +76,7 @@ PATH_FLAGS = (
 
 @dataclass(frozen=True)
 class UsedPath:
-    """A path of this run; ``path`` is absolute and without symbolic links, its ``{fields}`` are still there."""
+    """A path of this run. ``path`` is absolute and without symbolic links, with its ``{fields}``."""
 
     flag: PathFlag
     given: str
@@ -89,6 +90,7 @@ def used_paths(args: Namespace) -> Iterator[UsedPath]:
     """The paths in the resolved arguments. A flag that ``args`` lacks is skipped."""
     for flag in PATH_FLAGS:
         for given in given_paths(flag, vars(args).get(flag.name)):
+            # realpath: two names of one directory must compare as equal.
             yield UsedPath(flag, given, os.path.realpath(_SLICE.sub("", given)))
 
 
@@ -104,7 +106,7 @@ def absolute(path: str) -> str:
 
 
 def absolute_hook(value: Any) -> Any:
-    """``file.py`` and ``file.py:function`` below the working directory, also in a list; anything else stays."""
+    """``file.py`` and ``file.py:function`` below the working directory, also in a list. Other values stay."""
     if isinstance(value, list):
         return [absolute_hook(item) for item in value]
     if not isinstance(value, str):

@@ -41,6 +41,7 @@ _TOPOLOGY = (
     "expert_tensor_parallel_size",
     "sequence_parallel",
 )
+# Values of the loop and the batches: with different values the roles would train different batches.
 _OF_ALL_ROLES = (
     "rollout_batch_size",
     "n_samples_per_prompt",
@@ -50,15 +51,14 @@ _OF_ALL_ROLES = (
     "start_rollout_id",
     "advantage_estimator",
 )
-"""Values of the loop and the batches: roles that differed here would train different batches."""
 
+# Fixed values of a critic: no reference, no teacher, and a separate output layer.
 _CRITIC: dict[str, Any] = {
     "kl_coef": 0.0,
     "use_opd": False,
     "custom_advantage_function_path": None,
     "untie_embeddings_and_output_weights": True,
 }
-"""Fixed values of a critic: no reference, no teacher, and a separate output layer."""
 
 
 class NoRoles(ConfigError, AssertionError):
@@ -67,7 +67,7 @@ class NoRoles(ConfigError, AssertionError):
 
 @dataclass(frozen=True)
 class RoleConfig:
-    """One entry of the file: what ``role`` sees differently."""
+    """One entry of the file: the values that differ for ``role``."""
 
     role: Role
     name: str = ""
@@ -103,7 +103,8 @@ def read_roles(path: str) -> dict[str, RoleConfig]:
 
 
 def role_args(args: Namespace, role: Role) -> Namespace:
-    """A deep copy of the resolved ``args`` as ``role`` sees it."""
+    """A copy of the resolved ``args`` with the values of ``role``."""
+    # Deep: roles must not share lists and dicts.
     twin = copy.deepcopy(args)
     path = args.megatron_config_path
     config = read_roles(path).get(role) if path is not None else None
@@ -111,6 +112,7 @@ def role_args(args: Namespace, role: Role) -> Namespace:
     if path is not None and config is None:
         logger.info("%s %s has no entry for the %s, which takes the command line's values", _FLAG, path, role)
     for name, value in overrides.items():
+        # All roles are placed like the actor.
         if name not in _PLACEMENT:
             setattr(twin, name, _absolute(_coerce(value, vars(args).get(name)), name))
     if role == "critic":
@@ -123,7 +125,7 @@ def role_args(args: Namespace, role: Role) -> Namespace:
 
 
 def parse_megatron_role_args(base_args: Namespace, megatron_config_path: str, role: Role) -> Namespace:
-    """:func:`role_args` with the file as an argument; for users' drivers."""
+    """:func:`role_args` with the file as an argument, for users' drivers."""
     args = copy.copy(base_args)
     args.megatron_config_path = megatron_config_path
     return role_args(args, role)
@@ -156,8 +158,9 @@ def check_roles(args: Namespace) -> Iterator[str]:
 
 
 def _coerce(value: Any, current: Any) -> Any:
-    """A YAML value with the type of the attribute that it replaces; 1e-5 is text in YAML 1.1 but a number here."""
+    """A YAML value with the type of the attribute that it replaces. 1e-5 is text in YAML 1.1 but a number here."""
     if not isinstance(value, str):
+        # Not isinstance: bool is a subclass of int.
         return float(value) if isinstance(current, float) and type(value) is int else value
     if isinstance(current, bool):
         truth = yaml.safe_load(value.lower())
@@ -173,7 +176,7 @@ def _coerce(value: Any, current: Any) -> Any:
 
 
 def _type_problem(value: Any, current: Any) -> str | None:
-    """How ``value`` cannot replace ``current``; nothing is known about what replaces None."""
+    """The reason why ``value`` cannot replace ``current``. Any value can replace None."""
     new = _coerce(value, current)
     match current:
         case bool():
@@ -189,7 +192,7 @@ def _type_problem(value: Any, current: Any) -> str | None:
 
 
 def _absolute(value: Any, name: str) -> Any:
-    """Workers have another working directory."""
+    """Paths as absolute paths, because workers have another working directory."""
     if name in _PATHS and isinstance(value, str):
         return absolute(value)
     return absolute_hook(value) if name.endswith("_path") else value
@@ -209,7 +212,7 @@ def _entry_problems(place: str, entry: Any) -> Iterator[str]:
 
 
 def _normalized(entry: dict[str, Any]) -> dict[str, Any]:
-    """Attribute names; ``args`` is the older name of ``overrides``."""
+    """Overrides by attribute name. ``args`` is the older name of ``overrides``."""
     return {
         str(key).replace("-", "_"): value for key, value in (entry.get("overrides") or entry.get("args") or {}).items()
     }

@@ -22,7 +22,7 @@ Section = TypeVar("Section")
 
 @dataclasses.dataclass(frozen=True)
 class RunFacts:
-    """Facts that a run learns while it starts; None until then.
+    """Facts that a run learns while it starts. None until then.
 
     Attributes:
         routers: address (host, port) of each model's router, the first one is that of the trained model.
@@ -52,7 +52,7 @@ class RunConfig:
     Attributes:
         values: every resolved argument by name.
         estimator: record of the advantage estimator.
-        model: shape of the model; None if ``--hf-checkpoint`` holds a model of an unknown family.
+        model: shape of the model. None if ``--hf-checkpoint`` holds a model of an unknown family.
     """
 
     values: Mapping[str, Any]
@@ -66,7 +66,7 @@ class RunConfig:
         return cls(dict(vars(args)), estimator, model)
 
     def __getitem__(self, section: type[Section]) -> Section:
-        """The dataclass ``section`` filled by field name; a field that the arguments lack keeps its default."""
+        """The dataclass ``section`` filled by field name. A field that the arguments lack keeps its default."""
         if section not in self._sections:
             values = self._merged
             names = [item.name for item in dataclasses.fields(cast(Any, section)) if item.init]
@@ -75,10 +75,8 @@ class RunConfig:
 
     @cached_property
     def args(self) -> Namespace:
-        """The namespace for users' hooks and plugins: every argument, and the facts.
-
-        One object per process, because hooks keep state in it: ``with_facts`` adds to it instead of making another.
-        """
+        """The namespace for users' hooks and plugins: every argument, and the facts."""
+        # One object per process, because hooks keep state in it: ``with_facts`` adds to it instead of making another.
         return Namespace(**self._merged)
 
     def with_facts(self, **facts: Any) -> RunConfig:

@@ -13,7 +13,7 @@ from slime.utils.errors import ConfigError
 
 
 def read_mapping(flag: str, path: str) -> dict[Any, Any]:
-    """The mapping in the YAML (or JSON) file ``path`` that ``flag`` names; an empty file is an empty mapping.
+    """The mapping in the YAML (or JSON) file ``path`` that ``flag`` names. An empty file is an empty mapping.
 
     Raises:
         ConfigError: the file is missing, is not YAML, or has a root other than a mapping.
@@ -38,7 +38,7 @@ def read_mapping(flag: str, path: str) -> dict[Any, Any]:
 #     ${eval.defaults.top_p}          absolute path through mappings (and lists, by position)
 #     ${oc.env:DATA_DIR}              environment variable; ${oc.env:DATA_DIR,/data} with a default
 #
-# A value that is nothing but one reference takes the referenced value with its type; otherwise the text is inserted.
+# A value that is nothing but one reference takes the referenced value with its type. Otherwise the text is inserted.
 
 _REFERENCE = re.compile(r"\$\{([^${}]+)\}")
 _ENV = "oc.env:"
@@ -48,7 +48,7 @@ def interpolate(root: dict[Any, Any], where: str) -> dict[Any, Any]:
     """A copy of ``root`` without references.
 
     Raises:
-        ConfigError: a reference leads nowhere or to itself; ``where`` is the flag and the file.
+        ConfigError: a reference leads nowhere or to itself. ``where`` is the flag and the file.
     """
     return {key: _walk(value, root, where, ()) for key, value in root.items()}
 
@@ -81,4 +81,5 @@ def _lookup(name: str, root: dict[Any, Any], where: str, trail: tuple[str, ...])
             found = found[int(part)] if isinstance(found, list) else found[part]
         except (KeyError, IndexError, TypeError, ValueError):
             raise ConfigError(f"{where}: ${{{name}}} leads nowhere: there is no {part!r}.") from None
+    # The value may hold references too. The trail finds cycles.
     return _walk(found, root, where, (*trail, name))

@@ -1,4 +1,4 @@
-"""Rules over the resolved arguments. Every rule returns problems; the caller reports them all in one message.
+"""Rules over the resolved arguments. Every rule returns problems. The caller reports all of them in one message.
 
 A problem is one sentence: the flag, its value, the rule, the fix. ``slime.ray.arguments`` passes in the rules of other
 rooms (hooks, model shape, engines).
@@ -36,4 +36,5 @@ def find_problems(args: Namespace, more_rules: Sequence[Rule] = ()) -> list[str]
             problems += rule(args)
         except SlimeError as error:  # a rule may call functions of the run, which raise
             problems += getattr(error, "problems", [str(error)])
+    # Two rules may find the same problem.
     return list(dict.fromkeys(problems))

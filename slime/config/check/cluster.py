@@ -19,6 +19,7 @@ def _modes(args: Namespace) -> Iterator[str]:
 
 def _devices(args: Namespace) -> Iterator[str]:
     total, per_engine, per_node = args.rollout_num_gpus, args.rollout_num_gpus_per_engine, args.num_gpus_per_node
+    # ``numbers`` reports sizes below 1.
     if args.rollout_external or min(per_engine, per_node) < 1:
         return
     if total < 0:
@@ -34,6 +35,7 @@ def _devices(args: Namespace) -> Iterator[str]:
             f"a multiple of it."
         )
     elif per_engine > per_node and total and args.sglang_config is None:
+        # Colocated engines begin at the first device of the trainer.
         first = 0 if args.colocate or args.debug_rollout_only else args.world_size
         if first % per_node:
             yield (
@@ -90,11 +92,11 @@ def _weight_sync(args: Namespace) -> Iterator[str]:
 RULES = (_modes, _devices, _drivers, _weight_sync)
 
 
-# Batch sizes, the length of the run, parallel sizes.
+# Batch sizes, the length of the run, parallel sizes
 
 
 def _steps(args: Namespace) -> Iterator[str]:
-    """A rollout's samples fill its optimizer steps; samples that do not are dropped with a warning."""
+    """A rollout's samples fill its optimizer steps. Other samples are dropped with a warning."""
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     size, steps = args.global_batch_size, args.num_steps_per_rollout
     product = f"--rollout-batch-size {args.rollout_batch_size} x "
@@ -104,6 +106,7 @@ def _steps(args: Namespace) -> Iterator[str]:
             f"--over-sampling-batch-size {args.over_sampling_batch_size} must be at least "
             f"--rollout-batch-size {args.rollout_batch_size}."
         )
+    # ``numbers`` reports values below 1.
     if steps is None or steps < 1 or samples < 1:
         return
     if steps > samples:
@@ -125,6 +128,7 @@ def _micro_batches(args: Namespace) -> Iterator[str]:
         yield f"--use-dynamic-batch-size needs --max-tokens-per-gpu N with N above 0, got {args.max_tokens_per_gpu}."
     if args.balance_by_flops and not args.use_dynamic_batch_size:
         yield "--balance-by-flops forms dynamic micro-batches: it needs --use-dynamic-batch-size."
+    # At least 1: ``_parallel_sizes`` reports a world that is too small.
     size, dp_size = args.global_batch_size, max(1, args.world_size // _ranks_per_sample(args))
     if args.debug_rollout_only or size < 1 or args.micro_batch_size < 1:
         return

@@ -92,6 +92,7 @@ def _dumps(args: Namespace) -> Iterator[str]:
     if subsample is not None and not 0 < subsample <= 1:
         yield f"--load-debug-rollout-data-subsample {subsample} is a share: above 0, at most 1."
     sections = [target for target in args.profile_target if target != "train_overall"]
+    # A process can have one torch profiler at a time.
     if args.use_pytorch_profiler and sections and "train_overall" in args.profile_target:
         yield f"--profile-target train_overall {' '.join(sections)}: a process has one profiler at a time, name either."
     if not 0 <= args.profile_step_start < args.profile_step_end:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 from slime.config.groups import flag_of
 
+# (rule, its condition, names of the flags). Unset flags are skipped.
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "must be at least 1",
@@ -66,15 +67,14 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ),
     ("must be between 0 and 2147483647", lambda value: 0 <= value < 2**31, "seed"),
 )
-"""(rule, its condition, names of the flags); unset flags are skipped."""
 
+# Infinity means "no bound" for these flags.
 _BOUNDS = frozenset(
     ("eps_clip", "eps_clip_high", "eps_clip_c", "value_clip", "tis_clip", "tis_threshold", "opsm_delta")
 )
-"""Flags for which infinity means "no bound"."""
 
+# Every count up to it is an exact float, and no count of a run is larger.
 _LARGEST = 2**53
-"""No count of anything here is larger, and every count up to it is an exact float."""
 
 
 def _real(args: Namespace) -> Iterator[str]:
@@ -92,6 +92,7 @@ def _in_range(args: Namespace) -> Iterator[str]:
     for rule, holds, names in _RANGES:
         for name in names.split():
             value = vars(args)[name]
+            # ``_real`` reports NaN.
             if isinstance(value, int | float) and not math.isnan(value) and not holds(value):
                 yield f"{flag_of(name)} {value} {rule}."
 

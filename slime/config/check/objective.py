@@ -1,4 +1,4 @@
-"""The algorithm and what cannot be combined with it."""
+"""The algorithm, and flags that cannot be combined with it."""
 
 from __future__ import annotations
 
@@ -97,6 +97,7 @@ def _weights_in_fp8(args: Namespace) -> Iterator[str]:
     """They cannot be moved away and back, or exchanged for others, without being rounded again."""
     if not args.fp8_param_gather:
         return
+    # Each of these copies or exchanges the weights.
     exchanging = {
         "--use-kl-loss": args.use_kl_loss,
         f"--kl-coef {args.kl_coef}": args.kl_coef != 0,

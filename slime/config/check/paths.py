@@ -26,6 +26,7 @@ def _outputs(args: Namespace) -> Iterator[str]:
         value = vars(args)[name]
         if not value:
             continue
+        # A directory whose name has a field does not exist yet.
         directories = [path for path in (Path(value), *Path(value).parents) if "{" not in path.name]
         if file := next((path for path in directories if path.is_file()), None):
             yield f"{flag_of(name)} {value}: {file} is a file, but this is to be a directory. Give another name."
@@ -42,6 +43,7 @@ def _templates(args: Namespace) -> Iterator[str]:
             known = " and ".join(f"{{{field}}}" for field in fields)
             yield f"{flag_of(name)} {template}: only {known} can be replaced; write other braces twice."
             continue
+        # An export without an interval is written once, at the end.
         is_once = name == "save_hf" and args.save_interval is None
         if len(texts) == 1 and name.startswith("save") and not is_once:
             what = "export" if name == "save_hf" else "rollout"
@@ -50,14 +52,14 @@ def _templates(args: Namespace) -> Iterator[str]:
 
 
 def _replayed(args: Namespace) -> Iterator[str]:
-    """The first dump that a run will ask for; a resumed run starts at a later one, which only its checkpoint knows."""
+    """The first dump of the run must exist. A resumed run starts at a later one, which only its checkpoint knows."""
     template = args.load_debug_rollout_data
     if not template or (args.load is not None and args.start_rollout_id is None and "{" in template):
         return
     try:
         path = Path(template.format(rollout_id=args.start_rollout_id or 0))
     except (KeyError, IndexError, ValueError):
-        return  # told above
+        return  # reported by ``_templates``
     if not path.is_file():
         yield f"--load-debug-rollout-data {template}: there is no file {path}, with which the run would begin."
 
@@ -95,7 +97,9 @@ CHECKPOINT_RULES = (_checkpoint_directories, _saving)
 
 _FIELD = re.compile(r"\{[^{}]*\}")
 _ANY_FIELD = r"(?:eval_)?\d+"
+# ``torch.save`` writes a zip file, which begins with these bytes.
 _DUMP_BEGINS = b"PK"
+# The more harmful use of a pair is its writer.
 _HARM = ("replaces", "adds", "reads")
 
 
@@ -107,7 +111,8 @@ def _overlaps(args: Namespace) -> Iterator[str]:
 
 
 def _conflict(writer: UsedPath, other: UsedPath) -> str | None:
-    """Why ``writer`` must not write where ``other`` is; None if it may, or if it does not write."""
+    """The reason why ``writer`` must not write to the place of ``other``, or None."""
+    # --load and --save may be equal: a resumed run continues its directory.
     if writer.flag.does == "reads" or {writer.flag.name, other.flag.name} == {"load", "save"}:
         return None
     relation = _relation(writer.path, other.path)
@@ -132,7 +137,7 @@ def _harm(writer: UsedPath) -> str:
 
 
 def _relation(one: str, other: str) -> str | None:
-    """``equal``: some values of the fields make them the same path; ``holds``: the second lies below the first."""
+    """``equal`` if some values of the fields make them the same path, ``holds`` if the second lies below the first."""
     first, second = Path(one).parts, Path(other).parts
     if len(first) > len(second) or not all(map(_can_be_same, first, second)):
         return None
@@ -143,6 +148,7 @@ def _can_be_same(one: str, other: str) -> bool:
     if _FIELD.search(one) and _FIELD.search(other):  # a run puts the same numbers into all
         return _FIELD.sub("0", one) == _FIELD.sub("0", other)
     if _FIELD.search(other):
+        # From here on ``one`` is the path with a field.
         one, other = other, one
     if not _FIELD.search(one):
         return one == other

@@ -10,6 +10,7 @@ from slime.config.plan.layout import Layout, number, read
 
 __all__ = ["BatchPlan", "plan_batch"]
 
+# Counting the lines of larger files takes seconds.
 _COUNT_LINES_BELOW_BYTES = 64 * 1024**2
 
 
@@ -19,8 +20,8 @@ class BatchPlan:
 
     Attributes:
         micro_batches: per rank and step with a fixed micro-batch size; None with a token budget.
-        token_budget: most tokens of a micro-batch over all context-parallel ranks; None without --use-dynamic-...
-        num_prompts: rows of the prompt file where counting them is cheap.
+        token_budget: most tokens of a micro-batch over all context-parallel ranks. None without --use-dynamic-...
+        num_prompts: rows of the prompt file, if counting them is cheap.
         num_rollouts: of the whole run, None if unknown.
     """
 
@@ -64,6 +65,7 @@ def plan_batch(args: Namespace, layout: Layout) -> BatchPlan:
         samples_per_rank=global_batch / layout.dp,
         micro_batch_size=size,
         micro_batches=None if size is None else global_batch // (size * layout.dp),
+        # The flag is per rank, and context-parallel ranks share a sample.
         token_budget=budget * layout.cp if budget else None,
         max_response=read(args, "rollout_max_response_len"),
         num_prompts=rows,
@@ -85,7 +87,7 @@ def _num_rollouts(args: Namespace, rows: int | None, prompts: int) -> tuple[int 
 
 
 def _num_rows(path: str | None) -> int | None:
-    """Lines of a small .jsonl file; None where only reading all of a large one, or Parquet, would tell."""
+    """Lines of a small .jsonl file. None for a large file and for Parquet."""
     if path is None or not path.endswith(".jsonl") or not os.path.isfile(path):
         return None
     if os.path.getsize(path) > _COUNT_LINES_BELOW_BYTES:

@@ -1,7 +1,7 @@
 """The plan of a command: every section that the arguments allow to be worked out, and the problems.
 
-Called by ``slime.cli`` with the resolved namespace. ``Plan.as_dict`` is the ``--json`` output: its keys are stable,
-``schema`` grows when one changes its meaning. All sizes in it are bytes.
+Called by ``slime.cli`` with the resolved namespace. ``Plan.as_dict`` is the ``--json`` output, whose keys are stable.
+All sizes in it are bytes.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from slime.config.plan.shape import padded_vocab_size, read_shape, shape_section
 from slime.models.shape import ModelShape
 from slime.utils.errors import ConfigError
 
+# Grows when a key changes its meaning.
 SCHEMA = 1
 Section = TypeVar("Section")
 
@@ -63,7 +64,7 @@ class Plan:
         return not self.problems
 
     def as_dict(self) -> dict[str, Any]:
-        """For ``--json``; see docs/plan.md."""
+        """For ``--json``. See docs/plan.md."""
         result = {"schema": SCHEMA, "is_startable": self.is_startable, **dataclasses.asdict(self)}
         padded_vocab = result.pop("padded_vocab")
         result["shape"] = self.shape and shape_section(self.shape, padded_vocab)
@@ -83,13 +84,14 @@ def build(
     problems: Sequence[str] = (),
     missing: Sequence[str] = (),
 ) -> Plan:
-    """Work out the plan. Never raises for a user's mistake: it becomes a gap beside the problems."""
+    """Work out the plan. Never raises for a user's mistake, which becomes a gap in the plan."""
     gaps: list[str] = []
 
     def attempt(what: str, make: Callable[[], Section]) -> Section | None:
         try:
             return make()
         except (PlanError, ConfigError, ZeroDivisionError) as error:
+            # A size of 0 is a problem that the checks report.
             gaps.append(f"{what}: {error}")
             return None
 

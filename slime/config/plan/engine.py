@@ -13,19 +13,19 @@ from slime.models.cost import Weight, layer_weights, model_weights, num_paramete
 from slime.models.shape import ModelShape
 
 ASSUMED_FRACTION = 0.85
-"""SGLang picks --mem-fraction-static itself when it is not given; this is close to what it picks on large devices."""
+"""SGLang picks --mem-fraction-static itself when it is not given. This is close to its choice on large devices."""
 
 _ATTENTION = ("q_", "k_", "v_", "o_", "kv_", "linear_attn")
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """One device of one engine; bytes.
+    """One device of one engine, in bytes.
 
     Attributes:
         kv_per_token: key/value cache of one token, on this device.
         pool: memory left for that cache, or the part that --sglang-max-total-tokens limits it to.
-        tokens: how many fit into the engine, over its data-parallel attention groups; ``sequences`` of the greatest
+        tokens: how many fit into the engine, over its data-parallel attention groups. ``sequences`` of the greatest
             length.
     """
 
@@ -62,14 +62,17 @@ def engine_memory(args: Namespace, shape: ModelShape, device_bytes: int) -> Engi
     attention_tp = max(1, tp // dp)
     width = _weight_bytes(args)
     weights = sum(_on_device(weight, tp, attention_tp) for weight in model_weights(shape)) * width / pp
+    # Without the flag the cache has the dtype of the weights.
     kv_width = 1 if str(read(args, "sglang_kv_cache_dtype")).startswith("fp8") else precision_of(args).weights
     per_token = max(1, round(_kv_numbers(shape, attention_tp) * kv_width * shape.num_cached_layers / pp))
     given = read(args, "sglang_mem_fraction_static")
     fraction = ASSUMED_FRACTION if given is None else float(given)
+    # The fraction is for weights and cache together.
     pool = max(0, round(fraction * device_bytes - weights))
     limit = read(args, "sglang_max_total_tokens")
     if limit is not None:
         pool = min(pool, int(limit) * per_token)
+    # Each data-parallel attention group has a separate cache.
     tokens = pool // per_token * dp
     length = _max_length(args)
     return EngineMemory(
@@ -89,14 +92,16 @@ def engine_memory(args: Namespace, shape: ModelShape, device_bytes: int) -> Engi
 def _on_device(weight: Weight, tp: int, attention_tp: int) -> float:
     if weight.split == "all":
         return weight.numel * weight.count
+    # With data-parallel attention its weights are divided among fewer ranks.
     is_attention = weight.where == "layer" and weight.name.startswith(_ATTENTION)
     return weight.numel * weight.count / (attention_tp if is_attention else tp)
 
 
 def _kv_numbers(shape: ModelShape, tp: int) -> int:
-    """Per token and layer: keys and values of the heads on this device; MLA caches the compressed stream, uncut."""
+    """Per token and layer: keys and values of the heads on this device. MLA caches the compressed stream, undivided."""
     if shape.mla:
         return shape.mla.kv_lora_rank + shape.mla.qk_pos_emb_head_dim
+    # Rounded up: with more ranks than heads each rank holds a copy of a head.
     return 2 * -(-shape.num_query_groups // tp) * shape.head_dim
 
 
@@ -159,7 +164,7 @@ def _stage_tensors(shape: ModelShape, layers: Sequence[int], stage: int, pp: int
 
 
 def count_buckets(sizes: Iterator[int], limit: int) -> int:
-    """Buckets of at most ``limit`` bytes, filled in order; a tensor larger than that travels alone."""
+    """Buckets of at most ``limit`` bytes, filled in order. A larger tensor travels alone."""
     count, filled = 0, 0
     for size in sizes:
         if not count or filled + size > limit:

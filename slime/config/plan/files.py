@@ -19,7 +19,7 @@ _ADAM_IN_CHECKPOINT = 12  # fp32 main weight and two fp32 moments
 
 @dataclass(frozen=True)
 class Output:
-    """One output; ``bytes`` of one writing, None if it depends on the data."""
+    """One output. ``bytes`` of one writing, None if it depends on the data."""
 
     what: str
     where: str

@@ -22,7 +22,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Layout:
-    """World = TP x CP x DP x PP; for experts the same ranks are world = ETP x EP x EDP x PP (ranks: TP fastest)."""
+    """World = TP x CP x DP x PP. For experts the same ranks are world = ETP x EP x EDP x PP (ranks: TP fastest)."""
 
     world: int
     tp: int
@@ -44,13 +44,14 @@ class Layout:
 
     @property
     def ranks(self) -> list[Rank]:
-        """Order "tp-cp-ep-dp-pp": tensor-parallel ranks are neighbours, pipeline stages are farthest apart."""
+        """Order "tp-cp-ep-dp-pp": tensor-parallel ranks are neighbors, pipeline stages are farthest apart."""
         return [self._rank(index) for index in range(self.world)]
 
     def _rank(self, index: int) -> Rank:
         rest, tp = divmod(index, self.tp)
         rest, cp = divmod(rest, self.cp)
         pp, dp = divmod(rest, self.dp)
+        # Experts divide the same ranks in another order: ETP fastest, then EP.
         return Rank(index, tp, cp, dp, pp, index // self.etp % self.ep)
 
 
@@ -93,7 +94,7 @@ def _virtual_stages(args: Namespace, pp: int) -> int:
 
 
 def _extra_layers(args: Namespace) -> tuple[int, int]:
-    """What counts as a layer of the first and of the last stage besides layers: embedding and loss."""
+    """Layers that the split counts on the first and on the last stage for embedding and loss: 0 or 1."""
     first, last = (
         read(args, "account_for_embedding_in_pipeline_split"),
         read(args, "account_for_loss_in_pipeline_split"),
@@ -102,7 +103,7 @@ def _extra_layers(args: Namespace) -> tuple[int, int]:
 
 
 def stage_layers(args: Namespace, num_layers: int, pp: int) -> Sequence[range]:
-    """Layers of each pipeline stage; the first and last may be given, the others share the rest evenly.
+    """Layers of each pipeline stage. The first and last may be given, the others share the rest evenly.
 
     Raises:
         PlanError: they cannot.
@@ -122,6 +123,7 @@ def stage_layers(args: Namespace, num_layers: int, pp: int) -> Sequence[range]:
         sizes[0] = first
     if last is not None:
         sizes[-1] = last
+    # Embedding and loss took the place of these layers.
     sizes[0], sizes[-1] = sizes[0] - extra[0], sizes[-1] - extra[1]
     starts = [sum(sizes[:stage]) for stage in range(pp)]
     return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
@@ -131,15 +133,15 @@ def stage_layers(args: Namespace, num_layers: int, pp: int) -> Sequence[range]:
 
 
 class PlanError(ValueError):
-    """A section cannot be worked out; the text says why. The rest of the plan is still printed."""
+    """A section cannot be computed. The text is the reason. The rest of the plan is still printed."""
 
 
 def read(args: Namespace, name: str) -> Any:
-    """The value of ``name``; None if the namespace has no such flag."""
+    """The value of ``name``, or None if the namespace lacks it."""
     return vars(args).get(name)
 
 
 def number(args: Namespace, name: str, default: int) -> int:
-    """An integer flag; ``default`` if it is unset."""
+    """An integer flag, or ``default`` if it is unset."""
     value = read(args, name)
     return default if value is None else int(value)

@@ -1,7 +1,7 @@
 """Device memory of a trainer rank: weights, gradients, optimizer states, activations, logits. An upper estimate.
 
 Weights and states are exact. Activations follow Korthikanti et al. 2022 (arXiv:2205.05198) section 4, with the terms of
-a layer without dropout and without a stored softmax matrix; docs/plan.md derives them. CUDA context, NCCL buffers and
+a layer without dropout and without a stored softmax matrix. docs/plan.md derives them. CUDA context, NCCL buffers and
 fragmentation are not counted.
 """
 
@@ -35,7 +35,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of one micro-batch on one rank; ``source`` names the flag with the number."""
+    """Tokens of one micro-batch on one rank. ``source`` names the flag with the number."""
 
     count: int
     source: str
@@ -43,7 +43,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """One rank of one pipeline stage; bytes.
+    """One rank of one pipeline stage, in bytes.
 
     Attributes:
         parameters: numbers of weights that the rank holds.
@@ -70,10 +70,11 @@ class StageMemory:
 
 
 def precision_of(args: Namespace) -> Precision:
-    """Mixed precision keeps fp32 main weights (4) beside Adam's moments (4 + 4); fp32 needs no main copy."""
+    """Mixed precision keeps fp32 main weights (4) and Adam's moments (4 + 4). fp32 needs no main copy."""
     name = "fp32" if read(args, "fp32") else "fp16" if read(args, "fp16") else "bf16"
     width = _WIDTH[name]
     moments = _width(args, "exp_avg_dtype") + _width(args, "exp_avg_sq_dtype")
+    # Overrides the moments of Adam: SGD has at most one, in fp32.
     if read(args, "optimizer") == "sgd":
         moments = 4 if read(args, "sgd_momentum") else 0
     main = 0 if name == "fp32" else _width(args, "main_params_dtype")
@@ -160,6 +161,7 @@ def _fully_sharded(args: Namespace, shape: ModelShape, layout: Layout, tokens: i
     ends = sum(weight.total for weight in model_weights(shape) if weight.where != "layer")
     sizes = [sum(weight.total for weight in layer_weights(shape, layer)) for layer in layers]
     share = (ends + sum(sizes)) / layout.world
+    # The fp32 weights are a part of ``weights`` here.
     moments = precision.states - (0 if precision.name == "fp32" else _width(args, "main_params_dtype"))
     return StageMemory(
         stage=0,
@@ -240,6 +242,7 @@ def _activations(
         return 0.0
     if read(args, "recompute_granularity") != "full":
         return sum(stored) * in_flight
+    # The input of a recomputed unit is stored, and its activations exist for one unit at a time.
     checkpoint = tokens * shape.hidden_size * width / (tp if has_sp else 1)
     unit = number(args, "recompute_num_layers", 1)
     if read(args, "recompute_method") == "block":  # the first N layers are recomputed, the others stored
@@ -253,4 +256,5 @@ def _logits(args: Namespace, shape: ModelShape, layout: Layout, tokens: int, pre
     rows = padded_vocab_size(args, shape) / layout.tp
     chunk = number(args, "log_probs_chunk_size", -1)
     chunk = tokens if chunk < 1 else min(chunk, tokens)
+    # 8: softmax and its gradient in fp32.
     return round(tokens * rows * 2 * precision.weights + chunk * rows * 8)

@@ -1,4 +1,4 @@
-"""Which processes there will be and where: driver, Data Buffer, rollout manager, routers, engines, trainer ranks.
+"""Processes of a run and their places: driver, Data Buffer, rollout manager, routers, engines, trainer ranks.
 
 Slots are devices in node order, as ``slime.ray.placement_group`` reserves them: trainer ranks first, then
 engines, or both on the same slots with --colocate.
@@ -14,6 +14,7 @@ from typing import Any
 from slime.config.plan.layout import Layout, PlanError, number, read
 from slime.config.yaml_file import read_mapping
 
+# A mistyped size must not produce a plan of millions of lines.
 _MOST_SLOTS = 100_000
 
 
@@ -22,7 +23,7 @@ class EngineGroup:
     """Engines of one kind.
 
     Attributes:
-        kind: what they do; a ``placeholder`` is devices without engines, counted as if they were engines of one.
+        kind: their task. A ``placeholder`` is devices without engines, counted as engines of one device.
         first_slot: None for external engines.
         first_number: of its engines in the run, through all models.
     """
@@ -132,13 +133,15 @@ def _configured(args: Namespace, first_slot: int, default_model: str, default_wi
             width = group.get("num_gpus_per_engine") or model.get("num_gpus_per_engine") or default_width
             width = 1 if kind == "placeholder" else width
             groups.append(EngineGroup(name, kind, num_devices // width, width, slot, first_number))
+            # Devices of placeholders stay unused, but take slots.
             slot += num_devices
+            # Placeholders start no engine, so they take no number.
             first_number += 0 if kind == "placeholder" else num_devices // width
     return groups
 
 
 def _routers(args: Namespace, engines: list[EngineGroup]) -> list[str]:
-    """One router per model; the first may be one that runs already."""
+    """One router per model. The first may be one that runs already."""
     models = list(dict.fromkeys(group.model for group in engines))
     address = read(args, "sglang_router_ip")
     existing = f"{address}:{read(args, 'sglang_router_port')}" if address and read(args, "sglang_router_port") else ""
@@ -189,7 +192,7 @@ def _engines_on(group: EngineGroup, first: int, last: int) -> str:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a rollout, and what lies in device memory during it."""
+    """One turn of a rollout, and the contents of device memory during it."""
 
     name: str
     engines: str
@@ -197,7 +200,7 @@ class Turn:
 
 
 def plan_turns(args: Namespace) -> list[Turn]:
-    """The turns of one rollout, in order; empty if no memory moves."""
+    """The turns of one rollout, in order. Empty if no memory moves."""
     ends, moves = bool(read(args, "release_train")), bool(read(args, "offload_train"))
     releases = bool(read(args, "colocate")) and bool(read(args, "offload_rollout"))
     if read(args, "debug_rollout_only") or not (ends or moves or releases):

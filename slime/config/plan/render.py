@@ -1,4 +1,4 @@
-"""The plan as text: tables of at most 100 columns, colours on a terminal only. Computes nothing."""
+"""The plan as text: tables of at most 100 columns, colors on a terminal only. Computes nothing."""
 
 from __future__ import annotations
 
@@ -154,6 +154,7 @@ def _node_table(placement: Placement) -> Table:
     nodes = placement.nodes
     names = [name for name in ("tp", "cp", "dp", "pp", "ep") if any(_varies(node, name) for node in nodes)]
     table = _table("node", "devices", "trainer ranks", *(name.upper() for name in names), "engines")
+    # Only the first and the last nodes of a large cluster are shown.
     cut = len(nodes) > _MAX_NODES
     for node in nodes[: _MAX_NODES - 2] if cut else nodes:
         table.add_row(*_node_row(node, names))
@@ -238,8 +239,8 @@ def _trainer(plan: Plan) -> Iterable[RenderableType]:
 
 
 def _similar(stages: Sequence[StageMemory]) -> list[list[StageMemory]]:
-    """Neighbouring stages of the same memory become one column; activations shrink from stage to stage, so the
-    middle is shown by its largest."""
+    """Group neighboring stages of the same memory into one column, shown by its largest stage."""
+    # Activations shrink from stage to stage, so the key must not contain them.
     groups = [list(group) for _, group in groupby(stages, key=lambda stage: (stage.parameters, stage.logits))]
     return [sorted(group, key=lambda stage: -stage.total) for group in groups]
 
@@ -288,6 +289,7 @@ def _outputs(plan: Plan) -> Iterable[RenderableType]:
     table = _table("what", "where", "when", "size>")
     for output in plan.outputs:
         amount = "" if output.bytes is None else size(output.bytes)
+        # Square brackets in a path would be read as markup.
         table.add_row(output.what, escape(_short(output.where)), output.when, amount)
     yield table
 
@@ -319,7 +321,7 @@ def _bullets(lines: Sequence[str], style: str = "yellow") -> Table:
 
 
 def _bar(used: int, total: int) -> Text:
-    """``[======......] 40 of 80 GiB``; red above the device."""
+    """``[======......] 40 of 80 GiB``, red above the device."""
     share = used / total
     style = "green" if share <= 0.9 else "yellow" if share <= 1 else "bold red"
     filled = min(_BAR, round(share * _BAR))
@@ -343,7 +345,7 @@ def _grid(*rows: tuple[str, str]) -> Table:
 
 
 def _table(*headers: str, rows: Iterable[Sequence[str]] = ()) -> Table:
-    """A table; a header that ends in ``>`` aligns its column to the right."""
+    """A table. A header that ends in ``>`` aligns its column to the right."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, header_style="dim")
     for header in headers:
         right = header.endswith(">")
@@ -360,6 +362,7 @@ def size(num_bytes: int) -> str:
     """``1610612736`` -> ``1.5 GiB``: three significant digits, binary units."""
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
+        # From 999.5 on three digits would round to 1000.
         if value < 999.5 or unit == "PiB":
             return f"{value:.0f} {unit}" if unit == "B" or value >= 99.5 else f"{value:.3g} {unit}"
         value /= 1024

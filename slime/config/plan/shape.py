@@ -72,6 +72,7 @@ def _family(args: Namespace, model_type: str, text: dict[str, Any]) -> Family:
         routing="sigmoid" if text.get("n_routed_experts") or _num_experts(text) else None,
         expert_width="moe_intermediate_size" if text.get("moe_intermediate_size") else "intermediate_size",
         has_shared_gate=bool(read(args, "moe_shared_expert_gate")),
+        # A text names the field of config.json that decides.
         has_qk_norm=bool(read(args, "qk_layernorm")) or "use_qk_norm",
         has_qkv_bias=not is_mla and (bool(read(args, "add_qkv_bias")) or "attention_bias"),
         has_output_gate=bool(read(args, "attention_output_gate")),
@@ -98,6 +99,7 @@ def _experts(args: Namespace, text: Mapping[str, Any], shape: ModelShape, moe: M
     moe = replace(moe, shared_size=shared, has_shared_gate=shape.family.has_shared_gate)
     pattern = read(args, "moe_layer_freq")
     if isinstance(pattern, str | int):
+        # 1: every layer has experts.
         pattern = None if pattern in (1, "1") else expand_layer_pattern(str(pattern), shape.num_layers)
     if not pattern:
         return moe

@@ -21,6 +21,7 @@ from slime.config.resolve import batches, cluster, objective, paths
 
 Step = Callable[[Namespace], None]
 
+# In this order: a step reads values that earlier steps derive.
 STEPS: tuple[Step, ...] = (
     paths.experiment_name,
     paths.absolute_paths,

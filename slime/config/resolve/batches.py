@@ -96,24 +96,26 @@ def lengths(args: Namespace) -> None:
         text = f"the model of --hf-checkpoint takes {model} tokens, prompt and response together"
         notices.warn(args, f"--rollout-max-response-len {args.rollout_max_response_len}", text)
     if context is not None and args.rollout_max_prompt_len is None:
+        # Room for one token of the response.
         args.rollout_max_prompt_len = context - 1
     if args.eval_max_context_len is None:
         args.eval_max_context_len = context
 
 
 def _response_len(args: Namespace, context: int | None) -> int:
-    """The context without the longest prompt; without a context limit 1024 tokens, if the model can do that."""
+    """The context without the longest prompt. Without a context limit 1024 tokens, or fewer for a small model."""
     prompt = args.rollout_max_prompt_len
     if context is not None:  # without a prompt limit generation leaves each prompt its own rest
         return max(1, context - (prompt or 1))
     model = _model_context(args.hf_checkpoint)
     if model is None:
         return _DEFAULT_RESPONSE_LEN
+    # Without a limit prompts get half of the model's context.
     return max(1, min(_DEFAULT_RESPONSE_LEN, model - (prompt or model // 2)))
 
 
 def _model_context(hf_checkpoint: str | None) -> int | None:
-    """``max_position_embeddings`` of the model; None if it cannot be read, which the checks report."""
+    """``max_position_embeddings`` of the model. None if it cannot be read, which the checks report."""
     value = text_part(read_model_config(hf_checkpoint)).get("max_position_embeddings")
     return value if isinstance(value, int) and value > 1 else None
 

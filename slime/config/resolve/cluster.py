@@ -1,4 +1,4 @@
-"""Which processes there are, on which devices, and who makes room for whom."""
+"""Modes, devices, offloading, and environment variables of launch scripts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def modes(args: Namespace) -> None:
 
 
 def critic(args: Namespace) -> None:
-    """Whether a value function is trained; its layout is that of the actor."""
+    """Whether a value function is trained. Its layout is that of the actor."""
     args.use_critic = find_estimator(args.advantage_estimator).needs_critic
     args.critic_num_nodes = args.actor_num_nodes
     args.critic_num_gpus_per_node = args.actor_num_gpus_per_node
@@ -41,10 +41,12 @@ def offloading(args: Namespace) -> None:
             notices.warn(
                 args, "--release-train", "it decides: trainers end instead of being offloaded, engines offload"
             )
+        # Trainer processes that end have nothing to offload.
         args.offload_train, args.offload_rollout = False, True
     elif args.colocate:
         args.offload_train = True if args.offload_train is None else args.offload_train
         args.offload_rollout = True if args.offload_rollout is None else args.offload_rollout
+    # Actor and critic share the devices, so one of them must be away while the other works.
     if args.use_critic and not args.offload_train and not args.debug_rollout_only:
         if args.offload_train is False:
             notices.warn(args, "--no-offload-train", "actor and critic share devices: the trainer is offloaded")
@@ -56,7 +58,7 @@ def offloading(args: Namespace) -> None:
 
 
 def devices(args: Namespace) -> None:
-    """How many slots the engines and the trainer have."""
+    """Derive the number of slots of engines and trainer."""
     if args.colocate and args.rollout_num_gpus is None:
         args.rollout_num_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
         notices.info(args, "--rollout-num-gpus", f"{args.rollout_num_gpus}: all devices of the trainer (--colocate)")
@@ -86,6 +88,7 @@ def node_borders(args: Namespace) -> None:
     if args.sglang_config is not None:  # a rule goes through its groups
         return
     first = 0 if args.colocate or args.debug_rollout_only else args.world_size
+    # After width * per_node slots the borders repeat.
     starts = range(first, first + min(args.rollout_num_gpus, width * per_node), width)
     if any(start % per_node + width > per_node for start in starts):
         text = f"{width}: after the {first} devices of the trainer an engine would be on two nodes of "
@@ -97,6 +100,8 @@ def node_borders(args: Namespace) -> None:
 
 _SEGMENTS = "SLIME_ENABLE_EXPANDABLE_SEGMENTS"
 
+# Begin of a name -> the reason why it has no effect. Variables that would make a run train something else are not
+# listed here.
 _UNREAD = {
     "SLIME_DESTROY_WORLD_PROCESS_GROUP": "process groups stay while a trainer has given its memory away",
     "SLIME_GRAD_COALESCE_CHUNK_BYTES": "gradients are reduced by Megatron's buckets: see --ddp-bucket-size",
@@ -105,11 +110,10 @@ _UNREAD = {
     "MEGATRON_USE_SGLANG_": "the trainer has none of SGLang's kernels",
     "INDEXER_ROPE_NEOX_STYLE": "config.json says how the indexer's heads turn (indexer_rope_interleave)",
 }
-"""What names begin with -> why they have no effect. Those that would make a run train something else are no part."""
 
 
 def allocator(args: Namespace) -> None:
-    """Trainers' memory in segments that grow: less fragmentation where micro-batches differ in size.
+    """Trainers' memory in segments that grow: less fragmentation if micro-batches differ in size.
 
     Raises:
         ConfigError: the variable is neither on nor off.
@@ -118,11 +122,12 @@ def allocator(args: Namespace) -> None:
     if value not in ("", "0", "1"):
         raise ConfigError(f"{_SEGMENTS}={value} in the environment: 1 is on, 0 is off.")
     if value == "1":
+        # A value that the user gave replaces this one.
         args.train_env_vars = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | args.train_env_vars
 
 
 def unread_variables(args: Namespace) -> None:
-    """Tell which variables that are set have no effect."""
+    """Warn about set variables that have no effect."""
     for name, value in sorted(os.environ.items()):
         why = next((why for beginning, why in _UNREAD.items() if name.startswith(beginning)), None)
         if why is not None and value not in ("", "0"):

@@ -11,7 +11,7 @@ from slime.utils import accelerator
 
 
 def clipping(args: Namespace) -> None:
-    """The upper bound of the ratio defaults to the lower one; --tis-threshold is an older name of --tis-clip."""
+    """The upper bound of the ratio defaults to the lower one. --tis-threshold is an older name of --tis-clip."""
     if args.eps_clip_high is None:
         args.eps_clip_high = args.eps_clip
     estimator = find_estimator(args.advantage_estimator)
@@ -61,6 +61,7 @@ def true_on_policy(args: Namespace) -> None:
     if accelerator.current().is_cpu or args.debug_train_only:
         return  # the CPU engine has one kernel per operation, and no such switch
     if not vars(args).get("sglang_enable_deterministic_inference"):
+        # Both: engines parse ``sglang_argv``, and slime reads the attribute.
         args.sglang_enable_deterministic_inference = True
         args.sglang_argv = [*args.sglang_argv, "--enable-deterministic-inference"]
         notices.info(args, "--sglang-enable-deterministic-inference", "on, because of --true-on-policy-mode")
@@ -73,7 +74,7 @@ def routing_replay(args: Namespace) -> None:
 
 
 def recomputation(args: Namespace) -> None:
-    """--gradient-checkpointing is Megatron's full recomputation of every layer, unless other flags say otherwise."""
+    """Derive Megatron's recomputation. --gradient-checkpointing means full recomputation of every layer."""
     if args.recompute_granularity == "full" and args.recompute_method is None:
         args.recompute_method = "uniform"
         notices.info(args, "--recompute-method", "uniform: --recompute-granularity full does not say which layers")

@@ -15,20 +15,21 @@ from slime.config.path_flags import PATH_FLAGS, absolute, absolute_hook, given_p
 from slime.utils.errors import ConfigError
 
 _NAMES = ("experiment_name", "tb_experiment_name")
+# Bytes of a file name, on the file systems of Linux.
 _LONGEST_NAME = 255
-"""Bytes of a file name, on the file systems of Linux."""
+# Bytes of a path that leave room for the files of a run below it: Linux has 4096.
 _LONGEST_PATH = 3840
-"""Bytes of a path that leave room for the files of a run below it: Linux has 4096."""
 
 
 def experiment_name(args: Namespace) -> None:
-    """A name that is unique even if several runs start in one second."""
+    """Derive the name of the run."""
+    # With the process id: several runs may start in the same second.
     started = f"{time.strftime('%Y%m%d_%H%M%S')}_{os.getpid()}"
     args.experiment_name = args.experiment_name or args.tb_experiment_name or started
 
 
 def absolute_paths(args: Namespace) -> None:
-    """Ray's workers have another working directory."""
+    """Make all paths absolute, because Ray's workers have another working directory."""
     for flag in PATH_FLAGS:
         value = vars(args)[flag.name]
         if isinstance(value, str):
@@ -68,7 +69,7 @@ def usable_names(args: Namespace) -> None:
 
 
 def _unusable(parts: Sequence[str]) -> str:
-    """Why these cannot be names of files and folders; empty where they can."""
+    """The reason why these cannot be names of files and folders, else an empty text."""
     for part in parts:
         size = len(part.encode(errors="surrogateescape"))
         if "\0" in part:
@@ -117,7 +118,7 @@ def saving(args: Namespace) -> None:
 
 
 def _default_save(args: Namespace) -> tuple[str, str]:
-    """``<output-dir>/checkpoints``, unless that holds checkpoints which this run does not go on with."""
+    """``<output-dir>/checkpoints``, unless it holds checkpoints of another run."""
     default = os.path.join(args.output_dir, "checkpoints")
     if not _holds_checkpoint(default) or (args.load and os.path.realpath(args.load) == os.path.realpath(default)):
         return default, ""
@@ -132,11 +133,13 @@ def initial_weights(args: Namespace) -> None:
         return
     if args.ref_load is None:
         args.ref_load = initial
+    # Only until the run has saved: then --load continues it.
     if args.load is None or not _holds_checkpoint(args.load):
         text = f"{args.load} holds no checkpoint yet: weights come from --initial-megatron-checkpoint {initial}"
         if args.load is not None:
             notices.info(args, "--load", text)
         args.load = initial
+        # Weights only: optimizer, random state and iteration are those of another run.
         args.finetune = args.no_load_optim = args.no_load_rng = True
         args.ckpt_step = None
         if args.start_rollout_id is None:
@@ -171,4 +174,5 @@ def needs_reference(args: Any) -> bool:
 
 def _holds_checkpoint(path: str) -> bool:
     root = Path(path)
+    # Megatron's tracker, a Hugging Face directory, or one iteration of torch_dist.
     return (root / _TRACKER).is_file() or (root / "config.json").is_file() or (root / "metadata.json").is_file()
