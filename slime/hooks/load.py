@@ -1,9 +1,9 @@
-"""From the path in a flag to the user's function, and a check of all of them before anything starts.
+"""Load users' functions from the paths in flags, and check all of them before anything starts.
 
     pkg.module.function        dotted
     pkg.module:function        module and attribute
     dir/file.py:function       file and attribute
-    dir/file.py                file; the attribute follows from the flag
+    dir/file.py                file. The attribute follows from the flag
 
 Files are looked up as given, then in the working directory, then along ``sys.path``.
 """
@@ -25,8 +25,8 @@ from typing import Any
 from slime.hooks.protocols import HOOKS, Hook, Role
 from slime.utils.errors import ConfigError
 
+# Prefix of the modules that files are loaded as.
 _USERS = "slime_user_"
-"""Prefix of the modules that files are loaded as."""
 
 _NAMES: dict[Role, tuple[str, ...]] = {
     "generate": ("custom_generate", "generate"),
@@ -44,11 +44,11 @@ def load_function(path: str, role: Role | None = None, *, group_rm: bool = False
 
     Args:
         path: one of the four forms above.
-        role: purpose of the function; only needed if ``path`` is a file without an attribute.
+        role: purpose of the function, only needed if ``path`` is a file without an attribute.
         group_rm: among the names of the reward role prefer the one for groups.
 
     Raises:
-        ConfigError: the module or file cannot be imported, or has no such attribute; with the cause.
+        ConfigError: the module or file cannot be imported, or lacks the attribute. The message has the cause.
     """
     where, separator, name = path.rpartition(":")
     if separator:
@@ -94,6 +94,7 @@ def _problem(hook: Hook, path: str, group_rm: bool) -> str | None:
 
 
 def _is_reward_class(cls: type) -> bool:
+    # Every class has the ``__call__`` of its metaclass, so only a definition in the class counts.
     own_call = "__call__" in {name for base in cls.__mro__[:-1] for name in vars(base)}
     return own_call or any(hasattr(cls, name) for name in ("compute_reward", "reward_func"))
 
@@ -107,6 +108,7 @@ def _import(name: str, path: str) -> ModuleType:
 
 def _load_file(path: str) -> ModuleType:
     file = _find(path)
+    # With a hash: two files of the same name are different modules.
     name = f"{_USERS}{file.stem}_{hashlib.sha1(str(file).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -124,6 +126,7 @@ def _load_file(path: str) -> ModuleType:
 
 
 def _find(path: str) -> Path:
+    # The working directory first: ``sys.path`` begins with the folder of the driver.
     for base in (Path.cwd(), *map(Path, sys.path)):
         file = base / path  # an absolute path stays as it is
         if file.is_file():
@@ -149,6 +152,7 @@ def _by_role(module: ModuleType, path: str, role: Role | None, group_rm: bool) -
         return getattr(module, found[0])
     public = _public_callables(module)
     if len(public) == 1:
+        # A single public function needs no name.
         return next(iter(public.values()))
     raise ConfigError(
         f"{path} does not say which function is meant: add it as {path}:NAME. "
@@ -161,6 +165,7 @@ def _public_callables(module: ModuleType) -> dict[str, Callable[..., Any]]:
     return {
         name: value
         for name, value in vars(module).items()
+        # Imported names are not candidates.
         if not name.startswith("_") and callable(value) and getattr(value, "__module__", "") == module.__name__
     }
 
@@ -197,14 +202,15 @@ def parameter_names(function: Callable[..., Any]) -> list[str]:
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:
-    """Whether ``function`` has a parameter of this very name; ``**kwargs`` does not count."""
+    """Whether ``function`` has a parameter of this very name. ``**kwargs`` does not count."""
     return name in parameter_names(function)
 
 
 def annotation(function: Callable[..., Any], position: int) -> str:
-    """The annotation of a parameter, in lower case and without ``typing.``; empty if there is none."""
+    """The annotation of a parameter, in lower case and without ``typing.``, or an empty text."""
     signature = _signature(function)
     parameters = [] if signature is None else list(signature.parameters.values())[position : position + 1]
+    # Annotations are texts in modules with ``from __future__ import annotations``.
     texts = [str(p.annotation) for p in parameters if p.annotation is not inspect.Parameter.empty]
     return "".join(texts).lower().replace("typing.", "").removeprefix("collections.abc.")
 
@@ -224,6 +230,7 @@ def can_be_called(function: Callable[..., Any], call: Sequence[str]) -> bool:
     """
     signature = _signature(function)
     if signature is None:
+        # A signature cannot be read for some built-ins: the call itself decides.
         return True
     keywords = {name[1:]: None for name in call if name[0] == "*"}
     keywords |= accepted_kwargs(function, {name[1:]: None for name in call if name[0] == "?"})

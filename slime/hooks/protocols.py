@@ -43,7 +43,7 @@ class GroupGenerate(Protocol):
 
 
 class CustomReward(Protocol):
-    """Scores one sample; with a parameter ``samples``, or under ``--group-rm``, a list of them.
+    """Scores one sample. With a parameter ``samples``, or under ``--group-rm``, it scores a list of them.
 
     Also accepted: a class with ``compute_reward(prompts, responses[, labels])``.
     """
@@ -79,7 +79,7 @@ class DataSourceLike(Protocol):
 
 
 class SampleHook(Protocol):
-    """Sees every sample between generation and reward; may change it in place or return another one."""
+    """Sees every sample between generation and reward. May change it in place or return another one."""
 
     def __call__(
         self, args: Namespace, sample: Sample, *, rollout_id: int | None = None, evaluation: bool = False
@@ -154,7 +154,7 @@ class ModelProvider(Protocol):
 class BeforeLogProb(Protocol):
     """Called before every pass that computes log-probs or values.
 
-    ``model`` is the list of model chunks; ``store_prefix`` is ``""``, ``"ref_"`` or ``"teacher_"``.
+    ``model`` is the list of model chunks. ``store_prefix`` is ``""``, ``"ref_"`` or ``"teacher_"``.
     """
 
     def __call__(self, args: Namespace, model: list[Any], store_prefix: str) -> None: ...
@@ -195,7 +195,7 @@ class CustomAdvantage(Protocol):
 class CustomTis(Protocol):
     """Weights the policy-gradient term by trainer / engine: (pg_loss, loss masks, metrics).
 
-    ``pg_loss`` is flat, one value per response token; the others are lists with one entry per sample, whole responses.
+    ``pg_loss`` is flat, one value per response token. The others are lists with one entry per sample, whole responses.
     Metrics map a name to a flat tensor like ``pg_loss``, the same names on every call.
     """
 
@@ -275,6 +275,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook("rollout_function_path", RolloutFunction, _ROLLOUT, "rollout"),
     Hook("eval_function_path", RolloutFunction, _ROLLOUT, "rollout"),
     Hook("custom_generate_function_path", CustomGenerate, "args sample sampling_params | args samples", "generate"),
+    # A model that scores a batch gets plain lists, one that scores a sample gets ``args`` first.
     Hook("custom_rm_path", CustomReward, "args sample | prompts responses | prompts responses labels", "reward"),
     Hook("dynamic_sampling_filter_path", DynamicFilter, "args samples", "filter"),
     Hook(
@@ -283,6 +284,7 @@ HOOKS: tuple[Hook, ...] = (
         "args rollout_id buffer num_samples | args buffer num_samples",
         "filter",
     ),
+    # The last form is a call without arguments.
     Hook("data_source_path", DataSourceLike, "args | dataset args |", "data_source"),
     Hook("rollout_sample_hook_path", SampleHook, "args sample | args sample *rollout_id *evaluation"),
     Hook("rollout_sample_filter_path", SampleFilter, "args groups", "filter"),
@@ -295,6 +297,7 @@ HOOKS: tuple[Hook, ...] = (
         "rollout_id args samples rollout_extra_metrics rollout_time",
     ),
     Hook("custom_eval_rollout_log_function_path", LogEvalRollout, "rollout_id args data extra_metrics"),
+    # All by keyword: a provider takes the parameters that it needs.
     Hook("custom_model_provider_path", ModelProvider, "?pre_process ?post_process ?vp_stage ?config ?args"),
     Hook("custom_megatron_init_path", MegatronInit, "args"),
     Hook("custom_megatron_before_log_prob_hook_path", BeforeLogProb, "args model store_prefix"),
