@@ -38,8 +38,10 @@ def configure_logger(prefix: str = "") -> None:
     _LOGGER_CONFIGURED = True
     logging.basicConfig(
         level=logging.INFO,
+        # The prefix becomes a part of a %-format.
         format=f"[%(asctime)s{prefix.replace('%', '%%')}] %(filename)s:%(lineno)d - %(message)s",
         datefmt="%Y-%m-%d %H:%M:%S",
+        # A library may have configured the root logger before.
         force=True,
     )
     for chatty in ("httpx", "httpcore"):  # one line per request otherwise
@@ -58,7 +60,7 @@ def init_tracking(args: Namespace, primary: bool = True, **kwargs: Any) -> None:
 def log(args: Namespace, metrics: Mapping[str, Any], step_key: str) -> None:
     """Write ``metrics``, which hold their step under ``step_key``.
 
-    In the process that called ``init_tracking``, or below :func:`collecting`; anywhere else nothing happens.
+    Only in the process that called ``init_tracking``, or below :func:`collecting`.
     """
     target = _COLLECTOR or _TRACKER
     if target is not None:
@@ -89,11 +91,12 @@ def collecting() -> Iterator[dict[str, Any]]:
 
 
 def finish_tracking(args: Namespace) -> None:
-    """Close the trackers. Never raises: a run that is over must not fail for its bookkeeping."""
+    """Close the trackers. Never raises."""
     global _TRACKER
     tracker, _TRACKER = _TRACKER, None
     try:
         if tracker is not None:
             tracker.close()
+    # A run that is over must not fail because of its metrics.
     except Exception:
         logger.exception("closing the trackers failed")

@@ -16,11 +16,11 @@ class MetricEntry:
     """One metric, or a family of them.
 
     Attributes:
-        name: as logged, with its prefix; the prefix decides the step axis.
+        name: as logged, with its prefix. The prefix decides the step axis.
         meaning: one line.
         unit: empty for numbers without one.
         reduction: how the values of tokens, samples, micro-batches or ranks are put together.
-        when: condition; empty for always.
+        when: condition. Empty for always.
     """
 
     name: str
@@ -228,6 +228,7 @@ METRICS: tuple[MetricEntry, ...] = (*_TRAIN, *_ROLLOUT, *_EVAL, *_PERF)
 
 
 def describe(name: str) -> MetricEntry | None:
-    """The entry of a metric; the first that fits. None for metrics of users' functions."""
+    """The entry of a metric. None for metrics of users' functions."""
+    # The exact name first: perf/rollout_time also matches perf/*_time.
     exact = (entry for entry in METRICS if entry.name == name)
     return next(exact, None) or next((entry for entry in METRICS if fnmatchcase(name, entry.name)), None)

@@ -28,7 +28,9 @@ __all__ = [
 
 Value = TypeVar("Value")
 
+# Characters at the end of a response that are compressed.
 _REPETITION_WINDOW = 10_000
+# Size before / size after. Ordinary text is far below.
 _REPETITION_RATIO = 10.0
 
 
@@ -50,7 +52,7 @@ def compute_statistics(values: Sequence[float]) -> dict[str, float]:
 def compute_pass_rate(
     flat_rewards: Sequence[float], group_size: int, num_groups: int | None = None
 ) -> dict[str, float]:
-    """pass@k for k = 1, 2, 4, ... <= ``group_size``, averaged over prompts; a reward of exactly 1 is correct.
+    """pass@k for k = 1, 2, 4, ... <= ``group_size``, averaged over prompts. A reward of exactly 1 is correct.
 
     Args:
         flat_rewards: rewards of ``num_groups`` prompts, ``group_size`` consecutive samples each.
@@ -83,7 +85,7 @@ def compression_ratio(
     algorithm: Literal["zlib", "gzip", "bz2", "lzma"] = "zlib",
     level: int = 9,
 ) -> tuple[float, float]:
-    """(size before / size after, saved percent); ``(inf, 0.0)`` for nothing."""
+    """(size before / size after, saved percent). ``(inf, 0.0)`` for nothing."""
     raw = data.encode(encoding) if isinstance(data, str) else data
     if not raw:
         return float("inf"), 0.0
@@ -130,12 +132,12 @@ _PHASE = "sglang_pd_"
 
 
 def request_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Statistics over all finished requests of the samples, without prefix; empty without traces."""
+    """Statistics over all finished requests of the samples, without prefix. Empty without traces."""
     found: dict[str, list[float]] = defaultdict(list)
     count = profiled = 0
     for event in _events(samples):
         kind = event["type"]
-        if kind == "span_start":  # half of all events; measurements are at the end of a span
+        if kind == "span_start":  # half of all events. Measurements are at the end of a span
             continue
         attrs, name = event.get("attrs", {}), event["name"]
         if kind == "span_end" and name in _REQUESTS:

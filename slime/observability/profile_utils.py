@@ -53,7 +53,7 @@ class TrainProfiler:
         return run_directory(args) / "profile"
 
     def begin(self) -> None:
-        """Start what covers whole rollouts."""
+        """Start the profiles of whole rollouts."""
         settings = self._settings
         if settings.use_pytorch_profiler and "train_overall" in settings.profile_target:
             self._overall = _torch_profiler(settings, self._directory, f"train_overall_rank_{self._rank}")
@@ -94,7 +94,11 @@ def _torch_profiler(settings: ProfileArgs | None, directory: Path, worker: str) 
     if settings is not None:
         start, end = settings.profile_step_start, settings.profile_step_end
         schedule = torch.profiler.schedule(
-            wait=max(start - 1, 0), warmup=min(start, 1), active=max(end - start, 1), repeat=1
+            # The rollout before the first profiled one is the warm-up.
+            wait=max(start - 1, 0),
+            warmup=min(start, 1),
+            active=max(end - start, 1),
+            repeat=1,
         )
     return torch.profiler.profile(
         schedule=schedule,
@@ -110,7 +114,7 @@ class _MemoryRecorder(Protocol):
     def start(self) -> None: ...
 
     def stop(self) -> None:
-        """End the recording; its file is complete when this returns."""
+        """End the recording. Its file is complete when this returns."""
 
 
 def _memory_recorder(settings: ProfileArgs, rank: int) -> _MemoryRecorder:
@@ -127,7 +131,7 @@ def _memory_recorder(settings: ProfileArgs, rank: int) -> _MemoryRecorder:
 
 
 class _AllocatorHistory:
-    """The history of torch's CUDA allocator; also written when memory runs out. For pytorch.org/memory_viz."""
+    """The history of torch's CUDA allocator, for pytorch.org/memory_viz."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -137,6 +141,7 @@ class _AllocatorHistory:
             logger.warning("--record-memory-history records a device's allocator, and there is no device here")
             return
         torch.cuda.memory._record_memory_history(max_entries=_HISTORY_ENTRIES, stacks="all")
+        # Also written when memory runs out, which is the most useful moment.
         torch._C._cuda_attach_out_of_memory_observer(lambda *_: self._write())  # type: ignore[attr-defined]
 
     def stop(self) -> None:

@@ -39,6 +39,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _QUARTERS = (25, 50, 75, 100)
+# Metrics of rollout functions, summed as wasted tokens.
 _WASTED = ("dropped_tokens", "discarded_tokens", "stale_tokens")
 
 
@@ -82,6 +83,7 @@ def log_rollout_data(
     if args.log_passrate:
         metrics |= dict_add_prefix(_pass_rate(samples, raw, args.n_samples_per_prompt), "passrate/")
     metrics |= dict_add_prefix(compute_perf_metrics_from_samples(args, samples, rollout_time, trained), "perf/")
+    # Metrics of the user replace those of slime.
     return metrics | logged
 
 
@@ -92,7 +94,7 @@ def log_eval_rollout_data(
     extra_metrics: Mapping[str, Any] | None = None,
     custom_log_func: Callable[..., Any] | None = None,
 ) -> dict[str, Any]:
-    """All metrics of an evaluation, with their prefixes; :func:`eval_metrics` describes ``data``."""
+    """All metrics of an evaluation, with their prefixes. :func:`eval_metrics` describes ``data``."""
     logged: dict[str, Any] = {}
     is_done = False
     if custom_log_func is not None:
@@ -137,6 +139,7 @@ def compute_perf_metrics_from_samples(
         trained: the samples' ``effective_response_length``, for callers that have them.
     """
     metrics = {"rollout_time": float(rollout_time)}
+    # A replayed rollout may take 0 seconds.
     if not samples or rollout_time <= 0:
         return metrics
     waits = [sample.non_generation_time for sample in samples]
@@ -173,6 +176,7 @@ def eval_metrics(args: Namespace, data: Mapping[str, Mapping[str, Any]]) -> dict
             metrics[f"eval/{name}-truncated_ratio"] = _share(truncated)
         if args.log_passrate:
             group_size = own_group_size.get(name) or args.n_samples_per_eval_prompt
+            # A set that ended early, or fan-out, leaves incomplete groups.
             if len(rewards) % group_size:
                 logger.warning("eval/%s: no pass@k, %d rewards are no groups of %d", name, len(rewards), group_size)
                 continue
@@ -210,6 +214,7 @@ def _zero_std(samples: Sequence[Sample], rewards: Sequence[Any]) -> dict[str, fl
     """Prompt groups without a signal (all rewards are equal), counted by that reward."""
     groups: dict[Any, list[float]] = defaultdict(list)
     for sample, reward in zip(samples, rewards, strict=True):
+        # Rewards that are dicts or None have no deviation.
         if isinstance(reward, int | float):
             groups[sample.group_index].append(float(reward))
     counts = Counter(round(rewards[0], 1) for rewards in groups.values() if len(set(rewards)) == 1)
@@ -223,13 +228,17 @@ def _raw_reward(args: Namespace, sample: Sample) -> Any:
 
 
 def _correct_samples(samples: Sequence[Sample], raw: Sequence[Any], max_length: int) -> dict[str, float]:
-    """Lengths of the responses with a reward of exactly 1; ``correct_length/p50`` is the share of them that is longer
-    than a quarter and at most half of --rollout-max-response-len."""
+    """Lengths of the responses with a reward of exactly 1.
+
+    ``correct_length/p50`` is the share of them that is longer than a quarter and at most half of
+    --rollout-max-response-len.
+    """
     lengths = [sample.response_length for sample, reward in zip(samples, raw, strict=True) if reward == 1]
     if not lengths:
         return {}
     shares = [100 * length / max_length for length in lengths]
     metrics = {
+        # An empty response counts in the first quarter.
         f"correct_length/p{end}": _share(end - 25 < share <= end or (end == 25 and share <= 0) for share in shares)
         for end in _QUARTERS
     }
@@ -241,6 +250,7 @@ def _weight_version_lag(rollout_id: int, samples: Sequence[Sample]) -> dict[str,
     oldest = [
         min(int(version) for version in sample.weight_versions)
         for sample in samples
+        # Users' generate functions may note other texts than numbers.
         if sample.weight_versions and all(str(version).isdecimal() for version in sample.weight_versions)
     ]
     lags = [float(rollout_id - version) for version in oldest]
@@ -252,6 +262,7 @@ def _token_counts(samples: Sequence[Sample], trained: Sequence[int], metrics: Ma
     generated = sum(sample.response_length for sample in samples)
     if not generated:
         return {}
+    # A removed sample has no part in the loss, whatever its mask is.
     kept = sum(length for sample, length in zip(samples, trained, strict=True) if not sample.remove_sample)
     return {
         "response_tokens": float(generated),
@@ -280,16 +291,17 @@ def _extremes(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def _pass_rate(samples: Sequence[Sample], raw: Sequence[Any], size: int) -> dict[str, float]:
-    """pass@k of the training prompts with a complete group; fan-out and dropped samples make a group incomplete."""
+    """pass@k of the training prompts with a complete group."""
     groups: dict[Any, list[float]] = defaultdict(list)
     for sample, reward in zip(samples, raw, strict=True):
         groups[sample.group_index].append(reward)
+    # Fan-out and dropped samples make a group incomplete.
     whole = [reward for rewards in groups.values() if len(rewards) == size for reward in rewards]
     return compute_pass_rate(whole, size) if whole else {}
 
 
 def _speculation(samples: Sequence[Sample]) -> dict[str, float]:
-    """Metrics of speculative decoding; its counters are 0 without it."""
+    """Metrics of speculative decoding. Its counters are 0 without it."""
     if not any(sample.spec_info.spec_verify_ct for sample in samples):
         return {}
     return {

@@ -42,7 +42,7 @@ class RunInfo:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def resolved(self, path: str | None) -> str | None:
-        """``path`` made absolute from the run's directory if it exists there; names of models in a hub are kept."""
+        """``path`` made absolute from the run's directory if it exists there. Names of models in a hub are kept."""
         if path is None or Path(path).is_absolute():
             return path
         place = Path(self.cwd) / path
@@ -50,7 +50,7 @@ class RunInfo:
 
 
 def write_run_info(run: Path, args: Namespace, argv: Sequence[str] | None = None) -> None:
-    """Write the file; a resumed run replaces it. ``argv`` defaults to the command line of this process."""
+    """Write the file. A resumed run replaces it. ``argv`` defaults to the command line of this process."""
     words = list(sys.argv if argv is None else argv)
     settings = {name: hide_secrets(value, name) for name, value in vars(args).items() if _is_plain(value)}
     info = RunInfo(
@@ -73,6 +73,7 @@ def read_run_info(run: Path) -> RunInfo:
     """
     path = run / FILE
     try:
+        # Unknown fields of a newer version are a TypeError.
         return RunInfo(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise DataError(
@@ -94,16 +95,20 @@ def _is_plain(value: Any) -> bool:
 # Used wherever arguments are shown: ``run_info``, the W&B sink and the log-prob server.
 
 _HIDDEN = "***"
+# The end of a name, in any case, with - or _.
 _NAME = re.compile(
     r"(?:(?:wandb|api|access|private|secret)[-_]?key|secret|passw(?:or)?d|(?:hf|hub|auth|access|api|bearer|session)[-_]?token)$",
     re.IGNORECASE,
 )
+# User and password in a URL.
 _IN_URL = re.compile(r"(?<=://)[^/@\s\"']+(?=@)")
 
 
 def hide_secrets(value: Any, name: str = "") -> Any:
-    """``value`` of the argument ``name`` with ``***`` for every secret in it; values of another type are hidden if they
-    are a secret themselves."""
+    """``value`` of the argument ``name`` with ``***`` for every secret in it.
+
+    Values of another type are hidden if they are a secret themselves.
+    """
     if value is not None and value != "" and _NAME.search(name):
         return _HIDDEN
     match value:
@@ -120,8 +125,10 @@ def hide_secrets(value: Any, name: str = "") -> Any:
 
 
 def hide_secrets_of_words(words: Sequence[str]) -> list[str]:
-    """The same for a command line: ``--wandb-key s``, ``--wandb-key=s``, ``--train-env-vars '{"HF_TOKEN": "s"}'``, and
-    for settings of variables: ``HF_TOKEN=s``."""
+    """The same for a command line, and for settings of variables: ``HF_TOKEN=s``.
+
+    ``--wandb-key s``, ``--wandb-key=s``, ``--train-env-vars '{"HF_TOKEN": "s"}'``.
+    """
     result: list[str] = []
     is_value_of_secret = False
     for word in words:
@@ -133,6 +140,7 @@ def hide_secrets_of_words(words: Sequence[str]) -> list[str]:
             result.append(f"{flag}={hide_secrets(value, flag)}")
         else:
             result.append(_hide_in_text(word))
+        # The next word is the value, unless it is a flag.
         is_value_of_secret = is_flag and not equals and _NAME.search(flag) is not None
     return result
 

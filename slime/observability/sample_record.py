@@ -55,8 +55,8 @@ LIGHT = (
 _SNIPPET_CHARS = 120
 _ARRAYS = ("tokens", "loss_mask", "rollout_log_probs", "weight_versions")
 _TEXTS = ("response", "prompt", "trace")
+# Columns with few distinct values. For the others, building a dictionary costs more than it saves.
 _REPEATED = ("status", "weight_version", "prompt", "advantages.list.element", "returns.list.element")
-"""Columns with few distinct values. For the others, building a dictionary costs more than it saves."""
 _JSON = json.JSONEncoder(skipkeys=True, default=lambda item: f"<{type(item).__name__}>")
 
 
@@ -65,7 +65,7 @@ def record_file(run: Path, kind: Literal["rollout", "eval"], rollout_id: int) ->
 
 
 def train_files(run: Path, rollout_id: int) -> list[Path]:
-    """The files of all data-parallel ranks; none before the rollout was trained on."""
+    """The files of all data-parallel ranks. None before the rollout was trained on."""
     return sorted((run / FOLDER).glob(f"train_{rollout_id:06d}_dp*.parquet"))
 
 
@@ -79,11 +79,11 @@ def record_rollout(
     kind: Literal["rollout", "eval"] = "rollout",
     writer: BackgroundWriter | None = None,
 ) -> None:
-    """Write the first ``limit`` samples, as they are now; nothing for 0.
+    """Write the first ``limit`` samples in their current state. Nothing for 0.
 
     Args:
         reward_key: entry of a dict of rewards.
-        writer: encodes and writes the file in its thread; None: the file is written before this returns.
+        writer: encodes and writes the file in its thread. None: the file is written before this returns.
     """
     if limit > 0:
         path = record_file(run, kind, rollout_id)
@@ -114,6 +114,7 @@ def record_training(
                 "position": position,
                 "sample_index": columns["sample_indices"][place],
                 "train_reward": float(columns["rewards"][place]),
+                # float(): numpy has no bfloat16.
                 **{name: columns[name][place].detach().float().cpu().numpy() for name in names},
             }
             for place, position in enumerate(positions)
@@ -124,7 +125,7 @@ def record_training(
 
 
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Rows of a file; ``columns`` None for all of them."""
+    """Rows of a file. ``columns`` None for all of them."""
     import pyarrow.parquet as pq
 
     rows: list[dict[str, Any]] = pq.read_table(path, columns=None if columns is None else list(columns)).to_pylist()
@@ -165,6 +166,7 @@ def _forget_training(run: Path, rollout_id: int) -> None:
 
 def _row(position: int, sample: Sample, reward_key: str | None) -> dict[str, Any]:
     fields = sample.to_dict()
+    # These have columns. All other fields go into ``rest``.
     own = {"index", "group_index", "status", "response_length", *_ARRAYS, *_TEXTS}
     rest = {name: value for name, value in fields.items() if name not in own and _is_kept(value)}
     trace = fields.get("trace")
@@ -199,6 +201,7 @@ def _json(value: Any) -> str:
 
 
 def _utf8(text: str) -> str:
+    # A text column must be valid UTF-8, and a response may hold half of a surrogate pair.
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -210,7 +213,7 @@ def _number(sample: Sample, reward_key: str | None) -> float | None:
 
 
 def _seconds(trace: Any) -> float | None:
-    """From the first to the last thing that the trace knows."""
+    """Seconds from the first to the last event of the trace."""
     times = [event["ts"] for event in trace["events"]] if isinstance(trace, dict) else []
     return max(times) - min(times) if times else None
 
@@ -262,9 +265,10 @@ def _write(path: Path, rows: list[dict[str, Any]], schema: pa.Schema) -> None:
         pq.write_table(table, partial, **options)
 
 
+# Length of the queue: rollouts that the disk may lag before the run waits for it.
 _ROOM = 8
-"""Length of the queue: how many rollouts the disk may lag before the run waits for it."""
 _ROOM_TIMEOUT_S = 60.0
+# A disk that hangs must not delay the exit for longer.
 _EXIT_TIMEOUT_S = 10.0
 
 
@@ -299,6 +303,7 @@ class BackgroundWriter:
         is_done = threading.Event()
         ends = time.monotonic() + timeout_s
         try:
+            # A job that runs after all earlier ones.
             self._jobs.put(is_done.set, timeout=timeout_s)
         except queue.Full:
             return False

@@ -30,6 +30,7 @@ class JsonlSink:
         ends_torn = _ends_torn(path)
         # text in a user's metric may hold half of a character
         self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
+        # A record after the torn line would be lost with it.
         if ends_torn:
             self._file.write("\n")
 
@@ -44,7 +45,7 @@ class JsonlSink:
 
 
 def _ends_torn(path: Path) -> bool:
-    """Whether the last line is incomplete because its process was killed; the next record would be lost with it."""
+    """Whether the last line is incomplete because its process was killed."""
     if not path.is_file() or path.stat().st_size == 0:
         return False
     with path.open("rb") as file:
@@ -54,6 +55,7 @@ def _ends_torn(path: Path) -> bool:
 
 def _json(value: Any) -> Any:
     if isinstance(value, float):
+        # JSON lacks NaN and infinities.
         return value if math.isfinite(value) else None
     return value if isinstance(value, int | str) or value is None else str(value)
 
@@ -77,7 +79,7 @@ class LogSink:
             logger.info("%s %d: %s", kind, step, values)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing, because no file is open."""
 
 
 def _kind(name: str) -> str:
@@ -114,6 +116,7 @@ class TensorboardSink:
 
             self._writer = EventFileWriter(str(self._directory))
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        # Curves must be visible during the run.
         self._writer.flush()
 
     def close(self) -> None:
@@ -134,10 +137,7 @@ AXES = {
 
 
 class WandbSink:
-    """A run of Weights & Biases (``--use-wandb``). The driver alone logs, so one plain run is enough.
-
-    The step of a record is logged as a metric, because the axes advance independently.
-    """
+    """A run of Weights & Biases (``--use-wandb``). The driver alone logs, so one plain run is enough."""
 
     def __init__(self, args: Namespace) -> None:
         wandb = _library()
@@ -145,6 +145,7 @@ class WandbSink:
         try:
             self._run = _start(wandb, args, mode)
         except Exception as error:
+            # Offline runs need no server: the error is in the settings.
             if mode != "online":
                 raise
             logger.warning("W&B cannot be reached, the run is logged offline (wandb sync sends it later): %s", error)
@@ -155,6 +156,7 @@ class WandbSink:
             self._run.define_metric(glob, step_metric=axis)
 
     def log(self, metrics: Mapping[str, Any], step_key: str, step: int) -> None:
+        # The step is a metric too, because the axes advance independently.
         self._run.log({**metrics, step_key: step})
 
     def close(self) -> None:

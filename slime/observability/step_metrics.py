@@ -14,7 +14,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 MISMATCH_BAND = 0.1
-"""Mean |trainer - engine| log-prob of a healthy run in bfloat16 stays well below; see docs/debugging.md."""
+"""Mean |trainer - engine| log-prob of a healthy run in bfloat16 stays well below. See docs/debugging.md."""
 
 _NAMES = {"sync": "update_weights"}
 
@@ -42,7 +42,7 @@ def perf_metrics(seconds: Mapping[str, float], work: Work) -> dict[str, float]:
     """``perf/<phase>_time`` in seconds, and the rates derived from them.
 
     Args:
-        seconds: by phase; ``train_wait`` is the time from the end of one training to the begin of the next.
+        seconds: by phase. ``train_wait`` is the time from the end of one training to the begin of the next.
     """
     named = {_NAMES.get(name, name): value for name, value in seconds.items()}
     metrics = {f"{name}_time": value for name, value in named.items()}
@@ -60,6 +60,7 @@ def perf_metrics(seconds: Mapping[str, float], work: Work) -> dict[str, float]:
         metrics["update_weights_bytes"] = float(work.num_synced_bytes)
         metrics["update_weights_gb_per_s"] = work.num_synced_bytes / 1e9 / named["update_weights"]
         if work.changed_share is not None:
+            # A delta sync sends files, so these bytes are the written ones.
             metrics["update_weights_wire_bytes"] = float(work.num_synced_bytes)
             metrics["update_weights_density"] = work.changed_share
     return {f"perf/{name}": value for name, value in metrics.items()}
@@ -67,6 +68,7 @@ def perf_metrics(seconds: Mapping[str, float], work: Work) -> dict[str, float]:
 
 def warn_if_mismatched(rollout_id: int, steps: Sequence[Mapping[str, float]], run: Path | None) -> None:
     """Warn if log-probs of trainer and engine differ, and name the command that finds the cause."""
+    # Steps without the engine's log-probs have nothing to compare.
     worst = max((step.get("train_rollout_logprob_abs_diff", 0.0) for step in steps), default=0.0)
     if worst > MISMATCH_BAND:
         logger.warning(
@@ -91,7 +93,7 @@ def step_line(
     Args:
         rollout_id: its number.
         metrics: metrics of the rollout with their prefix (``rollout/raw_reward``).
-        step: metrics of its last optimizer step without prefix (``loss``); empty when nothing was trained.
+        step: metrics of its last optimizer step without prefix (``loss``). Empty if nothing was trained.
         seconds: seconds by phase: ``rollout``, ``train``, ``sync``; ``first_step`` once, after the first trained step.
 
     A missing value is shown as ``-``, so that the columns stay aligned.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+# Marks of prefill and decode in the viewer.
 _PD_PREFIX = {"sglang_pd_prefill": "[P] ", "sglang_pd_decode": "[D] "}
 
 
@@ -87,6 +88,7 @@ def _items(events: Sequence[Mapping[str, Any]], row_end: float) -> list[dict[str
     items = []
     for event in events:
         is_end = event["type"] == "span_end"
+        # The item of its start shows this end.
         if is_end and event.get("span_id") in starts:
             continue
         end = ends.get(event.get("span_id", "")) if event["type"] == "span_start" else None
@@ -105,6 +107,7 @@ def _items(events: Sequence[Mapping[str, Any]], row_end: float) -> list[dict[str
                 "span_id": event.get("span_id"),
                 "parent_span_id": event.get("parent_span_id"),
                 "parent_name": parents[0]["name"] if parents else None,
+                # An event is drawn in the lane of its span.
                 "lane": max(0, len(parents) - (event["type"] == "event")),
                 "attrs": {
                     "start_attrs": {} if is_end else event.get("attrs", {}),
@@ -120,6 +123,7 @@ def _items(events: Sequence[Mapping[str, Any]], row_end: float) -> list[dict[str
 
 def _parents(event: Mapping[str, Any], starts: Mapping[str, Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     """Innermost first."""
+    # A damaged trace may contain a cycle.
     seen: set[str] = set()
     parent = starts.get(event.get("parent_span_id") or "")
     while parent is not None and parent["span_id"] not in seen:
@@ -157,15 +161,15 @@ SGLANG_TRACE_META_KEYS = (
 SGLANG_PD_PREFILL_SEGMENTS = ("bootstrap_queue", "bootstrap", "alloc_wait", "forward", "transfer_queue")
 SGLANG_PD_DECODE_SEGMENTS = ("prealloc", "bootstrap", "alloc_wait", "transfer", "forward")
 SGLANG_PD_SUMMARY_KEYS = ("pd_transfer_speed_gb_s", "pd_transfer_total_mb", "pd_prefill_retry_count")
+# Phase -> (key of the reply, name of the span) of its segments, in their order.
 _PHASES = {
     phase: [(f"pd_{phase}_{segment}_duration", f"sglang_pd_{phase}_{segment}") for segment in segments]
     for phase, segments in (("prefill", SGLANG_PD_PREFILL_SEGMENTS), ("decode", SGLANG_PD_DECODE_SEGMENTS))
 }
-"""Phase -> (key of the reply, name of the span) of its segments, in their order."""
+# Key of the reply -> attribute of the summary. Some engines count the transfer as a part of the prefill.
 _SUMMARY = {key: key for key in SGLANG_PD_SUMMARY_KEYS} | {
     f"pd_prefill_{key}": f"pd_{key}" for key in ("transfer_speed_gb_s", "transfer_total_mb")
 }
-"""Key of the reply -> attribute of the summary. Some engines count the transfer as a part of the prefill."""
 _OF_PHASES = frozenset([*_SUMMARY, *(key for segments in _PHASES.values() for key, _ in segments)])
 
 
@@ -200,6 +204,7 @@ def _phases(meta: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 end += seconds
         if inner:
             yield _span(f"sglang_pd_{phase}", start, end, phase, inner, {})
+            # The next phase begins when this one ends.
             start = end
     summary = {name: meta[key] for key, name in _SUMMARY.items() if meta.get(key) is not None}
     if summary:

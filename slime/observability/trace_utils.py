@@ -59,20 +59,21 @@ logger = logging.getLogger(__name__)
 
 TRACE_VERSION = 1
 
+# (trace id, span id) of the open spans of this task, outermost first.
 _OPEN: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("slime_open_spans", default=())
-"""(trace id, span id) of the open spans of this task, outermost first."""
 _TARGETS: ContextVar[tuple[Any, ...]] = ContextVar("slime_span_targets", default=())
 _WARNED: set[str] = set()
+# Span ids of different processes must not be equal.
 _PROCESS = uuid.uuid4().hex[:8]
 _SPAN_NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
 class TraceHandle:
-    """Where events of one sample go.
+    """Destination of the events of one sample.
 
     Attributes:
-        carrier: the trace dict; shared with the sample that it was bound to.
+        carrier: the trace dict, shared with the sample that it was bound to.
         parent_span_id: parent of spans that are opened outside of any other, after a trip through another process.
     """
 
@@ -86,7 +87,7 @@ class TraceHandle:
 
 @dataclass(slots=True)
 class TraceSpanContext:
-    """What ``with trace_span(...) as span`` yields: attributes set on it are stored with the span's end."""
+    """The value of ``with trace_span(...) as span``. Attributes set on it are stored with the span's end."""
 
     _name: str
     _started: float
@@ -110,6 +111,7 @@ class TraceSpanContext:
             for child in children:
                 _append_child(handle, child, self._started, span_id)
         self._attrs.update(attrs)
+        # The span may have ended: its events are already in the trace.
         for end in self._ends:
             end["attrs"] = self._attrs
 
@@ -120,7 +122,7 @@ class TraceSpanContext:
 
 
 def bind_trace(sample: Sample) -> TraceHandle:
-    """The handle of a sample; adds a trace to a sample without one."""
+    """The handle of a sample. Adds a trace to a sample without one."""
     carrier = getattr(sample, "trace", None)
     if not isinstance(carrier, dict) or "events" not in carrier:
         carrier = _new_carrier(os.urandom(16).hex(), sample.index, sample.group_index, 0)
@@ -144,7 +146,7 @@ def bind_trace_carrier(
 
 
 def export_trace(handle: TraceHandle) -> dict[str, Any]:
-    """The data that another process needs to continue the trace; small, and valid JSON."""
+    """The data that another process needs to continue the trace. Small, and valid JSON."""
     names = ("trace_id", "sample_id", "group_id", "attempt")
     return {name: handle.carrier.get(name) for name in names} | {"parent_span_id": _parent_of(handle)}
 
@@ -169,7 +171,7 @@ def trace_event(target: Any, name: str, *, attrs: Mapping[str, Any] | None = Non
 
 
 def trace_next_attempt(target: Any, *, attrs: Mapping[str, Any] | None = None) -> None:
-    """Start the next attempt at the same sample; later events belong to it."""
+    """Start the next attempt at the same sample. Later events belong to it."""
     for handle in _handles(target):
         handle.carrier["attempt"] = int(handle.carrier.get("attempt") or 0) + 1
     trace_event(target, "attempt_start", attrs=attrs)
@@ -205,6 +207,7 @@ class _SpanBlock(AbstractContextManager[Any]):
         if not handles:
             return target
         span = _quietly(_open_span, handles, self._name, dict(self._attrs or {}))
+        # A span that could not be opened still accepts attributes.
         self._span = span = span or TraceSpanContext(self._name, time.time())
         opened = _OPEN.set((*_OPEN.get(), *[(handle.trace_id, span_id) for handle, span_id in span._members]))
         self._tokens = (opened, _TARGETS.set((*_TARGETS.get(), target)))
@@ -329,6 +332,7 @@ def _open_span(handles: list[TraceHandle], name: str, attrs: dict[str, Any]) -> 
 def _parent_of(handle: TraceHandle) -> str | None:
     own = handle.carrier.get("trace_id")
     for trace_id, span_id in reversed(_OPEN.get()):
+        # A task may hold open spans of other samples, which are not parents.
         if trace_id == own:
             return span_id
     return handle.parent_span_id
@@ -379,7 +383,7 @@ def _append_child(handle: TraceHandle, child: Mapping[str, Any], started: float,
 
 
 def _handles(target: Any) -> list[TraceHandle]:
-    """The handles of a target; none for objects that cannot carry a trace."""
+    """The handles of a target. None for objects that cannot carry a trace."""
     return _quietly(lambda: list(_find_handles(target))) or []
 
 

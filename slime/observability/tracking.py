@@ -31,6 +31,7 @@ from slime.utils.run_lock import RunLock
 
 logger = logging.getLogger(__name__)
 
+# Axes that --wandb-always-use-train-step changes.
 _ROLLOUT_AXES = ("rollout/step", "eval/step")
 
 
@@ -48,10 +49,10 @@ class Tracker:
     """Passes each record to every sink.
 
     Args:
-        sinks: where records go.
+        sinks: destinations of the records.
         rollout_step: maps a rollout's number to its place on the rollout and eval axes.
         directory: the run's folder, for messages.
-        lock: of that folder; released by :meth:`close`.
+        lock: of that folder, released by :meth:`close`.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Tracker:
         self._failing: set[str] = set()
 
     def log(self, metrics: Mapping[str, Any], step_key: str) -> None:
-        """Write ``metrics``; ``metrics[step_key]`` is the step and is not a metric itself."""
+        """Write ``metrics``. ``metrics[step_key]`` is the step and is not a metric itself."""
         step = int(metrics[step_key])
         if self._rollout_step is not None and step_key in _ROLLOUT_AXES:
             step = self._rollout_step(step)
@@ -82,6 +83,7 @@ class Tracker:
 
     def _complain(self, sink: Sink, error: Exception) -> None:
         kind = type(sink).__name__
+        # Once per kind: a full disk would fill the log.
         if kind not in self._failing:
             self._failing.add(kind)
             logger.warning(
@@ -89,7 +91,7 @@ class Tracker:
             )
 
     def close(self) -> None:
-        """Close every sink, even if closing one of them fails; a second call does nothing."""
+        """Close every sink, even if closing one of them fails. A second call does nothing."""
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             try:
@@ -112,6 +114,7 @@ def create_tracker(args: Namespace) -> Tracker:
     with contextlib.ExitStack() as opened:  # closed again if something cannot be
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            # Before any file is opened: another live run may write to this folder.
             lock = opened.enter_context(contextlib.closing(_lock(directory)))
             sinks: list[Sink] = [opened.enter_context(contextlib.closing(JsonlSink(directory / "metrics.jsonl")))]
             write_run_info(directory, args)
@@ -121,6 +124,7 @@ def create_tracker(args: Namespace) -> Tracker:
                 "Name a folder that can be written."
             ) from None
         sinks += (opened.enter_context(contextlib.closing(sink)) for sink in _chosen_sinks(args, directory, started))
+        # Everything is open. From here on the tracker closes it.
         opened.pop_all()
     return Tracker(
         sinks,
@@ -149,12 +153,12 @@ def _chosen_sinks(args: Namespace, directory: Path, started: str) -> Iterator[Si
 
 
 def run_directory(args: Namespace, started: str = "run") -> Path:
-    """``<output-dir>/<experiment>``; ``started`` is the experiment of a run that has no name yet."""
+    """``<output-dir>/<experiment>``. ``started`` is the experiment of a run that has no name yet."""
     return Path(args.output_dir) / (args.experiment_name or args.tb_experiment_name or started)
 
 
 def event_directory(args: Namespace, started: str) -> Path | None:
-    """The folder of TensorBoard events; None without events."""
+    """The folder of TensorBoard events. None without events."""
     override = os.environ.get("TENSORBOARD_DIR")
     if args.use_tensorboard:
         experiment = args.tb_experiment_name or args.experiment_name or started
@@ -167,7 +171,7 @@ def event_directory(args: Namespace, started: str) -> Path | None:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of numpy and torch become Python's; anything else stays."""
+    """Numbers of numpy and torch become Python's. Other values stay."""
     if isinstance(value, bool | int | float | str) or value is None:
         return value
     if hasattr(value, "item"):

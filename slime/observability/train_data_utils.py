@@ -55,10 +55,10 @@ def save_debug_train_data(
 
     Args:
         rollout_data: the rank's columns of ``slime.data.columns`` with whole responses.
-        group: one process of each data-parallel rank; None for a single process.
+        group: one process of each data-parallel rank. None for a single process.
 
     Returns:
-        The file, on the rank that wrote it; None elsewhere, and if writing failed (which is logged).
+        The file, on the rank that wrote it. None elsewhere, and if writing failed (which is logged).
     """
     shard = {name: _to_cpu(value) for name, value in rollout_data.items()}
     if group is None:
@@ -66,6 +66,7 @@ def save_debug_train_data(
     else:
         rank, number = dist.get_rank(), dist.get_rank(group)
         shard |= {"rank": rank, "data_parallel_rank": number}
+        # Only the first rank of the group receives.
         gathered: list[Any] | None = [None] * dist.get_world_size(group) if number == 0 else None
         dist.gather_object(shard, gathered, dst=dist.get_global_rank(group, 0), group=group)
         shards = gathered or []
@@ -111,6 +112,7 @@ def build_dump_payload(dp_shards: Sequence[Mapping[str, Any]], *, rollout_id: in
 
 
 def _in_order(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    # The order of the rollout, so that dumps of different parallel layouts can be compared.
     for key in ("rollout_position", "sample_index"):
         if all(sample.get(key) is not None for sample in samples):
             return sorted(samples, key=lambda sample: sample[key])
