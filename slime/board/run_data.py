@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 Kind = Literal["rollout", "eval"]
 
 _NAME = re.compile(r"^(rollout|eval)_(\d+)\.parquet$")
+# Without a new record for this time the run counts as ended.
 _LIVE_S = 120.0
 _SORTABLE = ("rollout", *LIGHT)
 
@@ -94,6 +95,7 @@ class RunData:
             "model": self.info.hf_checkpoint,
             "is_live": age < _LIVE_S,
             "age_s": age,
+            # After a change the page loads curves and samples again.
             "version": self._metrics.size + len(rollouts),
             "rollouts": rollouts,
             "evals": self._recorded("eval"),
@@ -183,6 +185,7 @@ class RunData:
         except FileNotFoundError:
             return None
         known = self._tables.get(path)
+        # A resumed run replaces files.
         if known is None or known[0] != changed:
             known = (changed, _read_light(path, rollout_id))
             self._tables[path] = known
@@ -205,6 +208,7 @@ def _empty() -> pa.Table:
 
 
 def _sort_keys(query: SampleQuery) -> list[tuple[str, str]]:
+    # Without ties in a fixed order, pages of the table would overlap.
     ties = [(name, "ascending") for name in ("rollout", "position") if name != query.order]
     return [(query.order, "descending" if query.descending else "ascending"), *ties]
 
@@ -238,6 +242,7 @@ def _trained_row(run: Path, rollout_id: int, row: dict[str, Any]) -> dict[str, A
     """The trainer's columns of the sample; empty before it is trained on."""
     for path in train_files(run, rollout_id):
         found = _row_at(path, row["position"])
+        # After a restart the position may belong to another sample.
         if found is not None and found["sample_index"] == row["index"]:
             return found
     return {}
@@ -279,12 +284,12 @@ def _spans(trace: dict[str, Any]) -> Iterator[dict[str, Any]]:
         }
 
 
+# Points per curve that the page receives.
 _MOST_POINTS = 600
 
 
 class MetricFile:
-    """The curves of a run from ``metrics.jsonl``; reads appended lines only. Not thread-safe: needs the caller's
-    lock."""
+    """The curves of a run from ``metrics.jsonl``. Reads appended lines only. Not thread-safe: needs a lock."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -296,7 +301,7 @@ class MetricFile:
 
     @property
     def size(self) -> int:
-        """Bytes of the file; a change means new lines."""
+        """Bytes of the file. A change means new lines."""
         try:
             return self._path.stat().st_size
         except FileNotFoundError:
@@ -334,7 +339,7 @@ class MetricFile:
     def series(self) -> dict[str, dict[str, Any]]:
         """``{name: {"axis": "train/step", "x": [...], "y": [...], "unit", "meaning"}}``, some hundred points each.
 
-        Unit and meaning come from the table of metrics; both are empty for metrics of the user.
+        Unit and meaning come from the table of metrics. Both are empty for metrics of the user.
         """
         found = {}
         for name, points in sorted(self._points.items()):
@@ -361,8 +366,8 @@ def thin(x: list[float], y: list[float], limit: int = _MOST_POINTS) -> tuple[lis
 # Texts of tokens need only the tokenizer's file: importing transformers takes seconds.
 
 
+# Decoders return it for an incomplete character.
 _HALF = "\ufffd"
-"""Decoders return it for an incomplete character."""
 
 
 class TokenTexts:
@@ -391,6 +396,7 @@ class TokenTexts:
         for token in ids:
             pending.append(token)
             text = self._tokenizer.decode(pending, skip_special_tokens=False)
+            # A character has at most four bytes, and each token has at least one.
             if text.endswith(_HALF) and len(pending) < 4:
                 texts.append("")
                 continue
@@ -403,5 +409,6 @@ class TokenTexts:
 
     def _with_blanks(self, token: int) -> str:
         text: str = self._tokenizer.decode([token], skip_special_tokens=False)
+        # SentencePiece marks a leading blank with U+2581, and decoding removes it.
         piece = self._tokenizer.id_to_token(token) or ""
         return " " + text if piece.startswith("\u2581") and not text.startswith(" ") else text

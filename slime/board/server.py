@@ -6,9 +6,7 @@
     GET /api/samples?...        rows of the table (fields of SampleQuery)
     GET /api/sample?kind=&rollout=&position=
 
-Listens on loopback by default, because samples are private. The Host header of a request must be a name of this machine
-or an address. This stops DNS rebinding: a foreign web page could otherwise read the run through the visitor's browser.
-The page sets all texts as text, never as HTML, and the content policy forbids scripts from other origins.
+Listens on loopback by default, because samples are private.
 """
 
 from __future__ import annotations
@@ -40,7 +38,9 @@ from slime.board.run_data import RunData, SampleQuery
 from slime.utils.errors import DataError
 
 _STATIC = Path(__file__).with_name("static")
+# The page sets all texts as text, never as HTML, and this policy forbids scripts of other origins.
 _POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+# A larger reply would block the page.
 _MOST_ROWS = 500
 _LARGEST = 2**31
 
@@ -98,7 +98,8 @@ def serve(data: RunData, host: str, port: int) -> None:
 class OwnHost:
     """Refuses requests with a foreign Host header."""
 
-    # starlette's TrustedHostMiddleware cannot allow "any address"
+    # Prevents DNS rebinding: a foreign web page could otherwise read the run through the browser of a visitor.
+    # starlette's TrustedHostMiddleware cannot allow "any address".
 
     def __init__(self, app: ASGIApp, names: Set[str]) -> None:
         self._app = app
@@ -113,6 +114,7 @@ class OwnHost:
     def _is_own(self, header: str) -> bool:
         try:
             host = urlsplit("//" + header).hostname
+            # DNS cannot change an address, so every address is accepted.
             return host in self._names or bool(ipaddress.ip_address(host or ""))
         except ValueError:
             return False
@@ -128,7 +130,7 @@ async def _answer(read: Callable[[], Any]) -> Response:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN; the page shows null as a dash."""
+    """Replace NaN and infinities, which JSON lacks, by None. The page shows a dash."""
     match value:
         case float():
             return value if math.isfinite(value) else None
@@ -141,7 +143,7 @@ def _finite(value: Any) -> Any:
 
 
 def _query(values: Mapping[str, str]) -> SampleQuery:
-    """The query of a URL; empty values are ignored."""
+    """The query of a URL. Empty values are ignored."""
     found: dict[str, Any] = {}
     for item in dataclasses.fields(SampleQuery):
         text = values.get(item.name, "")
