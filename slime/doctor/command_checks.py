@@ -102,7 +102,7 @@ def resume(situation: Situation) -> Iterator[Finding]:
 
 
 def _files(root: Path) -> list[str]:
-    """Weight files of the index; without an index, all safetensors files."""
+    """Weight files of the index. Without an index, all safetensors files."""
     if not (root / _INDEX).is_file():
         return sorted(file.name for file in root.glob("*.safetensors"))
     index = json.loads((root / _INDEX).read_text(encoding="utf-8"))
@@ -112,6 +112,7 @@ def _files(root: Path) -> list[str]:
 def _is_whole(file: Path) -> bool:
     """Whether the header is readable and matches the length of the file."""
     try:
+        # Reads the header only, which holds the lengths of all tensors.
         with safe_open(file, framework="np"):
             return True
     except SafetensorError:
@@ -207,11 +208,12 @@ def _has_checkpoint(args: Namespace) -> bool:
     return args.hf_checkpoint is not None and Path(args.hf_checkpoint).is_dir()
 
 
+# Bytes that must stay free for logs and metrics.
 _SPARE = 1024**3
 
 
 def disk_space(situation: Situation) -> Iterator[Finding]:
-    """Every output folder is writable, and has room for two of its largest output (the old and the new one)."""
+    """Every output folder is writable, and has room for two of its largest output."""
     if situation.args is None:
         return
     shape: ModelShape | None
@@ -226,6 +228,7 @@ def disk_space(situation: Situation) -> Iterator[Finding]:
         if not os.access(place, os.W_OK):
             yield fail("disk", f"{place} cannot be written ({what})", "name another folder, or change its rights")
             continue
+        # Twice: the old output is deleted after the new one is complete.
         needed = _SPARE + 2 * sum(output.bytes or 0 for output in outputs)
         free = shutil.disk_usage(place).free
         value = f"{size(free)} free at {place} for {what}"

@@ -22,6 +22,7 @@ def find_ledger(path: Path) -> Path:
     """
     if path.is_file():
         return path
+    # A folder with the ledger itself, or a --save directory.
     for held in (path / LEDGER, ledger_path(str(path), path)):
         if held.is_file():
             return held
@@ -44,7 +45,7 @@ def examine_ledger(path: Path, stream: IO[str] | None = None) -> int:
     """Print the fate of all prompts.
 
     Returns:
-        0 if no prompt was lost or trained on twice; 1 otherwise, or if it is unknown.
+        0 if no prompt was lost or trained on twice, else 1. Also 1 if it is unknown.
     """
     stream = stream or sys.stdout
     found = find_ledger(path)

@@ -28,11 +28,11 @@ _PORTS_PER_ENGINE = 10
 _MIB = 1024**2
 # Proportional set sizes of a run of a tiny model on a CPU at their peak, summed: 2487 MiB with one rank and one engine,
 # 3583 MiB with two of each. Interpreters and libraries, without weights.
+# Driver, Data Buffer, rollout manager, router, Ray, and the process that engines are forked from.
 _RUN_BYTES = 1400 * _MIB
-"""Driver, Data Buffer, rollout manager, router, Ray, and the process that engines are forked from."""
 _RANK_BYTES = 400 * _MIB
+# Per device of an engine: scheduler, HTTP process, detokenizer, Ray actor.
 _ENGINE_BYTES = 690 * _MIB
-"""Per device of an engine: scheduler, HTTP process, detokenizer, Ray actor."""
 
 
 def python_version(situation: Situation, version: tuple[int, ...] = sys.version_info[:3]) -> Iterator[Finding]:
@@ -50,6 +50,7 @@ def packages(situation: Situation) -> Iterator[Finding]:
     fitting = 0
     for line in importlib.metadata.requires("slime") or []:
         requirement = Requirement(line)
+        # Requirements of extras are optional.
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         try:
@@ -110,6 +111,7 @@ def _cpu_bytes(situation: Situation) -> int:
 
     if situation.args is None or not accelerator.current().is_cpu:
         return 0
+    # The size of a device has no influence on host memory.
     plan = build(situation.args, title="", device_bytes=1)
     trainer = max((stage.total - stage.activations for stage in plan.stages), default=0)
     ranks = plan.layout.world if plan.layout and plan.stages else 0
@@ -128,7 +130,7 @@ def open_files(situation: Situation) -> Iterator[Finding]:
 
 
 def shared_memory(situation: Situation) -> Iterator[Finding]:
-    """Room for Ray's object store in /dev/shm; if it is too small, Ray falls back to the disk, which is far slower."""
+    """Room for Ray's object store in /dev/shm. If it is too small, Ray falls back to the disk, which is far slower."""
     import psutil
 
     if not _SHM.is_dir():
@@ -155,6 +157,7 @@ def ports(situation: Situation) -> Iterator[Finding]:
     num_engines = (values.get("rollout_num_gpus") or 8) // per_engine
     span = range(FIRST_SERVICE_PORT, FIRST_SERVICE_PORT + 1000)
     needed = num_engines * _PORTS_PER_ENGINE
+    # Stops at the needed number: testing a port opens a socket.
     free = len(list(itertools.islice((port for port in span if is_port_free("0.0.0.0", port)), needed)))
     if free < min(needed, len(span)):
         taken = f"{free} free ports from {span.start} to {span.stop - 1}, {num_engines} engines need {needed}"
@@ -162,6 +165,7 @@ def ports(situation: Situation) -> Iterator[Finding]:
     else:
         yield ok("ports", f"at least {free} free from {span.start} for {num_engines} engines")
     router_port, address = values.get("sglang_router_port"), values.get("sglang_router_ip")
+    # With an address, the port belongs to a router that runs already.
     if router_port is not None and address is None and not is_port_free("0.0.0.0", router_port):
         yield fail(
             "router port",
@@ -217,7 +221,8 @@ def device_works(situation: Situation, code: str = _COMPUTE) -> Iterator[Finding
 
 
 def _python(code: str) -> tuple[str, str]:
-    """(last line of the output, last line of the error; empty when it worked)."""
+    """(last line of the output, last line of the error or an empty text)."""
+    # In another process: an import that crashes must not end the doctor.
     try:
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False

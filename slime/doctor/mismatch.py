@@ -27,13 +27,15 @@ from slime.doctor.mismatch_input import Opinion, Referee, Row
 
 Cause = Literal["none", "mask", "tokens", "temperature", "top-p", "weights", "routing", "precision"]
 
+# Mean |difference| in nats that counts as agreement.
 _AGREE = 1e-3
-"""Mean |difference| in nats that counts as agreement."""
+# A prediction fits if it leaves less than this share of the difference.
 _EXPLAINED = 0.25
-"""A prediction fits when it leaves less than this share of the difference."""
 _TEMPERATURES = tuple(round(0.3 + 0.05 * i, 2) for i in range(55))
 _TOP_PS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99)
+# Share of trained tokens with the filler: fewer may be sampled tokens with probability 1.
 _FILLER_SHARE = 0.002
+# Tokens on which both sides agree before they part, on average.
 _LEAST_PREFIX = 2.0
 
 
@@ -81,6 +83,7 @@ def diagnose(
 def _mask(rows: Sequence[Row]) -> Verdict | None:
     """An engine's log-prob of exactly 0 is the filler of tokens that it did not sample."""
     trainer, engine = _flat(rows, lambda row: row.trainer), _flat(rows, lambda row: row.engine)
+    # A sampled token may have a log-prob near 0 too, but then the trainer agrees.
     filler = (engine == 0) & (trainer < -0.01)
     share = float(filler.float().mean())
     if share < _FILLER_SHARE:
@@ -103,6 +106,7 @@ def _shift(rows: Sequence[Row]) -> Verdict | None:
         moved = [
             (row.all_trainer.roll(places) - row.all_engine)[max(places, 0) : row.length + min(places, 0)]
             for row in rows
+            # A shift shows only in longer responses.
             if row.length > 4
         ]
         if not moved:
@@ -120,6 +124,7 @@ def _shift(rows: Sequence[Row]) -> Verdict | None:
 
 def _prefix(rows: Sequence[Row], size: float) -> Verdict | None:
     """Both agree up to some token of a response and never after it, so the contexts differ from there on."""
+    # Larger than the rounding errors of tokens on which both agree.
     tolerance = max(_AGREE, size / 20)
     lengths = []
     for row in rows:
@@ -179,6 +184,7 @@ def _with_referee(
     evidence |= {"engine - referee": off_engine, "trainer - referee": off_trainer}
     if off_trainer > 0.5 * off_engine:
         return _trainer_is_off(off_trainer, off_engine)
+    # The model's own rounding is the scale of harmless differences.
     rounding = _rounding(rows, referee, expected, temperature)
     evidence["referee in bfloat16"] = rounding
     fits = [
@@ -280,6 +286,7 @@ def _routing(rows: Sequence[Row], opinions: Sequence[Opinion], error: torch.Tens
     if any(margin is None for margin in margins):
         return None
     margin = torch.cat([m[row.mask] for m, row in zip(margins, rows, strict=True) if m is not None])
+    # The worst tenth of the tokens.
     worst = error >= error.quantile(0.9)
     ratio = float(margin[worst].median() / margin[~worst].median().clamp(min=1e-9))
     is_uneven = float(error.median()) < 0.5 * float(error[worst].median())

@@ -15,12 +15,13 @@ from slime.utils.errors import DataError
 
 
 def mismatch(words: Sequence[str]) -> int:
-    """The command ``slime doctor mismatch``: print the cause of the difference.
+    """Print the cause of the difference between trainer and engine.
 
     Returns:
         0 if they agree or differ by rounding only, 1 if there is a cause to repair, 2 if the input is unreadable.
     """
     options = _parse(words)
+    # These import torch, which takes seconds: wrong options are reported before.
     from slime.doctor.mismatch import diagnose
     from slime.doctor.mismatch_input import Referee, read_rows_of
 
@@ -83,6 +84,7 @@ def _settings(options: Namespace, version: int) -> tuple[str | None, float]:
         info = read_run_info(options.dump)
         template = info.settings.get("save_hf") or ""
         is_kept = "{rollout_id" in template  # else a later rollout has overwritten it
+        # Weights of version n are saved after rollout n - 1.
         saved = info.resolved(template.format(rollout_id=version - 1)) if is_kept and version else None
         is_saved = saved is not None and (Path(saved) / "config.json").is_file()
         checkpoint = checkpoint or (saved if is_saved else info.resolved(info.hf_checkpoint))

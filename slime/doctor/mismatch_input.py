@@ -60,7 +60,7 @@ def read_rows_of(path: Path, rollout: int | None, limit: int) -> list[Row]:
     """Samples of a run's folder, or of a file of ``--save-debug-train-data``.
 
     Args:
-        rollout: of a run's folder; None for the last that was trained on.
+        rollout: of a run's folder. None for the last that was trained on.
         limit: most samples.
 
     Raises:
@@ -108,7 +108,7 @@ def _of_dump(path: Path) -> Iterable[Row]:
 
 
 def _row(tokens: Any, mask: Any, columns: Mapping[str, Any], versions: Any) -> Iterable[Row]:
-    """One row; none if one side is missing or no token is trained."""
+    """One row. None if one side is missing or no token is trained."""
     if columns.get("log_probs") is None or columns.get("rollout_log_probs") is None:
         return
     kept = torch.as_tensor(mask).bool()
@@ -117,6 +117,7 @@ def _row(tokens: Any, mask: Any, columns: Mapping[str, Any], versions: Any) -> I
             tokens=[int(token) for token in tokens],
             num_prompt=len(tokens) - len(kept),
             mask=kept,
+            # float64: the differences may be as small as the rounding of fp32.
             all_trainer=torch.as_tensor(columns["log_probs"], dtype=torch.float64),
             all_engine=torch.as_tensor(columns["rollout_log_probs"], dtype=torch.float64),
             versions=tuple(map(str, versions or ())),
@@ -131,7 +132,7 @@ class Opinion:
         logits: of the distributions that the response tokens were drawn from, ``[R, V]``, float32.
         ids: the response tokens, ``[R]``.
         router_margin: smallest gap, over the layers, between the last expert that was chosen and the first that was
-            not, in router logits, ``[R]``; None for models without experts.
+            not, in router logits, ``[R]``. None for models without experts.
     """
 
     logits: torch.Tensor
@@ -143,8 +144,10 @@ class Opinion:
         return self._chosen(torch.log_softmax(self.logits.double() / temperature, -1))
 
     def nucleus(self, temperature: float, share: float) -> torch.Tensor:
-        """Log-probs if only the most likely tokens with a total of ``share`` can be drawn, ``[R]``; tokens outside of
-        this nucleus keep theirs."""
+        """Log-probs if only the most likely tokens with a total of ``share`` can be drawn, ``[R]``.
+
+        Tokens outside of this nucleus keep their log-probs.
+        """
         log_probs = torch.log_softmax(self.logits.double() / temperature, -1)
         ranked, order = log_probs.exp().sort(-1, descending=True)
         is_kept = ranked.cumsum(-1) - ranked < share  # up to the one that reaches the share
@@ -188,9 +191,8 @@ class Referee:
         places = slice(row.num_prompt - 1, len(row.tokens) - 1)  # logits at a position predict the next token
         router = getattr(output, "router_logits", None)
         margin = None
-        if (
-            router and experts is not None and experts < router[0].shape[-1]
-        ):  # with all experts chosen, there is no margin
+        # If all experts are chosen, the margin does not exist.
+        if router and experts is not None and experts < router[0].shape[-1]:
             margin = _margin(router, experts)[places]
         return Opinion(output.logits[0, places].float(), ids[0, row.num_prompt :], margin)
 

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from slime.doctor import Check, Finding, Situation, command_checks, machine_checks
 
+# In the order of the output.
 CHECKS: tuple[Check, ...] = (
     machine_checks.python_version,
     machine_checks.packages,
@@ -34,7 +35,6 @@ CHECKS: tuple[Check, ...] = (
     machine_checks.imports,
     machine_checks.device_works,
 )
-"""Every check, in the order of the output."""
 _MARKS = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "fail": "[bold red]FAIL[/bold red]"}
 _WIDTH = 100
 
