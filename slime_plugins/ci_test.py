@@ -33,7 +33,7 @@ class ExpectationFailed(SlimeError, AssertionError):
 
 @dataclass(frozen=True)
 class _Expectation:
-    """``low < value < high``; NaN is in no range."""
+    """``low < value < high``. NaN is in no range."""
 
     metric: str
     value: float
@@ -89,6 +89,7 @@ def _of_step(
     if "train_rollout_logprob_abs_diff" in metrics:
         value, limit = metrics["train_rollout_logprob_abs_diff"], ci.ci_train_rollout_logprob_abs_diff_threshold
         why = "trainer and engine read the same tokens (--ci-train-rollout-logprob-abs-diff-threshold)"
+        # nextafter: the limit itself is allowed.
         yield _Expectation("train/train_rollout_logprob_abs_diff", value, -math.inf, math.nextafter(limit, 1e9), why)
     if "mtp_loss" in metrics:
         yield _Expectation("train/mtp_loss", metrics["mtp_loss"], 0, math.inf, "it is a cross entropy")

@@ -1,4 +1,4 @@
-"""Layer specs by the names that launch scripts pass as ``--spec``; model families build the same layers without it."""
+"""Layer specs by the names that launch scripts pass as ``--spec``. Model families build the same layers without it."""
 
 from __future__ import annotations
 

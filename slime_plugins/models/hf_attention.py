@@ -73,7 +73,7 @@ class HuggingfaceAttention(MegatronModule, ABC):
         """``[t, 1, h]``, this rank's rows, -> the same, and no bias."""
         is_shared = self.config.sequence_parallel
         if is_shared:
-            # Each rank has the gradient of its rows only; Megatron sums the gradients of marked parameters.
+            # Each rank has the gradient of its rows only. Megatron sums the gradients of marked parameters.
             for parameter in self.parameters():
                 parameter.sequence_parallel = True  # type: ignore[attr-defined]
             hidden_states = gather_from_sequence_parallel_region(hidden_states, group=self.tp_group)
@@ -102,10 +102,10 @@ class HuggingfaceAttention(MegatronModule, ABC):
 
     @staticmethod
     def _whole(local: torch.Tensor, segments: PackedSegments) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The rows of all context-parallel ranks, and the indices of this rank's rows; None means all."""
+        """The rows of all context-parallel ranks, and the indices of this rank's rows. None means all."""
         if segments.cp_size == 1:
             return local, None
         rows = zigzag_rows(segments.cu_seqlens_q, segments.cp_rank, segments.cp_size)
         padded = local.new_zeros((segments.cp_size * len(local), *local.shape[1:])).index_copy(0, rows, local)
-        # Each row has one owner, so the sum only copies; backward sums the gradients of all ranks.
+        # Each row has one owner, so the sum only copies. Backward sums the gradients of all ranks.
         return all_reduce(padded, group=segments.cp_group), rows

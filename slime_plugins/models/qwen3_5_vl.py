@@ -15,7 +15,7 @@ def get_qwen3_5_vl_model_provider(
     """A function that makes this rank's part of the model: decoder layers, and the tower on the first pipeline stage.
 
     Args:
-        config: ignored; it follows from ``args``.
+        config: ignored, it follows from ``args``.
         vp_stage: default of the chunk of an interleaved pipeline.
     """
     from slime.backends.megatron_utils.conversion import get_model_provider_func

@@ -4,18 +4,18 @@
 
 POST /start_rollout     {task_type, input_file, num_repeat_per_sample, ...}  a generator starts in the background
 POST /buffer/write      {uid, instance_id, messages, reward, extra_info}     one trajectory
-POST /get_rollout_data  {wait_s, client, received}                          complete groups; waits for the first one
+POST /get_rollout_data  {wait_s, client, received}                          complete groups, waits for the first one
 
 Requests are sent again when no reply comes, and each is made for that:
 
-    /start_rollout     a ``start_id`` starts one generator; one generator runs at a time (``generator_turns``)
+    /start_rollout     a ``start_id`` starts one generator. One generator runs at a time (``generator_turns``)
     /buffer/write      a trajectory with a ``uid`` that was written before counts once
-    /get_rollout_data  ``client`` names who asks, ``received`` says how many replies it has had. What it was sent is
-                       kept until it asks with a higher number: asked with the same one, it is sent the same again; the
-                       next ``/start_rollout``, of a trainer that was started again, puts it back. Without ``client``
-                       groups are gone once they are sent.
+    /get_rollout_data  ``client`` names the caller, ``received`` is the number of replies that it received. A reply is
+                       kept until the client asks with a higher number. With the same number it is sent again. The next
+                       ``/start_rollout``, of a trainer that was started again, puts its groups back. Without ``client``
+                       groups are deleted once they are sent.
 
-Trajectories with the same ``instance_id`` are a group; it is complete with ``num_repeat_per_sample`` of them. The
+Trajectories with the same ``instance_id`` are a group. It is complete with ``num_repeat_per_sample`` of them. The
 service listens on the loopback address by default: any client that reaches it can write training data.
 """
 
@@ -45,6 +45,7 @@ __all__ = [
     "make_app",
 ]
 
+# Seconds that a request may wait for its first group.
 _LONGEST_WAIT_S = 60.0
 
 Item = dict[str, Any]
@@ -61,7 +62,7 @@ def default_transform_group(group: list[Item], task_type: str) -> list[Item]:
 
 
 def default_get_group_data_meta_info(temp_data: dict[Any, list[Item]]) -> dict[str, Any]:
-    """Counts over complete groups, by instance. ``avg_reward`` where all rewards are numbers."""
+    """Counts over complete groups, by instance. ``avg_reward`` if all rewards are numbers."""
     items = [item for group in temp_data.values() for item in group]
     meta: dict[str, Any] = {"total_samples": len(items), "num_groups": len(temp_data)}
     if temp_data:
@@ -80,12 +81,12 @@ def discover_generators() -> dict[str, ModuleType]:
 
 
 class _Sent(NamedTuple):
-    """The reply that a client may not have got.
+    """A reply that its client may not have received.
 
     Attributes:
-        received: replies the client had had when it asked.
+        received: replies that the client had received when it asked.
         groups: as they were written, by instance.
-        items: those that it was sent.
+        items: those in the reply.
         meta: counts.
     """
 
@@ -113,14 +114,14 @@ class RolloutBuffer:
         self._end = ""
 
     def configure(self, module: ModuleType, task_type: str, min_size: int) -> None:
-        """What the generator of this task, which begins now, says about groups. Those that are not complete go: it
-        makes them from the start."""
+        """Use the rules of ``module`` for groups. Incomplete groups are deleted."""
         with self._change:
             self._min_size, self._task_type, self._end = min_size, task_type, ""
             self._written.clear()
             self._is_valid = getattr(module, "is_valid_group", default_is_valid_group)
             self._transform = getattr(module, "transform_group", default_transform_group)
             self._describe = getattr(module, "get_group_data_meta_info", default_get_group_data_meta_info)
+            # The generator begins now and makes incomplete groups from the start.
             self._groups = {key: self._groups[key] for key in self._complete()}
 
     def clear(self) -> None:
@@ -130,8 +131,7 @@ class RolloutBuffer:
             self._sent.clear()
 
     def begin_run(self, finished: Iterable[Any]) -> None:
-        """Another trainer takes over: it gets what the one before it may not have got, except for the instances that
-        are ``finished``, and whoever still waits for that one waits no more."""
+        """Give the groups of unconfirmed replies to a new trainer, except the ``finished`` instances. End all waits."""
         with self._change:
             self._num_runs += 1
             for sent in self._sent.values():
@@ -139,6 +139,7 @@ class RolloutBuffer:
             self._sent.clear()
             self._taken = set(map(str, finished))
             self._groups = {key: group for key, group in self._groups.items() if str(key) not in self._taken}
+            # Requests of the trainer before this one must not wait any longer.
             self._change.notify_all()
 
     def made(self) -> list[str]:
@@ -147,9 +148,10 @@ class RolloutBuffer:
             return sorted(self._taken | {str(key) for key in self._complete()})
 
     def write(self, item: Item) -> None:
-        """Keep a trajectory. One with the ``uid`` of another is the same, sent again because no reply had come."""
+        """Keep a trajectory. A second one with the same ``uid`` is ignored."""
         with self._change:
             if item.get("uid") is not None:
+                # Sent again because no reply had come.
                 if str(item["uid"]) in self._written:
                     return
                 self._written.add(str(item["uid"]))
@@ -165,14 +167,15 @@ class RolloutBuffer:
     def take(
         self, wait_s: float, client: str | None = None, received: int = 0
     ) -> tuple[list[Item], dict[str, Any], str]:
-        """(items of complete groups, counts, why the generator ended or ""); the items leave the buffer.
+        """(items of complete groups, counts, why the generator ended or ""). The items leave the buffer.
 
         Args:
-            client: who asks; for it they are kept until it asks again having ``received`` more replies.
+            client: the caller. The items are kept until it asks again with a higher ``received``.
         """
         with self._change:
             run = self._num_runs
             if client in self._sent and self._sent[client].received != received:
+                # The client has received this reply.
                 del self._sent[client]
             self._change.wait_for(
                 lambda: client in self._sent or run != self._num_runs or self._end or self._complete(), timeout=wait_s
@@ -180,6 +183,7 @@ class RolloutBuffer:
             if client in self._sent:  # also where an earlier attempt of this request has waited beside it
                 sent = self._sent[client]
             elif run != self._num_runs:
+                # Another trainer began while this request waited. The groups belong to that trainer.
                 sent = _Sent(received, {}, [], self._describe({}))
             else:
                 sent = self._take_complete(client, received)
@@ -202,7 +206,7 @@ class RolloutBuffer:
 
 
 def make_app(modules: dict[str, ModuleType] | None = None) -> FastAPI:
-    """The service; ``modules`` are its generators, by default those of ``generator/``."""
+    """The service. ``modules`` are its generators, by default those of ``generator/``."""
     service, buffer = FastAPI(), RolloutBuffer()
     turns = GeneratorTurns(discover_generators() if modules is None else modules, buffer)
 

@@ -16,8 +16,8 @@ __all__ = ["GeneratorTurns", "Groups"]
 
 logger = logging.getLogger(__name__)
 
+# Payload keys that decide the instances and groups. A restarted trainer has the same values.
 _OF_THE_TASK = ("task_type", "input_file", "num_repeat_per_sample")
-"""Payload keys that decide the instances and groups. A restarted trainer has the same values."""
 
 
 class Groups(Protocol):
@@ -75,6 +75,7 @@ class GeneratorTurns:
         self._groups.configure(module, task_type, int(data.get("num_repeat_per_sample", 1)))
         self._last, self._running = data, True
         payload = data | {"skip_instance_ids": self._groups.made()}
+        # A daemon: a generator is a user's function and cannot be interrupted.
         threading.Thread(target=self._generate, args=(module, payload), daemon=True).start()
 
     def _generate(self, module: ModuleType, data: dict[str, Any]) -> None:

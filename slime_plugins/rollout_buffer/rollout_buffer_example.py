@@ -3,10 +3,10 @@
     --rollout-function-path slime_plugins.rollout_buffer.rollout_buffer_example.generate_rollout
     --rollout-buffer-url http://127.0.0.1:8889 --rollout-task-type math
 
-The first call starts the service's generator, unless that of the run before this one still works; conversations that
-run has trained on are skipped. What the service sends is put into the Data Buffer before more is asked for, and what is
-more than a batch waits there. Tokens are made from the conversations, so the engine's log-probs are unknown and the
-trainer computes its own.
+The first call starts the service's generator, unless the generator of the run before this one still works.
+Conversations that were trained on are skipped. Trajectories of the service go into the Data Buffer before the next
+request, and more than a batch of them waits there. Tokens are made from the conversations, so the engine's log-probs
+are unknown and the trainer computes the old log-probs.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 _WAIT_S = 20.0
 _FINISHED, _SURPLUS, _COUNT = "finished_instance_ids", "rollout_buffer_surplus", "rollout_buffer_groups"
 
+# Service -> replies that this process has received. An entry means that its generator is started.
 _replies: dict[str, int] = {}
-"""Service -> replies that this process has had from it; a service whose generator it has started is there."""
 
 
 @functools.cache
@@ -95,10 +95,11 @@ def _retries(args: Namespace) -> int:
 
 
 async def _fetch(args: Namespace, deadline: Deadline, progress: str) -> dict[str, list[Sample]]:
-    """The groups of the next reply that has any, by instance; sent again until :data:`_replies` counts it."""
+    """The groups of the next reply that has any, by instance."""
     while True:
         if deadline.remaining <= 0:
             raise deadline.error(progress)
+        # The service sends the same reply until ``received`` is higher.
         request = {"wait_s": _WAIT_S, "client": _client(), "received": _replies[args.rollout_buffer_url]}
         reply = await post(f"{args.rollout_buffer_url}/get_rollout_data", request, max_retries=_retries(args))
         items = reply["data"]["data"]
@@ -134,6 +135,7 @@ async def _batch(args: Namespace, data_buffer: Any) -> list[SampleGroup]:
         finished, surplus, count = [*finished, *fetched], surplus + len(groups), count + len(groups)
         notes = {_FINISHED: finished, _SURPLUS: surplus, _COUNT: count}
         await call_in_thread(data_buffer.update_metadata, notes)
+        # Only now: until the groups are in the Data Buffer, the service must keep them.
         _replies[args.rollout_buffer_url] += 1
     batch: list[SampleGroup] = await call_in_thread(data_buffer.get_samples, args.rollout_batch_size)
     await call_in_thread(data_buffer.update_metadata, {_SURPLUS: surplus - args.rollout_batch_size})
@@ -141,7 +143,7 @@ async def _batch(args: Namespace, data_buffer: Any) -> list[SampleGroup]:
 
 
 def generate_rollout(args: Namespace, rollout_id: int, data_buffer: Any, evaluation: bool = False) -> Any:
-    """The next batch of the service's trajectories; evaluations are made by the default rollout function.
+    """The next batch of the service's trajectories. Evaluations are made by the default rollout function.
 
     Raises:
         ConfigError: no ``--rollout-buffer-url``, or an unknown task type.

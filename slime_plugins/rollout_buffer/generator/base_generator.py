@@ -36,8 +36,9 @@ TASK_TYPE = "math"
 SAMPLING_PARAMS = {"temperature": 1.0, "top_p": 1.0}
 
 _RETRIES = 6
+# Requests for one turn. A turn with more aborts ends with the reason ``abort``.
 _ATTEMPTS = 6
-"""Requests for one turn; a turn that is given up more often ends with the reason ``abort``."""
+# Status codes with which the engines refuse a prompt.
 _REFUSED = range(400, 500)
 
 Message: TypeAlias = dict[str, Any]
@@ -51,10 +52,7 @@ RewardFunc: TypeAlias = Callable[[Item], Any]
 def query_single_turn(
     client: OpenAI, messages: list[Message], sampling_params: dict[str, Any], tools: list[Any] | None = None
 ) -> list[Message]:
-    """``messages`` and the assistant's answer. Its key ``finish_reason`` is the reason of its end.
-
-    Engines give requests up when their weights change: then they are asked to go on where they stopped.
-    """
+    """``messages`` and the assistant's answer. Its key ``finish_reason`` is the reason of its end."""
     body = {**sampling_params, **({"tools": tools} if tools else {})}
     asked, written = messages, ""
     for _ in range(_ATTEMPTS):
@@ -63,9 +61,11 @@ def query_single_turn(
         written += choice.message.content or ""
         if str(choice.finish_reason) != "abort":
             break
+        # Engines abort requests when their weights change: the next request continues the text.
         if written:
             asked = [*messages, {"role": "assistant", "content": written}]
             body["continue_final_message"] = True
+        # The limit holds for the whole answer.
         if "max_tokens" in body:
             used = reply.usage.completion_tokens if reply.usage else 0
             body["max_tokens"] = max(1, body["max_tokens"] - used)
@@ -74,7 +74,7 @@ def query_single_turn(
 
 
 def get_rule_based_math_reward(item: Item) -> float:
-    """1 when the box in the last message holds ``item["label"]``, else 0."""
+    """1 if the box in the last message holds ``item["label"]``, else 0."""
     return float(grade_answer_verl(str(item["messages"][-1]["content"]), item.get("label")))
 
 
@@ -82,7 +82,7 @@ class BaseGenerator:
     """Answers every prompt ``num_repeat_per_sample`` times, ``num_process`` conversations at a time, in threads.
 
     Args:
-        queue_size, task_type: not needed; subclasses may read ``task_type``.
+        queue_size, task_type: not needed. Subclasses may read ``task_type``.
         num_repeats: passes over the file that :meth:`run` makes.
         skip_instance_ids: instances that are not answered again.
     """
@@ -126,11 +126,13 @@ class BaseGenerator:
             api_key="none",
             max_retries=_RETRIES,
             timeout=DEFAULT_TIMEOUT_S,
+            # Engines are reached without the proxy of the environment.
             http_client=DefaultHttpxClient(trust_env=False),
         )
         failed = Event()
 
         def answer(instance_id: str, row: Item) -> None:
+            # Another conversation has failed, and the run ends.
             if failed.is_set():
                 return
             try:
@@ -152,6 +154,7 @@ class BaseGenerator:
 
     def _named(self, rows: list[Item]) -> Iterator[tuple[str, Item]]:
         for number, row in enumerate(rows):
+            # With the number of the pass: each pass makes new groups.
             name = f"{self._passes}-{row.get('instance_id', number)}"
             if name not in self.skip_instance_ids:
                 yield from ((name, row) for _ in range(self.num_repeat_per_sample))
