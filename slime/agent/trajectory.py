@@ -187,7 +187,7 @@ class TrajectoryManager:
         leaf.turn, leaf.turn_index = turn, usage.num_turns
 
     def _merge_rewrite(self, sid: str, node: MessageNode, message: Message) -> bool:
-        """Replace a short last reply by the text in which the client sent it back. False: it is another message."""
+        """Replace a short last reply by the text in which the client sent it back. Returns whether it was replaced."""
         replies = [child for child in node.children if child.role == "assistant"]
         if self._threshold <= 0 or message.get("role") != "assistant" or not replies:
             return False
