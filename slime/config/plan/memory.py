@@ -135,6 +135,7 @@ def _stage(
     offloaded = _offloaded_share(args)
     # An optimizer on the host keeps separate main weights, even if the model is in fp32.
     main_copy = 4 if precision.name == "fp32" and read(args, "optimizer_cpu_offload") else 0
+    # 1F1B: earlier stages hold more micro-batches.
     in_flight = _in_flight(args, layout, stage)
     return StageMemory(
         stage=stage,
