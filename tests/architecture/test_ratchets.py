@@ -11,29 +11,29 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.architecture.sources import Module, modules
+from tests.architecture.sources import ROOT, Module, modules
 
 # Name of a measure -> today's number. Measures in LEAST must not fall below it, all others must not exceed it.
 LIMITS: dict[str, float] = {
     "files": 365,
-    "lines": 57500,
-    "small files, %": 33.3,
-    "functions that take args, %": 8.53,
+    "lines": 58000,
+    "small files, %": 33,
+    "functions that take args, %": 8.07,
     "writes to args": 24,
-    "getattr and hasattr per 1000 lines": 2.61,
+    "getattr and hasattr per 1000 lines": 2.52,
     "broad except per 1000 lines": 1.33,
-    "comments per 1000 lines": 14.3,
+    "comments per 1000 lines": 35,
     "modules imported by one file": 29,
-    "longest import chain": 16,
+    "longest import chain": 15,
     "import cycles": 0,
-    "prose: nobody, somebody, whoever": 0.22,
-    "prose: 'what ...' as a noun": 1.11,
-    "prose: 'where ...' for 'if'": 0.94,
-    "prose: code that says or is told": 0.28,
-    "prose: of one's own": 0.19,
-    "prose: stands, behind": 0.41,
-    "prose: is no X": 0.15,
-    "prose: semicolons": 10.58,
+    "prose: nobody, somebody, whoever": 0.06,
+    "prose: 'what ...' as a noun": 0.3,
+    "prose: 'where ...' for 'if'": 0.3,
+    "prose: code that says or is told": 0.1,
+    "prose: of one's own": 0.06,
+    "prose: stands, behind": 0.2,
+    "prose: is no X": 0.5,
+    "prose: semicolons": 5,
 }
 LEAST = ("comments per 1000 lines",)
 
@@ -228,3 +228,10 @@ def test_a_count_does_not_get_worse(name: str) -> None:
 
 def test_every_limit_has_a_measure() -> None:
     assert LIMITS.keys() == MEASURES.keys()
+
+
+def test_the_page_of_the_architecture_shows_the_limits() -> None:
+    rows = re.findall(
+        r"^\| (.+?) \| (?:at least )?([\d.]+) \|", (ROOT / "docs/architecture.md").read_text("utf-8"), re.M
+    )
+    assert {name: float(limit) for name, limit in rows if name in LIMITS} == LIMITS
