@@ -100,7 +100,7 @@ def test_a_student_learns_from_a_teacher_behind_the_server(server, tiny_task, tm
     assert len(kl) == 3
     assert abs(kl[0]) < 1e-4, "the student starts as its teacher"
     assert max(map(abs, kl)) > 1e-4, "and leaves it, because the loss is only noise then"
-    assert "posted by 2 processes" in done.output
+    assert "2 HTTP workers send the requests to engines" in done.output
     assert "--ci-test: the first engine is stopped now" in done.output
     norms = [float((tmp_path / f"norm_{i}_0").read_text()) for i in range(3)]
     assert norms == pytest.approx(values(metrics(tmp_path / "run"), "train/grad_norm"))

@@ -84,6 +84,20 @@ class OtherNode(Protocol):
         """Kill it and everything it started. Never raises."""
 
 
+class _ClientOfThread(threading.local):
+    """One HTTP client per thread that uses it."""
+
+    # A shared httpx client may close an idle connection that is past its time although another thread was just given
+    # it. That thread's request fails with "Bad file descriptor".
+    def __init__(self, url: str) -> None:
+        self.client = httpx.Client(
+            base_url=url,
+            timeout=_CONTROL_TIMEOUT_S,
+            trust_env=False,  # engines and router are inside the cluster, which the user's proxy cannot reach
+            limits=httpx.Limits(keepalive_expiry=_KEEPALIVE_S),
+        )
+
+
 class SGLangEngine:
     """An engine. Its server and all children of the server are killed when this process ends.
 
@@ -99,13 +113,11 @@ class SGLangEngine:
         self._lost_part = ""
         self._stopping = threading.Event()
         self._released: set[str] = set()
-        # trust_env: engines and router are inside the cluster, which the user's proxy cannot reach
-        self._client = httpx.Client(
-            base_url=self.url,
-            timeout=_CONTROL_TIMEOUT_S,
-            trust_env=False,
-            limits=httpx.Limits(keepalive_expiry=_KEEPALIVE_S),
-        )
+        self._clients = _ClientOfThread(self.url)
+
+    @property
+    def _client(self) -> httpx.Client:
+        return self._clients.client
 
     @property
     def url(self) -> str:

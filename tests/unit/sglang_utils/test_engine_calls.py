@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -133,6 +134,13 @@ def test_an_idle_connection_is_given_up_before_the_server_does(
         engine = SGLangEngine(EngineSpec(0, "127.0.0.1", server.port, [], {}, tmp_path / "log"))
         assert [engine.weight_version() for _ in range(3)] == ["1"] * 3
         assert len(server.clients) == connections
+
+
+def test_threads_share_no_connection(engine: SGLangEngine, server: Server):
+    server.answers["GET /health"] = (200, {})
+    with ThreadPoolExecutor(1) as pool:
+        assert [engine.health(), engine.health(), pool.submit(engine.health).result()] == [True] * 3
+    assert len(server.clients) == 2
 
 
 def test_a_proxy_in_the_environment_is_ignored(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
