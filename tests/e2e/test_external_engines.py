@@ -32,7 +32,7 @@ def fork_server(tmp_path_factory):
 
 def started(task: Any, fork_server: ForkServer, log: Path, port: int) -> SGLangEngine:
     """A server as its owner starts it: ``python -m sglang.launch_server`` with these flags, without the import."""
-    shown = shown_flags("docs/engines.md", "sglang.launch_server")
+    shown = shown_flags("docs/engines.md", "launch_server --model-path MODEL --host")
     more = f"--model-path {task.model} --port {port} --max-total-tokens 8192 --max-running-requests 64"
     argv = [*shown, *more.split(), "--log-level", "warning"]
     engine = SGLangEngine(
