@@ -70,7 +70,7 @@ RUNS: dict[tuple[str, str], str] = {
     ("docs/data.md", "--rollout-buffer-url"): "tests/e2e/test_shown_commands.py",
     ("docs/data.md", "rollout_buffer.buffer"): "tests/e2e/test_shown_commands.py",
     ("docs/debugging.md", "slime replay"): "tests/e2e/test_run_record.py",
-    ("docs/engines.md", "sglang.launch_server"): "tests/e2e/test_external_engines.py",
+    ("docs/engines.md", "launch_server --model-path MODEL --host"): "tests/e2e/test_external_engines.py",
     ("docs/engines.md", "--rollout-external-engine-addrs"): "tests/e2e/test_external_engines.py",
     ("docs/evaluation.md", "--eval-interval"): "tests/e2e/test_loop.py",
     ("docs/fsdp.md", "--train-backend fsdp"): "tests/e2e/test_loop_fsdp.py",
