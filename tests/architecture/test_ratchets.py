@@ -15,8 +15,8 @@ from tests.architecture.sources import ROOT, Module, modules
 
 # Name of a measure -> today's number. Measures in LEAST must not fall below it, all others must not exceed it.
 LIMITS: dict[str, float] = {
-    "files": 365,
-    "lines": 58000,
+    "files": 385,
+    "lines": 63000,
     "small files, %": 33,
     "functions that take args, %": 8.07,
     "writes to args": 24,
