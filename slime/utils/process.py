@@ -68,7 +68,7 @@ class GuardedProcess:
             if self._is_stopped:
                 return  # the pid and the descriptor may have been reused since
             self._is_stopped = True
-        kill_group(self._process.pid)
+        kill_group(self._process.pid, reap=self._process.poll)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_KILL_TIMEOUT_S)
         with contextlib.suppress(OSError):
@@ -112,8 +112,12 @@ def _kill_group_when_closed(descriptor: int, before_end: Callable[[], None] | No
         os.killpg(0, signal.SIGKILL)  # this process included
 
 
-def kill_group(leader: int) -> None:
-    """SIGKILL the process group of ``leader`` and wait until all of it has ended, at most five seconds."""
+def kill_group(leader: int, reap: Callable[[], object] | None = None) -> None:
+    """SIGKILL the process group of ``leader`` and wait until all of it has ended, at most five seconds.
+
+    Args:
+        reap: collects the exit status of a leader that is a child of this process. Without it the status is lost.
+    """
     # Not SIGSTOP first: if this process is killed meanwhile, the group stays stopped. Its own watch cannot run, its
     # sockets stay open, and requests to it never end.
     names = _shared_memory_of(leader)  # before the kill: a dead process has no mappings
@@ -122,8 +126,12 @@ def kill_group(leader: int) -> None:
     _unlink_shared_memory(names)
     deadline = time.monotonic() + _KILL_TIMEOUT_S
     while time.monotonic() < deadline:
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(leader, os.WNOHANG)  # a leader that is a child of this process stays a zombie otherwise
+        # A leader that is a child of this process stays a zombie until its status is read.
+        if reap is not None:
+            reap()
+        else:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(leader, os.WNOHANG)
         if not _has_living(leader):
             return
         time.sleep(0.02)

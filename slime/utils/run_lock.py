@@ -34,7 +34,8 @@ class RunLock:
         fix: advice for the error message, an imperative.
 
     Raises:
-        ConfigError: another process holds the folder. A second lock of the same process is allowed.
+        ConfigError: another process holds the folder. Further locks of the same process share the first one: the
+            folder is free after the last of them is closed.
         OSError: the file cannot be written.
     """
 
@@ -48,21 +49,38 @@ class RunLock:
             self.close()
             if error.errno not in _TAKEN:  # a file system without locks: the run continues unprotected
                 logger.info("%s: %s; another run in this folder would not be noticed", folder / FILE, error.strerror)
-            # flock conflicts also between two descriptors of one process. The second lock holds no descriptor then.
             elif holder != _signature():
                 raise ConfigError(
                     f"{flag}: {_name(holder)} writes to {folder}. {fix}, or end that run first."
                 ) from None
+            else:  # flock conflicts also between two descriptors that one process opened, but not between duplicates
+                self._descriptor = _duplicate(folder / FILE)
+                _held.add(self)
             return
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, _signature().encode(), 0)
+        _held.add(self)
 
     def close(self) -> None:
         """Release the lock; a second call does nothing."""
+        _held.discard(self)
         # The file stays: removing it could remove the lock of the next holder.
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+_held: set[RunLock] = set()
+"""The locks of this process that hold a descriptor."""
+
+
+def _duplicate(path: Path) -> int | None:
+    """Another descriptor of the lock that this process holds on ``path``. None if it was just closed."""
+    wanted = path.stat()
+    for lock in list(_held):
+        if lock._descriptor is not None and os.path.samestat(os.fstat(lock._descriptor), wanted):
+            return os.dup(lock._descriptor)
+    return None
 
 
 @functools.cache

@@ -227,6 +227,17 @@ def test_a_live_run_keeps_others_out_of_its_folder_and_a_dead_one_does_not(tmp_p
     create_tracker(args).close()
 
 
+def test_a_folder_that_one_process_locked_twice_is_free_after_the_second_close(tmp_path: Path) -> None:
+    first, second = (RunLock(tmp_path, "--flag", "Fix") for _ in range(2))
+    first.close()
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    refused = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=env, text=True)
+    assert f"process {os.getpid()} on host" in refused.stderr
+    second.close()
+    assert subprocess.run(command, stdin=subprocess.DEVNULL, env=env).returncode == 0
+
+
 def test_two_live_runs_do_not_share_a_directory_of_checkpoints(tmp_path: Path) -> None:
     save = tmp_path / "run" / "checkpoints"
     lock_save(str(save)).close()  # an earlier run that ended

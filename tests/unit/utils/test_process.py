@@ -68,7 +68,7 @@ def test_stop_ends_the_whole_group(tmp_path: Path):
     process = GuardedProcess([sys.executable, "-c", CHILD.format(False)], log_path=tmp_path / "log")
     wait_for_text(tmp_path / "log", "up")
     process.stop()
-    assert process.exit_code() is not None
+    assert process.exit_code() == -signal.SIGKILL
     assert group_is_gone(process.pid, within_s=1.0)
 
 
