@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _GLOO_INTERFACES = "GLOO_SOCKET_IFNAME"
+_FILES_TIMEOUT_S = 7200.0
 
 
 def init_default_group(backend: str, *, timeout_s: float) -> None:
@@ -60,7 +61,7 @@ def init_default_group(backend: str, *, timeout_s: float) -> None:
 
 
 def do_on_first_rank(action: Callable[[], None]) -> str | None:
-    """Run ``action`` on rank 0 while the other ranks wait for its end. A collective of the default group.
+    """Run ``action`` on rank 0 while the other ranks wait for its end, in :func:`files_group`. A collective.
 
     Returns:
         The error of ``action`` as text, on all ranks. None if it succeeded.
@@ -72,8 +73,27 @@ def do_on_first_rank(action: Callable[[], None]) -> str | None:
         except Exception as error:  # without the broadcast below the other ranks would wait until their timeout
             logger.exception("rank 0 failed")
             failure[0] = f"{type(error).__name__}: {error}"
-    dist.broadcast_object_list(failure, src=0)
+    dist.broadcast_object_list(failure, src=0, group=files_group())
     return failure[0]
+
+
+# The default group and its group for files. Another default group needs another one.
+_files_group: tuple[ProcessGroup, ProcessGroup] | None = None
+
+
+def files_group() -> ProcessGroup:
+    """Gloo group of all ranks, to wait for files that a rank reads or writes. The first call is a collective.
+
+    Its deadline is two hours. The default group's (--distributed-timeout-minutes) is for collectives of training. With
+    NCCL it would end the processes of ranks that wait for a slow disk.
+    """
+    global _files_group
+    world = dist.group.WORLD
+    assert world is not None, "init_default_group() comes first"
+    if _files_group is None or _files_group[0] is not world:
+        timeout = timedelta(seconds=_FILES_TIMEOUT_S)
+        _files_group = world, dist.new_group(backend="gloo", timeout=timeout)
+    return _files_group[1]
 
 
 def join_group(

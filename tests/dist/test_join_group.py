@@ -66,6 +66,36 @@ def test_waiting_for_members_that_do_not_come_ends_with_an_error_that_names_the_
     assert unloaded_time() - started < 10
 
 
+_SLOW_DISK = """
+import sys, time, torch.distributed as dist
+from datetime import timedelta
+from slime.utils.distributed_utils import do_on_first_rank, init_default_group
+rank, port = int(sys.argv[1]), sys.argv[2]
+import os
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": sys.argv[1], "WORLD_SIZE": "2"}
+init_default_group("gloo", timeout_s=600)
+assert do_on_first_rank(lambda: None) is None
+dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
+assert do_on_first_rank(lambda: time.sleep(3)) is None
+def full():
+    raise OSError("No space left")
+assert do_on_first_rank(full) == "OSError: No space left"
+os._exit(0)  # without a last collective, which would have a second
+"""
+
+
+def test_ranks_that_wait_for_a_file_have_another_deadline_than_the_collectives_of_training() -> None:
+    root, port = Path(__file__).parents[2], str(free_port())
+    start = [sys.executable, "-c", _SLOW_DISK]
+    ranks = [subprocess.Popen([*start, str(rank), port], cwd=root) for rank in range(2)]
+    try:
+        assert [rank.wait() for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
 _PLUGIN = """
 import sys, torch, torch.distributed as dist
 from datetime import timedelta

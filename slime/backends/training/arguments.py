@@ -55,7 +55,9 @@ class ParallelArgs:
     distributed_backend: Literal["nccl", "gloo"] | None = flag(
         None, "Backend of the trainer's process groups. Default: nccl on cuda, gloo on cpu."
     )
-    distributed_timeout_minutes: float = flag(10.0, "Longest wait of a trainer rank for the others.")
+    distributed_timeout_minutes: float = flag(
+        30.0, "Longest wait of a trainer rank for the others in a collective. Waits for files have two hours."
+    )
 
 
 @dataclass(frozen=True)
