@@ -23,7 +23,7 @@ from slime.batch.balance import (
     split_bin,
 )
 from slime.data.layout import ParallelLayout
-from slime.models.cost import ModelDims, calculate_fwd_flops
+from slime.models.cost import ModelDims, flops_of_length
 from slime.utils.errors import ConfigError, DataError
 
 
@@ -119,7 +119,7 @@ def plan_steps(
     if settings.is_balanced:
         if dims is None:
             raise ConfigError("--balance-data and --balance-by-flops need the sizes of the model.")
-        flops = [calculate_fwd_flops([length], dims) for length in total_lengths]
+        flops = list(map(flops_of_length(dims), total_lengths))
     # dicts keep the order of insertion: steps take the rollouts in the order of their first samples
     rollouts: dict[int, list[int]] = {}
     for position, rollout_id in zip(range(len(total_lengths)), rollout_ids, strict=True):

@@ -5,7 +5,7 @@ Tests compare the counts of weights with models that megatron-core builds: they 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -262,14 +262,49 @@ class ModelDims(Protocol):
 
 
 def calculate_fwd_flops(seqlens: Sequence[int], args: ModelDims) -> int:
-    """FLOPs of one forward pass of a dense decoder over packed sequences. A multiply-add counts as two.
+    """FLOPs of one forward pass over packed sequences. A multiply-add counts as two. See :func:`flops_of_length`."""
+    return sum(map(flops_of_length(args), seqlens))
 
-    Per layer and sequence of length L: projections ``2 L h d (heads + 2 groups)``, causal attention ``2 L^2 heads d``
-    (half of it is masked), output ``2 L h^2``, gated MLP ``6 L h ffn``. The head adds ``2 L h V``.
+
+def flops_of_length(args: ModelDims) -> Callable[[int], int]:
+    """The FLOPs of one forward pass over a sequence of length L, as a function of L.
+
+    Every weight in a product that a token passes through costs 2 per token: all of the decoder and of the head, of the
+    experts those that a token is sent to. Causal attention costs ``heads (d_qk + d_v)`` per pair of a query and a key,
+    and half of the ``L^2`` pairs are masked. Vision towers and prediction layers are not counted. Flat arguments, which
+    plugins pass, are priced as a dense decoder.
     """
+    if isinstance(args, ModelShape):
+        return _flops_of_shape(args)
     h, d, heads = args.hidden_size, args.kv_channels, args.num_attention_heads
     per_token = 2 * h * d * (heads + 2 * args.num_query_groups) + 2 * h * h + 6 * h * args.ffn_hidden_size
-    return sum(
-        args.num_layers * (length * per_token + 2 * heads * length * length * d) + 2 * length * h * args.vocab_size
-        for length in seqlens
-    )
+    per_token = args.num_layers * per_token + 2 * h * args.vocab_size
+    return lambda length: length * per_token + args.num_layers * 2 * heads * length * length * d
+
+
+def _flops_of_shape(shape: ModelShape) -> Callable[[int], int]:
+    weights = [weight for layer in range(shape.num_layers) for weight in layer_weights(shape, layer)]
+    active = sum(weight.numel * weight.active for weight in weights if not weight.name.endswith(_NOT_IN_PRODUCTS))
+    per_token = 2 * (active + shape.hidden_size * shape.vocab_size)
+    num_attention = shape.num_layers
+    if shape.delta_net:
+        delta, num_delta = shape.delta_net, sum(shape.delta_net.layers)
+        # Per token and head: read the state with the key, add the outer product, read it with the query.
+        per_token += num_delta * 6 * delta.num_value_heads * delta.key_head_dim * delta.value_head_dim
+        num_attention -= num_delta
+    mla, sparse = shape.mla, shape.sparse
+    width = mla.qk_head_dim + mla.qk_pos_emb_head_dim + mla.v_head_dim if mla else 2 * shape.head_dim
+    per_pair = 2 * num_attention * shape.num_attention_heads * width
+    if sparse is None:
+        return lambda length: length * per_token + per_pair * length * length // 2
+    index = 2 * sum(sparse.layers) * sparse.num_heads * sparse.head_dim  # the indexer compares all pairs
+
+    def flops(length: int) -> int:
+        seen = min(length, sparse.topk)
+        pairs = seen * length - seen * seen // 2
+        return length * per_token + per_pair * pairs + index * length * length // 2
+
+    return flops
+
+
+_NOT_IN_PRODUCTS = ("norm", ".bias", "A_log", "dt_bias")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 
 from slime.config.plan.layout import PlanError
 from slime.config.plan.shape import read_shape
-from slime.models.cost import num_active, num_parameters, tower_parameters
+from slime.models.cost import flops_of_length, num_active, num_parameters, tower_parameters
+from slime.models.shape import SparseShape
 
 TINY: dict[str, Any] = {
     "num_hidden_layers": 3,
@@ -106,6 +108,40 @@ def test_the_count_equals_that_of_the_model_in_transformers(family: str, tmp_pat
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**kept))
     assert num_parameters(shape) == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen3_next"])
+def test_the_flops_of_a_sequence_are_those_of_the_products_that_transformers_makes(family: str, tmp_path: Path) -> None:
+    """Only of the experts that a token is sent to. transformers computes masked pairs as well, so they count twice."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = {**TINY, **FAMILIES[family]} | ({"num_key_value_heads": 4} if "deepseek" in family else {})
+    flops = flops_of_length(read_shape(checkpoint(tmp_path, config)))
+    kept = {key: value for key, value in config.items() if value is not None or key == "q_lora_rank"}
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**kept), attn_implementation="eager", experts_implementation="eager"
+    )
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.randint(101, (1, 64)), use_cache=False)
+    pairs = (flops(128) - 2 * flops(64)) / 2  # twice the length has four times the pairs
+    assert counter.get_total_flops() == pytest.approx(flops(64) + pairs, rel=5e-3)
+
+
+def test_flops_of_a_linear_layer_grow_with_the_length_and_those_of_a_sparse_one_hardly_faster(tmp_path: Path) -> None:
+    linear = {"layer_types": ["linear_attention"] * 3}
+    config = {**TINY, **FAMILIES["qwen3_next"]}
+    flops = flops_of_length(read_shape(checkpoint(tmp_path, config | linear)))
+    assert flops(2000) == 2 * flops(1000)
+    hybrid = flops_of_length(read_shape(checkpoint(tmp_path, config)))
+    assert hybrid(2000) - 2 * hybrid(1000) == 2 * (4 * (16 + 16) * 1000**2)  # one layer, 4 heads of 16
+    dense = read_shape(checkpoint(tmp_path, {**TINY, **FAMILIES["deepseek_v3"]}))
+    sparse = SparseShape(num_heads=2, head_dim=8, topk=100, is_rope_interleaved=True, layers=(True, False, False))
+    chosen = flops_of_length(replace(dense, sparse=sparse))
+    assert chosen(100) > flops_of_length(dense)(100)
+    per_pair, per_index = 2 * 3 * 4 * (12 + 8 + 10), 2 * 2 * 8
+    assert chosen(2000) - 2 * chosen(1000) == per_pair * 5000 + per_index * 1000**2  # 5000: the first, masked keys
 
 
 QWEN3_4B = {
