@@ -57,8 +57,13 @@ class GenerationArgs:
         default=None,
         metadata={"help": "Fully-async rollouts: largest age, in rollouts, of the weights that began a response."},
     )
-    rollout_request_timeout: float = field(
-        default=1800.0, metadata={"help": "Seconds one generation request may take, retries included."}
+    rollout_request_timeout: float | None = field(
+        default=None,
+        metadata={
+            "help": "Seconds one generation request may take, with retries and its wait in the engine's queue. The "
+            "sample of a longer one fails (--max-failed-share), which biases training toward short answers. Default: "
+            "no limit but --rollout-timeout."
+        },
     )
     custom_generate_timeout: float = field(
         default=7200.0,
@@ -186,7 +191,7 @@ class RolloutBufferArgs:
         default=-1,
         metadata={
             "help": "How often a request to the service is sent again when it does not answer; -1 until "
-            "--rollout-request-timeout."
+            "--rollout-request-timeout, else --rollout-timeout."
         },
     )
     rollout_task_type: str = field(

@@ -1,8 +1,8 @@
 """Failed samples: status FAILED with the address of the error in the metadata, and no part in training.
 
-Generation is tried again from the prompt before a sample is given up. A request that the engine refuses, and a reward
-that cannot be computed, are not tried again. Too many failed samples end the rollout with one error that names sample,
-function and cause. Errors that concern the whole run (bad data, dead engines, deadlines) are raised at once.
+Generation is tried again from the prompt before a sample is given up. A request that the engine refuses or that exceeds
+its limit (``--rollout-request-timeout``), and a reward that cannot be computed, are not tried again. Too many failed samples end the rollout with one error that names sample,
+function and cause. Errors that concern the whole run (bad data, dead engines, other deadlines) are raised at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from slime.data.sample import Sample, iter_samples
 from slime.observability.trace_utils import trace_next_attempt
-from slime.utils.errors import DataError, RequestRefused, SlimeError
+from slime.utils.errors import DataError, RequestExpired, RequestRefused, SlimeError
 
 logger = logging.getLogger(__name__)
 
@@ -117,11 +117,11 @@ class Attempts:
     def _attempt(self, number: int) -> Iterator[None]:
         try:
             yield
-        except RequestRefused as error:
-            # The engine refuses this sample every time, so another attempt is useless.
+        except (RequestRefused, RequestExpired) as error:
+            # Another attempt would be refused as well, or take as long.
             self._failed(number, error, str(error), is_last=True)
         except SlimeError:
-            # Concerns the whole run: dead engines, bad data, deadlines.
+            # Concerns the whole run: dead engines, bad data, other deadlines.
             raise
         except Exception as error:  # users' code may raise any exception
             names = ", ".join(str(sample.index) for sample in self._samples)

@@ -330,6 +330,8 @@ def _patience(args: Namespace) -> tuple[float, str]:
     """Seconds after which a group must be finished, and the flag that decides them."""
     rewards_s: float = 2 * args.rm_timeout
     if args.custom_generate_function_path is None:
+        if args.rollout_request_timeout is None:
+            return args.rollout_timeout, "--rollout-timeout"
         return args.rollout_request_timeout + rewards_s, "--rollout-request-timeout"
     attempts = 1 + args.max_sample_retries
     return attempts * args.custom_generate_timeout + rewards_s, "--custom-generate-timeout"

@@ -216,7 +216,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
     Raises:
         DataError: a prompt that cannot be sent.
         EngineError: the request was refused, or no engine answered.
-        DeadlineExceeded: ``--rollout-request-timeout`` passed.
+        RequestExpired: ``--rollout-request-timeout`` passed.
     """
     request = await prepare_request(args, sample, sampling_params)
     if request is None:

@@ -32,7 +32,7 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
         DataError: a prompt that cannot be sent.
         EngineError: the request was refused, no engine answered, or the reply is not that of an SGLang server.
         ConnectionError: the reply broke off, and the sample is unchanged.
-        DeadlineExceeded: ``--rollout-request-timeout`` passed.
+        RequestExpired: ``--rollout-request-timeout`` passed.
     """
     state = sglang_rollout.GenerateState(args)
     request = await sglang_rollout.prepare_request(args, sample, sampling_params)

@@ -47,6 +47,10 @@ class DeadlineExceeded(SlimeError, TimeoutError):
     """A wait exceeded its deadline. The message names the waiter, the awaited event and the seconds."""
 
 
+class RequestExpired(DeadlineExceeded):
+    """A request took longer than its limit. Other requests are not affected."""
+
+
 class EngineSilent(EngineError, DeadlineExceeded):
     """Engines did not answer in time.
 

@@ -4,6 +4,7 @@
     408, 429                 retried
     other 4xx                raised at once
     deadline                 covers all attempts of a call, and its error names the url
+    silent host              found by TCP keepalive: a request without a deadline does not wait for ever
 
 Attempts of ``post`` are made by this process, or by the sender that :func:`set_sender` names
 (``--use-distributed-post``). Retries and the deadline stay in this module in both cases. If a user's code sets
@@ -16,7 +17,9 @@ import asyncio
 import itertools
 import json
 import logging
+import math
 import random
+import socket
 import ssl
 import threading
 import weakref
@@ -27,7 +30,7 @@ from typing import Any, NamedTuple, TypeAlias
 import httpx
 
 from slime.utils.deadline import Deadline
-from slime.utils.errors import EngineError, RequestRefused
+from slime.utils.errors import EngineError, RequestExpired, RequestRefused
 from slime.utils.host import (
     SLIME_HOST_IP_ENV,
     find_available_port,
@@ -57,6 +60,7 @@ __all__ = [
     "send",
     "set_sender",
     "terminate_process",
+    "time_limit",
 ]
 
 logger = logging.getLogger(__name__)
@@ -77,10 +81,11 @@ class Reply(NamedTuple):
     content: Any
 
 
-# Makes one attempt: (url, JSON value, headers, seconds) -> reply. Raises TimeoutError after these seconds.
+# Makes one attempt: (url, JSON value, headers, seconds) -> reply. Raises TimeoutError after these seconds. They may be
+# infinite.
 Sender: TypeAlias = Callable[[str, Any, dict[str, str] | None, float], Awaitable[Reply]]
 
-DEFAULT_TIMEOUT_S = 1800.0
+DEFAULT_TIMEOUT_S = 1800.0  # of processes that have read no command line
 # Request Timeout, Too Many Requests: the server asks for a later attempt.
 _LATER = (408, 429)
 # DecodingError: a damaged body (bad gzip) is as temporary as a broken connection.
@@ -90,6 +95,17 @@ _LAST_BACKOFF_S = 5.0
 _MAX_QUOTED_CHARS = 2000
 _CONNECTIONS_PER_CLIENT = 16
 _MAX_CLIENTS = 64
+# A host that vanishes sends nothing: after a minute of silence the kernel asks six times, then the connection fails.
+_KEEPALIVE = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6),
+]
+_LIMIT_FIX = (
+    "--rollout-request-timeout sets this limit. A sample over it is left out, and training without the long answers "
+    "prefers short ones: leave the flag out, or raise it"
+)
 
 _http_client: httpx.AsyncClient | None = None
 _sender: Sender | None = None
@@ -124,12 +140,14 @@ class _Clients:
     def _new(self) -> httpx.AsyncClient:
         if self._ssl is None:
             self._ssl = httpx.create_ssl_context()  # slow to make, and shareable
-        return httpx.AsyncClient(
+        transport = httpx.AsyncHTTPTransport(
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=30.0),
-            timeout=None,  # every call brings its own deadline
             trust_env=False,  # engines are inside the cluster: the user's proxy cannot reach them
             verify=self._ssl,
+            socket_options=_KEEPALIVE,
         )
+        # timeout: every call brings its own deadline
+        return httpx.AsyncClient(transport=transport, timeout=None, trust_env=False)
 
     async def close(self) -> None:
         with self._lock:
@@ -154,7 +172,8 @@ def get_rollout_num_engines(args: Namespace) -> int:
 def init_http_client(args: Namespace) -> None:
     """Set the connection limit and the default deadline from the command line."""
     _clients.max_connections = max(1, args.sglang_server_concurrency * get_rollout_num_engines(args))
-    _clients.timeout_s = getattr(args, "rollout_request_timeout", DEFAULT_TIMEOUT_S)
+    limit_s: float | None = getattr(args, "rollout_request_timeout", DEFAULT_TIMEOUT_S)
+    _clients.timeout_s = math.inf if limit_s is None else limit_s
 
 
 async def close_http_client() -> None:
@@ -168,10 +187,15 @@ def set_sender(sender: Sender | None) -> None:
     _sender = sender
 
 
+def time_limit(seconds: float) -> asyncio.Timeout:
+    """``asyncio.timeout``, also for infinite seconds."""
+    return asyncio.timeout(None if math.isinf(seconds) else seconds)
+
+
 async def send(url: str, body: Any, headers: dict[str, str] | None, timeout_s: float) -> Reply:
     """Make one attempt in this process. Raises ``TimeoutError``."""
     try:
-        async with asyncio.timeout(timeout_s):
+        async with time_limit(timeout_s):
             response = await _clients.next().post(url, json=body, headers=headers)
     except _BROKEN as error:
         return Reply(None, f"{type(error).__name__}: {error}")
@@ -197,7 +221,7 @@ async def post(
     Raises:
         RequestRefused: at once after a 4xx other than 408 and 429, with url, status and reply.
         EngineError: the last attempt failed with one of those, a 5xx, or a connection error.
-        DeadlineExceeded: ``timeout_s`` passed.
+        RequestExpired: ``timeout_s`` passed.
     """
 
     async def attempt(address: str, seconds: float) -> Reply:
@@ -224,7 +248,7 @@ async def receive_stream(
         receive: returns whether to continue. If not, the connection is closed.
 
     Raises:
-        EngineError, DeadlineExceeded: as :func:`post`.
+        EngineError, RequestExpired: as :func:`post`.
         ConnectionError: the stream broke off.
     """
 
@@ -253,7 +277,9 @@ async def _with_retries(
     attempt: Callable[[str, float], Awaitable[Reply]], url: Url, what: str, max_retries: int, timeout_s: float | None
 ) -> Any:
     """The content of the first successful reply of ``attempt(address, seconds left)``."""
-    deadline = Deadline(_clients.timeout_s if timeout_s is None else timeout_s, f"the {what} of POST {url}")
+    seconds = _clients.timeout_s if timeout_s is None else timeout_s
+    fix = _LIMIT_FIX if seconds == _clients.timeout_s else ""
+    deadline = Deadline(seconds, f"the {what} of POST {url}", fix)
     problem = ""
     for number in range(max_retries + 1):
         if number:
@@ -261,16 +287,16 @@ async def _with_retries(
             pause = min(_FIRST_BACKOFF_S * 2 ** (number - 1), _LAST_BACKOFF_S) * random.uniform(0.8, 1.2)
             await asyncio.sleep(min(pause, deadline.remaining))
         if deadline.remaining <= 0:
-            raise deadline.error(problem)
+            raise RequestExpired(str(deadline.error(problem)))
         try:
             # also around _address: the search for a live engine counts against the deadline
-            async with asyncio.timeout(deadline.remaining):
+            async with time_limit(deadline.remaining):
                 reply = await attempt(await _address(url), deadline.remaining)
         except _BROKEN as error:
             problem = f"{type(error).__name__}: {error}"
             continue
         except TimeoutError:
-            raise deadline.error(problem) from None
+            raise RequestExpired(str(deadline.error(problem))) from None
         if reply.status is not None and 200 <= reply.status < 300:
             return reply.content
         problem = str(reply.content)

@@ -120,9 +120,10 @@ async def _batch(args: Namespace, data_buffer: Any) -> list[SampleGroup]:
     notes = await call_in_thread(data_buffer.get_metadata)
     finished, surplus, count = list(notes.get(_FINISHED, [])), notes.get(_SURPLUS, 0), notes.get(_COUNT, 0)
     await _start(args, finished)
-    deadline = Deadline(
-        args.rollout_request_timeout, "the next group of the rollout buffer", "--rollout-request-timeout"
-    )
+    limit_s, flag = args.rollout_request_timeout, "--rollout-request-timeout"
+    if limit_s is None:
+        limit_s, flag = args.rollout_timeout, "--rollout-timeout"
+    deadline = Deadline(limit_s, "the next group of the rollout buffer", flag)
     size = args.n_samples_per_prompt
     while surplus < args.rollout_batch_size:
         fetched = await _fetch(args, deadline, f"{surplus} of {args.rollout_batch_size} groups are there")

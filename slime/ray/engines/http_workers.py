@@ -105,7 +105,7 @@ class HttpWorkers:
         self._turn += 1
         ref = self._actors[name].send.remote(url, body, headers, timeout_s)
         try:
-            async with asyncio.timeout(timeout_s + _KILLED_GRACE_S):
+            async with http_utils.time_limit(timeout_s + _KILLED_GRACE_S):
                 data: bytes | None = await ref
         except RayActorError as death:
             self._leave_out(name, death)

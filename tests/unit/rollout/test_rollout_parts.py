@@ -294,6 +294,17 @@ def test_the_number_of_engines_follows_from_the_devices(gpus, per_engine, engine
     assert http_utils.get_rollout_num_engines(args) == 7
 
 
+def test_a_connection_whose_host_vanishes_fails_although_the_request_has_no_limit(engine):
+    async def options_of_connection() -> list[int]:
+        response = await http_utils._clients.next().post(engine().url, json={})
+        connection = response.extensions["network_stream"].get_extra_info("socket")
+        values = [connection.getsockopt(*option[:2]) for option in http_utils._KEEPALIVE]
+        await http_utils.close_http_client()
+        return values
+
+    assert asyncio.run(options_of_connection()) == [1, 60, 10, 6]
+
+
 def test_no_time_at_all_for_a_request_is_a_deadline_and_not_the_default():
     with pytest.raises(DeadlineExceeded, match="gave up after 0"):
         asyncio.run(http_utils.post("http://127.0.0.1:9", {}, timeout_s=0))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from slime.batch.compile import compile_train_data
 from slime.batch.rewards import RewardArgs
 from slime.data.sample import Sample, iter_samples
 from slime.rollout import collect, sglang_rollout
+from slime.rollout.arguments import GenerationArgs
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.eval_config import build_eval_dataset_configs, build_eval_datasets
 from slime.rollout.sglang_rollout import (
@@ -21,7 +23,7 @@ from slime.rollout.sglang_rollout import (
     generate_rollout,
     get_model_url,
 )
-from slime.utils import async_utils
+from slime.utils import async_utils, http_utils
 from slime.utils.async_utils import run
 from slime.utils.errors import DataError, DeadlineExceeded, EngineError
 from tests.limits import unloaded_time
@@ -219,6 +221,43 @@ def test_a_silent_engine_is_given_up_at_the_deadline(setup):
     with pytest.raises(DeadlineExceeded, match="/generate"):
         generate_one(args, Sample(prompt="1"))
     assert unloaded_time() - started < 3
+
+
+def test_a_request_over_its_limit_is_one_failed_sample_and_the_rollout_goes_on(setup, caplog):
+    server, args = setup(
+        lambda p, n: (server.aborted.wait(120) and (200, "")) if n == 0 else (200, completion(p, [5])),
+        rollout_request_timeout=4.0,
+        rollout_batch_size=2,
+        n_samples_per_prompt=2,
+        max_failed_share=0.25,
+    )
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    samples = [sample for group in output.samples for sample in group]
+    (failed,) = [sample for sample in samples if sample.status is Sample.Status.FAILED]
+    assert failed.remove_sample
+    assert failed.metadata["failure"]["type"] == "RequestExpired"
+    assert failed.metadata["failed_attempts"] == 1  # a second attempt would take as long
+    assert "--rollout-request-timeout sets this limit" in caplog.text
+    assert output.metrics["rollout/failed_samples"] == 1
+    assert len(server.requests) == 4
+
+
+def test_too_many_requests_over_the_limit_end_the_rollout_with_the_flag_and_the_bias(setup):
+    server, args = setup(
+        lambda p, n: (server.aborted.wait(120) and (200, "")) or (500, ""),
+        rollout_request_timeout=0.3,
+        max_failed_share=0.0,
+    )
+    with pytest.raises(DataError, match=r"prefers short ones: leave the flag out.*--max-failed-share 0 allows 0"):
+        generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+
+
+def test_a_request_has_no_limit_by_default(setup):
+    _, args = setup(lambda p, n: (time.sleep(0.2), (200, completion(p, [5])))[1], rollout_request_timeout=None)
+    assert GenerationArgs().rollout_request_timeout is None
+    http_utils.init_http_client(args)
+    assert http_utils._clients.timeout_s == math.inf
+    assert generate_one(args, Sample(prompt="1")).response_length == 1
 
 
 def test_model_urls_come_from_the_named_router_or_else_the_default_one_with_a_warning(caplog):
