@@ -169,8 +169,9 @@ def test_the_engines_choices_are_laid_out_as_the_ranks_hold_the_tokens() -> None
     def rows(*numbers: int) -> torch.Tensor:
         return torch.stack([whole[number] for number in numbers])
 
-    def laid_out(sharding: Sharding, tensor_rank: int = 0) -> torch.Tensor:
-        return lay_out([a, b], cu_seqlens, sharding, num_experts=num_experts, tensor_rank=tensor_rank)
+    def laid_out(sharding: Sharding, tensor_rank: int = 0, tensor_size: int = 1) -> torch.Tensor:
+        ranks = {"tensor_rank": tensor_rank, "tensor_size": tensor_size}
+        return lay_out([a, b], cu_seqlens, sharding, num_experts=num_experts, **ranks)
 
     assert torch.equal(laid_out(Sharding()), rows(*range(16)))
     first, second = (0, 3, 4, 5, 10, 11, 12, 15), (1, 2, 6, 7, 8, 9, 13, 14)
@@ -178,8 +179,12 @@ def test_the_engines_choices_are_laid_out_as_the_ranks_hold_the_tokens() -> None
     assert torch.equal(laid_out(Sharding(cp_rank=1, cp_size=2)), rows(*second))
     for tensor_rank in range(2):
         part = slice(4 * tensor_rank, 4 * tensor_rank + 4)
-        both = Sharding(cp_rank=1, cp_size=2, sequence_multiple=2)
-        assert torch.equal(laid_out(both, tensor_rank), rows(*second[part]))
+        # 4: two tensor ranks whose tokens come in pairs, as FP8 products need them in multiples of 16
+        for multiple in (2, 4):
+            both = Sharding(cp_rank=1, cp_size=2, sequence_multiple=multiple)
+            assert torch.equal(laid_out(both, tensor_rank, 2), rows(*second[part]))
+    # FP8 on one tensor rank: the router sees all rows
+    assert torch.equal(laid_out(Sharding(sequence_multiple=16)), rows(*range(16)))
 
 
 def test_given_choices_are_taken_whatever_the_routers_prefer(tmp_path: Path) -> None:

@@ -248,7 +248,9 @@ def engine_choices(batch: TrainBatch, shape: ModelShape) -> Iterator[torch.Tenso
                 micro_batch.packed.cu_seqlens.cpu(),
                 batch.sharding,
                 num_experts=moe.num_experts,
+                # A rule demands sequence parallelism of a model with experts: each tensor rank routes its slice.
                 tensor_rank=mpu.get_tensor_model_parallel_rank(),
+                tensor_size=mpu.get_tensor_model_parallel_world_size(),
             )
 
 
@@ -259,13 +261,15 @@ def lay_out(
     *,
     num_experts: int,
     tensor_rank: int = 0,
+    tensor_size: int = 1,
 ) -> torch.Tensor:
     """The choices of one micro-batch as this rank's routers need them: ``[t, layers, topk]``.
 
     Args:
         experts: ``[L - 1, layers, topk]`` of its samples, in order.
         cu_seqlens: ``[S + 1]`` borders of the whole micro-batch's segments. A segment after the samples is padding.
-        tensor_rank: rank in the tensor-parallel group.
+        tensor_rank, tensor_size: the tensor rank, and the number of slices that sequence parallelism makes. FP8 makes
+            ``sharding.sequence_multiple`` larger than their number.
     """
     _, layers, topk = experts[0].shape
     total = int(cu_seqlens[-1])
@@ -275,4 +279,4 @@ def lay_out(
         whole[start : start + len(value)] = value  # the sample's last token keeps the filler
     if sharding.cp_size > 1:
         whole = whole[zigzag_rows(cu_seqlens, sharding.cp_rank, sharding.cp_size)]
-    return whole.chunk(sharding.sequence_multiple)[tensor_rank] if sharding.sequence_multiple > 1 else whole
+    return whole.chunk(tensor_size)[tensor_rank]
