@@ -1,7 +1,8 @@
 """Log-probability and entropy of given tokens from vocabulary-parallel logits, in fp32, with little memory.
 
 Called by every forward pass of a trainer with the rows that predict response tokens. Beyond the logits and their
-gradient it needs one or two fp32 buffers of ``[chunk, V/tp]``. Every call makes two all-reduces, with any chunk size.
+gradient it needs the memory of one fp32 buffer ``[chunk, V/tp]``, or of two if all rows are one chunk. Every call makes
+two all-reduces, with any chunk size.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
+from slime.algorithms.arguments import CUDA_CHUNK_ROWS
 from slime.algorithms.sampling_mask import SamplingMask
 
 Keep: TypeAlias = torch.Tensor | SamplingMask
@@ -25,7 +27,7 @@ def log_probs_and_entropy(
     group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
     temperature: float = 1.0,
-    chunk_size: int = -1,
+    chunk_size: int | None = -1,
     with_entropy: bool = False,
     with_entropy_grad: bool = True,
     keep: Keep | None = None,
@@ -46,7 +48,8 @@ def log_probs_and_entropy(
         group: tensor-parallel group. None means that this rank holds the whole vocabulary (no collectives).
         vocab_size: ids in the vocabulary. None means no padding.
         temperature: sampling temperature of the rollout.
-        chunk_size: rows handled at a time. -1 means all. Values do not depend on it.
+        chunk_size: rows handled at a time, fewer if they need several buffers. -1 means all, None 1024 on CUDA and all
+            on a CPU. Values do not depend on it.
         with_entropy: compute the entropy as well.
         with_entropy_grad: give the entropy a graph.
         keep: the ids that sampling could choose from (top-p, top-k), as sets or as ``[N, V/tp]`` bool. The log-prob is
@@ -67,6 +70,8 @@ def log_probs_and_entropy(
         raise ValueError(f"keep must have the shape of the logits {tuple(logits.shape)}, got {tuple(keep.shape)}")
     if isinstance(keep, SamplingMask) and len(keep) != len(logits):
         raise ValueError(f"keep has sets for {len(keep)} rows, the logits have {len(logits)}")
+    if chunk_size is None:
+        chunk_size = CUDA_CHUNK_ROWS if logits.is_cuda else -1
     shard = _shard(logits, group, vocab_size)
     plan = _Plan(shard, group, 1.0 / temperature, chunk_size, with_entropy, with_entropy and with_entropy_grad)
     run = _LogProbs.apply
@@ -97,19 +102,23 @@ class _Plan:
     with_entropy: bool
     with_entropy_grad: bool
 
-    def chunks(self, num_rows: int) -> Iterator[slice]:
-        """Row ranges to handle at a time. A rank that holds padding only has none."""
-        step = self._rows(num_rows)
+    def chunks(self, num_rows: int, width: float) -> Iterator[slice]:
+        """Row ranges to handle at a time. A rank that holds padding only has none.
+
+        Args:
+            width: scratch per logit, in fp32 numbers. All of a chunk's scratch fits into one ``[chunk_size, num_ids]``.
+        """
+        step = self._rows(num_rows, width)
         starts = range(0, num_rows, step) if self.shard.num_ids else ()
         return (slice(start, min(start + step, num_rows)) for start in starts)
 
-    def buffers(self, logits: torch.Tensor, count: int) -> list[torch.Tensor]:
+    def buffers(self, logits: torch.Tensor, count: int, width: float) -> list[torch.Tensor]:
         """Scratch of one chunk each, used again for every chunk."""
-        shape = (min(self._rows(logits.shape[0]), logits.shape[0]), self.shard.num_ids)
+        shape = (min(self._rows(logits.shape[0], width), logits.shape[0]), self.shard.num_ids)
         return [torch.empty(shape, dtype=torch.float32, device=logits.device) for _ in range(count)]
 
-    def _rows(self, num_rows: int) -> int:
-        return self.chunk_size if self.chunk_size > 0 else max(num_rows, 1)
+    def _rows(self, num_rows: int, width: float) -> int:
+        return max(int(self.chunk_size / max(width, 1.0)), 1) if self.chunk_size > 0 else max(num_rows, 1)
 
 
 def _shard(logits: torch.Tensor, group: dist.ProcessGroup | None, vocab_size: int | None) -> _Shard:
@@ -133,8 +142,9 @@ class _LogProbs(torch.autograd.Function):
         # rows: sum of exp, target's logit, sum of exp * logit (only for the entropy), so that one all-reduce is enough
         sums = torch.zeros(3 if plan.with_entropy else 2, num_rows, dtype=torch.float32, device=logits.device)
         local = logits[:, : plan.shard.num_ids]
-        buffers = plan.buffers(logits, 2 if plan.with_entropy else 1)
-        for rows in plan.chunks(num_rows):
+        width = _scratch(1 + plan.with_entropy, keep)
+        buffers = plan.buffers(logits, 1 + plan.with_entropy, width)
+        for rows in plan.chunks(num_rows, width):
             z = _shifted(local[rows], plan.scale, top[rows], out=_head(buffers[0], rows))
             index, is_mine = _local_index(targets[rows], plan.shard)
             if keep is not None:
@@ -172,8 +182,10 @@ class _LogProbs(torch.autograd.Function):
         out[:, plan.shard.num_ids :] = 0
         # an fp32 output is its own scratch buffer
         writes_in_place = out.dtype == torch.float32
-        buffers = plan.buffers(logits, (not writes_in_place) + plan.with_entropy_grad)
-        for rows in plan.chunks(logits.shape[0]):
+        count = (not writes_in_place) + plan.with_entropy_grad
+        width = _scratch(count, ctx.keep)
+        buffers = plan.buffers(logits, count, width)
+        for rows in plan.chunks(logits.shape[0], width):
             target_grad = grad_log_probs[rows].unsqueeze(1)
             local, local_out = logits[rows, : plan.shard.num_ids], out[rows, : plan.shard.num_ids]
             work = local_out if writes_in_place else _head(buffers[0], rows)
@@ -203,13 +215,18 @@ def _row_max(logits: torch.Tensor, targets: torch.Tensor, plan: _Plan, keep: Kee
         # before the conversion: a maximum is exact in 16 bits, and needs no fp32 copy of the logits
         top = logits[:, :num_ids].amax(1).float() * plan.scale
     elif keep is not None:
-        for rows in plan.chunks(logits.shape[0]):
+        for rows in plan.chunks(logits.shape[0], _scratch(1, keep)):
             index, is_mine = _local_index(targets[rows], plan.shard)
             dropped = _dropped(keep, rows, index, is_mine, plan.shard)
             top[rows] = logits[rows, :num_ids].masked_fill(dropped, -torch.inf).amax(1).float() * plan.scale
     if plan.group is not None and logits.shape[0]:
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=plan.group)
     return top
+
+
+def _scratch(buffers: int, keep: Keep | None) -> float:
+    """fp32 numbers of scratch per logit. A mask of kept ids takes a byte, and another while it is made."""
+    return buffers + (0.0 if keep is None else 0.5)
 
 
 def _dropped(keep: Keep, rows: slice, index: torch.Tensor, is_mine: torch.Tensor, shard: _Shard) -> torch.Tensor:

@@ -137,7 +137,7 @@ def response_log_probs(
     *,
     vocab_size: int,
     temperature: float,
-    chunk_size: int,
+    chunk_size: int | None,
     tensor_group: dist.ProcessGroup | None = None,
     with_entropy: bool = False,
     with_entropy_grad: bool = False,

@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from slime.algorithms.arguments import CUDA_CHUNK_ROWS
 from slime.config.plan.layout import Layout, number, read, stage_layers
 from slime.config.plan.shape import padded_vocab_size
 from slime.models.cost import Weight, layer_activations, layer_weights, model_weights
@@ -253,9 +254,8 @@ def _activations(
 
 
 def _logits(args: Namespace, shape: ModelShape, layout: Layout, tokens: int, precision: Precision) -> int:
-    """Bytes of the logits with their gradient in the weights' dtype, and of one chunk's fp32 softmax and gradient."""
+    """Bytes of logits and gradient in the weights' dtype, and of an fp32 chunk, or two if all rows are one chunk."""
     rows = padded_vocab_size(args, shape) / layout.tp
-    chunk = number(args, "log_probs_chunk_size", -1)
-    chunk = tokens if chunk < 1 else min(chunk, tokens)
-    # 8: softmax and its gradient in fp32.
-    return round(tokens * rows * 2 * precision.weights + chunk * rows * 8)
+    chunk = number(args, "log_probs_chunk_size", CUDA_CHUNK_ROWS)
+    chunk = 2 * tokens if chunk < 1 else min(chunk, 2 * tokens)
+    return round(tokens * rows * 2 * precision.weights + chunk * rows * 4)
