@@ -81,7 +81,11 @@ class ClusterArgs:
     debug_rollout_only: bool = _flag(False, "Generate and score only; start no trainer.")
     debug_train_only: bool = _flag(False, "Train only; start no engine and no router.")
     placement_timeout: float = _flag(600.0, "Seconds to wait until Ray has the requested devices.")
-    trainer_start_timeout: float = _flag(1800.0, "Seconds until the model is built and its checkpoint is loaded.")
+    trainer_start_timeout: float = _flag(
+        7200.0,
+        "Seconds until the model is built and its checkpoint is loaded. The wait for engines at the start is also "
+        "longer than --engine-start-timeout.",
+    )
     rollout_timeout: float = _flag(14400.0, "Seconds one rollout or evaluation may take.")
     train_timeout: float = _flag(14400.0, "Seconds training on one rollout may take.")
 
@@ -128,7 +132,9 @@ class SyncArgs:
         "Compare the engines' tensors with the trainer's: by checksum after every sync on a CPU with engines of one "
         "device, elsewhere once, after the first sync of a run without --load.",
     )
-    weight_sync_timeout: float = _flag(600.0, "Seconds one weight sync may take.")
+    weight_sync_timeout: float = _flag(
+        1800.0, "Seconds that one weight sync may take, and each call to engines that moves or changes memory."
+    )
 
 
 @dataclass(frozen=True)
@@ -174,8 +180,10 @@ class FaultToleranceArgs:
     rollout_health_check_timeout: float = _flag(
         30.0, "Seconds until a health check counts as failed; after three in a row the engine counts as dead."
     )
-    rollout_health_check_first_wait: float = _flag(
-        0, "Seconds without health checks after an engine starts, and after each weight sync."
+    rollout_health_check_first_wait: float | None = _flag(
+        None,
+        "Seconds without health checks after an engine starts, and after each weight sync. Default: 300 after a start "
+        "on GPUs, where the first batches compile kernels, else 0.",
     )
 
 

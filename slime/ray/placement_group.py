@@ -89,7 +89,7 @@ def _reserve(count: int, timeout_s: float) -> GpuSlots:
         nodes = set(placement_group_table(group)["bundles_to_node_id"].values())
         if len(nodes) == 1 and accelerator.current().is_cpu:
             return GpuSlots(group, range(count), range(count))  # logical slots of one host need no order
-        return _ordered(group, count)
+        return _ordered(group, count, timeout_s)
     except BaseException:
         remove_placement_group(group)  # it would take the slots as soon as they are free
         raise
@@ -149,13 +149,15 @@ def _number_of(device_ids: Sequence[int | str]) -> int:
     return int(name)
 
 
-def _ordered(group: PlacementGroup, count: int) -> GpuSlots:
+def _ordered(group: PlacementGroup, count: int, timeout_s: float) -> GpuSlots:
     """Sort bundles by node and device, so that neighboring ranks share a node."""
+    # As long as the reservation: hundreds of cold processes import their code from one file system.
     unordered = GpuSlots(group, range(count), range(count))
     env = {"env_vars": worker_env() | NOSET_VISIBLE_DEVICES}
     actor = ray.remote(num_gpus=1)(_Probe)
     probes = [actor.options(scheduling_strategy=unordered.strategy(i), runtime_env=env).remote() for i in range(count)]
-    places: list[_Place] = get([probe.locate.remote() for probe in probes], 120.0, "device slots to report their nodes")
+    calls, what = [probe.locate.remote() for probe in probes], "device slots to report their nodes"
+    places: list[_Place] = get(calls, timeout_s, what, "--placement-timeout")
     for probe in probes:  # killed now: each one holds the whole GPU of its slot
         ray.kill(probe)
     order = sorted(range(count), key=lambda i: places[i].order)

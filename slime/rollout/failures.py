@@ -1,8 +1,9 @@
 """Failed samples: status FAILED with the address of the error in the metadata, and no part in training.
 
-Generation is tried again from the prompt before a sample is given up. A request that the engine refuses or that exceeds
-its limit (``--rollout-request-timeout``), and a reward that cannot be computed, are not tried again. Too many failed samples end the rollout with one error that names sample,
-function and cause. Errors that concern the whole run (bad data, dead engines, other deadlines) are raised at once.
+Generation is tried again from the prompt before a sample is given up. Not tried again: a request that the engine
+refuses, one that exceeds its limit (``--rollout-request-timeout``), and a reward that cannot be computed. Too many
+failed samples end the rollout with one error that names sample, function and cause. Errors that concern the whole run
+(bad data, dead engines, other deadlines) are raised at once.
 """
 
 from __future__ import annotations

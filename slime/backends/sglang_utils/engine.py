@@ -3,7 +3,7 @@
 An engine over several nodes has one process on each node. The processes find each other, and the first serves HTTP.
 
 ``slime.ray`` makes an actor of the class and may call it from several threads. Does not import SGLang. Every call has a
-deadline.
+deadline: the start that of ``StartProgress``, calls of a weight sync ``--weight-sync-timeout``, questions a minute.
 """
 
 from __future__ import annotations
@@ -16,14 +16,22 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 import psutil
 
 from slime.backends.sglang_utils.fork_server import ForkedServer
-from slime.backends.sglang_utils.server_process import launch_server, named_children
+from slime.backends.sglang_utils.server_process import (
+    Activity,
+    OtherNode,
+    StartProgress,
+    activity_of,
+    launch_server,
+    named_children,
+)
 from slime.backends.sglang_utils.topology import WorkerType
+from slime.config.arguments import SyncArgs
 from slime.utils.deadline import Deadline, wait_until
 from slime.utils.errors import DeadlineExceeded, EngineError, EngineSilent
 from slime.utils.net import url_host
@@ -35,10 +43,10 @@ _WATCH_EVERY_S = 0.5
 _KEEPALIVE_S = 2.0
 # The kinds of memory that a server can release.
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
-_CONTROL_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 3600.0  # default of --engine-start-timeout, more for a checkpoint above 600 GB
+_CONTROL_TIMEOUT_S = 60.0  # of calls that change nothing in the engine's memory
 _LOADS = "/v1/loads?include=core"
 _REGISTER_TIMEOUT_S = 30.0
-_UPDATE_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,8 @@ class EngineSpec:
         rank: number of the engine in the run.
         argv: SGLang server flags.
         env: environment on top of this process's.
+        start_timeout_s: ``--engine-start-timeout``.
+        sync_timeout_s: ``--weight-sync-timeout``.
         fork_server_socket: socket of the preloading process on this host, or None to start SGLang from scratch.
         num_gpus: tensor-parallel ranks, on all nodes.
         worker_type: the type under which it is registered with the router.
@@ -61,27 +71,12 @@ class EngineSpec:
     argv: Sequence[str]
     env: Mapping[str, str]
     log_path: Path
-    start_timeout_s: float = 300.0
+    start_timeout_s: float = START_TIMEOUT_S
+    sync_timeout_s: float = SyncArgs.weight_sync_timeout
     fork_server_socket: str | None = None
     num_gpus: int = 1
     worker_type: WorkerType = WorkerType.REGULAR
     bootstrap_port: int | None = None
-
-
-class OtherNode(Protocol):
-    """The part of an engine on another node than its first."""
-
-    def start(self) -> None:
-        """Launch it without waiting for readiness: no part is ready before all parts are."""
-
-    def note_parts(self) -> None:
-        """From now on, count the part as lost when one of its server's processes ends. Does not wait."""
-
-    def lost(self) -> str | None:
-        """The reason of its end, as the second half of a sentence. None while it runs."""
-
-    def stop(self) -> None:
-        """Kill it and everything it started. Never raises."""
 
 
 class _ClientOfThread(threading.local):
@@ -127,10 +122,11 @@ class SGLangEngine:
         """Launch the server and return when it answers.
 
         Raises:
-            EngineError: it died, or was not healthy in time. Contains the last lines of its log.
+            EngineError: it died, stopped to work, or reached the limit. Contains the last lines of its log.
         """
         spec = self._spec
-        deadline = Deadline(spec.start_timeout_s, f"engine {spec.rank} to become healthy", "--engine-start-timeout")
+        deadline = Deadline(spec.start_timeout_s, f"engine {spec.rank} to start", "--engine-start-timeout")
+        progress = StartProgress(f"engine {spec.rank} ({self.url})", spec.start_timeout_s)
         for node in self._other_nodes:
             node.start()
         self._server = launch_server(
@@ -145,14 +141,18 @@ class SGLangEngine:
             if lost := self._lost_node():  # the first node would wait for it until its timeout
                 self.stop()
                 raise EngineError(f"engine {spec.rank} ({self.url}) did not start: {lost}")
-            if deadline.elapsed > deadline.seconds:
+            if failure := progress.failure(self._activities):
                 self.stop()
-                raise EngineError(f"{deadline.error()}. Last lines of {spec.log_path}:\n{log_tail(spec.log_path)}")
+                raise EngineError(f"{failure}. Last lines of {spec.log_path}:\n{log_tail(spec.log_path)}")
             time.sleep(_POLL_S)
         self._parts = named_children(self._server.pid)
         for node in self._other_nodes:
             node.note_parts()
         threading.Thread(target=self._watch_parts, name=f"parts of engine {spec.rank}", daemon=True).start()
+
+    def _activities(self) -> list[Activity | None]:
+        assert self._server is not None
+        return [activity_of(self._server.pid, self._spec.log_path), *(node.activity() for node in self._other_nodes)]
 
     def _watch_parts(self) -> None:
         """Stop the server when it has lost a part. Body of a thread."""
@@ -258,26 +258,27 @@ class SGLangEngine:
 
     def pause_generation(self, mode: str = "retract") -> None:
         """Stop generating. ``retract`` returns running requests to the queue, for recomputation with new weights."""
-        self._post("pause_generation", {"mode": mode})
+        self._change("pause_generation", {"mode": mode})
 
     def continue_generation(self) -> None:
-        self._post("continue_generation", {"torch_empty_cache": False})
+        self._change("continue_generation", {"torch_empty_cache": False})
 
     def begin_weight_update(self) -> None:
-        self._post("begin_weight_update", {})
+        self._change("begin_weight_update", {})
 
     def end_weight_update(self) -> None:
-        self._post("end_weight_update", {})
+        self._change("end_weight_update", {})
 
-    def flush_cache(self, timeout_s: float = _CONTROL_TIMEOUT_S) -> None:
-        """Forget every cached prefix."""
-        self._post(f"flush_cache?timeout={timeout_s:g}", None, timeout_s)
+    def flush_cache(self, timeout_s: float | None = None) -> None:
+        """Forget every cached prefix. Waits up to ``timeout_s`` (None: the deadline of syncs) for running requests."""
+        seconds = self._spec.sync_timeout_s if timeout_s is None else timeout_s
+        self._change(f"flush_cache?timeout={seconds:g}", None, seconds)
 
     def release_memory_occupation(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
         """Release memory of these kinds, with its content. No request may be running. Idempotent."""
         held = [tag for tag in tags if tag not in self._released]
         if held:
-            self._post("release_memory_occupation", {"tags": held}, _UPDATE_TIMEOUT_S)
+            self._change("release_memory_occupation", {"tags": held})
             self._released.update(held)
 
     def resume_memory_occupation(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
@@ -285,7 +286,7 @@ class SGLangEngine:
         # only released kinds: SGLang crashes on a kind that it still holds
         released = [tag for tag in tags if tag in self._released]
         if released:
-            self._post("resume_memory_occupation", {"tags": released}, _UPDATE_TIMEOUT_S)
+            self._change("resume_memory_occupation", {"tags": released})
             self._released.difference_update(released)
 
     def init_weights_update_group(
@@ -299,11 +300,11 @@ class SGLangEngine:
             "group_name": group_name,
             "backend": backend,
         }
-        self._post("init_weights_update_group", body, _UPDATE_TIMEOUT_S)
+        self._change("init_weights_update_group", body)
 
     def destroy_weights_update_group(self, group_name: str) -> None:
         """Leave a group. Succeeds for a fresh engine without the group."""
-        self._request("POST", "/destroy_weights_update_group", {"group_name": group_name}, is_checked=False)
+        self._change("destroy_weights_update_group", {"group_name": group_name}, is_checked=False)
 
     def update_weights_from_distributed(
         self,
@@ -325,7 +326,7 @@ class SGLangEngine:
             "load_format": load_format,
             "weight_version": weight_version,
         }
-        self._post("update_weights_from_distributed", body, _UPDATE_TIMEOUT_S)
+        self._change("update_weights_from_distributed", body)
 
     def update_weights_from_tensor(
         self,
@@ -341,14 +342,14 @@ class SGLangEngine:
             "flush_cache": flush_cache,
             "weight_version": weight_version,
         }
-        self._post("update_weights_from_tensor", body, _UPDATE_TIMEOUT_S)
+        self._change("update_weights_from_tensor", body)
 
     def update_weights_from_disk(
         self, model_path: str, weight_version: str | None = None, flush_cache: bool = False
     ) -> None:
         """Load a whole checkpoint. If it cannot be read, the weights do not change."""
         body = {"model_path": model_path, "flush_cache": flush_cache, "weight_version": weight_version}
-        self._post("update_weights_from_disk", body, _UPDATE_TIMEOUT_S)
+        self._change("update_weights_from_disk", body)
 
     def weight_version(self) -> str:
         return str(self._request("GET", "/model_info", needs="weight_version")["weight_version"])
@@ -360,7 +361,7 @@ class SGLangEngine:
 
     def weights_checksum(self) -> dict[str, str]:
         """Tensor name -> checksum of the engine's tensor."""
-        ranks = self._request("POST", "/weights_checker", {"action": "checksum"}, needs="ranks")["ranks"]
+        ranks = self._change("weights_checker", {"action": "checksum"}, needs="ranks")["ranks"]
         try:
             return dict(ranks[0]["checksums"])
         except (LookupError, TypeError, ValueError):
@@ -368,18 +369,28 @@ class SGLangEngine:
 
     def reset_weights(self) -> None:
         """Overwrite every tensor with random values."""
-        self._post("weights_checker", {"action": "snapshot"})
-        self._post("weights_checker", {"action": "reset_tensors"})
+        self._change("weights_checker", {"action": "snapshot"})
+        self._change("weights_checker", {"action": "reset_tensors"})
 
     def compare_weights(self) -> None:
         """Fail unless every tensor equals its value before :meth:`reset_weights`."""
-        self._post("weights_checker", {"action": "compare"}, _UPDATE_TIMEOUT_S)
+        self._change("weights_checker", {"action": "compare"})
 
     def abort_all(self) -> None:
-        self._post("abort_request", {"abort_all": True})
+        self._change("abort_request", {"abort_all": True}, _CONTROL_TIMEOUT_S)
 
-    def _post(self, verb: str, body: Mapping[str, Any] | None, timeout_s: float = _CONTROL_TIMEOUT_S) -> dict[str, Any]:
-        return self._request("POST", f"/{verb}", body, timeout_s)
+    def _change(
+        self,
+        verb: str,
+        body: Mapping[str, Any] | None,
+        timeout_s: float | None = None,
+        *,
+        is_checked: bool = True,
+        needs: str | None = None,
+    ) -> dict[str, Any]:
+        """POST with the deadline of weight syncs, unless ``timeout_s`` is given."""
+        seconds = self._spec.sync_timeout_s if timeout_s is None else timeout_s
+        return self._request("POST", f"/{verb}", body, seconds, is_checked=is_checked, needs=needs)
 
     def _request(
         self,

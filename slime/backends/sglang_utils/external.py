@@ -23,6 +23,7 @@ import httpx
 from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
 from slime.backends.sglang_utils.server_args import trainer_dtype
 from slime.backends.sglang_utils.topology import WorkerType
+from slime.config.arguments import SyncArgs
 from slime.utils.deadline import Deadline
 from slime.utils.errors import ConfigError, EngineError
 from slime.utils.net import url_host
@@ -34,10 +35,13 @@ ONE_STAGE = (
     "init_weights_update_group)"
 )
 
+logger = logging.getLogger(__name__)
+
 _FLAG = "--rollout-external-engine-addrs"
 _TIMEOUT_S = 30.0
 _LOOK_TIMEOUT_S = 2.0
 _POLL_S = 0.5
+_REPORT_EVERY_S = 60.0
 _LONG_NAMES = {
     "tp_size": "tensor_parallel_size",
     "pp_size": "pipeline_parallel_size",
@@ -224,7 +228,13 @@ class ExternalEngine(SGLangEngine):
     It counts as ended if its address does not answer any more, or if another server answers there.
     """
 
-    def __init__(self, rank: int, info: ExternalEngineInfo, start_timeout_s: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        info: ExternalEngineInfo,
+        start_timeout_s: float,
+        sync_timeout_s: float = SyncArgs.weight_sync_timeout,
+    ) -> None:
         super().__init__(
             EngineSpec(
                 rank,
@@ -234,6 +244,7 @@ class ExternalEngine(SGLangEngine):
                 env={},
                 log_path=Path("-"),
                 start_timeout_s=start_timeout_s,
+                sync_timeout_s=sync_timeout_s,
                 num_gpus=info.num_gpus,
                 worker_type=WorkerType(info.worker_type),
                 bootstrap_port=info.disaggregation_bootstrap_port,
@@ -245,13 +256,17 @@ class ExternalEngine(SGLangEngine):
         """Return when the server answers and serves."""
         spec = self._spec
         fix = f"Start it again, or leave it out of {_FLAG}"
-        deadline = Deadline(spec.start_timeout_s, f"the external engine {self.url} to answer", fix)
+        what = f"the external engine {self.url} to answer"
+        deadline, report_at_s = Deadline(spec.start_timeout_s, what, fix), _REPORT_EVERY_S
         while not self._answers():
+            if deadline.elapsed >= report_at_s:
+                report_at_s += _REPORT_EVERY_S
+                logger.warning("has waited %.0f s for %s. %s", deadline.elapsed, what, fix)
             deadline.check()
             time.sleep(_POLL_S)
         self._identity = self._ask_identity(_TIMEOUT_S)
         # An earlier run may have ended in the middle of a weight sync. Unchecked: most servers are in no update.
-        self._request("POST", "/end_weight_update", {}, is_checked=False)
+        self._change("end_weight_update", {}, is_checked=False)
         self.continue_generation()
 
     def _listens(self) -> bool:

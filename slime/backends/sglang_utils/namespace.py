@@ -216,4 +216,10 @@ class EngineArgs:
     prefill_num_servers: int | None = field(
         default=None, metadata={"help": "Engines that only prefill; the others only decode."}
     )
-    engine_start_timeout: float = field(default=300.0, metadata={"help": "Seconds until an engine must be healthy."})
+    engine_start_timeout: float | None = field(
+        default=None,
+        metadata={
+            "help": "Seconds until an engine must be healthy, even if it still works. One that does nothing for ten "
+            "minutes fails earlier. Default: 3600, or more for a large checkpoint: 600 + bytes / 200 MB/s."
+        },
+    )

@@ -11,7 +11,9 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
+from slime.backends.sglang_utils.engine import START_TIMEOUT_S
 from slime.backends.sglang_utils.external import (
     ONE_STAGE,
     apply_external_engine_info_to_args,
@@ -33,6 +35,8 @@ Rule = Callable[[Namespace], Iterator[str]]
 
 _WIDTH = "--rollout-num-gpus-per-engine"
 _EXTERNAL = "--rollout-external-engine-addrs"
+_READY_S = 600.0  # of an engine's start, besides the reading of its weights
+_SLOW_BYTES_PER_S = 200e6
 _LOOPBACK = ("127.", "localhost", "[::1]")
 
 
@@ -110,7 +114,28 @@ def _dtype(args: Namespace) -> None:
         notices.info(args, "--sglang-dtype", text)
 
 
-STEPS: tuple[Step, ...] = (_parallel_sizes, _router_address, _num_engines, _dtype)
+def _start_limit(args: Namespace) -> None:
+    """Derive the time limit of an engine's start from the bytes that it reads, at the speed of a slow file system."""
+    if args.engine_start_timeout is not None:
+        return
+    try:
+        paths = {model.model_path for model in topology_of(args).models}
+    except ConfigError:  # a rule reports it
+        paths = set()
+    num_bytes = max((_num_bytes(path) for path in paths if path is not None), default=0)
+    args.engine_start_timeout = max(START_TIMEOUT_S, _READY_S + num_bytes / _SLOW_BYTES_PER_S)
+    if args.engine_start_timeout > START_TIMEOUT_S:
+        text = f"{args.engine_start_timeout:.0f} s, to read {num_bytes / 1e12:.1f} TB"
+        notices.info(args, "--engine-start-timeout", text)
+
+
+def _num_bytes(hf_checkpoint: str) -> int:
+    """Bytes of the weight files of a checkpoint. 0 if it is not a directory of this machine."""
+    files = [path for pattern in ("*.safetensors", "*.bin") for path in Path(hf_checkpoint).glob(pattern)]
+    return sum(path.stat().st_size for path in files if path.is_file())
+
+
+STEPS: tuple[Step, ...] = (_parallel_sizes, _router_address, _num_engines, _dtype, _start_limit)
 LIVE_STEPS: tuple[Step, ...] = (_external_engines,)
 
 

@@ -1,14 +1,21 @@
 """Start of the SGLang process of a node: forked from the host's preloading process, or from scratch.
 
+A large engine starts for many minutes: it reads hundreds of gigabytes, compiles kernels and records graphs. So the wait
+for it goes on while its processes work (:class:`StartProgress`), and its time limit is generous.
+
 ``python -m slime.backends.sglang_utils.server_process <server flags>`` runs one SGLang server that ends with its owner.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
@@ -17,6 +24,14 @@ from slime.utils.deadline import Deadline
 from slime.utils.process import GuardedProcess, watch_owner
 from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 
+logger = logging.getLogger(__name__)
+
+STALL_TIMEOUT_S = 600.0  # an engine whose processes do nothing for this long during their start has failed
+_LOOK_EVERY_S = 5.0
+_REPORT_EVERY_S = 60.0
+# Less does not count as work: servers that wait for a lock or a peer poll, and read a few bytes.
+_MIN_CPU_SHARE = 0.05
+_MIN_READ_BYTES = 1 << 20
 _PART_PREFIX = "sglang::"  # SGLang names its child processes "sglang::scheduler_TP0", "sglang::detokenizer", ...
 
 
@@ -62,6 +77,120 @@ def named_children(pid: int) -> dict[str, psutil.Process]:
         return {f"{name} ({child.pid})": child for child in children if (name := child.name()).startswith(_PART_PREFIX)}
     except psutil.Error:  # it has just ended
         return {}
+
+
+@dataclass(frozen=True)
+class Activity:
+    """Work of a server's processes since their start, with that of their ended children."""
+
+    log_bytes: int = 0
+    cpu_s: float = 0.0
+    read_bytes: int = 0
+
+    def __add__(self, other: Activity) -> Activity:
+        return Activity(self.log_bytes + other.log_bytes, self.cpu_s + other.cpu_s, self.read_bytes + other.read_bytes)
+
+    def since(self, before: Activity) -> str:
+        """The difference, as the end of a sentence."""
+        return (
+            f"its log grew by {(self.log_bytes - before.log_bytes) / 1e3:.1f} kB, and its processes used "
+            f"{self.cpu_s - before.cpu_s:.1f} s of processor time and read "
+            f"{(self.read_bytes - before.read_bytes) / 1e9:.3f} GB"
+        )
+
+
+def activity_of(pid: int, log_path: Path) -> Activity:
+    """The work of the server ``pid`` so far."""
+    cpu_s, read_bytes = 0.0, 0
+    with contextlib.suppress(psutil.Error):  # the server has just ended
+        main = psutil.Process(pid)
+        for process in (main, *main.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                cpu_s += sum(process.cpu_times()[:4])  # its own and that of ended children
+                counted = process.io_counters()
+                # read_chars misses files in mapped memory, read_bytes those in the page cache
+                read_bytes += max(counted.read_chars, counted.read_bytes)
+    with contextlib.suppress(OSError):
+        return Activity(log_path.stat().st_size, cpu_s, read_bytes)
+    return Activity(0, cpu_s, read_bytes)
+
+
+class OtherNode(Protocol):
+    """The part of an engine on another node than its first."""
+
+    def start(self) -> None:
+        """Launch it without waiting for readiness: no part is ready before all parts are."""
+
+    def note_parts(self) -> None:
+        """From now on, count the part as lost when one of its server's processes ends. Does not wait."""
+
+    def lost(self) -> str | None:
+        """The reason of its end, as the second half of a sentence. None while it runs."""
+
+    def activity(self) -> Activity | None:
+        """The work of its server so far. None before its start."""
+
+    def stop(self) -> None:
+        """Kill it and everything it started. Never raises."""
+
+
+class StartProgress:
+    """Decides how long to wait for an engine that starts.
+
+    Args:
+        name: of the engine, for messages.
+        limit_s: seconds after which a start that goes on fails as well (``--engine-start-timeout``).
+    """
+
+    def __init__(self, name: str, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name = name
+        self._limit_s = limit_s
+        self._clock = clock
+        self._started = self._looked_at = self._worked_at = self._reported_at = clock()
+        self._worked = self._reported = Activity()
+
+    def failure(self, look: Callable[[], Sequence[Activity | None]]) -> str | None:
+        """The reason to give the engine up, or None. Warns every minute.
+
+        Args:
+            look: the work of the engine's parts so far, one per node. None: a part that has not started.
+        """
+        now = self._clock()
+        if now - self._started >= self._limit_s:
+            return f"{self._name} is not healthy after {self._limit_s:g} s (--engine-start-timeout)"
+        if now - self._looked_at < _LOOK_EVERY_S:
+            return None
+        self._looked_at = now
+        parts = list(look())
+        seen = sum((part for part in parts if part is not None), Activity())
+        num_absent = parts.count(None)
+        idle_s = now - self._worked_at
+        # Without a part that does not run yet, the others can only wait.
+        if num_absent or self._has_worked(seen, idle_s):
+            self._worked, self._worked_at = seen, now
+        elif idle_s >= STALL_TIMEOUT_S:
+            return (
+                f"{self._name} stopped working: for {idle_s:.0f} s {seen.since(self._worked)}. This is "
+                f"{now - self._started:.0f} s after its start. While it works it has {self._limit_s:g} s "
+                "(--engine-start-timeout)"
+            )
+        if now - self._reported_at >= _REPORT_EVERY_S:
+            absent = f" {num_absent} of its {len(parts)} nodes have not started." if num_absent else ""
+            logger.warning(
+                "%s has been starting for %.0f s: in the last %.0f s %s.%s It has until %g s (--engine-start-timeout).",
+                *(self._name, now - self._started, now - self._reported_at, seen.since(self._reported), absent),
+                self._limit_s,
+            )
+            self._reported, self._reported_at = seen, now
+        return None
+
+    def _has_worked(self, seen: Activity, seconds: float) -> bool:
+        before = self._worked
+        return (
+            seen.log_bytes > before.log_bytes
+            or seen.cpu_s - before.cpu_s > _MIN_CPU_SHARE * seconds
+            or seen.read_bytes - before.read_bytes > _MIN_READ_BYTES
+        )
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ import logging
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,13 @@ from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
 from slime.backends.sglang_utils.external import ExternalEngine, ExternalEngineInfo
 from slime.backends.sglang_utils.fork_server import ForkedServer
 from slime.backends.sglang_utils.server_args import build_argv, server_env
-from slime.backends.sglang_utils.server_process import ForkAddress, launch_server, named_children
+from slime.backends.sglang_utils.server_process import (
+    Activity,
+    ForkAddress,
+    activity_of,
+    launch_server,
+    named_children,
+)
 from slime.backends.sglang_utils.topology import EnginePlace, WorkerType
 from slime.observability.logging_utils import configure_logger
 from slime.ray.engines.preloading import engine_log_directory
@@ -45,8 +52,7 @@ logger = logging.getLogger(__name__)
 _DIST_PORTS = 30  # ports from its rendezvous address upward that an engine may use, besides one per attention copy
 _NODE_THREADS = 2  # one may copy files while the other answers whether the server lives
 _LOOK_EVERY_S = 0.5
-_LOOK_TIMEOUT_S = 5.0
-_MOST_SILENT = 6  # unanswered looks in a row after which a node is lost. A starting node may be busy
+_SILENCE_TIMEOUT_S = 30.0  # without an answer, after its first one, a node is lost. A starting node may be busy
 _STOP_TIMEOUT_S = 15.0
 
 
@@ -172,6 +178,7 @@ class EngineActor(_Startable):
             env=server_env(host),
             log_path=log,
             start_timeout_s=args.engine_start_timeout,
+            sync_timeout_s=args.weight_sync_timeout,
             fork_server_socket=_fork_socket(fork_server, host),
             num_gpus=place.num_gpus,
             worker_type=place.worker_type,
@@ -193,7 +200,7 @@ class ExternalEngineActor(ExternalEngine, _Startable):
 
     def __init__(self, args: Namespace, rank: int, info: ExternalEngineInfo) -> None:
         _register(f"engine {rank}", f"engine-{rank}")
-        super().__init__(rank, info, args.engine_start_timeout)
+        super().__init__(rank, info, args.engine_start_timeout, args.weight_sync_timeout)
 
 
 class EngineNodeActor:
@@ -244,6 +251,10 @@ class EngineNodeActor:
         how = f"died with status {status}" if part is None else f"lost its process {part}"
         return f"{self._name} {how}. Last lines of {self._log_path}:\n{log_tail(self._log_path)}"
 
+    def activity(self) -> Activity | None:
+        """The work of the server so far. None before its start."""
+        return None if self._server is None else activity_of(self._server.pid, self._log_path)
+
     def stop(self) -> None:
         if self._server is not None:
             self._server.stop()
@@ -292,31 +303,48 @@ class RayOtherNode:
         )
         self.handle = options.remote(args, place, node, slot.base_gpu_id, meet, log_path)
         self._started: Any = None
+        self._look: Any = None  # unanswered call of lost(), since _looked_at
         self._looked_at = float("-inf")
-        self._num_silent = 0
+        self._has_answered = False
+        self._work: Any = None  # unanswered call of activity()
+        self._activity: Activity | None = None
 
     def start(self) -> None:
         self._started = self.handle.start.remote()
+
+    def activity(self) -> Activity | None:
+        """The last known :meth:`EngineNodeActor.activity`, without waiting. None before the first."""
+        if self._work is None:
+            self._work = self.handle.activity.remote()
+        if ray.wait([self._work], timeout=0)[0]:
+            with suppress(RayError):  # lost() reports it
+                self._activity = ray.get(self._work)
+            self._work = None
+        return self._activity
 
     def note_parts(self) -> None:
         self.handle.note_parts.remote()
 
     def lost(self) -> str | None:
-        """:meth:`EngineNodeActor.lost`, at most twice a second."""
+        """:meth:`EngineNodeActor.lost`, asked at most twice a second. Does not wait for the answer."""
         # the wait for the start of an engine calls this in every poll
         now = time.monotonic()
-        if now - self._looked_at < _LOOK_EVERY_S:
-            return None
-        self._looked_at = now
-        call = self.handle.lost.remote()
-        ready = ray.wait([self._started, call], num_returns=2, timeout=_LOOK_TIMEOUT_S)[0]
-        self._num_silent = 0 if call in ready else self._num_silent + 1
-        if self._num_silent == _MOST_SILENT:
-            return f"{self.name} has not answered for {_MOST_SILENT * _LOOK_TIMEOUT_S:g} s"
+        if self._look is None:
+            if now - self._looked_at < _LOOK_EVERY_S:
+                return None
+            self._looked_at, self._look = now, self.handle.lost.remote()
+        look = self._look
+        ready = ray.wait([self._started, look], num_returns=2, timeout=0)[0]
         try:
             if self._started in ready:  # raises the error of a start that failed
                 ray.get(self._started)
-            lost: str | None = ray.get(call) if call in ready else None
+            if look not in ready:
+                # Before its first answer the actor imports its code, which takes minutes from a cold file system.
+                is_silent = self._has_answered and now - self._looked_at > _SILENCE_TIMEOUT_S
+                return f"{self.name} has not answered for {now - self._looked_at:.0f} s" if is_silent else None
+            self._look = None
+            lost: str | None = ray.get(look)
+            self._has_answered = True
             return lost
         except Exception as error:  # Ray raises the error of the actor in its own type
             return f"{self.name} is gone: {message_of(error) or f'{type(error).__name__}: {error}'}"

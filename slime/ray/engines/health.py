@@ -32,7 +32,9 @@ class HealthMonitor:
         find_ended: rank -> whether its process has ended, for all engines that should serve. Returns within seconds.
         ask: sends a request to the engine ``rank`` and returns at once.
         interval_s: seconds between an answer and the next request to an engine.
-        first_wait_s: seconds without requests after :meth:`start`, after :meth:`resume`, and to a new engine.
+        first_wait_s: seconds without requests after :meth:`start`, after the first :meth:`resume`, and to a new
+            engine. Requests come with the first resume: before it, engines wait for their first weights.
+        later_wait_s: seconds without requests after further calls of :meth:`resume`. None: ``first_wait_s``.
         strikes: unanswered requests in a row after which an engine counts as dead. Twice as many while more than
             half of several engines are silent.
     """
@@ -45,6 +47,7 @@ class HealthMonitor:
         *,
         interval_s: float,
         first_wait_s: float = 0.0,
+        later_wait_s: float | None = None,
         strikes: int = _STRIKES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -53,12 +56,15 @@ class HealthMonitor:
         self._on_dead = on_dead
         self._interval_s = interval_s
         self._first_wait_s = first_wait_s
+        self._later_wait_s = first_wait_s if later_wait_s is None else later_wait_s
+        self._has_resumed = False
         self._limit = strikes
         self._clock = clock
-        self._guard = threading.RLock()  # one look at a time. Guards the five fields below
+        self._guard = threading.RLock()  # one look at a time. Guards the fields below
         self._open: dict[int, Answer] = {}
         self._strikes: dict[int, int] = {}
         self._ask_at: dict[int, float] = {}
+        self._new_until: dict[int, float] = {}
         self._quiet_until = clock() + first_wait_s
         self._is_paused = False
         self._stopped = threading.Event()
@@ -78,15 +84,16 @@ class HealthMonitor:
         with self._guard:
             self._strikes.clear()
             self._ask_at.clear()
-            self._quiet_until = self._clock() + self._first_wait_s
-            self._is_paused = False
+            self._quiet_until = self._clock() + (self._later_wait_s if self._has_resumed else self._first_wait_s)
+            self._has_resumed, self._is_paused = True, False
 
     def renew(self, rank: int) -> None:
         """Forget the state of ``rank``: another engine has replaced it."""
         with self._guard:
             self._open.pop(rank, None)
             self._strikes.pop(rank, None)
-            self._ask_at[rank] = self._clock() + self._first_wait_s
+            self._ask_at.pop(rank, None)
+            self._new_until[rank] = self._clock() + self._first_wait_s
 
     def stop(self) -> None:
         """Stop the thread. ``on_dead`` is not called afterwards."""
@@ -108,7 +115,7 @@ class HealthMonitor:
     def _check(self, rank: int) -> None:
         now = self._clock()
         if rank not in self._open:
-            if now >= max(self._quiet_until, self._ask_at.get(rank, 0.0)):
+            if now >= max(self._quiet_until, self._ask_at.get(rank, 0.0), self._new_until.get(rank, 0.0)):
                 self._open[rank] = self._ask(rank)
             return
         answer = self._open[rank]()

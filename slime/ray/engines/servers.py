@@ -48,6 +48,7 @@ _DEFAULT_MODEL = "default"
 _LOOK_EVERY_S = 0.5
 _REPORT_EVERY_S = 60.0
 _START_GRACE_S = 60.0
+_FIRST_WAIT_TIMEOUT_S = 300.0
 _REGISTERED = "the registered engine"
 
 
@@ -273,10 +274,12 @@ class RolloutServers(EngineMemory):
                 urls = ", ".join(engine.url for engine in model.engines.fleet().engines) or "none"
                 about = "" if model.updates_weights else f" of {model.name}, whose weights stay"
                 logger.info("router %s, engines%s %s", model.router.url, about, urls)
+        given_s: float | None = args.rollout_health_check_first_wait
         settings = WatchSettings(
             interval_s=args.rollout_health_check_interval,
             timeout_s=args.rollout_health_check_timeout,
-            first_wait_s=args.rollout_health_check_first_wait,
+            first_wait_s=_first_wait() if given_s is None else given_s,
+            later_wait_s=given_s or 0.0,
             start_timeout_s=args.engine_start_timeout,
             replaces_dead=args.use_fault_tolerance,
         )
@@ -392,3 +395,9 @@ class RolloutServers(EngineMemory):
         self._models = []
         if self._fork_server is not None:
             self._fork_server.stop()
+
+
+def _first_wait() -> float:
+    """Seconds without health checks after the start of an engine, unless the command line gives them."""
+    # The first batches compile kernels, in which an engine may answer nothing for minutes.
+    return 0.0 if accelerator.current().is_cpu else _FIRST_WAIT_TIMEOUT_S

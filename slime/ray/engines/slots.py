@@ -84,6 +84,7 @@ class WatchSettings:
     """Seconds of the health checks and of the start of an engine, from the flags of the same names.
 
     Attributes:
+        later_wait_s: after a weight sync. None: ``first_wait_s``.
         replaces_dead: if False, only ended processes are noticed, and the first one ends the run.
     """
 
@@ -92,6 +93,7 @@ class WatchSettings:
     first_wait_s: float
     start_timeout_s: float
     replaces_dead: bool = True
+    later_wait_s: float | None = None
 
 
 class EngineSlots:
@@ -144,6 +146,7 @@ class EngineSlots:
             self._on_dead,
             interval_s=settings.interval_s,
             first_wait_s=settings.first_wait_s if settings.replaces_dead else math.inf,
+            later_wait_s=settings.later_wait_s if settings.replaces_dead else math.inf,
         )
         self._monitor.start()
 

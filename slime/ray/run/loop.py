@@ -43,7 +43,7 @@ from slime.utils.run_lock import RunLock
 logger = logging.getLogger(__name__)
 
 _DISPOSE_TIMEOUT_S = 20.0
-_FINISH_SAVES_TIMEOUT_S = 120.0
+_FINISH_SAVES_TIMEOUT_S = 1800.0
 _CHECKS = "slime_plugins.ci_test.check_expectations"
 
 

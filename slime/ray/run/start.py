@@ -33,6 +33,9 @@ from slime.utils.run_lock import lock_save
 
 logger = logging.getLogger(__name__)
 
+_ENGINES_GRACE_S = 120.0  # more than that of RolloutServers.wait_ready()
+_START_FLAGS = "--trainer-start-timeout, --engine-start-timeout"
+
 
 @dataclass(frozen=True)
 class StartArgs:
@@ -40,6 +43,7 @@ class StartArgs:
 
     debug_rollout_only: bool = False
     debug_train_only: bool = False
+    engine_start_timeout: float = 0.0
     load: str | None = None
     num_epoch: int = 1
     num_rollout: int | None = None
@@ -50,6 +54,11 @@ class StartArgs:
     start_rollout_id: int | None = None
     trainer_start_timeout: float = 0.0
     weight_sync_timeout: float = 0.0
+
+    @property
+    def all_start_timeout(self) -> float:
+        """Seconds until engines and trainer run. Engines end their own start first: their error has the cause."""
+        return max(self.trainer_start_timeout, self.engine_start_timeout + _ENGINES_GRACE_S)
 
 
 def start_run(args: Namespace) -> Run:
@@ -101,10 +110,10 @@ def _complete(config: RunConfig, handles: RunHandles) -> Run:
     shared_engines = engines if engines_share_devices(config.args) else None
     if shared_engines is not None:
         # Before the trainer: engines take a share of the memory that is free when they start, and give it back here.
-        get(ready, settings.trainer_start_timeout, "engines to start")
+        get(ready, settings.all_start_timeout, "engines to start", _START_FLAGS)
         shared_engines.offload()
     starts = [] if settings.debug_rollout_only else _start_trainers(config, handles)
-    results = get([*ready, *starts], settings.trainer_start_timeout, "engines and trainer to start")
+    results = get([*ready, *starts], settings.all_start_timeout, "engines and trainer to start", _START_FLAGS)
     start_id = _start_id(settings, results[len(ready) :])
     rollout_ids = range(start_id, num_rollout)
     if not rollout_ids and num_rollout:
@@ -135,7 +144,7 @@ def _start_trainers(config: RunConfig, handles: RunHandles) -> list[Any]:
     if not needs_critic(args):
         return starts
     if settings.offload_train:  # both models do not fit at once: the actor leaves before the critic is built
-        get(starts, settings.trainer_start_timeout, "the trainer to start")
+        get(starts, settings.trainer_start_timeout, "the trainer to start", "--trainer-start-timeout")
         trainer.offload()
     critic = RayTrainGroup(critic_args(args), slots, "critic")
     handles.trainers.append(critic)
@@ -146,7 +155,7 @@ def _num_rollout(settings: StartArgs, data_buffer: DataBufferClient, is_read: An
     """Number of rollouts: given, or so many epochs of the prompt file. ``is_read``: ref of the Data Buffer's start."""
     if settings.num_rollout is not None:
         return settings.num_rollout
-    get([is_read], settings.trainer_start_timeout, "the Data Buffer to read the prompts")
+    get([is_read], settings.trainer_start_timeout, "the Data Buffer to read the prompts", "--trainer-start-timeout")
     per_epoch = len(data_buffer) // settings.rollout_batch_size
     if per_epoch == 0:
         raise ConfigError(

@@ -5,14 +5,18 @@ from __future__ import annotations
 import shutil
 import subprocess
 import threading
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
-from slime.ray.engines.actor import EngineNodeActor, pull_in_time
+from slime.backends.sglang_utils.server_process import Activity
+from slime.ray.engines import actor as actor_module
+from slime.ray.engines.actor import EngineNodeActor, NodeSlot, RayOtherNode, pull_in_time
 from slime.utils.errors import ConfigError, DeadlineExceeded
 from slime.weight_sync import local_checkpoint
 from tests.limits import unloaded_time
@@ -55,6 +59,72 @@ def test_a_part_is_lost_with_any_of_its_schedulers_even_if_its_server_goes_on(
         assert unloaded_time() < ends_at
     assert server.poll() is None
     assert lost.startswith("engine 3 node 1 lost its process sglang::tp1 (")
+
+
+class Remote:
+    """Ray with one actor: its calls end when the test lets them."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.results: dict[str, Any] = {}  # by the name of the method
+
+    def remote(self, *_: Any) -> Remote:
+        return self
+
+    def options(self, **_: Any) -> Remote:
+        return self
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=lambda: method)
+
+    def wait(self, refs: list[str], num_returns: int = 1, timeout: float = 0.0) -> tuple[list[str], list[str]]:
+        assert timeout == 0, "the wait for one node must not hold up the others"
+        return [ref for ref in refs if ref in self.results], [ref for ref in refs if ref not in self.results]
+
+    def get(self, ref: str) -> Any:
+        if isinstance(self.results[ref], Exception):
+            raise self.results[ref]
+        return self.results.pop(ref) if ref != "start" else None
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def remote(monkeypatch: pytest.MonkeyPatch) -> Remote:
+    fake = Remote()
+    for name in ("ray", "time"):
+        monkeypatch.setattr(actor_module, name, fake)
+    monkeypatch.setattr(actor_module, "worker_env", dict)
+    return fake
+
+
+def test_a_node_that_has_not_started_is_not_silent_and_one_that_has_is_lost_after_half_a_minute(remote: Remote) -> None:
+    place = SimpleNamespace(rank=3)
+    node = RayOtherNode(NodeSlot(None, 0), Namespace(), place, 1, None, Path("log"))  # type: ignore[arg-type]
+    node.start()
+    for _ in range(100):  # imports its code from a cold file system
+        assert node.lost() is None
+        assert node.activity() is None
+        remote.now += 6.0
+    remote.results |= {"lost": None, "activity": Activity(5, 1.0, 2)}
+    assert node.lost() is None
+    assert node.activity() == Activity(5, 1.0, 2)
+    remote.now += 1.0
+    assert node.lost() is None
+    remote.now += 29.0
+    assert node.lost() is None
+    remote.now += 2.0
+    assert node.lost() == "engine 3 node 1 has not answered for 31 s"
+    assert node.activity() == Activity(5, 1.0, 2)  # the last known one
+
+
+def test_a_node_whose_start_fails_is_gone_with_the_cause(remote: Remote) -> None:
+    place = SimpleNamespace(rank=3)
+    node = RayOtherNode(NodeSlot(None, 0), Namespace(), place, 2, None, Path("log"))  # type: ignore[arg-type]
+    node.start()
+    remote.results["start"] = RuntimeError("no free port")
+    assert node.lost() == "engine 3 node 2 is gone: RuntimeError: no free port"
 
 
 def test_a_copy_of_weights_that_a_file_system_holds_up_ends_with_its_deadline(

@@ -109,6 +109,24 @@ def test_a_slow_answer_is_waited_for_and_keeps_nobody_from_noticing_another_deat
     assert [rank for rank, _ in engines.asked].count(0) == 1
 
 
+def test_the_wait_for_the_first_batches_comes_once_and_a_later_sync_has_another_one(engines):
+    monitor = engines.monitor(first_wait_s=300.0, later_wait_s=5.0, interval_s=1.0)
+    monitor.pause()
+    engines.now += 1000.0  # the trainer loads: the engines have not compiled anything yet
+    monitor.resume()
+    begun = engines.now
+    engines.looks(monitor, 302)
+    assert engines.asked == [(0, begun + 300.0), (1, begun + 300.0)]
+    monitor.pause()
+    engines.asked.clear()
+    monitor.renew(1)  # another engine, which compiles as well
+    monitor.resume()
+    begun = engines.now
+    engines.looks(monitor, 310)
+    first = {rank: next(when for asked, when in engines.asked if asked == rank) for rank in (0, 1)}
+    assert first == {0: begun + 5.0, 1: begun + 300.0}
+
+
 @pytest.mark.parametrize("begin", ["start", "resume", "renew"])
 def test_the_first_wait_comes_before_the_first_question(begin, engines):
     monitor = engines.monitor(first_wait_s=5.0)

@@ -8,8 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 from slime.backends.sglang_utils import engine as engine_module
@@ -151,6 +153,44 @@ def test_a_proxy_in_the_environment_is_ignored(server: Server, tmp_path: Path, m
 
 def test_an_ipv6_address_is_bracketed_in_the_url(tmp_path: Path):
     assert SGLangEngine(EngineSpec(0, "::1", 80, [], {}, tmp_path / "log")).url == "http://[::1]:80"
+
+
+SYNC_VERBS = {
+    "pause_generation": {},
+    "continue_generation": {},
+    "begin_weight_update": {},
+    "end_weight_update": {},
+    "flush_cache": {},
+    "release_memory_occupation": {"tags": ("weights",)},
+    "resume_memory_occupation": {"tags": ("weights",)},
+    "init_weights_update_group": dict.fromkeys(
+        ("master_address", "master_port", "rank_offset", "world_size", "group_name", "backend"), 1
+    ),
+    "destroy_weights_update_group": {"group_name": "g"},
+    "update_weights_from_distributed": {"names": [], "dtypes": [], "shapes": [], "group_name": "g"},
+    "update_weights_from_tensor": {"serialized_named_tensors": []},
+    "update_weights_from_disk": {"model_path": "/x"},
+    "weights_checksum": {},
+    "reset_weights": {},
+    "compare_weights": {},
+}
+
+
+@pytest.mark.parametrize("verb", SYNC_VERBS)
+def test_every_call_of_a_weight_sync_has_the_deadline_of_the_flag(verb: str, tmp_path: Path, monkeypatch):
+    seen: list[float] = []
+
+    class Client:
+        def request(self, method: str, url: str, json: Any, timeout: float) -> httpx.Response:
+            seen.append(timeout)
+            return httpx.Response(200, json={"ranks": [{"checksums": {}}]})
+
+    engine = SGLangEngine(EngineSpec(4, "127.0.0.1", 1, [], {}, tmp_path / "log", sync_timeout_s=4321.0))
+    monkeypatch.setattr(engine, "_clients", SimpleNamespace(client=Client()))
+    if verb == "resume_memory_occupation":
+        engine.release_memory_occupation(**SYNC_VERBS[verb])
+    getattr(engine, verb)(**SYNC_VERBS[verb])
+    assert set(seen) == {4321.0}
 
 
 @pytest.mark.parametrize("answer", [{}, {"ranks": []}, {"ranks": [{}]}, {"ranks": {}}, {"ranks": [{"checksums": 1}]}])

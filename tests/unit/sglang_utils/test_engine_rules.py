@@ -26,6 +26,7 @@ def resolved(line: str = "", **changes: Any) -> Namespace:
     assert names.problems == []
     values: dict[str, Any] = dict.fromkeys(("sglang_router_ip", "sglang_router_port", "sglang_config"))
     values |= {"prefill_num_servers": None, "rollout_external_engine_addrs": None, "debug_train_only": False}
+    values |= {"engine_start_timeout": None}
     values |= {"rollout_num_gpus": 8, "rollout_num_gpus_per_engine": 1, "hf_checkpoint": "/m", "notices": []}
     values |= {
         "num_gpus_per_node": 8,
