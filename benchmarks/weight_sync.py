@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.backends.protocols import EngineInfo, NamedTensor
+from slime.backends.protocols import EVERY_RANK, EngineInfo, NamedTensor, Recipients
 from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.backends.sglang_utils.server_args import server_env
 from slime.backends.training.hf_files import write_hf_directory
@@ -78,7 +78,7 @@ class Weights:
             where = torch.randint(0, tensor.numel(), (count,), generator=self._generator) * tensor.element_size()
             data[where] += 1
 
-    def export_weights(self, bucket_bytes: int = 0) -> Iterator[NamedTensor]:
+    def export_weights(self, bucket_bytes: int = 0, recipients: Recipients = EVERY_RANK) -> Iterator[NamedTensor]:
         yield from self._tensors.items()
 
     def save_hf(self, path: str) -> None:

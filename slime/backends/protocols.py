@@ -29,11 +29,37 @@ class EngineInfo:
         url: base URL of its HTTP server.
         num_gpus: device slots (tensor-parallel ranks) that join a weight-update group.
         first_slot: its first device among all devices of the run, the trainer's first. None for an external engine.
+        expert_blocks: device k of n loads only the experts of block ``k * expert_blocks // n``, of so many equal
+            blocks of each layer. 1: every device loads all experts, or it is not known.
     """
 
     url: str
     num_gpus: int
     first_slot: int | None = None  # with --colocate slot s is also the slot of trainer rank s
+    expert_blocks: int = 1
+
+
+@dataclass(frozen=True)
+class Recipients:
+    """The trainer ranks that get exported weights.
+
+    Attributes:
+        source_only: only the rank with ``is_weight_source``. False: all ranks.
+        blocks: per rank (number, count): of the experts of a layer, divided into ``count`` equal blocks, the rank gets
+            block ``number`` only. None for a rank that needs no experts. Empty: every rank gets all experts.
+    """
+
+    source_only: bool = False
+    blocks: tuple[tuple[int, int] | None, ...] = ()
+
+    def experts(self, rank: int, num_experts: int) -> range:
+        """The experts of a layer that trainer rank ``rank`` gets."""
+        number, count = (self.blocks[rank] or (0, 0)) if self.blocks else (0, 1)
+        return range(number * num_experts // count, (number + 1) * num_experts // count) if count else range(0)
+
+
+EVERY_RANK = Recipients()
+SOURCE = Recipients(source_only=True)
 
 
 @dataclass(frozen=True)
@@ -59,10 +85,10 @@ class WeightExporter(Protocol):
     def is_weight_source(self) -> bool:
         """True on the rank that holds the gathered weights while they are exported."""
 
-    def export_weights(self, bucket_bytes: int = 512 * 1024**2) -> Iterator[NamedTensor]:
-        """All weights under their Hugging Face names, full and unpadded.
-
-        Tensors are meaningful only on the rank with ``is_weight_source``.
+    def export_weights(
+        self, bucket_bytes: int = 512 * 1024**2, recipients: Recipients = EVERY_RANK
+    ) -> Iterator[NamedTensor]:
+        """All weights under their Hugging Face names, full and unpadded. Empty on ranks that are not recipients.
 
         Args:
             bucket_bytes: bytes that are gathered at a time, if the weights are divided among ranks.

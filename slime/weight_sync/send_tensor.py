@@ -1,11 +1,15 @@
 """Sends weights to engines on the trainer's devices: engines open the trainer's memory, and no byte leaves the host.
 
 An engine with n tensor-parallel ranks shares the devices of n trainer ranks. Each of them copies a chunk to fresh
-memory (shared memory on a CPU, device memory on a GPU). The first of them, the *speaker*, gathers the n handles and
+memory (shared memory on a CPU, device memory on a GPU). The first of them, the *speaker*, gets the n handles and
 makes the engine's one HTTP call. Engine rank k opens handle k, which belongs to its own device.
 
-    trainer rank s      lay out | gather handles --> update_weights_from_tensor([h0, ..., hn-1]) --> engine
-    trainer rank s+k    lay out | give handle ---^
+    trainer rank s      lay out | get handles --> update_weights_from_tensor([p0, ..., pn-1]) --> engine
+    trainer rank s+k    lay out | give handle -^
+
+SGLang reads one payload per rank, each with the handle and the names and shapes of all tensors behind it. The ranks of
+an engine hold equal tensors, so only handles travel to the speaker, which writes names and shapes once and copies them.
+Engines that divide experts by blocks get another list on each rank: there each trainer rank writes its own payload.
 
 The next chunk is gathered and copied while the engines load this one. The memory of a chunk is freed after its engine
 has answered. Every trainer rank has such a sender. A rank without an engine only takes part in gathering the weights.
@@ -20,8 +24,10 @@ from __future__ import annotations
 import base64
 import io
 import os
-from collections.abc import Iterator
+import pickle
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -46,17 +52,21 @@ class TensorSender:
     Args:
         fleet: colocated engines only. ``first_slot`` is the trainer rank of an engine's first device.
         ranks: of the trainer. All of them must create the sender together, because it creates process groups.
+        by_block: the ranks of an engine send different experts. Names and sizes may differ then, but not the number of
+            chunks.
     """
 
-    def __init__(self, fleet: EngineFleet, ranks: TrainerRanks, *, timeout_s: float) -> None:
+    def __init__(self, fleet: EngineFleet, ranks: TrainerRanks, *, timeout_s: float, by_block: bool = False) -> None:
         self._timeout_s = timeout_s
         self._ranks = ranks
+        self._by_block = by_block
         self._engine: EngineFleet | None = None
         self._is_speaker = False
         self._group: ProcessGroup | None = None
         self._flat: torch.Tensor | None = None
         self._loading: PendingCalls | None = None
         self._failure: Exception | None = None
+        self._has_ended = False
         for index, engine in enumerate(fleet.engines):
             assert engine.first_slot is not None, f"{engine.url} is not on the trainer's devices"
             members = range(engine.first_slot, engine.first_slot + engine.num_gpus)
@@ -69,24 +79,31 @@ class TensorSender:
         """Start to send ``chunk``. Errors are raised by :meth:`finish`."""
         if self._engine is None:
             return
-        flat, payload, problem = None, "", None
-        if self._failure is None:
+        flat: torch.Tensor | None = None
+        reply: Opening | str | None = None
+        if self._failure is None and not self._has_ended:
             try:
                 flat = shareable(chunk)
-                payload = serialized(flat, chunk)
-            except Exception as error:  # the other ranks of the engine wait in gather()
-                problem = f"trainer rank {self._ranks.rank}: {error}"
+                handle = handle_of(flat)
+                reply = payloads(chunk, [handle])[0] if self._by_block else handle
+            except Exception as error:  # the other ranks of the engine wait in to_first()
+                self._failure = EngineError(f"trainer rank {self._ranks.rank}: {error}")
         self._arrive()
-        replies = self._ranks.gather((payload, problem), self._group)
-        # after gather() the engine is done with the chunk before: its memory may be freed now, not earlier
+        # The speaker calls this when the engine is done with the chunk before, whose memory may be freed now, not
+        # earlier. After a failure of the engine the other ranks stop to copy.
+        self._has_ended = self._ranks.from_first(self._failure is not None, self._group)
         self._flat = flat
+        replies = self._ranks.to_first((reply, None if self._failure is None else str(self._failure)), self._group)
+        if not self._is_speaker:
+            return
         problems = [found for _, found in replies if found is not None]
         if problems and self._failure is None:
             self._failure = EngineError("; ".join(problems))
-        if self._is_speaker and self._failure is None:
+        if self._failure is None:
+            parts = [part for part, _ in replies]
             self._loading = self._engine.start(
                 "update_weights_from_tensor",
-                serialized_named_tensors=[text for text, _ in replies],
+                serialized_named_tensors=parts if self._by_block else payloads(chunk, parts),
                 weight_version=weight_version,
             )
 
@@ -95,9 +112,10 @@ class TensorSender:
         self._arrive()
         if self._engine is not None:
             # only the speaker knows that the engine has answered: no rank may free its memory before
-            self._ranks.gather(None, self._group)
+            self._ranks.from_first(None, self._group)
         failure = self._failure
         self._flat = self._failure = None
+        self._has_ended = False
         accelerator.current().give_back_shared()
         if failure is not None:
             raise failure
@@ -147,11 +165,38 @@ def shareable(chunk: WeightChunk) -> torch.Tensor:
     return chunk.flatten(out=flat)
 
 
-def serialized(flat: torch.Tensor, chunk: WeightChunk) -> str:
-    """The request's text for one tensor-parallel rank: base64 of a pickle of some kilobytes.
+@dataclass(frozen=True)
+class Opening:
+    """The call by which another process of this host opens shared memory. Arguments may be further calls.
 
-    Args:
-        flat: the bytes of ``chunk``, from :func:`shareable`. Must live until the engine has answered.
+    A tensor in its place would be opened, or copied, by every process on the way to the engine.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+def handle_of(flat: torch.Tensor) -> Opening:
+    """The handle to ``flat``, from :func:`shareable`. Valid until ``flat`` is freed."""
+    with _sharing_by_name():
+        return _opening(flat)  # type: ignore[no-any-return]
+
+
+def _opening(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        reduce: Any = _reduce_tensor
+    else:
+        reduce = ForkingPickler(io.BytesIO()).dispatch_table.get(type(value))
+    if reduce is None:
+        return value
+    function, arguments = reduce(value)
+    return Opening(function, tuple(map(_opening, arguments)))
+
+
+def payloads(chunk: WeightChunk, handles: Sequence[Any]) -> list[str]:
+    """The request's texts, one per handle: base64 of a pickle of ``{"metadata": [...], "flattened_tensor": tensor}``.
+
+    The metadata is pickled once.
     """
     metadata, begin = [], 0
     for name, tensor in chunk.tensors:
@@ -168,11 +213,34 @@ def serialized(flat: torch.Tensor, chunk: WeightChunk) -> str:
         )
         begin = end
     buffer = io.BytesIO()
-    with _sharing_by_name():
-        pickler = ForkingPickler(buffer)
-        pickler.dispatch_table[torch.Tensor] = _reduce_tensor
-        pickler.dump({"flattened_tensor": flat, "metadata": metadata})
-    return base64.b64encode(buffer.getvalue()).decode("ascii")
+    first = ForkingPickler(buffer, _PROTOCOL)
+    first.dump(metadata)
+    head = pickle.PROTO + bytes([_PROTOCOL]) + pickle.EMPTY_DICT + pickle.MARK
+    head += _key("metadata") + _body(buffer) + _key("flattened_tensor")
+    texts = []
+    for handle in handles:
+        buffer = io.BytesIO()
+        pickler = ForkingPickler(buffer, _PROTOCOL)
+        pickler.dispatch_table[Opening] = lambda opening: (opening.function, opening.arguments)
+        # the numbers of remembered objects continue those of the metadata
+        pickler.memo = first.memo.copy()
+        pickler.dump(handle)
+        data = head + _body(buffer) + pickle.SETITEMS + pickle.STOP
+        texts.append(base64.b64encode(data).decode("ascii"))
+    return texts
+
+
+# The last protocol without frames, whose lengths would be those of the parts.
+_PROTOCOL = 3
+
+
+def _key(text: str) -> bytes:
+    return pickle.BINUNICODE + len(text).to_bytes(4, "little") + text.encode()
+
+
+def _body(buffer: io.BytesIO) -> bytes:
+    """A pickle without its protocol at the beginning and its stop at the end."""
+    return buffer.getvalue()[2:-1]
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:

@@ -112,23 +112,50 @@ class TrainerRanks:
 
     def from_source(self, value: Any) -> Any:
         """Broadcast the source's ``value``."""
-        return self._gather_all(value if self.is_source else None)[0]
+        return self.from_first(value, self._everyone())
+
+    def least(self, value: int) -> int:
+        """The smallest ``value`` of all ranks."""
+        values: list[int] = self._gather_all(value)
+        return min(values)
 
     def _gather_all(self, value: Any) -> list[Any]:
+        import torch.distributed as dist
+
+        group = self._everyone()
+        if group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=group)
+        return values
+
+    def _everyone(self) -> ProcessGroup | None:
         if self.size > 1 and self._all is None:
             self._all = self.group(range(self.size))
-        return self.gather(value, self._all)
+        return self._all
 
     @staticmethod
-    def gather(value: Any, group: ProcessGroup | None) -> list[Any]:
-        """All-gather over ``group``, in rank order."""
+    def from_first(value: Any, group: ProcessGroup | None) -> Any:
+        """Broadcast the ``value`` of the first member of ``group``."""
+        import torch.distributed as dist
+
+        if group is None:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, group=group, group_src=0)
+        return values[0]
+
+    @staticmethod
+    def to_first(value: Any, group: ProcessGroup | None) -> list[Any]:
+        """Gather the values of ``group`` on its first member, in rank order. Empty on the others."""
         import torch.distributed as dist
 
         if group is None:
             return [value]
-        values: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(values, value, group=group)
-        return values
+        is_first = group.rank() == 0
+        values: list[Any] | None = [None] * group.size() if is_first else None
+        dist.gather_object(value, values, group=group, group_dst=0)
+        return values or []
 
 
 ALONE = TrainerRanks(0, 1, timeout_s=60.0)

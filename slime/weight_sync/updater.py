@@ -5,6 +5,9 @@
     nccl                        on other devices                   DistributedSender: broadcasts from rank 0
     disk                        any                                files that engines load: see send_disk
 
+Without a TensorSender only rank 0 gets the weights. With TensorSenders alone, ranks whose engine divides the experts
+among its devices get the experts of their device.
+
 Every rank of the trainer has one, and all call it at the same time. Called by ``slime.ray.train_actor``.
 """
 
@@ -15,7 +18,7 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
-from slime.backends.protocols import EngineFleet, EngineInfo, WeightExporter
+from slime.backends.protocols import EVERY_RANK, SOURCE, EngineFleet, EngineInfo, Recipients, WeightExporter
 from slime.utils.errors import EngineError
 from slime.utils.net import free_port
 from slime.weight_sync.chunks import SentBefore, WeightChunk
@@ -77,7 +80,7 @@ class WeightUpdater:
         """
         try:
             senders = self._connected(fleet)
-            weights = trainer.export_weights(update.max_chunk_bytes)
+            weights = trainer.export_weights(update.max_chunk_bytes, self._recipients(fleet))
             wants = None if self._sent_before is None else self._sent_before.begin()
             return push_weights(fleet, senders, weights, update, self._ranks, wants)
         except Exception:
@@ -97,14 +100,16 @@ class WeightUpdater:
         self._senders, self._fleet = Senders(), fleet
         near, far = self._places(fleet.engines)
         if near:
-            self._senders.add(TensorSender(fleet.only(near), self._ranks, timeout_s=self._timeout_s))
+            by_block = bool(self._recipients(fleet).blocks)
+            sender = TensorSender(fleet.only(near), self._ranks, timeout_s=self._timeout_s, by_block=by_block)
+            self._senders.add(sender)
         problem: Exception | None = None
         if far and self._ranks.is_source:
             # a new name each time: an engine may still be in the old group
             name = f"slime-pp_{next(self._group_numbers)}"
-            sender = DistributedSender(fleet.only(far), group_name=name, timeout_s=self._timeout_s)
-            self._senders.add(sender)
-            problem = error_of(lambda: sender.connect(self._address, free_port()))
+            network = DistributedSender(fleet.only(far), group_name=name, timeout_s=self._timeout_s)
+            self._senders.add(network)
+            problem = error_of(lambda: network.connect(self._address, free_port()))
         problems = self._ranks.agree(None if problem is None else message_of(problem))
         if problem is not None:
             raise problem
@@ -116,6 +121,22 @@ class WeightUpdater:
         """Indices of the engines on the trainer's devices, and of all others."""
         near = [index for index, engine in enumerate(engines) if self._is_near(engine)]
         return near, [index for index in range(len(engines)) if index not in near]
+
+    def _recipients(self, fleet: EngineFleet) -> Recipients:
+        """The trainer ranks that send to an engine of ``fleet``, and the experts that they send."""
+        near, far = self._places(fleet.engines)
+        if not near:
+            return SOURCE
+        # By blocks only if nothing else decides what a rank sends: the broadcasts need all experts on rank 0, and the
+        # ranks of an engine must leave out the same sizes.
+        if far or self._sent_before is not None or all(engine.expert_blocks == 1 for engine in fleet.engines):
+            return EVERY_RANK
+        blocks: list[tuple[int, int] | None] = [None] * self._ranks.size
+        for engine in fleet.engines:
+            for device in range(engine.num_gpus):
+                number = device * engine.expert_blocks // engine.num_gpus
+                blocks[engine.first_slot + device] = number, engine.expert_blocks  # type: ignore[operator]  # near
+        return Recipients(blocks=tuple(blocks))
 
     def _is_near(self, engine: EngineInfo) -> bool:
         if not self._shares_devices or engine.first_slot is None:

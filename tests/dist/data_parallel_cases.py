@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.unit.megatron_utils.tiny_trainer import make_args, split_batch
+import torch
 
+from slime.backends.protocols import SOURCE
+from tests.unit.megatron_utils.tiny_trainer import make_args, split_batch
 
 
 def run_job(
@@ -45,6 +47,8 @@ def run_job(
     if save_hf is not None:
         trainer.save_hf(save_hf)
     weights = {name: value.clone() for name, value in trainer.export_weights()}
+    at_source = [(name, torch.equal(weights[name], value)) for name, value in trainer.export_weights(1 << 20, SOURCE)]
+    assert at_source == ([(name, True) for name in weights] if rank == 0 else [])
     return {"start": start, "reports": reports, "weights": weights}
 
 

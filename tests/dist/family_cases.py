@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slime.backends.protocols import Recipients
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.tiny_families import packed_logits, saved_tensors
 from tests.unit.megatron_utils.tiny_trainer import VOCAB
@@ -92,3 +93,53 @@ def load_error(rank: int, world_size: int, path: str, layout: dict[str, int]) ->
     except ConfigError as error:
         return str(error)
     return ""
+
+
+def exports_to(
+    rank: int,
+    world_size: int,
+    paths: list[str],
+    layout: dict[str, int],
+    recipients: list[Recipients],
+    buckets: list[int],
+) -> list[tuple[list[tuple[str, bool, int]], int]]:
+    """Per checkpoint, recipients and bucket size: (name, equal to the saved one, bytes) and the bytes received."""
+    from slime.backends.megatron_utils.checkpoint import gather
+    from slime.backends.megatron_utils.checkpoint.hf_weights import export_weights
+
+    _start(layout)
+    received = [0]
+
+    class Counting(gather.Peers):
+        def all_gather(self, flat: torch.Tensor) -> torch.Tensor:
+            received[0] += flat.numel() * (self.size - 1)
+            return super().all_gather(flat)
+
+        def gather(self, flat: torch.Tensor) -> torch.Tensor | None:
+            received[0] += flat.numel() * (self.size - 1) * (self.rank == 0)
+            return super().gather(flat)
+
+        def broadcast(self, flat: torch.Tensor, source: int) -> None:
+            received[0] += flat.numel() * (self.rank != source)
+            super().broadcast(flat, source)
+
+        def to_first(self, flat: torch.Tensor, source: int) -> None:
+            received[0] += flat.numel() * (self.rank == 0)
+            super().to_first(flat, source)
+
+        def exchange(self, flat: torch.Tensor, give: Any, take: Any) -> torch.Tensor:
+            received[0] += sum(take)
+            return super().exchange(flat, give, take)
+
+    gather.Peers = Counting  # type: ignore[misc]  # this process ends with the test
+    results = []
+    for path in map(Path, paths):
+        model, shape = _load(path)
+        saved = saved_tensors(path)
+        for to in recipients:
+            for bucket_bytes in buckets:
+                received[0] = 0
+                weights = export_weights(model, shape, bucket_bytes, to)
+                exported = [(name, torch.equal(value, saved[name]), value.nbytes) for name, value in weights]
+                results.append((exported, received[0]))
+    return results

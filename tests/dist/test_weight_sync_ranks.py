@@ -55,3 +55,17 @@ def test_a_failure_anywhere_ends_the_session_everywhere_and_the_next_update_work
     assert [one["gathered"] for one in seen] == [6] * 4
     for first in (0, 2):
         assert _held(seen[first], "2", 1) == _EXPECTED
+
+
+@pytest.mark.parametrize("changed_only", [False, True])
+def test_the_devices_of_an_engine_that_divides_experts_get_those_of_their_block(
+    ranks: ForkServer, changed_only: bool
+) -> None:
+    """With --update-weight-changed-only every device gets all, as the ranks must leave out the same tensors."""
+    seen = _run(ranks, engines=[(0, 2), (2, 2)], num_experts=4, expert_blocks=2, changed_only=changed_only)
+    for first in (0, 2):
+        for slot in (0, 1):
+            block = range(4) if changed_only else range(2 * slot, 2 * slot + 2)
+            experts = {f"expert{number}": [float(value + number) for value in range(4)] for number in block}
+            assert _held(seen[first], "1", slot) == _EXPECTED | experts
+    assert all(one["errors"] == [] for one in seen)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.backends.protocols import EngineInfo, NamedTensor
+from slime.backends.protocols import EngineInfo, NamedTensor, Recipients
 from slime.utils.errors import EngineError
 from slime.weight_sync import send_tensor
 from slime.weight_sync.session import TrainerRanks
@@ -19,21 +19,29 @@ from slime.weight_sync.updater import WeightUpdater
 from tests.unit.weight_sync.fakes import RecordingFleet
 
 
-
 class Trainer:
-    """The same three tensors on every rank, and how often they were gathered."""
+    """The same three tensors on every rank, the experts that the rank is asked for, and how often it gathered."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int, num_experts: int) -> None:
         self.num_gathered = 0
+        self.rank, self.num_experts = rank, num_experts
 
-    def export_weights(self, bucket_bytes: int) -> Iterator[NamedTensor]:
+    def export_weights(self, bucket_bytes: int, recipients: Recipients) -> Iterator[NamedTensor]:
         for index in range(3):
             self.num_gathered += 1
             yield f"w{index}", torch.arange(8.0) + index
+        for expert in recipients.experts(self.rank, self.num_experts):
+            yield f"expert{expert}", torch.arange(4.0) + expert
 
 
 def send_to_colocated(
-    rank: int, world_size: int, engines: list[tuple[int, int]], fails: str | None = None
+    rank: int,
+    world_size: int,
+    engines: list[tuple[int, int]],
+    fails: str | None = None,
+    num_experts: int = 0,
+    expert_blocks: int = 1,
+    changed_only: bool = False,
 ) -> dict[str, Any]:
     """Two updates. ``engines``: (first slot, devices) of each. Returns what this rank saw.
 
@@ -55,7 +63,9 @@ def send_to_colocated(
             }
             opened.append((weight_version, slot, tensors))
 
-    infos = [EngineInfo(f"http://{first}", count, first_slot=first) for first, count in engines]
+    infos = [
+        EngineInfo(f"http://{first}", count, first_slot=first, expert_blocks=expert_blocks) for first, count in engines
+    ]
     fleet = RecordingFleet(infos, update_weights_from_tensor=load, weight_version=lambda: version)
     shareable = send_tensor.shareable
 
@@ -66,8 +76,8 @@ def send_to_colocated(
 
     send_tensor.shareable = scarce
     ranks = TrainerRanks(rank, world_size, timeout_s=600)
-    updater = WeightUpdater(ranks, address="127.0.0.1", shares_devices=True, timeout_s=600)
-    trainer, errors = Trainer(), []
+    updater = WeightUpdater(ranks, address="127.0.0.1", shares_devices=True, timeout_s=600, changed_only=changed_only)
+    trainer, errors = Trainer(rank, num_experts), []
     for version in ("1", "2"):
         update = WeightUpdate(version, max_chunk_bytes=32, timeout_s=600)
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,16 +14,18 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.protocols import EngineInfo, NamedTensor
+from slime.backends.protocols import EVERY_RANK, EngineInfo, NamedTensor, Recipients
 from slime.backends.sglang_utils.checksum import expected_checksums
 from slime.backends.sglang_utils.engine import SGLangEngine
+from slime.backends.sglang_utils.external import expert_blocks, get_server_info
 from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.backends.sglang_utils.server_args import server_env
 from slime.backends.training.hf_files import write_hf_directory
 from slime.utils.errors import EngineError
-from slime.weight_sync import send_distributed
+from slime.weight_sync import send_distributed, send_tensor
+from slime.weight_sync.chunks import WeightChunk
 from slime.weight_sync.send_disk import DeltaUpdater, DiskSettings, DiskUpdater
-from slime.weight_sync.session import ALONE, WeightUpdate
+from slime.weight_sync.session import ALONE, WeightUpdate, push_weights
 from slime.weight_sync.updater import WeightUpdater
 from tests.e2e.engines import HostFleet, LocalFleet, make_engine
 from tests.e2e.moe_model import make_moe_model
@@ -67,7 +70,7 @@ class StubTrainer:
             if only is None or only in name:
                 tensor.add_(torch.randn(tensor.shape, generator=self.generator) * 0.02)
 
-    def export_weights(self, bucket_bytes: int = 0) -> Iterator[NamedTensor]:
+    def export_weights(self, bucket_bytes: int = 0, recipients: Recipients = EVERY_RANK) -> Iterator[NamedTensor]:
         yield from self.weights.items()
 
     def save_hf(self, path: str) -> None:
@@ -132,6 +135,35 @@ def test_files_arrive_bit_for_bit_in_full_or_as_differences(engine, tiny_task, t
         assert max(sizes[1:]) < sizes[0] / 4
 
 
+class BothDevices:
+    """Sends to an engine of two devices, each with the experts of its block, in place of two trainer ranks."""
+
+    def __init__(self, fleet: LocalFleet, num_experts: int) -> None:
+        self.fleet = fleet
+        blocks = Recipients(blocks=((0, 2), (1, 2)))
+        self.experts = [blocks.experts(rank, num_experts) for rank in range(2)]
+
+    def send(self, chunk: WeightChunk, weight_version: str) -> None:
+        texts, held = [], []
+        for experts in self.experts:
+            part = WeightChunk([named for named in chunk.tensors if expert_of(named[0]) in (None, *experts)])
+            held.append(send_tensor.shareable(part))
+            texts += send_tensor.payloads(part, [send_tensor.handle_of(held[-1])])
+        call = self.fleet.start(
+            "update_weights_from_tensor", serialized_named_tensors=texts, weight_version=weight_version
+        )
+        call.wait(60)
+
+    def finish(self) -> None: ...
+
+    def disconnect(self) -> None: ...
+
+
+def expert_of(name: str) -> int | None:
+    found = re.search(r"\.experts\.(\d+)\.", name)
+    return int(found[1]) if found else None
+
+
 def test_engines_of_different_width_get_the_same_mixture_of_experts(tiny_task, preloaded, tmp_path):
     model_path = str(make_moe_model(tiny_task, tmp_path / "model"))
     task = SimpleNamespace(model=model_path)
@@ -141,6 +173,11 @@ def test_engines_of_different_width_get_the_same_mixture_of_experts(tiny_task, p
     updater = WeightUpdater(ALONE, address="127.0.0.1", shares_devices=False, timeout_s=600, changed_only=True)
     fleet = LocalFleet([wide, narrow], [EngineInfo(wide.url, 2), EngineInfo(narrow.url, 1)])
     sizes = []
+
+    def reference_of(version: str) -> Any:
+        write_hf_directory(trainer.export_weights(), model_path, str(tmp_path / version))
+        return model_of(SimpleNamespace(model=str(tmp_path / version)))
+
     try:
         for start in [fleet.pool.submit(each.start) for each in (wide, narrow)]:
             start.result()
@@ -152,13 +189,22 @@ def test_engines_of_different_width_get_the_same_mixture_of_experts(tiny_task, p
         with pytest.raises(EngineError, match="refused weights_checker"):
             fleet.start("compare_weights").wait(60)
         answers = [generate(each, [5, 6, 7, 8]) for each in (wide, narrow)]
+        references = [reference_of("2")]
+        assert [expert_blocks(get_server_info(each.url)) for each in (wide, narrow)] == [2, 1]
+        # each device gets the experts of its block only
+        trainer.step()
+        by_block = EngineInfo(wide.url, 2, first_slot=0, expert_blocks=2)
+        update = WeightUpdate("3", max_chunk_bytes=1 << 30, timeout_s=600)
+        only_wide = LocalFleet([wide], [by_block])
+        push_weights(only_wide, BothDevices(only_wide, num_experts=8), trainer.export_weights(), update)
+        answers.append(generate(wide, [5, 6, 7, 8]))
+        references.append(reference_of("3"))
     finally:
         updater.disconnect(is_urgent=True)
         wide.stop()
         narrow.stop()
     assert sizes[2] < sizes[0] / 4, "what has not changed is not sent again"
-    write_hf_directory(trainer.export_weights(), model_path, str(tmp_path / "new"))
-    reference = model_of(SimpleNamespace(model=str(tmp_path / "new")))
-    for output, log_probs, version in answers:
-        assert version == "2"
+    for number, (output, log_probs, version) in enumerate(answers):
+        reference = references[number // 2]
+        assert version == ("2", "2", "3")[number]
         assert worst_difference(reference, [5, 6, 7, 8], output, log_probs) < 1e-5

@@ -26,7 +26,7 @@ from slime.backends.fsdp_utils.hf_weights import export_weights, load_weights
 from slime.backends.fsdp_utils.model import build_model, local_tensor, local_tensors, read_config
 from slime.backends.fsdp_utils.optimizer import build_optimizer, reset_moments
 from slime.backends.fsdp_utils.step import TrainState, outputs_by_sample, train_step
-from slime.backends.protocols import NamedTensor, TrainerPart
+from slime.backends.protocols import EVERY_RANK, NamedTensor, Recipients, TrainerPart
 from slime.backends.training.arguments import OptimizerArgs, ParallelArgs, PrecisionArgs, TrainerArgs
 from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.context_parallel import Sharding
@@ -177,11 +177,13 @@ class FsdpTrainer(TrainerBase):
         """Write a Hugging Face checkpoint at ``path``. An error of the writing rank is raised on all ranks."""
         save_hf_directory(self.export_weights(), self._args.hf_checkpoint, path, is_writer=self.is_weight_source)
 
-    def export_weights(self, bucket_bytes: int = 512 * 1024**2) -> Iterator[NamedTensor]:
+    def export_weights(
+        self, bucket_bytes: int = 512 * 1024**2, recipients: Recipients = EVERY_RANK
+    ) -> Iterator[NamedTensor]:
         """All weights under their Hugging Face names, full."""
         self._device.require(["weights"], "the export of weights")
         # One tensor at a time, whatever ``bucket_bytes`` is.
-        return export_weights(self._ready.model, self._names, self._dtype)
+        return export_weights(self._ready.model, self._names, self._dtype, recipients)
 
     # ------------------------------------------------------------------------------------------------ memory
 

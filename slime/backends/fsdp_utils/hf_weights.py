@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from slime.backends.fsdp_utils.model import is_tied, saved_tensors
-from slime.backends.protocols import NamedTensor
+from slime.backends.protocols import EVERY_RANK, NamedTensor, Recipients
 from slime.backends.training.hf_files import TensorReader, raise_everywhere
 from slime.utils.errors import ConfigError
 
@@ -53,12 +53,14 @@ class HfTensor:
             return reader.get(self.name)
         return torch.stack([torch.cat([reader.get(name) for name in parts]) for parts in self.names])
 
-    def split(self, whole: torch.Tensor) -> Iterator[NamedTensor]:
+    def split(self, whole: torch.Tensor, experts: range) -> Iterator[NamedTensor]:
+        """``whole`` under the checkpoint's names. Of experts with separate names only ``experts``."""
         if not self.is_fused:
             yield self.name, whole
             return
-        for expert, parts in zip(whole, self.names, strict=True):
-            yield from zip(parts, expert.chunk(len(parts)), strict=True)
+        for number in experts:
+            parts = self.names[number]
+            yield from zip(parts, whole[number].chunk(len(parts)), strict=True)
 
 
 def hf_tensors(model: PreTrainedModel, checkpoint_names: set[str]) -> Iterator[HfTensor]:
@@ -137,17 +139,34 @@ def _fill(tensor: HfTensor, reader: TensorReader) -> list[str]:
 
 
 @torch.no_grad()
-def export_weights(model: PreTrainedModel, checkpoint_names: set[str], dtype: torch.dtype) -> Iterator[NamedTensor]:
-    """All weights under the checkpoint's names, whole, on every rank. A collective.
+def export_weights(
+    model: PreTrainedModel, checkpoint_names: set[str], dtype: torch.dtype, recipients: Recipients = EVERY_RANK
+) -> Iterator[NamedTensor]:
+    """All weights under the checkpoint's names, whole. A collective.
 
     Args:
         checkpoint_names: of --hf-checkpoint, which show whether experts have separate names.
         dtype: of parameters; buffers keep theirs.
+        recipients: the ranks that get the tensors. The others get none.
     """
+    rank = dist.get_rank() if dist.is_initialized() else 0
     for tensor in hf_tensors(model, checkpoint_names):
         value: Any = tensor.value
         if isinstance(value, DTensor):
             # cast before the gather: half the bytes, and layers compute with the cast weights anyway
             rows: Any = value.to(dtype)
-            value = rows.full_tensor()
-        yield from tensor.split(value.detach())
+            value = _on_first(rows) if recipients.source_only else rows.full_tensor()
+        if rank == 0 or not recipients.source_only:
+            yield from tensor.split(value.detach(), recipients.experts(rank, len(tensor.names)))
+
+
+def _on_first(value: DTensor) -> torch.Tensor:
+    """The whole tensor on rank 0, and this rank's rows elsewhere."""
+    mesh, rows = value.device_mesh, value.to_local()
+    # as torch.chunk, by which FSDP divides rows: the last ranks may have fewer, or none
+    most = -(-value.shape[0] // mesh.size())
+    padded = rows.new_zeros(most, *value.shape[1:])
+    padded[: len(rows)] = rows
+    parts = [torch.empty_like(padded) for _ in range(mesh.size())] if mesh.get_rank() == 0 else None
+    dist.gather(padded, parts, group=mesh.get_group(), group_dst=0)
+    return rows if parts is None else torch.cat(parts)[: value.shape[0]]

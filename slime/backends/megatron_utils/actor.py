@@ -42,7 +42,7 @@ from slime.backends.megatron_utils.step import (
     train_step,
 )
 from slime.backends.megatron_utils.trainer_hooks import TrainerHooks
-from slime.backends.protocols import NamedTensor, TrainReport
+from slime.backends.protocols import EVERY_RANK, NamedTensor, Recipients, TrainReport
 from slime.backends.training.arguments import ParallelArgs, TrainerArgs
 from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.data import RankPlace, TrainBatch
@@ -201,7 +201,9 @@ class MegatronTrainer(TrainerBase):
         weights = export_weights(self._ready.model, self._shape, layout_of=source)
         save_hf_directory(weights, source, path, is_writer=self.is_weight_source)
 
-    def export_weights(self, bucket_bytes: int = 512 * 1024**2) -> Iterator[NamedTensor]:
+    def export_weights(
+        self, bucket_bytes: int = 512 * 1024**2, recipients: Recipients = EVERY_RANK
+    ) -> Iterator[NamedTensor]:
         """All weights under their Hugging Face names, full and unpadded. Gathers ``bucket_bytes`` at a time."""
         self._device.require(["weights"], "the export of weights")
-        return export_weights(self._ready.model, self._shape, bucket_bytes)
+        return export_weights(self._ready.model, self._shape, bucket_bytes, recipients)

@@ -179,6 +179,29 @@ def _number(answer: Mapping[str, Any], name: str) -> int:
     return int(answer.get(name) or answer.get(_LONG_NAMES.get(name, name)) or 1)
 
 
+# Settings by which a device may load experts of other blocks, or keep them elsewhere.
+_MOVES_EXPERTS = (
+    "ep_num_redundant_experts",
+    "enable_eplb",
+    "elastic_ep_backend",
+    "ep_join_mode",
+    "enable_paged_experts",
+    "enable_waterfill",
+    "kt_weight_path",
+)
+
+
+def expert_blocks(answer: Mapping[str, Any]) -> int:
+    """Of :class:`EngineInfo`, from all fields of a server. 1 if a setting may move experts.
+
+    From ``FusedMoE._map_global_expert_id_to_local_expert_id`` and ``derive_spawn_ranks`` of SGLang 0.5.23: without such
+    a setting, a device ignores experts outside of its block in every update.
+    """
+    is_usual = answer.get("init_expert_location") in (None, "trivial") and not any(map(answer.get, _MOVES_EXPERTS))
+    is_one_copy = _number(answer, "moe_dp_size") == 1 and _number(answer, "pp_size") == 1
+    return _number(answer, "ep_size") if is_usual and is_one_copy else 1
+
+
 def apply_external_engine_info_to_args(args: Namespace, logger: logging.Logger | None = None) -> None:
     """Derive the numbers of external engines and devices from the answers of the engines.
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from slime.backends.protocols import EngineFleet, NamedTensor, WeightExporter
+from slime.backends.protocols import EVERY_RANK, EngineFleet, NamedTensor, Recipients, WeightExporter
 from slime.backends.training.hf_files import save_hf_directory
 from slime.config.arguments import SyncArgs
 from slime.config.groups import from_args
@@ -80,8 +80,10 @@ class _QuantizedWeights:
     def is_weight_source(self) -> bool:
         return self.trainer.is_weight_source
 
-    def export_weights(self, bucket_bytes: int = 512 * 1024**2) -> Iterator[NamedTensor]:
-        return self.quantizer(self.trainer.export_weights(bucket_bytes))
+    def export_weights(
+        self, bucket_bytes: int = 512 * 1024**2, recipients: Recipients = EVERY_RANK
+    ) -> Iterator[NamedTensor]:
+        return self.quantizer(self.trainer.export_weights(bucket_bytes, recipients))
 
     def save_hf(self, path: str) -> None:
         save_hf_directory(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,7 @@ def test_attention_of_transformers_reads_packed_samples_as_well(mesh: Any, tmp_p
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "glm4_moe"])
 def test_an_export_has_the_names_and_bits_of_the_checkpoint(kind: str, mesh: Any, tmp_path: Path) -> None:
     from slime.backends.fsdp_utils.hf_weights import export_weights
+    from slime.backends.protocols import Recipients
     from slime.backends.training.hf_files import TensorReader
 
     make_family_checkpoint(kind, tmp_path)
@@ -125,9 +127,12 @@ def test_an_export_has_the_names_and_bits_of_the_checkpoint(kind: str, mesh: Any
         name: value for name, value in saved_tensors(tmp_path).items() if not name.startswith(f"model.layers.{layers}.")
     }
     names = TensorReader(tmp_path, "").names
-    exported = dict(export_weights(_loaded(tmp_path, mesh), names, torch.float32))
+    model = _loaded(tmp_path, mesh)
+    exported = dict(export_weights(model, names, torch.float32))
     assert set(exported) == set(saved)
     assert all(torch.equal(exported[name], value) for name, value in saved.items())
+    second_half = {name for name, _ in export_weights(model, names, torch.float32, Recipients(blocks=((1, 2),)))}
+    assert second_half == {name for name in saved if not re.search(r"\.experts\.[0-3]\.", name)}
 
 
 def test_all_missing_misshapen_and_unknown_tensors_are_named_in_one_message_of_the_loader(

@@ -35,7 +35,7 @@ class Trainer:
         generator = torch.Generator().manual_seed(3)
         self.weights = {WEIGHT: torch.randn(4, 6, generator=generator).bfloat16(), NORM: torch.ones(6).bfloat16()}
 
-    def export_weights(self, bucket_bytes: int = 0) -> Any:
+    def export_weights(self, bucket_bytes: int = 0, recipients: Any = None) -> Any:
         yield from self.weights.items()
 
     def save_hf(self, path: str) -> None:

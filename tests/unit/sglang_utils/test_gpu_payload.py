@@ -13,6 +13,11 @@ from slime.weight_sync import send_tensor
 from slime.weight_sync.chunks import WeightChunk
 
 
+def serialized(flat: torch.Tensor, chunk: WeightChunk) -> str:
+    """The payload of one rank."""
+    return send_tensor.payloads(chunk, [send_tensor.handle_of(flat)])[0]
+
+
 def played_handle(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
     """The result of torch's ``reduce_tensor`` for memory of device 1."""
     handle = (b"memory", tensor.nbytes, 0, False, b"counter", 0, b"event", True)
@@ -29,7 +34,7 @@ def test_an_engine_that_counts_devices_differently_opens_the_memory_on_the_right
     with monkeypatch.context() as trainer:
         trainer.setattr(reductions, "reduce_tensor", played_handle)
         trainer.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device}"))
-        text = send_tensor.serialized(flat, chunk)
+        text = serialized(flat, chunk)
     opened_with: list[Any] = []
 
     def rebuild(*arguments: Any) -> torch.Tensor:

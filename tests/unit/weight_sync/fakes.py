@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from slime.backends.protocols import EngineInfo, NamedTensor
+from slime.backends.protocols import EVERY_RANK, EngineInfo, NamedTensor, Recipients
 from slime.weight_sync.chunks import WeightChunk
 
 
@@ -87,7 +87,7 @@ class StubTrainer:
         where = torch.randperm(self.weights[name].numel(), generator=self.generator)[:count]
         self.weights[name][where] += 1.0
 
-    def export_weights(self, bucket_bytes: int = 0) -> Iterator[NamedTensor]:
+    def export_weights(self, bucket_bytes: int = 0, recipients: Recipients = EVERY_RANK) -> Iterator[NamedTensor]:
         yield from self.weights.items()
 
     def save_hf(self, path: str) -> None:

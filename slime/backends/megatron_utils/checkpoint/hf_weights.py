@@ -1,7 +1,7 @@
 """Weights between a Hugging Face checkpoint and the live model, in both directions, on any parallel layout.
 
     load     every rank reads the tensors of its shards, one at a time
-    export   bucket by bucket: shards are gathered inside the owning pipeline stage, then given to the other stages
+    export   bucket by bucket, see ``gather``
 
 ``actor``, ``critic`` and the conversion tools call it on all ranks at once. A model larger than the host's memory never
 has to exist twice. Layouts are handled here, architectures in ``slime.models``.
@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
+from slime.backends.megatron_utils.checkpoint.gather import Gather, groups_of_rank
 from slime.backends.megatron_utils.checkpoint.tensors import (
     LocalTensor,
     ModelTensors,
-    Owned,
     Place,
     from_megatron,
     full_shape,
@@ -29,14 +28,12 @@ from slime.backends.megatron_utils.checkpoint.tensors import (
     shard,
     to_megatron,
 )
-from slime.backends.megatron_utils.precision.quantization import readable
-from slime.backends.protocols import NamedTensor
+from slime.backends.protocols import EVERY_RANK, NamedTensor, Recipients
 from slime.backends.training.hf_files import TensorReader, raise_everywhere
 from slime.models.family import Family
 from slime.utils.errors import ConfigError
 
 _BUCKET_BYTES = 512 * 1024**2
-_ALIGNMENT = 16  # bytes: a tensor of any dtype may begin there
 
 _NEVER_READ = (r".*\.rotary_emb\.inv_freq",)
 
@@ -139,29 +136,34 @@ def _unknown(names: Sequence[str], tensors: ModelTensors, reader: TensorReader, 
 
 @torch.no_grad()
 def export_weights(
-    model: Any, shape: Shape, bucket_bytes: int = _BUCKET_BYTES, *, layout_of: str | None = None
+    model: Any,
+    shape: Shape,
+    bucket_bytes: int = _BUCKET_BYTES,
+    recipients: Recipients = EVERY_RANK,
+    *,
+    layout_of: str | None = None,
 ) -> Iterator[NamedTensor]:
-    """All weights under Hugging Face names, whole and without vocabulary padding, on every rank. A collective.
+    """All weights under Hugging Face names, whole and without vocabulary padding. A collective.
 
     Tensors may be views of live parameters: use or copy them before the next optimizer step.
 
     Args:
         bucket_bytes: bytes gathered at a time. A larger tensor is gathered alone.
+        recipients: the ranks that get the tensors. The others get none.
         layout_of: a checkpoint. If it stacks the experts of a layer in one tensor, so does the export.
     """
     tensors = ModelTensors(model, shape.family, shape.vocab_size, shape.is_tied)
     stacks = _Stacks(tensors, layout_of)
-    for bucket in _buckets(tensors, bucket_bytes):
-        shards = _collect(bucket, tensors)
-        for index, owned in enumerate(bucket):
+    gather = Gather(tensors, groups_of_rank(), recipients)
+    for bucket in gather.buckets(tensors.plan(), bucket_bytes):
+        for owned, expert_rank, shards in gather.pieces(bucket):
             rule = tensors.rule(owned.place)
-            for expert_rank, of_rank in enumerate(shards):
-                whole = join([of_shard[index] for of_shard in of_rank], rule)
-                if stacks.has(owned.place):
-                    yield from stacks.add(owned.place, expert_rank, whole)
-                    continue
-                parts = from_megatron(whole, rule, tensors.size)
-                yield from zip(tensors.hf_names(owned.place, expert_rank), parts, strict=True)
+            whole = join(shards, rule)
+            if stacks.has(owned.place):
+                yield from stacks.add(owned.place, expert_rank, whole)
+                continue
+            parts = from_megatron(whole, rule, tensors.size)
+            yield from zip(tensors.hf_names(owned.place, expert_rank), parts, strict=True)
 
 
 class _Stacks:
@@ -189,87 +191,3 @@ class _Stacks:
         if len(self._experts) == self._tensors.config.num_moe_experts:
             yield name, torch.stack([self._experts[expert] for expert in sorted(self._experts)])
             self._experts = {}
-
-
-def _buckets(tensors: ModelTensors, bucket_bytes: int) -> Iterator[list[Owned]]:
-    """Neighbors in the plan of one stage and one pair of groups, up to ``bucket_bytes`` when whole."""
-    bucket: list[Owned] = []
-    num_bytes = 0
-    for owned in tensors.plan():
-        rule = tensors.rule(owned.place)
-        ranks = tensors.num_shards(rule)
-        if rule.is_expert:
-            ranks *= mpu.get_expert_model_parallel_world_size()  # a place is one expert on each of these ranks
-        size = owned.num_bytes * ranks
-        if bucket:
-            last = bucket[-1]
-            # Only one stage broadcasts a bucket, over one set of groups.
-            is_like = last.stage == owned.stage and tensors.rule(last.place).is_expert == rule.is_expert
-            if not is_like or num_bytes + size > bucket_bytes:
-                yield bucket
-                bucket, num_bytes = [], 0
-        bucket.append(owned)
-        num_bytes += size
-    if bucket:
-        yield bucket
-
-
-def _collect(bucket: list[Owned], tensors: ModelTensors) -> list[list[list[torch.Tensor]]]:
-    """``[expert rank][shard][index in the bucket]``: the shards of all ranks of the owning stage, on every rank."""
-    is_expert = tensors.rule(bucket[0].place).is_expert
-    is_mine = bucket[0].stage == mpu.get_pipeline_model_parallel_rank()
-    if is_expert:
-        groups = [mpu.get_expert_tensor_parallel_group(), mpu.get_expert_model_parallel_group()]
-    else:
-        groups = [mpu.get_tensor_model_parallel_group()]
-    num_stages = mpu.get_pipeline_model_parallel_world_size()
-    sizes = [group.size() for group in groups]
-    if num_stages == 1 and set(sizes) == {1}:
-        return [[[readable(tensors.local[owned.place].value) for owned in bucket]]]
-    like = next(iter(tensors.local.values())).value
-    if is_mine:
-        flat = _flatten([readable(tensors.local[owned.place].value) for owned in bucket])
-        # The last group becomes the outermost dimension: [expert rank][shard].
-        for group in groups:
-            flat = _all_gather(flat, group)
-    else:
-        length = sum(_padded(owned.num_bytes) for owned in bucket)
-        for size in sizes:
-            length *= size
-        flat = torch.empty(length, dtype=torch.uint8, device=like.device)
-    if num_stages > 1:
-        group = mpu.get_pipeline_model_parallel_group()
-        dist.broadcast(flat, dist.get_global_rank(group, bucket[0].stage), group=group)
-    num_experts, num_shards = (sizes[1], sizes[0]) if is_expert else (1, sizes[0])
-    rows = flat.view(num_experts, num_shards, -1)
-    return [[_unflatten(rows[e, s], bucket) for s in range(num_shards)] for e in range(num_experts)]
-
-
-def _all_gather(flat: torch.Tensor, group: Any) -> torch.Tensor:
-    if group.size() == 1:
-        return flat
-    out = flat.new_empty(flat.numel() * group.size())
-    dist.all_gather_into_tensor(out, flat, group=group)
-    return out
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _flatten(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    # Bytes, because a bucket may mix dtypes.
-    flat = torch.zeros(sum(_padded(value.nbytes) for value in values), dtype=torch.uint8, device=values[0].device)
-    begin = 0
-    for value in values:
-        flat[begin : begin + value.nbytes] = value.contiguous().view(-1).view(torch.uint8)
-        begin += _padded(value.nbytes)
-    return flat
-
-
-def _unflatten(flat: torch.Tensor, bucket: Sequence[Owned]) -> list[torch.Tensor]:
-    tensors, begin = [], 0
-    for owned in bucket:
-        tensors.append(flat[begin : begin + owned.num_bytes].view(owned.dtype).view(owned.shape))
-        begin += _padded(owned.num_bytes)
-    return tensors
