@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import queue
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
 from slime.utils.errors import ConfigError, SlimeError
@@ -52,10 +62,161 @@ def run(
 
 
 
-def _fill_disk(full_for: str) -> None:
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
+class _Allocated(TorchDispatchMode):
+    """Bytes of the memory that operators have made in this mode, now and at most."""
 
-    from slime.backends.training import checkpoint_files
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+        self._lock = threading.Lock()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {_address(value) for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu" and _address(value) not in given:
+                self._add(value.untyped_storage())
+        return result
+
+    def _add(self, storage: Any) -> None:
+        with self._lock:
+            if storage._cdata in self._known or storage.nbytes() == 0:
+                return
+            self._known.add(storage._cdata)
+            self.now += storage.nbytes()
+            self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._remove, storage._cdata, storage.nbytes())
+
+    def _remove(self, storage: int, num_bytes: int) -> None:
+        with self._lock:
+            self._known.discard(storage)
+            self.now -= num_bytes
+
+
+def _address(value: torch.Tensor) -> int:
+    return value.untyped_storage()._cdata
+
+
+@contextmanager
+def _counted() -> Iterator[_Allocated]:
+    """Count the memory of all threads that start in the block, and of this one."""
+    counter, run = _Allocated(), threading.Thread.run
+
+    def run_counted(thread: threading.Thread) -> None:
+        with counter:
+            run(thread)
+
+    with mock.patch.object(threading.Thread, "run", run_counted), counter:
+        yield counter
+
+
+@contextmanager
+def _groups_used() -> Iterator[list[Any]]:
+    """The process groups of all collectives in the block."""
+    groups: list[Any] = []
+    places = {"all_gather_object": 2, "gather_object": 3, "broadcast_object_list": 2, "all_reduce": 2, "barrier": 0}
+
+    def watch(name: str, place: int) -> Any:
+        stock = getattr(dist, name)
+
+        def call(*args: Any, **kw: Any) -> Any:
+            groups.append(kw.get("group", args[place] if len(args) > place else None))
+            return stock(*args, **kw)
+
+        return mock.patch.object(dist, name, call)
+
+    with ExitStack() as stack:
+        for name, place in places.items():
+            stack.enter_context(watch(name, place))
+        yield groups
+
+
+def measure(rank: int, world_size: int, hf: str, args: dict[str, Any], how: str, piece_bytes: int) -> dict[str, Any]:
+    """Save once, as ``how`` says: sliced, background, or gathered as older versions did.
+
+    Returns:
+        num_parameters: of the rank. extra: bytes that the save held besides the training state, at most.
+        in_default_group: collectives of the save that would use a device.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    from slime.backends.megatron_utils.checkpoint import shard_files
+
+    shard_files._MAX_BYTES = piece_bytes
+    args = args | {"async_save": how == "background"}
+    trainer = MegatronTrainer(make_args(hf, **args), rank=rank, world_size=world_size, with_ref=False)
+    trainer.setup()
+    dp_rank, dp_size = trainer.data_parallel
+    trainer.train(0, split_batch(make_batch(8, seed=0), dp_rank, dp_size, size=2))
+    trainer.save(0)  # makes the process groups
+    trainer.finish_saves()
+    if how == "gathered":
+        DistributedOptimizer.sharded_param_state_fs_model_space = (
+            DistributedOptimizer.sharded_param_state_fully_reshardable
+        )
+    with _counted() as counter, _groups_used() as groups:
+        trainer.save(1)
+        trainer.finish_saves()
+    return {
+        "num_parameters": sum(p.numel() for chunk in trainer._ready.chunks for p in chunk.parameters()),
+        "extra": counter.most,
+        "left": counter.now,
+        "in_default_group": sum(group is None or group is dist.group.WORLD for group in groups),
+        "num_collectives": len(groups),
+    }
+
+
+def run_and_save_as_before(rank: int, world_size: int, hf: str, args: dict[str, Any]) -> dict[str, Any]:
+    """Train on two rollouts, then save as version 0.1 did: gathered states, in the files of Megatron's writer."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
+
+    from slime.backends.megatron_utils.checkpoint import state
+
+    torch.use_deterministic_algorithms(True)
+    trainer = MegatronTrainer(make_args(hf, **args), rank=rank, world_size=world_size, with_ref=False)
+    trainer.setup()
+    for rollout_id in (0, 1):
+        dp_rank, dp_size = trainer.data_parallel
+        trainer.train(rollout_id, split_batch(make_batch(8, seed=rollout_id), dp_rank, dp_size, size=2))
+    ready, directory = trainer._ready, Path(args["save"]) / "iter_0000001"
+    directory.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    content = state._sharded_model(ready.model)
+    content["optimizer"] = ready.optimizer.sharded_state_dict(dict(content), metadata=state._metadata())
+    content["rng_state"] = state._rng_state()
+    content |= {"checkpoint_version": 3.0, "iteration": 1, "model_shape": state.describe_shape(trainer._shape)}
+    content["opt_param_scheduler"] = ready.scheduler.state_dict()
+    results: queue.Queue[Any] = queue.Queue()
+    filesystem_async._results_queue = results
+    strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, "torch_dist", 1)
+    request = dist_checkpointing.save(
+        content, str(directory), strategy, content_metadata=state.SHARDING, async_sharded_save=True
+    )
+    written = {}
+    for index, bucket in enumerate(request.async_fn_args[1] if request.async_fn_args else ()):
+        done: queue.Queue[Any] = queue.Queue()
+        pending: queue.Queue[int] = queue.Queue()
+        pending.put(index)
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data([_no_transforms()], index, bucket, done, pending, True)
+        _, written[index] = done.get_nowait()
+    results.put(written)
+    for function in request.finalize_fns:
+        function()
+    (Path(args["save"]) / "latest_checkpointed_iteration.txt").write_text("1")
+    return {"weights": weights_of(trainer)}
+
+
+def _no_transforms() -> Any:
+    from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
+
+    return _StorageWriterTransforms()
+
+
+def _fill_disk(full_for: str) -> None:
+    from slime.backends.training import checkpoint_files, pieces
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -63,4 +224,4 @@ def _fill_disk(full_for: str) -> None:
     if full_for == "manifest":
         checkpoint_files.write_manifest = full
     else:
-        filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(full)
+        pieces.write = full

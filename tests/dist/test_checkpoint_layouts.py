@@ -59,6 +59,63 @@ def test_a_run_that_is_saved_on_one_layout_continues_on_another(
             assert torch.allclose(result["weights"][name], value, rtol=0, atol=2e-6), name
 
 
+@pytest.mark.parametrize(("saved", "loaded"), [("dp2", "tp2-sp"), ("pp2", "dp2")])
+def test_a_checkpoint_of_an_older_version_continues_on_another_layout(
+    saved: str, loaded: str, ranks: ForkServer, hf: Path, uninterrupted: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    size, layout = _LAYOUTS[saved]
+    args = _COMMON | layout | {"save": str(tmp_path)}
+    first = ranks.run("tests.dist.checkpoint_cases:run_and_save_as_before", size, hf=str(hf), args=args)
+    size, layout = _LAYOUTS[loaded]
+    for result in ranks.run(
+        _CASE, size, hf=str(hf), args=_COMMON | layout | {"load": str(tmp_path)}, rollouts=[2], save_after=[]
+    ):
+        assert (result["error"], result["start"]) == ("", 2)
+        assert all(torch.equal(result["weights_at_start"][name], value) for name, value in first[0]["weights"].items())
+        for name, value in uninterrupted.items():
+            assert torch.allclose(result["weights"][name], value, rtol=0, atol=2e-6), name
+
+
+_TP2_DP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+_MEASURE = "tests.dist.checkpoint_cases:measure"
+_PIECE = 64 * 1024
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 0.7 million parameters, so that the lists of tensors that ranks exchange are small beside them."""
+    path = tmp_path_factory.mktemp("checkpoints") / "wide"
+    make_hf_model("qwen3", path, num_hidden_layers=4, hidden_size=128, intermediate_size=384)
+    return path
+
+
+@pytest.mark.parametrize(("num_ranks", "layout"), [(1, {}), (2, {}), (4, _TP2_DP2)], ids=["dp1", "dp2", "tp2-dp2"])
+def test_a_save_holds_less_than_a_byte_per_parameter_and_uses_no_collective_of_a_device(
+    num_ranks: int, layout: dict[str, Any], ranks: ForkServer, wide: Path, tmp_path: Path
+) -> None:
+    args = _COMMON | layout | {"save": str(tmp_path)}
+    for result in ranks.run(_MEASURE, num_ranks, hf=str(wide), args=args, how="sliced", piece_bytes=_PIECE):
+        assert result["extra"] < result["num_parameters"]  # two pieces, and the lists of tensors
+        assert (result["left"], result["in_default_group"]) == (0, 0)
+        assert result["num_collectives"] >= 5
+    sizes = [sum(p.stat().st_size for p in tmp_path.glob(f"iter_0000001/__{rank}_*")) for rank in range(num_ranks)]
+    assert max(sizes) < 1.15 * min(sizes)  # copies of the weights are divided, too
+
+
+def test_a_save_in_the_background_copies_at_most_four_bytes_per_parameter(
+    ranks: ForkServer, wide: Path, tmp_path: Path
+) -> None:
+    args = _COMMON | {"save": str(tmp_path)}
+    (result,) = ranks.run(_MEASURE, 1, hf=str(wide), args=args, how="background", piece_bytes=_PIECE)
+    assert 3 * result["num_parameters"] < result["extra"] <= 4 * result["num_parameters"] + 2 * _PIECE + 65536
+
+
+def test_the_count_of_a_save_that_gathers_the_states_shows_it(ranks: ForkServer, wide: Path, tmp_path: Path) -> None:
+    args = _COMMON | {"save": str(tmp_path)}
+    for result in ranks.run(_MEASURE, 2, hf=str(wide), args=args, how="gathered", piece_bytes=_PIECE):
+        assert result["extra"] > 20 * result["num_parameters"]
+
+
 @pytest.mark.parametrize(("rank", "full_for"), [(1, "shards"), (0, "manifest")])
 def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_changes_no_checkpoint(
     ranks: ForkServer, hf: Path, tmp_path: Path, rank: int, full_for: str

@@ -22,6 +22,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from slime.backends.fsdp_utils.model import saved_tensors
 from slime.backends.fsdp_utils.optimizer import allocate_states
@@ -30,8 +34,9 @@ from slime.backends.training import checkpoint_files as files
 from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.checksums import checksums_of, written_by
 from slime.backends.training.damage import DAMAGE, causes_of, unfit, unreadable
+from slime.backends.training.pieces import Piece, write
 from slime.utils import accelerator
-from slime.utils.distributed_utils import do_on_first_rank
+from slime.utils.distributed_utils import do_on_first_rank, files_group
 from slime.utils.errors import ConfigError, SlimeError
 
 logger = logging.getLogger(__name__)
@@ -53,7 +58,7 @@ def save(state: TrainState, root: str, iteration: int, *, has_optimizer: bool, h
         raise _not_written(root, iteration, f"rank 0: {failure}")
     report = _write(state, partial, has_optimizer=has_optimizer, has_rng=has_rng)
     reports: list[dict[str, str] | str] = [""] * dist.get_world_size()
-    dist.all_gather_object(reports, report)  # also the barrier after which every file exists
+    dist.all_gather_object(reports, report, group=files_group())  # also the barrier after which every file exists
     checksums: dict[str, str] = {}
     for one in reports:
         checksums |= one if isinstance(one, dict) else {}
@@ -85,7 +90,8 @@ def _not_written(root: str, iteration: int, named: str) -> SlimeError:
 def _write(state: TrainState, directory: Path, *, has_optimizer: bool, has_rng: bool) -> dict[str, str] | str:
     """The checksums of this rank's files, or what went wrong. torch lets all ranks fail together."""
     try:
-        state_dict_saver.save(_tensors(state, has_optimizer=has_optimizer), checkpoint_id=directory)
+        tensors = _tensors(state, has_optimizer=has_optimizer)
+        state_dict_saver.save(tensors, storage_writer=_Writer(directory), process_group=files_group())
         if has_rng:
             torch.save(_generators(), directory / f"rng_{dist.get_rank():05d}.pt")
         if dist.get_rank() == 0:
@@ -101,6 +107,17 @@ def _write(state: TrainState, directory: Path, *, has_optimizer: bool, has_rng: 
         return causes_of(error)
     except Exception as error:  # the other ranks wait for this one
         return f"{type(error).__name__}: {error}"
+
+
+class _Writer(FileSystemWriter):
+    """torch's writer, with little in host memory at a time."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's part."""
+        parts = [Piece(item, planner.resolve_data(item)) for item in plan.items]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(write(parts, Path(self.path), "live", lambda _: None))
+        return done
 
 
 def load_weights(state: TrainState, source: Source) -> None:
@@ -140,7 +157,7 @@ def _tensors(state: TrainState, *, has_optimizer: bool) -> dict[str, Any]:
 
 def _read(tensors: dict[str, Any], source: Source) -> None:
     try:
-        state_dict_loader.load(tensors, checkpoint_id=source.directory)
+        state_dict_loader.load(tensors, checkpoint_id=source.directory, process_group=files_group())
     except CheckpointException as error:
         raise unfit(source, error) from None
 

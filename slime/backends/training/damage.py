@@ -23,6 +23,7 @@ from slime.backends.training.checkpoint_files import (
 from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.checksums import find_damage
 from slime.backends.training.export_files import MARKER, export_checksums
+from slime.utils.distributed_utils import files_group
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ def verify_source(source: Source) -> None:
     everywhere = [mine]
     if world_size > 1:
         everywhere = [[] for _ in range(world_size)]
-        dist.all_gather_object(everywhere, mine)
+        dist.all_gather_object(everywhere, mine, group=files_group())
     damage = list(dict.fromkeys(text for one in everywhere for text in one))
     if damage:
         more = f"; and {len(damage) - _NAMED} more files" if len(damage) > _NAMED else ""

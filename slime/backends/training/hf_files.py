@@ -25,6 +25,7 @@ from slime.backends.protocols import NamedTensor
 from slime.backends.training.checkpoint_files import make_empty
 from slime.backends.training.checksums import checksum, checksums_of
 from slime.backends.training.export_files import MARKER, foreign_content, refusal, write_marker
+from slime.utils.distributed_utils import files_group
 from slime.utils.errors import ConfigError, SlimeError
 
 logger = logging.getLogger(__name__)
@@ -223,7 +224,7 @@ def raise_everywhere(problems: list[str]) -> None:
     if dist.is_initialized() and dist.get_world_size() > 1:
         everywhere = [[] for _ in range(dist.get_world_size())]
         # bounded: every rank sends its list to all others
-        dist.all_gather_object(everywhere, problems[: 4 * _NAMED_PROBLEMS])
+        dist.all_gather_object(everywhere, problems[: 4 * _NAMED_PROBLEMS], group=files_group())
     distinct = list(dict.fromkeys(problem for one in everywhere for problem in one))
     if len(distinct) > _NAMED_PROBLEMS:
         rest = len(distinct) - _NAMED_PROBLEMS

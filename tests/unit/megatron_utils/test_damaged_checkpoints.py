@@ -126,7 +126,7 @@ def test_an_export_with_flipped_bytes_is_no_start(saved: tuple[Path, Path], tmp_
 def test_an_error_of_the_machine_is_not_blamed_on_the_checkpoint(
     saved: tuple[Path, Path], run: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr("megatron.core.dist_checkpointing.load", fail)

@@ -185,16 +185,17 @@ def test_a_warm_up_longer_than_the_schedule_is_refused(hf_path: Path) -> None:
 def test_a_checkpoint_written_in_the_background_holds_the_weights_of_the_moment_it_was_asked_for(
     hf_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from slime.backends.training import pieces
 
-    writer = filesystem_async.FileSystemWriterAsync
-    original, may_write = writer.write_preloaded_data_multiproc, threading.Event()
+    original, may_write, in_background = pieces.write, threading.Event(), []
 
-    def write(*arguments: Any, **keywords: Any) -> None:
-        assert may_write.wait(60)
-        original(*arguments, **keywords)
+    def write(parts: Any, directory: Path, stage: str, *arguments: Any) -> Any:
+        if stage == "copied":
+            in_background.append(sum(piece.num_bytes for piece in parts))
+            assert may_write.wait(60)
+        return original(parts, directory, stage, *arguments)
 
-    monkeypatch.setattr(writer, "write_preloaded_data_multiproc", staticmethod(write))
+    monkeypatch.setattr(pieces, "write", write)
     trainer, _ = _trainer(hf_path, save=str(tmp_path), async_save=True, num_rollout=10)
     trainer.train(0, make_batch(seed=0))
     at_save = weights_of(trainer)
@@ -239,21 +240,21 @@ def test_the_ranks_compare_their_progress_until_all_shards_are_written_or_the_ti
     trainer.finish_saves()
     from slime.backends.megatron_utils.checkpoint import writer
 
-    write, compare = writer.checksums_of, writer.CheckpointWriter._progress
+    write, compare = writer.checksums_of, writer._Pending.compare
     may_end, num_compared = threading.Event(), 0
 
-    def progress(writer: Any, pending: Any) -> tuple[bool, bool]:
+    def progress(pending: Any, timeout_s: float) -> tuple[bool, bool, bool]:
         nonlocal num_compared
         num_compared += 1
         if is_finished and num_compared == 3:
             may_end.set()
-        return compare(writer, pending)
+        return compare(pending, timeout_s)
 
     monkeypatch.setattr(writer, "checksums_of", lambda paths: may_end.wait(60) and write(paths))
     monkeypatch.setattr(writer, "_POLL_S", 0.01)
     trainer.save(1)
     writing = trainer._writer._pending.thread
-    monkeypatch.setattr(writer.CheckpointWriter, "_progress", progress)
+    monkeypatch.setattr(writer._Pending, "compare", progress)
     if is_finished:
         trainer.finish_saves()
         assert num_compared >= 3
@@ -321,12 +322,12 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before_as_the_latest
 ) -> None:
     trainer, _ = _trainer(hf_path, save=str(tmp_path))
     trainer.save(0)
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from slime.backends.training import pieces
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(filesystem_async.FileSystemWriterAsync, "write_preloaded_data_multiproc", staticmethod(full))
+    monkeypatch.setattr(pieces, "write", full)
     with pytest.raises(SlimeError, match=r"iter_0000001 could not be written: rank 0: OSError.*No space left"):
         trainer.save(1)
     assert _trainer(hf_path, load=str(tmp_path))[1] == 1

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import logging
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,25 +18,31 @@ import torch
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy, load_sharded_metadata
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 from torch.distributed.checkpoint.api import CheckpointException
 
+from slime.backends.megatron_utils.checkpoint.shard_files import LocalReader
 from slime.backends.megatron_utils.checkpoint.tensors import chunks_of
 from slime.backends.megatron_utils.step import TrainState
 from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.damage import DAMAGE, unfit, unreadable
+from slime.backends.training.hf_files import raise_everywhere
 from slime.models.shape import ModelShape
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+# of the files: loads at any parallel size, unlike Megatron's default
+_FORMAT = "fully_reshardable"
 SHARDING = {
-    "distrib_optim_sharding_type": "fully_reshardable",  # loads at any parallel size, unlike Megatron's default
+    "distrib_optim_sharding_type": _FORMAT,
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
+
+_TYPE = "param_state_sharding_type"
 
 _DAMAGED = (*DAMAGE, dist_checkpointing.core.CheckpointingException)
 
@@ -53,7 +59,11 @@ def sharded_state(state: TrainState, content: CheckpointContent, *, is_loading: 
     """Weights, and optionally optimizer and random number generators, as Megatron saves and loads them."""
     sharded = _sharded_model(state.model)
     if content.has_optimizer:
-        optimizer = state.optimizer.sharded_state_dict(dict(sharded), is_loading=is_loading, metadata=_metadata())
+        # ``slices.sliced_states``, which writes the format of the files without gathering
+        metadata = _metadata() | {"distrib_optim_sharding_type": "fully_sharded_model_space"}
+        optimizer = state.optimizer.sharded_state_dict(dict(sharded), is_loading=is_loading, metadata=metadata)
+        for part in _sliced_parts(optimizer):
+            part[_TYPE] = _FORMAT
         sharded["optimizer"] = optimizer
     if content.has_rng:
         sharded["rng_state"] = _rng_state()
@@ -130,7 +140,15 @@ def _fill_model(model: Any, loaded: dict[str, Any], *, strict: bool = True) -> N
         chunk.load_state_dict(loaded[key], strict=strict)
 
 
+def _sliced_parts(optimizer_state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+    """The states of sharded optimizers: the whole, or one per optimizer that Megatron has chained."""
+    parts = [optimizer_state] if _TYPE in optimizer_state else optimizer_state.values()
+    yield from (part for part in parts if isinstance(part, dict) and _TYPE in part)
+
+
 def _fill_optimizer(optimizer: Any, loaded: Any, source: Source) -> None:
+    for part in _sliced_parts(loaded):
+        part.pop("param_state", None)  # is loaded in place
     try:
         optimizer.load_state_dict(loaded)
     except KeyError as error:  # Megatron has a second optimizer for divided experts
@@ -167,21 +185,32 @@ def _is_of_another_layout(state: ShardedObject, source: Source) -> bool:
 
 
 def _load(source: Source, shape: ModelShape, sharded: dict[str, Any]) -> dict[str, Any]:
-    where = f"{source.flag} {source.directory}"
+    """Read this rank's parts. Raises on all ranks if one of them fails."""
+    loaded: dict[str, Any] = {}
+    failure: BaseException | None = None
     try:
         common = dist_checkpointing.load_common_state_dict(source.directory)
-        problems = _shape_differences(common.get("model_shape"), shape, where)
+        problems = _shape_differences(common.get("model_shape"), shape, f"{source.flag} {source.directory}")
         if problems:
             raise ConfigError(problems)
-        return dist_checkpointing.load(sharded, source.directory, get_default_load_sharded_strategy(source.directory))
+        # no exchange between ranks: the files were checked when they were written
+        loaded = dist_checkpointing.load(sharded, source.directory, LocalReader(), validate_access_integrity=False)
     except CheckpointException as error:
         # A BaseException: "except Exception" would miss it, and the process would end without a message.
-        raise unfit(source, error) from None
+        failure = unfit(source, error)
     except _DAMAGED as error:
         # Subclasses of the caught errors that do not mean damage.
-        if isinstance(error, ConfigError | torch.OutOfMemoryError | torch.distributed.DistError):
+        is_of_machine = isinstance(error, ConfigError | torch.OutOfMemoryError | torch.distributed.DistError)
+        failure = error if is_of_machine else unreadable(source, error)
+    try:
+        raise_everywhere(
+            [] if failure is None else failure.problems if isinstance(failure, ConfigError) else [repr(failure)]
+        )
+    except ConfigError:
+        if failure is None or isinstance(failure, ConfigError):
             raise
-        raise unreadable(source, error) from None
+        raise failure from None
+    return loaded
 
 
 def _shape_differences(saved: dict[str, Any] | None, shape: ModelShape, where: str) -> list[str]:

@@ -1,12 +1,13 @@
 """Writes checkpoints, one at a time, while training waits or in the background.
 
-    save     collect the state -> shards to a hidden directory (here, or in a thread)
+    save     collect the state -> ``shard_files`` to a hidden directory, in a thread
              and the checksums of this rank's shards, from the page cache
     finish   when every rank has written: metadata -> manifest -> rename -> tracker -> delete old checkpoints
 
-With ``--async-save`` training continues after the copy to host memory. :meth:`poll`, called on all ranks between steps,
-finishes the save once all threads are done. The next save and the end of the run wait for it. If a process dies in
-between, the previous checkpoint stays the latest one.
+A save reads the live tensors and gathers nothing. It holds a few pieces of 128 MiB in host memory at a time. With
+``--async-save`` it copies up to 4 bytes per parameter of the rank to host memory, and training continues when the rest
+is written. :meth:`poll`, called on all ranks between steps, finishes the save once all threads are done. The next save
+and the end of the run wait for it. If a process dies in between, the previous checkpoint stays the latest one.
 """
 
 from __future__ import annotations
@@ -15,44 +16,90 @@ import logging
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
 
+from slime.backends.megatron_utils.checkpoint import shard_files
 from slime.backends.megatron_utils.checkpoint.state import SHARDING, CheckpointContent, describe_shape, sharded_state
 from slime.backends.megatron_utils.step import TrainState
 from slime.backends.training import checkpoint_files as files
+from slime.backends.training import pieces
 from slime.backends.training.checksums import checksums_of, written_by
+from slime.backends.training.pieces import Piece
 from slime.models.shape import ModelShape
-from slime.utils import accelerator
-from slime.utils.distributed_utils import do_on_first_rank
+from slime.utils.distributed_utils import do_on_first_rank, files_group
 from slime.utils.errors import SlimeError
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
+_COPIED_BYTES = 4  # per parameter of the rank, of a save in the background
 _PLAIN = (bool, int, float, str, type(None))  # pickles of other types could not be loaded without slime
 
 
-@dataclass
 class _Pending:
-    iteration: int
-    request: Any
-    thread: threading.Thread
-    error: list[BaseException]
-    content: CheckpointContent
-    name: str
-    checksums: dict[str, str]
-    started: float = field(default_factory=time.monotonic)
+    """A save under way. ``thread`` writes this rank's part.
+
+    Attributes:
+        metadata: of the shards of all ranks. Only on rank 0.
+        is_free: the live tensors are written or copied: training may change them.
+        num_bytes: written so far.
+        seen: bytes that all ranks had written at the last comparison, and when that number last grew.
+    """
+
+    def __init__(self, iteration: int, content: CheckpointContent, name: str, metadata: Metadata | None) -> None:
+        self.iteration = iteration
+        self.content = content
+        self.name = name
+        self.metadata = metadata
+        self.results: list[WriteResult] = []
+        self.checksums: dict[str, str] = {}
+        self.error: list[BaseException] = []
+        self.is_free = threading.Event()
+        self.num_bytes = 0
+        self.started = time.monotonic()
+        self.seen = (0, self.started)
+        self.thread = threading.Thread()
+
+    def start(self, parts: Sequence[Piece], partial: Path, max_copied: int) -> None:
+        """Write ``parts`` in a thread. Those of up to ``max_copied`` bytes are copied now and written last."""
+        rest, copies = pieces.keep_copies(parts, max_copied) if max_copied else (parts, [])
+
+        def count(num_bytes: int) -> None:
+            self.num_bytes += num_bytes
+
+        def write() -> None:
+            try:
+                self.results += pieces.write(rest, partial, "live", count)
+                self.is_free.set()
+                self.results += pieces.write(copies, partial, "copied", count)
+                self.checksums |= checksums_of(written_by(partial, dist.get_rank()))
+            except BaseException as caught:  # ``_complete`` raises it on all ranks
+                self.error.append(caught)
+            finally:
+                self.is_free.set()
+
+        self.thread = threading.Thread(target=write, name=f"save-{self.name}", daemon=True)
+        self.thread.start()
+
+    def compare(self, timeout_s: float) -> tuple[bool, bool, bool]:
+        """Whether all ranks' tensors are free, all have written, and none has for ``timeout_s``. A collective."""
+        is_late = time.monotonic() > self.seen[1] + timeout_s
+        mine = [int(self.is_free.is_set()), int(not self.thread.is_alive()), int(is_late), self.num_bytes]
+        sums = torch.tensor(mine, dtype=torch.int64)
+        dist.all_reduce(sums, group=files_group())
+        num_free, num_written, num_late, num_bytes = sums.tolist()
+        is_over = num_late > 0 and num_bytes == self.seen[0]
+        if num_bytes != self.seen[0]:
+            self.seen = (num_bytes, time.monotonic())
+        return num_free == dist.get_world_size(), num_written == dist.get_world_size(), is_over
 
 
 class CheckpointWriter:
@@ -60,7 +107,7 @@ class CheckpointWriter:
 
     Args:
         keep: number of newest checkpoints to keep. None keeps all.
-        timeout_s: longest wait for a background save.
+        timeout_s: a save ends with an error if no rank writes anything for this long.
     """
 
     def __init__(self, root: str, *, keep: int | None = None, timeout_s: float = 3600.0) -> None:
@@ -94,27 +141,30 @@ class CheckpointWriter:
         state_dict |= {
             "args": Namespace(**{name: value for name, value in vars(args).items() if isinstance(value, _PLAIN)}),
             "checkpoint_version": 3.0,
+            "content_metadata": SHARDING,
             "iteration": iteration,
             "model_shape": describe_shape(shape),
         }
         if content.has_optimizer:
             state_dict["opt_param_scheduler"] = state.scheduler.state_dict()
-        request = dist_checkpointing.save(
-            state_dict,
-            str(partial),
-            get_default_strategy(StrategyAction.SAVE_SHARDED, "torch_dist", 1),
-            content_metadata=SHARDING,
-            async_sharded_save=True,  # in any case: the thread of ``_start`` writes the shards
-        )
-        self._pending = self._start(request, iteration, content, name, in_background)
-        if not in_background:
+        parts, metadata, failure = shard_files.plan(state_dict, partial)
+        if failure:
+            raise self._not_written(name, {0: failure})
+        max_copied = 0
+        if in_background:
+            max_copied = _COPIED_BYTES * sum(p.numel() for chunk in state.chunks for p in chunk.parameters())
+        self._pending = _Pending(iteration, content, name, metadata)
+        self._pending.start(parts, partial, max_copied)
+        if in_background:
+            self._wait(self._pending, is_end=False)
+        else:
             self.finish()
 
     def poll(self) -> bool:
         """Finish the save in the background if every rank has written its part. True when none is left."""
         if self._pending is None:
             return True
-        is_written, _ = self._progress(self._pending)
+        _, is_written, _ = self._pending.compare(self._timeout_s)
         if is_written:
             self._commit(self._pending)
         return is_written
@@ -123,93 +173,54 @@ class CheckpointWriter:
         """Wait for the save in the background, if any, and complete it.
 
         Raises:
-            SlimeError: a rank could not write its part, or did not within the time limit.
+            SlimeError: a rank could not write its part, or no rank made progress within the time limit.
         """
-        if self._pending is None:
-            return
-        pending = self._pending
-        is_written, is_over = self._progress(pending)
-        # The ranks compare their progress in short steps. In one long collective, ranks that have written everything
-        # would run into --distributed-timeout-minutes, which ends the process.
-        while not is_written and not is_over:
-            pending.thread.join(_POLL_S)
-            is_written, is_over = self._progress(pending)
-        if pending.thread.is_alive():
-            # Only on the late rank; ``_complete`` raises on all.
-            pending.error.append(TimeoutError(f"still writing after {self._timeout_s:.0f} s"))
-        self._commit(pending)
+        if self._pending is not None:
+            self._wait(self._pending, is_end=True)
+            self._commit(self._pending)
 
-    def _progress(self, pending: _Pending) -> tuple[bool, bool]:
-        """Whether every rank has written its part, and whether the time of any rank is over. A collective."""
-        is_written = not pending.thread.is_alive()
-        has_time = time.monotonic() < pending.started + self._timeout_s
-        # MIN: 1 if true on all ranks.
-        all_of = torch.tensor([int(is_written), int(has_time)], device=accelerator.current().device())
-        dist.all_reduce(all_of, op=dist.ReduceOp.MIN)
-        all_written, all_have_time = all_of.tolist()
-        return bool(all_written), not all_have_time
-
-    def _start(
-        self, request: Any, iteration: int, content: CheckpointContent, name: str, in_background: bool
-    ) -> _Pending:
-        arguments = list(request.async_fn_args)
-        if request.preload_fn is not None:
-            # Device to host. Training may change the device tensors from here on: the thread reads only host copies.
-            arguments[1] = request.preload_fn()
-            if in_background and accelerator.current().is_cpu:  # the host tensors are the live ones
-                arguments[1] = _copied(arguments[1])
-        error: list[BaseException] = []
-        checksums: dict[str, str] = {}
-        partial = files.partial_directory(self._root, name)
-
-        def write() -> None:
-            try:
-                if request.async_fn is not None:
-                    request.async_fn(*arguments, **request.async_fn_kwargs)
-                    checksums.update(checksums_of(written_by(partial, dist.get_rank())))
-            except BaseException as caught:  # CheckpointException is one; ``_complete`` raises it on all ranks
-                error.append(caught)
-
-        thread = threading.Thread(target=write, name=f"save-{name}", daemon=True)
-        thread.start()
-        return _Pending(iteration, request, thread, error, content, name, checksums)
+    def _wait(self, pending: _Pending, *, is_end: bool) -> None:
+        """Wait until all ranks have written, or with ``is_end=False`` until training may go on."""
+        # The ranks compare their progress in short steps: one long collective could not tell a slow disk from one
+        # that hangs.
+        while True:
+            is_free, is_written, is_over = pending.compare(self._timeout_s)
+            if is_over and pending.thread.is_alive():
+                # Only on the late ranks; ``_complete`` raises on all.
+                text = f"still writing, after {self._timeout_s:.0f} s in which no rank has written anything"
+                pending.error.append(TimeoutError(text))
+            if is_over or is_written or (is_free and not is_end):
+                return
+            if is_end:
+                pending.thread.join(_POLL_S)
+            else:
+                pending.is_free.wait(_POLL_S)
 
     def _commit(self, pending: _Pending) -> None:
-        self._pending = None
-        try:
-            self._complete(pending)
-        except SlimeError:
-            # Megatron's queue may still hold what this save wrote, or will get it from a writer that is late. The next
-            # save would record it in its metadata, and the checkpoint could not be loaded.
-            filesystem_async._results_queue = None
-            raise
-
-    def _complete(self, pending: _Pending) -> None:
         """The steps after the shards. All ranks call it, after their threads have ended."""
-        reports: list[tuple[str | None, dict[str, str]]] = [(None, {})] * dist.get_world_size()
+        self._pending = None
+        errors: list[str | None] = [None] * dist.get_world_size()
         mine = f"{type(pending.error[0]).__name__}: {pending.error[0]}" if pending.error else None
-        dist.all_gather_object(reports, (mine, pending.checksums))
-        if any(error for error, _ in reports):
-            raise self._not_written(pending.name, {rank: error for rank, (error, _) in enumerate(reports)})
-        try:
-            for function in pending.request.finalize_fns:
-                function()
-        except CheckpointException as error:  # a BaseException: callers catch only Exception
-            causes = {rank: " ".join(str(cause).split()) for rank, (cause, _) in error.failures.items()}
-            raise self._not_written(pending.name, causes) from None
-        dist.barrier()  # no rank writes into the directory after its renaming
-        checksums = {name: value for _, one in reports for name, value in one.items()}
-        if failure := do_on_first_rank(lambda: self._publish(pending, checksums)):
+        dist.all_gather_object(errors, mine, group=files_group())
+        if any(errors):
+            raise self._not_written(pending.name, dict(enumerate(errors)))
+        parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object((pending.results, pending.checksums), parts, dst=0, group=files_group())
+        if failure := do_on_first_rank(lambda: self._publish(pending, parts or [])):
             raise self._not_written(pending.name, {0: failure})
 
     def _not_written(self, name: str, causes: Mapping[int, str | None]) -> SlimeError:
-        named = "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items() if cause) or "another rank failed"
+        named = "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items() if cause)
         return SlimeError(
             f"checkpoint {self._root}/{name} could not be written: {named}. Is the disk full? The checkpoint "
             "before it is still complete."
         )
 
-    def _publish(self, pending: _Pending, checksums: Mapping[str, str]) -> None:
+    def _publish(self, pending: _Pending, parts: Sequence[tuple[list[WriteResult], dict[str, str]]]) -> None:
+        assert pending.metadata is not None, "rank 0 has it"
+        partial = files.partial_directory(self._root, pending.name)
+        shard_files.finish(partial, pending.metadata, [results for results, _ in parts])
+        checksums = {name: value for _, one in parts for name, value in one.items()}
         removed = files.publish(
             self._root,
             pending.name,
@@ -222,14 +233,6 @@ class CheckpointWriter:
         seconds = time.monotonic() - pending.started
         final = self._root / pending.name
         logger.info("saved %s in %.1f s%s", final, seconds, f", removed {removed}" if removed else "")
-
-
-def _copied(buckets: list[Any]) -> list[Any]:
-    """Copies of the host tensors in Megatron's write buckets."""
-    return [
-        (file, key, (raw, [(item, tensor.clone()) for item, tensor in tensors]))
-        for file, key, (raw, tensors) in buckets
-    ]
 
 
 def _layout() -> Mapping[str, int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import queue
 import warnings
 from typing import Any
 
@@ -36,7 +35,7 @@ def install() -> None:
     if accelerator.current().is_cpu:
         repair_expert_dispatch_on_cpu()
         repair_overlapped_sends_on_cpu()
-    repair_save_writers()
+    repair_optimizer_slices()
     repair_mixed_precision_optimizers()
     repair_distributed_optimizer_checkpoints()
 
@@ -75,34 +74,18 @@ def repair_reduce() -> None:
     mappings._reduce = _reduce
 
 
-def repair_save_writers() -> None:
-    """Saving a checkpoint forks writer processes and starts a server that re-imports ``__main__``.
+def repair_optimizer_slices() -> None:
+    """``fully_sharded_model_space`` cannot be saved, and ``fully_reshardable`` gathers the states on every rank.
 
-    Why: ``filesystem_async`` is made for asynchronous saves. Its results travel through a spawn-context ``Manager``,
-    which runs an unguarded main script again and outlives a killed trainer. Its writers are forked from a process with
-    running threads (gloo, Ray), which may deadlock, and are waited for without a deadline. A synchronous save needs
-    neither: this process writes the buckets one by one.
-    Upstream: core_v0.16.1. Delete when a synchronous save writes in its own process.
+    Why: the first gives flattened ranges to ``ShardedTensor``, which refuses them. The second has three fp32 tensors of
+    all weights of a model-parallel rank on each of its data-parallel ranks, and copies of two of them on the device.
+    Upstream: core_v0.16.1. Delete when a format that loads on any layout is saved without gathering.
     """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    def write(transforms: Any, use_msc: bool, rank: int, buckets: Any, results: queue.Queue[Any]) -> None:
-        written: dict[int, Any] = {}
-        for index, bucket in enumerate(buckets):
-            done: queue.Queue[Any] = queue.Queue()
-            pending: queue.Queue[int] = queue.Queue()
-            pending.put(index)
-            filesystem_async.FileSystemWriterAsync.write_preloaded_data(
-                transforms, index, bucket, done, pending, use_fsync=True, use_msc=use_msc
-            )
-            _, written[index] = done.get_nowait()  # written in this thread: the result is there
-            if isinstance(written[index], Exception):
-                results.put(written[index])
-                return
-        results.put(written)
+    from slime.backends.megatron_utils.checkpoint.slices import sliced_states
 
-    filesystem_async._results_queue = queue.Queue()
-    filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(write)
+    DistributedOptimizer.sharded_param_state_fs_model_space = sliced_states
 
 
 def repair_mixed_precision_optimizers() -> None:

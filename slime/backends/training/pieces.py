@@ -1,0 +1,99 @@
+"""Writes parts of tensors to the shards of a checkpoint, in the format of torch's distributed checkpoints.
+
+torch's own writer keeps the host copies of all tensors of a file until the file is complete. This one holds a single
+tensor for each file that it writes.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms, _write_item
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+_NUM_THREADS = 2  # files that a rank writes at a time
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor, or an object in torch's file format, and its place in the checkpoint."""
+
+    item: WriteItem
+    data: torch.Tensor | io.BytesIO
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.nbytes if isinstance(self.data, torch.Tensor) else len(self.data.getbuffer())
+
+
+def keep_copies(pieces: Sequence[Piece], max_bytes: int) -> tuple[list[Piece], list[Piece]]:
+    """Copy pieces to new host memory, so that training may change the live ones.
+
+    Returns:
+        Pieces that did not fit into ``max_bytes``, and the copies.
+    """
+    rest, copies = [], []
+    for piece in pieces:
+        if not isinstance(piece.data, torch.Tensor):
+            copies.append(piece)
+        elif piece.num_bytes > max_bytes:
+            rest.append(piece)
+        else:
+            max_bytes -= piece.num_bytes
+            copies.append(Piece(piece.item, piece.data.to("cpu", copy=True)))
+    return rest, copies
+
+
+def write(
+    pieces: Sequence[Piece], directory: Path, stage: Literal["live", "copied"], written: Callable[[int], None]
+) -> list[WriteResult]:
+    """Write ``pieces`` to new files of this rank.
+
+    Args:
+        stage: each has its file names.
+        written: called with the bytes of each piece.
+    """
+    first_file = {"live": 0, "copied": _NUM_THREADS}[stage]
+    shares: list[list[Piece]] = [[] for _ in range(_NUM_THREADS)]
+    sizes = [0] * _NUM_THREADS
+    for piece in sorted(pieces, key=lambda piece: -piece.num_bytes):
+        smallest = sizes.index(min(sizes))
+        shares[smallest].append(piece)
+        sizes[smallest] += piece.num_bytes
+    names = [f"__{dist.get_rank()}_{first_file + index}.distcp" for index in range(_NUM_THREADS)]
+    with ThreadPoolExecutor(_NUM_THREADS, "shards") as pool:
+        work = [
+            pool.submit(_write_file, directory / name, share, written)
+            for name, share in zip(names, shares, strict=True)
+            if share
+        ]
+        return [result for one in work for result in one.result()]
+
+
+def _write_file(path: Path, pieces: Sequence[Piece], written: Callable[[int], None]) -> list[WriteResult]:
+    results = []
+    with path.open("wb") as file:
+        for piece in pieces:
+            data = piece.data
+            if isinstance(data, torch.Tensor):
+                data = data.cpu()
+                # torch would write the whole memory of which this is a view
+                if data.untyped_storage().nbytes() != data.nbytes or not data.is_contiguous():
+                    data = data.contiguous().clone()
+            result = _write_item(
+                _StorageWriterTransforms(), file, data, piece.item, path.name, SerializationFormat.TORCH_SAVE
+            )
+            results.append(result)
+            written(piece.num_bytes)
+        file.flush()
+        os.fsync(file.fileno())
+    return results
