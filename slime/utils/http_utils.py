@@ -90,6 +90,7 @@ DEFAULT_TIMEOUT_S = 1800.0  # of processes that have read no command line
 _LATER = (408, 429)
 # DecodingError: a damaged body (bad gzip) is as temporary as a broken connection.
 _BROKEN = (httpx.TransportError, httpx.DecodingError)
+_GET_TIMEOUT_S = 30.0
 _FIRST_BACKOFF_S = 0.25
 _LAST_BACKOFF_S = 5.0
 _MAX_QUOTED_CHARS = 2000
@@ -332,7 +333,7 @@ async def _events(response: httpx.Response) -> AsyncGenerator[Any]:
             logger.warning("skipped an event of %s that is not JSON: %.200s", response.url, text)
 
 
-async def get(url: str, *, timeout_s: float = 30.0) -> Any:
+async def get(url: str, *, timeout_s: float = _GET_TIMEOUT_S) -> Any:
     """GET once and return the JSON. Raises :class:`EngineError` on any failure."""
     try:
         response = await _clients.next().get(url, timeout=timeout_s)

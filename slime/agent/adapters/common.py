@@ -65,7 +65,7 @@ logger = logging.getLogger(__name__)
 
 # The default of aiohttp, 1 MiB, is too small for conversations with tool output.
 MAX_BODY_BYTES = 64 << 20
-DEFAULT_REQUEST_TIMEOUT_S = 900.0
+DEFAULT_REQUEST_TIMEOUT_S = 3600.0
 # Sessions without a turn for this time are forgotten when another session begins.
 MAX_IDLE_S = 6 * 3600.0
 _CANCEL_TIMEOUT_S = 5.0

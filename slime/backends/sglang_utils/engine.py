@@ -46,7 +46,9 @@ MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 START_TIMEOUT_S = 3600.0  # default of --engine-start-timeout, more for a checkpoint above 600 GB
 _CONTROL_TIMEOUT_S = 60.0  # of calls that change nothing in the engine's memory
 _LOADS = "/v1/loads?include=core"
-_REGISTER_TIMEOUT_S = 30.0
+_REGISTER_TIMEOUT_S = 300.0
+_ANSWER_TIMEOUT_S = 5.0
+_CONNECT_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ class SGLangEngine:
 
     def _answers(self) -> bool:
         try:
-            is_ready = self._client.get("/model_info", timeout=5.0).status_code == 200
+            is_ready = self._client.get("/model_info", timeout=_ANSWER_TIMEOUT_S).status_code == 200
         except httpx.HTTPError:
             return False
         return is_ready and self._listens()
@@ -249,7 +251,7 @@ class SGLangEngine:
         workers = self._request("GET", f"{router_url}/workers", needs="workers")["workers"]
         return any(worker["url"] == self.url for worker in workers)
 
-    def health(self, timeout_s: float = 5.0) -> bool:
+    def health(self, timeout_s: float = _ANSWER_TIMEOUT_S) -> bool:
         """True if the HTTP process answers in time."""
         try:
             return self._client.get("/health", timeout=timeout_s).status_code == 200
@@ -440,7 +442,7 @@ def _json_object(response: httpx.Response) -> dict[str, Any]:
 def _listens(url: str) -> bool:
     address = httpx.URL(url)
     try:
-        with socket.create_connection((address.host, address.port or 80), timeout=2.0):
+        with socket.create_connection((address.host, address.port or 80), timeout=_CONNECT_TIMEOUT_S):
             return True
     except OSError:
         return False

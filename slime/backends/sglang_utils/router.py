@@ -22,8 +22,10 @@ from slime.utils.errors import ConfigError, EngineError, ProcessDied
 from slime.utils.net import claim_ports, is_port_free, url_host
 from slime.utils.process import GuardedProcess, log_tail, watch_owner
 
-_START_TIMEOUT_S = 30.0
+_START_TIMEOUT_S = 300.0
+_EXISTING_TIMEOUT_S = 30.0
 _CONTROL_TIMEOUT_S = 10.0
+_ANSWER_TIMEOUT_S = 2.0
 
 
 class Router(Protocol):
@@ -49,7 +51,7 @@ class Router(Protocol):
 
 def _is_alive(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/liveness", timeout=2.0, trust_env=False).status_code == 200
+        return httpx.get(f"{url}/liveness", timeout=_ANSWER_TIMEOUT_S, trust_env=False).status_code == 200
     except httpx.HTTPError:
         return False
 
@@ -161,7 +163,8 @@ class ExistingRouter:
 
     def wait_ready(self) -> None:
         fix = "Start it first, or leave --sglang-router-ip and --sglang-router-port out to get a router of this run"
-        wait_until(lambda: _is_alive(self.url), Deadline(_START_TIMEOUT_S, f"the existing router at {self.url}", fix))
+        what = f"the existing router at {self.url}"
+        wait_until(lambda: _is_alive(self.url), Deadline(_EXISTING_TIMEOUT_S, what, fix))
 
     def raise_if_dead(self) -> None:
         if not _is_alive(self.url):
