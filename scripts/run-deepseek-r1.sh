@@ -43,6 +43,7 @@ SGLANG_ARGS=(
    --sglang-deepep-mode auto
    "${EAGLE[@]}"
    --sglang-server-concurrency 1024
+   --sglang-watchdog-timeout 3600
 )
 MISC_ARGS+=("${DEEPEP[@]}")
 

@@ -2,8 +2,8 @@
 # shellcheck disable=SC2034  # launch reads the arrays by name
 # Kimi K2 Instruct (1T), GRPO on math, on 32 nodes of eight shared GPUs. The engines serve FP8 weights, the trainer
 # starts from a BF16 copy converted to a Megatron checkpoint.
-# The recipe needs GPUs of more than 90 GiB: 63 GiB of weights per GPU exceed 70% of 80 GiB. For smaller GPUs add
-# --rollout-num-gpus-per-engine 32 --sglang-ep-size 32.
+# An engine has 32 GPUs: of 16, each would hold 63 GiB of weights, more than 70% of 80 GiB. On GPUs of more than 90 GiB
+# --rollout-num-gpus-per-engine 16 --sglang-ep-size 16 gives twice as many engines.
 # shellcheck source=lib/launch.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/launch.sh"
 
@@ -36,12 +36,13 @@ PERF_ARGS=(
 ALGO_ARGS=("${GRPO_ARGS[@]}" "${KL_ARGS[@]}")
 OPTIMIZER_ARGS+=("${CPU_OPTIMIZER[@]}")
 SGLANG_ARGS=(
-   --rollout-num-gpus-per-engine 16
+   --rollout-num-gpus-per-engine 32
    --sglang-mem-fraction-static 0.7
    --sglang-dp-size 8
    "${DP_ATTENTION[@]}"
-   --sglang-ep-size 16
+   --sglang-ep-size 32
    --sglang-server-concurrency 1024
+   --sglang-watchdog-timeout 3600
    --update-weight-buffer-size $((2 * 1024 ** 3))
 )
 MISC_ARGS+=("${DEEPEP[@]}")

@@ -20,7 +20,8 @@ MODEL_DIR="${MODEL_DIR:-${BASE_DIR}}"
 DATA_DIR="${DATA_DIR:-${BASE_DIR}}"
 OUTPUT_DIR="${OUTPUT_DIR:-${BASE_DIR}/outputs}"
 
-# KEY=VALUE for every process of the job. One kernel queue per GPU keeps Megatron's communication overlapped.
+# KEY=VALUE for every process of the job. With one kernel queue per GPU, communication of tensor-parallel layers starts
+# before the products that it overlaps.
 JOB_ENV=("PYTHONPATH=${SLIME_DIR}${PYTHONPATH:+:${PYTHONPATH}}" "PYTHONUNBUFFERED=1" "CUDA_DEVICE_MAX_CONNECTIONS=1")
 
 # The arrays that make up a command, in the order in which they are passed: of two equal flags the later one counts.

@@ -2,8 +2,8 @@
 # shellcheck disable=SC2034  # launch reads the arrays by name
 # Kimi K2 Thinking (1T), GRPO on math, on 32 nodes of eight shared GPUs. The engines serve the published INT4 weights;
 # the trainer works in BF16 and rounds its weights to INT4 in every forward pass, as the engines will.
-# The recipe needs GPUs of more than 86 GiB: 60 GiB of weights per GPU exceed 70% of 80 GiB. For smaller GPUs add
-# --rollout-num-gpus-per-engine 16 --sglang-ep-size 16.
+# An engine has 16 GPUs: of 8, each would hold 60 GiB of weights, more than 70% of 80 GiB. On GPUs of more than 86 GiB
+# --rollout-num-gpus-per-engine 8 --sglang-ep-size 8 gives twice as many engines.
 # shellcheck source=../lib/launch.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/../lib/launch.sh"
 
@@ -37,10 +37,11 @@ PERF_ARGS=(
 ALGO_ARGS=("${GRPO_ARGS[@]}" "${KL_ARGS[@]}" --use-tis)
 OPTIMIZER_ARGS+=("${CPU_OPTIMIZER[@]}")
 SGLANG_ARGS=(
-   --rollout-num-gpus-per-engine 8
+   --rollout-num-gpus-per-engine 16
    --sglang-mem-fraction-static 0.7
-   --sglang-ep-size 8
+   --sglang-ep-size 16
    --sglang-server-concurrency 1024
+   --sglang-watchdog-timeout 3600
    --update-weight-buffer-size $((2 * 1024 ** 3))
 )
 

@@ -1,18 +1,24 @@
-"""The machine: Python, packages, device, memory, limits of the operating system, ports."""
+"""The machine: Python, packages, driver, kernels, device, memory, network, limits of the operating system, ports."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import itertools
 import os
+import re
 import resource
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from slime.config.plan.layout import PlanError, read_layout
+from slime.config.plan.placement import plan_placement
 from slime.config.plan.render import size
+from slime.config.plan.shape import read_shape
 from slime.doctor import Finding, Situation, fail, ok, warn
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
@@ -25,6 +31,13 @@ _SHM = Path("/dev/shm")
 _CPU_OBJECT_STORE = 512 * 1024**2
 _RAY_SHARE = 0.3  # of the memory, Ray's own default where slime does not set it
 _PORTS_PER_ENGINE = 10
+# Oldest driver of a major CUDA version, https://docs.nvidia.com/deploy/cuda-compatibility/
+_OLDEST_DRIVERS = {12: 525, 13: 580}
+_DRIVER = Path("/proc/driver/nvidia/version")
+_COMPATIBILITY = Path("/usr/local/cuda/compat/libcuda.so.1")
+_ADAPTERS, _VERBS = Path("/sys/class/infiniband"), Path("/dev/infiniband")
+_PROVIDERS = ("/usr/lib/*/libibverbs/lib*.so", "/usr/lib64/libibverbs/lib*.so", "/usr/lib/libibverbs/lib*.so")
+_CAP_IPC_LOCK = 1 << 14  # linux/capability.h
 _MIB = 1024**2
 # Proportional set sizes of a run of a tiny model on a CPU at their peak, summed: 2487 MiB with one rank and one engine,
 # 3583 MiB with two of each. Interpreters and libraries, without weights.
@@ -90,6 +103,132 @@ def device(situation: Situation) -> Iterator[Finding]:
         )
     else:
         yield ok("device", f"{mode} mode, torch {torch}, {os.cpu_count()} cores")
+
+
+def driver(situation: Situation) -> Iterator[Finding]:
+    """The NVIDIA driver against the CUDA version that torch was built for. Does not import torch."""
+    wanted, found = _cuda_of_torch(), _first(r"Kernel Module.*?\s(\d+\.[\d.]+)", _DRIVER)
+    if wanted is None or found is None:
+        return
+    oldest = _OLDEST_DRIVERS.get(int(wanted.partition(".")[0]), 0)
+    value = f"{found}, torch is built for CUDA {wanted}"
+    if int(found.partition(".")[0]) >= oldest:
+        yield ok("driver", value)
+    elif _COMPATIBILITY.exists():
+        fix = (
+            f"update it to {oldest} or newer if kernels fail to load: {_COMPATIBILITY} supports some older drivers only"
+        )
+        yield warn("driver", f"{value}, which needs {oldest} or newer", fix)
+    else:
+        fix = f"update it, or install the package cuda-compat of CUDA {wanted} (data-center GPUs)"
+        yield fail("driver", f"{value}, which needs {oldest} or newer", fix)
+
+
+def _cuda_of_torch() -> str | None:
+    spec = importlib.util.find_spec("torch")
+    return None if spec is None else _first(r"(?m)^cuda\b.*'([\d.]+)'", Path(spec.origin or "").parent / "version.py")
+
+
+def _first(pattern: str, file: Path) -> str | None:
+    """The group of the first match in ``file``. None without the file or a match."""
+    try:
+        found = re.search(pattern, file.read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    return found and found[1]
+
+
+def kernels(situation: Situation) -> Iterator[Finding]:
+    """Optional kernels: their versions against those that megatron-core supports, and those that the model needs."""
+    from packaging.requirements import Requirement
+
+    if accelerator.current().is_cpu:
+        return
+    for line in importlib.metadata.requires("megatron-core") or []:
+        requirement = Requirement(line)
+        found = _version(requirement.name)
+        if requirement.name not in _KERNELS or "dev" not in str(requirement.marker):
+            continue
+        requirement.marker = None
+        options, users = _KERNELS[requirement.name]
+        if found == "missing":
+            if _uses(situation, requirement.name):
+                value = f"{requirement.name} is not installed, {users}"
+                yield warn("kernels", value, f"pip install {options}'{requirement}'")
+        elif requirement.specifier.contains(found, prereleases=True):
+            yield ok("kernels", f"{requirement.name} {found}")
+        else:
+            value = f"{requirement.name} {found}, megatron-core {_version('megatron-core')} supports"
+            fix = f"pip install {options}'{requirement}'"
+            yield fail("kernels", f"{value} {requirement.specifier}", fix)
+
+
+# Package -> (options of pip, effect of its absence).
+_KERNELS = {
+    "flash-linear-attention": ("", "gated delta nets run in plain torch, which is much slower"),
+    "transformer-engine": ("--no-build-isolation ", "--fp8-format and --transformer-impl transformer_engine need it"),
+}
+
+
+def _uses(situation: Situation, package: str) -> bool:
+    """Whether the command uses the kernels of ``package``."""
+    args = situation.args
+    if args is None or args.debug_rollout_only:
+        return False
+    if package == "transformer-engine":
+        return bool(args.fp8)
+    try:
+        return read_shape(args).delta_net is not None and args.qwen_gdn_backend == "fla"
+    except PlanError:
+        return False
+
+
+def infiniband(situation: Situation) -> Iterator[Finding]:
+    """Adapters of InfiniBand or RoCE: NCCL uses TCP, without an error, if one of these is missing."""
+    adapters = sorted(path.name for path in _ADAPTERS.iterdir()) if _ADAPTERS.is_dir() else []
+    if not adapters:
+        return
+    what, names = "InfiniBand", f"{len(adapters)} adapters ({', '.join(adapters[:4])})"
+    problems = 0
+    if not any(_VERBS.glob("uverbs*")):
+        yield fail(what, f"{names}, but no {_VERBS}/uverbs*", f"docker run --device={_VERBS} --network=host")
+        problems += 1
+    if not any(any(Path("/").glob(pattern.removeprefix("/"))) for pattern in _PROVIDERS):
+        fix = "apt-get install ibverbs-providers rdma-core"
+        yield fail(what, f"{names}, but libibverbs has no driver for any adapter (libibverbs/lib*.so)", fix)
+        problems += 1
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    capabilities = int(_first(r"CapEff:\s*(\w+)", Path("/proc/self/status")) or "0", 16)
+    if soft != resource.RLIM_INFINITY and not capabilities & _CAP_IPC_LOCK:
+        fix = "ulimit -l unlimited, or docker run --ulimit memlock=-1 --cap-add=IPC_LOCK"
+        yield fail(what, f"{names}, but a process may lock {size(soft)} only, and RDMA locks its buffers", fix)
+        problems += 1
+    if not problems:
+        yield ok(what, names)
+
+
+def host_name(situation: Situation) -> Iterator[Finding]:
+    """With several nodes the name of the host must not be a loopback address: gloo listens on it."""
+    try:
+        args = situation.args
+        num_nodes = 1 if args is None else plan_placement(args, read_layout(args)).num_nodes
+    except PlanError:
+        return
+    if num_nodes == 1 or os.environ.get("GLOO_SOCKET_IFNAME"):
+        return
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        yield fail("host name", f"{name} has no address: {error}", "add it to /etc/hosts with the node's address")
+        return
+    if address.startswith("127."):
+        fix = (
+            "set GLOO_SOCKET_IFNAME to the network interface (SOCKET_IFNAME of the launch scripts), see ip -br address"
+        )
+        yield fail("host name", f"{name} is {address}, which the other nodes of the run cannot reach", fix)
+    else:
+        yield ok("host name", f"{name} is {address}")
 
 
 def memory(situation: Situation) -> Iterator[Finding]:

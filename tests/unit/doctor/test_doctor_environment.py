@@ -64,6 +64,100 @@ def test_cpu_mode_beside_a_driver_is_pointed_out_unless_it_is_meant(
     assert only(machine_checks.device(NOTHING)).status == "ok"
 
 
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine with a GPU, an adapter and everything that they need. Tests take one thing away."""
+    files = {
+        "version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27 07:19:43 UTC 2025\n",
+        "torch/version.py": "cuda: Optional[str] = '13.0'\n",
+        "adapters/mlx5_0/x": "",
+        "dev/uverbs0": "",
+        "lib/libmlx5-rdmav34.so": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(machine_checks, "_DRIVER", tmp_path / "version")
+    monkeypatch.setattr(machine_checks, "_COMPATIBILITY", tmp_path / "compat")
+    monkeypatch.setattr(machine_checks, "_ADAPTERS", tmp_path / "adapters")
+    monkeypatch.setattr(machine_checks, "_VERBS", tmp_path / "dev")
+    monkeypatch.setattr(machine_checks, "_PROVIDERS", (f"{tmp_path}/lib/*.so",))
+    origin = SimpleNamespace(origin=str(tmp_path / "torch" / "__init__.py"))
+    monkeypatch.setattr(machine_checks.importlib.util, "find_spec", lambda name: origin)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    monkeypatch.setattr(machine_checks.accelerator, "current", lambda: SimpleNamespace(is_cpu=False))
+    return tmp_path
+
+
+def test_a_machine_with_a_gpu_and_an_adapter_is_right(gpu: Path) -> None:
+    assert only(machine_checks.driver(NOTHING)).status == "ok"
+    assert only(machine_checks.infiniband(NOTHING)).status == "ok"
+
+
+def test_a_driver_that_is_older_than_torch_s_cuda_fails(gpu: Path) -> None:
+    (gpu / "version").write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.12  Release Build\n")
+    finding = only(machine_checks.driver(NOTHING))
+    assert finding.status == "fail"
+    assert finding.value == "570.12, torch is built for CUDA 13.0, which needs 580 or newer"
+    (gpu / "compat").touch()
+    assert only(machine_checks.driver(NOTHING)).status == "warn"
+    (gpu / "version").unlink()
+    assert list(machine_checks.driver(NOTHING)) == []
+
+
+def test_an_adapter_without_driver_library_device_or_locked_memory_fails(
+    gpu: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (gpu / "lib" / "libmlx5-rdmav34.so").unlink()
+    finding = only(machine_checks.infiniband(NOTHING))
+    assert finding.status == "fail"
+    assert "ibverbs-providers" in finding.fix
+    (gpu / "dev" / "uverbs0").unlink()
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (65536, 65536))
+    monkeypatch.setattr(machine_checks, "_CAP_IPC_LOCK", 0)
+    findings = list(machine_checks.infiniband(NOTHING))
+    assert [finding.status for finding in findings] == ["fail"] * 3
+    assert "--device=" in findings[0].fix
+    assert "may lock 64 KiB only" in findings[2].value
+    (gpu / "adapters" / "mlx5_0" / "x").unlink()
+    (gpu / "adapters" / "mlx5_0").rmdir()
+    assert list(machine_checks.infiniband(NOTHING)) == []
+
+
+def test_kernels_that_are_too_new_fail_and_missing_ones_are_named_if_the_model_uses_them(
+    gpu: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = {"transformer-engine": "2.20.2", "flash-linear-attention": "0.4.2", "megatron-core": "0.16.1"}
+    monkeypatch.setattr(machine_checks, "_version", lambda name: versions.get(name, "missing"))
+    findings = {finding.value.split()[0]: finding for finding in machine_checks.kernels(NOTHING)}
+    assert findings["flash-linear-attention"].status == "ok"
+    engine = findings["transformer-engine"]
+    assert (engine.status, "supports" in engine.value) == ("fail", True)
+    assert "'transformer-engine[core_cu13,pytorch]<2.12.0,>=2.9.0a0'" in engine.fix
+    versions.clear()
+    assert list(machine_checks.kernels(NOTHING)) == []
+    args = plan_args(debug_rollout_only=False, fp8="hybrid", qwen_gdn_backend="fla")
+    monkeypatch.setattr(machine_checks, "read_shape", lambda args: SimpleNamespace(delta_net=object()))
+    missing = list(machine_checks.kernels(Situation(args)))
+    assert sorted(finding.value.split()[0] for finding in missing) == ["flash-linear-attention", "transformer-engine"]
+    assert {finding.status for finding in missing} == {"warn"}
+
+
+def test_a_host_name_that_other_nodes_cannot_reach_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    several = Situation(plan_args(world_size=16))
+    finding = only(machine_checks.host_name(several))
+    assert finding.status == "fail"
+    assert "GLOO_SOCKET_IFNAME" in finding.fix
+    assert list(machine_checks.host_name(Situation(plan_args()))) == []
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert list(machine_checks.host_name(several)) == []
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.0.0.1")
+    assert only(machine_checks.host_name(several)).status == "ok"
+
+
 def test_a_model_that_exceeds_the_memory_of_a_machine_without_gpu_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_checks.accelerator, "current", lambda: SimpleNamespace(is_cpu=True))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
