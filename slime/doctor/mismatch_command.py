@@ -13,6 +13,8 @@ from pathlib import Path
 from slime.observability.run_info import FILE, read_run_info
 from slime.utils.errors import DataError
 
+_NO_REFEREE = "none (--hf-checkpoint DIR names the weights that generated the rollout)"
+
 
 def mismatch(words: Sequence[str]) -> int:
     """Print the cause of the difference between trainer and engine.
@@ -39,7 +41,7 @@ def mismatch(words: Sequence[str]) -> int:
         print(json.dumps(asdict(verdict) | {"num_samples": len(rows)}, indent=2))
     else:
         print(f"{verdict.cause}: {verdict.sentence}\n")
-        print(f"  {'samples':<48} {len(rows)}\n  {'referee':<48} {checkpoint or 'none'}")
+        print(f"  {'samples':<48} {len(rows)}\n  {'referee':<48} {checkpoint or _NO_REFEREE}")
         for name, value in verdict.evidence.items():
             print(f"  {name:<48} {value:.3g}")
     return 0 if verdict.cause in ("none", "precision") else 1
@@ -56,8 +58,8 @@ def _parse(words: Sequence[str]) -> Namespace:
     parser.add_argument(
         "--hf-checkpoint",
         metavar="DIR",
-        help="the weights that generated the rollout, for the referee: --save-hf of the rollout before, which is the "
-        "default where the run wrote it, else the model the run began with. 'none' goes without a referee",
+        help="the weights that generated the rollout, for the referee. Default: --save-hf of the rollout before if the "
+        "run wrote it, or the model of the run for weights of version 0. 'none' goes without a referee",
     )
     parser.add_argument("--other-checkpoint", metavar="DIR", help="weights that the engine may have held instead")
     parser.add_argument("--temperature", type=float, help="default: --rollout-temperature of the run, else 1")
@@ -87,6 +89,8 @@ def _settings(options: Namespace, version: int) -> tuple[str | None, float]:
         # Weights of version n are saved after rollout n - 1.
         saved = info.resolved(template.format(rollout_id=version - 1)) if is_kept and version else None
         is_saved = saved is not None and (Path(saved) / "config.json").is_file()
-        checkpoint = checkpoint or (saved if is_saved else info.resolved(info.hf_checkpoint))
+        # Other weights would be reported as a mismatch, so without an export of this version there is no referee.
+        exact = saved if is_saved else None if version else info.resolved(info.hf_checkpoint)
+        checkpoint = checkpoint or exact
         temperature = temperature or info.settings.get("rollout_temperature")
     return (None if checkpoint == "none" else checkpoint), temperature or 1.0

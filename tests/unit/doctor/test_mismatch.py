@@ -278,16 +278,19 @@ def test_a_dump_of_plain_values_is_read_without_running_what_a_pickle_may_hold(
     assert not caplog.records
 
 
-@pytest.mark.parametrize(("template", "referee"), [("hf_{rollout_id}", "hf_3"), ("hf_3", "model")])
-def test_the_default_referee_is_an_export_of_the_rollout_before_and_no_later_one(
-    template: str, referee: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("template", "version", "referee"),
+    [("hf_{rollout_id}", 4, "hf_3"), ("hf_3", 4, None), ("hf_{rollout_id}", 5, None), ("hf_{rollout_id}", 0, "model")],
+)
+def test_the_default_referee_has_exactly_the_weights_that_generated(
+    template: str, version: int, referee: str | None, tmp_path: Path
 ) -> None:
     (tmp_path / "hf_3").mkdir()
     (tmp_path / "hf_3" / "config.json").touch()
     args = Namespace(hf_checkpoint=str(tmp_path / "model"), save_hf=str(tmp_path / template))
     write_run_info(tmp_path, args, ["train.py"])
     options = Namespace(dump=tmp_path, hf_checkpoint=None, temperature=None)
-    assert _settings(options, 4)[0] == str(tmp_path / referee)
+    assert _settings(options, version)[0] == (None if referee is None else str(tmp_path / referee))
 
 
 @pytest.mark.parametrize("content", [b"", b"no dump", b"\x80\x04K\x01."])
