@@ -141,6 +141,9 @@ def _given(parser: argparse.ArgumentParser, argv: Sequence[str]) -> set[str]:
             action.default, action.required = default, required
 
 
+HINT = "did you mean"
+
+
 def _unknown(tokens: Sequence[str], known: Collection[str]) -> tuple[list[Notice], list[str]]:
     """Split unconsumed words into unknown flags, with the words after them as their values, and stray words."""
     notices: list[Notice] = []
@@ -153,7 +156,7 @@ def _unknown(tokens: Sequence[str], known: Collection[str]) -> tuple[list[Notice
         if token.startswith("-") and not _NEGATIVE_NUMBER.match(token):
             flag = token.split("=")[0]
             near = difflib.get_close_matches(flag, known, n=1, cutoff=0.75)
-            hint = f"did you mean {near[0]}?" if near else "nothing reads it."
+            hint = f"{HINT} {near[0]}?" if near else "nothing reads it."
             notices.append(Notice("warning", flag, f"unknown flag, ignored with its values; {hint}"))
         # After an unknown flag the word is taken for its value.
         elif not notices:

@@ -134,6 +134,8 @@ def parse_only(
     except SlimeError as error:
         return None, _sentences(error)
     args.is_async = is_async
+    # A required flag may be missing because it is misspelled. With --strict-args every notice is a problem anyway.
+    hints = [str(notice) for notice in args.notices if config_parse.HINT in notice.text and not args.strict_args]
     problems = list(unsupported_flags(args, GROUPS))  # before resolve(): given values, not derived ones
     try:
         sglang_rules.engine_width(args)  # before the steps that count engines
@@ -141,13 +143,13 @@ def parse_only(
         config_resolve.resolve(args, (*STEPS, *(LIVE_STEPS if loads_hooks else ())))
         args.eval_datasets = build_eval_datasets(args)
     except SlimeError as error:
-        return None, [*problems, *_sentences(error)]
+        return None, [*problems, *_sentences(error), *hints]
     # After all derivations: rules read derived values. All rules run, so one start shows all problems.
     problems += config_check.find_problems(args, (*RULES, *(HOOK_RULES if loads_hooks else ())))
     if args.strict_args:  # last: rules add notices as well
         warnings = (notice for notice in args.notices if notice.level == "warning")
         problems += [f"{notice} (an error because of --strict-args)." for notice in warnings]
-    return args, problems
+    return args, problems + (hints if problems else [])
 
 
 def validate_sglang_args(args: Namespace) -> None:

@@ -112,6 +112,12 @@ ERRORS = [
         "--rollout-batchsize 3 --strict-args",
         "unknown flag, ignored with its values; did you mean --rollout-batch-s",
     ),
+    case(
+        "misspelled",
+        "--promt-data x.jsonl",
+        "--promt-data: unknown flag, ignored with its values; did you mean --prompt-",
+        "--prompt-data",
+    ),
     case("61-D11", "--save {dir}/out", "--save needs --save-interval N"),
     case("75-offload", "--offload-rollout", "--offload-rollout does not work with train_async.py", is_async=True),
     case("75-D22", "--colocate", "--colocate does not work with train_async.py", is_async=True),
