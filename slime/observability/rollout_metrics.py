@@ -227,6 +227,13 @@ def _raw_reward(args: Namespace, sample: Sample) -> Any:
     return sample.get_reward_value(args) if reward is None else reward
 
 
+def mean_reward(rewards: Sequence[Any]) -> dict[str, float]:
+    """``rollout/raw_reward`` of a rollout that is not trained on. Empty if a reward is not a number."""
+    if not rewards or not all(isinstance(reward, int | float) for reward in rewards):
+        return {}
+    return {"rollout/raw_reward": statistics.fmean(rewards)}
+
+
 def _correct_samples(samples: Sequence[Sample], raw: Sequence[Any], max_length: int) -> dict[str, float]:
     """Lengths of the responses with a reward of exactly 1.
 

@@ -24,7 +24,7 @@ from slime.hooks.load import load_function
 from slime.models.cost import calculate_fwd_flops
 from slime.models.hf_shape import read_shape
 from slime.observability.logging_utils import configure_logger
-from slime.observability.rollout_metrics import log_eval_rollout_data, log_rollout_data
+from slime.observability.rollout_metrics import log_eval_rollout_data, log_rollout_data, mean_reward
 from slime.observability.sample_record import BackgroundWriter, record_rollout
 from slime.observability.tracking import run_directory
 from slime.ray.data_buffer import DataBufferClient
@@ -127,8 +127,10 @@ class RolloutManager:
         self._record(samples, rollout_id, "rollout")
         seconds = time.monotonic() - started
         metrics = log_rollout_data(rollout_id, self._args, samples, metrics, seconds, self._log_rollout)
-        if self._args.debug_rollout_only:
-            return RolloutResult([], metrics)
+        if self._args.debug_rollout_only:  # otherwise the trainer reports the reward
+            key = self._args.reward_key
+            rewards = [s.reward.get(key) if key and isinstance(s.reward, dict) else s.reward for s in samples]
+            return RolloutResult([], mean_reward(rewards) | metrics)
         data = compile_train_data(
             groups,
             rewards=self._config[RewardArgs],

@@ -13,7 +13,7 @@ import torch
 
 from slime.utils.net import free_port
 from tests.doc_commands import shown_flags
-from tests.e2e.running import ROOT, Finished, exit_status, kill_marked, start_train
+from tests.e2e.running import ROOT, Finished, exit_status, kill_marked, metrics, start_train, values
 
 SMALL = ("--num-rollout", 1, "--rollout-batch-size", 4, "--sglang-context-length", 128)
 SMALL += ("--sglang-max-total-tokens", 8192, "--fp32")
@@ -51,6 +51,8 @@ def test_the_demo_engines_alone_and_a_service_of_conversations_run_as_the_pages_
             samples = torch.load(tmp_path / name / "0.pt", weights_only=True)["samples"]
             assert len(samples) == 16
             assert all(sample["response_length"] > 0 for sample in samples)
+        rewards = [values(metrics(run), "rollout/raw_reward") for run in tmp_path.glob("outputs/*")]
+        assert [len(reward) for reward in rewards] == [1, 1], "engines alone report rewards, too"
         summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
         assert summary["max_train_rollout_logprob_abs_diff"] < 1e-5
         assert "the exported checkpoint answers: 12+34=" in (tmp_path / "demo.log").read_text()
