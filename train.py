@@ -30,7 +30,7 @@ def train(args):
             if is_due(rollout_id, args.update_weights_interval, run.num_rollout - 1):
                 run.sync_weights(num_trained=rollout_id + 1)
             run.report(rollout_id, rollout, report)
-            if is_due(rollout_id, args.eval_interval):
+            if is_due(rollout_id, args.eval_interval, run.num_rollout - 1):
                 run.evaluate(rollout_id, num_trained=rollout_id + 1)
 
 

@@ -26,7 +26,7 @@ def train(args):
                 with prefetched.engines_idle():
                     run.sync_weights(num_trained=rollout_id + 1)
             run.report(rollout_id, rollout, report)
-            if is_due(rollout_id, args.eval_interval):
+            if is_due(rollout_id, args.eval_interval, run.num_rollout - 1):
                 run.evaluate(rollout_id, num_trained=rollout_id + 1)
 
 
