@@ -102,8 +102,12 @@ class Tracker:
             self._lock.close()
 
 
-def create_tracker(args: Namespace) -> Tracker:
+def create_tracker(args: Namespace, *, is_new: bool = False) -> Tracker:
     """The tracker that ``args`` describes. Its folders exist when this returns.
+
+    Args:
+        is_new: the run starts at its first rollout. If its folder has files of an earlier run, they move to a folder
+            ``earlier_<time>`` below it, because curves and samples of two runs in one file cannot be told apart.
 
     Raises:
         ConfigError: the run's folder cannot be written, or another live run has it.
@@ -116,6 +120,9 @@ def create_tracker(args: Namespace) -> Tracker:
             directory.mkdir(parents=True, exist_ok=True)
             # Before any file is opened: another live run may write to this folder.
             lock = opened.enter_context(contextlib.closing(_lock(directory)))
+            if is_new and directory not in _started:
+                _set_aside(directory, started)
+            _started.add(directory)
             sinks: list[Sink] = [opened.enter_context(contextlib.closing(JsonlSink(directory / "metrics.jsonl")))]
             write_run_info(directory, args)
         except OSError as error:
@@ -132,6 +139,23 @@ def create_tracker(args: Namespace) -> Tracker:
         directory=directory,
         lock=lock,
     )
+
+
+_FILES = ("metrics.jsonl", "events.out.tfevents.*", "run.json", "progress.json", "ledger.jsonl", "samples", "engines")
+"""The files of a run in its folder, as patterns."""
+_started: set[Path] = set()
+"""Folders of this process: a run that restarts in the same job continues its files."""
+
+
+def _set_aside(directory: Path, started: str) -> None:
+    found = [path for pattern in _FILES for path in directory.glob(pattern)]
+    if not found:
+        return
+    earlier = directory / f"earlier_{started}"
+    earlier.mkdir()
+    for path in found:
+        path.rename(earlier / path.name)
+    logger.warning("%s has files of an earlier run: moved to %s", directory, earlier)
 
 
 def _lock(directory: Path) -> RunLock:

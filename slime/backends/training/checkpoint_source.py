@@ -133,17 +133,32 @@ def check_checkpoints(args: Any) -> list[str]:
     except ConfigError as error:
         return error.problems
     problem = foreign(source, args.train_backend)
-    _notice(args, source)
+    _notice(args)
     return [problem] if problem else []
 
 
-def _notice(args: Any, source: Source) -> None:
-    is_resumed = source.flag == "--load" and source.is_training_state and not args.finetune
-    if is_resumed and args.num_rollout and args.start_rollout_id is None and source.iteration >= args.num_rollout - 1:
-        text = f"{args.num_rollout}: {source.directory} was saved after the last of them, so nothing is left to train"
-        notices.warn(
-            args, "--num-rollout", f"{text}; a larger number goes on, another --save and no --load starts anew"
-        )
+def resumed_from(args: Any) -> Source | None:
+    """The checkpoint of a run that these resolved arguments continue. None if they start a run."""
+    source = find_start(from_args(CheckpointArgs, args), args.hf_checkpoint)
+    return source if source.flag == "--load" and source.is_training_state and not args.finetune else None
+
+
+def nothing_left(args: Any) -> str | None:
+    """The reason why a run with these resolved arguments has no rollout left to train. None if it has one."""
+    source = resumed_from(args)
+    if source is None or not args.num_rollout or args.start_rollout_id is not None:
+        return None
+    if source.iteration < args.num_rollout - 1:
+        return None
+    return (
+        f"{args.num_rollout}: {source.directory} was saved after the last of them, so nothing is left to train; a "
+        "larger number goes on, another --save and no --load starts anew"
+    )
+
+
+def _notice(args: Any) -> None:
+    if (reason := nothing_left(args)) is not None:
+        notices.warn(args, "--num-rollout", reason)
     # realpath: one directory may be named in two ways
     if args.save is None or (args.load is not None and os.path.realpath(args.load) == os.path.realpath(args.save)):
         return

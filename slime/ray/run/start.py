@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
+from slime.backends.training.checkpoint_source import resumed_from
 from slime.config.resolve.paths import needs_reference
 from slime.config.roles import role_args
 from slime.config.run_config import RunConfig
@@ -82,7 +83,8 @@ def start_run(args: Namespace) -> Run:
 def _create_handles(args: Namespace) -> RunHandles:
     """Create the actors, which start nothing yet. If one of them fails, the ones before it are stopped."""
     with ExitStack() as made:
-        tracker = create_tracker(args)
+        is_new = resumed_from(args) is None and not args.start_rollout_id
+        tracker = create_tracker(args, is_new=is_new)
         made.callback(tracker.close)
         save_lock = None if args.save is None else made.enter_context(closing(lock_save(args.save)))
         slots = create_placement_groups(args)

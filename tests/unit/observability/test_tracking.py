@@ -144,6 +144,23 @@ def test_a_second_run_under_the_same_name_continues_the_file(tmp_path: Path) -> 
     assert [record["x"] for record in records(tmp_path / "outputs/e/metrics.jsonl")] == [0, 1]
 
 
+def test_a_run_that_starts_anew_moves_the_files_of_an_earlier_run_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "outputs/e"
+    for step, is_new in ((0, True), (1, True), (2, False)):
+        monkeypatch.setattr(tracking, "_started", set())  # each is another process
+        tracker = create_tracker(parsed("--experiment-name", "e"), is_new=is_new)
+        tracker.log({"a": 1.0, "x": step}, "x")
+        tracker.close()
+    (earlier,) = folder.glob("earlier_*")
+    assert [record["x"] for record in records(earlier / "metrics.jsonl")] == [0]
+    assert (earlier / "run.json").is_file()
+    assert [record["x"] for record in records(folder / "metrics.jsonl")] == [1, 2]
+    create_tracker(parsed("--experiment-name", "e"), is_new=True).close()  # a restart in the same job
+    assert len(records(folder / "metrics.jsonl")) == 2
+
+
 def test_a_line_that_a_crash_cut_does_not_swallow_the_next_record(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step_key": "train/step", "train/st')
