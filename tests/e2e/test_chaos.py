@@ -50,7 +50,7 @@ def undisturbed(tiny_task, tmp_path_factory):
     """A run without faults for four rollouts, ended by Ctrl-C in the fifth: (folder, results)."""
     output = tmp_path_factory.mktemp("undisturbed")
     with broken(exact_flags(tiny_task, output, "--num-rollout", 1000), output) as run:
-        return output, end_driver(run, signal.SIGINT, ROLLOUTS)
+        return output, end_driver(run, signal.SIGINT, ROLLOUTS) | {"progress": run.progress()}
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +111,12 @@ def test_a_driver_that_ends_early_leaves_neither_processes_nor_shared_memory(bat
     assert left["survivors"] == []
     assert any(path.name.startswith("sglang_loads_") for path in left["memory"])
     assert left["files"] == []
+
+
+def test_an_interrupted_run_names_the_rollout_that_it_can_continue_with(undisturbed):
+    left = undisturbed[1]
+    assert f"The same command continues with rollout {ROLLOUTS}." in left["text"]
+    assert left["progress"]["state"] == "interrupted"
 
 
 def test_a_run_outlives_a_stopped_trainer_rank_and_says_where_the_others_were(battered):

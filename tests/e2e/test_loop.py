@@ -31,7 +31,7 @@ def grpo_flags(task, output: Path, *more: Any) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def resumed_run(tiny_task, tmp_path_factory):
-    """Five rollouts, then the same command for eight, which continues from the checkpoint of the first."""
+    """Five rollouts, then the same command for eight, which continues from the first one's checkpoint, and again."""
     output = tmp_path_factory.mktemp("loop")
     (output / "data").mkdir()
     for name in ("gsm8k", "math"):
@@ -47,46 +47,57 @@ def resumed_run(tiny_task, tmp_path_factory):
     assert first.status == 0, first.output[-4000:]
     second = run_train([*flags, "--num-rollout", 8], output)
     assert second.status == 0, second.output[-4000:]
-    return output, first, second
+    third = run_train([*flags, "--num-rollout", 8], output)
+    return output, first, second, third
 
 
 def test_the_reward_rises(resumed_run):
-    output, _, _ = resumed_run
+    output, *_ = resumed_run
     rewards = values(metrics(output / "run"), "rollout/raw_reward")
     assert len(rewards) == 8
     assert sum(rewards[-2:]) / 2 > rewards[0] + 0.15, rewards
 
 
 def test_trainer_and_engine_agree_on_every_token_of_every_step(resumed_run):
-    output, _, _ = resumed_run
+    output, *_ = resumed_run
     differences = values(metrics(output / "run"), "train/train_rollout_logprob_abs_diff")
     assert len(differences) == 8
     assert 0 < max(differences) < 1e-4, differences
 
 
 def test_the_second_command_continues_where_the_first_ended(resumed_run):
-    output, _, _ = resumed_run
+    output, *_ = resumed_run
     assert values(metrics(output / "run"), "rollout/step") == list(range(8))
     assert (output / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip() == "7"
 
 
-def test_every_set_is_evaluated_before_the_first_rollout(resumed_run):
-    output, _, _ = resumed_run
+def test_every_set_is_evaluated_before_the_first_rollout_and_after_the_last(resumed_run):
+    output, *_ = resumed_run
+    rows = metrics(output / "run")
+    assert values(rows, "eval/step") == [0, 5, 8]
     for name in ("eval/gsm8k", "eval/math", "eval/gsm8k-pass@4"):
-        assert len(values(metrics(output / "run"), name)) == 1, name
+        assert len(values(rows, name)) == 3, name
+
+
+def test_the_command_of_a_finished_run_starts_nothing(resumed_run):
+    *_, third = resumed_run
+    assert third.status == 0, third.output[-4000:]
+    assert third.output.strip().splitlines()[-1].startswith("--num-rollout 8: "), third.output
+    assert "nothing is left to train" in third.output
+    assert "Ray" not in third.output
 
 
 def test_no_prompt_is_drawn_twice_across_a_resume(resumed_run):
     import torch
 
-    output, _, _ = resumed_run
+    output, *_ = resumed_run
     dumps = [torch.load(output / "dump" / f"{i}.pt", weights_only=True)["samples"] for i in range(8)]
     groups = [sorted({sample["group_index"] for sample in dump}) for dump in dumps]
     assert [index for group in groups for index in group] == list(range(8 * 16))
 
 
 def test_no_process_is_left_after_a_run(resumed_run):
-    _, first, second = resumed_run
+    _, first, second, _ = resumed_run
     assert first.survivors() == []
     assert second.survivors() == []
 
@@ -95,7 +106,7 @@ def test_the_exported_checkpoint_loads_in_transformers(resumed_run):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    output, _, _ = resumed_run
+    output, *_ = resumed_run
     model = AutoModelForCausalLM.from_pretrained(output / "hf_7", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(output / "hf_7")
     dump = torch.load(output / "dump" / "7.pt", weights_only=True)["samples"]
@@ -105,7 +116,7 @@ def test_the_exported_checkpoint_loads_in_transformers(resumed_run):
 
 
 def test_one_and_two_trainer_ranks_compute_the_same_losses_from_the_same_rollouts(resumed_run, tiny_task, tmp_path):
-    output, _, _ = resumed_run
+    output, *_ = resumed_run
     flags = grpo_flags(tiny_task, tmp_path, "--load-debug-rollout-data", output / "dump" / "{rollout_id}.pt")
     flags += ["--num-rollout", 3, "--actor-num-gpus-per-node", 1]
     result = run_train([*flags, *shown_flags("docs/reproducibility.md", "--ci-load-grad-norm")], output)

@@ -359,7 +359,7 @@ class Run:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Stop everything. If the error is not one of slime's, first check whether a dead actor caused it."""
-        state = "failed"
+        state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         try:
             if error is None:
                 self.finish_evaluation()

@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from slime.backends.training.arguments import CheckpointArgs
 from slime.backends.training.checkpoint_source import inspect_checkpoint
 from slime.ray.watch.failure_report import message_of
-from slime.utils.errors import ProcessDied, StartFailed
+from slime.utils.errors import ConfigError, ProcessDied, StartFailed
 from slime.utils.interrupt import interruptible
 
 logger = logging.getLogger(__name__)
@@ -81,13 +82,18 @@ def _replaced(args: Namespace, **values: Any) -> Namespace:
 
 
 @contextmanager
-def exit_status() -> Iterator[None]:
-    """Turn expected errors into a message and status 1, Ctrl-C into 130 and SIGTERM into 143 after an orderly stop."""
+def exit_status(checkpoints: CheckpointArgs | None = None) -> Iterator[None]:
+    """Turn expected errors into a message and status 1, Ctrl-C into 130 and SIGTERM into 143 after an orderly stop.
+
+    Args:
+        checkpoints: of a run. The message of an interruption names the last one.
+    """
     try:
         with interruptible():
             yield
     except KeyboardInterrupt as interruption:
-        print("interrupted: every process of the run was stopped.", file=sys.stderr)
+        goes_on = "" if checkpoints is None else _goes_on(checkpoints.save, checkpoints.load)
+        print(f"interrupted: every process of the run was stopped.{goes_on}", file=sys.stderr)
         raise SystemExit(getattr(interruption, "status", 130)) from None
     except Exception as error:  # any error of a user's function may come here. Bugs keep their traceback
         message = message_of(error)
@@ -95,3 +101,15 @@ def exit_status() -> Iterator[None]:
             raise
         print(f"error: {message}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
+
+
+def _goes_on(save: str | None, load: str | None) -> str:
+    """Where a stopped run can go on, as a sentence."""
+    try:
+        source = None if save is None else inspect_checkpoint("--save", save)
+    except ConfigError:  # a damaged checkpoint: the next start explains it
+        return ""
+    if source is None or not source.is_training_state:
+        return " No checkpoint was saved: the same command starts anew."
+    how = "The same command" if load == save else f"The same command with --load {save}"
+    return f" {how} continues with rollout {source.iteration + 1}."
