@@ -132,8 +132,16 @@ def check_checkpoints(args: Any) -> list[str]:
         source = find_start(from_args(CheckpointArgs, args), args.hf_checkpoint)
     except ConfigError as error:
         return error.problems
+    if (reason := nothing_left(args)) is not None:
+        notices.warn(args, "--num-rollout", reason)
+    # realpath: one directory may be named in two ways
+    is_own = (
+        args.load is not None and args.save is not None and os.path.realpath(args.load) == os.path.realpath(args.save)
+    )
+    if args.save is not None and not is_own and (old := complete_iterations(Path(args.save))):
+        text = f"{args.save} holds {old[-1].name} of another run, and this run replaces those of its own rollouts there"
+        notices.warn(args, "--save", f"{text}; --load {args.save} goes on with it, another --save leaves it alone")
     problem = foreign(source, args.train_backend)
-    _notice(args)
     return [problem] if problem else []
 
 
@@ -154,17 +162,6 @@ def nothing_left(args: Any) -> str | None:
         f"{args.num_rollout}: {source.directory} was saved after the last of them, so nothing is left to train; a "
         "larger number goes on, another --save and no --load starts anew"
     )
-
-
-def _notice(args: Any) -> None:
-    if (reason := nothing_left(args)) is not None:
-        notices.warn(args, "--num-rollout", reason)
-    # realpath: one directory may be named in two ways
-    if args.save is None or (args.load is not None and os.path.realpath(args.load) == os.path.realpath(args.save)):
-        return
-    if old := complete_iterations(Path(args.save)):
-        text = f"{args.save} holds {old[-1].name} of another run, and this run replaces those of its own rollouts there"
-        notices.warn(args, "--save", f"{text}; --load {args.save} goes on with it, another --save leaves it alone")
 
 
 def inspect_checkpoint(flag: str, path: str) -> Source | None:
