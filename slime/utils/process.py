@@ -11,6 +11,7 @@ multiprocessing that only the group has mapped.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -25,6 +26,7 @@ GUARD_FD_VARIABLE = "SLIME_GUARD_FD"
 _KILL_TIMEOUT_S = 5.0
 _TAIL_BYTES = 64 * 1024
 _SHARED_MEMORY = Path("/dev/shm")
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 # Name prefixes of SGLang's tables and queues, and of the semaphores and blocks of multiprocessing. Files that other
 # programs share with a server, such as weights, have other names and must survive.
 _MADE_BY_SERVERS = ("sglang_loads_", "sgl_shm_mq_", "sem.mp-", "psm_")
@@ -210,3 +212,13 @@ def log_tail(path: Path, lines: int = 30) -> str:
     if not text:
         return f"    ({path} is empty)"
     return "\n".join("    " + line for line in text.splitlines()[-lines:])
+
+
+def num_cpus() -> int:
+    """CPUs that this process may use, or the quota of its container if that is less."""
+    allowed = len(os.sched_getaffinity(0))
+    try:
+        quota, period = _CPU_QUOTA.read_text(encoding="ascii").split()
+        return min(allowed, math.ceil(int(quota) / int(period)))
+    except (OSError, ValueError):  # no control group, or "max"
+        return allowed

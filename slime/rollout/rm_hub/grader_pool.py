@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import queue
 import socket
@@ -20,10 +19,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from slime.utils.errors import DataError, ScoringError
+from slime.utils.process import num_cpus
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,6 @@ _END_S = 10.0
 LONGEST_CALL_S = _WAIT_S + _START_S + 2 * _MAX_WALL_S
 """:func:`grade_in_process` returns within this time, unless its limit is longer."""
 _MAX_PROCESSES = 32
-_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _COMPUTING_RULES = frozenset({"math", "deepscaler", "math_verify", "ifbench"})
 
 
@@ -140,17 +138,7 @@ class _Pool:
 
 def _num_processes() -> int:
     """Half of the CPUs, at most 32: engines and trainers need the other cores, and each answer is short."""
-    return min(_MAX_PROCESSES, max(2, _num_cpus() // 2))
-
-
-def _num_cpus() -> int:
-    """CPUs of this process, or the quota of its container if that is less."""
-    num_cpus = len(os.sched_getaffinity(0))
-    try:
-        quota, period = _CPU_QUOTA.read_text(encoding="ascii").split()
-        return min(num_cpus, math.ceil(int(quota) / int(period)))
-    except (OSError, ValueError):  # no control group, or "max"
-        return num_cpus
+    return min(_MAX_PROCESSES, max(2, num_cpus() // 2))
 
 
 _lock = threading.Lock()

@@ -33,6 +33,7 @@ from slime.rollout.rm_hub import (
 )
 from slime.rollout.rm_hub.grader_pool import grade_in_process, grade_limit
 from slime.rollout.rm_hub.libraries import grade_math_verify
+from slime.utils import process as process_module
 from slime.utils.errors import DataError, ScoringError
 
 BOMB = r"\boxed{9^{9^{9^9}}}"
@@ -135,7 +136,7 @@ def test_a_container_has_as_many_processes_as_its_share_of_the_cpus_allows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str, count: int
 ):
     (tmp_path / "cpu.max").write_text(f"{quota}\n", encoding="ascii")
-    monkeypatch.setattr(grader_pool, "_CPU_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(process_module, "_CPU_QUOTA", tmp_path / "cpu.max")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(192)))
     assert grader_pool._num_processes() == count
 
