@@ -196,7 +196,9 @@ class FsdpTrainer(TrainerBase):
                 return
             case "optimizer":
                 for state in self._ready.optimizer.state.values():
-                    yield from (local_tensor(value) for value in state.values() if isinstance(value, torch.Tensor))
+                    # without the step counts, of 4 bytes
+                    tensors = (value for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
+                    yield from map(local_tensor, tensors)
             case _:
                 raise ValueError(f"unknown part {part!r}")
 

@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from slime.backends.training.arguments import OptimizerArgs
-from slime.backends.training.optimizer import StatelessAdam
+from slime.backends.training.optimizer import StatelessAdam, fuse_adamw
 
 
 def build_optimizer(
@@ -27,7 +27,9 @@ def build_optimizer(
         return StatelessAdam(groups, args.lr, betas, args.adam_eps, args.weight_decay)
     match args.optimizer:
         case "adam":
-            return torch.optim.AdamW(groups, args.lr, betas, args.adam_eps, args.weight_decay)
+            adamw = torch.optim.AdamW(groups, args.lr, betas, args.adam_eps, args.weight_decay)
+            fuse_adamw(adamw)
+            return adamw
         case "sgd":
             return torch.optim.SGD(groups, args.lr, args.sgd_momentum, weight_decay=args.weight_decay)
         case other:

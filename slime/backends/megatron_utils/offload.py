@@ -66,4 +66,5 @@ def _of_optimizer(inner: torch.optim.Optimizer | None) -> Iterator[torch.Tensor]
     for group in inner.param_groups:
         yield from group["params"]  # the main weights
     for state in inner.state.values():
-        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+        # Fused AdamW has its step counts on the device: 4 bytes each, not worth a copy.
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.dim())

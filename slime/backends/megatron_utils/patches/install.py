@@ -135,7 +135,7 @@ def repair_mixed_precision_optimizers() -> None:
 
 
 def repair_distributed_optimizer_checkpoints() -> None:
-    """``DistributedOptimizer`` cannot save and load torch's Adam, which it falls back to without TE and Apex.
+    """``DistributedOptimizer`` cannot save and load torch's Adam, which ``optimizer.build`` always chooses.
 
     Three faults, all around Adam's per-parameter ``step`` tensor, which TE's and Apex' Adam do not have:
 
@@ -147,8 +147,6 @@ def repair_distributed_optimizer_checkpoints() -> None:
 
     Upstream: core_v0.16.1. Delete when a resumed run with torch's Adam equals the uninterrupted one without this.
     """
-    if importlib.util.find_spec("transformer_engine") is not None or importlib.util.find_spec("apex") is not None:
-        return
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     stock_get = DistributedOptimizer._get_main_param_and_optimizer_states
