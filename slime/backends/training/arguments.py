@@ -150,7 +150,7 @@ class OptimizerArgs:
     optimizer_cpu_offload: bool = flag(False, "Main weights and optimizer states, and their update, on the CPU.")
     optimizer_offload_fraction: float = flag(1.0, "Share of them that is on the CPU.")
     overlap_cpu_optimizer_d2h_h2d: bool = flag(
-        False, "Overlap the transfers of that optimizer.", no_effect="transfers and updates take turns"
+        False, "Copies to and from the host run during the updates of --optimizer-cpu-offload."
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
         False,

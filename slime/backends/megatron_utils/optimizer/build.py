@@ -6,15 +6,16 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core import optimizer as optimizer_module
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, distrib_optimizer, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime.backends.megatron_utils.arguments.model import MuonArgs
 from slime.backends.megatron_utils.model.build import params_dtype, uses_distributed_optimizer
-from slime.backends.megatron_utils.optimizer.host_adam import keep_states_on_host
+from slime.backends.megatron_utils.optimizer.host_adam import HostUpdate, keep_states_on_host, update_threads
 from slime.backends.megatron_utils.optimizer.muon import build_muon
 from slime.backends.training.arguments import OptimizerArgs, PrecisionArgs
-from slime.backends.training.optimizer import RateSchedule, StatelessAdam
+from slime.backends.training.optimizer import RateSchedule, StatelessAdam, fuse_adamw
 from slime.utils.errors import ConfigError
 
 
@@ -40,6 +41,7 @@ def build_optimizer(
             f"--use-distributed-optimizer works with --optimizer adam only: drop it for {args.optimizer}."
         )
     config = _config(args, precision)
+    _choose_torch()
     match args.optimizer:
         case "adam" | "sgd":
             # main weights belong to Megatron, or in the mode for "precision-aware" optimizers to the optimizer
@@ -50,16 +52,36 @@ def build_optimizer(
             optimizer = build_muon(config, chunks, muon, is_layer_wise=args.optimizer == "dist_muon")
         case other:
             raise ValueError(f"--optimizer {other} is not supported")
+    on_host = HostUpdate(
+        args.optimizer_offload_fraction,
+        overlaps=args.overlap_cpu_optimizer_d2h_h2d,
+        num_threads=update_threads() if args.optimizer_cpu_offload else None,
+    )
     for part in parts_of(optimizer):
         if is_stateless:
             _forget_moments(part, args)
         elif args.optimizer_cpu_offload:
-            keep_states_on_host(part, args.optimizer_offload_fraction)
+            keep_states_on_host(part, on_host)
         elif getattr(part, "init_state_fn", _zero_momentum) is None:
             part.init_state_fn = (
                 _zero_momentum  # Megatron has none for sgd, and would call None on loading a checkpoint
             )
+        fuse_adamw(part.optimizer)
     return optimizer
+
+
+def _choose_torch() -> None:
+    """Let Megatron make torch's optimizers, whichever packages are installed.
+
+    It takes those of TransformerEngine or Apex if their import succeeds. They keep other states, so that a checkpoint
+    would depend on the machine that wrote it. Called before an optimizer is made.
+    """
+    for module in (optimizer_module, distrib_optimizer):
+        module.Adam = torch.optim.AdamW
+    optimizer_module.SGD = torch.optim.SGD
+    optimizer_module.USING_PYTORCH_OPTIMIZER = True
+    distrib_optimizer.HAVE_APEX_OR_TE = False
+    distrib_optimizer.USING_TE_OPTIMIZER = distrib_optimizer.USING_APEX_OPTIMIZER = False
 
 
 def parts_of(optimizer: Any) -> list[Any]:
