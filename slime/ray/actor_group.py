@@ -13,7 +13,7 @@ import ray
 from slime.backends.protocols import TRAINER_PARTS, TrainerPart, TrainReport
 from slime.ray.engines.fleet import RayEngineFleet
 from slime.ray.placement_group import GpuSlots
-from slime.ray.run.cluster import NOSET_VISIBLE_DEVICES, nccl_as_engines, worker_env
+from slime.ray.run.cluster import NOSET_VISIBLE_DEVICES, allocator_env, nccl_as_engines, worker_env
 from slime.ray.run.restart import continued
 from slime.ray.shards import Box, actor_options
 from slime.ray.train_actor import SyncReport, TrainActor
@@ -49,6 +49,7 @@ class RayTrainGroup:
             # without it torch refuses the first matrix product
             env["CUBLAS_WORKSPACE_CONFIG"] = os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         env |= {key: str(value) for key, value in self._args.train_env_vars.items()}
+        env |= allocator_env(self._args.train_env_vars)
         actor, slots = ray.remote(self._actor_cls), self._slots
         return [
             actor.options(

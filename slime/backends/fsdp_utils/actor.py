@@ -37,6 +37,7 @@ from slime.backends.training.offload import DeviceMemory, WeightBackup
 from slime.backends.training.optimizer import RateSchedule, ScheduledRates
 from slime.backends.training.steps import ReadOutput, StepResult
 from slime.backends.training.trainer import TrainerBase
+from slime.config.arguments import ClusterArgs
 from slime.config.groups import from_args
 from slime.utils import accelerator
 from slime.utils.distributed_utils import init_default_group
@@ -66,6 +67,8 @@ class FsdpTrainer(TrainerBase):
         self._profiler.begin()
         self._state = self._build(mesh)
         self._memory = DeviceMemory(self._held, self._drop_gradients)
+        if from_args(ClusterArgs, self._args).offload_train:
+            self._memory.pin_ahead(num_moments=0)  # no tensor of the optimizer exists yet
         start = self._load_weights()
         if self._place.is_main:
             logger.info("trainer ready in %.1f s, starting with rollout %d", time.monotonic() - started, start)

@@ -31,7 +31,7 @@ from slime.backends.megatron_utils.checkpoint.state import CheckpointContent, lo
 from slime.backends.megatron_utils.checkpoint.writer import CheckpointWriter
 from slime.backends.megatron_utils.model.routing_replay import RoutingReplay, engine_choices
 from slime.backends.megatron_utils.model_rules import sees_media
-from slime.backends.megatron_utils.offload import copied_weights, device_memory
+from slime.backends.megatron_utils.offload import copied_weights, device_memory, num_missing_moments
 from slime.backends.megatron_utils.optimizer.build import reset_moments
 from slime.backends.megatron_utils.setup import build_train_state, init_distributed
 from slime.backends.megatron_utils.step import (
@@ -52,6 +52,7 @@ from slime.backends.training.media import MediaTokens
 from slime.backends.training.offload import WeightBackup
 from slime.backends.training.steps import ReadOutput, StepResult
 from slime.backends.training.trainer import TrainerBase
+from slime.config.arguments import ClusterArgs
 from slime.config.groups import from_args
 from slime.models.hf_shape import read_shape
 from slime.models.shape import ModelShape
@@ -90,6 +91,8 @@ class MegatronTrainer(TrainerBase):
         self._hooks.after_init()
         self._state = build_train_state(self._args, self._shape, is_critic=self.is_critic)
         self._memory = device_memory(self._state.chunks, self._state.optimizer)
+        if from_args(ClusterArgs, self._args).offload_train:
+            self._memory.pin_ahead(num_missing_moments(self._state.optimizer))
         start = self._load_weights()
         if self._copies.use_routing_replay and not self.is_critic:
             if not self._shape.family.is_moe:

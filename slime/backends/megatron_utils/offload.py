@@ -31,6 +31,12 @@ def device_memory(chunks: Sequence[Any], optimizer: Any) -> DeviceMemory:
     return DeviceMemory(partial(_tensors, chunks, optimizer), drop_gradients)
 
 
+def num_missing_moments(optimizer: Any) -> int:
+    """Tensors that the first step adds to each main weight on the device."""
+    inner = [part.optimizer for part in parts_of(optimizer)]
+    return 2 * any(isinstance(one, torch.optim.AdamW) and not one.state for one in inner)
+
+
 def copied_weights(chunks: Sequence[Any]) -> WeightBackup:
     """Everything a checkpoint holds: parameters, and the bias with which routers choose experts."""
     weights = []

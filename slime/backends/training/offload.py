@@ -16,6 +16,9 @@ Called by ``trainer``. Each backend names its tensors. Process groups and the co
 from __future__ import annotations
 
 import gc
+import threading
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -24,6 +27,47 @@ import torch
 from slime.backends.protocols import TRAINER_PARTS, TrainerPart
 from slime.utils import accelerator
 from slime.utils.errors import SlimeError
+
+
+class HostPool:
+    """Pinned host memory that is used again, by size, because pinning costs more than copying.
+
+    torch keeps small blocks only (``cluster.allocator_env``). On a CPU it is plain memory and not kept.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self._filling: threading.Thread | None = None
+
+    def fill(self, sizes: Iterable[int]) -> None:
+        """Allocate blocks of ``sizes`` bytes in a thread. :meth:`take` waits for it."""
+        self._filling = threading.Thread(target=self._allocate, args=(list(sizes),), name="pin", daemon=True)
+        self._filling.start()
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """A block of uint8 ``[num_bytes]``, with any content."""
+        if self._filling is not None:
+            self._filling.join()
+            self._filling = None
+        free = self._free[num_bytes]
+        return free.pop() if free else _block(num_bytes)
+
+    def give(self, blocks: Iterable[torch.Tensor]) -> None:
+        """Keep ``blocks``, which are not in use any more, for other copies."""
+        if not accelerator.current().is_cpu:
+            for block in blocks:
+                self._free[block.numel()].append(block)
+
+    def _allocate(self, sizes: Sequence[int]) -> None:
+        for size in sizes:
+            self._free[size].append(_block(size))
+
+
+def _block(num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=not accelerator.current().is_cpu)
+
+
+_pool = HostPool()
 
 
 class DeviceMemory:
@@ -43,6 +87,16 @@ class DeviceMemory:
         self._host: dict[TrainerPart, list[torch.Tensor]] = {}
         self._has_frozen = False
 
+    def pin_ahead(self, num_moments: int) -> None:
+        """Pin the host memory of the first offloads in a thread, so that it does not delay the first rollout.
+
+        Args:
+            num_moments: tensors that the first step adds to each of the optimizer's.
+        """
+        sizes = [storage.nbytes() for storage in self._storages("weights")]
+        of_optimizer = [storage.nbytes() for storage in self._storages("optimizer")]
+        _pool.fill(sizes + (1 + num_moments) * of_optimizer)
+
     def offload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
         """Give the device memory of ``parts`` back to the driver. Offloaded parts stay so."""
         parts = [part for part in parts if part not in self._offloaded]
@@ -58,8 +112,7 @@ class DeviceMemory:
                 for storage in storages:
                     storage.resize_(0)
             else:
-                # host memory is kept and used again, because pinning costs more than copying
-                self._host[part] = list(_moved_out(storages, self._host.pop(part, [])))
+                self._host[part] = list(_moved_out(storages))
         self._collect_garbage()
         # back to the driver: the engines are other processes
         accelerator.current().empty_cache()
@@ -79,9 +132,7 @@ class DeviceMemory:
                 storage.resize_(size)
                 storage.copy_(host.untyped_storage(), non_blocking=True)
             accelerator.current().synchronize()
-            # not pinned, so keeping it would only take memory
-            if accelerator.current().is_cpu:
-                del self._host[part]
+            _pool.give(self._host.pop(part))
 
     def require(self, parts: Iterable[TrainerPart], who: str) -> None:
         """Refuse to start ``who``, which needs ``parts`` on the device: kernels would read freed memory.
@@ -119,12 +170,10 @@ class DeviceMemory:
         return list(found.values())
 
 
-def _moved_out(storages: Sequence[torch.UntypedStorage], kept: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The bytes of each storage in host memory, the storage empty. ``kept`` is used again if it fits."""
-    pin = not accelerator.current().is_cpu
-    for index, storage in enumerate(storages):
-        fits = index < len(kept) and kept[index].numel() == storage.nbytes()
-        host = kept[index] if fits else torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin)
+def _moved_out(storages: Sequence[torch.UntypedStorage]) -> Iterator[torch.Tensor]:
+    """The bytes of each storage in host memory, the storage empty."""
+    for storage in storages:
+        host = _pool.take(storage.nbytes())
         host.untyped_storage().copy_(storage, non_blocking=True)
         accelerator.current().synchronize()  # the copy must be complete before the memory is freed
         storage.resize_(0)  # one storage at a time: the peak on the device does not rise
@@ -137,7 +186,9 @@ class WeightBackup:
     @torch.no_grad()
     def __init__(self, weights: Iterable[torch.Tensor]) -> None:
         self._parameters = list(weights)
-        self._copy = [_on_host(parameter) for parameter in self._parameters]
+        blocks = [_block(parameter.nbytes) for parameter in self._parameters]
+        self._copy = [_copied(parameter, block) for parameter, block in zip(self._parameters, blocks, strict=True)]
+        weakref.finalize(self, _pool.give, blocks).atexit = False
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -149,8 +200,8 @@ class WeightBackup:
     def swapped_in(self) -> Iterator[None]:
         """Give the model the copied weights inside the block. The live weights are restored afterwards, bit for bit."""
         with torch.no_grad():
-            # pinned memory for the time of the block: PyTorch keeps it, so all copies of a process share it
-            live = [_on_host(parameter) for parameter in self._parameters]
+            blocks = [_pool.take(parameter.nbytes) for parameter in self._parameters]
+            live = [_copied(parameter, block) for parameter, block in zip(self._parameters, blocks, strict=True)]
             for parameter, copy in zip(self._parameters, self._copy, strict=True):
                 # in place: the optimizer and the views of a backend refer to these tensors
                 parameter.copy_(copy)
@@ -160,8 +211,8 @@ class WeightBackup:
             with torch.no_grad():
                 for parameter, own in zip(self._parameters, live, strict=True):
                     parameter.copy_(own)
+            _pool.give(blocks)
 
 
-def _on_host(parameter: torch.Tensor) -> torch.Tensor:
-    is_pinned = not accelerator.current().is_cpu
-    return torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu", pin_memory=is_pinned).copy_(parameter)
+def _copied(parameter: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    return block.view(parameter.dtype).view(parameter.shape).copy_(parameter)

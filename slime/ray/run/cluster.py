@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from importlib import metadata
+from typing import Any
 
 import ray
 
@@ -41,6 +44,9 @@ _DEVICE_TYPE = "accelerator_type:"
 _DRIVER_CPUS = 4  # data buffer, rollout manager and their children
 # Defaults of SGLang's processes. Trainer and engines form one NCCL group, whose members must agree on both.
 _NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+_ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_PINNED_SIZE = "pinned_max_cached_size_mb"
+_LARGEST_ROUNDED_MB = "64"
 
 
 @contextmanager
@@ -160,6 +166,38 @@ def _worker_env(is_on_loopback: bool) -> dict[str, str]:
 def nccl_as_engines(args: Namespace) -> dict[str, str]:
     """Variables that engines override. The trainer must use the same values."""
     return dict.fromkeys(_NCCL, "1") if "--enable-symm-mem" in args.sglang_argv else {}
+
+
+def allocator_env(given: Mapping[str, Any]) -> dict[str, str]:
+    """Settings of torch's allocators for trainer ranks: the user's, and pinned memory of the size that is asked for.
+
+    By default torch rounds pinned blocks up to powers of two: 16 GiB for a buffer of 11 GB.
+    ``pinned_max_cached_size_mb`` ends this for larger blocks, which return to the system when they are freed. The other
+    setting that ends it, ``pinned_max_round_threshold_mb``, is unsafe alone: torch looks for a freed block by its power
+    of two, and may hand out one that is smaller than the request (``get_free_block`` in ``CachingHostAllocator.h``).
+
+    Args:
+        given: --train-env-vars, which replace variables of the driver.
+    """
+    if accelerator.current().is_cpu or _torch_version() < (2, 13):  # an older torch refuses unknown settings
+        return {}
+    users = {name: str(given.get(name, os.environ.get(name, ""))) for name in _ALLOCATORS}
+    # torch reads one of the variables for some settings and the other one for others.
+    settings = {name: value for name, value in users.items() if value} or {_ALLOCATORS[0]: ""}
+    return {name: _exact_pinned_sizes(value) for name, value in settings.items()}
+
+
+def _exact_pinned_sizes(setting: str) -> str:
+    if _PINNED_SIZE in setting:
+        return setting
+    threshold = re.search(r"pinned_max_round_threshold_mb:(\d+)", setting)
+    largest = threshold.group(1) if threshold else _LARGEST_ROUNDED_MB
+    return ",".join(filter(None, (setting, f"{_PINNED_SIZE}:{largest}")))
+
+
+def _torch_version() -> tuple[int, ...]:
+    """Major and minor number, without an import of torch."""
+    return tuple(map(int, metadata.version("torch").split(".")[:2]))
 
 
 def is_embedded() -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from slime.ray.run import cluster
-from slime.ray.run.cluster import nccl_as_engines, worker_env
+from slime.ray.run.cluster import allocator_env, nccl_as_engines, worker_env
 from slime.utils import accelerator
 from slime.utils.accelerator import CUDAAccelerator
 from slime.utils.errors import ConfigError
@@ -18,7 +20,7 @@ _AGREED = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cluster, "is_embedded", lambda: False)
-    for name in _AGREED:
+    for name in (*_AGREED, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     accelerator.set_accelerator(CUDAAccelerator())
     yield
@@ -49,3 +51,50 @@ def test_a_driver_without_a_gpu_does_not_take_a_cluster_of_gpus_for_cpus(monkeyp
     cluster.check_devices({"GPU": 8.0})  # announced by a cluster without any
     monkeypatch.setenv("SLIME_ACCELERATOR", "cpu")
     cluster.check_devices(resources)
+
+
+@pytest.mark.parametrize(
+    ("driver", "given", "expected"),
+    [
+        ({}, {}, {"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:64"}),
+        (
+            {},
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,pinned_max_cached_size_mb:64"},
+        ),
+        (
+            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"},
+            {},
+            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:512,pinned_max_cached_size_mb:64"},
+        ),
+        (
+            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"},
+            {"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:8"},
+            {"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:8"},
+        ),
+        (  # alone it lets torch hand out a block that is too small
+            {},
+            {"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:16"},
+            {"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:16,pinned_max_cached_size_mb:16"},
+        ),
+    ],
+)
+def test_large_pinned_blocks_of_trainers_have_the_size_that_is_asked_for(
+    driver: dict[str, str], given: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in driver.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cluster, "_torch_version", lambda: (2, 14))
+    assert allocator_env(given) == expected
+    monkeypatch.setattr(cluster, "_torch_version", lambda: (2, 12))
+    assert allocator_env(given) == {}
+
+
+def test_this_torch_has_the_setting_of_pinned_memory():
+    header = Path(torch.__file__).parent / "include/c10/core/AllocatorConfig.h"
+    assert "pinned_max_cached_size" in header.read_text(encoding="utf-8")
+
+
+def test_cpu_trainers_have_no_settings_of_an_allocator():
+    accelerator.set_accelerator(accelerator.CPUAccelerator())
+    assert allocator_env({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}) == {}
