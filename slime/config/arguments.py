@@ -90,6 +90,10 @@ class ClusterArgs:
     train_timeout: float = _flag(14400.0, "Seconds training on one rollout may take.")
 
 
+# Filled by slime.weight_sync.transports, which this room does not import.
+TRANSPORTS: dict[str, Any] = {}
+
+
 @dataclass(frozen=True)
 class SyncArgs:
     """Weight sync."""
@@ -97,11 +101,16 @@ class SyncArgs:
     update_weight_mode: Literal["full", "delta"] = _flag(
         "full", "Send all weights, or only the changes since the last sync (with --update-weight-transport disk)."
     )
-    update_weight_transport: Literal["nccl", "disk"] = _flag(
+    update_weight_transport: str = _flag(
         "nccl",
         "Collectives (gloo without a GPU; shared memory between processes of one device), or a shared directory.",
+        choices=TRANSPORTS,
     )
-    update_weight_buffer_size: int = _flag(512 * 1024**2, "Largest bucket of weights sent at once, in bytes.")
+    update_weight_buffer_size: int | None = _flag(
+        None,
+        "Largest bucket of weights sent at once, in bytes. Default: 512 MiB; on GPUs an eighth of the memory that is "
+        "free on the fullest trainer device when the sync begins, from 512 MiB to 2 GiB.",
+    )
     update_weight_changed_only: bool = _flag(
         False,
         "Do not send tensors again that have not changed since the last time (frozen ones, for instance). Costs a "

@@ -11,6 +11,16 @@ import torch
 from slime.backends.protocols import NamedTensor
 from slime.weight_sync.tensor_files import Bytes, Checksum, checksum_function
 
+LEAST_BUCKET = 512 * 1024**2
+_MOST_BUCKET = 2 * 1024**3
+# On a device a bucket exists as shards, gathered, joined, as a row of bytes, and as that of the bucket before.
+_SHARE = 8
+
+
+def bucket_bytes(free: int | None) -> int:
+    """Bytes of a bucket if ``free`` bytes of device memory are left. None: in host memory."""
+    return LEAST_BUCKET if free is None else min(max(free // _SHARE, LEAST_BUCKET), _MOST_BUCKET)
+
 
 @dataclass(frozen=True)
 class WeightChunk:

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 
-from slime.backends.protocols import EngineFleet, NamedTensor, WeightExporter
+from slime.backends.protocols import SOURCE, EngineFleet, NamedTensor, WeightExporter
 from slime.utils.errors import EngineError
 from slime.weight_sync.chunks import bytes_of
 from slime.weight_sync.delta_codec import Encoding, encode_delta
@@ -105,7 +105,7 @@ class DiskUpdater:
         if self._settings.local is not None:
             self._bring(fleet, version, trainer, update.timeout_s)
         # a collective: all ranks export, although only the source compares
-        sent = list(trainer.export_weights(update.max_chunk_bytes)) if update.checksums is not None else []
+        sent = list(trainer.export_weights(recipients=SOURCE)) if update.checksums is not None else []
         if self._ranks.is_source:
             self._load(fleet, version, update, sent)
             if not self._settings.keeps_files:
@@ -238,10 +238,9 @@ class DeltaUpdater(DiskUpdater):
         num_changed = 0
         with threads() as pool:
             work: list[tuple[str, Future[tuple[bytes, int, str] | None]]] = []
-            # gathering the tensors is a collective: the other ranks exhaust the iterator and send nothing
-            for name, tensor in trainer.export_weights():
-                if self._ranks.is_source:
-                    work.append((name, self._start(pool, last[name], tensor)))
+            # gathering the tensors is a collective: the other ranks get none, but give their shards
+            for name, tensor in trainer.export_weights(recipients=SOURCE):
+                work.append((name, self._start(pool, last[name], tensor)))
             for name, future in work:
                 found = future.result()
                 if found is not None:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.backends.protocols import EngineFleet, NamedTensor
 from slime.utils.errors import EngineError
-from slime.weight_sync.chunks import Wants, WeightChunk, into_chunks
+from slime.weight_sync.chunks import LEAST_BUCKET, Wants, WeightChunk, into_chunks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -59,7 +59,7 @@ class WeightUpdate:
 
     Attributes:
         version: number of rollouts that these weights were trained on, as decimal text. It is in every response.
-        max_chunk_bytes: largest bucket sent at once.
+        max_chunk_bytes: largest bucket sent at once. None: chosen by the free memory of the trainer's devices.
         timeout_s: seconds any one call to the engines may take.
         comes_again: the caller retries the update if an engine dies during it. A failed update then leaves the engines
             paused until the retry, because they may hold a mixture of old and new weights.
@@ -69,7 +69,7 @@ class WeightUpdate:
     """
 
     version: str
-    max_chunk_bytes: int
+    max_chunk_bytes: int | None
     timeout_s: float
     checksums: Checksums | None = None
     comes_again: bool = False
@@ -243,7 +243,7 @@ def _deliver(
     failure: Exception | None = None
     if update.checksums is not None and ranks.is_source:
         weights = _recorded(weights, sent)
-    for chunk in into_chunks(weights, update.max_chunk_bytes, wants):
+    for chunk in into_chunks(weights, update.max_chunk_bytes or LEAST_BUCKET, wants):
         num_bytes += chunk.num_bytes
         # after a failure this rank still exhausts ``weights``: gathering them is a collective of all ranks
         if failure is None:

@@ -1,7 +1,7 @@
 """The transports of weights from the trainer to the engines: one row per value of ``--update-weight-transport``.
 
-To add a transport, write one file ``send_<name>.py`` with its updater, a row here, and its name in the annotation of
-the flag (``slime/config/arguments.py``). The row also names the flags that only this transport reads, and its rules.
+To add a transport, write one file ``send_<name>.py`` with its updater, and a row here. The row also names the flags
+that only this transport reads, and its rules.
 Called by the rules of the command line, which import no torch, and by ``slime.ray.run.weight_updates``.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.config import notices
+from slime.config import arguments, notices
 from slime.config.arguments import SyncArgs
 from slime.weight_sync.version_store import foreign_content
 
@@ -116,7 +116,10 @@ def _check_files(args: Namespace) -> Iterator[str]:
         yield "--update-weight-delta-checksum blake3 needs the package blake3: pip install blake3, or use xxh3-128."
 
 
-TRANSPORTS: dict[str, Transport] = {
+TRANSPORTS: dict[str, Transport] = arguments.TRANSPORTS
+"""Value of ``--update-weight-transport`` -> the transport. The flag offers its keys."""
+
+TRANSPORTS |= {
     "nccl": Transport(make=_network, check=_check_network),
     "disk": Transport(
         make=_files,
@@ -130,4 +133,3 @@ TRANSPORTS: dict[str, Transport] = {
         check=_check_files,
     ),
 }
-"""Value of ``--update-weight-transport`` -> the transport."""

@@ -16,12 +16,14 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from slime.backends.protocols import EVERY_RANK, SOURCE, EngineFleet, EngineInfo, Recipients, WeightExporter
+from slime.utils import accelerator
 from slime.utils.errors import EngineError
 from slime.utils.net import free_port
-from slime.weight_sync.chunks import SentBefore, WeightChunk
+from slime.weight_sync.chunks import SentBefore, WeightChunk, bucket_bytes
 from slime.weight_sync.send_distributed import DistributedSender
 from slime.weight_sync.send_tensor import TensorSender
 from slime.weight_sync.session import ChunkSender, TrainerRanks, WeightUpdate, error_of, message_of, push_weights
@@ -80,6 +82,11 @@ class WeightUpdater:
         """
         try:
             senders = self._connected(fleet)
+            if update.max_chunk_bytes is None:
+                # equal on all ranks: they gather the same buckets
+                size = self._ranks.least(bucket_bytes(accelerator.current().free_memory()))
+                update = replace(update, max_chunk_bytes=size)
+            assert update.max_chunk_bytes is not None
             weights = trainer.export_weights(update.max_chunk_bytes, self._recipients(fleet))
             wants = None if self._sent_before is None else self._sent_before.begin()
             return push_weights(fleet, senders, weights, update, self._ranks, wants)

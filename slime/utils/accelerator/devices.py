@@ -77,6 +77,10 @@ class Accelerator:
         """Bytes of tensors on the device. 0 on cpu, where torch does not count them."""
         return 0
 
+    def free_memory(self) -> int | None:
+        """Bytes that this process can still allocate on the current device. None if it has no separate memory."""
+        return None
+
     def manual_seed(self, seed: int) -> None:
         import torch
 
@@ -171,6 +175,13 @@ class CUDAAccelerator(Accelerator):
         import torch
 
         return torch.cuda.memory_allocated(self.device(index))
+
+    def free_memory(self) -> int | None:
+        import torch
+
+        # torch's cache belongs to the process, but counts as used
+        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return int(torch.cuda.mem_get_info()[0]) + cached
 
     def manual_seed(self, seed: int) -> None:
         import torch

@@ -170,7 +170,7 @@ def test_new_weights_do_not_overtake_an_evaluation_that_is_under_way() -> None:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("", {"checksums": False, "comes_again": False, "continues": True}),
+        ("", {"checksums": False, "comes_again": False, "continues": True, "max_chunk_bytes": None}),
         ("--check-weight-update-equal", {"checksums": True}),
         ("--use-fault-tolerance", {"comes_again": True}),
         ("--colocate", {"continues": False}),

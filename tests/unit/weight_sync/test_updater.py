@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from slime.backends.protocols import EngineInfo
+from slime.backends.protocols import EVERY_RANK, SOURCE, EngineInfo, NamedTensor, Recipients
+from slime.utils import accelerator
 from slime.utils.errors import EngineError
 from slime.weight_sync import updater as updater_module
 from slime.weight_sync.session import TrainerRanks, WeightUpdate
@@ -134,3 +136,38 @@ def test_everything_is_sent_every_time_when_nothing_else_is_asked_for(network):
         fleet.version = version
         updater.update(fleet, trainer, replace(UPDATE, version=version))
         assert _sent(network) == list(trainer.weights)
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "bucket"), [(None, 512 << 20), (1, 512 << 20), (8, 1 << 30), (16, 2 << 30), (100, 2 << 30)]
+)
+def test_a_bucket_is_an_eighth_of_the_free_memory_unless_the_flag_gives_its_size(
+    network: type[Network], monkeypatch: pytest.MonkeyPatch, free_gib: int | None, bucket: int
+) -> None:
+    free = None if free_gib is None else free_gib << 30
+    monkeypatch.setattr(accelerator.current(), "free_memory", lambda: free)
+    asked: list[int] = []
+
+    class Weights(StubTrainer):
+        def export_weights(self, bucket_bytes: int = 0, recipients: Recipients = EVERY_RANK) -> Iterator[NamedTensor]:
+            asked.append(bucket_bytes)
+            assert recipients == SOURCE
+            return super().export_weights()
+
+    fleet = _fleet()
+    fleet.version = "1"
+    for size in (None, 4096):
+        _updater().update(fleet, Weights(), replace(UPDATE, max_chunk_bytes=size))
+    assert asked == [bucket, 4096]
+
+
+def test_ranks_get_the_experts_of_their_engines_devices_and_ranks_without_an_engine_get_none() -> None:
+    updater = WeightUpdater(TrainerRanks(0, 7, timeout_s=600), address="", shares_devices=True, timeout_s=600)
+    wide, narrow = EngineInfo("wide", 4, first_slot=0, expert_blocks=2), EngineInfo("narrow", 2, first_slot=4)
+    found = updater._recipients(RecordingFleet([wide, narrow]))
+    assert found.blocks == ((0, 2), (0, 2), (1, 2), (1, 2), (0, 1), (0, 1), None)
+    assert [list(found.experts(rank, 4)) for rank in (0, 2, 4, 6)] == [[0, 1], [2, 3], [0, 1, 2, 3], []]
+    far = EngineInfo("far", 4)
+    assert updater._recipients(RecordingFleet([narrow])) == EVERY_RANK
+    assert updater._recipients(RecordingFleet([wide, far])) == EVERY_RANK, "rank 0 broadcasts all experts"
+    assert updater._recipients(RecordingFleet([far])) == SOURCE
