@@ -9,6 +9,7 @@ import copy
 import importlib.util
 import os
 import resource
+import socket
 import string
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
@@ -34,6 +35,7 @@ from slime.utils.errors import ConfigError
 
 # Linux's default limit per process. With two engines of a tiny model one process has had 173 files open.
 _MIN_OPEN_FILES = 1024
+_CONNECT_TIMEOUT_S = 2.0
 _WRITTEN = ("output_dir", "save", "save_hf", "save_debug_rollout_data", "save_debug_train_data")
 
 
@@ -242,6 +244,28 @@ def _open_files(args: Namespace) -> Iterator[str]:
         )
 
 
+def _other_cluster(args: Namespace) -> Iterator[str]:
+    """Report a Ray cluster on this machine that the run would not use: no problem, but hardly ever intended."""
+    if os.environ.get("RAY_ADDRESS"):
+        return
+    # the file in which ``ray start`` leaves the address; it stays after a crash of the cluster
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    file = Path(folder) / "ray" / "ray_current_cluster"
+    try:
+        address = file.read_text(encoding="utf-8").strip()
+        host, _, port = address.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    except (OSError, ValueError):
+        return
+    notices.warn(
+        args,
+        "RAY_ADDRESS",
+        f"not set, but a Ray cluster runs on this machine at {address}: the run starts another Ray on this machine "
+        f"alone. Set RAY_ADDRESS={address} to use the cluster",
+    )
+    yield from ()
+
+
 Rules = tuple[Callable[[Namespace], Iterable[str]], ...]
 _NORM_FIELDS = {"role", "rollout_id", "step_id"}
 
@@ -275,4 +299,4 @@ RULES: Rules = (_first_model, _heartbeats, _checksums, check_roles)
 CI_RULES: Rules = (_norm_templates, _needs_ci_test)
 ROLE_RULES: Rules = (_roles,)
 ROLE_HOOK_RULES: Rules = (_role_hooks,)
-MACHINE_RULES: Rules = (_transport, _writable, _open_files)
+MACHINE_RULES: Rules = (_transport, _writable, _open_files, _other_cluster)

@@ -112,10 +112,11 @@ def _complete(config: RunConfig, handles: RunHandles) -> Run:
     shared_engines = engines if engines_share_devices(config.args) else None
     if shared_engines is not None:
         # Before the trainer: engines take a share of the memory that is free when they start, and give it back here.
-        get(ready, settings.all_start_timeout, "engines to start", _START_FLAGS)
+        get(ready, settings.all_start_timeout, "engines to start", _START_FLAGS, reports_work=True)
         shared_engines.offload()
     starts = [] if settings.debug_rollout_only else _start_trainers(config, handles)
-    results = get([*ready, *starts], settings.all_start_timeout, "engines and trainer to start", _START_FLAGS)
+    what = "engines and trainer to start"
+    results = get([*ready, *starts], settings.all_start_timeout, what, _START_FLAGS, reports_work=True)
     start_id = _start_id(settings, results[len(ready) :])
     rollout_ids = range(start_id, num_rollout)
     if not rollout_ids and num_rollout:
@@ -146,7 +147,9 @@ def _start_trainers(config: RunConfig, handles: RunHandles) -> list[Any]:
     if not needs_critic(args):
         return starts
     if settings.offload_train:  # both models do not fit at once: the actor leaves before the critic is built
-        get(starts, settings.trainer_start_timeout, "the trainer to start", "--trainer-start-timeout")
+        get(
+            starts, settings.trainer_start_timeout, "the trainer to start", "--trainer-start-timeout", reports_work=True
+        )
         trainer.offload()
     critic = RayTrainGroup(critic_args(args), slots, "critic")
     handles.trainers.append(critic)

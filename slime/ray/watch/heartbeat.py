@@ -2,7 +2,8 @@
 
 Every actor registers when it starts: name, pid, node, log, and a file for the Python stacks that it writes on SIGUSR2.
 The info is in Ray's internal store and stays readable after the actor's death. A thread of the actor sends heartbeats
-to the same store. They stop if the process is stopped or native code holds the interpreter.
+to the same store, with the work of the process so far. They stop if the process is stopped or native code holds the
+interpreter.
 
     no heartbeat for --heartbeat-timeout, and the kernel reports the process as stopped       it is killed
     no heartbeat for six times as long, and it has hardly used a processor since              it is killed
@@ -48,6 +49,9 @@ _LOOK_EVERY_S = 2.0
 _STUCK = 6  # native code may hold the interpreter for a while, but not for six times the allowed silence
 _IDLE = 0.1  # share of a processor that Ray's own threads do not exceed
 _REMOTE_TIMEOUT_S = 10.0
+# A process that does less between two reports of a start is called idle. Heartbeats use less.
+_LITTLE_WORK = (1.0, 1 << 20)  # seconds of processor time, bytes read
+_MOST_NAMED = 8
 
 T = TypeVar("T")
 
@@ -155,8 +159,42 @@ def myself() -> str:
 def _send_heartbeats(actor_id: str, every_s: float) -> None:
     for count in itertools.count():
         with contextlib.suppress(Exception):  # the store may fail in any way, and the next heartbeat may arrive
-            _internal_kv_put(_heartbeat_key(actor_id), str(count), namespace=_NAMESPACE)
+            cpu_s, read_bytes = _work()
+            _internal_kv_put(_heartbeat_key(actor_id), f"{count} {cpu_s:.2f} {read_bytes}", namespace=_NAMESPACE)
         time.sleep(every_s)
+
+
+def _work() -> tuple[float, int]:
+    """Seconds of processor time of this process, and bytes that it has read."""
+    process = psutil.Process()
+    counted = process.io_counters()
+    times = process.cpu_times()
+    # read_chars misses files in mapped memory, read_bytes those in the page cache
+    return times.user + times.system, max(counted.read_chars, counted.read_bytes)
+
+
+class WorkReport:
+    """The work of the processes that a wait depends on, between two calls of :meth:`text`."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, tuple[float, int]] = {}
+
+    def text(self, processes: Iterable[ProcessInfo]) -> str:
+        """One line about the work since the last call, or since the starts of the processes. Names idle ones."""
+        cpu_s, read_bytes, idle, count = 0.0, 0, [], 0
+        for process in processes:
+            count += 1
+            words = (last_heartbeat(process) or b"").decode().split()
+            now = (float(words[1]), int(words[2])) if len(words) == 3 else (0.0, 0)
+            before = self._before.get(process.actor_id, (0.0, 0))
+            self._before[process.actor_id] = now
+            used_s, read = now[0] - before[0], now[1] - before[1]
+            cpu_s, read_bytes = cpu_s + used_s, read_bytes + read
+            if used_s < _LITTLE_WORK[0] and read < _LITTLE_WORK[1]:
+                idle.append(str(process))
+        named = ", ".join(idle[:_MOST_NAMED]) + (f" and {len(idle) - _MOST_NAMED} more" if idle[_MOST_NAMED:] else "")
+        rest = f", idle: {named}" if idle else ""
+        return f"{count} processes used {cpu_s:.1f} s of processor time and read {read_bytes / 1e9:.3f} GB{rest}"
 
 
 def _heartbeat_key(actor_id: str) -> str:
@@ -229,7 +267,8 @@ class HeartbeatWatch:
             return None
         if silence.noticed is None:
             silence.noticed, silence.noticed_after_s = usage, silence.silent_s
-            logger.warning("%s has given no sign of life for %.0f s (%s)", process, silence.silent_s, usage.state)
+            text = "%s has given no sign of life for %.0f s (%s): killed if it is stopped, or after %.0f s if it hangs"
+            logger.warning(text, process, silence.silent_s, usage.state, _STUCK * process.silence_s)
         reason = _why_it_is_gone(silence, usage, process.silence_s)
         if reason is None:
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from slime.ray.watch.failure_report import (
     stacks_of,
     timeout_report,
 )
-from slime.ray.watch.heartbeat import HeartbeatWatch, processes_of
+from slime.ray.watch.heartbeat import HeartbeatWatch, WorkReport, processes_of
 from slime.utils.deadline import Deadline
 from slime.utils.errors import SlimeError
 from slime.utils.interrupt import raise_if_interrupted
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _SLICE_S = 1.0  # a wait checks for interrupts and dead peers this often
 _REPORT_AFTER_S = 600.0  # a wait logs the stacks of its peers after this time, and after each doubling of it
+_WORK_EVERY_S = 60.0
 _PEER_DEATH_S = 2.0  # Ray may know of a death this much later than the errors that it causes in other processes
 
 
@@ -37,6 +39,7 @@ def get(
     *,
     meanwhile: Callable[[], None] | None = None,
     slice_s: float = _SLICE_S,
+    reports_work: bool = False,
 ) -> Any:
     """The values of ``refs`` (one ref or a list).
 
@@ -45,6 +48,7 @@ def get(
 
     Args:
         meanwhile: called about every ``slice_s`` seconds.
+        reports_work: log every minute how much the awaited processes have done, for waits that take long.
 
     Raises:
         ProcessDied: the dead process, the cause, its last lines, and the stacks of the others.
@@ -55,6 +59,7 @@ def get(
     is_list = isinstance(refs, Sequence)
     pending = list(refs) if is_list else [refs]
     count, watch, report_at_s = len(pending), HeartbeatWatch(), _REPORT_AFTER_S
+    work, work_at_s = WorkReport(), _WORK_EVERY_S if reports_work else math.inf
     while pending:
         done, pending = ray.wait(pending, num_returns=1, timeout=min(slice_s, deadline.remaining))
         if not done:
@@ -67,6 +72,10 @@ def get(
                 raise silence_report(*gone, pending, deadline)
             if places.is_due() and (missing := missing_for(pending)):
                 logger.warning("has waited %.0f s for %s: %s", deadline.elapsed, deadline.what, missing)
+            if deadline.elapsed > work_at_s:
+                work_at_s += _WORK_EVERY_S
+                done_work = work.text(processes_of(pending))
+                logger.warning("has waited %.0f s for %s: %s", deadline.elapsed, what, done_work)
             if deadline.elapsed > report_at_s:
                 report_at_s *= 2
                 _report_long_wait(pending, deadline)

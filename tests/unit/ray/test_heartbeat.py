@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from typing import Any
 
 import psutil
@@ -13,8 +14,49 @@ import pytest
 from ray.exceptions import RpcError
 
 from slime.ray.watch import heartbeat
-from slime.ray.watch.heartbeat import HeartbeatWatch, ProcessInfo, Usage, _kill, _nameless_file, _usage
+from slime.ray.watch.heartbeat import HeartbeatWatch, ProcessInfo, Usage, WorkReport, _kill, _nameless_file, _usage
 from slime.utils.deadline import Deadline, wait_until
+
+
+def test_a_report_of_work_adds_up_what_was_done_since_the_last_one_and_names_idle_processes(monkeypatch):
+    processes = [ProcessInfo(f"trainer rank {n}", n, "here", 1.0, "", "", f"a{n}", "node", 10.0) for n in range(10)]
+    beats: dict[str, bytes | None] = {f"a{n}": b"1 30.00 2000000000" for n in range(10)}
+    monkeypatch.setattr(heartbeat, "last_heartbeat", lambda process: beats[process.actor_id])
+    report = WorkReport()
+    assert report.text(processes) == "10 processes used 300.0 s of processor time and read 20.000 GB"
+    beats |= {"a0": b"9 90.50 2000000000", "a1": b"9 30.10 3500000000"}
+    text = report.text(processes[:3])
+    assert text.startswith(
+        "3 processes used 60.6 s of processor time and read 1.500 GB, idle: trainer rank 2 (pid 2 on"
+    )
+    assert report.text(processes).endswith("trainer rank 7 (pid 7 on here) and 2 more")
+    beats["a0"] = None  # no heartbeat yet, as before the first one
+    WorkReport().text(processes)
+
+
+def test_a_heartbeat_holds_the_work_of_its_process(tmp_path, monkeypatch):
+    sent: list[str] = []
+
+    def put(key: str, value: str, namespace: str) -> None:
+        sent.append(value)
+
+    def rest(seconds: float) -> None:
+        if len(sent) == 2:
+            raise StopIteration
+        end = time.process_time() + 0.1
+        while time.process_time() < end:
+            pass
+        (tmp_path / "weights").write_bytes(bytes(3 << 20))
+        (tmp_path / "weights").read_bytes()
+
+    monkeypatch.setattr(heartbeat, "_internal_kv_put", put)
+    monkeypatch.setattr(heartbeat.time, "sleep", rest)
+    with pytest.raises(StopIteration):
+        heartbeat._send_heartbeats("a", 2.0)
+    (number, cpu_s, num_bytes), (second, later_s, later_bytes) = (map(float, text.split()) for text in sent)
+    assert (number, second) == (0, 1)
+    assert later_s - cpu_s > 0.05
+    assert later_bytes - num_bytes >= 3 << 20
 
 
 class World:

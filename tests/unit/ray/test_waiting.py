@@ -52,6 +52,24 @@ def test_a_wait_looks_up_every_second_at_least_and_ends_with_the_report(slices):
     assert max(slices) <= 1.0
 
 
+def test_a_wait_for_a_start_reports_the_work_of_its_processes_every_minute(slices, monkeypatch, caplog):
+    monkeypatch.setattr(waiting, "_WORK_EVERY_S", 0.05)
+    monkeypatch.setattr(waiting, "processes_of", lambda refs: refs)
+    monkeypatch.setattr(waiting.WorkReport, "text", lambda self, processes: f"{len(processes)} work")
+
+    def stop_after_a_report() -> None:
+        if "s for the trainer to start: 2 work" in caplog.text or len(slices) > 20_000:
+            raise StopIteration
+
+    with pytest.raises(StopIteration):
+        get(["a", "b"], 600.0, "the trainer to start", meanwhile=stop_after_a_report, reports_work=True)
+    assert "2 work" in caplog.text
+    caplog.clear()
+    with pytest.raises(DeadlineExceeded):
+        get(["a", "b"], 0.2, "the trainer to start")
+    assert caplog.text == ""
+
+
 class OverInAMoment(Deadline):
     """Its time is over between a look at what remains and the next line."""
 

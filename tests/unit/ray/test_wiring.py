@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+from argparse import Namespace
+
 import pytest
 
+from slime.ray import rules
 from slime.ray.run.loop import is_due
 from slime.ray.run.restart import exit_status
 from slime.ray.watch.failure_report import message_of
@@ -35,3 +39,28 @@ def test_expected_errors_end_the_process_with_status_1(capsys):
         raise ConfigError("--flag 3 must be 4")
     assert caught.value.code == 1
     assert capsys.readouterr().err.strip().endswith("error: --flag 3 must be 4")
+
+
+def test_a_cluster_on_this_machine_that_the_run_would_not_use_is_a_warning(tmp_path, monkeypatch):
+    def notes() -> list[str]:
+        args = Namespace(notices=[])
+        assert list(rules._other_cluster(args)) == []
+        return [str(notice) for notice in args.notices]
+
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert rules._other_cluster in rules.MACHINE_RULES
+    assert notes() == []
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        (tmp_path / "ray").mkdir()
+        (tmp_path / "ray" / "ray_current_cluster").write_text(address)
+        (text,) = notes()
+        assert text.startswith(f"RAY_ADDRESS: not set, but a Ray cluster runs on this machine at {address}")
+        assert f"Set RAY_ADDRESS={address} to use the cluster" in text
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        assert notes() == []
+        monkeypatch.delenv("RAY_ADDRESS")
+    assert notes() == []  # the cluster has crashed, and its file is left
+    (tmp_path / "ray" / "ray_current_cluster").write_text("nonsense")
+    assert notes() == []
