@@ -137,6 +137,35 @@ def head_rows(rank: int, world_size: int, hf: str, batch: dict[str, Any], args: 
     return counts[0], counts[1]
 
 
+def waits_of_experts(
+    rank: int, world_size: int, hf: str, batch: dict[str, Any], args: dict[str, Any]
+) -> list[tuple[int, int]]:
+    """Reads of a tensor's values by the host in the forward pass of each layer of experts, and in all backward passes."""
+    from slime.backends.megatron_utils.model.experts import GroupedMoELayer
+
+    trainer = MegatronTrainer(make_args(hf, **args), rank=rank, world_size=world_size, with_ref=False)
+    trainer.setup()
+    dp_rank, dp_size = trainer.data_parallel
+    layers = [m for chunk in trainer._ready.chunks for m in chunk.modules() if isinstance(m, GroupedMoELayer)]
+    calls, stock = [0], torch.Tensor.tolist
+
+    def counted(tensor: torch.Tensor) -> Any:
+        calls[0] += 1
+        return stock(tensor)
+
+    counts = []
+    for layer in layers:
+        tokens = torch.randn(8 * (rank + 1), 1, layer.config.hidden_size, requires_grad=True)
+        torch.Tensor.tolist = counted  # type: ignore[method-assign]
+        calls[0] = 0
+        out, _ = layer(tokens)
+        forward = calls[0]
+        out.sum().backward()
+        torch.Tensor.tolist = stock  # type: ignore[method-assign]
+        counts.append((forward, calls[0] - forward))
+    return counts
+
+
 def poisoned(
     rank: int, world_size: int, hf: str, batch: dict[str, Any], args: dict[str, Any], poison: dict[str, int]
 ) -> dict[str, Any]:

@@ -89,6 +89,18 @@ def test_a_model_with_experts_trains_like_on_one_rank(
     assert_replicas_agree(results)
 
 
+@pytest.mark.parametrize(("layout", "copies"), [("", 0), ("ep2", 1), ("tp2 sp", 1), ("tp2 sp ep2 etp1", 1)])
+def test_the_host_reads_the_sizes_of_the_exchange_once_and_nothing_else(
+    layout: str, copies: int, ranks: ForkServer, tmp_path: Path
+) -> None:
+    make_family_checkpoint("qwen3_moe", tmp_path / "hf")
+    args = PLAIN | layout_args(layout) | {"output_dir": str(tmp_path)}
+    case = {"hf": str(tmp_path / "hf"), "batch": {}, "args": args}
+    for counts in ranks.run("tests.dist.layout_cases:waits_of_experts", 2, **case):
+        assert counts == [(copies, 0)] * len(counts)
+        assert counts
+
+
 @pytest.mark.parametrize("layout", ["ep2", "tp2 sp"])  # the latter: groups of the second product on two ranks
 def test_experts_that_compute_in_fake_int4_train_like_on_one_rank(
     layout: str, train: Train, table: ComparisonTable

@@ -134,6 +134,8 @@ def convert_to_hf(
 ) -> list[tuple[str, torch.Tensor]]:
     """The Hugging Face tensors inside one whole Megatron tensor, with their names.
 
+    All experts of a layer may be one tensor, as in the model.
+
     Args:
         model_name: ignored. The family is that of ``args.hf_checkpoint``.
         name: of the tensor, with or without ``module.`` before it. Layers and experts count over the whole model.
@@ -146,19 +148,27 @@ def convert_to_hf(
     """
     _refuse_quantization(quantization_config)
     from slime.backends.megatron_utils.checkpoint.tensors import dimensions_of
+    from slime.backends.megatron_utils.model.experts import experts_of
     from slime.backends.megatron_utils.transformer_config import build_config
 
     shape = _shape(args)
-    bare = strip_param_name_prefix(name)
+    size = dimensions_of(build_config(args, shape), shape.vocab_size)
+    found: list[tuple[str, torch.Tensor]] = []
+    num_experts = None if shape.moe is None else shape.moe.num_experts
+    for single, tensor in experts_of(strip_param_name_prefix(name), param, num_experts):
+        rule, numbers = _rule(shape, single)
+        parts = from_megatron(tensor, rule, size)
+        found += [(hf.format(**numbers), part) for hf, part in zip(rule.hf, parts, strict=True)]
+    return found
+
+
+def _rule(shape: ModelShape, name: str) -> tuple[Rule, dict[str, int]]:
     for rule in shape.family.rules:
-        found = _pattern(rule).fullmatch(bare)
-        if found is None:
-            continue
-        numbers = {key: int(value) for key, value in found.groupdict().items()}
-        if "mtp" in numbers:
-            numbers["mtp_layer"] = shape.num_layers + numbers["mtp"]
-        parts = from_megatron(param, rule, dimensions_of(build_config(args, shape), shape.vocab_size))
-        return [(hf.format(**numbers), part) for hf, part in zip(rule.hf, parts, strict=True)]
+        if found := _pattern(rule).fullmatch(name):
+            numbers = {key: int(value) for key, value in found.groupdict().items()}
+            if "mtp" in numbers:
+                numbers["mtp_layer"] = shape.num_layers + numbers["mtp"]
+            return rule, numbers
     raise ConfigError(f"{name}: models of model_type {shape.model_type} have no such tensor.")
 
 

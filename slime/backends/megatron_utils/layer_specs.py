@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_block import _get_block_submodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 
 from slime.backends.megatron_utils.model.attention import LatentAttention, PackedAttention
+from slime.backends.megatron_utils.model.experts import group_experts
 from slime.backends.megatron_utils.model.gated_delta_net import GatedDeltaNet
 from slime.backends.megatron_utils.model.norms import JointHeadNorm, TorchNorm
 from slime.backends.megatron_utils.model.sparse_attention import make_sparse
@@ -92,6 +93,8 @@ def user_block(layers: Any, config: Any, vp_stage: int | None = None) -> Any:
     core = LatentAttention if config.multi_latent_attention else PackedAttention
     block = with_classes(block, {DotProductAttention: core, **dict.fromkeys(_STOCK_NORMS, TorchNorm)})
     for layer in block.layer_specs:
+        if not config.fp8:
+            group_experts(layer)
         attention = getattr(layer.submodules.self_attention, "submodules", None)
         if isinstance(attention, MLASelfAttentionSubmodules):
             _replicate_down_projections(attention)
@@ -134,6 +137,8 @@ def mtp_spec(config: Any, family: Family, vp_stage: int | None = None, *, block:
 
 
 def _adapt(layer: Any, config: Any, family: Family) -> None:
+    if not config.fp8:  # TransformerEngine's linear layers compute one expert after another
+        group_experts(layer)
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = LatentAttention if config.multi_latent_attention else PackedAttention
     for owner in (layer.submodules, attention):

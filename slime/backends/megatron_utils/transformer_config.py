@@ -236,7 +236,9 @@ def _experts(args: Namespace, shape: ModelShape, moe: MoeShape) -> dict[str, Any
         # With a coefficient of zero, Megatron would still compute the loss.
         "moe_router_load_balancing_type": (kinds if is_list else kinds[0]) if balances else "none",
         "moe_aux_loss_coeff": (coefficients if is_list else coefficients[0]) if balances else 0.0,
-        "moe_grouped_gemm": False,
+        # Permits "moe_act" in --recompute-modules; layer_specs replaces Megatron's experts. FP8 experts are layers of
+        # TransformerEngine, one after another.
+        "moe_grouped_gemm": args.fp8 is None,
         "moe_permute_fusion": False,
         "moe_router_padding_for_quantization": args.fp8 is not None,  # experts get tokens in multiples as well
         "moe_router_fusion": False,

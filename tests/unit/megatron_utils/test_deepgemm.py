@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.actor import MegatronTrainer
+from slime.backends.megatron_utils.model.experts import multiply
 from slime.backends.megatron_utils.precision import deepgemm
 from slime.backends.megatron_utils.precision_rules import low_precision_here
 from slime.utils import accelerator
@@ -55,16 +56,18 @@ def test_rows_are_multiplied_with_the_weight_of_their_expert_and_gradients_are_t
 ) -> None:
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randn(sum(counts), 256, generator=generator, requires_grad=True)
-    weights = [torch.randn(192, 256, generator=generator, requires_grad=True) for _ in counts]
+    stack = torch.randn(len(counts) * 192, 256, generator=generator, requires_grad=True)
+    weights = stack.chunk(len(counts))
     gradient = torch.randn(sum(counts), 192, generator=generator)
     usual = torch.cat([part @ w.t() for part, w in zip(tokens.split(counts), weights, strict=True)])
-    expected = torch.autograd.grad(usual, [tokens, *weights], gradient)
-    out = deepgemm.multiply_grouped(deepgemm.Products(has_8_bits), tokens, counts, weights)
+    expected = torch.autograd.grad(usual, [tokens, stack], gradient)
+    ends = torch.tensor(counts).cumsum(0).int()
+    out = multiply(tokens, stack, ends, product=deepgemm.Products(has_8_bits).of_many)
     if has_8_bits and sum(counts):
         parts = _rounded(tokens.detach(), (1, 128)).split(counts)
         usual = torch.cat([p @ _rounded(w.detach(), (128, 128)).t() for p, w in zip(parts, weights, strict=True)])
     torch.testing.assert_close(out, usual, rtol=1e-5, atol=1e-3)
-    for ours, theirs in zip(torch.autograd.grad(out, [tokens, *weights], gradient), expected, strict=True):
+    for ours, theirs in zip(torch.autograd.grad(out, [tokens, stack], gradient), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 

@@ -66,13 +66,13 @@ def test_fake_int4_of_columns_that_are_no_groups_is_refused() -> None:
 
 
 def test_gradients_pass_through_the_rounding_as_if_it_were_not_there() -> None:
-    from slime.backends.megatron_utils.precision.quantization import _Product, fake_int4
+    from slime.backends.megatron_utils.precision.quantization import _multiply, fake_int4
 
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randn(5, 1, 16, generator=generator).requires_grad_()
     weight = torch.randn(6, 16, generator=generator).requires_grad_()
     target = torch.randn(5, 1, 6, generator=generator)
-    (_Product.apply(tokens, weight, _GROUP) * target).sum().backward()
+    (_multiply(_GROUP, input=tokens, weight=weight) * target).sum().backward()
     found = tokens.grad, weight.grad
     tokens.grad = weight.grad = None
     straight = weight + (fake_int4(weight, _GROUP) - weight).detach()

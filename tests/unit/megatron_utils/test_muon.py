@@ -97,6 +97,18 @@ def test_queries_keys_and_values_are_three_matrices() -> None:
         torch.testing.assert_close(moved[:, rows].reshape(-1, 5), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(4, 6), (6, 4)])
+def test_experts_in_one_parameter_are_matrices_of_their_own(shape: tuple[int, int]) -> None:
+    gradient = torch.randn(11 * shape[0], shape[1], generator=torch.Generator().manual_seed(5))
+    parameter = torch.nn.Parameter(torch.zeros_like(gradient))
+    vars(parameter)["num_experts"] = 11  # more than are computed together
+    parameter.grad = gradient
+    Muon([parameter], **SETTINGS).step()
+    for moved, part in zip(parameter.detach().chunk(11), gradient.chunk(11), strict=True):
+        expected = -0.1 * 0.2 * math.sqrt(6) * by_singular_values(part, 5)
+        torch.testing.assert_close(moved, expected, rtol=0, atol=1e-5)
+
+
 def test_an_output_gate_is_a_matrix_of_its_own() -> None:
     # two key heads of 4 + 4 + 2 + 2 rows: 24 rows would also be three heads of 4 + 2 + 2
     gradient = torch.randn(24, 5, generator=torch.Generator().manual_seed(4))

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
+from slime.backends.megatron_utils.model.experts import experts_of
 from slime.backends.megatron_utils.model.gpt import VALUE_HEAD_PARAMETERS, ValueHead, unwrap
 from slime.models.family import Family
 from slime.models.tables import Rule, Section
@@ -49,11 +50,16 @@ class Place:
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """This rank's share of a place, under its name in the chunk."""
+    """This rank's share of a place, under its name in the chunk.
+
+    Attributes:
+        owner: the parameter or buffer that has the value. Experts are views of one parameter.
+    """
 
     place: Place
     name: str
     value: torch.Tensor
+    owner: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -194,10 +200,11 @@ class ModelTensors:
             for name, parameter in chunk.named_parameters():
                 if has_value_head and name in VALUE_HEAD_PARAMETERS:
                     continue  # a critic's head is in no Hugging Face checkpoint
-                yield LocalTensor(self._place(chunk, name), name, parameter)
+                for single, value in experts_of(name, parameter):
+                    yield LocalTensor(self._place(chunk, single), single, value, parameter)
             for name, buffer in chunk.named_buffers():
                 if name.endswith(_BUFFER) and buffer is not None:
-                    yield LocalTensor(self._place(chunk, name), name, buffer)
+                    yield LocalTensor(self._place(chunk, name), name, buffer, buffer)
 
     def _place(self, chunk: Any, name: str) -> Place:
         layer, mtp, expert = -1, -1, 0

@@ -31,20 +31,24 @@ from slime.backends.training.hf_files import raise_everywhere
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 """Coefficients of section 2.1: fast convergence to 0.7 .. 1.2 instead of exactly 1."""
 
-# Attributes of a weight that Megatron sets for its Muon: it holds queries, keys and values; it is an expert.
-_MARKS = ("is_qkv", "expert_tp")
+# Attributes of a weight. Megatron sets two for its Muon: it holds queries, keys and values; it is an expert. The third,
+# of ``ExpertLinear``, is the number of experts in it.
+_MARKS = ("is_qkv", "expert_tp", "num_experts")
+
+_TOGETHER = 8
+"""Experts that are orthogonalized in one product. Each needs several fp32 copies of its matrix."""
 
 
 def orthogonalize(matrix: torch.Tensor, steps: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """The nearest semi-orthogonal matrix, roughly: singular vectors stay, singular values become about 1.
 
     Args:
-        matrix: fp32 ``[m, n]``, or with ``group`` the columns ``[m, n / ranks]`` of this rank.
+        matrix: fp32 ``[.., m, n]``, or with ``group`` the columns ``[.., m, n / ranks]`` of this rank.
         group: ranks that hold the other columns.
     """
-    is_wide = group is not None or matrix.shape[0] <= matrix.shape[1]
+    is_wide = group is not None or matrix.shape[-2] <= matrix.shape[-1]
     x = matrix if is_wide else matrix.mT  # the product that is squared is the smaller one
-    square = x.square().sum()
+    square = x.square().sum((-2, -1), keepdim=True)
     if group is not None:
         dist.all_reduce(square, group=group)
     x = x / (square.sqrt() + 1e-7)  # a zero gradient stays zero
@@ -133,6 +137,9 @@ class Muon(torch.optim.Optimizer):
         parameter.sub_(self._direction(parameter, direction).to(parameter.dtype), alpha=group["lr"])
 
     def _direction(self, parameter: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
+        if (num_experts := vars(parameter).get("num_experts")) is not None:
+            experts = moment.view(num_experts, -1, moment.shape[1])
+            return torch.cat([self._orthogonal(parameter, one) for one in experts.split(_TOGETHER)]).view_as(moment)
         if not self._is_qkv(parameter):
             return self._orthogonal(parameter, moment)
         columns = moment.shape[1]
@@ -153,18 +160,18 @@ class Muon(torch.optim.Optimizer):
                 whole = orthogonalize(_gathered(part.float(), dim, group), self._num_steps)
                 result = whole.chunk(group.size(), dim)[group.rank()]
             else:
-                columns = part.float() if dim == 1 else part.float().mT
+                columns = part.float() if dim == -1 else part.float().mT
                 result = orthogonalize(columns, self._num_steps, group)
-                result = result if dim == 1 else result.mT
-        return result * (self._extra_scale * scale_of(size[0], size[1], self._scale_mode))
+                result = result if dim == -1 else result.mT
+        return result * (self._extra_scale * scale_of(size[-2], size[-1], self._scale_mode))
 
     def _shards(self, parameter: torch.Tensor) -> tuple[dist.ProcessGroup | None, int]:
-        """Ranks among which the matrix is divided, and along which dimension."""
+        """Ranks among which the matrix is divided, and along which dimension: -2 or -1."""
         marks = vars(parameter)  # Megatron sets them on divided weights only
         dim: int = marks.get("partition_dim", -1)
         group = self._groups.expt_tp if marks.get("expert_tp") else self._groups.tp
         is_divided = marks.get("tensor_model_parallel") and dim >= 0 and group.size() > 1
-        return (group, dim) if is_divided and self._mode != "blockwise" else (None, dim)
+        return (group, dim - 2) if is_divided and self._mode != "blockwise" else (None, -1)
 
 
 def build_muon(config: OptimizerConfig, chunks: list[Any], args: MuonArgs, *, is_layer_wise: bool) -> Any:
@@ -195,7 +202,7 @@ def build_muon(config: OptimizerConfig, chunks: list[Any], args: MuonArgs, *, is
             marks = vars(parameter)
             if (main := marks.get("main_param")) is not None:
                 # Megatron marks the 16-bit weights, but the optimizer gets their fp32 copies.
-                vars(main).update({mark: True for mark in _MARKS if mark in marks})
+                vars(main).update({mark: marks[mark] for mark in _MARKS if mark in marks})
     if is_layer_wise and dist.get_backend() == "gloo":  # it cannot gather tensors of different sizes
         optimizer.allgather_params = optimizer.broadcast_params
     return optimizer

@@ -32,9 +32,9 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer.moe.experts import SequentialMLP
 
 from slime.backends.megatron_utils.checkpoint.tensors import chunks_of
+from slime.backends.megatron_utils.model.experts import GroupedExperts, experts_of, multiply
 from slime.backends.training.arguments import PluginArgs
 from slime.backends.training.hf_files import raise_everywhere
 from slime.config.groups import from_args
@@ -68,20 +68,22 @@ class Products:
             _kernel("bf16_gemm_nt")(tokens.contiguous(), weight.contiguous(), out)
         return out
 
-    def of_many(self, tokens: torch.Tensor, counts: Sequence[int], weights: Sequence[torch.Tensor]) -> torch.Tensor:
-        """``[t, K] -> [t, N]`` in bf16: ``counts[i]`` rows, sorted by expert, times ``weights[i]``."""
-        rows, owners = _in_blocks_of_rows(counts, tokens.device)
-        out = tokens.new_empty(len(owners), weights[0].shape[0])
-        if len(rows) == 0:
-            return out[:0]
+    def of_many(self, tokens: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """``[t, K] x [E, N, K] -> [t, N]`` in bf16: rows sorted by expert. Those of expert e end at ``ends[e]``."""
+        rows, owners = _in_blocks_of_rows(ends.diff(prepend=ends.new_zeros(1)).tolist(), tokens.device)
+        out = tokens.new_empty(len(owners), weights.shape[1])
         padded = tokens.new_zeros(len(owners), tokens.shape[1]).index_copy(0, rows, tokens)
         if self.has_8_bits:
             values, scales = zip(*(self._weight(weight) for weight in weights), strict=True)
             stacked = torch.stack(values), torch.stack(scales)
             _kernel("m_grouped_fp8_gemm_nt_contiguous")(self._tokens(padded), stacked, out, owners)
         else:
-            _kernel("m_grouped_bf16_gemm_nt_contiguous")(padded, torch.stack(list(weights)), out, owners)
+            _kernel("m_grouped_bf16_gemm_nt_contiguous")(padded, weights.contiguous(), out, owners)
         return out.index_select(0, rows)
+
+    def of_first(self, tokens: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """:meth:`of_one` for the only one of ``weights``."""
+        return self.of_one(tokens, weights[0])
 
     def can_multiply(self, weight: torch.Tensor) -> bool:
         """Whether there is a kernel for a ``weight`` of this shape, ``[N, K]``."""
@@ -111,50 +113,6 @@ def products_of(hf_checkpoint: str) -> Products:
             f"multiplies bf16 and fp8 in blocks of {_BLOCK} x {_BLOCK}: leave the flag out, or use such a checkpoint."
         )
     return Products(True, has_power_of_two_scales=config.get("scale_fmt") == "ue8m0")
-
-
-def multiply(products: Products, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``[..., K] x [N, K] -> [..., N]`` with gradients."""
-    product: torch.Tensor = _Product.apply(products, (tokens.numel() // tokens.shape[-1],), tokens, weight)  # type: ignore[no-untyped-call]
-    return product
-
-
-def multiply_grouped(
-    products: Products, tokens: torch.Tensor, counts: Sequence[int], weights: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """:meth:`Products.of_many` with gradients: ``[t, K] -> [t, N]``."""
-    product: torch.Tensor = _Product.apply(products, tuple(counts), tokens, *weights)  # type: ignore[no-untyped-call]
-    return product
-
-
-class _Product(torch.autograd.Function):
-    """Rows of the tokens times their weights. The backward pass is that of plain products."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, products: Products, counts: tuple[int, ...], tokens: torch.Tensor, *weights: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(tokens, *weights)
-        ctx.counts = counts
-        flat = tokens.flatten(0, -2)
-        out = products.of_one(flat, weights[0]) if len(weights) == 1 else products.of_many(flat, counts, weights)
-        return out.view(*tokens.shape[:-1], out.shape[-1])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (gradient,) = gradients
-        tokens, *weights = ctx.saved_tensors
-        wants_tokens, *wants_weights = ctx.needs_input_grad[2:]  # without ``products`` and ``counts``
-        parts = gradient.flatten(0, -2).split(ctx.counts)
-        rows = tokens.flatten(0, -2).split(ctx.counts)
-        to_tokens = None
-        if wants_tokens:
-            products = [part @ weight for part, weight in zip(parts, weights, strict=True)]
-            to_tokens = torch.cat(products).view_as(tokens)
-        to_weights = [
-            part.t() @ row if wanted else None for part, row, wanted in zip(parts, rows, wants_weights, strict=True)
-        ]
-        return None, None, to_tokens, *to_weights
 
 
 def _in_blocks_of_rows(counts: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,11 +166,10 @@ def install_deepgemm(chunks: Any, plugins: PluginArgs, hf_checkpoint: str) -> li
         linear = _select(chunks, dense, names or _LINEAR, "forward", (ColumnParallelLinear, RowParallelLinear))
     if experts:
         names = plugins.megatron_deepgemm_moe_forward_modules
-        grouped = _select(chunks, experts, names or _EXPERTS, "moe-forward", (SequentialMLP,))
+        grouped = _select(chunks, experts, names or _EXPERTS, "moe-forward", (GroupedExperts,))
     weights = [(name, module.weight) for name, module in linear.items()]
-    for name, module in grouped.items():
-        first = module.local_experts[0]
-        weights += [(name, first.linear_fc1.weight), (name, first.linear_fc2.weight)]
+    stacks = [(name, stack) for name, module in grouped.items() for stack in (module.linear_fc1, module.linear_fc2)]
+    weights += [(name, single) for name, stack in stacks for _, single in experts_of(name, stack.weight)[:1]]
     raise_everywhere(
         [
             f"deep_gemm cannot multiply with {name}, of which a rank has {' x '.join(map(str, weight.shape))}: in 8 "
@@ -223,8 +180,8 @@ def install_deepgemm(chunks: Any, plugins: PluginArgs, hf_checkpoint: str) -> li
     )
     for module in linear.values():
         module._forward_impl = partial(_linear, products)  # Megatron's linear layers call it by keywords
-    for module in grouped.values():
-        module.forward = partial(_experts, products, module)
+    for _, stack in stacks:
+        stack.product = products.of_many
     return [*linear, *grouped]
 
 
@@ -243,10 +200,7 @@ def enable_deepgemm_all_forward_before_train_step(
 def _select(
     chunks: Any, layers: Sequence[int], suffixes: Sequence[str], which: str, kinds: tuple[type, ...]
 ) -> dict[str, Any]:
-    """Modules of these ``kinds`` in the ``layers`` on this rank, named by one of ``suffixes`` or inside such a module.
-
-    Leaves out the modules inside an expert: the experts of a layer are replaced together.
-    """
+    """Modules of these ``kinds`` in the ``layers`` on this rank, whose names or whose parents' names have a suffix."""
     found: dict[str, Any] = {}
     hits: set[tuple[str, int | str]] = set()
     for chunk in chunks_of(chunks):
@@ -254,7 +208,7 @@ def _select(
             number = layer.layer_number - 1
             for name, module in layer.named_modules() if number in layers else ():
                 fitting = [suffix for suffix in suffixes if f".{suffix}." in f".{name}."]
-                if isinstance(module, kinds) and fitting and ".local_experts." not in name:
+                if isinstance(module, kinds) and fitting:
                     found[f"{number}.{name}"] = module
                     hits |= {("layer", number), *(("module", suffix) for suffix in fitting)}
     everywhere: list[set[tuple[str, int | str]]] = [set() for _ in range(dist.get_world_size())]
@@ -293,17 +247,5 @@ def _linear(
     elif allreduce_dgrad:
         # The identity, whose backward pass sums the gradients of the tensor ranks.
         input = copy_to_tensor_model_parallel_region(input, group=tp_group)
-    out = multiply(products, input, weight)
+    out = multiply(input, weight, product=products.of_first)
     return out if bias is None else out + bias
-
-
-def _experts(
-    products: Products, module: Any, hidden: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
-) -> tuple[torch.Tensor, None]:
-    """Replaces ``SequentialMLP.forward``. ``hidden``: ``[t, h]``, sorted by expert."""
-    counts = tokens_per_expert.tolist()
-    gate_up = multiply_grouped(products, hidden, counts, [one.linear_fc1.weight for one in module.local_experts])
-    gate, up = gate_up.chunk(2, dim=-1)
-    inner = (module.config.activation_func(gate) * up * probs.unsqueeze(-1)).to(hidden.dtype)
-    out = multiply_grouped(products, inner, counts, [one.linear_fc2.weight for one in module.local_experts])
-    return out, None

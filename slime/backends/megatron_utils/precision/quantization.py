@@ -18,6 +18,7 @@ not run on a GPU yet.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 
 from slime.backends.megatron_utils.checkpoint.tensors import ModelTensors, chunks_of
 from slime.backends.megatron_utils.layer_specs import with_classes
+from slime.backends.megatron_utils.model.experts import ExpertLinear, multiply
 from slime.backends.megatron_utils.model.sparse_attention import SparseSelfAttention
 from slime.models.shape import ModelShape
 from slime.utils.errors import ConfigError
@@ -80,34 +82,17 @@ def fake_int4(weight: torch.Tensor, group_size: int) -> torch.Tensor:
     return (round_int4(groups, scale) * scale.float()).to(weight.dtype).view(rows, columns)
 
 
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, weight: torch.Tensor, group_size: int) -> torch.Tensor:
-        ctx.save_for_backward(tokens, weight)
-        ctx.group_size = group_size
-        return tokens @ fake_int4(weight, group_size).t()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        tokens, weight = ctx.saved_tensors
-        (gradient,) = gradients
-        wants_tokens, wants_weight, _ = ctx.needs_input_grad
-        # Rounded again: kept copies would take as much memory as the experts.
-        to_tokens = gradient @ fake_int4(weight, ctx.group_size) if wants_tokens else None
-        to_weight = gradient.flatten(0, -2).t() @ tokens.flatten(0, -2) if wants_weight else None
-        return to_tokens, to_weight, None
-
-
 def _multiply(group_size: int, *, input: torch.Tensor, weight: torch.Tensor, **others: Any) -> torch.Tensor:
-    """Replaces the product of an expert's linear layer, which has neither bias nor communication."""
+    """Replaces the product of a linear layer, which has neither bias nor communication."""
     given = {name for name, value in others.items() if value} - {"tp_group", "wgrad_deferral_limit"}
-    assert not given, f"an expert's product with {given}"
-    product: torch.Tensor = _Product.apply(input, weight, group_size)  # type: ignore[no-untyped-call]
-    return product
+    assert not given, f"a product in INT4 with {given}"
+    return multiply(input, weight, rounding=partial(fake_int4, group_size=group_size))
 
 
 def fake_quantize_experts(chunks: Any, shape: ModelShape, hf_checkpoint: str, group_size: int) -> int:
     """Round the weights in the layers that are INT4 in ``hf_checkpoint``. Returns their number on this rank.
+
+    The experts of a layer count as one.
 
     Raises:
         ConfigError: a layer's weights are partly INT4, or are divided among ranks inside a group.
@@ -115,33 +100,36 @@ def fake_quantize_experts(chunks: Any, shape: ModelShape, hf_checkpoint: str, gr
     quantizer = find_quantizer(hf_checkpoint)
     assert quantizer is not None, "precision_rules requires an INT4 checkpoint"
     tensors = ModelTensors(chunks, shape.family, shape.vocab_size, shape.is_tied)
+    # Tensors are found by identity: == would compare their elements.
     layers = {
         id(module.weight): module
         for chunk in chunks_of(chunks)
         for module in chunk.modules()
-        if hasattr(module, "_forward_impl") and isinstance(getattr(module, "weight", None), torch.Tensor)
+        if (hasattr(module, "_forward_impl") or isinstance(module, ExpertLinear))
+        and isinstance(getattr(module, "weight", None), torch.Tensor)
     }
-    rank, count = mpu.get_expert_model_parallel_rank(), 0
+    rank = mpu.get_expert_model_parallel_rank()
+    names: defaultdict[int, list[str]] = defaultdict(list)
     for tensor in tensors.local.values():
-        names = tensors.hf_names(tensor.place, rank)
-        rounded = [name in quantizer.names for name in names]
-        if not any(rounded):
-            continue
-        if not all(rounded):
+        names[id(tensor.owner)] += tensors.hf_names(tensor.place, rank)
+    rounded = {owner: [name for name in owned if name in quantizer.names] for owner, owned in names.items()}
+    for owner, (first, *_) in [one for one in rounded.items() if one[1]]:
+        layer = layers[owner]
+        if others := [name for name in names[owner] if name not in quantizer.names]:
             raise ConfigError(
-                f"OPEN_TRAINING_INT4_FAKE_QAT_FLAG: --hf-checkpoint {hf_checkpoint} has some of {', '.join(names)} in "
-                f"INT4 and some not; the trainer has them in one tensor, {tensor.name}. Convert it again."
+                f"OPEN_TRAINING_INT4_FAKE_QAT_FLAG: --hf-checkpoint {hf_checkpoint} has {first} in INT4 and "
+                f"{others[0]} not; the trainer has them in one tensor. Convert it again."
             )
-        columns = tensor.value.shape[-1]
-        if columns % group_size:
+        if (columns := layer.weight.shape[1]) % group_size:
             raise ConfigError(
-                f"OPEN_TRAINING_INT4_FAKE_QAT_FLAG: a rank has {columns} columns of {tensor.name}, which groups of "
+                f"OPEN_TRAINING_INT4_FAKE_QAT_FLAG: a rank has {columns} columns of {first}, which groups of "
                 f"{group_size} do not divide. Lower --expert-tensor-parallel-size."
             )
-        # Tensors are found by identity: == would compare their elements.
-        layers[id(tensor.value)]._forward_impl = partial(_multiply, group_size)
-        count += 1
-    return count
+        if isinstance(layer, ExpertLinear):
+            layer.rounding = partial(fake_int4, group_size=group_size)
+        else:
+            layer._forward_impl = partial(_multiply, group_size)
+    return sum(map(bool, rounded.values()))
 
 
 def token_multiple(config: Any) -> int:
