@@ -6,6 +6,10 @@ object from them.
 
 from __future__ import annotations
 
+import importlib.util
+import logging
+import os
+import shutil
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +19,8 @@ from slime.models.shape import DeltaNetShape, MlaShape, ModelShape, MoeShape, Ya
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+
+logger = logging.getLogger(__name__)
 
 DtypeName = Literal["bfloat16", "float16", "float32"]
 
@@ -69,6 +75,7 @@ def build_config(args: Namespace, shape: ModelShape | None = None) -> Transforme
     from slime.utils import accelerator
 
     kwargs = transformer_config_kwargs(args, shape)
+    fuses = _can_fuse(is_cpu=accelerator.current().is_cpu)
     dtype = getattr(torch, dtype_name(args))
     config_class = MLATransformerConfig if kwargs["multi_latent_attention"] else TransformerConfig
     config = config_class(
@@ -78,10 +85,27 @@ def build_config(args: Namespace, shape: ModelShape | None = None) -> Transforme
         pipeline_dtype=dtype,
         autocast_dtype=dtype,
         use_cpu_initialization=accelerator.current().is_cpu,
+        bias_activation_fusion=args.bias_swiglu_fusion and fuses,
+        bias_dropout_fusion=args.bias_dropout_fusion and fuses,
     )
     # Megatron has no such field, but its layers get nothing except the config.
     config.delta_rule_backend = args.qwen_gdn_backend
     return config
+
+
+def _can_fuse(*, is_cpu: bool) -> bool:
+    """Whether torch.compile makes kernels here, for which triton starts a C compiler."""
+    if is_cpu:
+        return False  # the reference numbers are those of single operators
+    compilers = [os.environ.get("CC") or "cc", "gcc", "clang"]
+    missing = [] if importlib.util.find_spec("triton") else ["the package triton"]
+    missing += [] if any(map(shutil.which, compilers)) else ["a C compiler (apt-get install gcc, or set CC)"]
+    if missing:
+        logger.warning(
+            "SwiGLU and dropout run as single operators, which costs a few percent of a step: torch.compile lacks %s.",
+            " and ".join(missing),
+        )
+    return not missing
 
 
 def _layers(args: Namespace, shape: ModelShape) -> dict[str, Any]:
@@ -127,9 +151,7 @@ def _numerics(args: Namespace) -> dict[str, Any]:
         "fp8_recipe": args.fp8_recipe,
         "fp8_quantizer_factory": args.fp8_quantizer_factory,
         "fp8_param": args.fp8_param_gather,
-        # Fused kernels need Apex or TransformerEngine, which are optional.
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
+        # Fused kernels of Apex or TransformerEngine, which are optional. build_config adds those of torch.
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         "gradient_accumulation_fusion": False,

@@ -123,6 +123,11 @@ def test_a_layer_equals_sequential_experts(num_experts: int, topk: int, settings
     assert_same(*layers(num_experts, topk, **settings), make_tokens(70))
 
 
+def test_the_fused_activation_equals_single_operators() -> None:
+    (stock, _), (_, ours) = layers(8, 2), layers(8, 2, bias_activation_fusion=True)
+    assert_same(stock, ours, make_tokens(70))
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_experts_without_tokens_have_zero_gradients(count: int) -> None:
     stock, ours = layers(128, 2)

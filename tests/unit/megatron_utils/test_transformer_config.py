@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,3 +140,34 @@ def test_settings_of_experts_are_left_to_megatron_for_dense_models() -> None:
     shape = shape_from_config(QWEN3_4B, "hub")
     assert isinstance(shape, ModelShape)
     assert not [name for name in _kwargs(QWEN3_4B) if name.startswith("moe_router") or name == "num_moe_experts"]
+
+
+@pytest.mark.parametrize(
+    ("found", "flags", "fused"),
+    [
+        ({"triton", "gcc"}, {}, (True, True)),
+        ({"triton", "gcc"}, {"bias_swiglu_fusion": False}, (False, True)),
+        ({"triton", "gcc"}, {"bias_dropout_fusion": False}, (True, False)),
+        ({"gcc"}, {}, (False, False)),
+        ({"triton"}, {}, (False, False)),
+    ],
+)
+def test_a_gpu_has_one_kernel_for_swiglu_and_one_for_dropout_if_they_can_be_made(
+    found: set[str],
+    flags: dict[str, Any],
+    fused: tuple[bool, bool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from slime.backends.megatron_utils.transformer_config import build_config
+
+    make_family_checkpoint("qwen3_moe", tmp_path)
+    cpu = build_config(make_args(tmp_path))
+    assert (cpu.bias_activation_fusion, cpu.bias_dropout_fusion) == (False, False)
+    monkeypatch.setattr("slime.utils.accelerator.current", lambda: SimpleNamespace(is_cpu=False))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name in found else None)
+    monkeypatch.setattr("shutil.which", lambda name: name if name in found else None)
+    config = build_config(make_args(tmp_path, **flags))
+    assert (config.bias_activation_fusion, config.bias_dropout_fusion) == fused
+    assert ("torch.compile lacks" in caplog.text) == (found != {"triton", "gcc"})

@@ -12,6 +12,8 @@ from typing import Literal
 from slime.config.groups import flag
 
 _NO_FUSION = "fused kernels are not used"
+_GROUPED = "the experts of a rank are always grouped matrix products, except with --fp8-format"
+_SORTED = "tokens are always sorted by expert and gathered, without a kernel of Transformer Engine"
 _NO_DISPATCHER = "tokens reach the experts by all-to-all over the process group"
 _NO_DROPS = "no token is ever dropped"
 
@@ -69,6 +71,14 @@ class ModelArgs:
     )
     attention_softmax_in_fp32: bool = flag(
         False, "Softmax of attention in fp32.", no_effect="always so in the attention that is used"
+    )
+    bias_swiglu_fusion: bool = flag(
+        True, "SwiGLU as single operators. Without the flag, CUDA has one kernel for it.", off="--no-bias-swiglu-fusion"
+    )
+    bias_dropout_fusion: bool = flag(
+        True,
+        "Dropout and residual sum as single operators. Without the flag, CUDA has one kernel for both.",
+        off="--no-bias-dropout-fusion",
     )
     masked_softmax_fusion: bool = flag(
         True, "Unfused masked softmax.", off="--no-masked-softmax-fusion", no_effect=_NO_FUSION
@@ -154,10 +164,12 @@ class ExpertArgs:
     moe_flex_dispatcher_backend: Literal["deepep", "hybridep"] = flag(
         "deepep", "Backend of the flex dispatcher.", no_effect=_NO_DISPATCHER
     )
-    moe_grouped_gemm: bool = flag(False, "One grouped matrix product for local experts.", no_effect=_NO_FUSION)
-    moe_use_legacy_grouped_gemm: bool = flag(False, "Older grouped matrix product.", no_effect=_NO_FUSION)
-    moe_permute_fusion: bool = flag(False, "Fused permutation of tokens.", no_effect=_NO_FUSION)
-    moe_router_fusion: bool = flag(False, "Fused router.", no_effect=_NO_FUSION)
+    moe_grouped_gemm: bool = flag(False, "One grouped matrix product for local experts.", no_effect=_GROUPED)
+    moe_use_legacy_grouped_gemm: bool = flag(False, "Older grouped matrix product.", no_effect=_GROUPED)
+    moe_permute_fusion: bool = flag(False, "Fused permutation of tokens.", no_effect=_SORTED)
+    moe_router_fusion: bool = flag(
+        False, "Fused router.", no_effect="the fused router is a kernel of Transformer Engine, which is not used"
+    )
     moe_token_drop_policy: Literal["probs", "position"] = flag(
         "probs", "Which tokens an expert drops.", no_effect=_NO_DROPS
     )
