@@ -215,6 +215,66 @@ def _no_transforms() -> Any:
     return _StorageWriterTransforms()
 
 
+def load_with_a_problem(rank: int, world_size: int, hf: str, args: dict[str, Any], problem: str, on: int) -> str:
+    """Start a trainer from ``hf`` while rank ``on`` has a problem with the files or with its model. Returns the error."""
+    from slime.backends.megatron_utils.checkpoint import hf_weights
+
+    def fail(*_: Any) -> Any:
+        raise ConfigError(f"rank {rank} cannot read a {problem}")
+
+    if rank == on:
+        hf_weights.TensorReader.get = fail if problem == "tensor" else hf_weights.TensorReader.get
+        hf_weights.ModelTensors = fail if problem == "model" else hf_weights.ModelTensors
+    trainer = MegatronTrainer(make_args(hf, **args), rank=rank, world_size=world_size, with_ref=False)
+    try:
+        trainer.setup()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def export(
+    rank: int,
+    world_size: int,
+    hf: str,
+    args: dict[str, Any],
+    path: str,
+    num_writers: int,
+    full_disk_on: int | None = None,
+    is_blind: int | None = None,
+) -> tuple[str, list[str]]:
+    """Write a Hugging Face directory in many small files.
+
+    Args:
+        full_disk_on: the rank whose second file does not fit.
+        is_blind: a rank that sees another directory than rank 0.
+
+    Returns:
+        The error, and the names of the files that this rank wrote.
+    """
+    from slime.backends.training import hf_files, hf_shards
+
+    trainer = MegatronTrainer(make_args(hf, **args), rank=rank, world_size=world_size, with_ref=False)
+    trainer.setup()
+    stock, names = hf_shards.save_file, []
+
+    def save(tensors: Any, path: Path, metadata: Any) -> None:
+        names.append(path.name)
+        if rank == full_disk_on and len(names) == 2:
+            raise OSError(28, "No space left on device")
+        stock(tensors, path, metadata)
+
+    hf_shards.save_file = save
+    hf_files._MAX_WRITERS, hf_files._MAX_FILE_BYTES = num_writers, 4096
+    if rank == is_blind:
+        hf_files._has_token = lambda *_: False
+    try:
+        trainer.save_hf(path)
+    except SlimeError as error:
+        return str(error), names
+    return "", names
+
+
 def _fill_disk(full_for: str) -> None:
     from slime.backends.training import checkpoint_files, pieces
 

@@ -59,6 +59,17 @@ def test_a_run_that_is_saved_on_one_layout_continues_on_another(
             assert torch.allclose(result["weights"][name], value, rtol=0, atol=2e-6), name
 
 
+@pytest.mark.parametrize("problem", ["model", "tensor"])
+def test_weights_that_one_pipeline_stage_cannot_read_are_an_error_on_all(
+    problem: str, ranks: ForkServer, hf: Path
+) -> None:
+    args = _COMMON | {"pipeline_model_parallel_size": 2}
+    case = "tests.dist.checkpoint_cases:load_with_a_problem"
+    for stage in (0, 1):
+        errors = ranks.run(case, 2, hf=str(hf), args=args, problem=problem, on=stage, timeout_s=120)
+        assert errors == [f"rank {stage} cannot read a {problem}"] * 2
+
+
 @pytest.mark.parametrize(("saved", "loaded"), [("dp2", "tp2-sp"), ("pp2", "dp2")])
 def test_a_checkpoint_of_an_older_version_continues_on_another_layout(
     saved: str, loaded: str, ranks: ForkServer, hf: Path, uninterrupted: dict[str, torch.Tensor], tmp_path: Path

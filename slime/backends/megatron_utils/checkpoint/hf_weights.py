@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from slime.backends.megatron_utils.checkpoint.gather import Gather, groups_of_rank
@@ -31,6 +33,7 @@ from slime.backends.megatron_utils.checkpoint.tensors import (
 from slime.backends.protocols import EVERY_RANK, NamedTensor, Recipients
 from slime.backends.training.hf_files import TensorReader, raise_everywhere
 from slime.models.family import Family
+from slime.utils.distributed_utils import files_group
 from slime.utils.errors import ConfigError
 
 _BUCKET_BYTES = 512 * 1024**2
@@ -71,15 +74,27 @@ def load_weights(model: Any, shape: Shape, directory: str, flag: str, *, has_lm_
         reader = TensorReader(directory, flag)
         tensors = ModelTensors(model, shape.family, shape.vocab_size, shape.is_tied or not has_lm_head)
     except ConfigError as error:
-        raise_everywhere(error.problems)
-        raise
-    for local in tensors.local.values():
-        problems += _fill(local, tensors, reader)
+        problems += error.problems
+    raise_everywhere(problems)  # before the collective of ``plan``, which a rank that has failed would not enter
+    with _collected(problems):
+        for local in tensors.local.values():
+            problems += _fill(local, tensors, reader)
+    dist.barrier(group=files_group())  # ranks read for different times, and ``plan`` waits in a group of training
     unknown = sorted(reader.names - tensors.all_hf_names(tensors.plan()))
     problems += _unknown(unknown, tensors, reader, shape.num_mtp_layers)
     if has_lm_head and mpu.is_pipeline_last_stage(ignore_virtual=True) and mpu.get_tensor_model_parallel_rank() == 0:
-        problems += reader.tied_head(shape.is_tied)
+        with _collected(problems):
+            problems += reader.tied_head(shape.is_tied)
     raise_everywhere(problems)
+
+
+@contextmanager
+def _collected(problems: list[str]) -> Iterator[None]:
+    """Add the problems of an error to the list, so that this rank still meets the others."""
+    try:
+        yield
+    except ConfigError as error:
+        problems += error.problems
 
 
 def _fill(local: LocalTensor, tensors: ModelTensors, reader: TensorReader) -> list[str]:
