@@ -177,8 +177,8 @@ class FsdpTrainer(TrainerBase):
         )
 
     def save_hf(self, path: str) -> None:
-        """Write a Hugging Face checkpoint at ``path``. An error of the writing rank is raised on all ranks."""
-        save_hf_directory(self.export_weights(), self._args.hf_checkpoint, path, is_writer=self.is_weight_source)
+        """Write a Hugging Face checkpoint at ``path``. An error of a writing rank is raised on all ranks."""
+        save_hf_directory(self.export_weights(), self._args.hf_checkpoint, path)
 
     def export_weights(
         self, bucket_bytes: int = 512 * 1024**2, recipients: Recipients = EVERY_RANK

@@ -198,11 +198,11 @@ class MegatronTrainer(TrainerBase):
             self._writer.finish()
 
     def save_hf(self, path: str) -> None:
-        """Write a Hugging Face checkpoint at ``path``. An error of the writing rank is raised on all ranks."""
+        """Write a Hugging Face checkpoint at ``path``. An error of a writing rank is raised on all ranks."""
         self._device.require(["weights"], "a Hugging Face checkpoint")
         source = self._args.hf_checkpoint
         weights = export_weights(self._ready.model, self._shape, layout_of=source)
-        save_hf_directory(weights, source, path, is_writer=self.is_weight_source)
+        save_hf_directory(weights, source, path)
 
     def export_weights(
         self, bucket_bytes: int = 512 * 1024**2, recipients: Recipients = EVERY_RANK

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from slime.backends.megatron_utils.checkpoint.tensors import from_megatron
 from slime.backends.megatron_utils.model_rules import padded_vocab_size, sees_media
@@ -109,7 +108,7 @@ def save_hf_model_direct_to_path(
 ) -> None:
     """Write ``model`` as a Hugging Face checkpoint, with the configuration and tokenizer of ``args.hf_checkpoint``.
 
-    A collective. Rank 0 writes.
+    A collective. Several ranks write.
 
     Args:
         model_name: ignored. The family is that of ``args.hf_checkpoint``.
@@ -121,7 +120,7 @@ def save_hf_model_direct_to_path(
 
     source = args.hf_checkpoint
     weights = export_weights(model, _shape(args), layout_of=source)
-    save_hf_directory(weights, source, str(output_dir), is_writer=dist.get_rank() == 0)
+    save_hf_directory(weights, source, str(output_dir))
 
 
 def convert_to_hf(

@@ -8,29 +8,28 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
 import re
 import shutil
-from collections import deque
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from slime.backends.protocols import NamedTensor
 from slime.backends.training.checkpoint_files import make_empty
-from slime.backends.training.checksums import checksum, checksums_of
 from slime.backends.training.export_files import MARKER, foreign_content, refusal, write_marker
-from slime.utils.distributed_utils import files_group
+from slime.backends.training.hf_shards import INDEX, Content, name_shards, write_shards
+from slime.utils.distributed_utils import do_on_first_rank, files_group
 from slime.utils.errors import ConfigError, SlimeError
 
 logger = logging.getLogger(__name__)
 
-_INDEX = "model.safetensors.index.json"
 # suffixes of the scales of a quantized weight: by blocks, and of the whole tensor or its rows
 _SCALES = ("_scale_inv", "_scale")
 _PACKED = "_packed"
@@ -38,6 +37,9 @@ _SHAPE = "_shape"
 _PARTS_OF_PACKED = ("_scale", _SHAPE)
 _OF_OTHER_PACKINGS = ("_zero_point", "_g_idx")
 _MAX_FILE_BYTES = 5 * 1024**3
+_MAX_WRITERS = 32
+# shows a rank that its directory is that of rank 0
+_TOKEN = "slime_writers"
 _NAMED_PROBLEMS = 8
 _LAYER = re.compile(r"\.\d+\.")
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth")
@@ -66,13 +68,13 @@ class TensorReader:
 
     def _find_files(self) -> Mapping[str, str]:
         """The file of every stored tensor."""
-        index = self.directory / _INDEX
+        index = self.directory / INDEX
         if index.is_file():
             try:
                 return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
             except (ValueError, KeyError, TypeError) as error:
                 raise ConfigError(
-                    f"{self.where}: {_INDEX} is damaged ({type(error).__name__}: {error}): it must hold a weight_map "
+                    f"{self.where}: {INDEX} is damaged ({type(error).__name__}: {error}): it must hold a weight_map "
                     "from tensors to files."
                 ) from None
         files = sorted(self.directory.glob("*.safetensors"))
@@ -150,6 +152,16 @@ class TensorReader:
         if name in self._packed:
             return tuple(int(size) for size in self._stored(name + _SHAPE))
         return tuple(self._handle(self._files[name]).get_slice(name).get_shape())
+
+    def num_bytes(self, name: str) -> int:
+        """Bytes of ``get(name)``, without reading the tensor."""
+        numbers = math.prod(self.shape(name))
+        if name in self._packed:
+            return numbers * torch.bfloat16.itemsize
+        dtype = self._handle(self._files[name]).get_slice(name).get_dtype()
+        bits = re.search(r"\d+", dtype)  # BF16, I64, F8_E4M3, BOOL
+        size = 1 if bits is None else int(bits.group()) // 8
+        return numbers * (torch.bfloat16.itemsize if dtype.startswith("F8") else size)
 
     def row(self, name: str, index: int) -> torch.Tensor:
         """``get(name)[index]``. Of a plain tensor nothing else is read."""
@@ -234,34 +246,75 @@ def raise_everywhere(problems: list[str]) -> None:
 
 
 def save_hf_directory(
-    weights: Iterator[NamedTensor],
-    hf_checkpoint: str,
-    path: str,
-    *,
-    is_writer: bool,
-    quantization: Mapping[str, Any] | None = None,
+    weights: Iterator[NamedTensor], hf_checkpoint: str, path: str, *, quantization: Mapping[str, Any] | None = None
 ) -> None:
-    """Write a Hugging Face checkpoint at ``path``. A collective: all ranks exhaust their ``weights``, one writes.
+    """Write a Hugging Face checkpoint at ``path``. A collective: all ranks get the same ``weights`` and exhaust them.
+
+    Up to ``_MAX_WRITERS`` ranks write files, each every so many of them. Ranks that do not see the directory of rank 0
+    (on a disk of another host) write none. A writer holds two files in host memory.
 
     Args:
         hf_checkpoint: where configuration and tokenizer are copied from.
         quantization: see :func:`write_hf_directory`.
 
     Raises:
-        SlimeError: the writer failed. Raised on all ranks.
+        SlimeError: a writer failed. Raised on all ranks.
     """
-    failure: list[str | None] = [None]
-    if is_writer:
-        try:
-            write_hf_directory(weights, hf_checkpoint, path, quantization=quantization)
-        except Exception as error:
-            logger.exception("writing a Hugging Face checkpoint at %s failed", path)
-            failure[0] = f"{type(error).__name__}: {error}"
+    rank, token = dist.get_rank(), [uuid.uuid4().hex]
+    dist.broadcast_object_list(token, src=0, group=files_group())
+    partial = _beside(path, "partial")
+
+    def begin() -> None:
+        _begin(hf_checkpoint, path)
+        (partial / _TOKEN).write_text(token[0])
+
+    def end() -> None:
+        (partial / _TOKEN).unlink()
+        checksums = {number: text for _, one in reports for number, text in one.items()}
+        _end(hf_checkpoint, path, name_shards(partial, files, checksums), quantization)
+
+    _fail_together(path, do_on_first_rank(begin))
+    sees: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(sees, _has_token(partial, token[0]), group=files_group())
+    writers = _spread([number for number, one in enumerate(sees) if one], _MAX_WRITERS)
+    files: list[dict[str, int]] = []
+    mine: tuple[str | None, dict[int, str]]
+    try:
+        content = _with_remainder(weights, hf_checkpoint)
+        files, checksums = write_shards(
+            content, partial, _MAX_FILE_BYTES, is_mine=lambda number: writers[number % len(writers)] == rank
+        )
+        mine = None, checksums
+    except Exception as error:
+        logger.exception("rank %d: writing a Hugging Face checkpoint at %s failed", rank, path)
+        mine = f"rank {rank}: {type(error).__name__}: {error}", {}
     for _ in weights:  # a writer that failed, too: the others wait for it at every tensor
         pass
-    dist.broadcast_object_list(failure, src=0)
-    if failure[0] is not None:
-        raise SlimeError(f"--save-hf {path}: {failure[0]}")
+    reports: list[tuple[str | None, dict[int, str]]] = [mine] * dist.get_world_size()
+    dist.all_gather_object(reports, mine, group=files_group())
+    failures = [failure for failure, _ in reports if failure]
+    failure = "; ".join(failures) or do_on_first_rank(end)
+    if failure and rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+    _fail_together(path, failure)
+
+
+def _fail_together(path: str, failure: str | None) -> None:
+    if failure is not None:
+        raise SlimeError(f"--save-hf {path}: {failure}")
+
+
+def _has_token(directory: Path, token: str) -> bool:
+    try:
+        return (directory / _TOKEN).read_text() == token
+    except OSError:
+        return False
+
+
+def _spread(ranks: list[int], most: int) -> list[int]:
+    """At most ``most`` of ``ranks``, at equal distances, so that they are on different hosts."""
+    count = min(len(ranks), most)
+    return [ranks[index * len(ranks) // count] for index in range(count)]
 
 
 def write_hf_directory(
@@ -290,31 +343,53 @@ def write_hf_directory(
         config_path: the config.json to write instead of that of ``source``.
         keeps_rest: False: only ``weights`` are written.
     """
+    partial = _begin(source, path)
+    try:
+        if config_path is not None:
+            shutil.copy2(config_path, partial / "config.json")
+        written: Iterable[Content] = _with_remainder(weights, source) if keeps_rest else weights
+        files, checksums = write_shards(written, partial, max_file_bytes or _MAX_FILE_BYTES, num_threads=num_writers)
+        _end(source, path, name_shards(partial, files, checksums), quantization)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _beside(path: str, end: str) -> Path:
+    target = Path(path)
+    return target.with_name(f".{target.name}.{end}")
+
+
+def _begin(source: str, path: str) -> Path:
+    """Check the target, and make a directory beside it with the files of ``source`` that hold no weights."""
     target = Path(path)
     if target.resolve() == Path(source).resolve():
         raise ConfigError(f"--save-hf {path} is the same directory as --hf-checkpoint; name another one.")
     if reason := foreign_content(target):
         raise ConfigError(refusal(path, reason))
-    partial, old = (target.with_name(f".{target.name}.{end}") for end in ("partial", "old"))
+    partial, old = _beside(path, "partial"), _beside(path, "old")
     if old.is_dir() and not target.exists():  # a process died between the two renames
         old.rename(target)
     make_empty(partial)
     try:
         for file in Path(source).iterdir():
-            if file.is_file() and file.suffix not in _WEIGHT_FILES and file.name not in (_INDEX, MARKER):
+            if file.is_file() and file.suffix not in _WEIGHT_FILES and file.name not in (INDEX, MARKER):
                 shutil.copy2(file, partial / file.name)
-        if config_path is not None:
-            shutil.copy2(config_path, partial / "config.json")
-        written = _with_remainder(weights, source) if keeps_rest else weights
-        checksums = _write_tensors(written, partial, max_file_bytes or _MAX_FILE_BYTES, num_writers)
-        _note_quantization(partial / "config.json", quantization)
-        write_marker(partial, checksums)
-        if reason := foreign_content(target):  # the weights took their time: look again before they replace it
-            raise ConfigError(refusal(path, reason))
-        _replace(target, partial, old)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    return partial
+
+
+def _end(source: str, path: str, checksums: dict[str, str], quantization: Mapping[str, Any] | None) -> None:
+    """Complete the directory that :func:`_begin` made, and give it its name."""
+    partial = _beside(path, "partial")
+    _note_quantization(partial / "config.json", quantization)
+    write_marker(partial, checksums)
+    target = Path(path)
+    if reason := foreign_content(target):  # the weights took their time: look again before they replace it
+        raise ConfigError(refusal(path, reason))
+    _replace(target, partial, _beside(path, "old"))
 
 
 def _replace(target: Path, partial: Path, old: Path) -> None:
@@ -331,7 +406,7 @@ def _replace(target: Path, partial: Path, old: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _with_remainder(weights: Iterable[NamedTensor], source: str) -> Iterator[NamedTensor]:
+def _with_remainder(weights: Iterable[NamedTensor], source: str) -> Iterator[Content]:
     written: set[str] = set()
     for name, tensor in weights:
         written.add(name.removesuffix(_PACKED))
@@ -341,7 +416,22 @@ def _with_remainder(weights: Iterable[NamedTensor], source: str) -> Iterator[Nam
     reader = TensorReader(source, "--hf-checkpoint")
     # a head that is not in weights is tied to the embedding: the source's would be the old one
     for name in sorted(reader.names - written - {"lm_head.weight"}):
-        yield name, reader.get(name)
+        yield name, _Stored(reader, name)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor that is taken over from the source."""
+
+    reader: TensorReader
+    name: str
+
+    @property
+    def nbytes(self) -> int:
+        return self.reader.num_bytes(self.name)
+
+    def read(self) -> torch.Tensor:
+        return self.reader.get(self.name)
 
 
 def _note_quantization(config: Path, quantization: Mapping[str, Any] | None) -> None:
@@ -353,58 +443,3 @@ def _note_quantization(config: Path, quantization: Mapping[str, Any] | None) -> 
         content["quantization_config"] = dict(quantization)
     if was_quantised or quantization is not None:
         config.write_text(json.dumps(content, indent=2), encoding="utf-8")
-
-
-def _write_tensors(
-    weights: Iterable[NamedTensor], directory: Path, max_file_bytes: int, num_writers: int
-) -> dict[str, str]:
-    """``model-00001-of-0000N.safetensors`` of bounded size and their index, or one ``model.safetensors``.
-
-    Returns:
-        The checksums of these files. One is taken while the next file is gathered and written.
-    """
-    files: list[dict[str, int]] = []
-    with ThreadPoolExecutor(num_writers, "writer") as writers, ThreadPoolExecutor(num_writers, "checksum") as readers:
-        under_way: deque[Future[None]] = deque()
-        checksums: list[Future[str]] = []
-
-        def take() -> None:
-            under_way.popleft().result()
-            if len(checksums) >= num_writers:  # slow storage: other ranks must not wait for all files at the end
-                checksums[-num_writers].result()
-            checksums.append(readers.submit(checksum, directory / f"part-{len(checksums)}"))
-
-        for index, tensors in enumerate(_in_files(weights, max_file_bytes)):
-            files.append({name: tensor.nbytes for name, tensor in tensors.items()})
-            if len(under_way) == num_writers:
-                take()
-            under_way.append(writers.submit(save_file, tensors, directory / f"part-{index}", metadata={"format": "pt"}))
-        while under_way:
-            take()
-        parts = [future.result() for future in checksums]
-    if len(files) == 1:
-        (directory / "part-0").rename(directory / "model.safetensors")
-        return {"model.safetensors": parts[0]}
-    weight_map: dict[str, str] = {}
-    finals = [f"model-{index + 1:05d}-of-{len(files):05d}.safetensors" for index in range(len(files))]
-    for index, (names, final) in enumerate(zip(files, finals, strict=True)):
-        (directory / f"part-{index}").rename(directory / final)
-        weight_map |= dict.fromkeys(names, final)
-    total = sum(size for names in files for size in names.values())
-    content = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / _INDEX).write_text(json.dumps(content, indent=2, sort_keys=True), encoding="utf-8")
-    return dict(zip(finals, parts, strict=True)) | checksums_of([directory / _INDEX])
-
-
-def _in_files(weights: Iterable[NamedTensor], max_file_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors of one file after the other. A file holds more than ``max_file_bytes`` only if one tensor does."""
-    pending: dict[str, torch.Tensor] = {}
-    num_bytes = 0
-    for name, tensor in weights:
-        if pending and num_bytes + tensor.nbytes > max_file_bytes:
-            yield pending
-            pending, num_bytes = {}, 0
-        # a copy: a thread writes it while the exporter uses the memory for the next tensors
-        pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        num_bytes += tensor.nbytes
-    yield pending

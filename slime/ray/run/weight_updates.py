@@ -90,6 +90,5 @@ class _QuantizedWeights:
             self.export_weights(),
             self.hf_checkpoint,
             path,
-            is_writer=self.is_weight_source,
             quantization=self.quantizer.config,
         )

@@ -108,11 +108,10 @@ def test_over_the_network(checkpoint: str, tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("mode", ["full", "delta"])
 def test_through_files(checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    def write(weights: Any, source: str, path: str, *, is_writer: bool, quantization: Any) -> None:
-        assert is_writer
+    def write(weights: Any, source: str, path: str, *, quantization: Any) -> None:
         write_hf_directory(weights, source, path, quantization=quantization)
 
-    monkeypatch.setattr(weight_updates, "save_hf_directory", write)  # its broadcast needs a process group
+    monkeypatch.setattr(weight_updates, "save_hf_directory", write)  # its collectives need a process group
     local = tmp_path / "local" if mode == "delta" else None
     files = {"update_weight_transport": "disk", "update_weight_local_checkpoint_dir": local}
     args = _args(checkpoint, tmp_path, update_weight_mode=mode, **files)

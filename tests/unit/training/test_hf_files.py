@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slime.backends.training import hf_files
+from slime.backends.training import hf_shards
 from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.checksums import find_damage
 from slime.backends.training.damage import verify_source
 from slime.backends.training.export_files import export_checksums
-from slime.backends.training.hf_files import TensorReader, save_hf_directory, write_hf_directory
-from slime.utils.errors import ConfigError, SlimeError
+from slime.backends.training.hf_files import TensorReader, write_hf_directory
+from slime.utils.errors import ConfigError
 from slime.weight_sync.quantize import quantize_int4
 
 WEIGHTS = {f"layers.{i}.weight": torch.full((4, 4), float(i)) for i in range(9)}
@@ -99,7 +99,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(
             raise OSError("the disk is full")
         path.touch()
 
-    monkeypatch.setattr(hf_files, "save_file", save)
+    monkeypatch.setattr(hf_shards, "save_file", save)
     with pytest.raises(OSError, match="the disk is full"):
         write_hf_directory(
             WEIGHTS.items(), source, str(tmp_path / "out"), max_file_bytes=FILE_BYTES, num_writers=num_writers
@@ -171,7 +171,7 @@ def test_a_file_waits_for_the_checksum_of_the_one_before_it(
 ) -> None:
     lag: list[int] = []
     num_summed = 0
-    save, compute = hf_files.save_file, hf_files.checksum
+    save, compute = hf_shards.save_file, hf_shards.checksum
 
     def saved(*args: Any, **kwargs: Any) -> None:
         lag.append(len(lag) - num_summed)
@@ -183,8 +183,8 @@ def test_a_file_waits_for_the_checksum_of_the_one_before_it(
         num_summed += 1
         return compute(path)
 
-    monkeypatch.setattr(hf_files, "save_file", saved)
-    monkeypatch.setattr(hf_files, "checksum", slow)
+    monkeypatch.setattr(hf_shards, "save_file", saved)
+    monkeypatch.setattr(hf_shards, "checksum", slow)
     write_hf_directory(WEIGHTS.items(), source, str(tmp_path / "out"), max_file_bytes=FILE_BYTES)
     assert len(lag) == 5
     assert max(lag) <= 1
@@ -203,21 +203,8 @@ def test_shapes_are_known_without_reading_the_tensors(tmp_path: Path, monkeypatc
     save_file(packed | {"e.weight": torch.zeros(2, 3, 4), "n.weight": torch.zeros(5)}, tmp_path / "model.safetensors")
     reader = TensorReader(tmp_path, "--model-dir")
     shapes = {name: tuple(reader.get(name).shape) for name in reader.names}
+    sizes = {name: reader.get(name).nbytes for name in reader.names}
     monkeypatch.setattr(TensorReader, "get", None)
     assert {name: reader.shape(name) for name in reader.names} == shapes
+    assert {name: reader.num_bytes(name) for name in reader.names} == sizes
     assert shapes == {"m.weight": (6, 64), "e.weight": (2, 3, 4), "n.weight": (5,)}
-
-
-def test_a_writer_that_fails_takes_part_to_the_end_because_the_other_ranks_wait_for_it_at_every_tensor(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise OSError("the disk is full")
-
-    monkeypatch.setattr(hf_files, "save_file", fail)
-    monkeypatch.setattr(hf_files, "_MAX_FILE_BYTES", FILE_BYTES)
-    monkeypatch.setattr(hf_files.dist, "broadcast_object_list", lambda *_, **__: None)
-    weights = iter(WEIGHTS.items())
-    with pytest.raises(SlimeError, match=r"--save-hf .*the disk is full"):
-        save_hf_directory(weights, source, str(tmp_path / "out"), is_writer=True)
-    assert list(weights) == []
