@@ -13,7 +13,7 @@ OLDER_CPU := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUC
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test check bench chaos docs format clean
+.PHONY: setup demo test check bench gpu-check chaos docs format clean
 
 setup:
 	@$(PYTHON) tools/setup_env.py --venv $(VENV)
@@ -35,6 +35,11 @@ check: setup  ## format, lint, types, architecture, unit tests: no network, no e
 
 bench: setup  ## tokens per second of one engine
 	$(BIN)/python benchmarks/generation.py
+
+gpu-check:  ## proves on a GPU that training works and how fast; ONLY=speed,save and SMALL=1 limit it
+	@# without setup: it also runs with a python3 that has only torch and megatron-core
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m slime doctor --gpu --json \
+		$(if $(ONLY),--only $(ONLY)) $(if $(SMALL),--small)
 
 docs: setup  ## the pages of docs/ as a site in build/site
 	$(BIN)/mkdocs build --strict --quiet

@@ -12,12 +12,10 @@ import argparse
 import json
 import random
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -29,28 +27,7 @@ from slime.batch.ship import split_by_dp
 from slime.data.columns import column
 from slime.data.layout import ParallelLayout
 from slime.data.sample import Sample
-
-
-class PeakMemory:
-    """The most resident memory of this process while the block runs, in bytes above its start."""
-
-    def __enter__(self) -> PeakMemory:
-        self._process = psutil.Process()
-        self._start = self.peak = self._process.memory_info().rss
-        self._is_done = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        # Samples every 5 ms: a shorter peak is missed.
-        while not self._is_done.wait(0.005):
-            self.peak = max(self.peak, self._process.memory_info().rss)
-
-    def __exit__(self, *error: object) -> None:
-        self._is_done.set()
-        self._thread.join()
-        self.peak = max(self.peak, self._process.memory_info().rss) - self._start
+from slime.doctor.gpu_kernels import HostPeak
 
 
 def make_groups(num_samples: int, num_tokens: int, group_size: int) -> list[list[Sample]]:
@@ -100,7 +77,7 @@ def main() -> None:
     groups = make_groups(options.samples, options.tokens, options.group_size)
     rewards = RewardArgs(n_samples_per_prompt=options.group_size)
     settings = MicroBatchArgs(use_dynamic_batch_size=True, max_tokens_per_gpu=4 * options.tokens)
-    with PeakMemory() as memory:
+    with HostPeak() as memory:
         started = time.perf_counter()
         data = compile_train_data(groups, rewards=rewards)
         compiled = time.perf_counter()

@@ -2,6 +2,7 @@
 
     slime plan [--json] [--device-memory-gb N] <train command>
     slime doctor [--deep] [<train command>]
+    slime doctor --gpu [--only A,B] [--small] [--json]   measurements on this device before a long job
     slime doctor mismatch <run or dump>  why log-probs of trainer and engine differ
     slime replay <run> --rollout R --sample S   one recorded sample again, where breakpoint() works
     slime board <run>                    a web page over the run's files, live while it trains
@@ -119,6 +120,10 @@ def _doctor(words: Sequence[str]) -> int:
     """``slime doctor``. Returns 1 if a check fails."""
     if words[:1] == ["ledger"]:
         return _doctor_ledger(words[1:])
+    if words[:1] == ["--gpu"]:
+        from slime.doctor.gpu_check import gpu_check
+
+        return gpu_check(words[1:])
     from slime.doctor import Situation
     from slime.doctor.run import examine, exit_status, render, render_json
 

@@ -12,8 +12,6 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import xxhash
-
 _BLOCK_BYTES = 4 * 1024**2
 _MAX_THREADS = 8
 # ``__3_0.distcp`` and ``rng_00003.pt`` are files of rank 3
@@ -21,6 +19,8 @@ _WRITER = re.compile(r"(?:__|rng_)(\d+)\D.*")
 
 
 def checksum(path: Path) -> str:
+    import xxhash  # not at the top: trainers run on machines without it until they save
+
     hasher = xxhash.xxh3_128()
     block = memoryview(bytearray(_BLOCK_BYTES))
     # unbuffered: readinto() fills the block without another copy

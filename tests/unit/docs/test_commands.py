@@ -121,6 +121,8 @@ def problems_of_slime(words: list[str], line: str, place: Path) -> list[str]:
             return problems_of_train(line, True, place)
         case ["doctor", "mismatch", *rest]:
             return missing_flags(["-m", "slime", "doctor", "mismatch"], rest)
+        case ["doctor", "--gpu", *rest]:
+            return missing_flags(["-m", "slime", "doctor", "--gpu"], rest)
         case [("replay" | "board") as command, *rest]:
             return missing_flags(["-m", "slime", command], rest)
         case [] | ["plan" | "doctor"] | ["doctor", "--deep" | "--json"] | ["doctor", "ledger", *_] | ["--version"]:
@@ -185,8 +187,8 @@ def problems_of(line: str, is_elsewhere: bool, place: Path) -> list[str]:
         case ["python" | "python3", *_]:
             return problems_of_python(words, line, place)
         case ["make", *targets]:
-            known = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-            return [f"make has no {target}" for target in targets if target not in known]
+            known = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+            return [f"make has no {one}" for one in targets if one not in known and "=" not in one]
         case ["source" | "bash", path, *_]:
             is_there = (ROOT / path).is_file() or path == ".venv/bin/activate" or "<" in path
             return [] if is_there else [f"there is no file {path}"]
