@@ -130,7 +130,13 @@ class RayTrainGroup:
         self._args = continued(self._args)
         self._ranks = self._start()
         starts = self.start_setup(self._with_ref)
-        get(starts, self._args.trainer_start_timeout, f"{self._name} to start again", "--trainer-start-timeout")
+        get(
+            starts,
+            self._args.trainer_start_timeout,
+            f"{self._name} to start again",
+            "--trainer-start-timeout",
+            reports_work=True,
+        )
 
     def release(self) -> None:
         """End the ranks, whose state must be in a checkpoint. Returns when the processes have ended."""

@@ -196,6 +196,21 @@ def has_ended(process: psutil.Process) -> bool:
         return True
 
 
+def work_of(process: psutil.Process) -> tuple[float, int]:
+    """Seconds of processor time of a process with its ended children, and the bytes that it has read.
+
+    Raises:
+        psutil.Error: it has ended.
+    """
+    cpu_s = sum(process.cpu_times()[:4])
+    try:
+        counted = process.io_counters()
+    except (AttributeError, OSError, psutil.AccessDenied):  # some kernels of containers do not count bytes
+        return cpu_s, 0
+    # read_chars misses files in mapped memory, read_bytes those in the page cache
+    return cpu_s, max(counted.read_chars, counted.read_bytes)
+
+
 def tail(path: Path, num_bytes: int) -> str:
     """The last ``num_bytes`` of a file as text. Raises ``OSError``."""
     with path.open("rb") as file:

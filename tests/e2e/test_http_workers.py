@@ -39,7 +39,7 @@ def workers(cluster) -> Any:
         rollout_num_gpus=2,
         rollout_num_gpus_per_engine=1,
         sglang_server_concurrency=64,
-        rollout_request_timeout=30.0,
+        rollout_request_timeout=None,
     )
     workers = start_http_workers(args)  # type: ignore[arg-type]
     workers.wait_ready(60.0)

@@ -21,7 +21,7 @@ import psutil
 
 from slime.backends.sglang_utils.fork_server import ForkedServer, forget_allocator_settings
 from slime.utils.deadline import Deadline
-from slime.utils.process import GuardedProcess, watch_owner
+from slime.utils.process import GuardedProcess, watch_owner, work_of
 from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 
 logger = logging.getLogger(__name__)
@@ -106,10 +106,8 @@ def activity_of(pid: int, log_path: Path) -> Activity:
         main = psutil.Process(pid)
         for process in (main, *main.children(recursive=True)):
             with contextlib.suppress(psutil.Error):
-                cpu_s += sum(process.cpu_times()[:4])  # its own and that of ended children
-                counted = process.io_counters()
-                # read_chars misses files in mapped memory, read_bytes those in the page cache
-                read_bytes += max(counted.read_chars, counted.read_bytes)
+                used_s, read = work_of(process)
+                cpu_s, read_bytes = cpu_s + used_s, read_bytes + read
     with contextlib.suppress(OSError):
         return Activity(log_path.stat().st_size, cpu_s, read_bytes)
     return Activity(0, cpu_s, read_bytes)

@@ -274,17 +274,8 @@ class RolloutServers(EngineMemory):
                 urls = ", ".join(engine.url for engine in model.engines.fleet().engines) or "none"
                 about = "" if model.updates_weights else f" of {model.name}, whose weights stay"
                 logger.info("router %s, engines%s %s", model.router.url, about, urls)
-        given_s: float | None = args.rollout_health_check_first_wait
-        settings = WatchSettings(
-            interval_s=args.rollout_health_check_interval,
-            timeout_s=args.rollout_health_check_timeout,
-            first_wait_s=_first_wait() if given_s is None else given_s,
-            later_wait_s=given_s or 0.0,
-            start_timeout_s=args.engine_start_timeout,
-            replaces_dead=args.use_fault_tolerance,
-        )
         for model in self._models:
-            model.engines.watch(settings)
+            model.engines.watch(watch_settings(args))
         return {model.name: (model.router.host, model.router.port) for model in self._models}
 
     @contextmanager
@@ -397,7 +388,18 @@ class RolloutServers(EngineMemory):
             self._fork_server.stop()
 
 
-def _first_wait() -> float:
-    """Seconds without health checks after the start of an engine, unless the command line gives them."""
-    # The first batches compile kernels, in which an engine may answer nothing for minutes.
-    return 0.0 if accelerator.current().is_cpu else _FIRST_WAIT_TIMEOUT_S
+def watch_settings(args: Namespace) -> WatchSettings:
+    """How the engines of a run are watched."""
+    first_wait_s: float | None = args.rollout_health_check_first_wait
+    later_wait_s = first_wait_s or 0.0
+    if first_wait_s is None:
+        # On a GPU the first batches compile kernels, during which an engine may answer nothing for minutes.
+        first_wait_s = 0.0 if accelerator.current().is_cpu else _FIRST_WAIT_TIMEOUT_S
+    return WatchSettings(
+        interval_s=args.rollout_health_check_interval,
+        timeout_s=args.rollout_health_check_timeout,
+        first_wait_s=first_wait_s,
+        later_wait_s=later_wait_s,
+        start_timeout_s=args.engine_start_timeout,
+        replaces_dead=args.use_fault_tolerance,
+    )

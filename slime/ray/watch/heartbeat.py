@@ -38,6 +38,8 @@ from ray.exceptions import RayError
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put  # as in Ray's own libraries
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from slime.utils.process import work_of
+
 logger = logging.getLogger(__name__)
 
 SILENCE_S = 10.0  # default of --heartbeat-timeout
@@ -159,18 +161,9 @@ def myself() -> str:
 def _send_heartbeats(actor_id: str, every_s: float) -> None:
     for count in itertools.count():
         with contextlib.suppress(Exception):  # the store may fail in any way, and the next heartbeat may arrive
-            cpu_s, read_bytes = _work()
+            cpu_s, read_bytes = work_of(psutil.Process())
             _internal_kv_put(_heartbeat_key(actor_id), f"{count} {cpu_s:.2f} {read_bytes}", namespace=_NAMESPACE)
         time.sleep(every_s)
-
-
-def _work() -> tuple[float, int]:
-    """Seconds of processor time of this process, and bytes that it has read."""
-    process = psutil.Process()
-    counted = process.io_counters()
-    times = process.cpu_times()
-    # read_chars misses files in mapped memory, read_bytes those in the page cache
-    return times.user + times.system, max(counted.read_chars, counted.read_bytes)
 
 
 class WorkReport:

@@ -16,6 +16,7 @@ from ray.exceptions import RpcError
 from slime.ray.watch import heartbeat
 from slime.ray.watch.heartbeat import HeartbeatWatch, ProcessInfo, Usage, WorkReport, _kill, _nameless_file, _usage
 from slime.utils.deadline import Deadline, wait_until
+from slime.utils.process import work_of
 
 
 def test_a_report_of_work_adds_up_what_was_done_since_the_last_one_and_names_idle_processes(monkeypatch):
@@ -57,6 +58,17 @@ def test_a_heartbeat_holds_the_work_of_its_process(tmp_path, monkeypatch):
     assert (number, second) == (0, 1)
     assert later_s - cpu_s > 0.05
     assert later_bytes - num_bytes >= 3 << 20
+
+
+@pytest.mark.parametrize("error", [AttributeError("io_counters"), psutil.AccessDenied(), PermissionError()])
+def test_a_kernel_that_does_not_count_bytes_does_not_end_the_heartbeats(monkeypatch, error):
+    def refuse(process: psutil.Process) -> None:
+        raise error
+
+    monkeypatch.setattr(psutil.Process, "io_counters", refuse)
+    cpu_s, num_bytes = work_of(psutil.Process())
+    assert cpu_s > 0
+    assert num_bytes == 0
 
 
 class World:

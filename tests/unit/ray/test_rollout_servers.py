@@ -12,8 +12,10 @@ from slime.backends.sglang_utils.server_process import ForkAddress
 from slime.backends.sglang_utils.topology import EnginePlace, WorkerType
 from slime.ray.engines import servers as engine_servers
 from slime.ray.engines.fleet import RayEngineFleet, WaitingEngines
-from slime.ray.engines.servers import RolloutServers
+from slime.ray.engines.servers import RolloutServers, watch_settings
 from slime.ray.placement_group import GpuSlots
+from slime.utils import accelerator
+from slime.utils.accelerator import CPUAccelerator, CUDAAccelerator
 from slime.utils.errors import ConfigError, DeadlineExceeded, EngineError
 from tests.unit.ray.runs import fleet
 
@@ -224,3 +226,20 @@ def test_engines_are_taken_over_when_they_register_also_later(monkeypatch: pytes
 def test_a_registered_engine_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigError, match=r"the registered engine http://a:1: its weights are bfloat16"):
         Registered(monkeypatch, "http://a:1", dtype="bfloat16").servers.await_engines()
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "waits"),
+    [
+        (None, CPUAccelerator, (0.0, 0.0)),
+        (None, CUDAAccelerator, (300.0, 0.0)),
+        (7.0, CUDAAccelerator, (7.0, 7.0)),
+        (0.0, CUDAAccelerator, (0.0, 0.0)),
+    ],
+)
+def test_on_gpus_the_first_health_check_leaves_time_to_compile_kernels(given, device, waits, monkeypatch):
+    monkeypatch.setattr(accelerator, "current", device)
+    names = ("rollout_health_check_interval", "rollout_health_check_timeout", "engine_start_timeout")
+    args = Namespace(**dict.fromkeys(names, 1.0), rollout_health_check_first_wait=given, use_fault_tolerance=True)
+    settings = watch_settings(args)
+    assert (settings.first_wait_s, settings.later_wait_s) == waits

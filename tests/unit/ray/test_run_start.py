@@ -28,7 +28,7 @@ def test_what_was_made_before_a_start_failed_is_ended_in_the_reverse_order(
     }
 
     def step(name: str) -> Any:
-        def make(*arguments: Any) -> Any:
+        def make(*arguments: Any, **more: Any) -> Any:
             if name == breaks:
                 raise DeadlineExceeded(name)
             return made[name]
@@ -38,12 +38,13 @@ def test_what_was_made_before_a_start_failed_is_ended_in_the_reverse_order(
     for name in STEPS:
         monkeypatch.setattr(start, name, step(name))
     monkeypatch.setattr(start, "release_placement_groups", lambda slots: ended.append("create_placement_groups"))
+    monkeypatch.setattr(start, "resumed_from", lambda args: None)
     monkeypatch.setattr(start, "run_directory", lambda args: None)
     monkeypatch.setattr(start, "ledger_path", lambda save, directory: "ledger")
     monkeypatch.setattr(start, "Progress", lambda directory, ledger: None)
     monkeypatch.setattr(start, "run_config", RunConfig.of)
     with pytest.raises(DeadlineExceeded, match=breaks):
-        start.start_run(SimpleNamespace(save=None))  # type: ignore[arg-type]
+        start.start_run(SimpleNamespace(save=None, start_rollout_id=None))  # type: ignore[arg-type]
     assert ended == list(STEPS[: STEPS.index(breaks)])[::-1]
 
 
@@ -60,3 +61,34 @@ def test_slots_that_do_not_come_in_time_are_not_asked_for_any_longer(monkeypatch
     ):
         placement_group._reserve(2, 0.0)
     assert removed == [group]
+
+
+@pytest.mark.parametrize(("trainer_s", "engine_s", "seconds"), [(7200.0, 3600.0, 7200.0), (7200.0, 10600.0, 10720.0)])
+def test_the_wait_for_the_start_outlives_that_of_the_engines(trainer_s: float, engine_s: float, seconds: float) -> None:
+    settings = start.StartArgs(trainer_start_timeout=trainer_s, engine_start_timeout=engine_s)
+    assert settings.all_start_timeout == seconds
+
+
+def test_the_processes_that_report_their_nodes_have_the_time_of_the_placement(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[Any] = []
+
+    def get(refs: Any, *about: Any) -> Any:
+        waits.append(about)
+        raise DeadlineExceeded("probes")
+
+    group = SimpleNamespace(wait=lambda timeout_seconds: True)
+    remote = SimpleNamespace(options=lambda **_: remote, remote=lambda: SimpleNamespace(locate=remote))
+    fake = SimpleNamespace(remote=lambda **_: lambda body: remote)
+    for name, value in {
+        "placement_group": lambda bundles, strategy: group,
+        "placement_group_table": lambda group: {"bundles_to_node_id": {0: "a", 1: "b"}},
+        "remove_placement_group": lambda group: None,
+        "worker_env": dict,
+        "ray": fake,
+        "get": get,
+    }.items():
+        monkeypatch.setattr(placement_group, name, value)
+    monkeypatch.setattr(placement_group.GpuSlots, "strategy", lambda slots, slot: None)
+    with pytest.raises(DeadlineExceeded, match="probes"):
+        placement_group._reserve(2, 1234.0)
+    assert waits == [(1234.0, "device slots to report their nodes", "--placement-timeout")]

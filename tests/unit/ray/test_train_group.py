@@ -35,7 +35,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[FakeRank]:
     monkeypatch.setattr(actor_group.ray, "remote", lambda body: options)
     monkeypatch.setattr(actor_group.ray, "wait", lambda calls, **settings: (calls, []))
     monkeypatch.setattr(actor_group.ray, "kill", lambda rank: setattr(rank, "is_killed", True))
-    monkeypatch.setattr(actor_group, "get", lambda refs, *about: refs)
+    monkeypatch.setattr(actor_group, "get", lambda refs, *about, **more: refs)
     monkeypatch.setattr(actor_group, "worker_env", dict)
     monkeypatch.setattr(GpuSlots, "strategy", lambda slots, slot: None)
     monkeypatch.setattr(actor_group, "continued", lambda args: SimpleNamespace(**vars(args) | {"load": args.save}))
