@@ -1,6 +1,6 @@
 """The command ``slime`` (also ``python -m slime``): plan a train command, examine this machine, replay and show runs.
 
-    slime plan [--json] [--device-memory-gb N] <train command>
+    slime plan [--json] [--device-memory-gb N] [--host-memory-gb N] <train command>
     slime doctor [--deep] [<train command>]
     slime doctor --gpu [--only A,B] [--small] [--json]   measurements on this device before a long job
     slime doctor mismatch <run or dump>  why log-probs of trainer and engine differ
@@ -84,11 +84,12 @@ def plan(words: Sequence[str]) -> int:
     Returns:
         0 if the command would start, else 2. The plan is printed in both cases.
     """
-    from slime.config.plan.build import build
+    from slime.config.plan.build import HOST_GIB, build
 
     words, as_json = _take_switch(words, "--json")
     words, _ = _take_switch(words, "--plan")
     words, memory_gib = _take_number(words, "--device-memory-gb", DEVICE_MEMORY_GIB)
+    words, host_gib = _take_number(words, "--host-memory-gb", HOST_GIB)
     if not words or words[0] in ("-h", "--help"):
         print(_HELP)
         return 0
@@ -103,6 +104,7 @@ def plan(words: Sequence[str]) -> int:
         args,
         title=f"{driver} · {title}",
         device_bytes=round(memory_gib * 2**30),
+        host_bytes=round(host_gib * 2**30),
         ignored=resolved.ignored,
         problems=resolved.problems,
         missing=resolved.missing,

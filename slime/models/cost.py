@@ -242,6 +242,23 @@ def _latent_activations(heads: int, mla: MlaShape) -> tuple[int, int]:
     return inner, 2 * ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_pos_emb_head_dim)
 
 
+def gathered_keys(shape: ModelShape, layer: int, *, cp: int, tp: int = 1) -> tuple[float, float]:
+    """Numbers per token of a rank that context parallelism adds in a layer: (stored for the backward pass, temporary).
+
+    A rank attends with the keys and values of all ranks. The kernel reads a copy of them in which every chunk of a
+    segment has its keys in a row: 1 + 1 / (2 cp) times all keys. Latent attention gathers latents and projects them up.
+    """
+    if cp == 1 or (shape.delta_net and shape.is_delta_net(layer)):
+        return 0.0, 0.0
+    if shape.mla:
+        # kernels have one width: values are padded to that of the keys
+        width = shape.num_attention_heads / tp * 2 * (shape.mla.qk_head_dim + shape.mla.qk_pos_emb_head_dim)
+        latents = cp * (shape.mla.kv_lora_rank + shape.mla.qk_pos_emb_head_dim)
+    else:
+        width, latents = 2 * -(-shape.num_query_groups // tp) * shape.head_dim, 0
+    return width * (cp + 0.5 - 1) + latents, width * cp
+
+
 class ModelDims(Protocol):
     """The sizes that FLOPs depend on; the flat arguments and :class:`ModelShape` have them."""
 

@@ -16,6 +16,7 @@ from slime.config.notices import Notice
 from slime.config.plan.batch import BatchPlan, plan_batch
 from slime.config.plan.engine import EngineMemory, WeightSync, engine_memory, weight_sync
 from slime.config.plan.files import Output, plan_files
+from slime.config.plan.host import HostMemory, host_memory
 from slime.config.plan.layout import Layout, PlanError, read, read_layout
 from slime.config.plan.memory import Precision, StageMemory, Tokens, precision_of, stage_memory, tokens_per_micro_batch
 from slime.config.plan.placement import Placement, Turn, plan_placement, plan_turns
@@ -25,6 +26,8 @@ from slime.utils.errors import ConfigError
 
 # Grows when a key changes its meaning.
 SCHEMA = 1
+HOST_GIB = 2000
+"""Memory of a node, unless it is given. Nodes of eight GPUs of 80 GB usually have 2 TB."""
 Section = TypeVar("Section")
 
 
@@ -33,7 +36,7 @@ class Plan:
     """The plan of a command. A section that could not be computed is None, with the reason in ``gaps``.
 
     Attributes:
-        device_bytes: memory of one device, for which the estimates are judged.
+        device_bytes, host_bytes: memory of one device and of one node, for which the estimates are judged.
         ignored: (flag, why) of flags that were given and have no effect.
         problems: why the command would not start anywhere.
         missing: requirements that this machine does not meet.
@@ -41,6 +44,7 @@ class Plan:
 
     title: str
     device_bytes: int
+    host_bytes: int
     batch: BatchPlan | None = None
     layout: Layout | None = None
     placement: Placement | None = None
@@ -49,6 +53,7 @@ class Plan:
     precision: Precision | None = None
     tokens: Tokens | None = None
     stages: list[StageMemory] = field(default_factory=list)
+    host: HostMemory | None = None
     engine: EngineMemory | None = None
     sync: WeightSync | None = None
     turns: list[Turn] = field(default_factory=list)
@@ -72,6 +77,8 @@ class Plan:
             result["layout"] |= {"dp": self.layout.dp, "edp": self.layout.edp}
         for stage, values in zip(self.stages, result["stages"], strict=True):
             values["total"] = stage.total
+        if self.host:
+            result["host"]["total"] = self.host.total
         return result
 
 
@@ -80,6 +87,7 @@ def build(
     *,
     title: str,
     device_bytes: int,
+    host_bytes: int = HOST_GIB * 2**30,
     ignored: Sequence[tuple[str, str]] = (),
     problems: Sequence[str] = (),
     missing: Sequence[str] = (),
@@ -100,17 +108,21 @@ def build(
     batch = attempt("batch", lambda: plan_batch(args, layout)) if layout else None
     placement = attempt("placement", lambda: plan_placement(args, layout)) if layout else None
     trains, generates = not read(args, "debug_rollout_only"), bool(placement and placement.engines)
-    stages, sync, engine = None, None, None
+    stages, sync, engine, host = None, None, None, None
     if shape and layout and trains:
         stages = attempt("trainer memory", lambda: stage_memory(args, shape, layout))
     if shape and generates:
         engine = attempt("engine memory", lambda: engine_memory(args, shape, device_bytes))
+    if layout and stages and placement:
+        found, place, parts = layout, placement, stages
+        host = attempt("host memory", lambda: host_memory(args, found, parts, place, engine))
     if shape and layout and trains and generates:
         rollouts = batch.num_rollouts if batch else None
         sync = attempt("weight sync", lambda: weight_sync(args, shape, layout, rollouts))
     return Plan(
         title=title,
         device_bytes=device_bytes,
+        host_bytes=host_bytes,
         batch=batch,
         layout=layout,
         placement=placement,
@@ -119,6 +131,7 @@ def build(
         precision=precision_of(args),
         tokens=tokens_per_micro_batch(args),
         stages=stages or [],
+        host=host,
         engine=engine,
         sync=sync,
         turns=plan_turns(args),

@@ -15,6 +15,9 @@ from slime.models.shape import ModelShape
 ASSUMED_FRACTION = 0.85
 """SGLang picks --mem-fraction-static itself when it is not given. This is close to its choice on large devices."""
 
+LINKS = {"NVLink": 450e9, "network": 50e9}
+"""Nominal bytes per second that a device receives: NVLink of an H100 in one direction, an adapter of 400 Gb/s."""
+
 _ATTENTION = ("q_", "k_", "v_", "o_", "kv_", "linear_attn")
 
 
@@ -43,7 +46,12 @@ class EngineMemory:
 
 @dataclass(frozen=True)
 class WeightSync:
-    """The data of one sync: every tensor of the checkpoint, whole, in buckets."""
+    """The data of one sync: every tensor of the checkpoint, whole, in buckets.
+
+    Attributes:
+        received: bytes that the busiest device gets by each of the ``LINKS``. Empty for files.
+        seconds: the time of these bytes at the nominal speed. Copies and loading in the engines come on top.
+    """
 
     mode: str
     transport: str
@@ -52,6 +60,8 @@ class WeightSync:
     buffer_bytes: int
     interval: int
     num_syncs: int | None
+    received: dict[str, int]
+    seconds: float
 
 
 def engine_memory(args: Namespace, shape: ModelShape, device_bytes: int) -> EngineMemory:
@@ -138,15 +148,53 @@ def weight_sync(args: Namespace, shape: ModelShape, layout: Layout, num_rollouts
     # one before the first rollout, one after every interval-th and one after the last
     count = None if num_rollouts is None else 1 + -(-num_rollouts // interval)
     transport = read(args, "update_weight_transport") or "nccl"
+    is_near = bool(read(args, "colocate")) and transport == "nccl"
+    received = {} if transport == "disk" else _received(args, shape, layout, is_near=is_near)
     return WeightSync(
         mode=read(args, "update_weight_mode") or "full",
-        transport="shared memory (tensor)" if read(args, "colocate") and transport == "nccl" else transport,
+        transport="CUDA IPC (on a CPU shared memory)" if is_near else transport,
         bytes=num_parameters(shape) * width,
         buckets=sum(count_buckets((numel * width for numel in stage), limit) for stage in sizes),
         buffer_bytes=limit,
         interval=interval,
         num_syncs=count,
+        received=received,
+        seconds=sum(size / LINKS[link] for link, size in received.items()),
     )
+
+
+def _received(args: Namespace, shape: ModelShape, layout: Layout, *, is_near: bool) -> dict[str, int]:
+    """Bytes that the busiest device receives, by link. ``slime.backends.megatron_utils.checkpoint.gather`` moves them.
+
+    Engines elsewhere: rank 0 receives the model from the other ranks and broadcasts it to every engine device.
+    Engines on the trainer's devices: the rank's own shards cross from stage to stage, then each stage gathers them. A
+    device gets the experts that its engine loads there, if the engine divides them.
+    """
+    width, per_node = precision_of(args).weights, max(1, number(args, "num_gpus_per_node", 8))
+    experts = sum(weight.total for weight in model_weights(shape) if weight.split == "expert") * width
+    dense = num_parameters(shape) * width - experts
+    ways = layout.ep * layout.etp
+
+    def over(size: float, members: int) -> dict[str, float]:
+        """``size`` bytes from ``members`` neighboring ranks with equal parts, one of them the receiver's."""
+        far = max(0, members - per_node) / members
+        return {"network": size * far, "NVLink": size * ((members - 1) / members - far)}
+
+    num_devices = layout.world + (0 if is_near else number(args, "rollout_num_gpus", 0))
+    link = "network" if num_devices > per_node else "NVLink"
+    parts: list[dict[str, float]]
+    if not is_near:
+        parts = [{link: dense + experts}]
+    elif read(args, "train_backend") == "fsdp":
+        parts = [over(dense + experts, layout.world)]
+    else:
+        is_divided = (
+            not read(args, "update_weight_changed_only") and number(args, "rollout_num_gpus", 0) <= layout.world
+        )
+        blocks = number(args, "sglang_ep_size", 1) if is_divided else 1
+        shards = (dense / layout.tp + experts / ways) * (layout.pp - 1) / layout.pp
+        parts = [{link: shards}, over(dense, layout.tp), over(experts / blocks, ways)]
+    return {link: round(sum(part.get(link, 0.0) for part in parts)) for link in LINKS}
 
 
 def _stage_tensors(shape: ModelShape, layers: Sequence[int], stage: int, pp: int) -> Iterator[int]:

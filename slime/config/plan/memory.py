@@ -9,14 +9,19 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slime.algorithms.arguments import CUDA_CHUNK_ROWS
 from slime.config.plan.layout import Layout, number, read, stage_layers
 from slime.config.plan.shape import padded_vocab_size
-from slime.models.cost import Weight, layer_activations, layer_weights, model_weights
+from slime.models.cost import Weight, gathered_keys, layer_activations, layer_weights, model_weights
 from slime.models.shape import ModelShape
 
+# A save writes live tensors: two threads of a rank copy a piece of at most 128 MiB each. Training goes on with
+# --async-save, so up to 4 bytes per parameter are copied first.
+_BUFFERS_AT_SAVE, _COPIED_AT_SAVE = 2 * 128 * 1024**2, 4
+# The run lets torch round up pinned blocks of at most this size only (allocator_env of slime.ray.run.cluster).
+_LARGEST_ROUNDED = 64 * 1024**2
 _WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -49,8 +54,11 @@ class StageMemory:
     Attributes:
         parameters: numbers of weights that the rank holds.
         in_flight: micro-batches whose activations are alive at once (1F1B, arXiv:2104.04473).
-        host_copies: pinned host memory for tagged weight copies, per rank.
+        gathered_keys: the part of ``activations`` that is due to context parallelism.
+        host_copies: pinned host memory for copies of weights, per rank: see ``_num_host_copies``.
         host_states: host memory for optimizer states, per rank.
+        host_offloaded: pinned host memory for optimizer states that move there while engines generate, per rank.
+        host_save: buffers in host memory while a checkpoint is written, per rank. It takes no device memory.
     """
 
     stage: int
@@ -64,6 +72,9 @@ class StageMemory:
     in_flight: int
     host_copies: int
     host_states: int = 0
+    host_offloaded: int = 0
+    host_save: int = 0
+    gathered_keys: int = 0
 
     @property
     def total(self) -> int:
@@ -138,18 +149,27 @@ def _stage(
     main_copy = 4 if precision.name == "fp32" and read(args, "optimizer_cpu_offload") else 0
     # 1F1B: earlier stages hold more micro-batches.
     in_flight = _in_flight(args, layout, stage)
+    activations = round(_activations(args, shape, layout, layers, tokens, in_flight, precision))
+    alone = round(_activations(args, shape, replace(layout, cp=1), layers, tokens, in_flight, precision))
+    on_device = round(states * (precision.states + main_copy) * (1 - offloaded))
+    on_host = states * (precision.states + main_copy) * offloaded
+    # Main weights and moments are fp32 blocks, one per tensor, each on one of the ranks that share the states.
+    rounding = sum(_blocks(weight, layout, 4) for weight in held) / max(1, 4 * (dense + expert))
     return StageMemory(
         stage=stage,
         layers=(layers.start, layers.stop - 1),
         parameters=round(dense + expert),
         weights=round((dense + expert) * precision.weights),
         gradients=round((dense + expert) * precision.gradients),
-        optimizer=round(states * (precision.states + main_copy) * (1 - offloaded)),
-        activations=round(_activations(args, shape, layout, layers, tokens, in_flight, precision)),
+        optimizer=on_device,
+        activations=activations,
         logits=_logits(args, shape, layout, tokens, precision) if is_last else 0,
         in_flight=in_flight,
-        host_copies=round((dense + expert) * precision.weights) * _num_host_copies(args),
-        host_states=round(states * (precision.states + main_copy) * offloaded),
+        host_copies=round(sum(_blocks(weight, layout, precision.weights) for weight in held)) * _num_host_copies(args),
+        host_states=round(on_host * rounding),
+        host_offloaded=on_device if read(args, "offload_train") else 0,
+        host_save=round(_COPIED_AT_SAVE * (dense + expert)) if read(args, "async_save") else _BUFFERS_AT_SAVE,
+        gathered_keys=activations - alone,
     )
 
 
@@ -176,7 +196,17 @@ def _fully_sharded(args: Namespace, shape: ModelShape, layout: Layout, tokens: i
         logits=_logits(args, shape, layout, tokens, precision),
         in_flight=1,
         host_copies=round(share * 4) * _num_host_copies(args),
+        host_offloaded=round(share * moments) if read(args, "offload_train") else 0,
+        host_save=_BUFFERS_AT_SAVE,
     )
+
+
+def _blocks(weight: Weight, layout: Layout, width: int) -> float:
+    """Bytes of pinned host memory for this weight on one rank. torch rounds small blocks up to powers of two."""
+    # The experts of a layer are two blocks, others are a block per tensor.
+    count = 1 if weight.split == "expert" else weight.count
+    block = max(1, round(_share(weight, layout) * width / count))
+    return count * (block if block > _LARGEST_ROUNDED else 1 << (block - 1).bit_length())
 
 
 def _held(shape: ModelShape, layers: range, vocab: int, *, is_first: bool, is_last: bool) -> list[Weight]:
@@ -210,7 +240,8 @@ def _offloaded_share(args: Namespace) -> float:
 
 
 def _num_host_copies(args: Namespace) -> int:
-    """Reference, teacher and old actor share the device with the actor: each model then has a copy on the host."""
+    """Copies of the weights on the host: reference, teacher, old actor, and the actor's while one of these is on the
+    device. One more keeps the actor's while engines use the device."""
     others = sum(
         (
             bool(read(args, "kl_coef")) or bool(read(args, "use_kl_loss")),
@@ -218,7 +249,7 @@ def _num_host_copies(args: Namespace) -> int:
             bool(read(args, "keep_old_actor")),
         )
     )
-    return others + 1 if others or read(args, "colocate") else 0
+    return others + bool(others) + bool(read(args, "offload_train"))
 
 
 def _in_flight(args: Namespace, layout: Layout, stage: int) -> int:
@@ -236,21 +267,23 @@ def _activations(
     """Numbers stored for the backward pass, section 4 and (recomputation) section 5 of arXiv:2205.05198."""
     width = precision.weights
     tp, has_sp = layout.tp, layout.has_sequence_parallel
-    stored = [
-        tokens * layer_activations(shape, layer, width, tp=tp, expert_tp=layout.etp, has_sequence_parallel=has_sp)
-        for layer in layers
-    ]
+    stored, during = [], 0.0
+    for layer in layers:
+        one = layer_activations(shape, layer, width, tp=tp, expert_tp=layout.etp, has_sequence_parallel=has_sp)
+        kept, temporary = gathered_keys(shape, layer, cp=layout.cp, tp=tp)
+        stored.append(tokens * (one + width * kept))
+        during = max(during, tokens * width * temporary)
     if not stored:
         return 0.0
     if read(args, "recompute_granularity") != "full":
-        return sum(stored) * in_flight
+        return sum(stored) * in_flight + during
     # The input of a recomputed unit is stored, and its activations exist for one unit at a time.
     checkpoint = tokens * shape.hidden_size * width / (tp if has_sp else 1)
     unit = number(args, "recompute_num_layers", 1)
     if read(args, "recompute_method") == "block":  # the first N layers are recomputed, the others stored
-        kept = sum(stored[unit:]) + checkpoint * min(unit, len(stored))
-        return kept * in_flight + max(stored)
-    return -(-len(stored) // unit) * checkpoint * in_flight + max(stored) * min(unit, len(stored))
+        held = sum(stored[unit:]) + checkpoint * min(unit, len(stored))
+        return held * in_flight + max(stored) + during
+    return -(-len(stored) // unit) * checkpoint * in_flight + max(stored) * min(unit, len(stored)) + during
 
 
 def _logits(args: Namespace, shape: ModelShape, layout: Layout, tokens: int, precision: Precision) -> int:

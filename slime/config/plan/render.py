@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import IO
 
@@ -18,7 +18,8 @@ from rich.text import Text
 
 from slime.config.plan.batch import BatchPlan
 from slime.config.plan.build import Plan
-from slime.config.plan.engine import EngineMemory, WeightSync
+from slime.config.plan.engine import LINKS, EngineMemory, WeightSync
+from slime.config.plan.host import HostMemory
 from slime.config.plan.layout import Layout
 from slime.config.plan.memory import StageMemory
 from slime.config.plan.placement import EngineGroup, NodePlan, Placement, Turn
@@ -40,6 +41,7 @@ def render(plan: Plan, stream: IO[str] | None = None) -> None:
         ("Processes", _processes(plan.placement, plan.layout) if plan.placement and plan.layout else ()),
         ("Model", _model(plan.shape, plan.padded_vocab) if plan.shape else ()),
         ("Trainer memory, per rank", _trainer(plan)),
+        ("Host memory, fullest node", _host(plan.host, plan.host_bytes) if plan.host else ()),
         ("Engine memory, per device", _engine(plan.engine, plan.device_bytes) if plan.engine else ()),
         ("Weight sync", _sync(plan.sync) if plan.sync else ()),
         ("Turns on shared devices", _turns(plan.turns)),
@@ -226,16 +228,27 @@ def _trainer(plan: Plan) -> Iterable[RenderableType]:
     yield table
     yield _bar(max(stage.total for stage in plan.stages), plan.device_bytes)
     notes = f"activations of {plan.tokens.count:,} tokens per micro-batch ({plan.tokens.source})"
-    copies = max(stage.host_copies for stage in plan.stages)
-    if copies:
-        notes += f"; copies of the weights on the host: {size(copies)} per rank"
-    states = max(stage.host_states for stage in plan.stages)
-    if states:
-        notes += f"; optimizer states on the host: {size(states)} per rank"
+    gathered = max(stage.gathered_keys for stage in plan.stages)
+    if gathered:
+        notes += f", {size(gathered)} of it keys and values of other context-parallel ranks"
     yield Text(notes, style="dim")
     if plan.placement and plan.placement.has_critic:
         yield Text("the critic's model and states are of the same size and not counted", style="dim")
     yield Text("not counted: CUDA context, NCCL buffers, fragmentation", style="dim")
+
+
+def _host(host: HostMemory, host_bytes: int) -> Iterable[RenderableType]:
+    if host.total:
+        yield _grid(
+            (
+                "copies",
+                f"{size(host.copies)} of weights, pinned, for {host.ranks} trainer rank{'s' * (host.ranks != 1)}",
+            ),
+            ("optimizer", size(host.states)),
+            ("a save", f"{size(host.save)} of buffers, and nothing on the device"),
+        )
+        yield _bar(host.total, host_bytes)
+        yield Text("not counted: the processes, Ray's object store, the page cache", style="dim")
 
 
 def _similar(stages: Sequence[StageMemory]) -> list[list[StageMemory]]:
@@ -277,7 +290,16 @@ def _sync(sync: WeightSync) -> Iterable[RenderableType]:
         ("each", f"[bold]{size(sync.bytes)}[/bold] in {buckets} of up to {size(sync.buffer_bytes)}"),
         ("when", f"before the first rollout and {often}{total}"),
         ("how", f"{sync.mode}, {sync.transport}"),
+        *_links(sync),
     )
+
+
+def _links(sync: WeightSync) -> Iterator[tuple[str, str]]:
+    parts = [
+        f"{size(amount)} by {link} ({LINKS[link] / 1e9:g} GB/s)" for link, amount in sync.received.items() if amount
+    ]
+    if parts:
+        yield "per device", f"receives {' and '.join(parts)}: at least {sync.seconds:.3g} s, without copies and loading"
 
 
 def _turns(turns: Sequence[Turn]) -> Iterable[RenderableType]:

@@ -188,6 +188,19 @@ def test_a_model_that_does_not_fit_is_marked() -> None:
     assert "the weights alone exceed" in text
 
 
+def test_host_memory_and_links_are_shown_if_the_run_uses_them() -> None:
+    assert "Host memory" in printed(build(plan_args(), title="t", device_bytes=GIB)), "the buffers of a save"
+    shared = plan_args(colocate=True, offload_train=True, rollout_num_gpus=16, world_size=16, context_parallel_size=2)
+    text = printed(build(shared, title="t", device_bytes=GIB, host_bytes=2**20))
+    assert "pinned, for 8 trainer ranks" in text
+    assert "does not fit" in text
+    assert "CUDA IPC" in text
+    apart = printed(build(plan_args(world_size=8), title="t", device_bytes=GIB))
+    assert "by network (50 GB/s): at least" in apart
+    assert "other context-parallel ranks" in text
+    assert "other context-parallel ranks" not in apart
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -230,7 +243,7 @@ def test_the_json_is_plain_and_says_its_schema() -> None:
     assert set(values) == {
         *("schema", "is_startable", "title", "device_bytes", "batch", "layout", "placement", "shape", "precision"),
         *("tokens", "stages", "engine", "sync", "turns", "outputs", "ignored", "notices", "problems", "missing"),
-        *("gaps",),
+        *("gaps", "host", "host_bytes"),
     }
 
 

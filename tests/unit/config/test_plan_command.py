@@ -71,8 +71,9 @@ def test_json_stands_alone_on_standard_output(tiny_task: TinyTask, capsys: pytes
 
 
 def test_the_memory_of_the_device_can_be_said(tiny_task: TinyTask, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["plan", "--json", "--device-memory-gb", "24", *flags(tiny_task)])
-    assert json.loads(capsys.readouterr().out)["device_bytes"] == 24 * 2**30
+    main(["plan", "--json", "--device-memory-gb", "24", "--host-memory-gb=64", *flags(tiny_task)])
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["device_bytes"], plan["host_bytes"]) == (24 * 2**30, 64 * 2**30)
 
 
 @pytest.mark.parametrize("value", ["lots", "0", "-1", "nan", "inf"])

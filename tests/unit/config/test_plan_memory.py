@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 
-from slime.config.plan.engine import ASSUMED_FRACTION, count_buckets, engine_memory, weight_sync
+from slime.config.plan import memory as plan_memory
+from slime.config.plan.engine import ASSUMED_FRACTION, LINKS, count_buckets, engine_memory, weight_sync
+from slime.config.plan.host import host_memory
 from slime.config.plan.layout import Layout, PlanError, read_layout, stage_layers
 from slime.config.plan.memory import StageMemory, precision_of, stage_memory, tokens_per_micro_batch
+from slime.config.plan.placement import plan_placement
 from slime.config.plan.shape import read_shape
+from slime.models.cost import Weight
 from tests.unit.config.plan_args import plan_args
 
 LAYER = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128 + 2 * 64
@@ -300,3 +304,84 @@ def test_every_pipeline_stage_fills_buckets_of_its_own() -> None:
 
 def test_expert_copies_are_the_ranks_that_hold_the_same_expert() -> None:
     assert Layout(64, tp=4, pp=2, cp=1, ep=8, etp=1, vpp=1, has_sequence_parallel=True).edp == 4
+
+
+def test_context_parallel_ranks_hold_the_keys_of_all_of_them() -> None:
+    """Keys and values of two heads of 16: 64 numbers of a token, in 2 bytes. The own ones are counted as without it."""
+    flags = {"world_size": 4, "context_parallel_size": 4, "micro_batch_size": 4, "recompute_granularity": "full"}
+    (stage,) = memory(**flags, recompute_num_layers=1)
+    assert stage.gathered_keys == 100 * 2 * 64 * (
+        3.5 + 4
+    )  # a copy in the order of the chunks, beside what was gathered
+    assert memory(world_size=4)[0].gathered_keys == 0
+    latent = {"kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
+    (stage,) = memory(**flags, **latent, recompute_num_layers=1)
+    assert stage.gathered_keys == 100 * 2 * (4 * 2 * 24 * (3.5 + 4) + 4 * (32 + 8))
+
+
+def test_the_buffers_of_a_save_are_those_of_its_writer() -> None:
+    from slime.backends.megatron_utils.checkpoint import shard_files, writer
+    from slime.backends.training import pieces
+
+    assert plan_memory._BUFFERS_AT_SAVE == pieces._NUM_THREADS * shard_files._MAX_BYTES
+    assert plan_memory._COPIED_AT_SAVE == writer._COPIED_BYTES
+    (stage,) = memory(async_save=True)
+    assert stage.host_save == 4 * stage.parameters
+    assert memory()[0].host_save == 2**28
+
+
+def test_copies_of_weights_are_those_of_the_models_that_share_the_device() -> None:
+    """Pinned block by block: norms and projections of this model are powers of two, and so are their blocks."""
+    (stage,) = memory(world_size=1, offload_train=True)
+    assert stage.host_copies == pytest.approx(stage.weights, rel=0.2)
+    assert stage.host_copies >= stage.weights
+    assert stage.host_offloaded == stage.optimizer
+    (reference,) = memory(world_size=1, offload_train=True, use_kl_loss=True)
+    assert (
+        reference.host_copies == 3 * stage.host_copies
+    )  # the reference, the actor beside it, the actor when offloaded
+    assert memory(world_size=1)[0].host_copies == 0
+
+
+def test_small_pinned_blocks_are_powers_of_two_and_large_ones_exact() -> None:
+    layout = read_layout(plan_args(world_size=1))
+    small, large = Weight("x", 3 * 2**20, count=2), Weight("x", 33 * 2**20)
+    assert plan_memory._blocks(small, layout, 2) == 2 * 8 * 2**20
+    assert plan_memory._blocks(large, layout, 2) == 66 * 2**20
+
+
+def test_the_fullest_node_is_that_of_the_largest_stage() -> None:
+    args = plan_args(
+        **{"world_size": 16, "pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 1},
+        **{"offload_train": True, "optimizer_cpu_offload": True, "colocate": True, "rollout_num_gpus": 16},
+    )
+    shape, layout = read_shape(args), read_layout(args)
+    stages = stage_memory(args, shape, layout)
+    host = host_memory(args, layout, stages, plan_placement(args, layout), None)
+    assert (host.node, host.ranks) == (1, 8)
+    assert host.copies == 8 * stages[1].host_copies
+    assert host.states == 8 * stages[1].host_states
+    assert host.total == host.copies + host.states + host.save
+    args.offload_rollout, args.update_weights_interval = True, 2
+    engine = engine_memory(args, shape, 80 * GIB)
+    kept = host_memory(args, layout, stages, plan_placement(args, layout), engine)
+    assert kept.copies == host.copies + 8 * engine.weights
+
+
+def test_a_shared_device_receives_the_shards_of_the_other_stages_and_the_experts_of_its_engine() -> None:
+    moe = {"num_experts": 16, "moe_router_topk": 2, "moe_ffn_hidden_size": 64, "expert_model_parallel_size": 16}
+    flags = {"colocate": True, "world_size": 32, "rollout_num_gpus": 32, "pipeline_model_parallel_size": 2}
+    plan = sync(**moe, **flags, tensor_model_parallel_size=2, expert_tensor_parallel_size=1, sglang_ep_size=8)
+    experts = 2 * 4 * 16 * 3 * 64 * 64
+    dense = plan.bytes - experts
+    stages = (dense / 2 + experts / 16) / 2
+    assert plan.received["network"] == pytest.approx(stages + experts / 8 / 2)  # half of 16 ranks are on another node
+    assert plan.received["NVLink"] == pytest.approx(dense / 2 + experts / 8 * (15 / 16 - 1 / 2))
+    assert plan.seconds == pytest.approx(sum(size / LINKS[link] for link, size in plan.received.items()))
+    assert "CUDA IPC" in plan.transport
+
+
+def test_an_engine_elsewhere_receives_the_model_and_files_no_device() -> None:
+    assert sync(world_size=8, rollout_num_gpus=8).received == {"NVLink": 0, "network": sync().bytes}
+    assert sync(world_size=4, rollout_num_gpus=4).received == {"NVLink": sync().bytes, "network": 0}
+    assert sync(update_weight_transport="disk").seconds == 0
