@@ -18,6 +18,9 @@ ASSUMED_FRACTION = 0.85
 LINKS = {"NVLink": 450e9, "network": 50e9}
 """Nominal bytes per second that a device receives: NVLink of an H100 in one direction, an adapter of 400 Gb/s."""
 
+_LEAST_BUCKET, _MOST_BUCKET, _BUCKETS = 512 * 1024**2, 2 * 1024**3, 8
+"""Bounds of a bucket, and its share of the free device memory. A test compares them with slime.weight_sync.chunks."""
+
 _ATTENTION = ("q_", "k_", "v_", "o_", "kv_", "linear_attn")
 
 
@@ -138,10 +141,16 @@ def _weight_bytes(args: Namespace) -> float:
             return precision_of(args).weights
 
 
-def weight_sync(args: Namespace, shape: ModelShape, layout: Layout, num_rollouts: int | None) -> WeightSync:
-    """One sync of the whole model. Every pipeline stage sends its own tensors, so buckets are counted per stage."""
+def weight_sync(
+    args: Namespace, shape: ModelShape, layout: Layout, num_rollouts: int | None, free: int = 0
+) -> WeightSync:
+    """One sync of the whole model. Every pipeline stage sends its own tensors, so buckets are counted per stage.
+
+    Args:
+        free: bytes of device memory that are left at the sync.
+    """
     width = precision_of(args).weights
-    limit = number(args, "update_weight_buffer_size", 512 * 1024**2)
+    limit = number(args, "update_weight_buffer_size", min(max(free // _BUCKETS, _LEAST_BUCKET), _MOST_BUCKET))
     stages = stage_layers(args, shape.num_layers, layout.pp)
     sizes = [_stage_tensors(shape, layers, stage, layout.pp) for stage, layers in enumerate(stages)]
     interval = number(args, "update_weights_interval", 1)

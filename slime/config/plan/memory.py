@@ -245,11 +245,11 @@ def _num_host_copies(args: Namespace) -> int:
     others = sum(
         (
             bool(read(args, "kl_coef")) or bool(read(args, "use_kl_loss")),
-            bool(read(args, "use_opd")) and read(args, "opd_type") == "megatron",
+            bool(read(args, "use_opd") and read(args, "opd_type") == "megatron"),
             bool(read(args, "keep_old_actor")),
         )
     )
-    return others + bool(others) + bool(read(args, "offload_train"))
+    return int(others + (others > 0)) + bool(read(args, "offload_train"))
 
 
 def _in_flight(args: Namespace, layout: Layout, stage: int) -> int:

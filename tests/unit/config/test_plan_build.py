@@ -182,6 +182,29 @@ def test_notices_and_ignored_flags_are_listed() -> None:
     assert "--http-proxy" in text
 
 
+def test_experts_on_several_nodes_without_their_kernels_are_a_warning() -> None:
+    moe = {"num_experts": 16, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "expert_tensor_parallel_size": 1}
+    ignored = [("--moe-enable-deepep", "why")]
+    for ways, expected in ((16, ["--moe-enable-deepep"]), (8, [])):
+        args = plan_args(**moe, world_size=16, expert_model_parallel_size=ways)
+        plan = build(args, title="t", device_bytes=GIB, ignored=ignored)
+        assert [notice.flag for notice in plan.notices] == expected
+    assert build(args, title="t", device_bytes=GIB).notices == []
+
+
+def test_buckets_take_the_share_of_the_free_memory_that_the_run_gives_them() -> None:
+    from slime.weight_sync.chunks import bucket_bytes
+
+    args = plan_args(world_size=1, colocate=True, offload_train=True, rollout_num_gpus=1)
+    for memory in (1, 10 * GIB, 80 * GIB):
+        plan = build(args, title="t", device_bytes=memory)
+        assert plan.sync is not None
+        assert plan.engine is not None
+        free = max(0, memory - plan.stages[0].weights - plan.engine.weights)
+        assert plan.sync.buffer_bytes == bucket_bytes(free)
+    assert plan.sync.buffer_bytes == 2 * GIB
+
+
 def test_a_model_that_does_not_fit_is_marked() -> None:
     text = printed(build(plan_args(), title="t", device_bytes=1000))
     assert "does not fit" in text
