@@ -112,7 +112,7 @@ def test_an_engine_is_never_asked_for_memory_that_it_holds_or_has_given(monkeypa
     """SGLang dies of a kind of memory that is resumed and was not released."""
     asked: list[tuple[str, list[str]]] = []
     engine = SGLangEngine(EngineSpec(0, "127.0.0.1", 1, [], {}, tmp_path / "log"))
-    monkeypatch.setattr(engine, "_post", lambda verb, body, timeout_s=0: asked.append((verb, body["tags"])))
+    monkeypatch.setattr(engine, "_change", lambda verb, body: asked.append((verb, body["tags"])))
     engine.resume_memory_occupation()
     engine.release_memory_occupation(["kv_cache"])
     engine.release_memory_occupation()
