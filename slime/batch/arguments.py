@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from slime.config.groups import flag
 
+CUDA_ROW_MULTIPLE = 128
+"""Default of --data-pad-size-multiplier on CUDA."""
+
 
 @dataclass(frozen=True)
 class BatchArgs:
@@ -24,10 +27,10 @@ class BatchArgs:
     log_probs_max_tokens_per_gpu: int | None = flag(
         None, "The same for passes without gradients. Default: --max-tokens-per-gpu."
     )
-    data_pad_size_multiplier: int = flag(
-        128,
-        "Packed tokens are padded to a multiple of this times the tensor-parallel size.",
-        no_effect="packed micro-batches are padded no further than their parallel layout needs",
+    data_pad_size_multiplier: int | None = flag(
+        None,
+        "The packed tokens of a rank are padded to a multiple of this times the tensor-parallel size, so that sizes "
+        f"repeat. Default: {CUDA_ROW_MULTIPLE} on CUDA, 1 on a CPU.",
     )
 
 

@@ -10,7 +10,8 @@ Called by a trainer once per micro-batch. Does not depend on the model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -26,6 +27,8 @@ class PackedSequences:
         position_ids: ``[1, T]`` int64, from 0 in every segment.
         cu_seqlens: ``[S + 1]`` int32, borders of the segments. Padding, if any, is one more segment.
         max_seqlen: longest segment.
+        borders: ``cu_seqlens`` on the host.
+        is_padding: bool ``[1, T]``, rows after a sample's end. None if no segment of the micro-batch has such rows.
         response_rows: ``[N]`` int64, the row whose logits predict each response token. Samples in order.
         response_targets: ``[N]`` int64, the response tokens.
     """
@@ -34,8 +37,24 @@ class PackedSequences:
     position_ids: torch.Tensor
     cu_seqlens: torch.Tensor
     max_seqlen: int
+    borders: tuple[int, ...]
+    is_padding: torch.Tensor | None
     response_rows: torch.Tensor
     response_targets: torch.Tensor
+
+    def to(self, device: torch.device) -> PackedSequences:
+        """The same on ``device``, without a wait for it."""
+        moved: dict[str, Any] = {
+            name: copy_to(value, device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
+        }
+        return replace(self, **moved)
+
+
+def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor`` on ``device``. A copy from pageable memory would wait until the device has run all its work."""
+    if tensor.device.type == "cpu" and device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def pack(
@@ -93,12 +112,16 @@ def pack(
     first_row = starts[: len(lengths)] + torch.tensor(lengths) - responses - 1
     within = torch.arange(int(responses.sum())) - (responses.cumsum(0) - responses).repeat_interleave(responses)
     rows = first_row.repeat_interleave(responses) + within
-    return PackedSequences(
-        tokens=flat.to(device).unsqueeze(0),
-        position_ids=position_ids.to(device).unsqueeze(0),
+    num_real = torch.tensor(lengths + [0] * (len(segments) - len(lengths)))
+    packed = PackedSequences(
+        tokens=flat.unsqueeze(0),
+        position_ids=position_ids.unsqueeze(0),
         # int32: attention kernels take no other borders
-        cu_seqlens=torch.nn.functional.pad(ends, (1, 0)).to(device=device, dtype=torch.int32),
+        cu_seqlens=torch.nn.functional.pad(ends, (1, 0)).int(),
         max_seqlen=max(segments),
-        response_rows=rows.to(device),
-        response_targets=flat.to(device)[(rows + 1).to(device)],
+        borders=(0, *ends.tolist()),
+        is_padding=None if segments == lengths else (position_ids >= num_real.repeat_interleave(counts)).unsqueeze(0),
+        response_rows=rows,
+        response_targets=flat[(rows + 1).to(flat.device)],
     )
+    return packed.to(device)

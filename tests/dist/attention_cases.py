@@ -13,7 +13,6 @@ from slime.backends.megatron_utils.model.attention import PackedAttention, packe
 from slime.backends.training.context_parallel import ShardedSequences, gather_responses, zigzag_rows
 
 
-
 def attend(
     rank: int, world_size: int, inputs: list[torch.Tensor], cotangent: torch.Tensor, lengths: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
@@ -90,3 +89,58 @@ def attend_with_transformers(
     gradient = attention.self_attn.q_proj.weight.grad
     dist.all_reduce(gradient)
     return rows, out[:, 0].detach(), local.grad[:, 0], gradient
+
+
+def attend_to_latents(
+    rank: int, world_size: int, hf: str, layout: dict[str, int], lengths: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor], list[int]]:
+    """Latent attention in fp64 of the first layer of ``hf``, on random hidden states.
+
+    Returns:
+        this rank's rows, its output and the gradient of its rows, gradients of the weights summed over context-parallel
+        ranks, and the bytes that the rank sends in each gather among them.
+    """
+    from pathlib import Path
+
+    from megatron.core import parallel_state as mpu
+
+    from slime.backends.training import attention as kernel
+    from tests.dist.family_cases import _load, _start
+
+    _start(layout)
+    model = _load(Path(hf))[0]
+    attention, config = model.decoder.layers[0].self_attention.double(), model.config
+    cp_rank, cp_size, cp_group = (
+        mpu.get_context_parallel_rank(),
+        layout["context_parallel_size"],
+        mpu.get_context_parallel_group(),
+    )
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    rows = zigzag_rows(bounds, cp_rank, cp_size) if cp_size > 1 else torch.arange(sum(lengths))
+    positions = torch.cat([torch.arange(length) for length in lengths])[rows]
+    generator = torch.Generator().manual_seed(1)
+    hidden, cotangent = torch.randn(2, sum(lengths), 1, config.hidden_size, generator=generator, dtype=torch.float64)
+    segments = packed_segments(bounds, max(lengths), cp_rank=cp_rank, cp_size=cp_size, cp_group=cp_group)
+    segments.prepare(positions[None], config)
+    tensor_rank, slices = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
+    mine = rows.chunk(slices)[tensor_rank]
+    sent: list[int] = []
+    stock = dist.all_gather_into_tensor
+
+    def gather(out: torch.Tensor, x: torch.Tensor, group: Any = None, **more: Any) -> Any:
+        if group is cp_group:
+            sent.append(x.numel() * x.element_size())
+        return stock(out, x, group=group, **more)
+
+    local = hidden[mine].requires_grad_()
+    kernel.dist.all_gather_into_tensor = gather
+    try:
+        out, _ = attention(local, attention_mask=None, packed_seq_params=segments)
+    finally:
+        kernel.dist.all_gather_into_tensor = stock
+    (out * cotangent[mine]).sum().backward()
+    gradients = {name: weight.grad for name, weight in attention.named_parameters()}
+    if cp_size > 1:
+        for gradient in gradients.values():
+            dist.all_reduce(gradient, group=cp_group)
+    return mine, out.detach(), local.grad, gradients, sent

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.dist.ranks import ForkServer
+from tests.unit.megatron_utils.tiny_families import make_family_checkpoint
 from tests.unit.megatron_utils.tiny_trainer import make_hf_model
 from tests.verification import verify
 
@@ -92,3 +93,28 @@ def test_an_attention_of_transformers_gives_the_same_on_one_rank_and_on_two(
         torch.testing.assert_close(out, whole[rows])
         torch.testing.assert_close(gradient, whole_gradient[rows])
         torch.testing.assert_close(weights, weight_gradient)
+
+
+@pytest.mark.parametrize(("tensor", "context"), [(1, 2), (1, 4), (2, 2)])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "moonlight"])
+def test_latents_are_exchanged_instead_of_keys_and_values_with_the_result_of_one_rank(
+    kind: str, tensor: int, context: int, tmp_path: Path, ranks: ForkServer
+) -> None:
+    make_family_checkpoint(kind, tmp_path / "hf", first_k_dense_replace=3)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    lengths = [8, 24, 16]
+    case = {"hf": str(tmp_path / "hf"), "lengths": lengths}
+    run = "tests.dist.attention_cases:attend_to_latents"
+    ((_, whole, whole_gradient, weights, _),) = ranks.run(run, 1, layout={"context_parallel_size": 1}, **case)
+    layout = {"tensor_model_parallel_size": tensor, "context_parallel_size": context}
+    for rows, out, gradient, parts, sent in ranks.run(run, tensor * context, layout=layout, **case):
+        torch.testing.assert_close(out, whole[rows], atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(gradient, whole_gradient[rows], atol=1e-6, rtol=1e-6)
+        if tensor == 1:
+            torch.testing.assert_close(parts, weights, atol=1e-6, rtol=1e-6)
+        # one gather of fp64 latents and the rope part of the key, of this rank's rows alone
+        width = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+        assert sent == [sum(lengths) // (tensor * context) * width * 8]
+        heads = config["num_attention_heads"] // tensor
+        expanded = heads * 2 * (config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
+        assert expanded * tensor > 3 * width

@@ -141,3 +141,33 @@ def test_replayed_routes_belong_to_the_same_tokens_on_any_layout(
     assert reference["report"].steps[1]["loss"] != free["report"].steps[1]["loss"]
     results = train("qwen3_moe", world_size, layout, **replayed, **recompute)
     table.add(world_size, f"{layout} replay", assert_equal(reference, results, weight_tolerance=3e-4))
+
+
+_BALANCED = {"moe_router_load_balancing_type": ["aux_loss"], "moe_aux_loss_coeff": [0.5]}
+_BIASED = {"moe_router_bias_update_rate": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("family", "world_size", "layout", "settings"),
+    [
+        ("qwen3", 1, "", {}),
+        ("qwen3_moe", 1, "", _BALANCED),
+        ("qwen3_moe", 4, "tp2 sp ep2 cp2", _BALANCED),
+        ("deepseek_v3", 1, "", _BIASED),
+        ("deepseek_v3", 4, "pp2 first1 cp2", _BIASED),
+        ("qwen3_next", 1, "", {}),
+        ("glm_moe_dsa", 1, "", {}),
+    ],
+)
+def test_padding_of_micro_batches_changes_nothing(
+    family: str, world_size: int, layout: str, settings: dict[str, Any], train: Train
+) -> None:
+    """Neither losses and gradients nor the load of experts, which a loss or a bias balances."""
+    # the same micro-batches on every layout: the loss of the load is not linear in them
+    reference = main_rank(train(family, 1, "", **settings))
+    results = train(family, world_size, layout, **settings, data_pad_size_multiplier=48)
+    assert_equal(reference, results)
+    assert_replicas_agree(results)
+    if settings:  # it is large enough to show
+        free = main_rank(train(family, 1, ""))
+        assert any(not free["weights"][name].equal(weight) for name, weight in reference["weights"].items())

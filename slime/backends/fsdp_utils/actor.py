@@ -30,13 +30,14 @@ from slime.backends.protocols import EVERY_RANK, NamedTensor, Recipients, Traine
 from slime.backends.training.arguments import OptimizerArgs, ParallelArgs, PrecisionArgs, TrainerArgs
 from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.context_parallel import Sharding
-from slime.backends.training.data import RankPlace, TrainBatch
+from slime.backends.training.data import RankPlace, TrainBatch, row_multiple
 from slime.backends.training.hf_files import TensorReader, save_hf_directory
 from slime.backends.training.loss import LossContext
 from slime.backends.training.offload import DeviceMemory, WeightBackup
 from slime.backends.training.optimizer import RateSchedule, ScheduledRates
 from slime.backends.training.steps import ReadOutput, StepResult
 from slime.backends.training.trainer import TrainerBase
+from slime.batch.arguments import BatchArgs
 from slime.config.arguments import ClusterArgs
 from slime.config.groups import from_args
 from slime.utils import accelerator
@@ -110,7 +111,12 @@ class FsdpTrainer(TrainerBase):
             model=model,
             optimizer=optimizer,
             rates=ScheduledRates(optimizer, schedule, follows_checkpoint=settings.use_checkpoint_opt_param_scheduler),
-            sharding=Sharding(cp_rank, cp_size, mesh.get_group("cp") if cp_size > 1 else None),
+            sharding=Sharding(
+                cp_rank,
+                cp_size,
+                mesh.get_group("cp") if cp_size > 1 else None,
+                sequence_multiple=row_multiple(from_args(BatchArgs, args)),
+            ),
             place=RankPlace(
                 dp_rank=dp_rank,
                 dp_size=dp_size,

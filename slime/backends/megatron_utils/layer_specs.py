@@ -17,13 +17,13 @@ from megatron.core.post_training.modelopt.layers import Linear as ReplicatedLine
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import _get_block_submodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 
-from slime.backends.megatron_utils.model.attention import LatentAttention, PackedAttention
+from slime.backends.megatron_utils.model.attention import LatentSelfAttention, PackedAttention
 from slime.backends.megatron_utils.model.experts import group_experts
 from slime.backends.megatron_utils.model.gated_delta_net import GatedDeltaNet
 from slime.backends.megatron_utils.model.norms import JointHeadNorm, TorchNorm
@@ -90,8 +90,8 @@ def user_block(layers: Any, config: Any, vp_stage: int | None = None) -> Any:
             f"--spec: the function returned a {type(layers).__name__}; it must return a ModuleSpec of a layer, a "
             "TransformerBlockSubmodules, or a function with a parameter pre_process that builds the model."
         ) from error
-    core = LatentAttention if config.multi_latent_attention else PackedAttention
-    block = with_classes(block, {DotProductAttention: core, **dict.fromkeys(_STOCK_NORMS, TorchNorm)})
+    kernels = {DotProductAttention: PackedAttention, MLASelfAttention: LatentSelfAttention}
+    block = with_classes(block, {**kernels, **dict.fromkeys(_STOCK_NORMS, TorchNorm)})
     for layer in block.layer_specs:
         if not config.fp8:
             group_experts(layer)
@@ -140,12 +140,13 @@ def _adapt(layer: Any, config: Any, family: Family) -> None:
     if not config.fp8:  # TransformerEngine's linear layers compute one expert after another
         group_experts(layer)
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = LatentAttention if config.multi_latent_attention else PackedAttention
+    attention.core_attention = PackedAttention
     for owner in (layer.submodules, attention):
         for name in _NORMS:
             if getattr(owner, name, None) not in (None, IdentityOp):  # IdentityOp: the model lacks this norm
                 setattr(owner, name, TorchNorm)
     if config.multi_latent_attention:
+        layer.submodules.self_attention.module = LatentSelfAttention
         _replicate_down_projections(attention)
     for name in family.special_layers:
         change = load_function(name) if ":" in name else SPECIAL_LAYERS[name]

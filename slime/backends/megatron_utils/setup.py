@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import random
 from argparse import Namespace
 from collections.abc import Callable
@@ -33,7 +34,10 @@ from slime.backends.megatron_utils.precision.quantization import (
 from slime.backends.megatron_utils.step import TrainState
 from slime.backends.megatron_utils.transformer_config import build_config
 from slime.backends.training.arguments import OptimizerArgs, ParallelArgs, PluginArgs, PrecisionArgs, TrainerArgs
+from slime.backends.training.attention import choose_kernel
 from slime.backends.training.context_parallel import Sharding
+from slime.backends.training.data import row_multiple
+from slime.batch.arguments import BatchArgs
 from slime.config.groups import from_args
 from slime.hooks.load import load_function
 from slime.models.shape import ModelShape
@@ -125,13 +129,14 @@ def build_train_state(args: Namespace, shape: ModelShape, *, is_critic: bool = F
         config,
         optimizer,
         scheduler,
-        _sharding(config),
+        _sharding(config, from_args(BatchArgs, args)),
         trains_prediction=trains_prediction,
     )
 
 
 def build_model_state(args: Namespace, shape: ModelShape) -> TrainState:
     """The model alone: without weights, optimizer, schedule and gradient buffers."""
+    choose_kernel(from_args(ModelArgs, args).attention_backend)
     config = build_config(args, shape)
     path = from_args(PluginArgs, args).custom_model_provider_path
     provider = None if path is None else _with_args(load_function(path), args)
@@ -140,19 +145,20 @@ def build_model_state(args: Namespace, shape: ModelShape) -> TrainState:
     chunks = build_chunks(
         shape, config, padded_vocab_size=padded_vocab_size(args, shape), provider=provider, layers=layers
     )
-    return TrainState(chunks, config, None, None, _sharding(config))
+    return TrainState(chunks, config, None, None, _sharding(config, from_args(BatchArgs, args)))
 
 
 def _with_args(provider: Callable[..., Any], args: Namespace) -> Callable[..., Any]:
     return partial(provider, args=args) if "args" in inspect.signature(provider).parameters else provider
 
 
-def _sharding(config: Any) -> Sharding:
+def _sharding(config: Any, settings: BatchArgs) -> Sharding:
+    tensor_ranks = mpu.get_tensor_model_parallel_world_size()
+    slices = tensor_ranks if config.sequence_parallel else 1
     size = mpu.get_context_parallel_world_size()
     return Sharding(
         cp_rank=mpu.get_context_parallel_rank(),
         cp_size=size,
         cp_group=mpu.get_context_parallel_group() if size > 1 else None,
-        sequence_multiple=token_multiple(config)
-        * (mpu.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1),
+        sequence_multiple=math.lcm(token_multiple(config) * slices, row_multiple(settings) * tensor_ranks),
     )

@@ -18,6 +18,7 @@ from megatron.core import parallel_state as mpu
 
 from slime.backends.megatron_utils.model.attention import DeepFeatures, PackedSegments
 from slime.backends.megatron_utils.model.gpt import PackedGPTModel
+from slime.backends.megatron_utils.model.rope import table_of
 from slime.backends.training.context_parallel import zigzag_rows
 from slime.backends.training.media import Media
 from slime.models.shape import VisionShape
@@ -63,8 +64,13 @@ class VisionGPTModel(PackedGPTModel):
             return decoder_input, rotary, *rest
         if self.pre_process:
             decoder_input = self._with_features(decoder_input, media, packed_seq_params)
-        rotary = rope_angles(media.positions, self.rotary_pos_emb.inv_freq, self._vision.rope_sections)
         return decoder_input, rotary, *rest
+
+    def rope_table(self, segments: PackedSegments) -> torch.Tensor:
+        if segments.media is None:
+            return super().rope_table(segments)
+        angles = rope_angles(segments.media.positions, self.rotary_pos_emb.inv_freq, self._vision.rope_sections)
+        return table_of(angles[_held_rows(segments, angles.size(0), angles.device)], self.config.params_dtype)
 
     def _with_features(self, embedded: torch.Tensor, media: Media, segments: PackedSegments) -> torch.Tensor:
         """``embedded`` ``[t, 1, h]`` with the features of this rank's image tokens in their places."""
@@ -113,10 +119,7 @@ def _local_rows(media: Media, segments: PackedSegments, *, has_slices: bool) -> 
     """Indices of the features that this rank needs, and their rows in its ``[t, 1, h]``."""
     num_tokens = media.positions.size(1)
     device = media.rows.device
-    held = torch.arange(num_tokens, device=device)
-    if segments.cp_size > 1:
-        assert segments.cu_seqlens_q is not None, "packed_segments sets it"
-        held = zigzag_rows(segments.cu_seqlens_q, segments.cp_rank, segments.cp_size)
+    held = _held_rows(segments, num_tokens, device)
     if has_slices:
         held = held.chunk(mpu.get_tensor_model_parallel_world_size())[mpu.get_tensor_model_parallel_rank()]
     local_row = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
@@ -126,8 +129,16 @@ def _local_rows(media: Media, segments: PackedSegments, *, has_slices: bool) -> 
     return mine, rows[mine]
 
 
+def _held_rows(segments: PackedSegments, num_tokens: int, device: torch.device) -> torch.Tensor:
+    """Rows of the whole micro-batch that this context-parallel rank has."""
+    if segments.cp_size == 1:
+        return torch.arange(num_tokens, device=device)
+    assert segments.cu_seqlens_q is not None, "packed_segments sets it"
+    return zigzag_rows(segments.cu_seqlens_q, segments.cp_rank, segments.cp_size)
+
+
 def rope_angles(positions: torch.Tensor, frequencies: torch.Tensor, sections: tuple[int, int, int]) -> torch.Tensor:
-    """The angles of multimodal rope with alternating axes: time, height, width, time, ... in Megatron's layout.
+    """The angles of multimodal rope with alternating axes: time, height, width, time, ... for both halves of a head.
 
     Args:
         positions: int64 ``[3, T]``.
@@ -135,14 +146,14 @@ def rope_angles(positions: torch.Tensor, frequencies: torch.Tensor, sections: tu
             the height, likewise 2 modulo 3 with the width. All others rotate with the time.
 
     Returns:
-        fp32 ``[T, 1, 1, d]``.
+        fp32 ``[T, d]``.
     """
     by_axis = positions.float().unsqueeze(-1) * frequencies.to(positions.device)
     angles = by_axis[0].clone()
     for axis in (1, 2):
         columns = slice(axis, 3 * sections[axis], 3)
         angles[:, columns] = by_axis[axis, :, columns]
-    return torch.cat([angles, angles], dim=-1)[:, None, None, :]
+    return torch.cat([angles, angles], dim=-1)
 
 
 def build_tower(model_type: str, config: Mapping[str, Any], *, recomputes: bool) -> torch.nn.Module:

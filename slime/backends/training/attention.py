@@ -14,7 +14,9 @@ padded call, since hundreds of calls for short sequences cost more than the padd
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +25,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from slime.backends.training.context_parallel import zigzag_rows
+from slime.batch.packing import copy_to
 from slime.utils import accelerator
+from slime.utils.errors import ConfigError
 
 # sequences share a padded call up to this difference in length (tokens), or up to a quarter of the longest
 _SHORT = 32
 # limit of flash attention
 _WIDEST_HEAD = 256
+_PACKAGES = {"fa3": "FlashAttention-3 (module flash_attn_interface)", "fa4": "the package flash-attn-4"}
 
 
 def packed_attention(
@@ -41,17 +46,23 @@ def packed_attention(
     dropout: float = 0.0,
     cp_group: Any = None,
 ) -> torch.Tensor:
-    """query ``[t, heads, d]``, key ``[t, groups, d]`` and value ``[t, groups, v]`` -> ``[t, heads, v]``.
+    """query ``[t, heads, d]``, key ``[t, groups, d]`` and value ``[t, groups, v]`` -> ``[t, heads, v]``, v <= d.
 
     Args:
         cp_group: the ranks that share the sequences, all of which call this. None for one rank.
     """
     if cp_group is not None:
-        key, value = gather_keys(key, value, cp_group)
+        key, value = gather_rows([key, value], cp_group)
+    width = value.size(-1)
+    if width != query.size(-1):
+        # latent attention: kernels take one width only. Zero columns only add zero columns to the output
+        value = F.pad(value, (0, query.size(-1) - width))
     # only SDPA applies dropout
     if dropout == 0.0 and _has_varlen_kernel(query.dtype, query.size(-1)):
-        return _varlen(query, key, value, plan, scale)
-    return _padded(query, key, value, plan.padding, scale, dropout)
+        out = _varlen(query, key, value, plan, scale)
+    else:
+        out = _padded(query, key, value, plan.padding, scale, dropout)
+    return out[..., :width]
 
 
 @dataclass(frozen=True)
@@ -119,6 +130,28 @@ class AttentionPlan:
         """Keys come from several ranks."""
         return self.gathered_row is not None
 
+    def prepare(self) -> None:
+        """Make the tensors that the device's kernel needs. Otherwise the first layer makes them."""
+        if accelerator.current().is_cpu or not _has_varlen():
+            _ = self.padding
+            return
+        _ = self.lengths
+        if self.is_sharded:
+            _ = self.key_rows
+
+    def in_slices(self, count: int) -> AttentionPlan:
+        """The plan for keys that are gathered in another order.
+
+        Args:
+            count: every rank's rows are cut into so many slices. The first slices of all ranks come first.
+        """
+        assert self.gathered_row is not None, "without context parallelism nothing is gathered"
+        rows = sum(piece.q_length for piece in self.pieces)
+        width, ranks = rows // count, self.gathered_row.numel() // rows
+        rank, row = self.gathered_row // rows, self.gathered_row % rows
+        place = (row // width * ranks + rank) * width + row % width
+        return AttentionPlan(self.pieces, place, self._device)
+
     @functools.cached_property
     def padding(self) -> PaddingPlan:
         return _padding_plan(self.pieces, self.gathered_row, self._device)
@@ -129,7 +162,7 @@ class AttentionPlan:
         assert self.gathered_row is not None, "without context parallelism keys are in order"
         # spans overlap: both pieces of a segment see its first keys
         spans = [torch.arange(piece.k_begin, piece.k_begin + piece.k_length) for piece in self.pieces]
-        return self.gathered_row[torch.cat(spans).to(self._device)]
+        return self.gathered_row[copy_to(torch.cat(spans), self._device)]
 
     @functools.cached_property
     def lengths(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
@@ -139,17 +172,28 @@ class AttentionPlan:
         return self._bounds(queries), self._bounds(keys), max(queries), max(keys)
 
     def _bounds(self, lengths: list[int]) -> torch.Tensor:
-        return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=self._device)
+        return copy_to(torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32), self._device)
 
 
-def plan_attention(cu_seqlens: torch.Tensor, cp_rank: int = 0, cp_size: int = 1) -> AttentionPlan:
+def plan_attention(
+    cu_seqlens: Sequence[int] | torch.Tensor,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    *,
+    device: torch.device | None = None,
+) -> AttentionPlan:
     """The plan of one micro-batch.
 
     Args:
-        cu_seqlens: int32 ``[S + 1]`` of the whole micro-batch: where each segment starts, and the end of the last.
+        cu_seqlens: ``[S + 1]`` of the whole micro-batch: where each segment starts, and the end of the last. Reading a
+            tensor waits for its device.
+        device: of the plan's tensors. By default that of ``cu_seqlens``, or the CPU.
     """
-    # waits for the device, once per micro-batch
-    bounds = cu_seqlens.tolist()
+    if isinstance(cu_seqlens, torch.Tensor):
+        device = device or cu_seqlens.device
+        cu_seqlens = cu_seqlens.tolist()
+    device = device or torch.device("cpu")
+    bounds = list(cu_seqlens)
     pieces = []
     for start, end in itertools.pairwise(bounds):
         if cp_size == 1:
@@ -161,11 +205,12 @@ def plan_attention(cu_seqlens: torch.Tensor, cp_rank: int = 0, cp_size: int = 1)
         pieces.append(Piece(local + chunk, chunk, start, (2 * cp_size - cp_rank) * chunk))
     gathered_row = None
     if cp_size > 1:
-        whole = torch.cat([zigzag_rows(cu_seqlens, rank, cp_size) for rank in range(cp_size)])
+        whole = torch.cat([zigzag_rows(torch.tensor(bounds), rank, cp_size) for rank in range(cp_size)])
         gathered_row = torch.empty_like(whole)
         # the inverse permutation: gathered keys come rank after rank
-        gathered_row[whole] = torch.arange(whole.numel(), device=whole.device)
-    return AttentionPlan(pieces, gathered_row, cu_seqlens.device)
+        gathered_row[whole] = torch.arange(whole.numel())
+        gathered_row = copy_to(gathered_row, device)
+    return AttentionPlan(pieces, gathered_row, device)
 
 
 def _group(pieces: list[Piece]) -> list[list[Piece]]:
@@ -232,7 +277,7 @@ class _Unpad(torch.autograd.Function):
         return padded.masked_fill_(~ctx.plan.is_real[:, None, None], 0.0), None
 
 
-class _GatherKeys(torch.autograd.Function):
+class _GatherRows(torch.autograd.Function):
     """The ``[t, c]`` of all context-parallel ranks, concatenated to ``[size * t, c]``. Backward sums and scatters."""
 
     @staticmethod
@@ -253,12 +298,12 @@ class _GatherKeys(torch.autograd.Function):
 def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    width = v.size(-1)
-    if width != q.size(-1):  # latent attention: the kernel takes one width only
-        v = F.pad(v, (0, q.size(-1) - width))
     if plan.is_sharded:
         k, v = k.index_select(0, plan.key_rows), v.index_select(0, plan.key_rows)
     q_bounds, k_bounds, longest_q, longest_k = plan.lengths
+    # kernels of before the keyword take fewer key heads without it
+    takes_gqa = "enable_gqa" in _varlen_keywords()
+    gqa: dict[str, Any] = {"enable_gqa": q.size(1) != k.size(1)} if takes_gqa else {}
     out = varlen_attn(
         q,
         k,
@@ -269,10 +314,10 @@ def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPl
         longest_k,
         scale=scale,
         window_size=(-1, 0),  # causal: the last query of a piece sees the last key of it
-        enable_gqa=q.size(1) != k.size(1),
+        **gqa,
     )
     assert isinstance(out, torch.Tensor), "only asked for, it comes with the normaliser"
-    return out[..., :width]
+    return out
 
 
 def _padded(
@@ -310,26 +355,63 @@ def _pad(x: torch.Tensor, plan: PaddingPlan) -> torch.Tensor:
     return padded
 
 
-def gather_keys(key: torch.Tensor, value: torch.Tensor, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of all context-parallel ranks in one collective, ``[T, groups, d]`` each, rank after rank."""
-    widths = [key[0].numel(), value[0].numel()]
-    # one collective for both: its latency counts more than the copy
-    both = torch.cat([key.flatten(1), value.flatten(1)], dim=1)
-    whole: torch.Tensor = _GatherKeys.apply(both, group)  # type: ignore[no-untyped-call]
-    keys, values = torch.split(whole, widths, dim=1)
-    return keys.reshape(-1, *key.shape[1:]), values.reshape(-1, *value.shape[1:])
+def gather_rows(parts: Sequence[torch.Tensor], group: Any) -> list[torch.Tensor]:
+    """Tensors ``[t, ...]`` of all context-parallel ranks in one collective, ``[T, ...]`` each, rank after rank."""
+    # one collective for all: its latency counts more than the copy
+    joined = torch.cat([part.flatten(1) for part in parts], dim=1)
+    whole: torch.Tensor = _GatherRows.apply(joined, group)  # type: ignore[no-untyped-call]
+    pieces = whole.split([part[0].numel() for part in parts], dim=1)
+    return [piece.reshape(-1, *part.shape[1:]) for piece, part in zip(pieces, parts, strict=True)]
 
 
 def _has_varlen_kernel(dtype: torch.dtype, head_dim: int) -> bool:
     """Whether torch's flash attention runs here and takes such heads."""
     fits = dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= _WIDEST_HEAD
-    return fits and not accelerator.current().is_cpu and _varlen_is_importable()
+    return fits and not accelerator.current().is_cpu and _has_varlen()
+
+
+def _has_varlen() -> bool:
+    return _uses_varlen and {"scale", "window_size"} <= _varlen_keywords()
 
 
 @functools.cache
-def _varlen_is_importable() -> bool:
+def _varlen_keywords() -> frozenset[str]:
+    """Parameters of torch's variable-length attention, which grow from version to version. Empty without it."""
     try:
-        import torch.nn.attention.varlen  # noqa: F401
+        from torch.nn.attention.varlen import varlen_attn
     except ImportError:
-        return False
-    return True
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+_uses_varlen = True
+
+
+def choose_kernel(backend: str) -> None:
+    """Apply ``--attention-backend`` in this process.
+
+    Args:
+        backend: ``fa3`` and ``fa4`` replace torch's FlashAttention-2, ``unfused`` and ``local`` its variable-length
+            kernel by SDPA. Other values leave the default.
+
+    Raises:
+        ConfigError: this torch or this machine lacks the kernel.
+    """
+    global _uses_varlen
+    _uses_varlen = backend not in ("unfused", "local")
+    if backend not in _PACKAGES:
+        return
+    flag, fix = f"--attention-backend {backend}", "or leave the flag out, for torch's FlashAttention-2."
+    if accelerator.current().is_cpu:
+        raise ConfigError(f"{flag}: the kernel needs CUDA and this machine trains on a CPU. Leave the flag out.")
+    try:
+        from torch.nn.attention import activate_flash_attention_impl
+    except ImportError:
+        raise ConfigError(
+            f"{flag}: torch {torch.__version__} cannot exchange its kernel. Install a torch with "
+            f"torch.nn.attention.activate_flash_attention_impl, {fix}"
+        ) from None
+    try:
+        activate_flash_attention_impl(backend.upper())
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"{flag}: {error}. Install {_PACKAGES[backend]}, {fix}") from error

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.batch.packing import PackedSequences
+from slime.batch.packing import PackedSequences, copy_to
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,9 @@ class ShardedSequences:
     response_index: torch.Tensor
     num_response_tokens: int
 
+    def to(self, device: torch.device) -> ShardedSequences:
+        return replace(self, local=self.local.to(device), response_index=copy_to(self.response_index, device))
+
 
 def zigzag_rows(cu_seqlens: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     """Rows of the whole ``[T]`` that ``rank`` holds, in its order: int64 ``[T / size]``.
@@ -101,7 +104,7 @@ def zigzag_rows(cu_seqlens: torch.Tensor, rank: int, size: int) -> torch.Tensor:
 
 
 def shard(packed: PackedSequences, sharding: Sharding) -> ShardedSequences:
-    """The part of ``packed`` that this rank holds."""
+    """The part of ``packed`` that this rank holds. Waits for the device of ``packed``."""
     num_tokens = packed.response_rows.numel()
     if sharding.cp_size == 1:
         index = torch.arange(num_tokens, device=packed.tokens.device)
@@ -115,6 +118,7 @@ def shard(packed: PackedSequences, sharding: Sharding) -> ShardedSequences:
         packed,
         tokens=packed.tokens[:, rows],
         position_ids=packed.position_ids[:, rows],
+        is_padding=None if packed.is_padding is None else packed.is_padding[:, rows],
         response_rows=mine[index],
         response_targets=packed.response_targets[index],
     )

@@ -20,7 +20,7 @@ from slime.algorithms.sampling_mask import SamplingMask
 from slime.backends.training.attention import AttentionPlan, plan_attention
 from slime.backends.training.context_parallel import ShardedSequences, Sharding, gather_responses, shard
 from slime.backends.training.media import Media, MediaTokens, merge_inputs, place_media
-from slime.batch.arguments import BatchArgs
+from slime.batch.arguments import CUDA_ROW_MULTIPLE, BatchArgs
 from slime.batch.balance import expand_bins_by_splitting, first_fit_pack
 from slime.batch.packing import PackedSequences, pack
 from slime.utils import accelerator
@@ -64,7 +64,8 @@ class MicroBatch:
     @functools.cached_property
     def plan(self) -> AttentionPlan:
         """The attention plan, one for all layers."""
-        return plan_attention(self.packed.cu_seqlens, self.sharding.cp_rank, self.sharding.cp_size)
+        packed, sharding = self.packed, self.sharding
+        return plan_attention(packed.borders, sharding.cp_rank, sharding.cp_size, device=packed.tokens.device)
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
         """This rank's values, one per row in ``packed.response_rows`` -> ``[N]`` of the whole responses."""
@@ -150,11 +151,12 @@ class TrainBatch:
                 response_lengths,
                 segment_multiple=sharding.segment_multiple,
                 pad_multiple=sharding.pad_multiple,
-                device=self._device,
+                device="cpu",  # indices are computed there, where nothing waits
             )
-            part = shard(packed, sharding)
+            host = shard(packed, sharding)
+            part = host.to(self._device)
             trained = self._trained(indices, part) if with_trained else None
-            sampling = self._sampling(indices, part)
+            sampling = self._sampling(indices, host)
             media = self._media(indices, packed)
             yield MicroBatch(indices, part, response_lengths, sharding, all_rows, trained, sampling, media)
 
@@ -208,6 +210,13 @@ class TrainBatch:
     def mask_sums(self, indices: Sequence[int]) -> torch.Tensor:
         sums: torch.Tensor = self.columns["rollout_mask_sums"]
         return sums[torch.as_tensor(indices, dtype=torch.int64)].to(self._device)
+
+
+def row_multiple(settings: BatchArgs) -> int:
+    """``--data-pad-size-multiplier``: on CUDA, sizes that repeat keep the allocator's memory in one piece."""
+    if settings.data_pad_size_multiplier is not None:
+        return settings.data_pad_size_multiplier
+    return 1 if accelerator.current().is_cpu else CUDA_ROW_MULTIPLE
 
 
 @dataclass(frozen=True)

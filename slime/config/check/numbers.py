@@ -24,7 +24,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
             rollout_max_context_len eval_max_response_len eval_max_prompt_len eval_max_context_len
             n_samples_per_eval_prompt sglang_server_concurrency sglang_router_request_timeout_secs
             num_epoch max_turns keep_last_checkpoints max_tokens_per_gpu log_probs_max_tokens_per_gpu
-            max_position_embeddings
+            max_position_embeddings data_pad_size_multiplier
         """,
     ),
     (

@@ -39,7 +39,9 @@ def test_rows_targets_positions_and_segments_equal_a_loop_over_samples(seed):
         borders.append(len(flat))
     assert packed.tokens.tolist() == [flat]
     assert packed.position_ids.tolist() == [positions]
-    assert packed.cu_seqlens.tolist() == borders
+    assert packed.cu_seqlens.tolist() == list(packed.borders) == borders
+    is_padding = [False] * (len(flat) - padding) + [True] * padding
+    assert (packed.is_padding is None) if not padding else (packed.is_padding.tolist() == [is_padding])
     assert packed.max_seqlen == max(b - a for a, b in itertools.pairwise(borders))
     assert packed.response_rows.tolist() == rows
     assert packed.response_targets.tolist() == targets

@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from slime.backends.training.context_parallel import Sharding, shard, zigzag_rows
+from slime.backends.training.data import row_multiple
+from slime.batch.arguments import BatchArgs
 from slime.batch.packing import pack
+from slime.utils import accelerator
+from slime.utils.accelerator import CPUAccelerator, CUDAAccelerator
 
 _LENGTHS = ([1], [2, 1], [5, 16, 3], [1, 1, 1, 40])
 
@@ -71,3 +75,19 @@ def test_every_segment_is_cut_evenly_and_padding_is_a_segment_of_its_own() -> No
     assert packed.cu_seqlens.tolist() == [0, 8, 12]
     assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]]
     assert packed.response_targets.tolist() == [4, 5, 2]
+    assert packed.is_padding is not None
+    assert packed.is_padding.nonzero()[:, 1].tolist() == [5, 6, 7, 10, 11]
+    held = shard(packed, sharding).local
+    assert held.is_padding is not None
+    assert torch.equal(held.is_padding, packed.is_padding[:, [0, 1, 6, 7, 8, 11]])
+
+
+def test_rows_are_padded_to_sizes_that_repeat_on_cuda_or_on_request() -> None:
+    assert row_multiple(BatchArgs(data_pad_size_multiplier=16)) == 16
+    try:
+        accelerator.set_accelerator(CPUAccelerator())
+        assert row_multiple(BatchArgs()) == 1
+        accelerator.set_accelerator(CUDAAccelerator())
+        assert row_multiple(BatchArgs()) == 128
+    finally:
+        accelerator.reset_accelerator()

@@ -4,31 +4,39 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
+import sys
 
 import pytest
 import torch
 from torch.nn.attention import varlen
 
 from slime.backends.training import attention
-from slime.backends.training.attention import packed_attention, plan_attention
+from slime.backends.training.attention import choose_kernel, packed_attention, plan_attention
 from slime.backends.training.context_parallel import zigzag_rows
 from slime.utils import accelerator
-from slime.utils.accelerator import CUDAAccelerator
+from slime.utils.accelerator import CPUAccelerator, CUDAAccelerator
+from slime.utils.errors import ConfigError
 
 LENGTHS = (8, 24, 4)
 SCALE = 0.3
 
 
 def played_kernel(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_bounds: torch.Tensor, k_bounds: torch.Tensor, *more: Any, **how
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_bounds: torch.Tensor,
+    k_bounds: torch.Tensor,
+    longest_q: int,
+    longest_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
 ) -> torch.Tensor:
     """Causal from the last query and key of each sequence. Refuses the inputs that flash attention refuses."""
-    longest_q, longest_k = more
-    assert how.pop("window_size") == (-1, 0)
-    assert how.pop("enable_gqa") == (q.size(1) != k.size(1))
-    scale = how.pop("scale")
-    assert not how, "no other setting"
+    assert window_size == (-1, 0)
+    assert enable_gqa == (q.size(1) != k.size(1))
     assert {q.dtype, k.dtype, v.dtype} == {torch.bfloat16}
     assert q.size(-1) == k.size(-1) == v.size(-1) <= 256
     assert q.size(-1) % 8 == 0
@@ -49,12 +57,31 @@ def played_kernel(
     return out
 
 
+def older_kernel(q, k, v, q_bounds, k_bounds, longest_q, longest_k, *, scale=None, window_size=(-1, -1)):
+    """The keywords of torch 2.11, whose kernel takes fewer key heads without being asked."""
+    is_gqa = q.size(1) != k.size(1)
+    more = {"scale": scale, "window_size": window_size, "enable_gqa": is_gqa}
+    return played_kernel(q, k, v, q_bounds, k_bounds, longest_q, longest_k, **more)
+
+
+def oldest_kernel(q, k, v, q_bounds, k_bounds, longest_q, longest_k, is_causal=False):
+    """The keywords of torch 2.10, which has no scale."""
+    raise AssertionError("not to be called")
+
+
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(varlen, "varlen_attn", played_kernel)
+def on_cuda(monkeypatch: pytest.MonkeyPatch):
     accelerator.set_accelerator(CUDAAccelerator())
+    attention._varlen_keywords.cache_clear()
     yield
     accelerator.reset_accelerator()
+    attention._varlen_keywords.cache_clear()
+    choose_kernel("auto")
+
+
+@pytest.fixture
+def kernel(on_cuda, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(varlen, "varlen_attn", played_kernel)
 
 
 def heads(number: int, width: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -84,7 +111,7 @@ def test_each_context_parallel_rank_sees_the_keys_up_to_its_chunks(kernel, rank,
     q, k, v = heads(4, 16), heads(2, 16), heads(2, 16)
     rows = [zigzag_rows(bounds(), one, 2) for one in range(2)]
     everybody = torch.cat(rows)
-    monkeypatch.setattr(attention, "gather_keys", lambda key, value, group: (k[everybody], v[everybody]))
+    monkeypatch.setattr(attention, "gather_rows", lambda parts, group: (k[everybody], v[everybody]))
     plan = plan_attention(bounds(), rank, 2)
     out = packed_attention(q[rows[rank]], k[rows[rank]], v[rows[rank]], plan, scale=SCALE, cp_group="both")
     torch.testing.assert_close(out.float(), padded(q, k, v)[rows[rank]], atol=2e-2, rtol=2e-2)
@@ -95,3 +122,52 @@ def test_what_the_kernel_does_not_take_goes_the_padded_way(kernel, width, dtype)
     q, k, v = (heads(2, width, dtype) for _ in range(3))
     out = packed_attention(q, k, v, plan_attention(bounds()), scale=SCALE)
     torch.testing.assert_close(out.float(), padded(q, k, v), atol=3e-2, rtol=3e-2)
+
+
+def test_a_kernel_without_a_keyword_for_fewer_key_heads_gets_them(on_cuda, monkeypatch):
+    monkeypatch.setattr(varlen, "varlen_attn", older_kernel)
+    q, k, v = heads(4, 16), heads(2, 16), heads(2, 16)
+    out = packed_attention(q, k, v, plan_attention(bounds()), scale=SCALE)
+    torch.testing.assert_close(out.float(), padded(q, k, v), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("kernel_of", [oldest_kernel, None])
+def test_without_a_kernel_that_takes_a_scale_attention_is_padded(kernel_of, on_cuda, monkeypatch):
+    if kernel_of is None:
+        monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
+    else:
+        monkeypatch.setattr(varlen, "varlen_attn", kernel_of)
+    q, k, v = heads(4, 16), heads(2, 16), heads(2, 16)
+    plan = plan_attention(bounds())
+    plan.prepare()
+    assert "lengths" not in vars(plan)
+    out = packed_attention(q, k, v, plan, scale=SCALE)
+    torch.testing.assert_close(out.float(), padded(q, k, v), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("backend", ["unfused", "local"])
+def test_a_flag_chooses_the_padded_way(backend, kernel, monkeypatch):
+    monkeypatch.setattr(varlen, "varlen_attn", oldest_kernel)
+    choose_kernel(backend)
+    q, k, v = heads(4, 16), heads(2, 16), heads(2, 16)
+    out = packed_attention(q, k, v, plan_attention(bounds()), scale=SCALE)
+    torch.testing.assert_close(out.float(), padded(q, k, v), atol=2e-2, rtol=2e-2)
+
+
+def test_newer_kernels_are_activated_in_torch_or_refused_with_the_fix(on_cuda, monkeypatch):
+    activated: list[str] = []
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
+    for backend in ("auto", "flash", "fused", "unfused", "local", "fa3", "fa4"):
+        choose_kernel(backend)
+    assert activated == ["FA3", "FA4"]
+    monkeypatch.undo()
+    accelerator.set_accelerator(CUDAAccelerator())
+    monkeypatch.setitem(sys.modules, "flash_attn", None)  # as if it were not installed
+    with pytest.raises(ConfigError, match=r"--attention-backend fa4: .*flash_attn.*Install the package flash-attn-4"):
+        choose_kernel("fa4")
+    monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl")
+    with pytest.raises(ConfigError, match=r"--attention-backend fa3: torch .* cannot exchange its kernel"):
+        choose_kernel("fa3")
+    accelerator.set_accelerator(CPUAccelerator())
+    with pytest.raises(ConfigError, match="needs CUDA"):
+        choose_kernel("fa3")

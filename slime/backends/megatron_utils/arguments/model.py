@@ -64,10 +64,10 @@ class ModelArgs:
     transformer_impl: Literal["local", "transformer_engine", "inference_optimized"] = flag(
         "transformer_engine", "Implementation of the layers.", no_effect="the local layers are used"
     )
-    attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] = flag(
+    attention_backend: Literal["flash", "fused", "unfused", "local", "auto", "fa3", "fa4"] = flag(
         "auto",
-        "Attention kernel.",
-        no_effect="attention is variable-length flash attention on cuda if torch has it, else torch's SDPA",
+        "Attention kernel on CUDA. unfused and local: torch's SDPA. fa3 and fa4: FlashAttention 3 or 4 inside torch's "
+        "variable-length attention, which need their package. Otherwise FlashAttention 2 there.",
     )
     attention_softmax_in_fp32: bool = flag(
         False, "Softmax of attention in fp32.", no_effect="always so in the attention that is used"

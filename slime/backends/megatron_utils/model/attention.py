@@ -12,11 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-from slime.backends.training.attention import AttentionPlan, packed_attention, plan_attention
+from slime.backends.megatron_utils.model.rope import rotate, rotation
+from slime.backends.training.attention import AttentionPlan, gather_rows, packed_attention, plan_attention
 from slime.backends.training.data import MicroBatch
 from slime.backends.training.media import Media
 
@@ -42,6 +46,10 @@ class PackedSegments(PackedSeqParams):
         chosen_keys: the choices of sparse attention by number of the indexer's layer, see ``sparse_attention``.
         media: images and videos among the tokens, or None. ``deep_features``: their features for the first layers on
             this rank, see ``vision_model``.
+        borders: ``cu_seqlens`` on the host. Without them ``plan`` waits for the device.
+        is_padding: bool ``[1, t]`` rows that routers do not count, or None. A tensor rank's slice of them with sequence
+            parallelism.
+        latent_plan: the plan for keys that :class:`LatentSelfAttention` has gathered. None on one rank.
     """
 
     head_rows: torch.Tensor | None = None
@@ -53,11 +61,40 @@ class PackedSegments(PackedSeqParams):
     chosen_keys: dict[int, torch.Tensor | None] = field(default_factory=dict)
     media: Media | None = None
     deep_features: DeepFeatures | None = None
+    borders: tuple[int, ...] | None = None
+    is_padding: torch.Tensor | None = None
+    latent_plan: AttentionPlan | None = None
+    _positions: torch.Tensor | None = None
+    _rotation: torch.Tensor | None = None
+
+    def prepare(self, position_ids: torch.Tensor, config: Any) -> None:
+        """Make what all layers share, before the first of them. ``position_ids`` ``[1, t]`` of this rank's rows."""
+        self._positions = position_ids.view(-1)
+        slices = _slices(config)
+        if self.is_padding is not None and self.is_padding.size(1) == self._positions.size(0) and slices > 1:
+            self.is_padding = self.is_padding.chunk(slices, dim=1)[mpu.get_tensor_model_parallel_rank()]
+        plan = self.plan
+        if config.multi_latent_attention and self.cp_size > 1:
+            plan = self.latent_plan = plan.in_slices(slices)
+        plan.prepare()
+
+    def rotation(self, rotary: Any, dtype: torch.dtype) -> torch.Tensor:
+        """The table of rope for this rank's rows, see ``rope``. All layers have an equal ``rotary``."""
+        if self._rotation is None:
+            assert self._positions is not None, "the model calls prepare"
+            assert self.max_seqlen_q is not None, "packed_segments sets it"
+            self._rotation = rotation(rotary, self._positions, self.max_seqlen_q, dtype)
+        return self._rotation
 
     @functools.cached_property
     def plan(self) -> AttentionPlan:  # once per micro-batch, for all layers
         assert self.cu_seqlens_q is not None, "packed_segments sets it"
-        return plan_attention(self.cu_seqlens_q, self.cp_rank, self.cp_size)
+        borders = self.cu_seqlens_q if self.borders is None else self.borders
+        return plan_attention(borders, self.cp_rank, self.cp_size, device=self.cu_seqlens_q.device)
+
+
+def _slices(config: Any) -> int:
+    return mpu.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
 
 
 def packed_segments(
@@ -98,6 +135,7 @@ def segments_of(micro_batch: MicroBatch, *, prediction_vocab: int | None = None)
         cp_size=sharding.cp_size,
         cp_group=sharding.cp_group,
     )
+    segments.borders, segments.is_padding = packed.borders, packed.is_padding
     segments.media = micro_batch.media
     if prediction_vocab is not None:
         segments.prediction_mask, segments.vocab_size = micro_batch.trained, prediction_vocab
@@ -137,32 +175,91 @@ class PackedAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSegments | None = None,
     ) -> torch.Tensor:
-        """query ``[t, heads, d]``, key and value ``[t, groups, d]`` -> ``[t, heads * d]``."""
+        """query ``[t, heads, d]``, key ``[t, groups, d]``, value ``[t, groups, v]`` -> ``[t, heads * v]``.
+
+        Keys and values of latent attention are those of all context-parallel ranks, see ``latent_plan``.
+        """
         if packed_seq_params is None:
             raise ValueError("the model is only called with packed sequences")
-        dropout = self._dropout if self.training else 0.0
+        segments, plan = packed_seq_params, packed_seq_params.latent_plan
+        has_all_keys = segments.cp_size == 1 or plan is not None
         out = packed_attention(
             query,
             key,
             value,
-            packed_seq_params.plan,
+            plan or segments.plan,
             scale=self._scale,
-            dropout=dropout,
-            cp_group=packed_seq_params.cp_group if packed_seq_params.cp_size > 1 else None,
+            dropout=self._dropout if self.training else 0.0,
+            cp_group=None if has_all_keys else segments.cp_group,
         )
         return out.reshape(out.size(0), -1)
 
 
-class LatentAttention(PackedAttention):
-    """Core attention for values narrower than queries and keys: pads values with zero columns."""
+class LatentSelfAttention(MLASelfAttention):
+    """Megatron's latent attention (DeepSeek-V2, arXiv 2405.04434) for packed rows.
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
-        self._value_width: int = config.v_head_dim
+    Context-parallel ranks exchange the latents, which are narrow, instead of the keys and values of all heads: every
+    rank projects the latents of the whole sequence up. With sequence parallelism each tensor rank exchanges a slice.
+    """
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """query and key ``[t, heads, d]``, value ``[t, heads, d_v]`` with d_v <= d -> ``[t, heads * d_v]``."""
-        # Zero columns of the values only add zero columns to the output, which are cut off below.
-        padded = F.pad(value, (0, query.size(-1) - value.size(-1)))
-        out = super().forward(query, key, padded, *args, **kwargs)
-        return out.view(out.size(0), -1, query.size(-1))[..., : self._value_width].flatten(1)
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: Any = None,
+        position_ids: Any = None,
+        packed_seq_params: PackedSegments | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        """``hidden_states`` ``[t, 1, h]``, with sequence parallelism a tensor rank's slice of the rows.
+
+        Returns:
+            query ``[t, heads, d]``, key ``[T, heads, d]``, value ``[T, heads, v]``, and the slices of the compressed
+            query and latents after their norms. T counts the rows of all context-parallel ranks.
+        """
+        assert packed_seq_params is not None, "the model is only called with packed sequences"
+        segments, config = packed_seq_params, self.config
+        table = segments.rotation(self.rotary_pos_emb, hidden_states.dtype)
+        compressed = hidden_states.squeeze(1)
+        if config.q_lora_rank is not None:
+            compressed = self.q_layernorm(self.linear_q_down_proj(hidden_states)[0].squeeze(1))
+        both = self.linear_kv_down_proj(hidden_states)[0].squeeze(1)
+        latent, rope_key = both.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
+        latent = self.kv_layernorm(latent)
+        rope_key = rotate(rope_key.unsqueeze(1), self._slice(table), is_latent=True).squeeze(1)
+        if segments.latent_plan is not None:
+            latent, rope_key = gather_rows([latent, rope_key], segments.cp_group)
+        if self._num_slices > 1:
+            rope_key = gather_from_sequence_parallel_region(rope_key, group=self.tp_group)
+        inputs = (compressed, latent, rope_key, table)
+        if self.recompute_up_proj:
+            self.qkv_up_checkpoint = CheckpointWithoutOutput(fp8=config.fp8)
+            query, key, value = self.qkv_up_checkpoint.checkpoint(self._up_projections, *inputs)
+        else:
+            query, key, value = self._up_projections(*inputs)
+        return query, key, value, compressed, latent
+
+    @property
+    def _num_slices(self) -> int:
+        return _slices(self.config)
+
+    def _slice(self, table: torch.Tensor) -> torch.Tensor:
+        """The rows of ``table`` ``[2, t, d]`` that this tensor rank has before rows are gathered."""
+        return table.chunk(self._num_slices, dim=1)[mpu.get_tensor_model_parallel_rank() if self._num_slices > 1 else 0]
+
+    def _up_projections(
+        self, compressed: torch.Tensor, latent: torch.Tensor, rope_key: torch.Tensor, table: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        config = self.config
+        up = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
+        heads = self.num_attention_heads_per_partition
+        plain, turned = (
+            up(compressed)[0].unflatten(-1, (heads, -1)).split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
+        )
+        query = torch.cat([plain, rotate(turned, table, is_latent=True)], dim=-1)
+        key, value = (
+            self.linear_kv_up_proj(latent)[0]
+            .unflatten(-1, (heads, -1))
+            .split([config.qk_head_dim, config.v_head_dim], dim=-1)
+        )
+        key = torch.cat([key, rope_key.unsqueeze(1).expand(-1, heads, -1)], dim=-1)
+        return query, key, value.contiguous()

@@ -37,6 +37,25 @@ class PackedGPTModel(GPTModel):
         if self.post_process and self.output_layer.sequence_parallel:
             self.output_layer.sequence_parallel = False
             self.output_layer.allreduce_dgrad = True
+        # ``_preprocess`` replaces Megatron's angles, which keep a table of every length that they have seen.
+        self.position_embedding_type = "none"
+        for layer in self.mtp.layers if self.mtp_process else ():
+            layer.transformer_layer.register_forward_pre_hook(_mask_padding, with_kwargs=True)
+
+    def _preprocess(self, *args: Any, packed_seq_params: Any, position_ids: torch.Tensor, **kwargs: Any) -> Any:
+        segments = packed_seq_params
+        segments.prepare(position_ids, self.config)
+        decoder_input, rotary, cosines, sines, offset, _, *rest = super()._preprocess(
+            *args, packed_seq_params=segments, position_ids=position_ids, **kwargs
+        )
+        if not self.config.multi_latent_attention:
+            rotary = self.rope_table(segments)
+        return decoder_input, rotary, cosines, sines, offset, segments.is_padding, *rest
+
+    def rope_table(self, segments: Any) -> torch.Tensor:
+        """The table of ``model.rope`` for this rank's rows."""
+        table: torch.Tensor = segments.rotation(self.rotary_pos_emb, self.config.params_dtype)
+        return table
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not self.post_process:
@@ -55,6 +74,11 @@ class PackedGPTModel(GPTModel):
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits, _ = self.output_layer(hidden_states, weight=tied)
         return logits.transpose(0, 1).contiguous()
+
+
+def _mask_padding(layer: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Megatron's prediction layers do not pass the mask on to their routers."""
+    return args, kwargs | {"padding_mask": kwargs["packed_seq_params"].is_padding}
 
 
 def unwrap(model: Any) -> GPTModel:

@@ -245,7 +245,7 @@ def engine_choices(batch: TrainBatch, shape: ModelShape) -> Iterator[torch.Tenso
         for micro_batch in batch.micro_batches(step):
             yield lay_out(
                 batch.select(COLUMN, micro_batch.indices),
-                micro_batch.packed.cu_seqlens.cpu(),
+                torch.tensor(micro_batch.packed.borders),
                 batch.sharding,
                 num_experts=moe.num_experts,
                 # A rule demands sequence parallelism of a model with experts: each tensor rank routes its slice.

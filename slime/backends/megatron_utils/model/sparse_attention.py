@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from slime.backends.megatron_utils.model.attention import LatentAttention, PackedSegments
-from slime.backends.training.attention import AttentionPlan, Piece, gather_keys
+from slime.backends.megatron_utils.model.attention import LatentSelfAttention, PackedAttention, PackedSegments
+from slime.backends.megatron_utils.model.rope import rotate
+from slime.backends.training.attention import AttentionPlan, Piece
 from slime.models.shape import SparseShape
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
@@ -59,7 +59,7 @@ def make_sparse(block: Any, sparse: SparseShape, first_layer: int) -> None:
         attention.submodules.core_attention = ModuleSpec(SparseAttention, params={"sparse": sparse})
 
 
-class SparseSelfAttention(MLASelfAttention):
+class SparseSelfAttention(LatentSelfAttention):
     """Megatron's latent attention with an indexer, in the layers that have one."""
 
     def __init__(self, config: Any, submodules: Any, layer_number: int, *, sparse: SparseShape, **kwargs: Any) -> None:
@@ -93,7 +93,6 @@ class Indexer(torch.nn.Module):
     def __init__(self, config: Any, sparse: SparseShape) -> None:
         super().__init__()
         self._sparse = sparse
-        self._rope_width: int = config.qk_pos_emb_head_dim
         self._is_sequence_parallel: bool = config.sequence_parallel
         device = None if config.use_cpu_initialization else accelerator.current().device()
         like: dict[str, Any] = {"dtype": config.params_dtype, "device": device}
@@ -129,31 +128,13 @@ class Indexer(torch.nn.Module):
                 gather_from_sequence_parallel_region(rows, group=tp_group) for rows in (query, key, weight)
             )
         plan = segments.plan
-        angles, amplitude = _angles(rotary, segments)
-        query = self._rope(query.unflatten(-1, (self._sparse.num_heads, -1)), angles, amplitude)
-        key = self._rope(key.unsqueeze(1), angles, amplitude).squeeze(1)
+        # Queries and keys come out in the same order of columns, whichever it is: only their products are used.
+        table, is_latent = segments.rotation(rotary, query.dtype), self._sparse.is_rope_interleaved
+        query = rotate(query.unflatten(-1, (self._sparse.num_heads, -1)), table, is_latent=is_latent)
+        key = rotate(key.unsqueeze(1), table, is_latent=is_latent).squeeze(1)
         if segments.cp_size > 1:
             key = _gather(key, plan, segments.cp_group)
         return choose_keys(query, key, weight, plan.pieces, self._sparse.topk, tp_group)
-
-    def _rope(self, x: torch.Tensor, angles: torch.Tensor, amplitude: float) -> torch.Tensor:
-        """Turn the first columns of ``[t, heads, head_dim]`` in pairs: neighbors, or one of either half."""
-        turned, kept = x.split([self._rope_width, x.size(-1) - self._rope_width], dim=-1)
-        is_interleaved = self._sparse.is_rope_interleaved
-        a, b = (turned[..., 0::2], turned[..., 1::2]) if is_interleaved else turned.chunk(2, dim=-1)
-        cos, sin = ((part(angles) * amplitude).to(x.dtype) for part in (torch.cos, torch.sin))
-        # queries and keys come out in the same order of columns, whichever it is: only their products are used
-        return torch.cat([a * cos - b * sin, b * cos + a * sin, kept], dim=-1)
-
-
-def _angles(rotary: Any, segments: PackedSegments) -> tuple[torch.Tensor, float]:
-    """Of every row of this rank, fp32 ``[t, 1, rope width / 2]``, and YaRN's factor on cosine and sine."""
-    found = rotary(segments.max_seqlen_q, packed_seq=True)
-    table, amplitude = found if isinstance(found, tuple) else (found, 1.0)
-    pieces = segments.plan.pieces
-    positions = torch.cat([torch.arange(one.k_length - one.q_length, one.k_length) for one in pieces])
-    rows = table[positions.to(table.device), 0]  # both halves of a row are the same
-    return rows[..., : rows.size(-1) // 2], amplitude
 
 
 def _gather(key: torch.Tensor, plan: AttentionPlan, group: Any) -> torch.Tensor:
@@ -210,7 +191,7 @@ def _seen(block: Piece, device: torch.device) -> torch.Tensor:
     return torch.arange(block.k_length, device=device) <= positions.unsqueeze(-1)
 
 
-class SparseAttention(LatentAttention):
+class SparseAttention(PackedAttention):
     """Core attention over the keys that the indexer of this layer, or of one before it, has chosen."""
 
     def __init__(self, config: Any, layer_number: int, *args: Any, sparse: SparseShape, **kwargs: Any) -> None:
@@ -233,9 +214,9 @@ class SparseAttention(LatentAttention):
         chosen = segments.chosen_keys[self._chooser]
         if chosen is None:
             return super().forward(query, key, value, attention_mask, packed_seq_params=segments, **kwargs)
-        plan = segments.plan
-        if segments.cp_size > 1:
-            key, value = (rows[plan.gathered_row] for rows in gather_keys(key, value, segments.cp_group))
+        plan = segments.latent_plan or segments.plan
+        if plan.gathered_row is not None:
+            key, value = key[plan.gathered_row], value[plan.gathered_row]
         dropout = self._dropout if self.training else 0.0
         out = attend_to_chosen(query, key, value, plan.pieces, chosen, scale=self._scale, dropout=dropout)
         return out.flatten(1)

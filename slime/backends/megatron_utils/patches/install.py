@@ -32,6 +32,8 @@ def install() -> None:
         _import_megatron()
     repair_reduce()
     repair_missing_transformer_engine()
+    repair_packed_rope()
+    repair_padding_in_expert_bias()
     if accelerator.current().is_cpu:
         repair_expert_dispatch_on_cpu()
         repair_overlapped_sends_on_cpu()
@@ -201,6 +203,53 @@ def repair_missing_transformer_engine() -> None:
 
     moe_utils.te_general_gemm = None
     multi_latent_attention.HAVE_TE = False
+
+
+def repair_packed_rope() -> None:
+    """Rope on packed sequences copies their lengths to the host in every layer, for queries and for keys.
+
+    Why: ``_apply_rotary_pos_emb_thd`` cuts the rows into sequences to give each its angles. Every copy waits for the
+    device, and a recomputed layer copies again. A table of ``model.rope`` already has the rows' order.
+    Upstream: core_v0.16.1, without TransformerEngine's fused kernel. Delete when it takes positions.
+    """
+    from megatron.core.models.common.embeddings import rope_utils
+
+    from slime.backends.megatron_utils.model.rope import rotate
+
+    stock = rope_utils._apply_rotary_pos_emb_thd
+
+    def apply(
+        t: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        freqs: torch.Tensor,
+        rotary_interleaved: bool = False,
+        multi_latent_attention: bool = False,
+        *args: Any,
+        **kw: Any,
+    ) -> torch.Tensor:
+        if freqs.dim() == 3:  # Megatron's angles have four dimensions
+            return rotate(t, freqs, is_interleaved=rotary_interleaved, is_latent=multi_latent_attention)
+        roped: torch.Tensor = stock(t, cu_seqlens, freqs, rotary_interleaved, multi_latent_attention, *args, **kw)
+        return roped
+
+    rope_utils._apply_rotary_pos_emb_thd = apply
+
+
+def repair_padding_in_expert_bias() -> None:
+    """A router with an expert bias fails on a padding mask (RuntimeError of shapes), or counts the wrong experts.
+
+    Why: ``_apply_expert_bias`` combines the choices ``[tokens, experts]`` with a mask ``[tokens]`` that lacks a
+    dimension.
+    Upstream: core_v0.16.1. Delete when the mask is unsqueezed there.
+    """
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    stock = TopKRouter._apply_expert_bias
+
+    def apply(self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        stock(self, routing_map if padding_mask is None else routing_map & ~padding_mask.unsqueeze(-1))
+
+    TopKRouter._apply_expert_bias = apply
 
 
 def repair_expert_dispatch_on_cpu() -> None:
