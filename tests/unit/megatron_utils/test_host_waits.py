@@ -79,6 +79,7 @@ _SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["mla_u
 
 
 _DENSE = {"first_k_dense_replace": 3}
+_BALANCED = {"moe_router_load_balancing_type": ["aux_loss"], "moe_aux_loss_coeff": [0.1]}
 
 
 @pytest.mark.parametrize(
@@ -90,6 +91,9 @@ _DENSE = {"first_k_dense_replace": 3}
         # latent attention with YaRN
         *(("deepseek_v3", _DENSE, recompute) for recompute in ({}, _RECOMPUTE, _SELECTIVE)),
         ("moonlight", _DENSE, {}),
+        # experts whose products need no padding
+        *(("qwen3_moe", {}, recompute) for recompute in ({}, _RECOMPUTE)),
+        ("deepseek_v3", {}, _RECOMPUTE),
     ],
 )
 def test_no_layer_waits_for_the_device(kind: str, changes: Any, recompute: dict[str, Any], tmp_path: Path) -> None:
@@ -98,7 +102,7 @@ def test_no_layer_waits_for_the_device(kind: str, changes: Any, recompute: dict[
     from tests.unit.megatron_utils.family_models import build_family_model, shape_of
 
     make_family_checkpoint(kind, tmp_path / "hf", **changes)
-    model = build_family_model(tmp_path / "hf", **recompute)
+    model = build_family_model(tmp_path / "hf", **_BALANCED, **recompute)
     load_weights(model, shape_of(tmp_path / "hf"), str(tmp_path / "hf"), "--hf-checkpoint")
     ran = _watch_layers(model.train())
     borders = torch.tensor([0, *_LENGTHS]).cumsum(0).int()
