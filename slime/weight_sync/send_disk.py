@@ -14,8 +14,8 @@ With ``--update-weight-mode delta`` most versions hold only the difference from 
     version n   full again, when the deltas together are as large as a full version, or too many
 
 The copy of each host is updated version by version (``local_checkpoint``). A new host starts with the newest full
-version. The source rank keeps the bytes of the last version in host memory to compare with. After an error in a delta,
-or if a host cannot apply it, the next version is a full one.
+version. The source rank keeps the bytes of the last version in host memory to compare with: as much as the checkpoint
+of the engines has on disk. After an error in a delta, or if a host cannot apply it, the next version is a full one.
 """
 
 from __future__ import annotations
@@ -127,10 +127,29 @@ class DiskUpdater:
         self._lineage = self._ranks.from_source(uuid.uuid4().hex)
         folder = self._on_source(lambda: self._store.begin(version))
         trainer.save_hf(str(folder))
-        return self._on_source(lambda: self._commit_full(folder, version))
+        checksums = self._checksums_of(folder)
+        return self._on_source(lambda: self._commit_full(folder, version, checksums))
 
-    def _commit_full(self, folder: Path, version: int) -> int:
-        checksums = checksums_of(folder, checksum_function(self._settings.checksum))
+    def _checksums_of(self, folder: Path) -> dict[str, str]:
+        """The checksums of all tensors. Each rank that sees the files reads some: in part those that it wrote."""
+        listed = self._on_source(lambda: _sizes(folder))
+        found: dict[str, str] = {}
+        problem: Exception | None = None
+        readers = [rank for rank, sees in enumerate(self._ranks.gather(_sizes(folder) == listed)) if sees]
+        if self._ranks.rank in readers:
+            share = sorted(listed)[readers.index(self._ranks.rank) :: len(readers)]
+            try:
+                found = checksums_of(folder, checksum_function(self._settings.checksum), share)
+            except Exception as error:  # the other ranks wait in gather()
+                problem = error
+        parts = self._ranks.gather((found, None if problem is None else message_of(problem)))
+        if problem is not None:
+            raise problem
+        if problems := [text for _, text in parts if text]:
+            raise EngineError(problems[0])
+        return {name: checksum for part, _ in parts for name, checksum in part.items()}
+
+    def _commit_full(self, folder: Path, version: int, checksums: dict[str, str]) -> int:
         content = content_hash(checksums)
         manifest = Manifest(version, self._lineage, self._settings.checksum, checksums, content=content)
         final = self._store.commit(folder, manifest)
@@ -192,6 +211,11 @@ class DiskUpdater:
         if answer[1] is not None:
             raise EngineError(answer[1])
         return answer[0]  # type: ignore[no-any-return]
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """The safetensors files of ``folder``. Empty if this host does not see it."""
+    return {file.name: file.stat().st_size for file in folder.glob("*.safetensors")}
 
 
 # Most deltas on one full version. A new host has to apply all of them.

@@ -108,7 +108,7 @@ class TrainerRanks:
 
     def agree(self, problem: str | None) -> list[str]:
         """The problems of all ranks, in rank order. Empty if every rank passed None."""
-        return [found for found in self._gather_all(problem) if found is not None]
+        return [found for found in self.gather(problem) if found is not None]
 
     def from_source(self, value: Any) -> Any:
         """Broadcast the source's ``value``."""
@@ -116,10 +116,11 @@ class TrainerRanks:
 
     def least(self, value: int) -> int:
         """The smallest ``value`` of all ranks."""
-        values: list[int] = self._gather_all(value)
+        values: list[int] = self.gather(value)
         return min(values)
 
-    def _gather_all(self, value: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in rank order."""
         import torch.distributed as dist
 
         group = self._everyone()

@@ -12,7 +12,7 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -114,9 +114,10 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None)
 
 
-def checksums_of(directory: Path, checksum: Checksum) -> dict[str, str]:
-    """Tensor name -> checksum of its bytes, for every tensor in ``directory``."""
-    with open_bytes(spans_of(directory)) as arrays, threads() as pool:
+def checksums_of(directory: Path, checksum: Checksum, files: Container[str] | None = None) -> dict[str, str]:
+    """Tensor name -> checksum of its bytes, for every tensor in ``directory``, or in ``files`` there."""
+    spans = {name: span for name, span in spans_of(directory).items() if files is None or span.file.name in files}
+    with open_bytes(spans) as arrays, threads() as pool:
         return dict(zip(arrays, pool.map(checksum, arrays.values()), strict=True))
 
 

@@ -275,6 +275,44 @@ def export(
     return "", names
 
 
+def publish(
+    rank: int, world_size: int, hf: str, root: str, unreadable_on: int | None = None, is_blind: int | None = None
+) -> dict[str, Any]:
+    """Publish the weights as a version of a weight sync through files.
+
+    Returns:
+        The error, the files of which this rank took the checksums, and the manifest's checksums on rank 0.
+    """
+    from slime.backends.training import hf_files
+    from slime.utils.errors import EngineError
+    from slime.weight_sync import send_disk
+    from slime.weight_sync.session import TrainerRanks
+
+    hf_files._MAX_FILE_BYTES = 4096
+    trainer = MegatronTrainer(make_args(hf), rank=rank, world_size=world_size, with_ref=False)
+    trainer.setup()
+    stock, files = send_disk.checksums_of, []
+
+    def take(folder: Path, checksum: Any, share: list[str]) -> dict[str, str]:
+        if rank == unreadable_on:
+            raise EngineError("the disk cannot be read")
+        files.extend(share)
+        return stock(folder, checksum, share)
+
+    send_disk.checksums_of = take
+    if rank == is_blind:
+        send_disk._sizes = lambda _: {}
+    ranks = TrainerRanks(rank, world_size, timeout_s=60)
+    updater = send_disk.DiskUpdater(ranks, send_disk.DiskSettings(Path(root)))
+    error = ""
+    try:
+        updater._publish_full(1, trainer)
+    except EngineError as caught:
+        error = str(caught)
+    written = Path(root) / "weight_v000001" / "slime_weights.json"
+    return {"error": error, "files": files, "manifest": written.read_text() if written.exists() else ""}
+
+
 def _fill_disk(full_for: str) -> None:
     from slime.backends.training import checkpoint_files, pieces
 

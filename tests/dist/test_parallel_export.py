@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from slime.backends.training.checksums import find_damage
 from slime.backends.training.export_files import export_checksums
+from slime.weight_sync.tensor_files import checksum_function, checksums_of
 from tests.dist.ranks import ForkServer
 from tests.unit.megatron_utils.tiny_trainer import make_hf_model
 
@@ -62,3 +64,24 @@ def test_a_rank_that_cannot_write_is_an_error_on_all_and_leaves_nothing(
     for error, _ in ranks.run(_CASE, 2, hf=str(hf), args={}, path=str(path), num_writers=8, full_disk_on=rank):
         assert error == f"--save-hf {path}: rank {rank}: OSError: [Errno 28] No space left on device"
     assert list(tmp_path.iterdir()) == []
+
+
+_PUBLISH = "tests.dist.checkpoint_cases:publish"
+
+
+@pytest.mark.parametrize("is_blind", [None, 1])
+def test_the_ranks_that_see_a_version_of_a_weight_sync_divide_its_checksums(
+    is_blind: int | None, ranks: ForkServer, hf: Path, tmp_path: Path
+) -> None:
+    results = ranks.run(_PUBLISH, 3, hf=str(hf), root=str(tmp_path / "shared"), is_blind=is_blind)
+    folder = tmp_path / "shared" / "weight_v000001"
+    shares = [result["files"] for result in results]
+    assert sorted(name for share in shares for name in share) == sorted(p.name for p in folder.glob("*.safetensors"))
+    assert [bool(share) for share in shares] == [True, is_blind is None, True]
+    manifest = json.loads(results[0]["manifest"])
+    assert manifest["tensors"] == checksums_of(folder, checksum_function(manifest["checksum"]))
+
+
+def test_a_version_that_one_rank_cannot_read_is_an_error_on_all(ranks: ForkServer, hf: Path, tmp_path: Path) -> None:
+    results = ranks.run(_PUBLISH, 2, hf=str(hf), root=str(tmp_path / "shared"), unreadable_on=1)
+    assert [(result["error"], result["manifest"]) for result in results] == [("the disk cannot be read", "")] * 2
