@@ -149,6 +149,8 @@ def measure(rank: int, world_size: int, hf: str, args: dict[str, Any], how: str,
     trainer.setup()
     dp_rank, dp_size = trainer.data_parallel
     trainer.train(0, split_batch(make_batch(8, seed=0), dp_rank, dp_size, size=2))
+    # as on a device, where ranks exchange lists in a gloo group beside the data-parallel group
+    shard_files.dist.get_backend = lambda group=None: "nccl"
     trainer.save(0)  # makes the process groups
     trainer.finish_saves()
     if how == "gathered":

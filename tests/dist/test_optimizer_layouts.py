@@ -52,6 +52,7 @@ _SCHEDULE = {"lr": 1e-3, "lr_decay_style": "cosine", "lr_warmup_iters": 1, "weig
 _TWO_INSTANCES = (4, {"num_distributed_optimizer_instances": 2})
 _MUON = {"optimizer": "muon"}
 _DIST_MUON = {"optimizer": "dist_muon", "fp32": False}
+_HOST = {"optimizer_cpu_offload": True}
 _ROUNDING = 2.1e-3  # of weights in bf16: a step without the saved momentum is 3.9e-3 away
 
 
@@ -60,6 +61,8 @@ _ROUNDING = 2.1e-3  # of weights in bf16: a step without the saved momentum is 3
     [
         (_TWO_INSTANCES, (1, {}), 2e-6),
         ((2, {}), _TWO_INSTANCES, 2e-6),
+        ((2, _HOST), (1, {}), 2e-6),
+        ((1, {}), (2, _HOST | {"tensor_model_parallel_size": 2, "sequence_parallel": True}), 2e-6),
         ((2, _MUON), (1, _MUON), 1e-5),
         ((2, _DIST_MUON), (2, _DIST_MUON), 0.0),
         ((2, _DIST_MUON), (1, _DIST_MUON), _ROUNDING),
