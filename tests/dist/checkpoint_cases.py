@@ -244,12 +244,14 @@ def export(
     num_writers: int,
     full_disk_on: int | None = None,
     is_blind: int | None = None,
+    sees_no: str = "_has_token",
 ) -> tuple[str, list[str]]:
     """Write a Hugging Face directory in many small files.
 
     Args:
         full_disk_on: the rank whose second file does not fit.
         is_blind: a rank that sees another directory than rank 0.
+        sees_no: the function of ``hf_files`` that finds nothing there.
 
     Returns:
         The error, and the names of the files that this rank wrote.
@@ -269,7 +271,7 @@ def export(
     hf_shards.save_file = save
     hf_files._MAX_WRITERS, hf_files._MAX_FILE_BYTES = num_writers, 4096
     if rank == is_blind:
-        hf_files._has_token = lambda *_: False
+        setattr(hf_files, sees_no, lambda *_: "")
     try:
         trainer.save_hf(path)
     except SlimeError as error:

@@ -49,9 +49,12 @@ def test_the_files_do_not_depend_on_the_ranks_that_write_them(ranks: ForkServer,
     assert all(torch.equal(loaded[name], value) for name, value in original.items())
 
 
-def test_a_rank_that_does_not_see_the_directory_writes_nothing(ranks: ForkServer, hf: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sees_no", ["_has_token", "_names_hash"])
+def test_a_rank_that_does_not_see_the_directories_writes_nothing(
+    sees_no: str, ranks: ForkServer, hf: Path, tmp_path: Path
+) -> None:
     for is_blind, path in ((None, tmp_path / "two"), (1, tmp_path / "one")):
-        results = ranks.run(_CASE, 2, hf=str(hf), args={}, path=str(path), num_writers=8, is_blind=is_blind)
+        results = ranks.run(_CASE, 2, hf=str(hf), args={}, path=str(path), num_writers=8, is_blind=is_blind, sees_no=sees_no)
         assert [bool(names) for _, names in results] == [True, is_blind is None]
     assert _content(tmp_path / "one") == _content(tmp_path / "two")
 

@@ -6,6 +6,7 @@ Used by the backends' conversions from and to Hugging Face names, and by the con
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import logging
 import math
@@ -24,7 +25,7 @@ from safetensors import safe_open
 from slime.backends.protocols import NamedTensor
 from slime.backends.training.checkpoint_files import make_empty
 from slime.backends.training.export_files import MARKER, foreign_content, refusal, write_marker
-from slime.backends.training.hf_shards import INDEX, Content, name_shards, write_shards
+from slime.backends.training.hf_shards import INDEX, Content, name_shards, spread, write_shards
 from slime.utils.distributed_utils import do_on_first_rank, files_group
 from slime.utils.errors import ConfigError, SlimeError
 
@@ -250,8 +251,8 @@ def save_hf_directory(
 ) -> None:
     """Write a Hugging Face checkpoint at ``path``. A collective: all ranks get the same ``weights`` and exhaust them.
 
-    Up to ``_MAX_WRITERS`` ranks write files, each every so many of them. Ranks that do not see the directory of rank 0
-    (on a disk of another host) write none. A writer holds two files in host memory.
+    Up to ``_MAX_WRITERS`` ranks write files, each every so many of them. Ranks that do not see the directories of rank
+    0 (on a disk of another host) write none. A writer holds two files in host memory.
 
     Args:
         hf_checkpoint: where configuration and tokenizer are copied from.
@@ -274,9 +275,9 @@ def save_hf_directory(
         _end(hf_checkpoint, path, name_shards(partial, files, checksums), quantization)
 
     _fail_together(path, do_on_first_rank(begin))
-    sees: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(sees, _has_token(partial, token[0]), group=files_group())
-    writers = _spread([number for number, one in enumerate(sees) if one], _MAX_WRITERS)
+    sees: list[tuple[bool, str]] = [(False, "")] * dist.get_world_size()
+    dist.all_gather_object(sees, (_has_token(partial, token[0]), _names_hash(hf_checkpoint)), group=files_group())
+    writers = spread([number for number, one in enumerate(sees) if one == sees[0]], _MAX_WRITERS)
     files: list[dict[str, int]] = []
     mine: tuple[str | None, dict[int, str]]
     try:
@@ -311,10 +312,13 @@ def _has_token(directory: Path, token: str) -> bool:
         return False
 
 
-def _spread(ranks: list[int], most: int) -> list[int]:
-    """At most ``most`` of ``ranks``, at equal distances, so that they are on different hosts."""
-    count = min(len(ranks), most)
-    return [ranks[index * len(ranks) // count] for index in range(count)]
+def _names_hash(source: str) -> str:
+    """A hash of the names of all tensors in ``source``. Empty if there are none, or their list is damaged."""
+    try:
+        names = TensorReader(source, "--hf-checkpoint").names
+    except ConfigError:
+        return ""
+    return hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest()
 
 
 def write_hf_directory(

@@ -121,3 +121,9 @@ def name_shards(directory: Path, files: list[dict[str, int]], checksums: Mapping
     content = {"metadata": {"total_size": sum(sum(sizes.values()) for sizes in files)}, "weight_map": weight_map}
     (directory / INDEX).write_text(json.dumps(content, indent=2, sort_keys=True), encoding="utf-8")
     return of_finals | checksums_of([directory / INDEX])
+
+
+def spread(ranks: list[int], most: int) -> list[int]:
+    """At most ``most`` of ``ranks``, at equal distances, so that they are on different hosts."""
+    count = min(len(ranks), most)
+    return [ranks[index * len(ranks) // count] for index in range(count)]
