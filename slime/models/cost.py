@@ -202,14 +202,12 @@ def layer_activations(
     sp = tp if has_sequence_parallel else 1
     whole = 4 * shape.hidden_size  # inputs of the two norms and of the two blocks
     if shape.delta_net and shape.is_delta_net(layer):
-        inner, rotary = _delta_activations(shape.delta_net), 0
+        inner = _delta_activations(shape.delta_net)
     elif shape.mla:
         inner, compressed = _latent_activations(shape.num_attention_heads, shape.mla)
-        rotary = 4 * shape.mla.qk_pos_emb_head_dim
         whole += compressed  # the down-projections are not divided among tensor-parallel ranks
     else:
         query, key = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
-        rotary = 4 * shape.head_dim  # sines and cosines, for queries and for keys
         inner = 2 * query + 2 * key  # q, k, v and the output, which is also the input of the projection
         inner += query + 2 * key if shape.has_qk_norm else 0  # the projection's output, which the norms read
     if shape.has_post_norms:
@@ -223,7 +221,7 @@ def layer_activations(
         extra += moe.num_experts * 4 / width / sp  # fp32 scores of the router
     else:
         inner += _MLP_NUMBERS * shape.ffn_hidden_size
-    return width * (whole / sp + inner / tp + extra + rotary)
+    return width * (whole / sp + inner / tp + extra)
 
 
 _MLP_NUMBERS = 5  # per column: gate, up, SiLU of the gate, up with its offset, their product
@@ -238,8 +236,9 @@ def _delta_activations(delta: DeltaNetShape) -> int:
 def _latent_activations(heads: int, mla: MlaShape) -> tuple[int, int]:
     """(numbers that tensor-parallel ranks share, numbers that every rank holds)."""
     head = mla.qk_head_dim + mla.qk_pos_emb_head_dim
-    inner = heads * (3 * head + mla.qk_head_dim + 3 * mla.v_head_dim)
-    return inner, 2 * ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_pos_emb_head_dim)
+    # Values and the output are as wide as keys in the kernel. The projection reads the columns that count.
+    inner = heads * (4 * head + mla.v_head_dim)
+    return inner, 2 * ((mla.q_lora_rank or 0) + mla.kv_lora_rank) + mla.qk_pos_emb_head_dim
 
 
 def gathered_keys(shape: ModelShape, layer: int, *, cp: int, tp: int = 1) -> tuple[float, float]:
