@@ -124,3 +124,13 @@ def test_a_stage_with_nothing_to_train_takes_part_in_the_steps(ranks: ForkServer
     only_first_stage = {"only_train_params_name_list": ["layers.0.*linear_fc1"]}
     one = _train(ranks, hf, 1, **only_first_stage)
     _assert_same(_train(ranks, hf, 2, "pp2", **only_first_stage), one, tolerance=2e-5)
+
+
+_OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 4000}
+
+
+@pytest.mark.parametrize("layout", ["", "pp2"])
+def test_overlapped_communication_changes_no_weight(ranks: ForkServer, hf: Path, layout: str) -> None:
+    world_size = 4 if layout else 2
+    plain = _train(ranks, hf, world_size, f"{layout} distopt")
+    _assert_same(_train(ranks, hf, world_size, f"{layout} distopt", **_OVERLAP), plain, tolerance=0.0)

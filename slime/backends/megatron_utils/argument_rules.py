@@ -20,7 +20,7 @@ from slime.backends.megatron_utils.model_rules import (
     spec,
     vision,
 )
-from slime.backends.megatron_utils.optimizer_rules import instances, optimizer, schedule, weight_decay
+from slime.backends.megatron_utils.optimizer_rules import instances, optimizer, overlap, schedule, weight_decay
 from slime.backends.megatron_utils.precision_rules import deepgemm, fake_quantization, fp8
 from slime.backends.megatron_utils.transformer_config import expert_tensor_parallel_size
 from slime.config import notices
@@ -45,6 +45,7 @@ _SIZES = (
     "keep_last_checkpoints",
     "seq_length",
     "num_distributed_optimizer_instances",
+    "ddp_bucket_size",
     "muon_num_ns_steps",
 )
 
@@ -410,6 +411,7 @@ RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = (
             fp8,
             deepgemm,
             instances,
+            overlap,
             _upcycling,
             _split_queries,
             spec,

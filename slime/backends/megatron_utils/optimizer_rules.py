@@ -54,6 +54,23 @@ def instances(args: Namespace) -> Iterator[str]:
         yield f"{flag} must divide the {expert_copies} copies of an expert."
 
 
+def overlap(args: Namespace) -> Iterator[str]:
+    """Communication of gradients and weights during the passes."""
+    if args.overlap_grad_reduce and vars(args).get("multimodal_keys"):
+        yield (
+            "--overlap-grad-reduce does not work with --multimodal-keys: Megatron waits for a gradient of every "
+            "weight, and a micro-batch without images has none for the vision tower. Drop --overlap-grad-reduce."
+        )
+    if not args.overlap_param_gather:
+        return
+    if not args.overlap_grad_reduce:
+        yield "--overlap-param-gather needs --overlap-grad-reduce."
+    if not args.use_distributed_optimizer:
+        yield "--overlap-param-gather needs --use-distributed-optimizer: without, no weight is gathered."
+    if args.fp8_param_gather:
+        yield "--overlap-param-gather and --fp8-param-gather exclude each other: FP8 weights are gathered after a step."
+
+
 def schedule(args: Namespace) -> Iterator[str]:
     fraction, steps = args.lr_warmup_fraction, args.lr_warmup_iters
     if fraction is not None and steps:

@@ -21,7 +21,12 @@ from megatron.core import tensor_parallel
 
 from slime.algorithms.arguments import ModelCopyArgs
 from slime.backends.megatron_utils.arguments.model import ModelArgs, MuonArgs, PredictionArgs
-from slime.backends.megatron_utils.model.build import build_chunks, freeze_parameters, wrap_data_parallel
+from slime.backends.megatron_utils.model.build import (
+    build_chunks,
+    freeze_parameters,
+    overlap_communication,
+    wrap_data_parallel,
+)
 from slime.backends.megatron_utils.model.gpt import add_value_head
 from slime.backends.megatron_utils.model_rules import padded_vocab_size, user_spec
 from slime.backends.megatron_utils.optimizer.build import build_optimizer, build_scheduler
@@ -86,7 +91,7 @@ def build_train_state(args: Namespace, shape: ModelShape, *, is_critic: bool = F
     if is_critic:
         shape = dataclasses.replace(shape, is_tied=False)  # the embedding has nothing to share
     precision = from_args(PrecisionArgs, args)
-    optimizer_args = from_args(OptimizerArgs, args)
+    optimizer_args, parallel = from_args(OptimizerArgs, args), from_args(ParallelArgs, args)
     state = build_model_state(args, shape)
     config = state.config
     if precision.int4_group_size is not None and not is_critic:  # no engine has the critic
@@ -107,9 +112,10 @@ def build_train_state(args: Namespace, shape: ModelShape, *, is_critic: bool = F
         trains_prediction=trains_prediction,
     )
     wrapped = [
-        wrap_data_parallel(config, chunk, precision, optimizer_args, is_later_chunk=index > 0)
+        wrap_data_parallel(config, chunk, precision, optimizer_args, parallel, is_later_chunk=index > 0)
         for index, chunk in enumerate(state.chunks)
     ]
+    overlap_communication(config, wrapped, parallel)
     optimizer = build_optimizer(
         wrapped,
         optimizer_args,

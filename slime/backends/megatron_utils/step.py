@@ -104,7 +104,7 @@ def train_step(
     )
     metrics = _metrics(state, record, predicted, context)
     describe = partial(record.describe_bad, batch, place.dp_rank)
-    return finish_step(
+    result = finish_step(
         context,
         step,
         record,
@@ -114,6 +114,11 @@ def train_step(
         is_bad=bool(bad_ranks),
         update=partial(_update, state, bad_ranks, num_rollouts, describe),
     )
+    if step + 1 == batch.num_steps:
+        for chunk in state.chunks:
+            if chunk.use_forward_hook:  # --overlap-param-gather: a weight sync may come before the next forward pass
+                chunk.start_param_sync(force_sync=True)
+    return result
 
 
 def _metrics(
@@ -157,9 +162,11 @@ def _update(
 def _finalize(
     wrapped: list[Any], bad_ranks: list[int], model: Any, num_tokens: torch.Tensor | None, **kwargs: Any
 ) -> None:
-    """Megatron's gradient reduction, after every rank has learned whose gradients are not finite."""
-    buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    sums = [buffer.grad_data.sum(dtype=torch.float32) for buffer in buffers]  # none where all weights are frozen
+    """Megatron's gradient reduction. Afterwards every rank knows whose gradients were not finite before it."""
+    finalize_model_grads(model, num_tokens, **kwargs)
+    sums = [one for chunk in wrapped for one in chunk.local_sums]  # none where all weights are frozen
+    for chunk in wrapped:
+        chunk.local_sums.clear()
     device = accelerator.current().device()
     # One entry per data-parallel rank: all ranks that share its model write into it.
     is_bad = torch.zeros(mpu.get_data_parallel_world_size(), dtype=torch.int32, device=device)
@@ -167,7 +174,6 @@ def _finalize(
         is_bad[mpu.get_data_parallel_rank()] = (~torch.isfinite(torch.stack(sums))).any()
     dist.all_reduce(is_bad, op=dist.ReduceOp.MAX)
     bad_ranks.extend(is_bad.nonzero().flatten().tolist())
-    finalize_model_grads(model, num_tokens, **kwargs)
 
 
 def _mean_prediction_loss(predicted: list[torch.Tensor]) -> float:

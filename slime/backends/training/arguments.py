@@ -55,6 +55,23 @@ class ParallelArgs:
     distributed_backend: Literal["nccl", "gloo"] | None = flag(
         None, "Backend of the trainer's process groups. Default: nccl on cuda, gloo on cpu."
     )
+    overlap_grad_reduce: bool = flag(
+        False, "Reduce gradients bucket by bucket during the last backward pass of a step instead of after it."
+    )
+    overlap_param_gather: bool = flag(
+        False,
+        "Gather updated weights during the next forward pass; after the last step of a rollout they are gathered at "
+        "once. Needs --overlap-grad-reduce and the sharded optimizer.",
+    )
+    align_grad_reduce: bool = flag(
+        True, "Do not align these reductions over pipeline stages.", off="--no-align-grad-reduce"
+    )
+    align_param_gather: bool = flag(
+        True, "Do not align these gathers over pipeline stages.", off="--no-align-param-gather"
+    )
+    ddp_bucket_size: int | None = flag(
+        None, "Weights per bucket. Default: 40 million, with more than 40 data-parallel ranks a million per rank."
+    )
     distributed_timeout_minutes: float = flag(
         30.0, "Longest wait of a trainer rank for the others in a collective. Waits for files have two hours."
     )

@@ -48,6 +48,13 @@ _OFFLOAD = "--optimizer-cpu-offload --use-precision-aware-optimizer"
         ("--optimizer-offload-fraction 0.5", 1, "0.5 needs --optimizer-cpu-offload"),
         (f"{_OFFLOAD} --optimizer sgd", 1, "needs --optimizer adam and --use-distributed-optimizer"),
         (f"{_OFFLOAD} --fp16", 1, "with --fp16 needs --accumulate-allreduce-grads-in-fp32"),
+        ("--overlap-param-gather", 2, "--overlap-param-gather needs --overlap-grad-reduce"),
+        (
+            "--overlap-param-gather --overlap-grad-reduce --optimizer sgd",
+            2,
+            "--overlap-param-gather needs --use-distributed-optimizer",
+        ),
+        ("--ddp-bucket-size 0", 2, "--ddp-bucket-size 0 must be at least 1"),
         ("--moe-use-upcycling", 1, "run tools/upcycle_hf.py once, give its result as --hf-checkpoint"),
         ("--rampup-batch-size 16 16 1000", 1, "--rampup-batch-size 16 16 1000 has no meaning here"),
         ("--fp8-recipe blockwise", 1, "--fp8-recipe blockwise needs --fp8-format"),

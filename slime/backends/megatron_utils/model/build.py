@@ -9,6 +9,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from slime.backends.megatron_utils.layer_specs import block_spec, mtp_spec, user
 from slime.backends.megatron_utils.model.gpt import PackedGPTModel
 from slime.backends.megatron_utils.precision.quantization import check_recipe, with_fp8_layers
 from slime.backends.megatron_utils.vision_model import VisionGPTModel
-from slime.backends.training.arguments import OptimizerArgs, PrecisionArgs
+from slime.backends.training.arguments import OptimizerArgs, ParallelArgs, PrecisionArgs
 from slime.models.shape import Llama3Rope, ModelShape
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
@@ -175,13 +176,14 @@ def wrap_data_parallel(
     model: torch.nn.Module,
     precision: PrecisionArgs,
     optimizer: OptimizerArgs,
+    parallel: ParallelArgs,
     *,
     is_later_chunk: bool = False,
 ) -> DistributedDataParallel:
     """Gradient buffers, reduced over the data-parallel ranks once per step."""
     # Sums of many 16-bit gradients lose the small ones.
     is_wide = precision.accumulate_allreduce_grads_in_fp32 or config.bf16
-    return DistributedDataParallel(
+    wrapped = DistributedDataParallel(
         config,
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=is_wide,
@@ -189,10 +191,39 @@ def wrap_data_parallel(
             fp8_param_gather=precision.fp8_param_gather,
             num_distributed_optimizer_instances=optimizer.num_distributed_optimizer_instances,
             check_for_nan_in_grad=False,  # ``step`` looks at all ranks before anything is applied
+            overlap_grad_reduce=parallel.overlap_grad_reduce,
+            overlap_param_gather=parallel.overlap_param_gather,
+            align_param_gather=parallel.align_param_gather,
+            bucket_size=parallel.ddp_bucket_size,
         ),
         model,
         disable_bucketing=is_later_chunk,  # as in Megatron-LM
     )
+    wrapped.local_sums = []
+    for group in (*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups):
+        group.start_grad_sync = partial(_sum_and_reduce, wrapped.local_sums, group, group.start_grad_sync)
+    return wrapped
+
+
+def _sum_and_reduce(sums: list[torch.Tensor], group: Any, reduce: Callable[..., None], *args: Any, **kw: Any) -> None:
+    """Keep the sums of the gradients before ``reduce``: later they no longer show which rank's are not finite."""
+    if group.grad_reduce_handle is None:  # else Megatron does nothing
+        sums += [bucket.grad_data.sum(dtype=torch.float32) for bucket in group.buckets]
+    reduce(*args, **kw)
+
+
+def overlap_communication(config: TransformerConfig, wrapped: Sequence[Any], parallel: ParallelArgs) -> None:
+    """Give Megatron's schedules the functions of the chunks that start communication, as Megatron-LM does."""
+
+    def of_chunks(functions: list[Any]) -> Any:
+        return functions if len(functions) > 1 else functions[0]
+
+    if parallel.overlap_grad_reduce:
+        config.no_sync_func = of_chunks([chunk.no_sync for chunk in wrapped])
+        if parallel.align_grad_reduce:
+            config.grad_sync_func = of_chunks([chunk.start_grad_sync for chunk in wrapped])
+    if parallel.overlap_param_gather and parallel.align_param_gather:
+        config.param_sync_func = of_chunks([chunk.start_param_sync for chunk in wrapped])
 
 
 def uses_distributed_optimizer(optimizer: OptimizerArgs) -> bool:

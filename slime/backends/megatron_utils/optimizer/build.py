@@ -41,6 +41,7 @@ def build_optimizer(
             f"--use-distributed-optimizer works with --optimizer adam only: drop it for {args.optimizer}."
         )
     config = _config(args, precision)
+    config.overlap_param_gather = chunks[0].ddp_config.overlap_param_gather
     _choose_torch()
     match args.optimizer:
         case "adam" | "sgd":
