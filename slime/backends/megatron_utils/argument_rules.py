@@ -21,7 +21,7 @@ from slime.backends.megatron_utils.model_rules import (
     vision,
 )
 from slime.backends.megatron_utils.optimizer_rules import instances, optimizer, overlap, schedule, weight_decay
-from slime.backends.megatron_utils.precision_rules import deepgemm, fake_quantization, fp8
+from slime.backends.megatron_utils.precision_rules import deepgemm, fake_quantization, fp8, transformer_engine
 from slime.backends.megatron_utils.transformer_config import expert_tensor_parallel_size
 from slime.config import notices
 from slime.config.groups import flag_of
@@ -96,8 +96,12 @@ def _experts(args: Namespace) -> None:
             notices.info(
                 args, "--moe-router-bias-update-rate", "0, the biases stay as they are (Megatron's default is 0.001)."
             )
-    if "moe_token_dispatcher_type" in args.given and args.moe_token_dispatcher_type != "alltoall":
-        notices.info(args, "--moe-token-dispatcher-type", f"{args.moe_token_dispatcher_type} runs as alltoall.")
+    if args.moe_enable_deepep or args.moe_token_dispatcher_type != "alltoall":
+        flag = "--moe-enable-deepep" if args.moe_enable_deepep else "--moe-token-dispatcher-type"
+        text = (
+            "no effect, tokens reach the experts by all-to-all over NCCL. Expect slower experts if their ranks are on "
+        )
+        notices.warn(args, flag, f"{text}several nodes.")
     args.moe_token_dispatcher_type = "alltoall"
 
 
@@ -409,6 +413,7 @@ RULES: tuple[Callable[[Namespace], Iterable[str]], ...] = (
             _interleaving,
             _recompute,
             fp8,
+            transformer_engine,
             deepgemm,
             instances,
             overlap,

@@ -10,6 +10,7 @@ import importlib.util
 import os
 from argparse import Namespace
 from collections.abc import Iterator
+from importlib import metadata
 
 from slime.models.config_json import load_model_config
 from slime.models.hf_shape import read_shape
@@ -21,6 +22,7 @@ _INT4_GROUP = "OPEN_TRAINING_INT4_GROUP_SIZE"
 _KV = "DSA_KV_FP8_QAT"
 _KV_BLOCK = "DSA_KV_FP8_QAT_BLOCK_SIZE"
 _DEFAULT_SIZE = "128"
+_ENGINE = "transformer-engine"
 
 
 def fp8(args: Namespace) -> Iterator[str]:
@@ -32,12 +34,26 @@ def fp8(args: Namespace) -> Iterator[str]:
                 yield f"--{name.replace('_', '-')}{value} needs --fp8-format."
         return
     flag = f"--fp8-format {args.fp8}"
+    if "transformer_impl" in args.given and args.transformer_impl != "transformer_engine":
+        yield f"{flag} needs --transformer-impl transformer_engine, not {args.transformer_impl}: drop one of them."
     if not args.bf16:
         yield f"{flag} is for weights in bf16: drop --fp16 or --fp32."
     if (args.fp8_recipe == "custom") != (args.fp8_quantizer_factory is not None):
         yield "--fp8-recipe custom and --fp8-quantizer-factory package.module.function need each other."
     if args.fp8_param_gather:
         yield from _fp8_weights(args)
+
+
+def transformer_engine(args: Namespace) -> Iterator[str]:
+    """The implementation of linear layers."""
+    flag = f"--transformer-impl {args.transformer_impl}"
+    if args.transformer_impl == "inference_optimized":
+        yield f"{flag} is for inference, and this trainer does not have it: use local or transformer_engine."
+    if args.transformer_impl == "transformer_engine" and args.fp8 is None:
+        if args.int4_group_size is not None:
+            yield f"{flag} and {_INT4}=1 exclude each other: the products of fake INT4 are those of local layers."
+        if args.megatron_deepgemm_forward_layers:
+            yield f"{flag} and --megatron-deepgemm-forward-layers exclude each other: it multiplies in local layers."
 
 
 def _fp8_weights(args: Namespace) -> Iterator[str]:
@@ -81,11 +97,11 @@ def low_precision_here(args: Namespace) -> Iterator[str]:
     """Requirements of low precision on the machine that trains."""
     is_cpu = accelerator.current().is_cpu
     if args.fp8 is not None:
-        flag = f"--fp8-format {args.fp8}"
-        if is_cpu:
-            yield f"{flag} needs a GPU with TransformerEngine; this machine has none. Leave it out to train in bf16."
-        elif importlib.util.find_spec("transformer_engine") is None:
-            yield f"{flag} needs the package transformer_engine, which is not installed. Leave it out to train in bf16."
+        yield from _transformer_engine_here(f"--fp8-format {args.fp8}", "Leave it out to train in bf16.", is_cpu=is_cpu)
+    elif args.transformer_impl == "transformer_engine":
+        yield from _transformer_engine_here(
+            "--transformer-impl transformer_engine", "Leave it out to use local layers.", is_cpu=is_cpu
+        )
     if args.megatron_deepgemm_forward_layers or args.megatron_deepgemm_moe_forward_layers:
         kind = "forward" if args.megatron_deepgemm_forward_layers else "moe-forward"
         flag = f"--megatron-deepgemm-{kind}-layers"
@@ -93,6 +109,30 @@ def low_precision_here(args: Namespace) -> Iterator[str]:
             yield f"{flag} needs a GPU of compute capability 9.0 or more; this machine has none. Leave it out."
         elif importlib.util.find_spec("deep_gemm") is None:
             yield f"{flag} needs the package deep_gemm, which is not installed: pip install sgl-deep-gemm."
+
+
+def _transformer_engine_here(flag: str, fix: str, *, is_cpu: bool) -> Iterator[str]:
+    """The package in a version that megatron-core names in its metadata."""
+    from packaging.requirements import Requirement
+
+    if is_cpu:
+        yield f"{flag} needs a GPU with TransformerEngine; this machine has none. {fix}"
+        return
+    if importlib.util.find_spec("transformer_engine") is None:
+        yield f"{flag} needs the package transformer_engine, which is not installed. {fix}"
+        return
+    try:
+        found = metadata.version(_ENGINE)
+    except metadata.PackageNotFoundError:  # a build that was not installed as a package
+        found = "0"
+    requirements = [Requirement(line) for line in metadata.requires("megatron-core") or []]
+    for requirement in requirements:
+        if requirement.name == _ENGINE and not requirement.specifier.contains(found, prereleases=True):
+            yield (
+                f"{flag} needs {_ENGINE} {requirement.specifier}, the versions that megatron-core "
+                f"{metadata.version('megatron-core')} supports, and {found} is installed: pip install "
+                f"--no-build-isolation '{_ENGINE}[core_cu13,pytorch]{requirement.specifier}'. {fix}"
+            )
 
 
 def fake_quantization(args: Namespace) -> None:

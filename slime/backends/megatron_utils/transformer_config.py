@@ -147,6 +147,7 @@ def _numerics(args: Namespace) -> dict[str, Any]:
         "variable_seq_lengths": True,
         "deterministic_mode": args.deterministic_mode,
         "calculate_per_token_loss": args.calculate_per_token_loss,
+        "transformer_impl": args.transformer_impl if args.fp8 is None else "transformer_engine",
         "fp8": args.fp8,
         "fp8_recipe": args.fp8_recipe,
         "fp8_quantizer_factory": args.fp8_quantizer_factory,

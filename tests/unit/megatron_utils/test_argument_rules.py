@@ -296,10 +296,19 @@ def test_the_bias_of_the_router_stays_unless_asked_and_that_is_told(tmp_path: Pa
     assert resolved(hf, ["--moe-router-bias-update-rate", "0"]).notices == []
 
 
-def test_a_dispatcher_that_is_not_there_is_replaced_and_that_is_told(tmp_path: Path) -> None:
-    args = resolved(write_config(tmp_path, QWEN3_30B), ["--moe-token-dispatcher-type", "flex"])
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        ("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type"),
+        ("--moe-token-dispatcher-type flex --moe-enable-deepep", "--moe-enable-deepep"),
+    ],
+)
+def test_a_dispatcher_that_is_missing_is_replaced_with_a_warning(words: str, flag: str, tmp_path: Path) -> None:
+    args = resolved(write_config(tmp_path, QWEN3_30B), words.split())
     assert args.moe_token_dispatcher_type == "alltoall"
-    assert [str(notice) for notice in args.notices] == ["--moe-token-dispatcher-type: flex runs as alltoall."]
+    (notice,) = args.notices
+    assert (notice.level, notice.flag) == ("warning", flag)
+    assert notice.text.startswith("no effect, tokens reach the experts by all-to-all over NCCL. Expect slower experts")
 
 
 def test_the_tokenizer_of_the_checkpoint_may_be_spelled_out(tmp_path: Path) -> None:

@@ -46,6 +46,10 @@ _OUR_DEFAULTS: dict[str, Any] = {
     "hidden_dropout": 0.0,
     # what runs, whatever is asked for
     "moe_token_dispatcher_type": "alltoall",
+    # TransformerEngine is not installed by default
+    "transformer_impl": "local",
+    # slow loads and first compilations of one rank must not end a run
+    "distributed_timeout_minutes": 30.0,
     # one way to say "nothing"
     "moe_router_load_balancing_type": None,
     "moe_aux_loss_coeff": None,
@@ -145,7 +149,7 @@ def test_an_option_of_megatron_without_its_feature_is_an_error_by_name(
 
 
 @pytest.mark.parametrize(
-    "words", [["--use-mcore-models"], ["--ddp-bucket-size", "5"], ["--num-workers", "2"], ["--log-interval", "1"]]
+    "words", [["--use-mcore-models"], ["--ddp-num-buckets", "5"], ["--num-workers", "2"], ["--log-interval", "1"]]
 )
 def test_an_option_that_changes_nothing_here_is_told_as_ignored(
     words: list[str], parser: argparse.ArgumentParser

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from slime.backends.megatron_utils.setup import init_distributed
+from slime.backends.training.arguments import ParallelArgs, TrainerArgs
+from slime.config.groups import from_args
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.tiny_trainer import make_args, make_hf_model, single_rank
 
@@ -37,19 +40,39 @@ def test_every_linear_layer_of_a_block_is_exchanged_and_nothing_else() -> None:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    from slime.backends.megatron_utils.precision.quantization import with_fp8_layers
+    from slime.backends.megatron_utils.precision.quantization import with_te_layers
 
     dense = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=True)
     experts = get_gpt_layer_local_spec(num_experts=4, normalization="RMSNorm")
     block = TransformerBlockSubmodules(layer_specs=[dense, experts])
-    before, after = str(block), str(with_fp8_layers(block))
+    before, after = str(block), str(with_te_layers(block))
     expected = before
     for old, new in ((ColumnParallelLinear, TEColumnParallelLinear), (RowParallelLinear, TERowParallelLinear)):
         assert str(old) in before
         expected = expected.replace(str(old), str(new))
     assert after == expected
     assert str(block) == before
-    assert with_fp8_layers(None) is None
+    assert with_te_layers(None) is None
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize(("flags", "is_exchanged"), [({}, False), ({"transformer_impl": "transformer_engine"}, True)])
+def test_the_flag_decides_which_linear_layers_are_built(
+    flags: dict[str, Any], is_exchanged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slime.backends.megatron_utils.model import build
+    from slime.backends.megatron_utils.transformer_config import build_config
+    from slime.models.hf_shape import read_shape
+
+    make_hf_model("qwen3", tmp_path)
+    built: list[str] = []
+    monkeypatch.setattr(build, "PackedGPTModel", lambda config, block, **settings: built.append(str(block)))
+    with single_rank():
+        args = make_args(tmp_path, **flags)
+        init_distributed(from_args(ParallelArgs, args), from_args(TrainerArgs, args))
+        shape = read_shape(args.hf_checkpoint)
+        build._family_model(shape, build_config(args, shape), 128, None, None)
+    assert [name in built[0] for name in ("TEColumnParallelLinear", "TERowParallelLinear")] == 2 * [is_exchanged]
 
 
 @pytest.mark.parametrize(("recipe", "multiple"), [("blockwise", 16), ("mxfp8", 32)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,6 +58,13 @@ _OFFLOAD = "--optimizer-cpu-offload --use-precision-aware-optimizer"
         ("--ddp-bucket-size 0", 2, "--ddp-bucket-size 0 must be at least 1"),
         ("--moe-use-upcycling", 1, "run tools/upcycle_hf.py once, give its result as --hf-checkpoint"),
         ("--rampup-batch-size 16 16 1000", 1, "--rampup-batch-size 16 16 1000 has no meaning here"),
+        ("--fp8-format e4m3 --transformer-impl local", 1, "needs --transformer-impl transformer_engine, not local"),
+        ("--transformer-impl inference_optimized", 1, "is for inference, and this trainer does not have it"),
+        (
+            "--transformer-impl transformer_engine --megatron-deepgemm-forward-layers 0",
+            1,
+            "--transformer-impl transformer_engine and --megatron-deepgemm-forward-layers exclude each other",
+        ),
         ("--fp8-recipe blockwise", 1, "--fp8-recipe blockwise needs --fp8-format"),
         ("--fp8-param-gather", 1, "--fp8-param-gather needs --fp8-format"),
         ("--fp8-quantizer-factory a.b", 1, "--fp8-quantizer-factory a.b needs --fp8-format"),
@@ -98,7 +106,25 @@ def test_fp8_asks_for_a_gpu_and_then_for_transformer_engine(tmp_path: Path, monk
     (problem,) = low_precision_here(args)
     assert "needs the package transformer_engine" in problem
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert list(low_precision_here(args)) == []
+    version = importlib.metadata.version
+    for found, is_supported in (
+        ("2.8.0", False),
+        ("2.9.0", True),
+        ("2.11.1", True),
+        ("2.12.0", False),
+        ("2.20", False),
+    ):
+        monkeypatch.setattr(
+            importlib.metadata, "version", lambda name, found=found: version(name) if "core" in name else found
+        )
+        problems = list(low_precision_here(args))
+        assert len(problems) == (not is_supported)
+        for problem in problems:
+            assert "needs transformer-engine <2.12.0,>=2.9.0a0, the versions that megatron-core 0.16.1" in problem
+            assert f"and {found} is installed: pip install --no-build-isolation" in problem
+        layers = resolved(hf, ["--transformer-impl", "transformer_engine"])
+        assert len(list(low_precision_here(layers))) == len(problems)
+    monkeypatch.undo()
     (problem,) = problems_of(hf, [*words, "--fp32"])
     assert "is for weights in bf16" in problem
     assert problems_of(hf, [*words, "--fp8-param-gather"]) == []

@@ -62,7 +62,9 @@ class ModelArgs:
     hidden_dropout: float = flag(0.0, "Dropout on the residual branches.")
     init_method_std: float = flag(0.02, "Standard deviation of initial weights, replaced by the checkpoint's.")
     transformer_impl: Literal["local", "transformer_engine", "inference_optimized"] = flag(
-        "transformer_engine", "Implementation of the layers.", no_effect="the local layers are used"
+        "local",
+        "Implementation of the linear layers; --fp8-format implies transformer_engine. Attention, norms and grouped "
+        "experts are slime's in any case.",
     )
     attention_backend: Literal["flash", "fused", "unfused", "local", "auto", "fa3", "fa4"] = flag(
         "auto",

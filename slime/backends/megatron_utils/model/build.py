@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from slime.backends.megatron_utils.checkpoint.tensors import chunks_of
 from slime.backends.megatron_utils.layer_specs import block_spec, mtp_spec, user_block
 from slime.backends.megatron_utils.model.gpt import PackedGPTModel
-from slime.backends.megatron_utils.precision.quantization import check_recipe, with_fp8_layers
+from slime.backends.megatron_utils.precision.quantization import check_recipe, with_te_layers
 from slime.backends.megatron_utils.vision_model import VisionGPTModel
 from slime.backends.training.arguments import OptimizerArgs, ParallelArgs, PrecisionArgs
 from slime.models.shape import Llama3Rope, ModelShape
@@ -143,7 +143,8 @@ def _family_model(
         block = block_spec(config, shape.family, vp_stage, sparse=shape.sparse)
     if config.fp8:
         check_recipe(config)
-        block, predicting = with_fp8_layers(block), with_fp8_layers(predicting)
+    if config.transformer_impl == "transformer_engine":
+        block, predicting = with_te_layers(block), with_te_layers(predicting)
     settings: dict[str, Any] = {}
     model_class = PackedGPTModel
     if shape.vision is not None:

@@ -11,7 +11,8 @@ INT4 experts, so that the trainer computes with the rounded weights of an INT4 e
 
 Gradients pass straight through the rounding (arXiv:1308.3432).
 
-FP8 linear layers (--fp8-format): TransformerEngine's layers replace Megatron's. Only they read Megatron's FP8 context.
+FP8 linear layers (--fp8-format): TransformerEngine's layers replace Megatron's, as with --transformer-impl
+transformer_engine. Only they read Megatron's FP8 context.
 Embedding, LM head, attention and norms stay in bf16, and the names of the weights do not change. The FP8 layers have
 not run on a GPU yet.
 """
@@ -159,7 +160,7 @@ def readable(weight: torch.Tensor) -> torch.Tensor:
     return weight.detach()
 
 
-def with_fp8_layers(spec: Any) -> Any:
+def with_te_layers(spec: Any) -> Any:
     """A copy of Megatron's layer ``spec`` with TransformerEngine's classes for its linear layers."""
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
 
