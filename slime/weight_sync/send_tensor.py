@@ -7,7 +7,7 @@ makes the engine's one HTTP call. Engine rank k opens handle k, which belongs to
     trainer rank s      lay out | get handles --> update_weights_from_tensor([p0, ..., pn-1]) --> engine
     trainer rank s+k    lay out | give handle -^
 
-SGLang reads one payload per rank, each with the handle and the names and shapes of all tensors behind it. The ranks of
+SGLang reads one payload per rank, each with a handle and the names and shapes of all tensors. The ranks of
 an engine hold equal tensors, so only handles travel to the speaker, which writes names and shapes once and copies them.
 Engines that divide experts by blocks get another list on each rank: there each trainer rank writes its own payload.
 

@@ -134,8 +134,8 @@ class WeightUpdater:
         near, far = self._places(fleet.engines)
         if not near:
             return SOURCE
-        # By blocks only if nothing else decides what a rank sends: the broadcasts need all experts on rank 0, and the
-        # ranks of an engine must leave out the same sizes.
+        # Not by blocks if a broadcast needs all experts on rank 0, or if ranks of an engine could leave out different
+        # tensors: their buckets would no longer meet.
         if far or self._sent_before is not None or all(engine.expert_blocks == 1 for engine in fleet.engines):
             return EVERY_RANK
         blocks: list[tuple[int, int] | None] = [None] * self._ranks.size

@@ -124,7 +124,7 @@ class Gather:
         """Neighbors in ``plan`` that are gathered alike, up to ``max_bytes`` on a rank that gets them."""
         bucket: list[Owned] = []
         num_bytes = 0
-        for _, unit in groupby(plan, key=self._unit):
+        for _, unit in groupby(self._by_kind(plan), key=self._unit):
             tensors = list(unit)
             size = sum(map(self._gathered_bytes, tensors))
             if bucket and (self._kind(bucket[-1]) != self._kind(tensors[0]) or num_bytes + size > max_bytes):
@@ -159,6 +159,11 @@ class Gather:
             for expert_rank, of_rank in enumerate(whole):
                 yield owned, expert_rank, [of_shard[index] for of_shard in of_rank]
 
+    def _by_kind(self, plan: Sequence[Owned]) -> Iterator[Owned]:
+        """``plan`` with the tensors of a layer that are gathered alike next to each other."""
+        for _, layer in groupby(plan, key=lambda owned: (owned.place.mtp, owned.place.layer, owned.dtype)):
+            yield from sorted(layer, key=self._kind)
+
     def _is_expert(self, owned: Owned) -> bool:
         return self.tensors.rule(owned.place).is_expert
 
@@ -172,14 +177,20 @@ class Gather:
         # same order, and the ranks of an engine send buckets at the same time.
         return (place.mtp, place.layer, place.rule, -1 if self._is_by_block(owned) else place.expert)
 
-    def _kind(self, owned: Owned) -> tuple[int, bool, bool]:
-        return owned.stage, self._is_expert(owned), self._is_by_block(owned)
+    def _kind(self, owned: Owned) -> tuple[int, bool, bool, bool]:
+        shards, _ = self._inside(owned)
+        return owned.stage, self._is_expert(owned), self._is_by_block(owned), shards.size == 1
 
     def _inside(self, owned: Owned) -> tuple[Peers, Peers]:
         """The groups inside a stage that share a tensor: (its shards, its experts)."""
-        if self._is_expert(owned):
-            return self.groups.expert_tensor, self.groups.expert
-        return self.groups.tensor, _ALONE
+        shards = self._tensor_ranks(owned)
+        return (
+            _ALONE if self.tensors.rule(owned.place).split == "none" else shards,
+            self.groups.expert if self._is_expert(owned) else _ALONE,
+        )
+
+    def _tensor_ranks(self, owned: Owned) -> Peers:
+        return self.groups.expert_tensor if self._is_expert(owned) else self.groups.tensor
 
     def _gathered_bytes(self, owned: Owned) -> int:
         shards, experts = self._inside(owned)
@@ -209,7 +220,8 @@ class Gather:
         """``[expert rank][shard]`` one after the other, on rank 0. None elsewhere."""
         inside, stages, stage = self._inside(bucket[0]), self.groups.stages, bucket[0].stage
         is_first = self.groups.is_first_expert_copy if self._is_expert(bucket[0]) else self.groups.is_first_copy
-        if not is_first:
+        # of a tensor that every tensor-parallel rank has whole, one copy is enough
+        if not is_first or (inside[0] is _ALONE and self._tensor_ranks(bucket[0]).rank != 0):
             return None
         flat: torch.Tensor | None = None
         if stage == stages.rank:
