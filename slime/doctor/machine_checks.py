@@ -232,11 +232,11 @@ def host_name(situation: Situation) -> Iterator[Finding]:
 
 
 def memory(situation: Situation) -> Iterator[Finding]:
-    """Host memory against the memory of the run's processes in CPU mode."""
+    """Host memory against that of the run: with GPUs its copies and states, in CPU mode its processes."""
     import psutil
 
     free = psutil.virtual_memory().available
-    needed = _cpu_bytes(situation)
+    needed = _host_bytes(situation)
     value = f"{size(free)} available" + (f", the run needs about {size(needed)}" if needed else "")
     if needed > free:
         yield fail("memory", value, "use a smaller model, fewer processes (see slime plan), or a larger machine")
@@ -244,14 +244,16 @@ def memory(situation: Situation) -> Iterator[Finding]:
         yield ok("memory", value)
 
 
-def _cpu_bytes(situation: Situation) -> int:
-    """Host memory of a run without GPUs: shares of the model, Python and its libraries. 0 if unknown or with GPUs."""
+def _host_bytes(situation: Situation) -> int:
+    """Host memory of a node: without GPUs shares of the model, Python and its libraries. 0 if unknown."""
     from slime.config.plan.build import build
 
-    if situation.args is None or not accelerator.current().is_cpu:
+    if situation.args is None:
         return 0
     # The size of a device has no influence on host memory.
     plan = build(situation.args, title="", device_bytes=1)
+    if not accelerator.current().is_cpu:
+        return plan.host.total if plan.host else 0
     trainer = max((stage.total - stage.activations for stage in plan.stages), default=0)
     ranks = plan.layout.world if plan.layout and plan.stages else 0
     engines = sum(group.num_devices for group in plan.placement.engines) if plan.placement else 0

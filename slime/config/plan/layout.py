@@ -80,17 +80,9 @@ def read_layout(args: Namespace) -> Layout:
         cp=cp,
         ep=ep,
         etp=etp if ep > 1 or read(args, "expert_tensor_parallel_size") is not None else tp,
-        vpp=_virtual_stages(args, pp),
+        vpp=number(args, "virtual_pipeline_model_parallel_size", 1),
         has_sequence_parallel=bool(read(args, "sequence_parallel")) and tp > 1,
     )
-
-
-def _virtual_stages(args: Namespace, pp: int) -> int:
-    """Slices of layers per rank, given as such or as the layers of one slice."""
-    per_slice, num_layers = number(args, "num_layers_per_virtual_pipeline_stage", 0), number(args, "num_layers", 0)
-    if read(args, "num_virtual_stages_per_pipeline_rank") is None and per_slice > 0:
-        return max(1, (num_layers + sum(_extra_layers(args))) // pp // per_slice)
-    return max(1, number(args, "num_virtual_stages_per_pipeline_rank", 1))
 
 
 def _extra_layers(args: Namespace) -> tuple[int, int]:

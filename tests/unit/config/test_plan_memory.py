@@ -17,6 +17,7 @@ from slime.config.plan.placement import plan_placement
 from slime.config.plan.shape import read_shape
 from slime.models.cost import Weight
 from tests.unit.config.plan_args import plan_args
+from tests.unit.config.tiny_command import QWEN3, make_command, make_model
 
 LAYER = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128 + 2 * 64
 """Attention with half as many key/value heads, gated MLP, two norms."""
@@ -198,10 +199,13 @@ def test_embedding_and_loss_may_count_as_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [{"num_virtual_stages_per_pipeline_rank": 2}, {"num_layers_per_virtual_pipeline_stage": 1}]
+    "flag", ["--num-virtual-stages-per-pipeline-rank 2", "--num-layers-per-virtual-pipeline-stage 1"]
 )
-def test_interleaved_stages_keep_more_micro_batches(flags: dict[str, int]) -> None:
-    stages = memory(world_size=2, pipeline_model_parallel_size=2, global_batch_size=64, **flags)
+def test_interleaved_stages_keep_more_micro_batches(flag: str, tmp_path: Path) -> None:
+    command = make_command(tmp_path)
+    make_model(Path(command.model), QWEN3 | {"num_hidden_layers": 4})
+    args = command.resolve(*flag.split(), "--pipeline-model-parallel-size", 2)
+    stages = stage_memory(args, read_shape(args), read_layout(args))
     assert [stage.in_flight for stage in stages] == [3, 2]
 
 

@@ -165,16 +165,26 @@ def test_a_model_that_exceeds_the_memory_of_a_machine_without_gpu_fails(monkeypa
     assert only(machine_checks.memory(NOTHING)).status == "ok"
 
 
+def test_a_node_that_cannot_hold_the_optimizer_of_its_ranks_fails(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = plan_args(optimizer_cpu_offload=True, async_save=True)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**20))
+    finding = only(machine_checks.memory(Situation(args)))
+    assert finding.status == "fail"
+    assert machine_checks._host_bytes(Situation(args)) > machine_checks._host_bytes(
+        Situation(plan_args(async_save=True))
+    )
+
+
 def test_the_memory_of_a_tiny_run_on_a_cpu_is_that_of_its_processes(
     monkeypatch: pytest.MonkeyPatch, tiny_task: TinyTask
 ) -> None:
     monkeypatch.setattr(machine_checks.accelerator, "current", lambda: SimpleNamespace(is_cpu=True))
     flags = {"hf_checkpoint": str(tiny_task.model), "world_size": 1, "rollout_num_gpus": 1}
     flags |= {"actor_num_nodes": 1, "actor_num_gpus_per_node": 1, "rollout_num_gpus_per_engine": 1}
-    one = machine_checks._cpu_bytes(Situation(plan_args(**flags)))
+    one = machine_checks._host_bytes(Situation(plan_args(**flags)))
     assert 2.2 < one / 2**30 < 3.2, "measured: 2.4 GiB shared pages counted once"
     two = flags | {"world_size": 2, "actor_num_gpus_per_node": 2, "rollout_num_gpus": 2}
-    assert 0.5 < (machine_checks._cpu_bytes(Situation(plan_args(**two))) - one) / 2**30 < 1.5
+    assert 0.5 < (machine_checks._host_bytes(Situation(plan_args(**two))) - one) / 2**30 < 1.5
 
 
 def test_a_trainer_process_is_as_large_as_the_doctor_assumes() -> None:
