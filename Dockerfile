@@ -7,11 +7,11 @@ ARG CUDA_IMAGE=nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04
 FROM ${CUDA_IMAGE}
 
 # Packages of the base's own release: their versions are those of the image tag above. ibverbs-providers has the drivers
-# of InfiniBand, which libibverbs1 only recommends: NCCL uses TCP without them.
+# of InfiniBand, which libibverbs1 only recommends: NCCL uses TCP without them. Triton needs a C compiler.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends \
-        ca-certificates git ibverbs-providers libibverbs1 librdmacm1 libnuma1 ninja-build openssh-client \
+        build-essential ca-certificates git ibverbs-providers libibverbs1 librdmacm1 libnuma1 ninja-build openssh-client \
         python3 python3-dev python3-venv rdma-core rsync \
     && rm -rf /var/lib/apt/lists/*
 
