@@ -176,7 +176,7 @@ def _uses(situation: Situation, package: str) -> bool:
     if args is None or args.debug_rollout_only:
         return False
     if package == "transformer-engine":
-        return bool(args.fp8)
+        return vars(args).get("transformer_impl") == package.replace("-", "_") or bool(vars(args).get("fp8"))
     try:
         return read_shape(args).delta_net is not None and args.qwen_gdn_backend == "fla"
     except PlanError:

@@ -136,7 +136,7 @@ def test_kernels_that_are_too_new_fail_and_missing_ones_are_named_if_the_model_u
     assert "'transformer-engine[core_cu13,pytorch]<2.12.0,>=2.9.0a0'" in engine.fix
     versions.clear()
     assert list(machine_checks.kernels(NOTHING)) == []
-    args = plan_args(debug_rollout_only=False, fp8="hybrid", qwen_gdn_backend="fla")
+    args = plan_args(debug_rollout_only=False, transformer_impl="transformer_engine", qwen_gdn_backend="fla")
     monkeypatch.setattr(machine_checks, "read_shape", lambda args: SimpleNamespace(delta_net=object()))
     missing = list(machine_checks.kernels(Situation(args)))
     assert sorted(finding.value.split()[0] for finding in missing) == ["flash-linear-attention", "transformer-engine"]
