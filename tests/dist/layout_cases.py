@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.experts import megatrons_layer
 from slime.backends.megatron_utils.actor import MegatronTrainer
 from slime.config.resolve.paths import needs_reference
 from slime.utils.errors import SlimeError
@@ -137,33 +138,57 @@ def head_rows(rank: int, world_size: int, hf: str, batch: dict[str, Any], args: 
     return counts[0], counts[1]
 
 
-def waits_of_experts(
-    rank: int, world_size: int, hf: str, batch: dict[str, Any], args: dict[str, Any]
-) -> list[tuple[int, int]]:
-    """Reads of a tensor's values by the host in the forward pass of each layer of experts, and in all backward passes."""
-    from slime.backends.megatron_utils.model.experts import GroupedMoELayer
+def experts_beside_megatrons(rank: int, world_size: int, hf: str, args: dict[str, Any]) -> dict[str, Any]:
+    """A trainer's layer of experts and Megatron's, with the same weights.
+
+    Returns:
+        reads: of a tensor's values by the host in our forward pass, and in our backward pass.
+        values: pairs (Megatron's, ours) of output and gradients, by name.
+        places: pairs of the tensors of a checkpoint.
+    """
+    from slime.backends.megatron_utils.model.experts import GroupedExperts, experts_of
 
     trainer = MegatronTrainer(make_args(hf, **args), rank=rank, world_size=world_size, with_ref=False)
     trainer.setup()
-    dp_rank, dp_size = trainer.data_parallel
-    layers = [m for chunk in trainer._ready.chunks for m in chunk.modules() if isinstance(m, GroupedMoELayer)]
-    calls, stock = [0], torch.Tensor.tolist
+    modules = [module for chunk in trainer._ready.chunks for module in chunk.modules()]
+    ours = next(module for module in modules if isinstance(getattr(module, "experts", None), GroupedExperts))
+    counts, values = [0], []
+    stock = torch.Tensor.tolist
 
     def counted(tensor: torch.Tensor) -> Any:
-        calls[0] += 1
+        counts[-1] += 1
         return stock(tensor)
 
-    counts = []
-    for layer in layers:
-        tokens = torch.randn(8 * (rank + 1), 1, layer.config.hidden_size, requires_grad=True)
-        torch.Tensor.tolist = counted  # type: ignore[method-assign]
-        calls[0] = 0
+    torch.Tensor.tolist = counted  # type: ignore[method-assign]
+    for layer in (megatrons_layer(ours), ours):
+        tokens = torch.randn(8, 1, layer.config.hidden_size, generator=torch.Generator().manual_seed(rank))
+        tokens.requires_grad_()
+        counts.append(0)
         out, _ = layer(tokens)
-        forward = calls[0]
-        out.sum().backward()
-        torch.Tensor.tolist = stock  # type: ignore[method-assign]
-        counts.append((forward, calls[0] - forward))
-    return counts
+        counts.append(0)
+        (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+        found = {"output": out.detach(), "tokens": tokens.grad}
+        for name, parameter in layer.named_parameters("mlp"):
+            marks = vars(parameter)
+            gradient = marks.get("main_grad", parameter.grad)  # of a trainer's parameter, in the buffer
+            gradient = torch.zeros_like(parameter) if gradient is None else gradient
+            found |= dict(experts_of(name, gradient, marks.get("num_experts")))
+        values.append(found)
+    torch.Tensor.tolist = stock  # type: ignore[method-assign]
+    return {"reads": tuple(counts[-2:]), "values": values, "places": list(map(_places, (megatrons_layer(ours), ours)))}
+
+
+def _places(layer: Any) -> dict[Any, torch.Tensor]:
+    """The tensors of a checkpoint by key, place and replica."""
+    from megatron.core import parallel_state as mpu
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    metadata = {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
+    state = layer.sharded_state_dict("mlp.", (), metadata)
+    apply_factories(state)
+    tensors = [one for one in nested_values(state) if isinstance(one, ShardedTensor)]
+    return {(one.key, one.global_offset, one.global_shape, one.replica_id): one.data for one in tensors}
 
 
 def poisoned(

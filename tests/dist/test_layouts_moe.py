@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.dist.comparison import (
     NASTY,
@@ -89,16 +90,29 @@ def test_a_model_with_experts_trains_like_on_one_rank(
     assert_replicas_agree(results)
 
 
-@pytest.mark.parametrize(("layout", "copies"), [("", 0), ("ep2", 1), ("tp2 sp", 1), ("tp2 sp ep2 etp1", 1)])
-def test_the_host_reads_the_sizes_of_the_exchange_once_and_nothing_else(
-    layout: str, copies: int, ranks: ForkServer, tmp_path: Path
+@pytest.mark.parametrize(
+    ("family", "world_size", "layout", "reads"),
+    [
+        ("qwen3_moe", 2, "", 0),
+        ("qwen3_moe", 2, "ep2", 1),
+        ("deepseek_v3", 2, "tp2 sp", 1),  # each expert is cut in two
+        ("qwen3_moe", 2, "tp2 sp ep2 etp1", 1),
+        ("qwen3_moe", 4, "tp2 sp ep2", 1),
+    ],
+)
+def test_a_layer_equals_megatrons_and_reads_the_sizes_of_the_exchange_once(
+    family: str, world_size: int, layout: str, reads: int, ranks: ForkServer, tmp_path: Path
 ) -> None:
-    make_family_checkpoint("qwen3_moe", tmp_path / "hf")
+    make_family_checkpoint(family, tmp_path / "hf")
     args = PLAIN | layout_args(layout) | {"output_dir": str(tmp_path)}
-    case = {"hf": str(tmp_path / "hf"), "batch": {}, "args": args}
-    for counts in ranks.run("tests.dist.layout_cases:waits_of_experts", 2, **case):
-        assert counts == [(copies, 0)] * len(counts)
-        assert counts
+    case = {"hf": str(tmp_path / "hf"), "args": args}
+    for result in ranks.run("tests.dist.layout_cases:experts_beside_megatrons", world_size, **case):
+        assert result["reads"] == (reads, 0)
+        for pair in (result["values"], result["places"]):
+            expected, found = pair
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():
+                torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-5, msg=str(name))
 
 
 @pytest.mark.parametrize("layout", ["ep2", "tp2 sp"])  # the latter: groups of the second product on two ranks

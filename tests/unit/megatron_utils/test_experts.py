@@ -2,68 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.experts import calls_of, grouped_layer, megatrons_layer
 
 pytestmark = pytest.mark.usefixtures("megatron_groups")
 
 _HIDDEN, _WIDTH = 32, 16
 
 
-class Calls(TorchDispatchMode):
-    """Counts operator calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names[func._schema.name.removeprefix("aten::")] += 1
-        return func(*args, **kwargs or {})
-
-
 def layers(num_experts: int, topk: int, *, width: int = _WIDTH, **settings: Any) -> tuple[Any, Any]:
     """(Megatron's, ours) with the same random weights."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from slime.backends.megatron_utils.model.experts import group_experts
-
-    settings = {"moe_router_dtype": "fp32", "moe_router_load_balancing_type": "none"} | settings
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=_HIDDEN,
-        num_attention_heads=4,
-        num_moe_experts=num_experts,
-        moe_ffn_hidden_size=width,
-        moe_router_topk=topk,
-        moe_token_dispatcher_type="alltoall",
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        perform_initialization=False,
-        use_cpu_initialization=True,
-        variable_seq_lengths=True,
-        **settings,
-    )
-    spec = get_gpt_layer_local_spec(num_experts=num_experts)
-    stock = spec.submodules.mlp.module(config, spec.submodules.mlp.submodules, 1)
-    group_experts(spec)
-    ours = spec.submodules.mlp.module(config, spec.submodules.mlp.submodules, 1)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        stock.router.weight.copy_(torch.randn(stock.router.weight.shape, generator=generator))
-        ours.router.load_state_dict(stock.router.state_dict())
-        for name in ("linear_fc1", "linear_fc2"):
-            weight = getattr(ours.experts, name).weight
-            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.1)
-            for expert, part in zip(stock.experts.local_experts, weight.chunk(num_experts), strict=True):
-                getattr(expert, name).weight.copy_(part)
-    return stock, ours
+    ours = grouped_layer(num_experts, topk, hidden=_HIDDEN, width=width, **settings)
+    return megatrons_layer(ours), ours
 
 
 def gradients(layer: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -115,7 +69,7 @@ def make_tokens(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         ),
         (1, 1, {"moe_router_pre_softmax": True}),
         (4, 2, {"width": 6}),  # rows of 24 bytes, which grouped_mm refuses
-        (8, 2, {"recompute_granularity": "selective", "recompute_modules": ["moe_act"], "moe_grouped_gemm": True}),
+        (8, 2, {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}),
         (8, 2, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}),
     ],
 )
@@ -171,14 +125,7 @@ def test_a_choice_that_names_an_expert_twice_counts_once(last_is_chosen: bool) -
 def test_128_experts_need_less_than_a_twentieth_of_the_operator_calls() -> None:
     stock, ours = layers(128, 8)
     tokens = make_tokens(256).requires_grad_()
-    counts = []
-    for layer in (stock, ours):
-        with Calls() as calls:
-            out, _ = layer(tokens)
-            forward = calls.names.total()
-            out.sum().backward()
-        counts.append((forward, calls.names.total() - forward))
-    (forward, backward), (our_forward, our_backward) = counts
+    (forward, backward), (our_forward, our_backward) = calls_of(stock, tokens), calls_of(ours, tokens)
     assert our_forward < forward / 20
     assert our_backward < backward / 20
 

@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.checkpoint.tensors import chunks_of
 from slime.backends.megatron_utils.layer_specs import block_spec, mtp_spec, user_block
+from slime.backends.megatron_utils.model.experts import sort_tokens
 from slime.backends.megatron_utils.model.gpt import PackedGPTModel
 from slime.backends.megatron_utils.precision.quantization import check_recipe, with_te_layers
 from slime.backends.megatron_utils.vision_model import VisionGPTModel
@@ -101,6 +102,7 @@ def build_model(
     else:
         model = _provided_model(provider, config, vp_stage, flag)
     _mark_shards(model)
+    sort_tokens(model)
     model.to(accelerator.current().device())
     if config.params_dtype == torch.float32:
         return model

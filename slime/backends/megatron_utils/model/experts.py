@@ -38,7 +38,6 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -173,7 +172,7 @@ class GroupedExperts(torch.nn.Module):
         super().__init__()
         self.config = config
         self._num_experts = num_local_experts
-        self._groups = pg_collection
+        self.groups = pg_collection
         width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
         self.linear_fc1 = ExpertLinear(config, num_local_experts, 2 * width, config.hidden_size, split_dim=0)
         self.linear_fc2 = ExpertLinear(config, num_local_experts, config.hidden_size, width, split_dim=1)
@@ -201,7 +200,7 @@ class GroupedExperts(torch.nn.Module):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """The tensors of ``SequentialMLP``: one per expert, gate and up apart."""
-        ranks = self._groups
+        ranks = self.groups
         replica = (0, 0, ranks.expt_dp.rank())
         sharded = {}
         for name, linear in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2)):
@@ -215,7 +214,7 @@ class GroupedExperts(torch.nn.Module):
     def _single_experts(
         self, offsets: Any, key: str, tensor: torch.Tensor, replica: Any, flattened: Any = None, *, is_gated: bool
     ) -> list[ShardedTensor]:
-        experts, tensors = self._groups.ep, self._groups.expt_tp
+        experts, tensors = self.groups.ep, self.groups.expt_tp
         axis, first, total = len(offsets), experts.rank() * self._num_experts, experts.size() * self._num_experts
         parts: list[ShardedTensor] = []
         for number, expert in enumerate(tensor.chunk(self._num_experts), first):
@@ -378,21 +377,19 @@ class SortingDispatcher(MoETokenDispatcher):
         return self._tokens.collect(hidden_states).view(self._shape)
 
 
-class GroupedMoELayer(MoELayer):
-    """Megatron's layer with :class:`SortingDispatcher`."""
-
-    def __init__(
-        self, config: Any, submodules: Any = None, layer_number: Any = None, pg_collection: Any = None
-    ) -> None:
-        groups = pg_collection or get_default_pg_collection()
-        super().__init__(config, submodules, layer_number, groups)
-        self.token_dispatcher = SortingDispatcher(self.num_local_experts, self.local_expert_indices[0], config, groups)
+def sort_tokens(model: torch.nn.Module) -> None:
+    """Give the layers of grouped experts in a new model their :class:`SortingDispatcher`."""
+    for layer in model.modules():
+        if isinstance(layer, MoELayer) and isinstance(layer.experts, GroupedExperts):
+            layer.token_dispatcher = SortingDispatcher(
+                layer.num_local_experts, layer.local_expert_indices[0], layer.config, layer.experts.groups
+            )
 
 
 def group_experts(layer: Any) -> None:
     """Change the spec of a decoder layer: Megatron's experts become :class:`GroupedExperts`.
 
-    A dense layer and a user's classes of experts stay. Idempotent.
+    A dense layer and a user's classes of experts stay. Idempotent. The model needs :func:`sort_tokens`.
     """
     mlp = layer.submodules.mlp
     if not isinstance(mlp, ModuleSpec) or mlp.module is not MoELayer:
@@ -406,4 +403,4 @@ def group_experts(layer: Any) -> None:
         and (parts.linear_fc1, parts.linear_fc2) == (ColumnParallelLinear, RowParallelLinear)
     ):
         submodules = dataclasses.replace(mlp.submodules, experts=ModuleSpec(module=GroupedExperts))
-        layer.submodules.mlp = dataclasses.replace(mlp, module=GroupedMoELayer, submodules=submodules)
+        layer.submodules.mlp = dataclasses.replace(mlp, submodules=submodules)
