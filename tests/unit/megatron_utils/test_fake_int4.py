@@ -58,6 +58,14 @@ def test_fake_int4_is_what_is_stored_and_read_again(dtype: torch.dtype) -> None:
     assert torch.equal(fake_int4(weight, _GROUP), stored.to(dtype))
 
 
+def test_experts_are_rounded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slime.backends.megatron_utils.precision import quantization
+
+    weight = torch.randn(7, 32, generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(quantization, "_ROUNDED_TOGETHER", 3 * 32)
+    assert torch.equal(quantization._fake_int4_experts(weight, _GROUP), quantization.fake_int4(weight, _GROUP))
+
+
 def test_fake_int4_of_columns_that_are_no_groups_is_refused() -> None:
     from slime.backends.megatron_utils.precision.quantization import fake_int4
 

@@ -83,6 +83,16 @@ def fake_int4(weight: torch.Tensor, group_size: int) -> torch.Tensor:
     return (round_int4(groups, scale) * scale.float()).to(weight.dtype).view(rows, columns)
 
 
+_ROUNDED_TOGETHER = 2**26
+"""Weights. Rounding takes several times their memory in fp32."""
+
+
+def _fake_int4_experts(weight: torch.Tensor, group_size: int) -> torch.Tensor:
+    """:func:`fake_int4` of the experts of a layer, a few at a time."""
+    rows = max(1, _ROUNDED_TOGETHER // weight.shape[1])
+    return torch.cat([fake_int4(part, group_size) for part in weight.split(rows)])
+
+
 def _multiply(group_size: int, *, input: torch.Tensor, weight: torch.Tensor, **others: Any) -> torch.Tensor:
     """Replaces the product of a linear layer, which has neither bias nor communication."""
     given = {name for name, value in others.items() if value} - {"tp_group", "wgrad_deferral_limit"}
@@ -127,7 +137,7 @@ def fake_quantize_experts(chunks: Any, shape: ModelShape, hf_checkpoint: str, gr
                 f"{group_size} do not divide. Lower --expert-tensor-parallel-size."
             )
         if isinstance(layer, ExpertLinear):
-            layer.rounding = partial(fake_int4, group_size=group_size)
+            layer.rounding = partial(_fake_int4_experts, group_size=group_size)
         else:
             layer._forward_impl = partial(_multiply, group_size)
     return sum(map(bool, rounded.values()))
