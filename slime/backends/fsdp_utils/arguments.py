@@ -74,6 +74,11 @@ def _absent_parts(args: Namespace) -> Iterator[str]:
         if value:
             shown = _SPELLED.get(name, flag_of(name)).format_map(vars(args))
             yield f"{shown} is not supported yet with {_BACKEND}: {why}."
+    if args.transformer_impl != "local":
+        yield (
+            f"--transformer-impl {args.transformer_impl} does not work with {_BACKEND}: the layers are those of "
+            "transformers. Leave it out."
+        )
     if args.spec and not args.spec[0].startswith("slime_plugins."):  # those of presets have no effect
         yield f"--spec {' '.join(args.spec)} is not supported yet with {_BACKEND}: the model is that of transformers."
 

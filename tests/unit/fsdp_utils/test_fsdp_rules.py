@@ -37,6 +37,7 @@ def test_a_model_that_no_family_of_megatron_knows_can_be_trained(command: TinyCo
         ("--fp16", "--fp16 is not supported yet with --train-backend fsdp: there is no loss scale"),
         ("--advantage-estimator ppo", "--advantage-estimator ppo is not supported yet with --train-backend fsdp"),
         ("--fp8-format e4m3", "--fp8-format is not supported yet with --train-backend fsdp"),
+        ("--transformer-impl transformer_engine", "--transformer-impl transformer_engine does not work with"),
         ("--optimizer muon", "--optimizer muon is not supported yet with --train-backend fsdp"),
         (
             "--optimizer-cpu-offload --use-precision-aware-optimizer",
