@@ -17,19 +17,24 @@ Bins: TypeAlias = list[list[int]]
 
 
 def first_fit_pack(lengths: Sequence[int], cap: int) -> Bins:
-    """Put each item, in order, into the first bin that has room, or into a new one."""
+    """Put each item, in order, into the first bin that has room, or into a new one. Takes O(n log n)."""
+    width = 1 << max(len(lengths) - 1, 0).bit_length()
+    # a tree with a leaf per bin: the children of i are 2 i and 2 i + 1, and i has the larger room of both
+    room = [cap] * (2 * width)
     bins: Bins = []
-    sums: list[int] = []
     for index, length in enumerate(lengths):
-        for b, used in enumerate(sums):
-            if used + length <= cap:
-                bins[b].append(index)
-                sums[b] += length
-                break
-        else:
-            # samples are never cut: an item above the cap gets a separate bin
-            bins.append([index])
-            sums.append(length)
+        # samples are never cut: an item above the cap gets a separate bin
+        node = width + len(bins) if length > cap else 1
+        while node < width:
+            node *= 2
+            node += room[node] < length
+        if node - width == len(bins):
+            bins.append([])
+        bins[node - width].append(index)
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
     return bins
 
 

@@ -287,6 +287,45 @@ def test_partitions_that_cannot_exist_are_rejected():
         karmarkar_karp([1, 2, 3], 2, equal_size=True)
 
 
+def plain_first_fit(lengths: list[int], cap: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    for index, length in enumerate(lengths):
+        fitting = (items for items in bins if sum(lengths[i] for i in items) + length <= cap)
+        found = next(fitting, None)
+        if found is None:
+            bins.append([index])
+        else:
+            found.append(index)
+    return bins
+
+
+def test_first_fit_equals_the_search_through_all_bins():
+    rng = random.Random(1)
+    for _ in range(300):
+        cap = rng.randint(1, 60)
+        lengths = [rng.randint(0, 80) for _ in range(rng.randint(0, 40))]
+        assert first_fit_pack(lengths, cap) == plain_first_fit(lengths, cap)
+
+
+def test_first_fit_compares_a_logarithmic_number_of_bins():
+    comparisons = 0
+
+    class Counted(int):
+        def __gt__(self, other: int) -> bool:
+            nonlocal comparisons
+            comparisons += 1
+            return int(self) > other
+
+        def __radd__(self, other: int) -> int:
+            nonlocal comparisons
+            comparisons += 1
+            return other + int(self)
+
+    # every item needs a new bin, so a search through all bins would take two million steps
+    assert len(first_fit_pack([Counted(9) for _ in range(2000)], 10)) == 2000
+    assert 0 < comparisons <= 2000 * 12
+
+
 def test_first_fit_puts_oversized_items_alone():
     assert first_fit_pack([4, 12, 5, 1, 6], 10) == [[0, 2, 3], [1], [4]]
 
