@@ -138,7 +138,7 @@ def build(
         turns=plan_turns(args),
         outputs=plan_files(args, shape),
         ignored=list(ignored),
-        notices=[*(read(args, "notices") or []), *_slow_exchange(layout, placement, ignored)],
+        notices=list(read(args, "notices") or []),
         problems=list(problems),
         missing=list(missing),
         gaps=gaps,
@@ -153,21 +153,3 @@ def _free_at_sync(
     held = [stage.weights + (0 if moves else stage.gradients + stage.optimizer) for stage in stages]
     shared = engine.weights if engine and read(args, "colocate") else 0
     return max(0, device_bytes - max(held, default=0) - shared)
-
-
-def _slow_exchange(
-    layout: Layout | None, placement: Placement | None, ignored: Sequence[tuple[str, str]]
-) -> list[Notice]:
-    """A warning if the experts of a layer are on several nodes and the kernels for that have no effect."""
-    flag = next((flag for flag, _ in ignored if flag == "--moe-enable-deepep"), None)
-    if flag is None or layout is None or placement is None:
-        return []
-    ways, per_node = layout.ep * layout.etp, placement.devices_per_node
-    if ways <= per_node:
-        return []
-    text = (
-        f"no effect, but the {ways} ranks with the experts of a layer are on {-(-ways // per_node)} nodes: tokens "
-        "cross the network by all-to-all. Expect slower steps than with DeepEP (by estimate up to half the speed; not "
-        "measured), or choose an expert-parallel size of at most the GPUs of a node"
-    )
-    return [Notice("warning", flag, text)]

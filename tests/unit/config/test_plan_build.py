@@ -182,16 +182,6 @@ def test_notices_and_ignored_flags_are_listed() -> None:
     assert "--http-proxy" in text
 
 
-def test_experts_on_several_nodes_without_their_kernels_are_a_warning() -> None:
-    moe = {"num_experts": 16, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "expert_tensor_parallel_size": 1}
-    ignored = [("--moe-enable-deepep", "why")]
-    for ways, expected in ((16, ["--moe-enable-deepep"]), (8, [])):
-        args = plan_args(**moe, world_size=16, expert_model_parallel_size=ways)
-        plan = build(args, title="t", device_bytes=GIB, ignored=ignored)
-        assert [notice.flag for notice in plan.notices] == expected
-    assert build(args, title="t", device_bytes=GIB).notices == []
-
-
 def test_buckets_take_the_share_of_the_free_memory_that_the_run_gives_them() -> None:
     from slime.weight_sync.chunks import bucket_bytes
 
