@@ -15,13 +15,13 @@ from tests.architecture.sources import ROOT, Module, modules
 
 # Name of a measure -> today's number. Measures in LEAST must not fall below it, all others must not exceed it.
 LIMITS: dict[str, float] = {
-    "files": 385,
-    "lines": 63000,
-    "small files, %": 33,
-    "functions that take args, %": 8.07,
+    "files": 378,
+    "lines": 62400,
+    "small files, %": 31.5,
+    "functions that take args, %": 7.6,
     "writes to args": 24,
-    "getattr and hasattr per 1000 lines": 2.52,
-    "broad except per 1000 lines": 1.33,
+    "getattr and hasattr per 1000 lines": 2.35,
+    "broad except per 1000 lines": 1.26,
     "comments per 1000 lines": 35,
     "modules imported by one file": 29,
     "longest import chain": 15,
