@@ -53,7 +53,7 @@ def test_a_rank_that_cannot_compare_its_share_ends_the_start_of_all_ranks(
     def fail(*_: object) -> None:
         raise OSError("Stale file handle")
 
-    def gather(everywhere: list[list[str]], mine: list[str]) -> None:
+    def gather(everywhere: list[list[str]], mine: list[str], group: object) -> None:
         everywhere[:] = [[], mine]
 
     monkeypatch.setattr(damage, "read_manifest", fail)
@@ -61,6 +61,7 @@ def test_a_rank_that_cannot_compare_its_share_ends_the_start_of_all_ranks(
     monkeypatch.setattr(damage.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(damage.dist, "get_rank", lambda: 1)
     monkeypatch.setattr(damage.dist, "all_gather_object", gather)
+    monkeypatch.setattr(damage, "files_group", lambda: None)
     source = Source("torch_dist", str(tmp_path / "iter_0000003"), "--load", 3)
     with pytest.raises(
         ConfigError, match=r"--load .*iter_0000003 is damaged: rank 1 cannot compare.*Stale file handle"
