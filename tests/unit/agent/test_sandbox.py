@@ -95,8 +95,16 @@ def test_place_environment_and_output_file_are_as_asked(here, tmp_path):
     assert out.read_text() == text
 
 
-def test_a_command_that_takes_too_long_is_left_with_its_output(here):
-    code, tail = wait(here, "echo begun; sleep 3", budget=10)
+def test_a_command_that_takes_too_long_is_left_with_its_output(here, tmp_path):
+    plain, out = here.exec, tmp_path / "out"
+
+    async def once_it_has_begun(cmd, **values):  # on a slow machine the budget ends before the first line
+        while cmd.startswith("tail") and not out.read_text():
+            await asyncio.sleep(0.05)
+        return await plain(cmd, **values)
+
+    here.exec = once_it_has_begun
+    code, tail = wait(here, "echo begun; sleep 60", budget=10, out_file=str(out))
     assert (code, tail) == (EXIT_TIME_BUDGET_EXCEEDED, "begun\n")
 
 
