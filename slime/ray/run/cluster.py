@@ -59,6 +59,8 @@ def running_cluster(args: Namespace) -> Iterator[None]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # prestarted workers would have another environment
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of peers that fail after a death
+    # Ray's default is 15: beside other busy processes of the machine, actors would hardly run.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     with ExitStack() as started:
         if os.environ.get("RAY_ADDRESS"):
             ray.init(log_to_driver=True, logging_level=logging.WARNING)

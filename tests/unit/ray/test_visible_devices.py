@@ -31,6 +31,8 @@ from slime.ray.run.cluster import running_cluster, worker_env
 args = Namespace(debug_train_only=True, debug_rollout_only=False, world_size=2, rollout_external=False, colocate=False)
 with running_cluster(args):
     seen = ray.remote(lambda: os.environ["CUDA_VISIBLE_DEVICES"]).options(runtime_env={"env_vars": worker_env()})
+    niceness = ray.remote(lambda: os.nice(0)).remote()
+    print("actors are less nice than their driver by", os.nice(0) - ray.get(niceness))
     print("slots", ray.cluster_resources()["GPU"], "seen", repr(ray.get(seen.remote())))
 """
 
@@ -48,3 +50,4 @@ def test_hidden_gpus_leave_the_logical_slots_of_a_cpu_alone_and_stay_hidden(hidd
         cwd=ROOT,
     )
     assert f"slots 2.0 seen {hidden!r}" in done.stdout, done.stderr[-3000:]
+    assert "actors are less nice than their driver by 0" in done.stdout, "Ray's own niceness starves them"
