@@ -121,7 +121,7 @@ def create_tracker(args: Namespace, *, is_new: bool = False) -> Tracker:
             # Before any file is opened: another live run may write to this folder.
             lock = opened.enter_context(contextlib.closing(_lock(directory)))
             if is_new and directory not in _started:
-                _set_aside(directory, started)
+                _set_aside(directory, started, [value for value in vars(args).values() if isinstance(value, str)])
             _started.add(directory)
             sinks: list[Sink] = [opened.enter_context(contextlib.closing(JsonlSink(directory / "metrics.jsonl")))]
             write_run_info(directory, args)
@@ -147,8 +147,10 @@ _started: set[Path] = set()
 """Folders of this process: a run that restarts in the same job continues its files."""
 
 
-def _set_aside(directory: Path, started: str) -> None:
+def _set_aside(directory: Path, started: str, named: Sequence[str]) -> None:
+    """Move the files of an earlier run, except those that this run reads or writes by a flag (``named``)."""
     found = [path for pattern in _FILES for path in directory.glob(pattern)]
+    found = [path for path in found if not any(f"{value}/".startswith(f"{path}/") for value in named)]
     if not found:
         return
     earlier = directory / f"earlier_{started}"

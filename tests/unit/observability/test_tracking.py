@@ -161,6 +161,17 @@ def test_a_run_that_starts_anew_moves_the_files_of_an_earlier_run_of_its_name(
     assert len(records(folder / "metrics.jsonl")) == 2
 
 
+def test_files_that_a_flag_names_stay_where_a_run_starts_anew(tmp_path: Path) -> None:
+    folder = tmp_path / "outputs/e"
+    (folder / "samples").mkdir(parents=True)
+    (folder / "engines").mkdir()
+    args = parsed("--experiment-name", "e", "--output-dir", str(tmp_path / "outputs"))
+    args.load_debug_rollout_data = str(folder / "samples" / "{rollout_id}.pt")
+    create_tracker(args, is_new=True).close()
+    assert (folder / "samples").is_dir()
+    assert not (folder / "engines").exists()
+
+
 def test_a_line_that_a_crash_cut_does_not_swallow_the_next_record(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step_key": "train/step", "train/st')
