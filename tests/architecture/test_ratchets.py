@@ -15,8 +15,8 @@ from tests.architecture.sources import ROOT, Module, modules
 
 # Name of a measure -> today's number. Measures in LEAST must not fall below it, all others must not exceed it.
 LIMITS: dict[str, float] = {
-    "files": 378,
-    "lines": 62400,
+    "files": 392,
+    "lines": 66500,
     "small files, %": 31.5,
     "functions that take args, %": 7.6,
     "writes to args": 24,
