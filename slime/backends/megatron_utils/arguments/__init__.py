@@ -19,6 +19,7 @@ from slime.backends.megatron_utils.arguments.other import other_flags as other_f
 from slime.backends.megatron_utils.arguments.other import runtime_flags
 from slime.backends.training.arguments import (
     CheckpointArgs,
+    LoraArgs,
     OptimizerArgs,
     ParallelArgs,
     PluginArgs,
@@ -32,6 +33,7 @@ GROUPS = (
     CheckpointArgs,
     ExpertArgs,
     LatentAttentionArgs,
+    LoraArgs,
     ModelArgs,
     MuonArgs,
     OptimizerArgs,
