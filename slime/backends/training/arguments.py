@@ -196,10 +196,12 @@ class LoraArgs:
     lora_rank: int = flag(0, "Train adapters of this rank and freeze the weights of --hf-checkpoint; 0 trains all.")
     lora_alpha: float = flag(32.0, "An adapter's output is multiplied by alpha / rank.")
     lora_dropout: float = flag(0.0, "Dropout of the inputs of adapters in training steps.")
-    lora_target_modules: list[str] | None = flag(
-        None,
-        "Linear layers with adapters, by their Hugging Face names, such as q_proj down_proj. Default: all-linear: every "
-        "one, or in a model with experts those of attention unless --lora-experts is given.",
+    lora_target_modules: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Linear layers with adapters, by their Hugging Face names, such as q_proj down_proj. Default: "
+            "all-linear: every one, or in a model with experts those of attention unless --lora-experts is given.",
+        },
     )
     lora_adapter_path: str | None = flag(
         None, "Directory of a peft adapter that training starts from. The reference stays the base.", metavar="DIR"
