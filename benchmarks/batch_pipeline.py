@@ -22,10 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.batch.compile import compile_train_data
 from slime.batch.rewards import RewardArgs
-from slime.batch.schedule import MicroBatchArgs
+from slime.batch.schedule import MicroBatchArgs, ParallelLayout
 from slime.batch.ship import split_by_dp
 from slime.data.columns import column
-from slime.data.layout import ParallelLayout
 from slime.data.sample import Sample
 from slime.doctor.gpu_kernels import HostPeak
 

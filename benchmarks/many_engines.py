@@ -75,9 +75,8 @@ def one_size(samples: int, engines: int, ranks: int) -> dict[str, float]:
     """Processor seconds and bytes of one rollout, per sample."""
     from slime.batch.compile import compile_train_data
     from slime.batch.rewards import RewardArgs
-    from slime.batch.schedule import MicroBatchArgs
+    from slime.batch.schedule import MicroBatchArgs, ParallelLayout
     from slime.batch.ship import split_by_dp
-    from slime.data.layout import ParallelLayout
     from slime.data.sample import iter_samples
     from slime.doctor.gpu_kernels import HostPeak
     from slime.ray.arguments import parse_args

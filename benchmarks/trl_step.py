@@ -55,9 +55,8 @@ def our_step(job: dict[str, Any]) -> Callable[[], object]:
     """A function that makes one step."""
     from slime.batch.compile import compile_train_data
     from slime.batch.rewards import RewardArgs
-    from slime.batch.schedule import MicroBatchArgs
+    from slime.batch.schedule import MicroBatchArgs, ParallelLayout
     from slime.batch.ship import split_by_dp
-    from slime.data.layout import ParallelLayout
     from slime.data.sample import Sample
     from slime.doctor.gpu_training import start_trainer
 

@@ -14,9 +14,8 @@ from typing import Any
 import numpy
 import torch
 
-from slime.batch.schedule import MicroBatchArgs, StepPlan, plan_steps
+from slime.batch.schedule import MicroBatchArgs, ParallelLayout, StepPlan, plan_steps
 from slime.data.columns import RankBatch, TrainData, column
-from slime.data.layout import ParallelLayout
 from slime.models.cost import ModelDims
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ slime.utils.arguments
     slime.config.roles: parse_megatron_role_args
     slime.ray.arguments: parse_args
 slime.utils.context_utils
-    slime.compat.timer: with_defer
+    slime.compat.measures: with_defer
 slime.utils.data
     slime.batch.balance: get_minimum_num_micro_batch_size=count_micro_batches
     slime.data.prompts: Dataset filter_long_prompt read_file _parse_generalized_path=parse_path
@@ -67,7 +67,7 @@ slime.utils.routing_replay
 slime.utils.seqlen_balancing
     slime.batch.balance: expand_bins_by_splitting first_fit_pack get_seqlen_balanced_partitions karmarkar_karp
 slime.utils.timer
-    slime.compat.timer: Timer inverse_timer timer
+    slime.compat.measures: Timer inverse_timer timer
 slime.utils.trace_utils
     slime.observability.trace_utils: TRACE_CHILDREN_KEY TRACE_VERSION TraceHandle TraceSpanContext bind_trace
     slime.observability.trace_utils: bind_trace_carrier build_sglang_meta_trace_attrs export_trace import_trace
@@ -126,7 +126,7 @@ slime.backends.sglang_utils.arguments
     slime.backends.sglang_utils.namespace: EngineArgs
     slime.ray.arguments: validate_args=validate_sglang_args
 slime.observability.rollout_data_utils
-    slime.batch.replay: load_debug_rollout_data save_debug_rollout_data
+    slime.data.dump_file: load_debug_rollout_data save_debug_rollout_data
     slime.data.engine_meta: validate_rollout_routed_experts_for_replay
 slime.ray.utils
     slime.ray.run.cluster: NOSET_VISIBLE_DEVICES_ENV_VARS_LIST
@@ -140,8 +140,8 @@ slime.rollout.rm_hub.gpqa = slime.rollout.rm_hub.rules
 slime.rollout._fanout_test_helpers = slime.compat.fanout_test_helpers
 slime.utils.external_utils
 slime.utils.external_utils.command_utils = slime.compat.command_utils
-slime.observability.train_metric_utils = slime.compat.train_metric_utils
-slime.observability.timer = slime.compat.timer
+slime.observability.train_metric_utils = slime.compat.measures
+slime.observability.timer = slime.compat.measures
 """
 
 

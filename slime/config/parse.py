@@ -16,9 +16,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from slime.config.custom_config import FLAG, read_custom_config
 from slime.config.groups import add_group
 from slime.config.notices import Notice
+from slime.config.yaml_file import FLAG, read_custom_config
 from slime.utils.errors import ConfigError
 
 USAGE = """%(prog)s --hf-checkpoint DIR --prompt-data FILE --rollout-num-gpus N [flag ...]

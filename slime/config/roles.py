@@ -15,13 +15,14 @@ import logging
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
 
 from slime.config import notices
 from slime.config.groups import flag_of
-from slime.config.path_flags import PATH_FLAGS, absolute, absolute_hook
+from slime.config.resolve.paths import PATH_FLAGS, absolute, absolute_hook
 from slime.config.yaml_file import read_mapping
 from slime.utils.errors import ConfigError
 
@@ -216,3 +217,29 @@ def _normalized(entry: dict[str, Any]) -> dict[str, Any]:
     return {
         str(key).replace("-", "_"): value for key, value in (entry.get("overrides") or entry.get("args") or {}).items()
     }
+
+
+_DIRECTORY = "critic"
+
+
+def needs_critic(args: Namespace) -> bool:
+    """Whether the run trains a value function beside the policy."""
+    return bool(args.use_critic and args.num_rollout != 0)
+
+
+def critic_args(args: Namespace) -> Namespace:
+    """A copy of ``args`` for the critic, with its overrides from ``--megatron-config-path``.
+
+    Its checkpoints are in ``critic/`` under ``--save`` and ``--load``, unless the role's overrides name other
+    directories.
+    """
+    # In the actor's directory the checkpoints of one role would replace those of the other.
+    twin = role_args(args, "critic")
+    if args.save is not None and twin.save == args.save:
+        twin.save = str(Path(args.save) / _DIRECTORY)
+    if args.load is not None and twin.load == args.load:
+        # A --load without a critic: None makes it start from the weights of the policy, with a fresh head.
+        own = Path(args.load) / _DIRECTORY
+        twin.load = str(own) if own.is_dir() or args.load == args.save else None
+    twin.save_hf = None
+    return twin

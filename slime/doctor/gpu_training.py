@@ -27,10 +27,9 @@ from slime.backends.megatron_utils import arguments as megatron_arguments
 from slime.batch.arguments import BatchArgs, ReplayArgs
 from slime.batch.compile import compile_train_data
 from slime.batch.rewards import RewardArgs
-from slime.batch.schedule import MicroBatchArgs
+from slime.batch.schedule import MicroBatchArgs, ParallelLayout
 from slime.batch.ship import split_by_dp
 from slime.config.groups import add_group, groups_in
-from slime.data.layout import ParallelLayout
 from slime.data.sample import Sample
 from slime.doctor.gpu_kernels import Result, judged, judged_on_cuda, relative
 from slime.observability.arguments import OutputArgs, ProfileArgs

@@ -27,7 +27,7 @@ from slime.observability.metric_utils import compute_rollout_step
 from slime.observability.run_info import write_run_info
 from slime.observability.sinks import JsonlSink, LogSink, TensorboardSink, WandbSink
 from slime.utils.errors import ConfigError
-from slime.utils.run_lock import RunLock
+from slime.utils.files import RunLock
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from slime.ray.watch.waiting import get
 from slime.rollout.data_source import make_data_source
 from slime.rollout.failures import fresh_copy
 from slime.rollout.source_state import load_groups, outstanding_path, save_groups
-from slime.utils.user_exit import exits_are_errors
+from slime.utils.async_utils import exits_are_errors
 
 _CALL_TIMEOUT_S = 600.0
 

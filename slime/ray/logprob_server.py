@@ -31,10 +31,10 @@ from slime.backends.megatron_utils.server.queue import RoundSettings, Score, Sco
 from slime.backends.sglang_utils.namespace import read_engine
 from slime.backends.training.arguments import CheckpointArgs
 from slime.backends.training.checkpoint_source import check_checkpoints, find_start
+from slime.batch.schedule import ParallelLayout
 from slime.config import parse as config_parse
 from slime.config import resolve as config_resolve
 from slime.config.groups import from_args, unsupported_flags
-from slime.data.layout import ParallelLayout
 from slime.models.hf_shape import read_shape
 from slime.observability.logging_utils import configure_logger
 from slime.observability.run_info import hide_secrets

@@ -13,12 +13,11 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 import ray
 
 from slime.batch.compile import compile_train_data
-from slime.batch.replay import load_debug_rollout_data, save_debug_rollout_data, save_tokenizer
 from slime.batch.rewards import RewardArgs, SignalWatch
-from slime.batch.schedule import MicroBatchArgs
+from slime.batch.schedule import MicroBatchArgs, ParallelLayout
 from slime.batch.ship import split_by_dp
 from slime.config.run_config import RunConfig
-from slime.data.layout import ParallelLayout
+from slime.data.dump_file import load_debug_rollout_data, save_debug_rollout_data, save_tokenizer
 from slime.data.sample import Sample, iter_samples
 from slime.hooks.load import load_function
 from slime.models.cost import calculate_fwd_flops
@@ -38,9 +37,9 @@ from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.rm_hub.grader_pool import preload_graders
 from slime.rollout.sample_hooks import set_current_rollout_id, set_evaluated_rollout_id
 from slime.rollout.sglang_rollout import GenerateState
+from slime.utils.async_utils import exits_are_errors
 from slime.utils.errors import ConfigError
 from slime.utils.http_utils import set_sender
-from slime.utils.user_exit import exits_are_errors
 
 logger = logging.getLogger(__name__)
 

@@ -274,11 +274,10 @@ def train(args: Namespace, replayed: Replayed, rollout: int) -> tuple[dict[str, 
     """
     from slime.batch.compile import compile_train_data
     from slime.batch.rewards import RewardArgs
-    from slime.batch.schedule import MicroBatchArgs
+    from slime.batch.schedule import MicroBatchArgs, ParallelLayout
     from slime.batch.ship import split_by_dp
     from slime.config.groups import from_args
     from slime.config.resolve.paths import needs_reference
-    from slime.data.layout import ParallelLayout
     from slime.hooks.load import load_function
     from slime.ray.train_actor import trainer_class
 

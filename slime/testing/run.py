@@ -21,9 +21,8 @@ from slime.rollout.data_source import RolloutDataSource
 from slime.rollout.sglang_rollout import GenerateState
 from slime.testing.checks import CHECKS, SIGNATURE_ONLY, TRAINER_CHECKS, Call
 from slime.testing.fakes import GROUP_SIZE, QUESTION, pretend_engine
-from slime.utils.async_utils import call_in_thread, run
+from slime.utils.async_utils import call_in_thread, run, user_frames
 from slime.utils.errors import ConfigError, SlimeError
-from slime.utils.user_exit import user_frames
 
 _NEEDS_ENGINE = ("custom_generate_function_path", "rollout_function_path", "eval_function_path")
 _NEEDS_DATA = {"data_source_path": "prompt_data", "eval_function_path": "eval_datasets"}

@@ -31,7 +31,7 @@ import httpx
 
 from slime.utils.deadline import Deadline
 from slime.utils.errors import EngineError, RequestExpired, RequestRefused
-from slime.utils.host import (
+from slime.utils.net import (
     SLIME_HOST_IP_ENV,
     find_available_port,
     get_host_info,
@@ -39,7 +39,7 @@ from slime.utils.host import (
     run_router,
     terminate_process,
 )
-from slime.utils.host import wrap_ipv6 as _wrap_ipv6
+from slime.utils.net import url_host as _wrap_ipv6
 
 __all__ = [
     "SLIME_HOST_IP_ENV",

@@ -13,8 +13,8 @@ __all__ = ["SingletonMeta", "chunk_named_params_by_size", "exec_command", "group
 _MOVED = {
     "Box": "slime.ray.shards",
     "decode_int32_meta_array": "slime.data.engine_meta",
-    "get_current_node_ip": "slime.utils.host",
-    "get_free_port": "slime.utils.host",
+    "get_current_node_ip": "slime.utils.net",
+    "get_free_port": "slime.utils.net",
     "load_function": "slime.hooks.load",
 }
 

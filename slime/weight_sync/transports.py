@@ -2,7 +2,7 @@
 
 To add a transport, write one file ``send_<name>.py`` with its updater, and a row here. The row also names the flags
 that only this transport reads, and its rules.
-Called by the rules of the command line, which import no torch, and by ``slime.ray.run.weight_updates``.
+Called by the rules of the command line, which import no torch, and by ``slime.ray.train_actor``.
 """
 
 from __future__ import annotations

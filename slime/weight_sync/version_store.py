@@ -22,8 +22,7 @@ from typing import Any, Literal
 
 from slime.utils.deadline import Deadline
 from slime.utils.errors import ConfigError, EngineError
-from slime.utils.files import replacing
-from slime.utils.run_lock import RunLock
+from slime.utils.files import RunLock, replacing
 
 MANIFEST = "slime_weights.json"
 _MARKER = ".slime_weights"

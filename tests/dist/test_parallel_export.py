@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime.backends.training.checksums import find_damage
+from slime.backends.training.checkpoint_files import find_damage
 from slime.backends.training.export_files import export_checksums
 from slime.weight_sync.tensor_files import checksum_function, checksums_of
 from tests.dist.ranks import ForkServer

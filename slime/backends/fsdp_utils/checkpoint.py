@@ -31,8 +31,8 @@ from slime.backends.fsdp_utils.model import saved_tensors
 from slime.backends.fsdp_utils.optimizer import allocate_states
 from slime.backends.fsdp_utils.step import TrainState
 from slime.backends.training import checkpoint_files as files
+from slime.backends.training.checkpoint_files import checksums_of, written_by
 from slime.backends.training.checkpoint_source import Source
-from slime.backends.training.checksums import checksums_of, written_by
 from slime.backends.training.damage import DAMAGE, causes_of, unfit, unreadable
 from slime.backends.training.pieces import Piece, write
 from slime.utils import accelerator

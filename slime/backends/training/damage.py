@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from slime.backends.training.checkpoint_files import (
     MANIFEST,
     complete_iterations,
+    find_damage,
     iteration_of,
     read_manifest,
 )
 from slime.backends.training.checkpoint_source import Source
-from slime.backends.training.checksums import find_damage
 from slime.backends.training.export_files import MARKER, export_checksums
 from slime.utils.distributed_utils import files_group
 from slime.utils.errors import ConfigError

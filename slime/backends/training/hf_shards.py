@@ -16,7 +16,7 @@ from typing import Protocol, TypeAlias
 import torch
 from safetensors.torch import save_file
 
-from slime.backends.training.checksums import checksum, checksums_of
+from slime.backends.training.checkpoint_files import checksum, checksums_of
 
 INDEX = "model.safetensors.index.json"
 

@@ -21,7 +21,6 @@ import torch
 from slime.algorithms.arguments import AlgorithmArgs, DistillationArgs, ModelCopyArgs
 from slime.backends.protocols import TRAINER_PARTS, TrainerPart, TrainReport
 from slime.backends.training.arguments import CheckpointArgs, OptimizerArgs, PrecisionArgs
-from slime.backends.training.bad_steps import BadSteps, keep_batch
 from slime.backends.training.checkpoint_source import Source, find_reference, find_start, find_teacher, foreign
 from slime.backends.training.credit import add_credit, passes_needed
 from slime.backends.training.custom import CustomFunctions
@@ -29,7 +28,15 @@ from slime.backends.training.damage import verify_source
 from slime.backends.training.data import MicroBatch, RankPlace, TrainBatch, forward_batch
 from slime.backends.training.loss import LossContext, LossScale, Objective, response_log_probs
 from slime.backends.training.offload import DeviceMemory, WeightBackup
-from slime.backends.training.steps import NonFiniteGradients, ReadOutput, StepResult, rollout_report, warn_if_off_policy
+from slime.backends.training.steps import (
+    BadSteps,
+    NonFiniteGradients,
+    ReadOutput,
+    StepResult,
+    keep_batch,
+    rollout_report,
+    warn_if_off_policy,
+)
 from slime.batch.arguments import BatchArgs
 from slime.config.groups import from_args
 from slime.data.sampling_mask import check_sampling_sets

@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 
 from slime.config.check import cluster, generation, numbers, objective, paths
-from slime.config.custom_config import overwritten_keys
+from slime.config.yaml_file import overwritten_keys
 from slime.utils.errors import SlimeError
 
 Rule = Callable[[Namespace], Iterable[str]]

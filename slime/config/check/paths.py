@@ -10,8 +10,7 @@ from pathlib import Path
 
 from slime.config import notices
 from slime.config.groups import flag_of
-from slime.config.path_flags import PATH_FLAGS, UsedPath, used_paths
-from slime.config.resolve.paths import needs_reference
+from slime.config.resolve.paths import PATH_FLAGS, UsedPath, needs_reference, used_paths
 
 
 def _empty(args: Namespace) -> Iterator[str]:

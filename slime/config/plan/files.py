@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime.config.path_flags import PATH_FLAGS
 from slime.config.plan.layout import read
 from slime.config.plan.memory import precision_of
+from slime.config.resolve.paths import PATH_FLAGS
 from slime.models.cost import num_parameters
 from slime.models.shape import ModelShape
 

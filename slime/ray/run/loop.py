@@ -36,9 +36,9 @@ from slime.ray.train_actor import SyncReport
 from slime.ray.watch.failure_report import message_of
 from slime.ray.watch.progress import Progress, phase
 from slime.ray.watch.waiting import get, raise_if_dead
+from slime.utils.deadline import acknowledge
 from slime.utils.errors import SlimeError
-from slime.utils.interrupt import acknowledge
-from slime.utils.run_lock import RunLock
+from slime.utils.files import RunLock
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from typing import Any
 from slime.backends.training.arguments import CheckpointArgs
 from slime.backends.training.checkpoint_source import inspect_checkpoint
 from slime.ray.watch.failure_report import message_of
+from slime.utils.deadline import interruptible
 from slime.utils.errors import ConfigError, ProcessDied, StartFailed
-from slime.utils.interrupt import interruptible
 
 logger = logging.getLogger(__name__)
 

@@ -11,13 +11,12 @@ from typing import Any
 
 from slime.backends.training.checkpoint_source import resumed_from
 from slime.config.resolve.paths import needs_reference
-from slime.config.roles import role_args
+from slime.config.roles import critic_args, needs_critic, role_args
 from slime.config.run_config import RunConfig
 from slime.data.ledger import ledger_path
 from slime.observability.tracking import create_tracker, run_directory
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.arguments import run_config
-from slime.ray.critic import critic_args, needs_critic
 from slime.ray.data_buffer import DataBufferClient, create_data_buffer
 from slime.ray.engines.recovery import RemoteEngines
 from slime.ray.engines.servers import RolloutServers
@@ -30,7 +29,7 @@ from slime.ray.watch.failure_report import message_of
 from slime.ray.watch.progress import Progress
 from slime.ray.watch.waiting import get
 from slime.utils.errors import ConfigError, ProcessDied, StartFailed
-from slime.utils.run_lock import lock_save
+from slime.utils.files import lock_save
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
 import psutil
 
+from slime.utils.deadline import raise_if_interrupted
 from slime.utils.files import replacing
-from slime.utils.interrupt import raise_if_interrupted
 
 PROGRESS = "progress.json"
 

@@ -19,9 +19,8 @@ from slime.ray.watch.failure_report import (
     timeout_report,
 )
 from slime.ray.watch.heartbeat import HeartbeatWatch, WorkReport, processes_of
-from slime.utils.deadline import Deadline
+from slime.utils.deadline import Deadline, raise_if_interrupted
 from slime.utils.errors import SlimeError
-from slime.utils.interrupt import raise_if_interrupted
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.utils.accelerator.devices import Accelerator, CPUAccelerator, CUDAAccelerator, Index, MUSAAccelerator
-from slime.utils.accelerator.registry import Registry
+from slime.utils.accelerator.devices import (
+    Accelerator,
+    CPUAccelerator,
+    CUDAAccelerator,
+    Index,
+    MUSAAccelerator,
+    Registry,
+)
 
 if TYPE_CHECKING:
     import torch

@@ -13,8 +13,7 @@ from slime.batch.balance import (
     get_seqlen_balanced_partitions,
     karmarkar_karp,
 )
-from slime.batch.schedule import MicroBatchArgs, ScheduleError, StepPlan, build_dp_schedule, plan_steps
-from slime.data.layout import ParallelLayout
+from slime.batch.schedule import MicroBatchArgs, ParallelLayout, ScheduleError, StepPlan, build_dp_schedule, plan_steps
 from slime.models.cost import calculate_fwd_flops
 from slime.utils.errors import ConfigError, DataError
 

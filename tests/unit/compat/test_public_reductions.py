@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from slime.compat.train_metric_utils import (
+from slime.compat.measures import (
     gather_and_reduce_log_dict,
     reduce_train_step_metrics,
     rollout_log_metric_contribution,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime.compat.timer import Timer
+from slime.compat.measures import Timer
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from slime.config.roles import check_roles, read_roles, role_args
-from slime.ray.critic import critic_args
+from slime.config.roles import check_roles, critic_args, read_roles, role_args
 from slime.utils.errors import ConfigError
 from tests.unit.config.tiny_command import TinyCommand
 

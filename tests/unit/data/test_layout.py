@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime.data.layout import ParallelLayout
+from slime.batch.schedule import ParallelLayout
 from slime.utils.errors import ConfigError
 
 

@@ -20,7 +20,7 @@ import pyarrow.parquet
 from safetensors.numpy import load_file, save_file
 
 from benchmarks.made_run import make_run
-from slime.batch.replay import save_debug_rollout_data
+from slime.data.dump_file import save_debug_rollout_data
 from slime.data.ledger import Ledger, ledger_path
 from slime.data.sample import Sample
 from slime.observability.run_info import write_run_info

@@ -23,7 +23,7 @@ from slime.observability import arguments, logging_utils, tracking
 from slime.observability.sinks import JsonlSink
 from slime.observability.tracking import Tracker, create_tracker
 from slime.utils.errors import ConfigError
-from slime.utils.run_lock import RunLock, lock_save
+from slime.utils.files import RunLock, lock_save
 
 
 def parsed(*argv: str, **more: Any) -> Namespace:
@@ -233,7 +233,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_that_names_the_flag(tmp_pat
 HOLD = """
 import sys
 from pathlib import Path
-from slime.utils.run_lock import RunLock
+from slime.utils.files import RunLock
 lock = RunLock(Path(sys.argv[1]), "--flag", "Fix")
 print("held", flush=True)
 sys.stdin.read()

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from slime.backends.protocols import TrainReport
-from slime.batch.replay import save_debug_rollout_data
 from slime.config.arguments import SyncArgs
 from slime.config.groups import from_args
 from slime.config.run_config import RunConfig
+from slime.data.dump_file import save_debug_rollout_data
 from slime.data.sample import Sample
 from slime.ray import rollout as rollout_module
 from slime.ray import train_actor
@@ -21,9 +21,8 @@ from slime.ray.engines import recovery
 from slime.ray.engines.fleet import WaitingEngines
 from slime.ray.rollout import RolloutManager
 from slime.ray.run import loop, start
-from slime.ray.run.weight_updates import weight_updater
 from slime.ray.shards import Box, RolloutResult
-from slime.ray.train_actor import SyncReport, TrainActor
+from slime.ray.train_actor import SyncReport, TrainActor, weight_updater
 from slime.rollout.rules import FULLY_ASYNC
 from slime.utils.errors import ConfigError, EngineError
 from tests.unit.config.tiny_command import make_command

@@ -10,9 +10,8 @@ import pytest
 
 from slime.ray.watch import waiting
 from slime.ray.watch.waiting import get
-from slime.utils.deadline import Deadline
+from slime.utils.deadline import Deadline, Interrupted, interruptible
 from slime.utils.errors import DeadlineExceeded, ProcessDied
-from slime.utils.interrupt import Interrupted, interruptible
 from tests.unit.utils.test_interrupt import lose_an_interruption, lost
 
 

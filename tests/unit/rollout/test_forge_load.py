@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from slime.batch.compile import compile_train_data
-from slime.batch.replay import save_debug_rollout_data
 from slime.batch.rewards import RewardArgs
+from slime.data.dump_file import save_debug_rollout_data
 from slime.data.sample import Sample
 from slime.hooks.load import check_hooks
 from slime.rollout.forge_load import generate_rollout

@@ -12,10 +12,10 @@ import torch
 from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 
-from slime.backends.training.checksums import checksums_of
+from slime.backends.training.checkpoint_files import checksums_of
 from slime.backends.training.export_files import write_marker
 from slime.backends.training.hf_files import TensorReader
-from slime.batch.replay import save_debug_rollout_data
+from slime.data.dump_file import save_debug_rollout_data
 from slime.data.sample import Sample
 from slime.utils.errors import ConfigError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime.backends.training.bad_steps import BadSteps
+from slime.backends.training.steps import BadSteps
 from slime.utils.errors import SlimeError
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from slime.backends.training import damage
+from slime.backends.training.checkpoint_files import checksums_of, find_damage, written_by
 from slime.backends.training.checkpoint_source import Source
-from slime.backends.training.checksums import checksums_of, find_damage, written_by
 from slime.utils.errors import ConfigError
 
 

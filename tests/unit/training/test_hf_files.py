@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from slime.backends.training import hf_shards
+from slime.backends.training.checkpoint_files import find_damage
 from slime.backends.training.checkpoint_source import Source
-from slime.backends.training.checksums import find_damage
 from slime.backends.training.damage import verify_source
 from slime.backends.training.export_files import export_checksums
 from slime.backends.training.hf_files import TensorReader, write_hf_directory

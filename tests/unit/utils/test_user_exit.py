@@ -16,9 +16,8 @@ from slime.rollout.custom_generate import call_generate
 from slime.rollout.failures import Attempts
 from slime.rollout.filters import call_dynamic_filter
 from slime.rollout.rm_hub import async_rm
-from slime.utils.async_utils import AsyncLoopThread, call_in_thread
+from slime.utils.async_utils import AsyncLoopThread, UserExit, call_in_thread, exits_are_errors
 from slime.utils.errors import ConfigError, ScoringError
-from slime.utils.user_exit import UserExit, exits_are_errors
 
 HERE = rf"\({__file__}:\d+\) called sys.exit\(3\)"
 

@@ -31,7 +31,7 @@ from slime.backends.megatron_utils.checkpoint.state import SHARDING, CheckpointC
 from slime.backends.megatron_utils.step import TrainState
 from slime.backends.training import checkpoint_files as files
 from slime.backends.training import pieces
-from slime.backends.training.checksums import checksums_of, written_by
+from slime.backends.training.checkpoint_files import checksums_of, written_by
 from slime.backends.training.pieces import Piece
 from slime.models.shape import ModelShape
 from slime.utils.distributed_utils import do_on_first_rank, files_group
