@@ -75,7 +75,8 @@ def build_config(args: Namespace, shape: ModelShape | None = None) -> Transforme
     from slime.utils import accelerator
 
     kwargs = transformer_config_kwargs(args, shape)
-    fuses = _can_fuse(is_cpu=accelerator.current().is_cpu)
+    is_cpu = accelerator.current().is_cpu
+    fuses = _can_fuse(is_cpu=is_cpu)
     dtype = getattr(torch, dtype_name(args))
     config_class = MLATransformerConfig if kwargs["multi_latent_attention"] else TransformerConfig
     config = config_class(
@@ -84,8 +85,8 @@ def build_config(args: Namespace, shape: ModelShape | None = None) -> Transforme
         params_dtype=dtype,
         pipeline_dtype=dtype,
         autocast_dtype=dtype,
-        use_cpu_initialization=accelerator.current().is_cpu,
-        bias_activation_fusion=args.bias_swiglu_fusion and fuses,
+        use_cpu_initialization=is_cpu,
+        bias_activation_fusion=args.bias_swiglu_fusion and (fuses or is_cpu),  # a CPU has model.swiglu
         bias_dropout_fusion=args.bias_dropout_fusion and fuses,
     )
     # Megatron has no such field, but its layers get nothing except the config.

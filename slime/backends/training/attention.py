@@ -103,6 +103,7 @@ class PaddingPlan:
         target: int64 [t], for each packed row its padded position.
         is_real: bool [P], false on padding.
         key_source: as ``source`` for the keys, rows of the gathered ``[T]``. None if it equals ``source``.
+        is_packed: the padded queries are the packed rows, in the same order.
     """
 
     batches: tuple[PaddedBatch, ...]
@@ -110,6 +111,7 @@ class PaddingPlan:
     target: torch.Tensor
     is_real: torch.Tensor
     key_source: torch.Tensor | None
+    is_packed: bool
 
 
 class AttentionPlan:
@@ -246,7 +248,8 @@ def _padding_plan(pieces: list[Piece], gathered_row: torch.Tensor | None, device
     target = torch.empty(int(is_real.sum()), dtype=torch.int64)
     target[source[is_real]] = torch.arange(len(source))[is_real]
     key_source = None if gathered_row is None else gathered_row[torch.cat(keys).to(device)]
-    return PaddingPlan(tuple(batches), source.to(device), target.to(device), is_real.to(device), key_source)
+    is_packed = torch.equal(source, torch.arange(len(target)))  # sequences of equal length
+    return PaddingPlan(tuple(batches), source.to(device), target.to(device), is_real.to(device), key_source, is_packed)
 
 
 class _Pad(torch.autograd.Function):
@@ -346,11 +349,15 @@ def _padded(
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     padded = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    if plan.is_packed:
+        return padded
     unpadded: torch.Tensor = _Unpad.apply(padded, plan)  # type: ignore[no-untyped-call]
     return unpadded
 
 
 def _pad(x: torch.Tensor, plan: PaddingPlan) -> torch.Tensor:
+    if plan.is_packed:
+        return x
     padded: torch.Tensor = _Pad.apply(x, plan)  # type: ignore[no-untyped-call]
     return padded
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.model.attention import PackedAttention, packed_segments
+from tests.unit.megatron_utils.operators import Operators
 from tests.verification import verify
 
 
@@ -48,6 +49,15 @@ def test_outputs_and_gradients_equal_a_plain_loop(lengths: list[int]) -> None:
     (reference * weight).sum().backward()
     for mine, other in zip(ours, naive, strict=True):
         verify("gradients of packed attention", "a loop over queries", mine.grad, other.grad, tolerance=1e-5)
+
+
+@pytest.mark.parametrize(("lengths", "copies"), [([9], 0), ([5, 5, 5], 0), ([5, 4], 8), ([4, 5], 8)])
+def test_rows_are_copied_only_if_sequences_differ_in_length(lengths: list[int], copies: int) -> None:
+    inputs = [torch.randn(sum(lengths), 2, 8, requires_grad=True) for _ in "qkv"]
+    segments = packed_segments(torch.tensor([0, *lengths]).cumsum(0).int(), max(lengths))
+    with Operators() as operators:
+        _attention()(*inputs, packed_seq_params=segments).sum().backward()
+    assert operators.names.count("aten::index_select") == copies
 
 
 def test_hundreds_of_short_segments_share_one_call_and_a_long_one_stands_alone() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime.backends.fsdp_utils.optimizer import build_optimizer
 from slime.backends.megatron_utils.actor import MegatronTrainer
@@ -16,6 +15,7 @@ from slime.backends.training.arguments import OptimizerArgs
 from slime.backends.training.optimizer import fuse_adamw, keep_fused
 from slime.utils import accelerator
 from slime.utils.accelerator import CUDAAccelerator
+from tests.unit.megatron_utils.operators import Operators
 from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, make_hf_model, weights_of
 
 pytestmark = pytest.mark.usefixtures("trainer_rank")
@@ -28,24 +28,13 @@ def gpu() -> Iterator[None]:
     accelerator.reset_accelerator()
 
 
-class _Operators(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "aten":
-            self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
 def _trained(optimizer: torch.optim.Optimizer, weights: list[torch.Tensor]) -> list[str]:
     """The names of the operators of the last of three steps."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
         for weight in weights:
             weight.grad = torch.randn(weight.shape, generator=generator)
-        with _Operators() as operators:
+        with Operators() as operators:
             optimizer.step()
     return operators.names
 

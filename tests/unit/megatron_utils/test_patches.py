@@ -14,6 +14,7 @@ import torch
 
 from slime.backends.megatron_utils.patches import cpu_import
 from slime.backends.megatron_utils.patches.install import install
+from tests.unit.megatron_utils.operators import Operators
 
 
 def _rewritten(source: str) -> str:
@@ -94,6 +95,36 @@ def test_the_cache_is_not_used_when_others_can_write_it(tmp_path: Path, monkeypa
     assert fallback.is_relative_to(tmp_path / "temporary")
     fallback.parent.chmod(0o777)  # others could put a directory of theirs in its place
     assert cpu_import._cache_directory() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [3, 64])
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_swiglu_on_a_cpu_equals_single_operators_and_joins_no_halves(
+    dtype: torch.dtype, width: int, is_weighted: bool
+) -> None:
+    install()
+    from megatron.core.fusions import fused_bias_swiglu as fused
+
+    generator = torch.Generator().manual_seed(0)
+    gate_up, gradient = (torch.randn(33, columns, generator=generator).to(dtype) for columns in (2 * width, width))
+    inputs = [gate_up] + [torch.rand(33, 1, generator=generator)] * is_weighted
+    ours, plain = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
+    with Operators() as operators:
+        out = (
+            fused.weighted_bias_swiglu_impl(ours[0], None, ours[1])
+            if is_weighted
+            else fused.bias_swiglu_impl(*ours, None)
+        )
+        out.backward(gradient)
+    gate, up = plain[0].chunk(2, dim=-1)
+    reference = torch.nn.functional.silu(gate) * up
+    reference = (reference * plain[1]).to(dtype) if is_weighted else reference
+    reference.backward(gradient)
+    assert torch.equal(out, reference)
+    assert all(torch.equal(mine.grad, other.grad) for mine, other in zip(ours, plain, strict=True))
+    assert operators.names.count("aten::silu") == 1
+    assert not {"aten::cat", "aten::sigmoid"} & set(operators.names)
 
 
 def test_a_reduction_of_a_non_contiguous_tensor_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:

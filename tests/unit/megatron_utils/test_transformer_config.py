@@ -164,7 +164,7 @@ def test_a_gpu_has_one_kernel_for_swiglu_and_one_for_dropout_if_they_can_be_made
 
     make_family_checkpoint("qwen3_moe", tmp_path)
     cpu = build_config(make_args(tmp_path))
-    assert (cpu.bias_activation_fusion, cpu.bias_dropout_fusion) == (False, False)
+    assert (cpu.bias_activation_fusion, cpu.bias_dropout_fusion) == (True, False)
     monkeypatch.setattr("slime.utils.accelerator.current", lambda: SimpleNamespace(is_cpu=False))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name in found else None)
     monkeypatch.setattr("shutil.which", lambda name: name if name in found else None)

@@ -75,7 +75,9 @@ class ModelArgs:
         False, "Softmax of attention in fp32.", no_effect="always so in the attention that is used"
     )
     bias_swiglu_fusion: bool = flag(
-        True, "SwiGLU as single operators. Without the flag, CUDA has one kernel for it.", off="--no-bias-swiglu-fusion"
+        True,
+        "SwiGLU as single operators. Without the flag, CUDA has one kernel for it, and a CPU one function.",
+        off="--no-bias-swiglu-fusion",
     )
     bias_dropout_fusion: bool = flag(
         True,

@@ -35,6 +35,7 @@ def install() -> None:
     repair_packed_rope()
     repair_padding_in_expert_bias()
     if accelerator.current().is_cpu:
+        repair_swiglu_on_cpu()
         repair_expert_dispatch_on_cpu()
         repair_overlapped_sends_on_cpu()
     repair_optimizer_slices()
@@ -250,6 +251,29 @@ def repair_padding_in_expert_bias() -> None:
         stock(self, routing_map if padding_mask is None else routing_map & ~padding_mask.unsqueeze(-1))
 
     TopKRouter._apply_expert_bias = apply
+
+
+def repair_swiglu_on_cpu() -> None:
+    """The gradient of SwiGLU is computed in two halves, which are joined, and sigmoids are computed three times.
+
+    Why: ``swiglu_back`` leaves it to a compiler to make one loop of its operators. None is used on a CPU.
+    Upstream: core_v0.16.1. Delete when a CPU has one loop.
+    """
+    from megatron.core.fusions import fused_bias_swiglu
+
+    from slime.backends.megatron_utils.model.swiglu import swiglu
+
+    class Plain:
+        @staticmethod
+        def apply(gate_up: torch.Tensor, *_: bool) -> torch.Tensor:
+            return swiglu(gate_up)
+
+    class Weighted:
+        @staticmethod
+        def apply(gate_up: torch.Tensor, weights: torch.Tensor, *_: bool) -> torch.Tensor:
+            return (swiglu(gate_up) * weights).to(gate_up.dtype)
+
+    fused_bias_swiglu.SwiGLUFunction, fused_bias_swiglu.WeightedSwiGLUFunction = Plain, Weighted
 
 
 def repair_expert_dispatch_on_cpu() -> None:
