@@ -20,8 +20,8 @@ from slime.models.shape import ModelShape
 # A save writes live tensors: two threads of a rank copy a piece of at most 128 MiB each. Training goes on with
 # --async-save, so up to 4 bytes per parameter are copied first.
 _BUFFERS_AT_SAVE, _COPIED_AT_SAVE = 2 * 128 * 1024**2, 4
-# The run lets torch round up pinned blocks of at most this size only (allocator_env of slime.ray.run.cluster).
-_LARGEST_ROUNDED = 64 * 1024**2
+LARGEST_ROUNDED = 64 * 1024**2
+"""Pinned blocks of more bytes are not rounded up to powers of two. The run sets torch's limit to this value."""
 _WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -202,11 +202,11 @@ def _fully_sharded(args: Namespace, shape: ModelShape, layout: Layout, tokens: i
 
 
 def _blocks(weight: Weight, layout: Layout, width: int) -> float:
-    """Bytes of pinned host memory for this weight on one rank. torch rounds small blocks up to powers of two."""
+    """Bytes of pinned host memory for this weight on one rank, see :data:`LARGEST_ROUNDED`."""
     # The experts of a layer are two blocks, others are a block per tensor.
     count = 1 if weight.split == "expert" else weight.count
     block = max(1, round(_share(weight, layout) * width / count))
-    return count * (block if block > _LARGEST_ROUNDED else 1 << (block - 1).bit_length())
+    return count * (block if block > LARGEST_ROUNDED else 1 << (block - 1).bit_length())
 
 
 def _held(shape: ModelShape, layers: range, vocab: int, *, is_first: bool, is_last: bool) -> list[Weight]:

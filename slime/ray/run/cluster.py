@@ -18,6 +18,7 @@ from typing import Any
 
 import ray
 
+from slime.config.plan.memory import LARGEST_ROUNDED
 from slime.ray.engines.preloading import FORK_SERVER, sglang_preloading
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
@@ -46,7 +47,6 @@ _DRIVER_CPUS = 4  # data buffer, rollout manager and their children
 _NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 _ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _PINNED_SIZE = "pinned_max_cached_size_mb"
-_LARGEST_ROUNDED_MB = "64"
 
 
 @contextmanager
@@ -193,7 +193,7 @@ def _exact_pinned_sizes(setting: str) -> str:
     if _PINNED_SIZE in setting:
         return setting
     threshold = re.search(r"pinned_max_round_threshold_mb:(\d+)", setting)
-    largest = threshold.group(1) if threshold else _LARGEST_ROUNDED_MB
+    largest = threshold.group(1) if threshold else LARGEST_ROUNDED // 1024**2
     return ",".join(filter(None, (setting, f"{_PINNED_SIZE}:{largest}")))
 
 
