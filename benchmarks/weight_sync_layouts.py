@@ -47,8 +47,7 @@ from slime.weight_sync.chunks import LEAST_BUCKET, WeightChunk, bucket_bytes, in
 from slime.weight_sync.send_tensor import Opening, payloads
 from slime.weight_sync.session import TrainerRanks
 from slime.weight_sync.updater import WeightUpdater
-from tests.unit.scripts.test_parameter_counts import PRESETS, build
-from tests.unit.weight_sync.fakes import RecordingFleet
+from tools.hub_configs import PRESETS, model_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {
@@ -131,7 +130,7 @@ def read_recipe(script: str) -> Recipe:
 @functools.cache
 def hf_names_and_shapes(preset: str) -> dict[str, torch.Tensor]:
     """Every tensor of the checkpoint, bfloat16 and without data."""
-    model = build(preset).to(torch.bfloat16)
+    model = model_of(preset).to(torch.bfloat16)
     return {
         name: part
         for tensor in hf_tensors(model, set())
@@ -151,7 +150,7 @@ class MetaTensors:
     def __post_init__(self) -> None:
         facts = PRESETS[self.recipe.preset]
         self.family = families()[facts["family"]]
-        config = build(self.recipe.preset).config
+        config = model_of(self.recipe.preset).config
         self.num_layers = int(facts["layers"])
         self.num_experts = int(facts["moe"]["experts"])
         vocab = int(facts["vocab"])
@@ -228,7 +227,7 @@ def recipients_of(recipe: Recipe, *, colocated: bool) -> Recipients:
     """As the updater chooses them."""
     ranks = TrainerRanks(0, recipe.layout.world, timeout_s=60.0)
     updater = WeightUpdater(ranks, address="", shares_devices=colocated, timeout_s=60.0)
-    return updater._recipients(RecordingFleet(recipe.engines))
+    return updater.recipients(recipe.engines)
 
 
 def _groups(recipe: Recipe, rank: int) -> Groups:

@@ -26,7 +26,7 @@ from slime.models.family import families
 from slime.ray.arguments import parse_only
 from tests.unit.scripts.bash_arrays import model_words
 from tests.unit.scripts.dry_run import SCRIPTS, dry_run_with_files, launchers
-from tests.unit.scripts.hub_configs import hub_config
+from tools.hub_configs import hub_config
 from tools.make_presets import load_presets
 
 ROOT = Path(__file__).resolve().parents[1]

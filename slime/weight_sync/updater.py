@@ -87,7 +87,7 @@ class WeightUpdater:
                 size = self._ranks.least(bucket_bytes(accelerator.current().free_memory()))
                 update = replace(update, max_chunk_bytes=size)
             assert update.max_chunk_bytes is not None
-            weights = trainer.export_weights(update.max_chunk_bytes, self._recipients(fleet))
+            weights = trainer.export_weights(update.max_chunk_bytes, self.recipients(fleet.engines))
             wants = None if self._sent_before is None else self._sent_before.begin()
             return push_weights(fleet, senders, weights, update, self._ranks, wants)
         except Exception:
@@ -107,7 +107,7 @@ class WeightUpdater:
         self._senders, self._fleet = Senders(), fleet
         near, far = self._places(fleet.engines)
         if near:
-            by_block = bool(self._recipients(fleet).blocks)
+            by_block = bool(self.recipients(fleet.engines).blocks)
             sender = TensorSender(fleet.only(near), self._ranks, timeout_s=self._timeout_s, by_block=by_block)
             self._senders.add(sender)
         problem: Exception | None = None
@@ -129,17 +129,17 @@ class WeightUpdater:
         near = [index for index, engine in enumerate(engines) if self._is_near(engine)]
         return near, [index for index in range(len(engines)) if index not in near]
 
-    def _recipients(self, fleet: EngineFleet) -> Recipients:
-        """The trainer ranks that send to an engine of ``fleet``, and the experts that they send."""
-        near, far = self._places(fleet.engines)
+    def recipients(self, engines: Sequence[EngineInfo]) -> Recipients:
+        """The trainer ranks that send to one of ``engines``, and the experts that they send."""
+        near, far = self._places(engines)
         if not near:
             return SOURCE
         # Not by blocks if a broadcast needs all experts on rank 0, or if ranks of an engine could leave out different
         # tensors: their buckets would no longer meet.
-        if far or self._sent_before is not None or all(engine.expert_blocks == 1 for engine in fleet.engines):
+        if far or self._sent_before is not None or all(engine.expert_blocks == 1 for engine in engines):
             return EVERY_RANK
         blocks: list[tuple[int, int] | None] = [None] * self._ranks.size
-        for engine in fleet.engines:
+        for engine in engines:
             for device in range(engine.num_gpus):
                 number = device * engine.expert_blocks // engine.num_gpus
                 blocks[engine.first_slot + device] = number, engine.expert_blocks  # type: ignore[operator]  # near

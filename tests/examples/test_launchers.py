@@ -12,7 +12,7 @@ import pytest
 from slime.ray.arguments import parse_only
 from tests.e2e.running import ROOT
 from tests.unit.scripts.dry_run import dry_run, dry_run_with_files
-from tests.unit.scripts.hub_configs import hub_config
+from tools.hub_configs import hub_config
 from tools.make_presets import load_presets
 
 EXAMPLES = ROOT / "examples"

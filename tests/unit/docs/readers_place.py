@@ -26,7 +26,7 @@ from slime.data.sample import Sample
 from slime.observability.run_info import write_run_info
 from slime.observability.sample_record import read_rows, record_file, record_rollout, record_training, sample_of_row
 from tests.doc_commands import ROOT, blocks, make_model
-from tests.unit.scripts.hub_configs import hub_config
+from tools.hub_configs import hub_config
 from tools.make_presets import load_presets
 from tools.make_tiny_task import ModelShape, TinyTask
 

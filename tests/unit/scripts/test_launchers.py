@@ -16,7 +16,7 @@ from slime.ray.arguments import parse_only
 from slime.utils import accelerator
 from tests.unit.scripts.bash_arrays import ROOT, model_words
 from tests.unit.scripts.dry_run import SCRIPTS, Command, dry_run, dry_run_with_files, launchers
-from tests.unit.scripts.hub_configs import hub_config
+from tools.hub_configs import hub_config
 from tools.make_presets import load_presets
 
 with (Path(__file__).parent / "launchers.csv").open(encoding="utf-8", newline="") as _file:

@@ -7,42 +7,21 @@ publish, and the formula of ``slime plan`` applied to the preset's flags.
 from __future__ import annotations
 
 import ast
-import functools
 from argparse import Namespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from slime.config.plan.shape import read_shape
 from slime.models.cost import num_active, num_parameters
 from tests.unit.scripts.bash_arrays import model_words
-from tests.unit.scripts.hub_configs import hub_config
-from tools.make_presets import load_presets
+from tools.hub_configs import PRESETS, model_of
 
-PRESETS = {name: preset.facts for name, preset in load_presets().items()}
-
-# Model types of transformers whose layers are those of another name.
-TYPES = {
-    "kimi_k2": "deepseek_v3",
-    "mimo": "qwen2",
-    "qwen3_vl": "qwen3",
-    "qwen3_5": "qwen3_5_text",
-    "qwen3_5_moe": "qwen3_5_moe_text",
-}
 # Names give rounded sizes, some with a vision tower or an MTP layer. The others are published to four digits.
 ROUGH = {"qwen3.5-0.8B": 0.1, "qwen3.5-4B": 0.06}
 # What flags alone do not say: sizes of delta nets and of the sparse-attention indexer, norms over all heads together.
 NOT_IN_FLAGS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "glm_moe_dsa", "minimax_m2")
-
-
-@functools.cache
-def build(name: str) -> PreTrainedModel:
-    with torch.device("meta"):
-        config = hub_config(PRESETS[name])
-        kind = config.pop("model_type")
-        return AutoModelForCausalLM.from_config(CONFIG_MAPPING[TYPES.get(kind, kind)](**config))
 
 
 def count(model: torch.nn.Module) -> int:
@@ -52,7 +31,7 @@ def count(model: torch.nn.Module) -> int:
 def mtp_parameters(name: str) -> int:
     """transformers leaves multi-token prediction out: a layer, a projection of two streams into one, three norms."""
     hidden = PRESETS[name]["hidden"]
-    layer = count(build(name).model.layers[-1])
+    layer = count(model_of(name).model.layers[-1])
     return PRESETS[name].get("mtp_layers", 0) * (layer + 2 * hidden**2 + 3 * hidden)
 
 
@@ -73,7 +52,7 @@ def namespace(name: str) -> Namespace:
 @pytest.mark.parametrize("name", [name for name, facts in PRESETS.items() if "billions" in facts])
 def test_a_shape_has_as_many_parameters_as_the_model_that_was_published(name: str) -> None:
     facts = PRESETS[name]
-    parameters = count(build(name)) + mtp_parameters(name)
+    parameters = count(model_of(name)) + mtp_parameters(name)
     published = facts["billions"] * 1e9
     digits = 4 if facts["billions"] != round(facts["billions"]) else 2
     assert parameters == pytest.approx(published, rel=ROUGH.get(name, 10.0 ** (1 - digits) / 2))
@@ -81,7 +60,7 @@ def test_a_shape_has_as_many_parameters_as_the_model_that_was_published(name: st
 
 @pytest.mark.parametrize("name", [name for name, facts in PRESETS.items() if facts["hf_type"] not in NOT_IN_FLAGS])
 def test_the_flags_of_a_preset_say_exactly_the_model_that_transformers_builds(name: str) -> None:
-    assert num_parameters(read_shape(namespace(name))) == count(build(name)) + mtp_parameters(name)
+    assert num_parameters(read_shape(namespace(name))) == count(model_of(name)) + mtp_parameters(name)
 
 
 def test_the_active_parameters_of_experts_are_those_in_the_models_names() -> None:

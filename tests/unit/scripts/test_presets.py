@@ -10,7 +10,7 @@ import pytest
 
 from slime.ray.arguments import parse_only
 from tests.unit.scripts.bash_arrays import MODELS, ROOT, model_words, source
-from tests.unit.scripts.hub_configs import hub_config
+from tools.hub_configs import hub_config
 from tools.make_presets import FACTS, files, load_presets, model_flags
 
 with (Path(__file__).parent / "model_presets.csv").open(encoding="utf-8", newline="") as _file:

@@ -164,10 +164,10 @@ def test_a_bucket_is_an_eighth_of_the_free_memory_unless_the_flag_gives_its_size
 def test_ranks_get_the_experts_of_their_engines_devices_and_ranks_without_an_engine_get_none() -> None:
     updater = WeightUpdater(TrainerRanks(0, 7, timeout_s=600), address="", shares_devices=True, timeout_s=600)
     wide, narrow = EngineInfo("wide", 4, first_slot=0, expert_blocks=2), EngineInfo("narrow", 2, first_slot=4)
-    found = updater._recipients(RecordingFleet([wide, narrow]))
+    found = updater.recipients([wide, narrow])
     assert found.blocks == ((0, 2), (0, 2), (1, 2), (1, 2), (0, 1), (0, 1), None)
     assert [list(found.experts(rank, 4)) for rank in (0, 2, 4, 6)] == [[0, 1], [2, 3], [0, 1, 2, 3], []]
     far = EngineInfo("far", 4)
-    assert updater._recipients(RecordingFleet([narrow])) == EVERY_RANK
-    assert updater._recipients(RecordingFleet([wide, far])) == EVERY_RANK, "rank 0 broadcasts all experts"
-    assert updater._recipients(RecordingFleet([far])) == SOURCE
+    assert updater.recipients([narrow]) == EVERY_RANK
+    assert updater.recipients([wide, far]) == EVERY_RANK, "rank 0 broadcasts all experts"
+    assert updater.recipients([far]) == SOURCE

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import TYPE_CHECKING, Any
 
-from tools.make_presets import Facts
+from tools.make_presets import Facts, load_presets
 
-__all__ = ["hub_config"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PRESETS = {name: preset.facts for name, preset in load_presets().items()}
+
+# Model types of transformers whose layers are those of another name.
+_TYPES = {
+    "kimi_k2": "deepseek_v3",
+    "mimo": "qwen2",
+    "qwen3_vl": "qwen3",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 
 # Value heads of the gated delta nets. No flag has it: the layers take it from the HF config, 32 is the default.
 _DELTA_NET_VALUE_HEADS = {("qwen3_5", 1024): 16, ("qwen3_5", 5120): 48}
@@ -86,3 +99,15 @@ def _experts(facts: Facts) -> dict[str, Any]:
             keys |= {"routed_scaling_factor": moe.get("scale", 1.0), "scoring_func": "sigmoid"}
             keys |= {"topk_method": "noaux_tc", "use_qk_norm": facts.get("qk_norm", False)}
     return keys
+
+
+@functools.cache
+def model_of(preset: str) -> PreTrainedModel:
+    """The model that transformers builds for a preset, on the meta device: shapes, no memory."""
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        config = hub_config(PRESETS[preset])
+        kind = config.pop("model_type")
+        return AutoModelForCausalLM.from_config(CONFIG_MAPPING[_TYPES.get(kind, kind)](**config))
