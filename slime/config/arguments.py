@@ -203,7 +203,8 @@ class NetworkArgs:
     use_distributed_post: bool = _flag(
         False,
         "Processes on every node send the requests that the rollout manager makes; as many as the node has device "
-        "slots. For clusters whose requests are too many for one process.",
+        "slots. For clusters whose requests are too many for one process. On GPUs, --use-rollout-routing-replay "
+        "sets it.",
     )
     http_proxy: str | None = _flag(
         None, "Proxy for HTTP requests.", no_effect="engines, router and trainer talk to each other without a proxy"

@@ -27,7 +27,7 @@ from slime.observability.rollout_metrics import log_eval_rollout_data, log_rollo
 from slime.observability.sample_record import BackgroundWriter, record_rollout
 from slime.observability.tracking import run_directory
 from slime.ray.data_buffer import DataBufferClient
-from slime.ray.engines.http_workers import HttpWorkers, start_http_workers
+from slime.ray.engines.http_workers import HttpWorkers, are_wanted, start_http_workers
 from slime.ray.engines.servers import RolloutServers
 from slime.ray.placement_group import GpuSlots
 from slime.ray.run.cluster import worker_env
@@ -78,7 +78,7 @@ class RolloutManager:
             self._servers = RolloutServers(args, self._slots)
             if self._servers.awaits_engines:
                 self._servers.await_engines()  # before GenerateState: their number limits the concurrent requests
-            if args.use_distributed_post:
+            if are_wanted(args):
                 self._http_workers = start_http_workers(args)
             preload_graders(args.rm_type)
             GenerateState(args)  # loads the tokenizer while the engines start

@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
+from slime.utils.async_utils import call_in_thread
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import get
 
@@ -132,6 +133,16 @@ class EngineChoice:
 
     def __str__(self) -> str:
         return f"/generate of {self._last or 'an engine'} behind {self._engines.router_url}"
+
+
+async def with_packed_experts(reply: Any) -> Any:
+    """``reply``. Large routed experts in it are decoded and narrowed by a thread: requests go on meanwhile."""
+    if isinstance(reply, dict) and "routed_experts" in (reply.get("meta_info") or {}):
+        from slime.data import engine_meta  # imports torch
+
+        if engine_meta.has_large_array(reply):
+            await call_in_thread(engine_meta.pack_routed_experts, reply["meta_info"])
+    return reply
 
 
 def _engine_urls(reply: Any, router_url: str) -> list[str]:

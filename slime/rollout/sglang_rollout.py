@@ -45,7 +45,7 @@ from slime.rollout.custom_generate import (
     is_ending,
     takes_group,
 )
-from slime.rollout.direct_engines import DirectEngines
+from slime.rollout.direct_engines import DirectEngines, with_packed_experts
 from slime.rollout.engine_request import (
     EngineRequest,
     build_request,
@@ -231,7 +231,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
             headers=request.headers,
             timeout_s=args.rollout_request_timeout,
         )
-    output = check_reply(request, sample, reply)
+    output = check_reply(request, sample, await with_packed_experts(reply))
     meta = output["meta_info"]
     span.update(build_sglang_meta_trace_attrs(meta))
     tokens, log_probs = sampled_tokens(meta)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
+import torch
 from ray.cluster_utils import Cluster
 
+from slime.data.sample import Sample
 from slime.ray.engines.http_workers import HttpWorkers, start_http_workers
 from slime.utils import http_utils
 from slime.utils.errors import DeadlineExceeded, EngineError, RequestRefused
@@ -59,6 +63,9 @@ class Server(FakeEngine):
         self.go_on = threading.Event()
 
     def _reply(self, payload: dict[str, Any], number: int) -> tuple[int, Any]:
+        if "experts" in payload:
+            text = base64.b64encode(np.arange(payload["experts"], dtype="<i4") % 200).decode()
+            return 200, {"meta_info": {"routed_experts": text}}
         return payload.get("status", 200), self._pieces() if payload.get("waits") else {"seen": payload}
 
     def _pieces(self) -> Iterator[bytes]:
@@ -112,6 +119,17 @@ def test_requests_are_posted_in_turn_and_their_errors_are_those_of_one_process(w
     with pytest.raises(DeadlineExceeded):
         post(server.url, {"waits": True}, timeout_s=0.3)
     workers._actors = actors
+
+
+@pytest.mark.parametrize("count", [100, 2_000_000])
+def test_routed_experts_arrive_and_many_of_them_as_small_integers(workers, server, count):
+    meta = post(server.url, {"experts": count})["meta_info"]
+    if count > 100:
+        name, data = meta["routed_experts"]
+        assert (name, len(data)) == ("uint8", count)
+    sample = Sample(tokens=[0] * (count + 1))
+    sample.append_response_tokens(SimpleNamespace(num_layers=1, moe_router_topk=1), meta_info=meta)
+    assert torch.equal(sample.rollout_routed_experts.flatten(), (torch.arange(count) % 200).to(torch.uint8))
 
 
 def test_a_cancelled_request_ends_at_its_worker(workers, server):

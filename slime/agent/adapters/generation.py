@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from slime.agent.trajectory import TurnRecord
 from slime.data.sampling_mask import LACKS_SETS, REPLAY_TOP_K, cuts_vocabulary, lacks_sets, sampled_tokens
-from slime.rollout.direct_engines import PAST_THE_ROUTER, DirectEngines, EngineChoice
+from slime.rollout.direct_engines import PAST_THE_ROUTER, DirectEngines, EngineChoice, with_packed_experts
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import post
 
@@ -112,7 +112,7 @@ async def call_sglang_generate(
         raise
     if lacks_sets(options, reply["meta_info"]) and _finish_reason(reply) != "abort":
         raise EngineError(LACKS_SETS)
-    return _turn_record(prompt_ids, reply)
+    return _turn_record(prompt_ids, await with_packed_experts(reply))
 
 
 def _options(session: Session, adapter: _Adapter) -> dict[str, Any]:

@@ -27,13 +27,16 @@ from slime.observability.logging_utils import configure_logger
 from slime.ray.run.cluster import worker_env
 from slime.ray.watch.heartbeat import register_process
 from slime.ray.watch.waiting import get
-from slime.utils import http_utils
+from slime.rollout.direct_engines import with_packed_experts
+from slime.utils import accelerator, http_utils
+from slime.utils.async_utils import call_in_thread
 from slime.utils.http_utils import Reply
 
 logger = logging.getLogger(__name__)
 
 _NUM_CPUS = 0.001  # workers wait most of the time
 _MIN_CONCURRENCY = 1000  # the default of Ray for async actors
+_LARGE_REPLY = 2**20  # packed bytes, which take milliseconds to unpack
 _KILLED_GRACE_S = 5.0  # after the deadline of an attempt, for the worker to report it
 
 
@@ -53,9 +56,11 @@ class HttpWorker:
     async def send(self, url: str, body: Any, headers: dict[str, str] | None, timeout_s: float) -> bytes | None:
         """One attempt, packed by :func:`_packed`. None if it took longer than ``timeout_s``."""
         try:
-            return _packed(await http_utils.send(url, body, headers, timeout_s))
+            reply = await http_utils.send(url, body, headers, timeout_s)
         except TimeoutError:
             return None  # an exception would be pickled with its traceback, and Ray would wrap it in its own type
+        await with_packed_experts(reply.content)
+        return _packed(reply)
 
 
 def _packed(reply: Reply) -> bytes:
@@ -115,7 +120,7 @@ class HttpWorkers:
             raise
         if data is None:
             raise TimeoutError
-        reply = _unpacked(data)
+        reply = await call_in_thread(_unpacked, data) if len(data) > _LARGE_REPLY else _unpacked(data)
         return reply if reply.status is not None else Reply(None, f"{reply.content} ({name})")
 
     def _leave_out(self, name: str, death: RayActorError) -> None:
@@ -129,6 +134,11 @@ class HttpWorkers:
         """End all workers. Requests under way fail."""
         for actor in self._actors.values():
             ray.kill(actor)
+
+
+def are_wanted(args: Namespace) -> bool:
+    """Whether the run has workers: if asked for, and on GPUs for replies with routed experts, which have tens of MB."""
+    return bool(args.use_distributed_post or (args.use_rollout_routing_replay and not accelerator.current().is_cpu))
 
 
 def start_http_workers(args: Namespace) -> HttpWorkers:

@@ -225,7 +225,7 @@ def test_a_cut_keeps_nuclei_and_experts_aligned():
     (sample,) = session.samples(max_sample_tokens=2)
     assert sample.rollout_top_p_token_offsets.tolist() == [0, 2]
     assert sample.rollout_top_p_token_ids.tolist() == [2, 9]
-    assert torch.equal(sample.rollout_routed_experts, torch.zeros(1, 1, 1, dtype=torch.int32))
+    assert torch.equal(sample.rollout_routed_experts, torch.zeros(1, 1, 1, dtype=torch.uint8))
 
 
 def test_a_turn_without_log_probs_has_zeros_and_one_with_a_wrong_number_is_refused():

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import marshal
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +14,11 @@ import torch
 
 from slime.batch.compile import compile_train_data
 from slime.batch.rewards import RewardArgs
+from slime.data import engine_meta
 from slime.data.engine_meta import check_routed_experts
 from slime.data.sample import Sample
 from slime.observability.rollout_data_utils import validate_rollout_routed_experts_for_replay
+from slime.rollout.direct_engines import with_packed_experts
 from slime.utils.errors import DataError
 
 _LAYERS, _TOPK = 2, 2
@@ -35,6 +41,66 @@ def _sample(experts: Any, *, length: int = 5, mask: list[int] | None = None, **m
         rollout_routed_experts=experts,
         **more,
     )
+
+
+def _reply(rows: torch.Tensor) -> dict[str, Any]:
+    encoded = base64.b64encode(rows.to(torch.int32).numpy().tobytes()).decode()
+    return {"meta_info": {"routed_experts": encoded}}
+
+
+def _received(meta: dict[str, Any], count: int) -> torch.Tensor:
+    sample = Sample(tokens=[0] * (count + 1))
+    args = SimpleNamespace(num_layers=_LAYERS, moe_router_topk=_TOPK)
+    sample.append_response_tokens(args, meta_info=meta)
+    experts: torch.Tensor = sample.rollout_routed_experts
+    return experts
+
+
+@pytest.mark.parametrize(
+    ("start", "dtype"), [(0, torch.uint8), (252, torch.uint8), (253, torch.int16), (40_000, torch.int32)]
+)
+@pytest.mark.parametrize("piece", [16, 1 << 20])
+def test_choices_are_narrow_in_the_sample_and_the_same_through_an_http_worker(
+    start: int, dtype: torch.dtype, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_meta, "_PIECE", piece)
+    rows = _rows(1, start=start)
+    direct = _received(_reply(rows)["meta_info"], 1)
+    reply = _reply(rows)
+    assert engine_meta.has_large_array(reply) == (piece == 16)
+    engine_meta.pack_routed_experts(reply["meta_info"])
+    by_worker = _received(marshal.loads(marshal.dumps(reply))["meta_info"], 1)
+    assert direct.dtype == by_worker.dtype == dtype
+    assert torch.equal(direct.int(), rows)
+    assert torch.equal(by_worker.int(), rows)
+
+
+def test_turns_of_different_width_fit_together_and_a_missing_choice_is_still_found() -> None:
+    args = SimpleNamespace(num_layers=_LAYERS, moe_router_topk=_TOPK)
+    sample = Sample(index=7, tokens=[0, 1], response_length=1, reward=1.0, loss_mask=[1], rollout_log_probs=[0.0])
+    sample.append_response_tokens(args, meta_info=_reply(_rows(1))["meta_info"])
+    later = _reply(_rows(1, start=400))["meta_info"] | {"routed_experts_start_len": 1}
+    sample.append_response_tokens(args, tokens=[2], log_probs=[0.0], meta_info=later)
+    assert torch.equal(sample.rollout_routed_experts.int(), torch.cat([_rows(1), _rows(1, start=400)]))
+    with pytest.raises(DataError, match=r"sample 7 .* has the routed expert -1: the engine left a choice out"):
+        _column(_sample(_received(_reply(_rows(4, start=-1))["meta_info"], 4)))
+
+
+def test_a_complete_narrow_sample_is_not_copied() -> None:
+    experts = _rows(4).to(torch.uint8)
+    (column,) = _column(_sample(experts))
+    assert column.data_ptr() == experts.data_ptr()
+
+
+def test_large_choices_are_decoded_by_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+    monkeypatch.setattr(engine_meta, "pack_routed_experts", lambda meta: threads.append(threading.get_ident()))
+    for count in (4, 1 << 18):
+        asyncio.run(with_packed_experts(_reply(_rows(count))))
+    assert len(threads) == 1
+    assert threads[0] != threading.get_ident()
+    for other in ({}, {"meta_info": {}}, {"meta_info": {"routed_experts": None}}, "text", [1]):
+        assert asyncio.run(with_packed_experts(other)) is other
 
 
 def _column(*samples: Sample) -> list[torch.Tensor]:

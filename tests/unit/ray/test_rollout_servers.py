@@ -12,6 +12,7 @@ from slime.backends.sglang_utils.server_process import ForkAddress
 from slime.backends.sglang_utils.topology import EnginePlace, WorkerType
 from slime.ray.engines import servers as engine_servers
 from slime.ray.engines.fleet import RayEngineFleet, WaitingEngines
+from slime.ray.engines.http_workers import are_wanted
 from slime.ray.engines.servers import RolloutServers, watch_settings
 from slime.ray.placement_group import GpuSlots
 from slime.utils import accelerator
@@ -243,3 +244,19 @@ def test_on_gpus_the_first_health_check_leaves_time_to_compile_kernels(given, de
     args = Namespace(**dict.fromkeys(names, 1.0), rollout_health_check_first_wait=given, use_fault_tolerance=True)
     settings = watch_settings(args)
     assert (settings.first_wait_s, settings.later_wait_s) == waits
+
+
+@pytest.mark.parametrize(
+    ("is_cpu", "posts", "replays", "found"),
+    [
+        (True, False, True, False),
+        (True, True, False, True),
+        (False, False, False, False),
+        (False, False, True, True),
+    ],
+)
+def test_replies_with_routed_experts_are_received_by_workers_on_gpus(
+    is_cpu: bool, posts: bool, replays: bool, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slime.utils.accelerator.current", lambda: SimpleNamespace(is_cpu=is_cpu))
+    assert are_wanted(Namespace(use_distributed_post=posts, use_rollout_routing_replay=replays)) is found
