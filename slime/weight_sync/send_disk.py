@@ -14,15 +14,17 @@ With ``--update-weight-mode delta`` most versions hold only the difference from 
     version n   full again, when the deltas together are as large as a full version, or too many
 
 The copy of each host is updated version by version (``local_checkpoint``). A new host starts with the newest full
-version. The source rank keeps the bytes of the last version in host memory to compare with: as much as the checkpoint
-of the engines has on disk. After an error in a delta, or if a host cannot apply it, the next version is a full one.
+version. Up to 32 trainer ranks keep the bytes of the last version in host memory to compare with, each a share of the
+tensors: all together as much as the checkpoint of the engines has on disk. After an error in a delta, or if a host
+cannot apply it, the next version is a full one.
 """
 
 from __future__ import annotations
 
+import heapq
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +41,7 @@ from slime.weight_sync.delta_codec import Encoding, encode_delta
 from slime.weight_sync.session import TrainerRanks, WeightUpdate, error_of, load_files, message_of
 from slime.weight_sync.tensor_files import (
     Bytes,
+    Span,
     checksum_function,
     checksums_of,
     content_hash,
@@ -132,22 +135,20 @@ class DiskUpdater:
 
     def _checksums_of(self, folder: Path) -> dict[str, str]:
         """The checksums of all tensors. Each rank that sees the files reads some: in part those that it wrote."""
+        readers = self._readers(folder)
+
+        def read() -> dict[str, str]:
+            if self._ranks.rank not in readers:
+                return {}
+            share = sorted(_sizes(folder))[readers.index(self._ranks.rank) :: len(readers)]
+            return checksums_of(folder, checksum_function(self._settings.checksum), share)
+
+        return {name: checksum for part in self._on_each(read) for name, checksum in part.items()}
+
+    def _readers(self, folder: Path) -> list[int]:
+        """The ranks that see the files of ``folder``. A collective."""
         listed = self._on_source(lambda: _sizes(folder))
-        found: dict[str, str] = {}
-        problem: Exception | None = None
-        readers = [rank for rank, sees in enumerate(self._ranks.gather(_sizes(folder) == listed)) if sees]
-        if self._ranks.rank in readers:
-            share = sorted(listed)[readers.index(self._ranks.rank) :: len(readers)]
-            try:
-                found = checksums_of(folder, checksum_function(self._settings.checksum), share)
-            except Exception as error:  # the other ranks wait in gather()
-                problem = error
-        parts = self._ranks.gather((found, None if problem is None else message_of(problem)))
-        if problem is not None:
-            raise problem
-        if problems := [text for _, text in parts if text]:
-            raise EngineError(problems[0])
-        return {name: checksum for part, _ in parts for name, checksum in part.items()}
+        return [rank for rank, sees in enumerate(self._ranks.gather(_sizes(folder) == listed)) if sees]
 
     def _commit_full(self, folder: Path, version: int, checksums: dict[str, str]) -> int:
         content = content_hash(checksums)
@@ -212,6 +213,21 @@ class DiskUpdater:
             raise EngineError(answer[1])
         return answer[0]  # type: ignore[no-any-return]
 
+    def _on_each(self, work: Callable[[], _T]) -> list[_T]:
+        """Run ``work`` on every rank. Returns the results in rank order, or raises as :meth:`_on_source`."""
+        result: _T | None = None
+        failure: Exception | None = None
+        try:
+            result = work()
+        except Exception as error:  # the other ranks wait in gather()
+            failure = error
+        answers = self._ranks.gather((result, None if failure is None else message_of(failure)))
+        if failure is not None:
+            raise failure
+        if problems := [problem for _, problem in answers if problem is not None]:
+            raise EngineError(problems[0])
+        return [found for found, _ in answers]
+
 
 def _sizes(folder: Path) -> dict[str, int]:
     """The safetensors files of ``folder``. Empty if this host does not see it."""
@@ -220,7 +236,27 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 # Most deltas on one full version. A new host has to apply all of them.
 _MAX_DELTAS = 32
-_FILE = "delta.safetensors"
+# Ranks that compare. A delta has a file of each.
+_MAX_KEEPERS = 32
+
+
+@dataclass(frozen=True)
+class _Changes:
+    """The changes that a rank has found in its share.
+
+    Attributes:
+        exported, compared: tensors of the trainer, and those in the share.
+        total, changed: bytes of the share.
+        checksums: of the changed ones.
+        file: name and size of the file that holds the changes. None without any.
+    """
+
+    exported: int
+    compared: int
+    total: int
+    changed: int
+    checksums: dict[str, str]
+    file: tuple[str, int] | None
 
 
 class DeltaUpdater(DiskUpdater):
@@ -231,56 +267,90 @@ class DeltaUpdater(DiskUpdater):
         assert settings.local is not None, "deltas need --update-weight-local-checkpoint-dir"
         self._encoding: Encoding = encoding
         self._checksum = checksum_function(settings.checksum)
-        self._last: dict[str, Bytes] = {}
+        # The share of this rank in the last version. None: the next version is a full one.
+        self._last: dict[str, Bytes] | None = None
         self._chain: list[int] = []
         self._full_bytes = 0
         self._delta_bytes = 0
 
     def _publish(self, version: int, trainer: WeightExporter) -> int:
-        # only the source has the last version to compare with, so it decides for all ranks
-        is_full = self._ranks.from_source(
-            not self._last or len(self._chain) > _MAX_DELTAS or self._delta_bytes >= self._full_bytes
-        )
-        return self._publish_full(version, trainer) if is_full else self._publish_delta(version, trainer)
+        # one rank without its share is enough
+        has_lost = bool(self._ranks.agree("no last version" if self._last is None else None))
+        if has_lost or len(self._chain) > _MAX_DELTAS or self._delta_bytes >= self._full_bytes:
+            return self._publish_full(version, trainer)
+        return self._publish_delta(version, trainer)
 
     def _publish_full(self, version: int, trainer: WeightExporter) -> int:
-        self._last = {}  # if the write fails, the next version is a full one too
+        self._last = None  # if the write fails, the next version is a full one too
         self.changed_share = None
         num_bytes = super()._publish_full(version, trainer)
-        if self._ranks.is_source:
-            with open_bytes(spans_of(version_path(self._settings.root, version))) as arrays:
+        folder = version_path(self._settings.root, version)
+        readers = self._readers(folder)
+        keepers = readers[:: -(-len(readers) // _MAX_KEEPERS)]  # at equal distances: on different hosts
+
+        def keep() -> dict[str, Bytes]:
+            if self._ranks.rank not in keepers:
+                return {}
+            share = _share(spans_of(folder), len(keepers), keepers.index(self._ranks.rank))
+            with open_bytes(share) as arrays:
                 # a copy: the arrays are views of files that will be deleted
-                self._last = {name: np.array(array) for name, array in arrays.items()}
+                return {name: np.array(array) for name, array in arrays.items()}
+
+        last: dict[str, Bytes] = {}
+        self._on_each(lambda: last.update(keep()))
+        self._last = last
         self._chain, self._full_bytes, self._delta_bytes = [version], num_bytes, 0
         return num_bytes
 
     def _publish_delta(self, version: int, trainer: WeightExporter) -> int:
         """Write the changes since the last version, and keep the new state."""
-        last, self._last = self._last, {}  # a failure on the way leaves nothing to compare with: the next one is full
-        packed: dict[str, Bytes] = {}
-        checksums: dict[str, str] = {}
-        num_changed = 0
-        with threads() as pool:
-            work: list[tuple[str, Future[tuple[bytes, int, str] | None]]] = []
-            # gathering the tensors is a collective: the other ranks get none, but give their shards
-            for name, tensor in trainer.export_weights(recipients=SOURCE):
-                work.append((name, self._start(pool, last[name], tensor)))
-            for name, future in work:
-                found = future.result()
-                if found is not None:
-                    packed[name] = np.frombuffer(found[0], dtype=np.uint8)
-                    num_changed += found[1]
-                    checksums[name] = found[2]
-        num_bytes = self._on_source(lambda: self._commit_delta(version, packed, checksums))
+        assert self._last is not None, "_publish sends a full version otherwise"
+        last, self._last = self._last, None  # a failure on the way leaves nothing to compare with
+        folder = self._on_source(lambda: self._begin_delta(version))
+        found = self._on_each(lambda: self._write_changes(folder, last, trainer))
+        num_bytes = self._on_source(lambda: self._commit_delta(folder, version, found))
+        total, changed = sum(one.total for one in found), sum(one.changed for one in found)
         if self._ranks.is_source:
-            total = sum(array.size for array in last.values())
             text = "weight version %d: %d of %d bytes have changed, %d written"
-            logger.info(text, version, num_changed, total, num_bytes)
-            self.changed_share = num_changed / total
+            logger.info(text, version, changed, total, num_bytes)
+            self.changed_share = changed / total
         self._last = last
         self._chain.append(version)
         self._delta_bytes += num_bytes
         return num_bytes
+
+    def _begin_delta(self, version: int) -> Path:
+        folder = self._store.begin(version)
+        folder.mkdir()
+        return folder
+
+    def _write_changes(self, folder: Path, last: dict[str, Bytes], trainer: WeightExporter) -> _Changes:
+        """Compare the live weights with ``last``, which gets the new state. Writes a file of the changes."""
+        packed: dict[str, Bytes] = {}
+        checksums: dict[str, str] = {}
+        num_tensors = num_changed = 0
+        weights = iter(trainer.export_weights())  # every rank gets every tensor, as for the files of a full version
+        try:
+            with threads() as pool:
+                work: list[tuple[str, Future[tuple[bytes, int, str] | None]]] = []
+                for name, tensor in weights:
+                    num_tensors += 1
+                    if name in last:
+                        work.append((name, self._start(pool, last[name], tensor)))
+                for name, future in work:
+                    if (change := future.result()) is not None:
+                        packed[name] = np.frombuffer(change[0], dtype=np.uint8)
+                        num_changed += change[1]
+                        checksums[name] = change[2]
+        finally:
+            for _ in weights:  # a rank that failed, too: the others wait for it at every tensor
+                pass
+        total = sum(array.size for array in last.values())
+        file = folder / f"delta-{self._ranks.rank:05d}.safetensors"
+        if packed:
+            save_file(packed, file)
+        place = (file.name, file.stat().st_size) if packed else None
+        return _Changes(num_tensors, len(work), total, num_changed, checksums, place)
 
     def _start(
         self, pool: ThreadPoolExecutor, last: Bytes, tensor: torch.Tensor
@@ -297,15 +367,21 @@ class DeltaUpdater(DiskUpdater):
 
         return pool.submit(compare)
 
-    def _commit_delta(self, version: int, packed: dict[str, Bytes], checksums: dict[str, str]) -> int:
-        folder = self._store.begin(version)
-        folder.mkdir()
-        save_file(packed, folder / _FILE)
+    def _commit_delta(self, folder: Path, version: int, found: Sequence[_Changes]) -> int:
+        compared, exported = sum(one.compared for one in found), found[0].exported
+        if compared != exported:
+            raise EngineError(
+                f"weight version {version}: {compared} tensors were compared, but the trainer exports {exported}. The "
+                "next version is sent in full."
+            )
+        written = dict(one.file for one in found if one.file is not None)
+        if (seen := _sizes(folder)) != written:
+            raise EngineError(f"{folder} has the files {seen} instead of {written}, which the trainer ranks wrote.")
         manifest = Manifest(
             version,
             self._lineage,
             self._settings.checksum,
-            checksums,
+            {name: checksum for one in found for name, checksum in one.checksums.items()},
             base=self._chain[-1],
             encoding=self._encoding,
         )
@@ -333,3 +409,15 @@ class DeltaUpdater(DiskUpdater):
 
     def _needed(self, version: int) -> set[int]:
         return set(self._chain)  # a new host applies all deltas to the full version
+
+
+def _share(spans: Mapping[str, Span], count: int, number: int) -> dict[str, Span]:
+    """The tensors of keeper ``number`` of ``count``. All have about the same number of bytes."""
+    loads = [(0, keeper) for keeper in range(count)]
+    mine = {}
+    for name, span in sorted(spans.items(), key=lambda item: (item[1].begin - item[1].end, item[0])):
+        load, keeper = heapq.heappop(loads)
+        heapq.heappush(loads, (load + span.end - span.begin, keeper))
+        if keeper == number:
+            mine[name] = span
+    return mine

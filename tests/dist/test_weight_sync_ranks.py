@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tests.dist.ranks import ForkServer
 
 _CASE = "tests.dist.weight_sync_cases:send_to_colocated"
+_DELTAS = "tests.dist.weight_sync_cases:send_deltas"
 _EXPECTED = {f"w{index}": [float(value + index) for value in range(8)] for index in range(3)}
 
 
@@ -69,3 +71,29 @@ def test_the_devices_of_an_engine_that_divides_experts_get_those_of_their_block(
             experts = {f"expert{number}": [float(value + number) for value in range(4)] for number in block}
             assert _held(seen[first], "1", slot) == _EXPECTED | experts
     assert all(one["errors"] == [] for one in seen)
+
+
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+def test_ranks_keep_a_share_of_the_last_version_each_and_publish_the_changes_of_one_rank(
+    ranks: ForkServer, tmp_path: Path, encoding: str
+) -> None:
+    first, *others = ranks.run(_DELTAS, 4, timeout_s=600, folder=str(tmp_path), encoding=encoding)
+    assert first["versions"] == first["alone"]
+    assert [manifest["base"] for manifest, *_ in first["versions"]] == [None, 0, 1, 2]
+    assert [len(changes) for _, changes, _ in first["versions"]] == [7, 7, 7, 0]
+    assert first["share"] == first["alone_share"] == 0
+    kept = [one["kept"] for one in (first, *others)]
+    whole = first["alone_kept"]
+    assert whole == 4 * 8000
+    # the largest tensor has three eighths of the bytes
+    assert kept == [[4 * size] * 4 for size in (3000, 2500, 1000 + 64 + 36, 900 + 500)]
+
+
+def test_a_rank_that_cannot_write_its_changes_ends_the_update_and_the_next_version_is_full(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    seen = ranks.run(_DELTAS, 4, timeout_s=600, folder=str(tmp_path), encoding="xor", failing=2)
+    others = ["EngineError: disk full"]
+    assert [one["errors"] for one in seen] == [others, others, ["OSError: disk full"], others]
+    assert [one["kept"][2] for one in seen] == [None] * 4
+    assert [manifest["base"] for manifest, *_ in seen[0]["versions"]] == [None, 0, None]

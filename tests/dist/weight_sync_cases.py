@@ -5,18 +5,25 @@ from __future__ import annotations
 import base64
 import pickle
 from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.numpy import save_file
 
 from slime.backends.protocols import EngineInfo, NamedTensor, Recipients
 from slime.utils.errors import EngineError
-from slime.weight_sync import send_tensor
-from slime.weight_sync.session import TrainerRanks
+from slime.weight_sync import send_disk, send_tensor
+from slime.weight_sync.local_checkpoint import pull
+from slime.weight_sync.send_disk import DeltaUpdater, DiskSettings
+from slime.weight_sync.session import ALONE, TrainerRanks
 from slime.weight_sync.session import WeightUpdate
+from slime.weight_sync.tensor_files import open_bytes, spans_of
 from slime.weight_sync.updater import WeightUpdater
-from tests.unit.weight_sync.fakes import RecordingFleet
+from slime.weight_sync.version_store import read_manifest
+from tests.unit.weight_sync.fakes import RecordingFleet, StubTrainer
 
 
 class Trainer:
@@ -85,3 +92,71 @@ def send_to_colocated(
         except EngineError as error:
             errors.append(str(error))
     return {"opened": opened, "verbs": fleet.verbs, "errors": errors, "gathered": trainer.num_gathered}
+
+
+def send_deltas(rank: int, world_size: int, folder: str, encoding: Any, failing: int | None = None) -> dict[str, Any]:
+    """A full version and three others through files. Rank 0 also publishes them alone, in another folder.
+
+    Args:
+        failing: a rank that cannot write the changes of the second version.
+    """
+    dist.init_process_group("gloo")
+    ranks = TrainerRanks(rank, world_size, timeout_s=600)
+    seen: dict[str, Any] = {"kept": [], "errors": []}
+    together = _Publisher(Path(folder, "together"), ranks, encoding)
+    alone = _Publisher(Path(folder, "alone"), ALONE, encoding) if rank == 0 else None
+    for version in range(4):
+        send_disk.save_file = _full_disk if rank == failing and version == 2 else save_file
+        try:
+            together.publish(version)
+        except (EngineError, OSError) as error:
+            seen["errors"].append(f"{type(error).__name__}: {error}")
+        seen["kept"].append(None if together.updater._last is None else sum(a.size for a in together.updater._last.values()))
+        seen["share"] = together.updater.changed_share
+        if alone is not None and failing is None:
+            alone.publish(version)
+    if rank == 0:
+        seen["versions"] = together.versions()
+        if alone is not None and failing is None:
+            seen["alone"] = alone.versions()
+            seen["alone_kept"] = sum(array.size for array in (alone.updater._last or {}).values())
+            seen["alone_share"] = alone.updater.changed_share
+    return seen
+
+
+def _full_disk(*_: Any) -> None:
+    raise OSError("disk full")
+
+
+class _Publisher:
+    """Weights of a trainer rank, which are the same on all ranks, and their updater. Rank 0 writes full versions."""
+
+    def __init__(self, folder: Path, ranks: TrainerRanks, encoding: Any) -> None:
+        self.root, self.trainer = folder / "shared", StubTrainer([3000, 500, 64, 2500, 1000, 36, 900])
+        self._local, self._fleet = folder / "local", RecordingFleet(pull_weights=self._pull)
+        self._fleet.answers["weight_version"] = lambda: self._fleet.version
+        self.updater = DeltaUpdater(ranks, DiskSettings(self.root, self._local, keeps_files=True), encoding=encoding)
+        if not ranks.is_source:
+            self.trainer.save_hf = lambda path: None  # type: ignore[method-assign]
+
+    def _pull(self, source_dir: str, local_dir: str, version: int) -> None:
+        pull(Path(source_dir), Path(local_dir), version)
+
+    def publish(self, version: int) -> None:
+        self._fleet.version = str(version)
+        for name in list(self.trainer.weights) if version else ():
+            self.trainer.step(name, 7 if version < 3 else 0)
+        self.updater.update(self._fleet, self.trainer, WeightUpdate(str(version), max_chunk_bytes=None, timeout_s=600))
+
+    def versions(self) -> list[tuple[Any, dict[str, bytes], dict[str, bytes]]]:
+        """Of each version: the manifest without its files and its lineage, the bytes of the changes, and of the copy."""
+        found = []
+        for path in sorted(self.root.glob("weight_v*")):
+            manifest = asdict(read_manifest(path)) | {"files": None, "lineage": None}
+            found.append((manifest, _bytes_in(path), {}))
+        return [*found[:-1], (*found[-1][:2], _bytes_in(self._local))]
+
+
+def _bytes_in(folder: Path) -> dict[str, bytes]:
+    with open_bytes(spans_of(folder)) as arrays:
+        return {name: array.tobytes() for name, array in arrays.items()}

@@ -343,7 +343,7 @@ def test_a_delta_that_is_missing_or_torn_is_answered_with_a_full_version(run, da
         case "missing":
             shutil.rmtree(folder)
         case "torn":
-            file = folder / "delta.safetensors"
+            file = folder / "delta-00000.safetensors"
             data = bytearray(file.read_bytes())
             data[-4:] = bytes(4)
             file.write_bytes(data)
