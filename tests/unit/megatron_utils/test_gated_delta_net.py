@@ -63,6 +63,7 @@ def test_a_kernel_is_called_as_its_library_wants_and_gives_what_plain_torch_give
     backend: str, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from slime.backends.megatron_utils.model.gated_delta_net import gated_delta_rule, select_delta_rule, unit_length
+    from slime.backends.megatron_utils.model.sequences import Sequences
 
     def kernel(
         q: torch.Tensor,
@@ -77,13 +78,15 @@ def test_a_kernel_is_called_as_its_library_wants_and_gives_what_plain_torch_give
         assert (q.shape, v.shape, g.shape) == ((1, 9, 2, 8), (1, 9, 2, 4), (1, 9, 2))
         assert (q.dtype, k.dtype, v.dtype) == (torch.bfloat16,) * 3
         assert (cu_seqlens.dtype, output_final_state) == (torch.int64, False)
+        assert cu_seqlens.tolist() == [0, 4, 9]
         queries = q[0].float() * scale * 8**0.5
-        return gated_delta_rule(queries, k[0].float(), v[0], g[0], beta[0], cu_seqlens)[None], None
+        return gated_delta_rule(queries, k[0].float(), v[0], g[0], beta[0], sequences)[None], None
 
     _install(monkeypatch, module, kernel)
     query, key = unit_length(torch.randn(9, 2, 8)), unit_length(torch.randn(9, 2, 8))
     value, decay = torch.randn(9, 2, 4).bfloat16(), -torch.rand(9, 2)
-    inputs = (query, key, value, decay, torch.rand(9, 2), torch.tensor([0, 4, 9], dtype=torch.int32))
+    sequences = Sequences((0, 4, 9), torch.device("cpu"))
+    inputs = (query, key, value, decay, torch.rand(9, 2), sequences)
     out = select_delta_rule(backend)(*inputs)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.float(), gated_delta_rule(*inputs).float(), atol=0.02, rtol=0.02)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+from typing import Any
+
 import pytest
 import torch
 
 from slime.backends.megatron_utils.model.gated_delta_net import causal_conv, gated_delta_rule, unit_length
+from slime.backends.megatron_utils.model.sequences import Sequences
 from tests.verification import verify
 
 _HEADS, _KEY, _VALUE = 3, 8, 5
@@ -23,8 +27,8 @@ def _inputs(num_tokens: int) -> _Inputs:
     return unit_length(randn(_KEY)), unit_length(randn(_KEY)), randn(_VALUE), log_decay, randn().sigmoid()
 
 
-def _starts(lengths: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0)
+def _sequences(lengths: list[int], **settings: Any) -> Sequences:
+    return Sequences([0, *accumulate(lengths)], torch.device("cpu"), **settings)
 
 
 def _token_by_token(inputs: _Inputs, lengths: list[int]) -> torch.Tensor:
@@ -49,7 +53,7 @@ def test_outputs_and_gradients_equal_a_loop_over_tokens(chunk_size: int) -> None
     weight = torch.randn(sum(_LENGTHS), _HEADS, _VALUE, generator=torch.Generator().manual_seed(1))
     expected = _token_by_token(inputs, _LENGTHS)  # type: ignore[arg-type]
     gradients = torch.autograd.grad((expected * weight).sum(), inputs)
-    out = gated_delta_rule(*inputs, _starts(_LENGTHS), chunk_size=chunk_size)  # type: ignore[arg-type]
+    out = gated_delta_rule(*inputs, _sequences(_LENGTHS, chunk_size=chunk_size))  # type: ignore[arg-type]
     verify("gated delta rule in chunks", "a loop over tokens", out, expected, tolerance=1e-5)
     for name, ours, reference in zip(
         ("query", "key", "value", "log_decay", "beta"),
@@ -62,16 +66,16 @@ def test_outputs_and_gradients_equal_a_loop_over_tokens(chunk_size: int) -> None
 
 def test_a_sequence_alone_gives_the_same_outputs_as_between_neighbors() -> None:
     inputs = _inputs(sum(_LENGTHS))
-    packed = gated_delta_rule(*inputs, _starts(_LENGTHS))  # type: ignore[arg-type]
+    packed = gated_delta_rule(*inputs, _sequences(_LENGTHS))  # type: ignore[arg-type]
     begin = sum(_LENGTHS[:2])
-    alone = gated_delta_rule(*(x[begin : begin + 70] for x in inputs), torch.tensor([0, 70]))  # type: ignore[arg-type]
+    alone = gated_delta_rule(*(x[begin : begin + 70] for x in inputs), _sequences([70]))  # type: ignore[arg-type]
     verify("outputs of a packed sequence", "the sequence alone", packed[begin : begin + 70], alone, tolerance=1e-6)
 
 
 def test_strong_decay_neither_overflows_nor_poisons_the_gradient() -> None:
     query, key, value, log_decay, beta = _inputs(100)
     log_decay = (log_decay * 200).requires_grad_()
-    out = gated_delta_rule(query, key, value, log_decay, beta, torch.tensor([0, 100]))
+    out = gated_delta_rule(query, key, value, log_decay, beta, _sequences([100]))
     out.sum().backward()
     assert out.isfinite().all()
     assert log_decay.grad is not None
@@ -88,5 +92,5 @@ def test_the_convolution_sees_only_the_last_tokens_of_its_own_sequence() -> None
             for back in range(min(4, t + 1)):
                 expected[begin + t] += weight[:, 0, 3 - back] * x[begin + t - back]
         begin += length
-    out = causal_conv(x, weight, _starts(_LENGTHS))
+    out = causal_conv(x, weight, _sequences(_LENGTHS))
     verify("causal convolution", "a loop over tokens", out, expected, tolerance=1e-5)

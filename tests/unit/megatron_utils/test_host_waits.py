@@ -94,6 +94,14 @@ _BALANCED = {"moe_router_load_balancing_type": ["aux_loss"], "moe_aux_loss_coeff
         # experts whose products need no padding
         *(("qwen3_moe", {}, recompute) for recompute in ({}, _RECOMPUTE)),
         ("deepseek_v3", {}, _RECOMPUTE),
+        ("minimax_m2", {}, {}),  # norms over all heads
+        ("glm4_moe", _DENSE, {}),
+        # sparse attention: the longest sequence has more keys than the indexer chooses
+        *((kind, _DENSE, recompute) for kind in ("deepseek_v32", "glm_moe_dsa") for recompute in ({}, _RECOMPUTE)),
+        # gated delta nets
+        *(("qwen3_next", {}, recompute) for recompute in ({}, _RECOMPUTE)),
+        ("qwen3_5", {}, {}),
+        ("qwen3_5_moe", {}, _RECOMPUTE),
     ],
 )
 def test_no_layer_waits_for_the_device(
@@ -102,7 +110,6 @@ def test_no_layer_waits_for_the_device(
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     from slime.backends.megatron_utils.checkpoint.hf_weights import load_weights
-    from slime.backends.megatron_utils.model.attention import packed_segments
     from tests.unit.megatron_utils.family_models import build_family_model, shape_of
 
     # The backward pass makes a scale of another shape than a trainer's, which trainers in later tests would keep.
@@ -111,15 +118,40 @@ def test_no_layer_waits_for_the_device(
     model = build_family_model(tmp_path / "hf", **_BALANCED, **recompute)
     load_weights(model, shape_of(tmp_path / "hf"), str(tmp_path / "hf"), "--hf-checkpoint")
     ran = _watch_layers(model.train())
+    loss = _loss(model)
+    with _no_waits():
+        loss.backward()
+    assert all(parameter.grad is not None for parameter in model.decoder.parameters() if parameter.requires_grad)
+    assert ran == [1, 2, 3] + ([3, 2, 1] if recompute is _RECOMPUTE else [])
+
+
+def _loss(model: Any) -> torch.Tensor:
+    from slime.backends.megatron_utils.model.attention import packed_segments
+
     borders = torch.tensor([0, *_LENGTHS]).cumsum(0).int()
     positions = torch.cat([torch.arange(length) for length in _LENGTHS])
     tokens = torch.randint(0, VOCAB, (1, sum(_LENGTHS)), generator=torch.Generator().manual_seed(3))
     out = model(tokens, positions[None], None, packed_seq_params=packed_segments(borders, max(_LENGTHS)))
-    loss = out.float().square().mean()
-    with _no_waits():
-        loss.backward()
-    assert all(parameter.grad is not None for parameter in model.decoder.parameters())
-    assert ran == [1, 2, 3] + ([3, 2, 1] if recompute is _RECOMPUTE else [])
+    loss: torch.Tensor = out.float().square().mean()
+    return loss
+
+
+def test_no_layer_waits_while_choices_of_experts_are_recorded_and_replayed(tmp_path: Path) -> None:
+    from slime.backends.megatron_utils.checkpoint.hf_weights import load_weights
+    from slime.backends.megatron_utils.model.routing_replay import RoutingReplay
+    from tests.unit.megatron_utils.family_models import build_family_model, shape_of
+
+    make_family_checkpoint("qwen3_moe", tmp_path / "hf")
+    model = build_family_model(tmp_path / "hf", **_RECOMPUTE)
+    load_weights(model, shape_of(tmp_path / "hf"), str(tmp_path / "hf"), "--hf-checkpoint")
+    replay, ran = RoutingReplay(model), _watch_layers(model.train())
+    with torch.no_grad(), replay.recording():
+        _loss(model)
+    with replay.replaying():
+        loss = _loss(model)
+        with _no_waits():
+            loss.backward()
+    assert ran == [1, 2, 3] * 2 + [3, 2, 1]
 
 
 def test_the_mode_finds_what_waits() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from slime.backends.megatron_utils.model.rope import rotate, rotation
+from slime.backends.megatron_utils.model.sequences import Sequences
 from slime.backends.training.attention import AttentionPlan, gather_rows, packed_attention, plan_attention
 from slime.backends.training.data import MicroBatch
 from slime.backends.training.media import Media
@@ -46,9 +48,10 @@ class PackedSegments(PackedSeqParams):
         chosen_keys: the choices of sparse attention by number of the indexer's layer, see ``sparse_attention``.
         media: images and videos among the tokens, or None. ``deep_features``: their features for the first layers on
             this rank, see ``vision_model``.
-        borders: ``cu_seqlens`` on the host. Without them ``plan`` waits for the device.
+        borders: ``cu_seqlens`` on the host. Without them ``prepare`` waits for the device.
         is_padding: bool ``[1, t]`` rows that routers do not count, or None. A tensor rank's slice of them with sequence
             parallelism.
+        sequences: tables for gated delta nets, or None if the model has none.
         latent_plan: the plan for keys that :class:`LatentSelfAttention` has gathered. None on one rank.
     """
 
@@ -63,6 +66,7 @@ class PackedSegments(PackedSeqParams):
     deep_features: DeepFeatures | None = None
     borders: tuple[int, ...] | None = None
     is_padding: torch.Tensor | None = None
+    sequences: Sequences | None = None
     latent_plan: AttentionPlan | None = None
     _positions: torch.Tensor | None = None
     _rotation: torch.Tensor | None = None
@@ -77,6 +81,8 @@ class PackedSegments(PackedSeqParams):
         if config.multi_latent_attention and self.cp_size > 1:
             plan = self.latent_plan = plan.in_slices(slices)
         plan.prepare()
+        if config.linear_attention_freq is not None:
+            self.sequences = Sequences(self._host_borders, position_ids.device, cp_size=self.cp_size)
 
     def rotation(self, rotary: Any, dtype: torch.dtype) -> torch.Tensor:
         """The table of rope for this rank's rows, see ``rope``. All layers have an equal ``rotary``."""
@@ -89,8 +95,12 @@ class PackedSegments(PackedSeqParams):
     @functools.cached_property
     def plan(self) -> AttentionPlan:  # once per micro-batch, for all layers
         assert self.cu_seqlens_q is not None, "packed_segments sets it"
-        borders = self.cu_seqlens_q if self.borders is None else self.borders
-        return plan_attention(borders, self.cp_rank, self.cp_size, device=self.cu_seqlens_q.device)
+        return plan_attention(self._host_borders, self.cp_rank, self.cp_size, device=self.cu_seqlens_q.device)
+
+    @functools.cached_property
+    def _host_borders(self) -> Sequence[int]:
+        assert self.cu_seqlens_q is not None, "packed_segments sets it"
+        return self.borders or self.cu_seqlens_q.tolist()
 
 
 def _slices(config: Any) -> int:

@@ -39,7 +39,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 
 from slime.backends.megatron_utils.model.attention import PackedSegments
-from slime.backends.training.context_parallel import zigzag_rows
+from slime.backends.megatron_utils.model.sequences import Sequences
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 
@@ -129,18 +129,19 @@ class GatedDeltaNet(MegatronModule):
 
     def _mix(self, heads: torch.Tensor, segments: PackedSegments) -> torch.Tensor:
         """``[t, key heads, q | k | v | b | a]`` -> ``[t, key heads, r * dv]``, for this rank's tokens."""
+        assert segments.sequences is not None, "the model calls prepare"
         if segments.cp_size == 1:
-            return self._mix_sequences(heads, segments.cu_seqlens_q, slice(None))
+            return self._mix_sequences(heads, segments.sequences, slice(None))
         share = heads.size(1) // segments.cp_size  # a rule checks that tensor x context ranks divide the key heads
         mine = slice(segments.cp_rank * share, (segments.cp_rank + 1) * share)
-        out = self._mix_sequences(_heads_for_tokens(heads, segments), segments.cu_seqlens_q, mine)
+        out = self._mix_sequences(_heads_for_tokens(heads, segments), segments.sequences, mine)
         return _tokens_for_heads(out, segments)
 
-    def _mix_sequences(self, heads: torch.Tensor, cu_seqlens: Any, mine: slice) -> torch.Tensor:
+    def _mix_sequences(self, heads: torch.Tensor, sequences: Sequences, mine: slice) -> torch.Tensor:
         """As :meth:`_mix`, for whole sequences of the key heads ``mine``."""
         mixed, b, a = heads.split([self._mixed, self._ratio, self._ratio], dim=-1)
         weight = self.conv1d.weight.unflatten(0, (self._key_heads, -1))[mine].flatten(0, 1)
-        mixed = F.silu(causal_conv(mixed.flatten(1), weight, cu_seqlens)).view_as(mixed)
+        mixed = F.silu(causal_conv(mixed.flatten(1), weight, sequences)).view_as(mixed)
         query, key, value = mixed.split([self._key_dim, self._key_dim, self._ratio * self._value_dim], dim=-1)
         decay_rate, bias = (x.view(self._key_heads, -1)[mine] for x in (self.A_log, self.dt_bias))
         log_decay = -decay_rate.exp() * F.softplus(a.float() + bias)
@@ -151,7 +152,7 @@ class GatedDeltaNet(MegatronModule):
             value.reshape(value.size(0), -1, self._value_dim),
             log_decay.flatten(1),
             b.sigmoid().flatten(1),
-            cu_seqlens,
+            sequences,
         )
         return out.reshape(out.size(0), heads.size(1), -1)
 
@@ -214,9 +215,16 @@ def _warn_of_plain_torch() -> None:
     )
 
 
-def _run_kernel(kernel: Any, query: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+def _run_kernel(
+    kernel: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    sequences: Sequences,
+) -> torch.Tensor:
     """Both libraries take ``[1, t, heads, d]`` in the dtype of the values, and int64 ``cu_seqlens``."""
-    key, value, log_decay, beta, cu_seqlens = inputs
     out, _state = kernel(
         q=query[None].to(value.dtype),
         k=key[None].to(value.dtype),
@@ -225,35 +233,28 @@ def _run_kernel(kernel: Any, query: torch.Tensor, *inputs: torch.Tensor) -> torc
         beta=beta[None],
         scale=query.size(-1) ** -0.5,
         output_final_state=False,
-        cu_seqlens=cu_seqlens.long(),
+        cu_seqlens=sequences.cu_seqlens,
     )
     result: torch.Tensor = out[0]
     return result
-
-
-def _order(segments: PackedSegments) -> torch.Tensor:
-    """int64 ``[T]``: the token of the whole micro-batch at each position of the ranks' concatenated tokens."""
-    ranks = range(segments.cp_size)
-    return torch.cat([zigzag_rows(segments.cu_seqlens_q, rank, segments.cp_size) for rank in ranks])
 
 
 def _heads_for_tokens(x: torch.Tensor, segments: PackedSegments) -> torch.Tensor:
     """``[t, heads, d]`` of this rank's tokens -> ``[T, heads / ranks, d]`` of this rank's heads. Differentiable."""
     by_rank = x.unflatten(1, (segments.cp_size, -1)).transpose(0, 1).contiguous()
     received = all_to_all(segments.cp_group, by_rank).flatten(0, 1)
-    # From the order of the ranks to that of the micro-batch.
-    return received.index_select(0, _order(segments).argsort())
+    assert segments.sequences is not None, "the model calls prepare"
+    return received.index_select(0, segments.sequences.by_token)
 
 
 def _tokens_for_heads(x: torch.Tensor, segments: PackedSegments) -> torch.Tensor:
-    by_rank = x.index_select(0, _order(segments)).unflatten(0, (segments.cp_size, -1)).contiguous()
+    assert segments.sequences is not None, "the model calls prepare"
+    by_rank = x.index_select(0, segments.sequences.by_rank).unflatten(0, (segments.cp_size, -1)).contiguous()
     return all_to_all(segments.cp_group, by_rank).transpose(0, 1).flatten(1, 2)
 
 
 DeltaRule = Callable[..., torch.Tensor]
-"""``(query, key, value, log_decay, beta, cu_seqlens)`` as :func:`gated_delta_rule` takes them -> ``[t, heads, dv]``."""
-
-_CHUNK = 64
+"""``(query, key, value, log_decay, beta, sequences)`` as :func:`gated_delta_rule` takes them -> ``[t, heads, dv]``."""
 
 
 def unit_length(x: torch.Tensor) -> torch.Tensor:
@@ -262,23 +263,20 @@ def unit_length(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def causal_conv(x: torch.Tensor, weight: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+def causal_conv(x: torch.Tensor, weight: torch.Tensor, sequences: Sequences) -> torch.Tensor:
     """Every channel convolved with its own ``K`` weights over the last K tokens of the same sequence.
 
     Args:
         x: ``[t, channels]``, concatenated sequences.
         weight: ``[channels, 1, K]``; ``weight[:, :, -1]`` multiplies the token itself.
-        cu_seqlens: ``[S + 1]`` where each sequence starts, and t.
 
     Returns:
         ``[t, channels]``.
     """
     # K - 1 zeros in front of every sequence keep its neighbors apart
     gap = weight.size(-1) - 1
-    lengths = cu_seqlens.diff().long()
-    sequence = torch.arange(lengths.numel(), device=x.device).repeat_interleave(lengths)
-    rows = torch.arange(x.size(0), device=x.device) + gap * (sequence + 1)
-    spaced = x.new_zeros(x.size(0) + gap * lengths.numel(), x.size(1)).index_copy(0, rows, x)
+    rows = torch.arange(x.size(0), device=x.device) + gap * (sequences.number + 1)
+    spaced = x.new_zeros(x.size(0) + gap * sequences.count, x.size(1)).index_copy(0, rows, x)
     out = F.conv1d(spaced.t()[None], weight, groups=x.size(1))[0].t()
     return out.index_select(0, rows - gap)
 
@@ -289,9 +287,7 @@ def gated_delta_rule(
     value: torch.Tensor,
     log_decay: torch.Tensor,
     beta: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    *,
-    chunk_size: int = _CHUNK,
+    sequences: Sequences,
 ) -> torch.Tensor:
     """The outputs o_t of all tokens, computed a chunk of tokens at a time.
 
@@ -300,13 +296,12 @@ def gated_delta_rule(
         value: ``[t, heads, dv]``.
         log_decay: ``[t, heads]`` g_t.
         beta: ``[t, heads]`` b_t.
-        cu_seqlens: ``[S + 1]`` where each sequence starts, and t. The state is zero at every start.
-        chunk_size: tokens per matrix product. It changes only the rounding.
+        sequences: the state is zero at the start of each. The size of its chunks changes only the rounding.
 
     Returns:
         ``[t, heads, dv]`` in the dtype of ``value``. All arithmetic is fp32.
     """
-    slots, counts = _chunk_layout(cu_seqlens, chunk_size)
+    slots, counts, chunk_size = sequences.slots, sequences.chunks, sequences.chunk_size
 
     def chunks(x: torch.Tensor) -> torch.Tensor:
         """``[t, heads, d]`` -> ``[chunks, heads, chunk_size, d]``; missing tokens are zero: no effect on the state."""
@@ -339,7 +334,7 @@ def gated_delta_rule(
     state = value.new_zeros(counts[0] if counts else 0, *keys.shape[1:2], key.size(-1), value.size(-1)).float()
     outputs = []
     # The first chunks of all sequences, then the second ones ... Sequences are sorted by length: ended ones come last.
-    for begin, count in zip(_starts(counts), counts, strict=True):
+    for begin, count in zip(sequences.first_chunks, counts, strict=True):
         part = slice(begin, begin + count)
         state = state[:count]
         writes = own[part] - of_state[part] @ state
@@ -347,24 +342,3 @@ def gated_delta_rule(
         state = end[part].exp() * state + keys[part].mT @ writes
     out = torch.cat(outputs).transpose(1, 2).flatten(0, 1) if outputs else value.float()
     return out.index_select(0, slots).to(value.dtype)
-
-
-def _chunk_layout(cu_seqlens: torch.Tensor, size: int) -> tuple[torch.Tensor, list[int]]:
-    """The slot of every token, int64 ``[t]``, when sequences are cut into chunks of ``size`` rows and the chunks sorted
-    by their number within the sequence, longest sequences first. Also returns the number of chunks of each number."""
-    lengths = cu_seqlens.diff().long()
-    chunks = (lengths + size - 1) // size
-    order = chunks.argsort(descending=True, stable=True)
-    rank = torch.empty_like(order)
-    rank[order] = torch.arange(order.numel(), device=order.device)
-    numbers = torch.arange(int(chunks.max()) if chunks.numel() else 0, device=order.device)
-    counts = (chunks[:, None] > numbers).sum(0)
-    starts = counts.cumsum(0) - counts
-    sequence = torch.arange(lengths.numel(), device=order.device).repeat_interleave(lengths)
-    position = torch.arange(sequence.numel(), device=order.device) - cu_seqlens[:-1].long()[sequence]
-    slots = (starts[position // size] + rank[sequence]) * size + position % size
-    return slots, counts.tolist()
-
-
-def _starts(counts: list[int]) -> list[int]:
-    return [sum(counts[:index]) for index in range(len(counts))]

@@ -40,6 +40,7 @@ from slime.backends.training.context_parallel import Sharding, zigzag_rows
 from slime.backends.training.data import TrainBatch
 from slime.data.engine_meta import check_routed_experts
 from slime.models.shape import ModelShape
+from slime.utils import accelerator
 from slime.utils.errors import DataError
 
 _Choose: TypeAlias = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -91,10 +92,14 @@ class RouterChoices:
                 return choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
             case _Mode.RECORD:
                 probs, indices = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
-                self.recorded.append(indices.to(device="cpu", dtype=self._dtype))
+                self.recorded.append(_to_host(indices.to(self._dtype)))
                 return probs, indices
             case _Mode.REPLAY:
-                indices = self._next().to(device=scores.device, dtype=torch.int64)
+                indices = self._next()
+                if indices.device != scores.device:
+                    # It follows the copy to the host on the same stream, so the host waits for neither.
+                    indices = indices.to(scores.device, non_blocking=True)
+                indices = indices.long()
                 if indices.shape != (scores.size(0), topk):
                     raise RuntimeError(
                         f"routing replay, layer {self.layer}: the choices of {tuple(indices.shape)} do not fit the "
@@ -115,6 +120,13 @@ class RouterChoices:
         self._first += 1
         self._again += torch.is_grad_enabled()
         return self.recorded[self._first - 1]
+
+
+def _to_host(indices: torch.Tensor) -> torch.Tensor:
+    """A copy in pinned memory, whose content the host must not read: it arrives later."""
+    if indices.device.type == "cpu":
+        return indices
+    return torch.empty_like(indices, device="cpu", pin_memory=True).copy_(indices, non_blocking=True)
 
 
 class RoutingReplay:
@@ -163,6 +175,8 @@ class RoutingReplay:
         layers = [router.layer for router in self.routers]
         for micro_batch in choices:
             by_layer = micro_batch[:, layers].transpose(0, 1).contiguous()  # a router's part in one piece
+            if not accelerator.current().is_cpu:
+                by_layer = by_layer.pin_memory()
             for router, part in zip(self.routers, by_layer, strict=True):
                 router.recorded.append(part)
 
