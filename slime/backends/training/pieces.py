@@ -25,10 +25,19 @@ _NUM_THREADS = 2  # files that a rank writes at a time
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor, or an object in torch's file format, and its place in the checkpoint."""
+    """A tensor, or an object in torch's file format, and its place in the checkpoint.
+
+    Attributes:
+        make: gives the tensor when it is written. ``data`` is then of the meta device.
+    """
 
     item: WriteItem
     data: torch.Tensor | io.BytesIO
+    make: Callable[[], torch.Tensor] | None = None
+
+    @property
+    def content(self) -> torch.Tensor | io.BytesIO:
+        return self.data if self.make is None else self.make()
 
     @property
     def num_bytes(self) -> int:
@@ -43,13 +52,14 @@ def keep_copies(pieces: Sequence[Piece], max_bytes: int) -> tuple[list[Piece], l
     """
     rest, copies = [], []
     for piece in pieces:
-        if not isinstance(piece.data, torch.Tensor):
-            copies.append(piece)
-        elif piece.num_bytes > max_bytes:
+        is_small = piece.num_bytes <= max_bytes
+        if isinstance(piece.data, torch.Tensor) and not is_small:
             rest.append(piece)
-        else:
+        elif isinstance(content := piece.content, torch.Tensor):
             max_bytes -= piece.num_bytes
-            copies.append(Piece(piece.item, piece.data.to("cpu", copy=True)))
+            copies.append(Piece(piece.item, content.to("cpu", copy=True)))
+        else:
+            copies.append(piece)
     return rest, copies
 
 
@@ -83,7 +93,7 @@ def _write_file(path: Path, pieces: Sequence[Piece], written: Callable[[int], No
     results = []
     with path.open("wb") as file:
         for piece in pieces:
-            data = piece.data
+            data = piece.content
             if isinstance(data, torch.Tensor):
                 data = data.cpu()
                 # torch would write the whole memory of which this is a view

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.setup import init_distributed
+from slime.backends.training import pieces
 from slime.backends.training.arguments import ParallelArgs, TrainerArgs
 from slime.config.groups import from_args
 from slime.utils.errors import ConfigError
@@ -128,19 +129,36 @@ def test_weights_in_fp8_are_exported_and_saved_as_what_they_stand_for(
         trainer = MegatronTrainer(args, rank=0, world_size=1, with_ref=False)
         trainer.setup()
         plain = {name: value.clone() for name, value in trainer.export_weights()}
-        weight = next(
-            parameter
-            for name, parameter in trainer._ready.chunks[0].named_parameters()
-            if name.endswith("layers.0.mlp.linear_fc2.weight")
-        )
+        weights = [
+            parameter for name, parameter in trainer._ready.chunks[0].named_parameters() if ".mlp.linear_fc" in name
+        ]
+        events: list[str] = []
+
+        def is_fp8(x: Any) -> bool:
+            return torch.is_tensor(x) and any(_is_same(x, weight) for weight in weights)
+
+        def convert(tensor: torch.Tensor) -> torch.Tensor:
+            events.append("convert")
+            return 3 * tensor.data
+
+        def write(*given: Any) -> Any:
+            events.append("write")
+            return stock_write(*given)
+
+        stock_write = pieces._write_item
         with monkeypatch.context() as patch:
-            patch.setattr(fp8_utils, "is_float8tensor", lambda x: torch.is_tensor(x) and _is_same(x, weight))
-            patch.setattr(fp8_utils, "dequantize_fp8_tensor", lambda tensor: 3 * tensor.data)
+            patch.setattr(fp8_utils, "is_float8tensor", is_fp8)
+            patch.setattr(fp8_utils, "dequantize_fp8_tensor", convert)
             exported = {name: value.clone() for name, value in trainer.export_weights()}
+            events.clear()
+            patch.setattr(pieces, "_write_item", write)
+            patch.setattr(pieces, "_NUM_THREADS", 1)
             trainer.save(0)
-        changed = "model.layers.0.mlp.down_proj.weight"
-        assert torch.equal(exported.pop(changed), 3 * plain[changed])
-        assert all(torch.equal(value, plain[name]) for name, value in exported.items())
+        written = "".join(event[0] for event in events)
+        assert "cc" not in written, "a converted weight is written before the next one is converted"
+        assert written.count("c") >= len(weights)
+        changed = {name: 3 * value if ".mlp." in name else value for name, value in plain.items()}
+        assert all(torch.equal(value, changed[name]) for name, value in exported.items())
         again = MegatronTrainer(
             make_args(tmp_path / "hf", fp32=False, load=str(tmp_path / "saved"), no_load_optim=True),
             rank=0,
@@ -148,4 +166,4 @@ def test_weights_in_fp8_are_exported_and_saved_as_what_they_stand_for(
             with_ref=False,
         )
         again.setup()
-        assert torch.equal(dict(again.export_weights())[changed], 3 * plain[changed])
+        assert all(torch.equal(value, changed[name]) for name, value in again.export_weights())

@@ -11,12 +11,14 @@ Nothing here uses a device for communication: ranks exchange lists in the gloo g
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import fp8_utils
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -35,6 +37,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.state_dict_loader import load_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 
+from slime.backends.megatron_utils.precision.quantization import readable
 from slime.backends.training.pieces import Piece
 from slime.utils.distributed_utils import do_on_first_rank, files_group
 
@@ -50,10 +53,14 @@ def plan(state: dict[str, Any], directory: Path) -> tuple[list[Piece], Metadata 
     Returns:
         The pieces, on rank 0 the metadata of all ranks, and on all ranks an error of rank 0.
     """
+    converted = _without_fp8(state)
     sharded, common = save_preprocess(state, validate_access_integrity=False)  # rank 0 checks the lists below
     _divide_copies(sharded)
     pieces = [
-        piece for entry in nested_values(sharded) if is_main_replica(entry.replica_id) for piece in _pieces(entry)
+        piece
+        for entry in nested_values(sharded)
+        if is_main_replica(entry.replica_id)
+        for piece in _pieces(entry, converted)
     ]
     lists: list[Any] = [None] * dist.get_world_size()
     mine = SavePlan([piece.item for piece in pieces])
@@ -88,13 +95,36 @@ def _divide_copies(sharded: dict[str, Any]) -> None:
     distribute_main_replicas_with_precomputed_distribution(sharded, group, writers)
 
 
-def _pieces(entry: ShardedTensor | ShardedObject) -> Iterator[Piece]:
+def _without_fp8(state: dict[str, Any]) -> Mapping[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Replace the FP8 weights of ``state`` by tensors of the meta device. Returns these and the weights, by memory.
+
+    A converted weight has twice the bytes. So a weight is converted when a piece of it is written.
+    """
+    found = {}
+    for entry in nested_values(state):
+        weight = getattr(entry, "data", None)
+        if isinstance(weight, torch.Tensor) and fp8_utils.is_float8tensor(weight):
+            entry.data = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+            found[entry.data.untyped_storage()._cdata] = (entry.data, weight)
+    return found
+
+
+def _converted(weight: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """The numbers of ``weight`` at the places of ``part``, a view without data."""
+    with torch.cuda.device_of(weight):  # a new thread begins on device 0
+        return readable(weight).as_strided(part.size(), part.stride(), part.storage_offset())
+
+
+def _pieces(
+    entry: ShardedTensor | ShardedObject, converted: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+) -> Iterator[Piece]:
     if isinstance(entry, ShardedObject):
         data = io.BytesIO()
         torch.save([entry.data], data)
         yield Piece(WriteItem(MetadataIndex(entry.unique_key), WriteItemType.BYTE_IO), data)
         return
     whole = entry.data.detach()
+    _, weight = converted.get(whole.untyped_storage()._cdata, (None, None))
     whole = whole.view((1,) * entry.prepend_axis_num + tuple(whole.shape))
     for part, offset in _cut(whole, tuple(entry.global_offset)):
         index = MetadataIndex(entry.key, torch.Size(offset))
@@ -104,7 +134,8 @@ def _pieces(entry: ShardedTensor | ShardedObject) -> Iterator[Piece]:
             properties=TensorProperties(dtype=part.dtype),
             size=torch.Size(entry.global_shape),
         )
-        yield Piece(WriteItem(index, WriteItemType.SHARD, tensor_data=where), part)
+        make = None if weight is None else partial(_converted, weight, part)
+        yield Piece(WriteItem(index, WriteItemType.SHARD, tensor_data=where), part, make)
 
 
 def _cut(tensor: torch.Tensor, offset: tuple[int, ...]) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:

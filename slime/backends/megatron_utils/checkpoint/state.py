@@ -67,7 +67,8 @@ def sharded_state(state: TrainState, content: CheckpointContent, *, is_loading: 
         sharded["optimizer"] = optimizer
     if content.has_rng:
         sharded["rng_state"] = _rng_state()
-    force_all_tensors_to_non_fp8(sharded)  # a checkpoint has the same dtypes with and without FP8 weights
+    if is_loading:  # ``shard_files`` converts one tensor after the other when it writes
+        force_all_tensors_to_non_fp8(sharded)  # a checkpoint has the same dtypes with and without FP8 weights
     return sharded
 
 
