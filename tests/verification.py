@@ -13,11 +13,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from benchmarks.marked_part import with_part
 
-__all__ = ["PAGE", "Row", "rows_of_page", "verify", "write_page"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["PAGE", "Row", "plain_attention", "rows_of_page", "verify", "write_page"]
 
 PAGE = Path(__file__).parents[1] / "docs" / "verification.md"
 _BEGIN, _END = "<!-- written by the tests -->", "<!-- end -->"
@@ -108,3 +111,18 @@ def write_page() -> None:
     lines = [*_HEAD, *map(str, sorted(rows.values(), key=lambda row: (row.test, row.what)))]
     page = with_part(str(PAGE), PAGE.read_text(encoding="utf-8"), (_BEGIN, _END), "\n".join(lines))
     PAGE.write_text(page, encoding="utf-8")
+
+
+def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """Causal attention of packed sequences by the definition, a loop over queries: ``[T, h, d]`` to ``[T, h * d]``."""
+    import torch  # not at the top: the conftest of tests without torch imports this file
+
+    heads_per_group = q.size(1) // k.size(1)
+    k, v = k.repeat_interleave(heads_per_group, 1), v.repeat_interleave(heads_per_group, 1)
+    rows, begin = [], 0
+    for length in lengths:
+        for t in range(begin, begin + length):
+            scores = torch.einsum("hd,shd->hs", q[t], k[begin : t + 1]) / q.size(2) ** 0.5
+            rows.append(torch.einsum("hs,shd->hd", scores.softmax(-1), v[begin : t + 1]).flatten())
+        begin += length
+    return torch.stack(rows)

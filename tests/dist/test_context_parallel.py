@@ -11,19 +11,7 @@ import torch
 from tests.dist.ranks import ForkServer
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint
 from tests.unit.megatron_utils.tiny_trainer import make_hf_model
-from tests.verification import verify
-
-
-def _naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    repeats = q.size(1) // k.size(1)
-    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    rows, begin = [], 0
-    for length in lengths:
-        for t in range(begin, begin + length):
-            scores = torch.einsum("hd,shd->hs", q[t], k[begin : t + 1]) / q.size(2) ** 0.5
-            rows.append(torch.einsum("hs,shd->hd", scores.softmax(-1), v[begin : t + 1]).flatten())
-        begin += length
-    return torch.stack(rows)
+from tests.verification import plain_attention, verify
 
 
 @pytest.mark.parametrize(("size", "chunks"), [(2, [1]), (2, [1, 7, 20, 2]), (3, [2, 1, 9]), (4, [1, 12, 1])], ids=str)
@@ -38,7 +26,7 @@ def test_attention_and_its_gradients_equal_a_plain_loop_in_fp64(
     inputs = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     cotangent = torch.randn((total, 4 * 6), generator=generator, dtype=torch.float64)
     leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-    expected = _naive(*leaves, lengths)
+    expected = plain_attention(*leaves, lengths)
     (expected * cotangent).sum().backward()
 
     case = "tests.dist.attention_cases:attend"

@@ -6,9 +6,6 @@ import dataclasses
 import itertools
 import math
 import statistics
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +16,9 @@ from slime.algorithms.credit import masked_whiten
 from slime.algorithms.estimators import ESTIMATORS
 from slime.algorithms.gae import chunked_discounted_returns, chunked_gae, vanilla_gae
 from slime.algorithms.types import CreditData
+from tests.unit.algorithms.two_ranks import run_ranks
 from tests.verification import verify
 
-WORKER = Path(__file__).with_name("whiten_worker.py")
 MASKS = [[1, 1, 0, 1], [1], [], [0, 1, 1, 0], [0, 0]]
 LENGTHS = [len(mask) for mask in MASKS]
 
@@ -252,21 +249,8 @@ def test_normalised_advantages_over_gloo_ranks_equal_one_process_even_where_a_ra
     rows, masks = ragged(4), [torch.tensor(mask) for mask in MASKS]
     whole = formulae.normalize(rows, masks, None)
     for name, shares in {"both": [[0, 1], [2, 3, 4]], "empty": [[0, 1, 2, 3, 4], []]}.items():
-        rendezvous = tmp_path / name
-        outputs = [tmp_path / f"{name}-{rank}.pt" for rank in range(2)]
         inputs = [([rows[i] for i in share], [masks[i] for i in share]) for share in shares]
-        torch.save(inputs, f"{rendezvous}.inputs")
-        ranks = [
-            subprocess.Popen([sys.executable, str(WORKER), str(rank), "2", str(rendezvous), str(outputs[rank])])
-            for rank in range(2)
-        ]
-        try:
-            assert [process.wait() for process in ranks] == [0, 0]
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-        got = [torch.load(path, weights_only=True) for path in outputs]
+        got = run_ranks("whiten", tmp_path / name, inputs)
         for share, out in zip(shares, got, strict=True):
             assert len(out) == len(share)
             for i, row in zip(share, out, strict=True):

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from slime.algorithms.logprobs import log_probs_and_entropy
 from slime.algorithms.sampling_mask import SamplingMask
+from tests.unit.algorithms.two_ranks import computed, run_ranks
 from tests.verification import verify
 
-WORKER = Path(__file__).with_name("tp_worker.py")
 WIDTH = 16  # columns of the (padded) vocabulary
 
 
@@ -61,40 +58,17 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"v{c['vocab_size']}-t{c['temperature']}-c{c['chunk_size']}")
 def test_one_rank_equals_log_softmax_and_its_gradient(case):
-    logits = case["logits"].clone().requires_grad_()
-    log_probs, entropy = log_probs_and_entropy(
-        logits,
-        case["targets"],
-        vocab_size=case["vocab_size"],
-        temperature=case["temperature"],
-        chunk_size=case["chunk_size"],
-        with_entropy=True,
-    )
-    (log_probs @ case["w_lp"] + entropy @ case["w_h"]).backward()
-    actual = {"log_probs": log_probs.detach(), "entropy": entropy.detach(), "grad": logits.grad}
+    actual = computed(case, case["logits"])
     assert_equal_results(actual, expected(case))
-    assert torch.all(logits.grad[:, case["vocab_size"] :] == 0)
+    assert torch.all(actual["grad"][:, case["vocab_size"] :] == 0)
 
 
 def test_two_gloo_ranks_equal_log_softmax_even_where_one_holds_only_padding(tmp_path):
-    rendezvous = tmp_path / "rendezvous"
     nucleus = [case | {"keep": some_ids(case)} for case in CASES[::5]]
     for case in nucleus:
         case["keep"][0, case["targets"][0]] = True  # as sets of ids no row may be empty
     sets = [case | dict(zip(("keep", "offsets"), as_sets(case["keep"]), strict=True)) for case in nucleus]
-    torch.save([*CASES, *nucleus, *sets], f"{rendezvous}.cases")
-    outputs = [tmp_path / f"{rank}.pt" for rank in range(2)]
-    ranks = [
-        subprocess.Popen([sys.executable, str(WORKER), str(rank), "2", str(rendezvous), str(outputs[rank])])
-        for rank in range(2)
-    ]
-    try:
-        assert [process.wait() for process in ranks] == [0, 0]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    first, second = (torch.load(path, weights_only=True) for path in outputs)
+    first, second = run_ranks("log_probs", tmp_path, [*CASES, *nucleus, *sets])
     for case, left, right in zip([*CASES, *nucleus, *nucleus], first, second, strict=True):
         wanted = nucleus_reference(case, case["keep"]) if "keep" in case else expected(case)
         assert torch.equal(left["log_probs"], right["log_probs"])
@@ -165,19 +139,8 @@ def test_a_keep_mask_renormalises_over_the_nucleus_and_the_sampled_token(case):
     keep = some_ids(case)
     case = case | {"logits": case["logits"].clone()}
     case["logits"][0, case["targets"][0]] -= 300  # far below the largest logit
-    logits = case["logits"].clone().requires_grad_()
-    log_probs, entropy = log_probs_and_entropy(
-        logits,
-        case["targets"],
-        vocab_size=case["vocab_size"],
-        temperature=case["temperature"],
-        chunk_size=case["chunk_size"],
-        with_entropy=True,
-        keep=keep,
-    )
-    (log_probs @ case["w_lp"] + entropy @ case["w_h"]).backward()
-    assert log_probs[0] == 0
-    actual = {"log_probs": log_probs.detach(), "entropy": entropy.detach(), "grad": logits.grad}
+    actual = computed(case, case["logits"], keep=keep)
+    assert actual["log_probs"][0] == 0
     assert_equal_results(actual, nucleus_reference(case, keep))
 
 

@@ -8,6 +8,7 @@ import torch
 from slime.algorithms.logprobs import log_probs_and_entropy
 from slime.algorithms.sampling_mask import SamplingMask
 from tests.unit.algorithms.test_logprobs import CASES, as_sets, nucleus_reference, some_ids
+from tests.unit.algorithms.two_ranks import computed
 
 LENGTHS = (3, 0, 4)  # response tokens of three samples
 NUM_IDS = 11
@@ -31,19 +32,9 @@ def test_sets_of_ids_give_the_log_probs_and_gradients_of_the_dense_mask(case):
     keep = some_ids(case)
     keep[0, case["targets"][0]] = True  # an engine's set always holds the token
     wanted = nucleus_reference(case, keep)
-    logits = case["logits"].clone().requires_grad_()
-    log_probs, entropy = log_probs_and_entropy(
-        logits,
-        case["targets"],
-        vocab_size=case["vocab_size"],
-        temperature=case["temperature"],
-        chunk_size=case["chunk_size"],
-        with_entropy=True,
-        keep=mask_of([keep]),
-    )
-    (log_probs @ case["w_lp"] + entropy @ case["w_h"]).backward()
-    torch.testing.assert_close(log_probs.detach(), wanted["log_probs"], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(logits.grad, wanted["grad"], atol=1e-5, rtol=1e-5)
+    actual = computed(case, case["logits"], keep=mask_of([keep]))
+    for name in ("log_probs", "grad"):
+        torch.testing.assert_close(actual[name], wanted[name], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("first_id", [0, 4, 9])

@@ -10,24 +10,12 @@ import torch
 
 from slime.backends.megatron_utils.model.attention import PackedAttention, packed_segments
 from tests.unit.megatron_utils.operators import Operators
-from tests.verification import verify
+from tests.verification import plain_attention, verify
 
 
 def _attention(**overrides: Any) -> PackedAttention:
     config = {"window_size": None, "kv_channels": 8, "attention_dropout": 0.0}
     return PackedAttention(SimpleNamespace(**(config | overrides)), layer_number=1)
-
-
-def _naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    heads_per_group = q.size(1) // k.size(1)
-    k, v = k.repeat_interleave(heads_per_group, 1), v.repeat_interleave(heads_per_group, 1)
-    rows, begin = [], 0
-    for length in lengths:
-        for t in range(begin, begin + length):
-            scores = torch.einsum("hd,shd->hs", q[t], k[begin : t + 1]) / q.size(2) ** 0.5
-            rows.append(torch.einsum("hs,shd->hd", scores.softmax(-1), v[begin : t + 1]).flatten())
-        begin += length
-    return torch.stack(rows)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +30,7 @@ def test_outputs_and_gradients_equal_a_plain_loop(lengths: list[int]) -> None:
     naive = [x.detach().clone().requires_grad_() for x in ours]
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
     out = _attention()(*ours, packed_seq_params=packed_segments(cu_seqlens, max(lengths)))
-    reference = _naive(*naive, lengths)
+    reference = plain_attention(*naive, lengths)
     verify("packed attention", "a loop over queries", out, reference, tolerance=2e-6)
     weight = torch.randn(out.shape, generator=generator)
     (out * weight).sum().backward()
