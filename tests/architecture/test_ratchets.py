@@ -15,16 +15,16 @@ from tests.architecture.sources import ROOT, Module, modules
 
 # Name of a measure -> today's number. Measures in LEAST must not fall below it, all others must not exceed it.
 LIMITS: dict[str, float] = {
-    "files": 392,
+    "files": 376,
     "lines": 66500,
-    "small files, %": 31.5,
-    "functions that take args, %": 7.6,
+    "small files, %": 29.5,
+    "functions that take args, %": 7.5,
     "writes to args": 24,
     "getattr and hasattr per 1000 lines": 2.35,
     "broad except per 1000 lines": 1.26,
     "comments per 1000 lines": 35,
-    "modules imported by one file": 29,
-    "longest import chain": 15,
+    "modules imported by one file": 28,
+    "longest import chain": 14,
     "import cycles": 0,
     "prose: nobody, somebody, whoever": 0.06,
     "prose: 'what ...' as a noun": 0.3,
