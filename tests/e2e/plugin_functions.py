@@ -25,14 +25,6 @@ async def reward_with_a_breakpoint(args, sample, **kwargs):
     return await share_of_sevens(args, sample)
 
 
-def raising_reward(args, sample, **kwargs):
-    raise RuntimeError("the grader fell over")
-
-
-def exiting_reward(args, sample, **kwargs):
-    sys.exit(3)
-
-
 def dying_reward(args, sample, **kwargs):
     os._exit(3)
 

@@ -23,7 +23,7 @@ from tests.e2e.test_engine import generate, model_of, worst_difference
 from tests.e2e.test_loop import grpo_flags
 from tests.verification import verify
 
-ROLLOUTS = 3
+ROLLOUTS = 2
 
 
 @pytest.fixture(scope="module")

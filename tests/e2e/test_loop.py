@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -115,34 +114,27 @@ def test_the_exported_checkpoint_loads_in_transformers(resumed_run):
     assert "7" in answer, "a model that was rewarded for sevens answers with one"
 
 
-def test_one_and_two_trainer_ranks_compute_the_same_losses_from_the_same_rollouts(resumed_run, tiny_task, tmp_path):
+def test_another_layout_computes_the_same_losses_from_the_same_rollouts(resumed_run, tiny_task, tmp_path):
+    """Two ranks that share each sequence, instead of two that share the samples."""
     output, *_ = resumed_run
     flags = grpo_flags(tiny_task, tmp_path, "--load-debug-rollout-data", output / "dump" / "{rollout_id}.pt")
-    flags += ["--num-rollout", 3, "--actor-num-gpus-per-node", 1]
+    flags += ["--num-rollout", 3, "--context-parallel-size", 2]
     result = run_train([*flags, *shown_flags("docs/reproducibility.md", "--ci-load-grad-norm")], output)
     assert result.status == 0, result.output[-4000:]
     one, two = metrics(tmp_path / "run"), metrics(output / "run")
-    for name in ("train/loss", "train/grad_norm"):
+    for name in ("train/loss", "train/grad_norm", "train/kl_loss"):
         assert len(values(one, name)) == 3
-        assert values(one, name) == pytest.approx(values(two, name)[:3], rel=1e-4, abs=2e-6)
+        assert values(one, name) == pytest.approx(values(two, name)[:3], rel=1e-4, abs=2e-6), name
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        ("raising_reward", "the grader fell over"),
-        ("hanging_reward", "--rm-timeout"),
-        ("exiting_reward", "called sys.exit(3)"),
-    ],
-)
-def test_a_broken_reward_ends_the_run_in_seconds_and_leaves_nothing(function, message, tiny_task, tmp_path):
+def test_a_reward_that_hangs_ends_the_run_at_its_deadline_and_leaves_nothing(tiny_task, tmp_path):
     flags = grpo_flags(tiny_task, tmp_path, "--num-rollout", 1, "--debug-rollout-only", "--rm-timeout", 3)
-    flags += ["--custom-rm-path", f"{PLUGINS}:{function}"]
+    flags += ["--custom-rm-path", f"{PLUGINS}:hanging_reward"]
     result = run_train(flags, tmp_path)
     last_line = result.output.strip().splitlines()[-1]
     assert result.status == 1, result.output[-4000:]
-    assert message in result.output
-    assert function in last_line, last_line
+    assert "--rm-timeout" in result.output
+    assert "hanging_reward" in last_line, last_line
     assert result.survivors() == []
 
 
@@ -158,13 +150,12 @@ def test_a_function_that_ends_its_process_ends_the_run_in_seconds_and_the_proces
 
 
 def test_a_run_goes_on_after_answers_that_cannot_be_graded_and_a_function_that_exits(tiny_task, tmp_path):
-    flags = grpo_flags(tiny_task, tmp_path, "--num-rollout", 2, "--rm-type", "math", "--rm-timeout", 20)
-    flags += ["--custom-generate-function-path", f"{PLUGINS}:hostile_answers", "--actor-num-gpus-per-node", 1]
+    flags = grpo_flags(tiny_task, tmp_path, "--num-rollout", 1, "--rm-type", "math", "--rm-timeout", 20)
+    flags += ["--custom-generate-function-path", f"{PLUGINS}:hostile_answers", "--debug-rollout-only"]
     reward = flags.index("--custom-rm-path")
     result = run_train(flags[:reward] + flags[reward + 2 :], tmp_path)
     assert result.status == 0, result.output[-4000:]
     rows = metrics(tmp_path / "run")
-    assert len(values(rows, "train/loss")) == 2
     assert values(rows, "rollout/failed_samples") == [1]
     assert values(rows, "rollout/ungraded_answers") == [1]
     assert result.survivors() == []
@@ -178,7 +169,6 @@ def wait_for_training(process, run: Path, log: Path) -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.alone
 def test_an_engine_that_dies_during_a_run_ends_it_with_the_cause(tiny_task, tmp_path):
     log = tmp_path / "log"
     process, mark = start_train(grpo_flags(tiny_task, tmp_path, "--num-rollout", 500), tmp_path, log)
@@ -190,23 +180,3 @@ def test_an_engine_that_dies_during_a_run_ends_it_with_the_cause(tiny_task, tmp_
         assert Finished(1, "", mark).survivors() == []
     finally:
         process.kill()
-
-
-def test_a_router_port_in_use_is_named_by_its_flag(tiny_task, tmp_path):
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        flags = grpo_flags(tiny_task, tmp_path, "--num-rollout", 1, "--debug-rollout-only")
-        result = run_train([*flags, "--sglang-router-port", port], tmp_path)
-    assert result.status == 1
-    assert result.output.strip().splitlines()[-1].startswith(f"error: --sglang-router-port {port} is in use")
-    assert result.survivors() == []
-
-
-def test_an_engine_that_cannot_start_shows_its_last_log_lines(tiny_task, tmp_path):
-    flags = grpo_flags(tiny_task, tmp_path, "--num-rollout", 1, "--debug-rollout-only")
-    result = run_train([*flags, "--sglang-attention-backend", "flashinfer"], tmp_path)
-    assert result.status == 1, result.output[-4000:]
-    assert "engine 0" in result.output
-    assert result.survivors() == []

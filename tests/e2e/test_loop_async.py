@@ -56,19 +56,19 @@ def test_generation_that_never_stops_stays_within_its_staleness_and_loses_no_pro
     import torch
 
     flags = grpo_flags(
-        *(tiny_task, tmp_path, "--save", tmp_path / "checkpoints", "--save-interval", 3, "--load"),
+        *(tiny_task, tmp_path, "--save", tmp_path / "checkpoints", "--save-interval", 2, "--load"),
         *(tmp_path / "checkpoints", "--save-debug-rollout-data", tmp_path / "dump" / "{rollout_id}.pt"),
         *("--rollout-function-path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async"),
         *("--eval-function-path", "slime.rollout.sglang_rollout.generate_rollout", "--max-weight-staleness", 2),
     )
-    for num_rollout in (3, 5):
+    for num_rollout in (2, 3):
         finished = run_train([*flags, "--num-rollout", num_rollout], tmp_path, script="train_async.py")
         assert finished.status == 0, finished.output[-4000:]
         assert finished.survivors() == []
-    samples = [torch.load(tmp_path / "dump" / f"{i}.pt", weights_only=True)["samples"] for i in range(5)]
+    samples = [torch.load(tmp_path / "dump" / f"{i}.pt", weights_only=True)["samples"] for i in range(3)]
     for rollout_id, dump in enumerate(samples):
         oldest = min(int(version) for sample in dump for version in sample["weight_versions"])
         assert rollout_id - 2 <= oldest <= rollout_id
     drawn = [index for dump in samples for index in {sample["group_index"] for sample in dump}]
-    assert len(drawn) == len(set(drawn)) == 5 * 16
-    assert min(samples[3], key=lambda s: s["group_index"])["group_index"] < 5 * 16  # none was skipped at the restart
+    assert len(drawn) == len(set(drawn)) == 3 * 16
+    assert min(samples[2], key=lambda s: s["group_index"])["group_index"] < 3 * 16  # none was skipped at the restart
