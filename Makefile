@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 # Tests that start few processes. The others start several each: two of those at a time share two cores well, as a run
-# waits much. Whole runs come first, so that no long file is left for one of two workers at the end.
+# waits much, and those that are marked "alone" come one after the other. Whole runs come first, so that no long file is
+# left for one of two workers at the end.
 FAST_TESTS := tests/architecture tests/unit tests/contracts tests/examples
 # Tests that compare numbers. They run twice: with the best instructions of this CPU, and with those of an older one.
 NUMERIC_TESTS := tests/unit/algorithms tests/unit/fsdp_utils \
@@ -24,7 +25,8 @@ demo: setup  ## a tiny language model learns to add, by reinforcement learning, 
 
 test: setup  ## every test that needs no GPU, the real engines included
 	$(BIN)/python -m pytest -q -n 2 $(FAST_TESTS)
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=15 tests/e2e tests/dist
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=15 -m "not alone" tests/e2e tests/dist
+	$(BIN)/python -m pytest -q --durations=15 -m alone tests/e2e
 	$(OLDER_CPU) $(BIN)/python -m pytest -q -n 2 --dist loadfile $(NUMERIC_TESTS)
 
 check: setup  ## format, lint, types, architecture, unit tests: no network, no engine

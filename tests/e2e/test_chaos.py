@@ -23,6 +23,8 @@ from tests.e2e.running import Finished, exit_status, metrics
 from tests.e2e.test_loop import grpo_flags
 from tests.limits import Limit
 
+pytestmark = pytest.mark.alone
+
 ROLLOUTS = 4
 
 ORDERLY_S = 10.0

@@ -15,6 +15,7 @@ USED = {"search-r1": "<information>", "retool": "<interpreter>"}
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_tiny_models_learn_to_use_a_search_server_and_a_python_sandbox(tmp_path):
     started = {}
     for name in USED:

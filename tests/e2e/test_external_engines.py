@@ -18,6 +18,8 @@ from tests.doc_commands import shown_flags
 from tests.e2e.running import PLUGINS, metrics, values
 from tests.e2e.watching import is_generating, read, running
 
+pytestmark = pytest.mark.alone
+
 ROLLOUTS = 4
 
 

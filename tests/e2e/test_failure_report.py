@@ -20,6 +20,8 @@ from slime.utils.deadline import Deadline, wait_until
 from slime.utils.errors import DeadlineExceeded, ProcessDied
 from tests.limits import unloaded_time
 
+pytestmark = pytest.mark.alone
+
 
 class Worker:
     def __init__(self, name: str, silence_s: float = SILENCE_S) -> None:

@@ -9,8 +9,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.e2e.running import PLUGINS, Finished, metrics, values
 from tests.e2e.watching import Running, is_generating, read, running, scheduler_of, server_of
+
+pytestmark = pytest.mark.alone
 
 ROLLOUTS = 8
 

@@ -169,6 +169,7 @@ def wait_for_training(process, run: Path, log: Path) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.alone
 def test_an_engine_that_dies_during_a_run_ends_it_with_the_cause(tiny_task, tmp_path):
     log = tmp_path / "log"
     process, mark = start_train(grpo_flags(tiny_task, tmp_path, "--num-rollout", 500), tmp_path, log)
