@@ -6,14 +6,17 @@ The table is written by the tests themselves: ``SLIME_WRITE_TABLES=1 pytest test
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.dist.ranks import ForkServer
+
 Result = dict[str, Any]
+Train = Callable[..., list[Result]]
 
 # (prompt, response): the shortest there are, shorter than 2 * CP, and one much longer than the rest
 NASTY = ((1, 1), (1, 2), (2, 1), (3, 4), (1, 6), (30, 1), (1, 90))
@@ -42,6 +45,33 @@ def layout_args(text: str) -> dict[str, Any]:
         name = word.rstrip("0123456789")
         settings[_SHORT[name]] = int(word[len(name) :]) if word != name else True
     return settings
+
+
+def trainer(
+    ranks: ForkServer, directory: Path, batch: Any, make: Callable[[str, Path], Any], **common: Any
+) -> Train:
+    """``train(model, world_size, layout, **arguments)``: the results of all ranks. Those of one rank are remembered.
+
+    Args:
+        make: writes the checkpoint of a model, called once for each.
+        common: arguments of all runs.
+    """
+    known: dict[str, list[Result]] = {}
+
+    def run(model: str, world_size: int, layout: str, **arguments: Any) -> list[Result]:
+        key = f"{model}{world_size}{layout}{arguments}"
+        if key in known:
+            return known[key]
+        if not (directory / model).exists():
+            make(model, directory / model)
+        settings = PLAIN | layout_args(layout) | {"output_dir": str(directory)} | common | arguments
+        case = {"hf": str(directory / model), "batch": batch, "num_steps": 2, "size": settings.pop("size", 3)}
+        results = ranks.run("tests.dist.layout_cases:train", world_size, **case, args=settings)
+        if world_size == 1:
+            known[key] = results
+        return results
+
+    return run
 
 
 _PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,40 +14,29 @@ from tests.dist.comparison import (
     PLAIN,
     ComparisonTable,
     Result,
+    Train,
     assert_equal,
     assert_replicas_agree,
     layout_args,
     main_rank,
+    trainer,
 )
 from tests.dist.ranks import ForkServer
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint
 from tests.unit.megatron_utils.tiny_trainer import make_batch
 from tools.convert_hf_to_int4_direct import _IGNORED, convert
 
-Train = Callable[..., list[Result]]
-
-
 @pytest.fixture(scope="module")
 def train(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Train:
     directory = tmp_path_factory.mktemp("layouts_moe")
-    batch = make_batch(16, seed=1, lengths=NASTY)
-    references: dict[str, list[Result]] = {}
+    of_family = trainer(ranks, directory, make_batch(16, seed=1, lengths=NASTY), make_family_checkpoint)
 
     def run(family: str, world_size: int, layout: str, **arguments: Any) -> list[Result]:
-        key = f"{family}{world_size}{layout}{arguments}"
-        if key in references:
-            return references[key]
-        if not (directory / family).exists():
-            make_family_checkpoint(family, directory / family)
         if "int4_group_size" in arguments:
+            if not (directory / family).exists():
+                make_family_checkpoint(family, directory / family)
             family = _in_int4(directory, family, arguments["int4_group_size"])
-        settings = PLAIN | layout_args(layout) | {"output_dir": str(directory)} | arguments
-        size = settings.pop("size", 3)
-        case = {"hf": str(directory / family), "batch": batch, "num_steps": 2, "args": settings, "size": size}
-        results = ranks.run("tests.dist.layout_cases:train", world_size, **case)
-        if world_size == 1:
-            references[key] = results
-        return results
+        return of_family(family, world_size, layout, **arguments)
 
     return run
 

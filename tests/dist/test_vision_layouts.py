@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.dist.comparison import PLAIN, Result, assert_equal, assert_replicas_agree, layout_args, main_rank
+from tests.dist.comparison import Train, assert_equal, assert_replicas_agree, main_rank, trainer
 from tests.dist.ranks import ForkServer
 from tests.unit.megatron_utils.tiny_vision_models import make_vision_batch, make_vision_model
-
-Train = Callable[..., list[Result]]
 
 _GRIDS = [[[1, 4, 4]], [], [[1, 4, 6], [1, 2, 2]], [[1, 6, 4]], [], [[1, 2, 8]], [[1, 8, 8]], []] * 2
 _VIDEOS = {1: [2, 4, 4], 3: [3, 2, 4]}
@@ -22,25 +19,11 @@ _RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "
 
 @pytest.fixture(scope="module")
 def train(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Train:
-    directory = tmp_path_factory.mktemp("vision_layouts")
+    def make(kind: str, path: Path) -> None:
+        make_vision_model(kind, path, tie_word_embeddings=True)
+
     batch = make_vision_batch(_GRIDS, seed=1, videos=_VIDEOS)
-    references: dict[str, list[Result]] = {}
-
-    def run(kind: str, world_size: int, layout: str, **arguments: Any) -> list[Result]:
-        if (key := f"{kind}{layout}") in references and world_size == 1:
-            return references[key]
-        if not (directory / kind).exists():
-            make_vision_model(kind, directory / kind, tie_word_embeddings=True)
-        settings = PLAIN | layout_args(layout) | {"multimodal_keys": {"image": "images"}} | arguments
-        settings["output_dir"] = str(directory)
-        size = settings.pop("size", 3)
-        case = {"hf": str(directory / kind), "batch": batch, "num_steps": 2, "args": settings, "size": size}
-        results = ranks.run("tests.dist.layout_cases:train", world_size, **case)
-        if world_size == 1:
-            references[key] = results
-        return results
-
-    return run
+    return trainer(ranks, tmp_path_factory.mktemp("vision"), batch, make, multimodal_keys={"image": "images"})
 
 
 @pytest.mark.parametrize(
