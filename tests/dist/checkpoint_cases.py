@@ -21,7 +21,6 @@ from slime.utils.errors import ConfigError, SlimeError
 from tests.unit.megatron_utils.tiny_trainer import make_args, make_batch, split_batch, weights_of
 
 
-
 def run(
     rank: int,
     world_size: int,
@@ -58,8 +57,6 @@ def run(
             except SlimeError as caught:
                 error = str(caught)
     return {"start": start, "weights_at_start": at_start, "weights": weights_of(trainer), "error": error}
-
-
 
 
 class _Allocated(TorchDispatchMode):
@@ -202,7 +199,9 @@ def run_and_save_as_before(rank: int, world_size: int, hf: str, args: dict[str, 
         done: queue.Queue[Any] = queue.Queue()
         pending: queue.Queue[int] = queue.Queue()
         pending.put(index)
-        filesystem_async.FileSystemWriterAsync.write_preloaded_data([_no_transforms()], index, bucket, done, pending, True)
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+            [_no_transforms()], index, bucket, done, pending, True
+        )
         _, written[index] = done.get_nowait()
     results.put(written)
     for function in request.finalize_fns:
@@ -218,7 +217,7 @@ def _no_transforms() -> Any:
 
 
 def load_with_a_problem(rank: int, world_size: int, hf: str, args: dict[str, Any], problem: str, on: int) -> str:
-    """Start a trainer from ``hf`` while rank ``on`` has a problem with the files or with its model. Returns the error."""
+    """Start a trainer from ``hf`` while rank ``on`` has a problem with the files or its model. Returns the error."""
     from slime.backends.megatron_utils.checkpoint import hf_weights
 
     def fail(*_: Any) -> Any:

@@ -47,9 +47,7 @@ def layout_args(text: str) -> dict[str, Any]:
     return settings
 
 
-def trainer(
-    ranks: ForkServer, directory: Path, batch: Any, make: Callable[[str, Path], Any], **common: Any
-) -> Train:
+def trainer(ranks: ForkServer, directory: Path, batch: Any, make: Callable[[str, Path], Any], **common: Any) -> Train:
     """``train(model, world_size, layout, **arguments)``: the results of all ranks. Those of one rank are remembered.
 
     Args:

@@ -14,7 +14,6 @@ from tests.unit.megatron_utils.tiny_families import packed_logits, saved_tensors
 from tests.unit.megatron_utils.tiny_trainer import VOCAB
 
 
-
 def _start(layout: dict[str, int]) -> None:
     from megatron.core import parallel_state as mpu
     from megatron.core import tensor_parallel

@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _run(directory: Path, case: str, world_size: int, timeout_s: float) -> dict[str, Any]:
-    # On all addresses, because torch's store listens on all. Claimed: no other case gets it, nor does the kernel use it.
+    # On all addresses, because torch's store listens on all. Claimed: neither another case nor the kernel uses it.
     port = claim_ports("0.0.0.0")
     ranks = {_fork(directory, case, rank, world_size, port.first): rank for rank in range(world_size)}
     limit = Limit(timeout_s)

@@ -11,7 +11,6 @@ from slime.backends.training.data import TrainBatch
 from tests.unit.megatron_utils.tiny_trainer import make_args, split_batch
 
 
-
 def both_passes(
     rank: int, world_size: int, hf: str, batch: dict[str, Any], args: dict[str, Any], own: int
 ) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 
-
 def add_ranks(rank: int, world_size: int, value: float) -> torch.Tensor:
     dist.init_process_group("gloo")
     total = torch.tensor([value + rank])

@@ -16,7 +16,6 @@ from tests.unit.megatron_utils.fake_deep_gemm import make_package
 from tests.unit.megatron_utils.tiny_trainer import make_args, split_batch, weights_of
 
 
-
 def train(
     rank: int, world_size: int, hf: str, batch: dict[str, Any], num_steps: int, args: dict[str, Any], size: int = 3
 ) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from slime.ray.logprob_server import parse_server_args
 from slime.utils.errors import ConfigError
 
 
-
 def score(
     rank: int, world_size: int, flags: list[str], requests: list[dict[str, Any]], bins: int, then: str
 ) -> dict[str, Any]:

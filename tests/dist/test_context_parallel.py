@@ -69,9 +69,7 @@ def test_an_attention_of_transformers_gives_the_same_on_one_rank_and_on_two(
         for name in ("hidden", "cotangent")
     }
     case = "tests.dist.attention_cases:attend_with_transformers"
-    ((_, whole, whole_gradient, weight_gradient),) = ranks.run(
-        case, 1, model=str(tmp_path), lengths=lengths, **inputs
-    )
+    ((_, whole, whole_gradient, weight_gradient),) = ranks.run(case, 1, model=str(tmp_path), lengths=lengths, **inputs)
     first = ranks.run(
         case, 1, model=str(tmp_path), lengths=[4], **{name: tensor[:4] for name, tensor in inputs.items()}
     )

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from tests.limits import unloaded_time
-
 import os
 import subprocess
 import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,6 +14,7 @@ import torch.distributed as dist
 
 from slime.utils.distributed_utils import destroy_group, get_gloo_group, init_process_group, join_group
 from slime.utils.errors import DeadlineExceeded
+from tests.limits import unloaded_time
 from tests.unit.megatron_utils.tiny_trainer import free_port
 
 _PEER = """

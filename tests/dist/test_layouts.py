@@ -164,7 +164,15 @@ _USER = "tests/unit/megatron_utils/user_objectives.py"
 
 @pytest.mark.parametrize(
     ("world_size", "layout"),
-    [(2, "tp2"), (2, "tp2 sp"), (2, "pp2"), (2, "cp2"), (4, "cp4 size1"), (4, "tp2 sp cp2"), (4, "pp2 cp2 size1 token")],
+    [
+        (2, "tp2"),
+        (2, "tp2 sp"),
+        (2, "pp2"),
+        (2, "cp2"),
+        (4, "cp4 size1"),
+        (4, "tp2 sp cp2"),
+        (4, "pp2 cp2 size1 token"),
+    ],
 )
 def test_a_users_loss_that_is_the_builtin_one_trains_like_it_on_any_layout(
     world_size: int, layout: str, train: Train, table: ComparisonTable

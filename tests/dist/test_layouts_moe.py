@@ -26,6 +26,7 @@ from tests.unit.megatron_utils.tiny_families import make_family_checkpoint
 from tests.unit.megatron_utils.tiny_trainer import make_batch
 from tools.convert_hf_to_int4_direct import _IGNORED, convert
 
+
 @pytest.fixture(scope="module")
 def train(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Train:
     directory = tmp_path_factory.mktemp("layouts_moe")

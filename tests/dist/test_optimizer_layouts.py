@@ -130,7 +130,9 @@ _OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_buck
 
 
 @pytest.mark.parametrize("layout", ["", "pp2"])
-def test_overlapped_communication_changes_only_the_rounding_of_the_norm(ranks: ForkServer, hf: Path, layout: str) -> None:
+def test_overlapped_communication_changes_only_the_rounding_of_the_norm(
+    ranks: ForkServer, hf: Path, layout: str
+) -> None:
     world_size = 4 if layout else 2
     plain = _train(ranks, hf, world_size, f"{layout} distopt")
     _assert_same(_train(ranks, hf, world_size, f"{layout} distopt", **_OVERLAP), plain, tolerance=1e-6)

@@ -54,7 +54,9 @@ def test_a_rank_that_does_not_see_the_directories_writes_nothing(
     sees_no: str, ranks: ForkServer, hf: Path, tmp_path: Path
 ) -> None:
     for is_blind, path in ((None, tmp_path / "two"), (1, tmp_path / "one")):
-        results = ranks.run(_CASE, 2, hf=str(hf), args={}, path=str(path), num_writers=8, is_blind=is_blind, sees_no=sees_no)
+        results = ranks.run(
+            _CASE, 2, hf=str(hf), args={}, path=str(path), num_writers=8, is_blind=is_blind, sees_no=sees_no
+        )
         assert [bool(names) for _, names in results] == [True, is_blind is None]
     assert _content(tmp_path / "one") == _content(tmp_path / "two")
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from tests.limits import unloaded_time
-
-import time
-
 import pytest
 import torch
 
 from tests.dist.ranks import ForkServer
+from tests.limits import unloaded_time
 
 _CASES = "tests.dist.harness_cases"
 

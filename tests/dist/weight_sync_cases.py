@@ -18,8 +18,7 @@ from slime.utils.errors import EngineError
 from slime.weight_sync import send_disk, send_tensor
 from slime.weight_sync.local_checkpoint import pull
 from slime.weight_sync.send_disk import DeltaUpdater, DiskSettings
-from slime.weight_sync.session import ALONE, TrainerRanks
-from slime.weight_sync.session import WeightUpdate
+from slime.weight_sync.session import ALONE, TrainerRanks, WeightUpdate
 from slime.weight_sync.tensor_files import open_bytes, spans_of
 from slime.weight_sync.updater import WeightUpdater
 from slime.weight_sync.version_store import read_manifest
@@ -111,7 +110,9 @@ def send_deltas(rank: int, world_size: int, folder: str, encoding: Any, failing:
             together.publish(version)
         except (EngineError, OSError) as error:
             seen["errors"].append(f"{type(error).__name__}: {error}")
-        seen["kept"].append(None if together.updater._last is None else sum(a.size for a in together.updater._last.values()))
+        seen["kept"].append(
+            None if together.updater._last is None else sum(a.size for a in together.updater._last.values())
+        )
         seen["share"] = together.updater.changed_share
         if alone is not None and failing is None:
             alone.publish(version)
@@ -149,7 +150,7 @@ class _Publisher:
         self.updater.update(self._fleet, self.trainer, WeightUpdate(str(version), max_chunk_bytes=None, timeout_s=600))
 
     def versions(self) -> list[tuple[Any, dict[str, bytes], dict[str, bytes]]]:
-        """Of each version: the manifest without its files and its lineage, the bytes of the changes, and of the copy."""
+        """Of each version: the manifest without its files and lineage, the bytes of the changes, and of the copy."""
         found = []
         for path in sorted(self.root.glob("weight_v*")):
             manifest = asdict(read_manifest(path)) | {"files": None, "lineage": None}
