@@ -1,35 +1,109 @@
-"""The command ``slime`` (also ``python -m slime``): plan a train command, examine this machine, replay and show runs.
+"""The command ``slime`` (also ``python -m slime``): ``COMMANDS`` lists its commands, ``slime --help`` prints them.
 
-    slime plan [--json] [--device-memory-gb N] [--host-memory-gb N] <train command>
-    slime doctor [--deep] [<train command>]
-    slime doctor --gpu [--only A,B] [--small] [--json]   measurements on this device before a long job
-    slime doctor mismatch <run or dump>  why log-probs of trainer and engine differ
-    slime replay <run> --rollout R --sample S   one recorded sample again, where breakpoint() works
-    slime board <run>                    a web page over the run's files, live while it trains
-    slime doctor ledger <folder of a run or its checkpoints>    was a prompt lost, or trained on twice?
-
-A train command is the last line of a launch script: ``python train.py --flag ...``, or its flags alone. Nothing here
-imports torch, Ray, Megatron or SGLang; the doctor does, check by check.
+A train command, which some commands take, is the last line of a launch script: ``python train.py --flag ...``,
+``slime train --flag ...``, or its flags alone. Nothing here imports torch, Ray, Megatron or SGLang; the doctor does,
+check by check.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import sys
+import textwrap
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from itertools import groupby
 from pathlib import Path, PurePath
+
+from slime.config.help_text import HINT, terminal_width
 
 DEVICE_MEMORY_GIB = 80.0
 _MOST_GIB = 1e6
 # Driver -> whether it is asynchronous.
 _DRIVERS = {"train.py": False, "train_async.py": True}
-_HELP = (__doc__ or "").split("\n\n", 1)[1]
+_DRIVER_COMMANDS = {"train": False, "train-async": True}
+_COLUMN = 18
 
 
 class UsageError(Exception):
     """The words after ``slime`` are not a command. The text is the reason."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command.
+
+    Attributes:
+        name: the words after ``slime``.
+        run: ``module:function``, imported when the command is used. It takes the other words and returns the status.
+        takes: the words after the name, for the usage line.
+        options: (spelling, text) for ``--help``. None: ``run`` prints its help itself.
+    """
+
+    group: str
+    name: str
+    run: str
+    summary: str
+    takes: str = ""
+    options: tuple[tuple[str, str], ...] | None = None
+
+
+_JSON = ("--json", "print one JSON object instead of tables")
+_PLAN_OPTIONS = (
+    ("--device-memory-gb N", "memory of one GPU in GiB. Default: that of this machine's GPU"),
+    ("--host-memory-gb N", "memory of one node in GiB"),
+    _JSON,
+)
+_DOCTOR_OPTIONS = (("--deep", "also import the engines and compute on the device"), _JSON)
+_HERE = "slime.cli"
+
+COMMANDS = (
+    Command("Run", "train", "slime.ray.run.main:main", "generate, train, send the new weights, and again"),
+    Command("Run", "train-async", "slime.ray.run.main:main_async", "the same, and generate while the trainer works"),
+    Command(
+        "Before a run",
+        "plan",
+        f"{_HERE}:plan",
+        "print batches, processes, memory and files of a train command",
+        "[option ...] <train command>",
+        _PLAN_OPTIONS,
+    ),
+    Command(
+        "Before a run",
+        "doctor",
+        f"{_HERE}:_doctor",
+        "check this machine, and whether it can run a train command",
+        "[option ...] [<train command>]",
+        _DOCTOR_OPTIONS,
+    ),
+    Command("Before a run", "doctor --gpu", "slime.doctor.gpu_check:gpu_check", "measure this GPU before a long job"),
+    Command(
+        "During and after a run", "board", "slime.board.command:board", "show curves, times and samples in a browser"
+    ),
+    Command(
+        "During and after a run",
+        "replay",
+        "slime.replay.run:replay",
+        "generate, score and train on one recorded sample again",
+    ),
+    Command(
+        "During and after a run",
+        "doctor mismatch",
+        "slime.doctor.mismatch_command:mismatch",
+        "find out why log-probs of trainer and engine differ",
+    ),
+    Command(
+        "During and after a run",
+        "doctor ledger",
+        f"{_HERE}:_doctor_ledger",
+        "find prompts that were lost or trained on twice",
+        "<folder of a run or of its checkpoints>",
+        (),
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -43,39 +117,81 @@ class TrainCommand:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``slime <command>``. Returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    command = words.pop(0) if words else "help"
-    # Local imports in the branches: each command must start without the modules of the others.
+    if not words or words[0] in ("help", "-h", "--help"):
+        print(help_text())
+        return 0
+    if words == ["--version"]:
+        from importlib.metadata import version
+
+        print(version("slime"))
+        return 0
     try:
-        match command:
-            case "plan":
-                return plan(words)
-            case "doctor" if words[:1] == ["mismatch"]:
-                from slime.doctor.mismatch_command import mismatch
-
-                return mismatch(words[1:])
-            case "doctor":
-                return _doctor(words)
-            case "replay":
-                from slime.replay.run import replay
-
-                return replay(words)
-            case "board":
-                from slime.board.command import board
-
-                return board(words)
-            case "help" | "-h" | "--help":
-                print(_HELP)
-                return 0
-            case "--version":
-                from importlib.metadata import version
-
-                print(version("slime"))
-                return 0
-            case _:
-                raise UsageError(f"{command!r} is not a command of slime: use plan, doctor, replay or board.")
+        command, rest = _find(words)
+        if command.options is not None and rest[:1] in (["-h"], ["--help"]):
+            print(help_of(command))
+            return 0
+        module, _, function = command.run.partition(":")
+        # Imported here: each command must start without the modules of the others.
+        return int(getattr(import_module(module), function)(rest) or 0)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _find(words: Sequence[str]) -> tuple[Command, list[str]]:
+    """The command that ``words`` begin with, and the other words.
+
+    Raises:
+        UsageError: there is none.
+    """
+    by_name = {command.name: command for command in COMMANDS}
+    pair = " ".join(words[:2])
+    near = difflib.get_close_matches(pair, (name for name in by_name if " " in name), n=1, cutoff=0.85)
+    if near and near[0] != pair:
+        raise UsageError(f"{pair!r} is not a command of slime; {HINT} {near[0]}?")
+    for length in (2, 1):
+        if command := by_name.get(" ".join(words[:length])):
+            return command, list(words[length:])
+    near = difflib.get_close_matches(words[0], by_name, n=1)
+    hint = f"{HINT} {near[0]}?" if near else "slime --help lists all."
+    raise UsageError(f"{words[0]!r} is not a command of slime; {hint}")
+
+
+def help_text() -> str:
+    """The text of ``slime --help``."""
+    lines = ["Reinforcement learning for language models.", "", "Usage: slime <command> ..."]
+    for group, commands in groupby(COMMANDS, key=lambda command: command.group):
+        lines += ["", f"{group}:", *_rows((command.name, command.summary) for command in commands)]
+    more = (("-h, --help", "print this text; slime <command> --help describes one command"), ("--version", "print it"))
+    return "\n".join([*lines, "", "Options:", *_rows(more)])
+
+
+def help_of(command: Command) -> str:
+    """The text of ``slime <command> --help``."""
+    lines = [f"Usage: slime {command.name} {command.takes}", "", *_wrapped(_sentence(command.summary))]
+    if "<train command>" in command.takes:
+        text = "A train command is python train.py --flag ..., slime train --flag ..., or the flags alone."
+        lines += ["", *_wrapped(text)]
+    options = (*(command.options or ()), ("-h, --help", "print this text"))
+    return "\n".join([*lines, "", "Options:", *_rows(options)])
+
+
+def _rows(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Two columns at the width of the terminal."""
+    known = list(rows)
+    column = max(_COLUMN, *(len(name) + 2 for name, _ in known))
+    for name, text in known:
+        first, *more = textwrap.wrap(text, max(20, terminal_width() - column - 2))
+        yield f"  {name:<{column}}{first}"
+        yield from (" " * (column + 2) + line for line in more)
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, terminal_width())
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def plan(words: Sequence[str]) -> int:
@@ -90,9 +206,8 @@ def plan(words: Sequence[str]) -> int:
     words, _ = _take_switch(words, "--plan")
     words, memory_gib = _take_number(words, "--device-memory-gb", DEVICE_MEMORY_GIB)
     words, host_gib = _take_number(words, "--host-memory-gb", HOST_GIB)
-    if not words or words[0] in ("-h", "--help"):
-        print(_HELP)
-        return 0
+    if not words:
+        raise UsageError("slime plan needs a train command, or its flags; slime plan --help describes them.")
     command = read_command(words)
     resolved = _resolve(command)
     args = resolved.args
@@ -120,20 +235,11 @@ def plan(words: Sequence[str]) -> int:
 
 def _doctor(words: Sequence[str]) -> int:
     """``slime doctor``. Returns 1 if a check fails."""
-    if words[:1] == ["ledger"]:
-        return _doctor_ledger(words[1:])
-    if words[:1] == ["--gpu"]:
-        from slime.doctor.gpu_check import gpu_check
-
-        return gpu_check(words[1:])
     from slime.doctor import Situation
     from slime.doctor.run import examine, exit_status, render, render_json
 
     words, is_deep = _take_switch(words, "--deep")
     words, as_json = _take_switch(words, "--json")
-    if words[:1] in (["-h"], ["--help"]):
-        print(_HELP)
-        return 0
     resolved = _resolve(read_command(words)) if words else _Resolved(None, [], [], [])
     findings = examine(Situation(resolved.args, (*resolved.problems, *resolved.missing), is_deep))
     (render_json if as_json else render)(findings)
@@ -141,6 +247,7 @@ def _doctor(words: Sequence[str]) -> int:
 
 
 def _doctor_ledger(words: Sequence[str]) -> int:
+    """``slime doctor ledger``."""
     from slime.doctor.ledger import examine_ledger
     from slime.utils.errors import DataError
 
@@ -153,7 +260,7 @@ def _doctor_ledger(words: Sequence[str]) -> int:
 
 
 def read_command(words: Sequence[str]) -> TrainCommand:
-    """Find the driver's arguments in ``[--] [ENV=x ...] [ray job submit ... --] [python3 ...] [train.py] --flag ...``.
+    """Find the driver's arguments in ``[--] [ENV=x ...] [python3 ...] [train.py | slime train] --flag ...``.
 
     Raises:
         UsageError: words before the first flag that do not name a driver.
@@ -163,10 +270,16 @@ def read_command(words: Sequence[str]) -> TrainCommand:
         # only the name counts: the path, the interpreter and a launcher such as "ray job submit" come before it
         if name in _DRIVERS and not word.startswith("-"):
             return TrainCommand(list(words[index + 1 :]), _DRIVERS[name])
+    for index, word in enumerate(words):  # slime train --flag ..., or train --flag ... alone
+        if word in _DRIVER_COMMANDS and (index == 0 or PurePath(words[index - 1]).name == "slime"):
+            return TrainCommand(list(words[index + 1 :]), _DRIVER_COMMANDS[word])
     # No driver: the words must be the flags alone. A leading "--" only separates them from the options of slime.
     flags = list(words[1:] if words and words[0] == "--" else words)
     if flags and not flags[0].startswith("-"):
-        raise UsageError(f"{flags[0]!r} is neither a flag nor a command with train.py or train_async.py in it.")
+        raise UsageError(
+            f"{flags[0]!r} is neither a flag nor a command with train.py, train_async.py, slime train or slime "
+            "train-async in it."
+        )
     return TrainCommand(flags, is_async=False)
 
 

@@ -17,14 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from slime.config.groups import add_group
+from slime.config.help_text import HELP, HINT, USAGE, HelpFormatter, asked_help, short_help
 from slime.config.notices import Notice
 from slime.config.yaml_file import FLAG, read_custom_config
 from slime.utils.errors import ConfigError
 
-USAGE = """%(prog)s --hf-checkpoint DIR --prompt-data FILE --rollout-num-gpus N [flag ...]
-
-  slime plan %(prog)s [flag ...]      what the command will do, without doing it
-  slime doctor %(prog)s [flag ...]    whether this machine can do it"""
 _NEGATIVE_NUMBER = re.compile(r"-\d|-\.\d")
 
 AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
@@ -102,8 +99,10 @@ def parse(
         ConfigError: bad values, words that belong to no flag, an unreadable YAML file, unknown engine flags.
     """
     parser = build_parser(groups, add_arguments, program, usage)
-    if "-h" in argv or "--help" in argv:  # now, while the parser still has its defaults
-        parser.print_help()
+    if is_asked := asked_help(argv):  # now, while the parser still has its defaults
+        # Other programs have few flags, or list those of Megatron only.
+        is_short = is_asked == HELP and usage == USAGE and add_arguments is None
+        print(short_help(parser) if is_short else parser.format_help(), end="")
         raise SystemExit(0)
     known = parser._option_string_actions
     config = read_custom_config(_custom_config_path(argv), parser._actions)
@@ -141,9 +140,6 @@ def _given(parser: argparse.ArgumentParser, argv: Sequence[str]) -> set[str]:
             action.default, action.required = default, required
 
 
-HINT = "did you mean"
-
-
 def _unknown(tokens: Sequence[str], known: Collection[str]) -> tuple[list[Notice], list[str]]:
     """Split unconsumed words into unknown flags, with the words after them as their values, and stray words."""
     notices: list[Notice] = []
@@ -178,46 +174,3 @@ def _set_defaults(parser: argparse.ArgumentParser, values: dict[str, Any]) -> No
             # The file gives the value of a required flag.
             action.required = False
     parser.set_defaults(**values)
-
-
-# Layout of ``--help``: grouped, 100 columns, one short word per value, defaults only if they have a content.
-
-
-_LONGEST_CHOICES = 40
-_WORDS = {int: "N", float: "X", str: "TEXT"}
-
-
-class HelpFormatter(argparse.HelpFormatter):
-    """argparse's own, without a usage of hundreds of flags and without ``FLAG_NAME FLAG_NAME``."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=40, width=100)
-
-    def _metavar_formatter(self, action: argparse.Action, default_metavar: str) -> Callable[[int], tuple[str, ...]]:
-        if _is_long_choice(action):
-            return lambda count: ("CHOICE",) * count
-        return super()._metavar_formatter(action, default_metavar)
-
-    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        return _WORDS.get(action.type, "VALUE") if isinstance(action.type, type) else _of_callable(action)
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        # argparse formats help texts with ``%``.
-        text = (action.help or "").replace("%", "%%").replace("%%(", "%(")
-        if _is_long_choice(action):
-            text = f"{text} One of {', '.join(map(str, action.choices or ()))}."
-        is_telling = action.default not in (None, argparse.SUPPRESS, [], {}, "") and not isinstance(
-            action.default, bool
-        )
-        if action.option_strings and is_telling and "default" not in text.lower():
-            text = f"{text} Default: {action.default}."
-        return text
-
-
-def _is_long_choice(action: argparse.Action) -> bool:
-    return action.choices is not None and sum(len(str(choice)) + 1 for choice in action.choices) > _LONGEST_CHOICES
-
-
-def _of_callable(action: argparse.Action) -> str:
-    """Values read by a function: JSON objects are the common ones."""
-    return "JSON" if "json" in getattr(action.type, "__name__", "") else "TEXT"

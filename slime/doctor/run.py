@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from slime.config.help_text import terminal_width
 from slime.doctor import Check, Finding, Situation, command_checks, machine_checks
 
 # In the order of the output.
@@ -40,7 +41,6 @@ CHECKS: tuple[Check, ...] = (
     machine_checks.device_works,
 )
 _MARKS = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "fail": "[bold red]FAIL[/bold red]"}
-_WIDTH = 100
 
 
 def examine(situation: Situation, checks: Sequence[Check] = CHECKS) -> list[Finding]:
@@ -63,7 +63,7 @@ def exit_status(findings: Iterable[Finding]) -> int:
 def render(findings: Sequence[Finding], stream: IO[str] | None = None) -> None:
     """Print one line per finding, with the fix below problems."""
     stream = stream or sys.stdout
-    console = Console(file=stream, width=_WIDTH, highlight=False, no_color=not stream.isatty(), emoji=False)
+    console = Console(file=stream, width=terminal_width(), highlight=False, no_color=not stream.isatty(), emoji=False)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column(width=4)
     table.add_column(no_wrap=True)

@@ -50,9 +50,10 @@ class RunInfo:
 
 
 def write_run_info(run: Path, args: Namespace, argv: Sequence[str] | None = None) -> None:
-    """Write the file. A resumed run replaces it. ``argv`` defaults to the command line of this process."""
-    words = list(sys.argv if argv is None else argv)
+    """Write the file. A resumed run replaces it. ``argv`` defaults to the command line that ``args`` was read from."""
     settings = {name: hide_secrets(value, name) for name, value in vars(args).items() if _is_plain(value)}
+    parsed_from = settings.pop("command_line", sys.argv)
+    words = list(parsed_from if argv is None else argv)
     info = RunInfo(
         driver=PurePath(words[0]).name if words else "",
         argv=hide_secrets_of_words(words[1:]),

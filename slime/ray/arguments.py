@@ -36,6 +36,7 @@ from slime.config.arguments import (
     SyncArgs,
 )
 from slime.config.groups import defaults_of, groups_in, unsupported_flags
+from slime.config.help_text import HINT
 from slime.config.parse import AddArguments
 from slime.config.run_config import RunConfig
 from slime.data import arguments as data
@@ -99,6 +100,8 @@ def parse_args(
     args, problems = parse_only(words, add_custom_arguments=add_custom_arguments, is_async=is_async)
     if args is not None:
         problems += machine_problems(args)
+        if argv is None:  # the driver may be a program of the user
+            args.command_line = sys.argv
     if args is None or problems:
         print(f"error: {ConfigError(problems)}", file=sys.stderr)
         raise SystemExit(2)
@@ -134,8 +137,9 @@ def parse_only(
     except SlimeError as error:
         return None, _sentences(error)
     args.is_async = is_async
+    args.command_line = ["train_async.py" if is_async else "train.py", *argv]
     # A required flag may be missing because it is misspelled. With --strict-args every notice is a problem anyway.
-    hints = [str(notice) for notice in args.notices if config_parse.HINT in notice.text and not args.strict_args]
+    hints = [str(notice) for notice in args.notices if HINT in notice.text and not args.strict_args]
     problems = list(unsupported_flags(args, GROUPS))  # before resolve(): given values, not derived ones
     try:
         sglang_rules.engine_width(args)  # before the steps that count engines

@@ -1,4 +1,4 @@
-"""The plan as text: tables of at most 100 columns, colors on a terminal only. Computes nothing."""
+"""The plan as text: tables at the width of the terminal, colors on a terminal only. Computes nothing."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from slime.config.help_text import terminal_width
 from slime.config.plan.batch import BatchPlan
 from slime.config.plan.build import Plan
 from slime.config.plan.engine import LINKS, EngineMemory, WeightSync
@@ -26,7 +27,6 @@ from slime.config.plan.placement import EngineGroup, NodePlan, Placement, Turn
 from slime.models.cost import num_active, num_parameters
 from slime.models.shape import ModelShape
 
-WIDTH = 100
 _MAX_NODES = 6
 _BAR = 24
 
@@ -34,7 +34,7 @@ _BAR = 24
 def render(plan: Plan, stream: IO[str] | None = None) -> None:
     """Print ``plan`` to ``stream`` (standard output)."""
     stream = stream or sys.stdout
-    console = Console(file=stream, width=WIDTH, highlight=False, no_color=not stream.isatty(), emoji=False)
+    console = Console(file=stream, width=terminal_width(), highlight=False, no_color=not stream.isatty(), emoji=False)
     console.print(_head(plan))
     sections: list[tuple[str, Iterable[RenderableType]]] = [
         ("Batch", _batch(plan.batch) if plan.batch else ()),
@@ -77,7 +77,7 @@ def _head(plan: Plan) -> Panel:
     if plan.problems:
         verdict = Text(f"would not start: {len(plan.problems)} problem{'s' * (len(plan.problems) != 1)}", "bold red")
     body = Group(Text(" · ".join([plan.title, *facts])), verdict)
-    return Panel(body, title="slime plan", title_align="left", box=box.ROUNDED, width=WIDTH)
+    return Panel(body, title="slime plan", title_align="left", box=box.ROUNDED)
 
 
 def _batch(batch: BatchPlan) -> Iterable[RenderableType]:

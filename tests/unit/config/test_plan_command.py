@@ -33,6 +33,9 @@ def flags(task: TinyTask, *more: str) -> list[str]:
         (["--", "python", "train.py", "--lr", "1"], False),
         (["OMP_NUM_THREADS=1", "python3", "-u", "/repo/train_async.py", "--lr", "1"], True),
         (["ray", "job", "submit", "--address=x", "--", "python3", "train.py", "--lr", "1"], False),
+        (["slime", "train", "--lr", "1"], False),
+        (["uv", "run", ".venv/bin/slime", "train-async", "--lr", "1"], True),
+        (["train-async", "--lr", "1"], True),
     ],
 )
 def test_a_train_command_is_found_in_the_way_it_is_written(words: list[str], is_async: bool) -> None:
@@ -88,18 +91,6 @@ def test_an_unknown_command_is_an_error(words: list[str], capsys: pytest.Capture
     assert "error:" in capsys.readouterr().err
 
 
-def test_help_needs_no_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
-    assert "slime plan" in capsys.readouterr().out
-
-
-def test_the_package_runs_as_the_command() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "slime", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith("    slime plan")
-
-
 def run_and_list_heavy_modules(arguments: list[str]) -> tuple[str, list[str]]:
     """Run a script of the repository as from a shell. Returns (output, the heavy packages that it imported)."""
     code = (
@@ -120,7 +111,7 @@ def run_and_list_heavy_modules(arguments: list[str]) -> tuple[str, list[str]]:
 
 @pytest.mark.parametrize("driver", ["train.py", "train_async.py"])
 def test_help_imports_no_engine_and_shows_groups_and_defaults(driver: str) -> None:
-    output, heavy = run_and_list_heavy_modules([driver, "--help"])
+    output, heavy = run_and_list_heavy_modules([driver, "--help-all"])
     assert heavy == []
     assert "Cluster:" in output
     assert "Nodes of the trainer. Default: 1." in output

@@ -99,7 +99,7 @@ def test_help_answers_without_loading_the_engines():
     started = unloaded_time()
     code = (
         "import sys, slime.utils.arguments as a\n"
-        "try: a.parse_args(argv=['--help'])\n"
+        "try: a.parse_args(argv=['--help-all'])\n"
         "except SystemExit: pass\n"
         "print(sorted({'torch', 'ray', 'sglang', 'megatron', 'transformers'} & set(sys.modules)), file=sys.stderr)"
     )
