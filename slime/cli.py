@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
+import subprocess
 import sys
 import textwrap
 from argparse import Namespace
@@ -26,6 +28,7 @@ _MOST_GIB = 1e6
 _DRIVERS = {"train.py": False, "train_async.py": True}
 _DRIVER_COMMANDS = {"train": False, "train-async": True}
 _COLUMN = 18
+_DRIVER_TIMEOUT_S = 10.0
 
 
 class UsageError(Exception):
@@ -200,12 +203,12 @@ def plan(words: Sequence[str]) -> int:
     Returns:
         0 if the command would start, else 2. The plan is printed in both cases.
     """
-    from slime.config.plan.build import HOST_GIB, build
+    from slime.config.plan.build import build
 
     words, as_json = _take_switch(words, "--json")
     words, _ = _take_switch(words, "--plan")
     words, memory_gib = _take_number(words, "--device-memory-gb", DEVICE_MEMORY_GIB)
-    words, host_gib = _take_number(words, "--host-memory-gb", HOST_GIB)
+    words, host_gib = _take_number(words, "--host-memory-gb", 2000)
     if not words:
         raise UsageError("slime plan needs a train command, or its flags; slime plan --help describes them.")
     command = read_command(words)
@@ -215,11 +218,13 @@ def plan(words: Sequence[str]) -> int:
         return _refuse(resolved.problems, as_json)
     title = PurePath(str(args.hf_checkpoint)).name if args.hf_checkpoint else "no checkpoint"
     driver = "train_async.py" if command.is_async else "train.py"
+    is_cpu, device_bytes, host_bytes = _judged_for(args, memory_gib, host_gib)
     result = build(
         args,
         title=f"{driver} · {title}",
-        device_bytes=round(memory_gib * 2**30),
-        host_bytes=round(host_gib * 2**30),
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+        is_cpu=is_cpu,
         ignored=resolved.ignored,
         problems=resolved.problems,
         missing=resolved.missing,
@@ -231,6 +236,35 @@ def plan(words: Sequence[str]) -> int:
 
         render(result)
     return 0 if result.is_startable else 2
+
+
+def _judged_for(args: Namespace, device_gib: float | None, host_gib: float | None) -> tuple[bool, int, int]:
+    """Whether the run is planned for this machine's CPU, and the memory in bytes of a device and of a node.
+
+    On a machine without GPUs it is, unless the command is about others: the memory of their GPUs, more nodes, a running
+    Ray cluster, or the shape of the model, which the presets of launch scripts give.
+    """
+    import psutil
+
+    from slime.config.plan.build import HOST_GIB
+    from slime.utils import accelerator
+
+    is_elsewhere = device_gib is not None or bool(os.environ.get("RAY_ADDRESS"))
+    is_elsewhere = is_elsewhere or args.actor_num_nodes > 1 or "num_layers" in args.given
+    if accelerator.current().is_cpu and not is_elsewhere:
+        return True, 0, round(host_gib * 2**30) if host_gib else psutil.virtual_memory().total
+    device_gib = device_gib or _gpu_gib() or DEVICE_MEMORY_GIB
+    return False, round(device_gib * 2**30), round((host_gib or HOST_GIB) * 2**30)
+
+
+def _gpu_gib() -> float | None:
+    """Memory of this machine's first NVIDIA GPU in GiB. None if the driver's program does not answer."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_DRIVER_TIMEOUT_S)
+        return float(done.stdout.split()[0]) / 1024
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
 
 
 def _doctor(words: Sequence[str]) -> int:
@@ -323,8 +357,10 @@ def _take_switch(words: Sequence[str], switch: str) -> tuple[list[str], bool]:
     return [word for word in words if word != switch], switch in words
 
 
-def _take_number(words: Sequence[str], flag: str, default: float) -> tuple[list[str], float]:
-    rest, value = [], str(default)
+def _take_number(words: Sequence[str], flag: str, example: float) -> tuple[list[str], float | None]:
+    """The other words and the number, None if it is not given."""
+    rest: list[str] = []
+    value: str | None = None
     pending = iter(words)
     for word in pending:
         if word == flag:
@@ -333,10 +369,12 @@ def _take_number(words: Sequence[str], flag: str, default: float) -> tuple[list[
             value = word.partition("=")[2]
         else:
             rest.append(word)
+    if value is None:
+        return rest, None
     try:
         number = float(value)
     except ValueError:
         number = 0.0  # reported below, like NaN and values out of range
     if not 0 < number < _MOST_GIB:
-        raise UsageError(f"{flag} {value}: give the memory of one device in GiB, such as {default:g}.")
+        raise UsageError(f"{flag} {value}: give the memory of one device in GiB, such as {example:g}.")
     return rest, number

@@ -103,11 +103,11 @@ launch() {
       print_command "${SUBMIT[@]}"
       return
    fi
-   check_paths "${command[@]}"
-   if [[ " $* " == *" --plan "* ]]; then # what the command would do: needs neither Ray nor a GPU
+   if [[ " $* " == *" --plan "* ]]; then # needs neither Ray nor a GPU, and names paths that do not exist
       env "${JOB_ENV[@]}" "${command[@]}"
       return
    fi
+   check_paths "${command[@]}"
    run_on_ray "${command[@]}"
 }
 

@@ -11,8 +11,8 @@ HELP, HELP_ALL = "--help", "--help-all"
 HINT = "did you mean"
 USAGE = """%(prog)s --hf-checkpoint DIR --prompt-data FILE [flag ...]
 
-  slime plan %(prog)s [flag ...]      what the command will do, without doing it
-  slime doctor %(prog)s [flag ...]    whether this machine can do it"""
+  slime plan %(prog)s ...      show what the command will do
+  slime doctor %(prog)s ...    check whether this machine can do it"""
 # Without a terminal, as in a file. Longer lines than the second number are hard to read.
 _WIDTH, _WIDEST, _NARROWEST = 100, 140, 40
 

@@ -38,14 +38,6 @@ _COMPATIBILITY = Path("/usr/local/cuda/compat/libcuda.so.1")
 _ADAPTERS, _VERBS = Path("/sys/class/infiniband"), Path("/dev/infiniband")
 _PROVIDERS = ("/usr/lib/*/libibverbs/lib*.so", "/usr/lib64/libibverbs/lib*.so", "/usr/lib/libibverbs/lib*.so")
 _CAP_IPC_LOCK = 1 << 14  # linux/capability.h
-_MIB = 1024**2
-# Proportional set sizes of a run of a tiny model on a CPU at their peak, summed: 2487 MiB with one rank and one engine,
-# 3583 MiB with two of each. Interpreters and libraries, without weights.
-# Driver, Data Buffer, rollout manager, router, Ray, and the process that engines are forked from.
-_RUN_BYTES = 1400 * _MIB
-_RANK_BYTES = 400 * _MIB
-# Per device of an engine: scheduler, HTTP process, detokenizer, Ray actor.
-_ENGINE_BYTES = 690 * _MIB
 
 
 def python_version(situation: Situation, version: tuple[int, ...] = sys.version_info[:3]) -> Iterator[Finding]:
@@ -251,14 +243,8 @@ def _host_bytes(situation: Situation) -> int:
     if situation.args is None:
         return 0
     # The size of a device has no influence on host memory.
-    plan = build(situation.args, title="", device_bytes=1)
-    if not accelerator.current().is_cpu:
-        return plan.host.total if plan.host else 0
-    trainer = max((stage.total - stage.activations for stage in plan.stages), default=0)
-    ranks = plan.layout.world if plan.layout and plan.stages else 0
-    engines = sum(group.num_devices for group in plan.placement.engines) if plan.placement else 0
-    weights = plan.engine.weights if plan.engine else 0
-    return _RUN_BYTES + (_RANK_BYTES + trainer) * ranks + (_ENGINE_BYTES + weights) * engines
+    plan = build(situation.args, title="", device_bytes=1, is_cpu=accelerator.current().is_cpu)
+    return plan.host.total if plan.host else 0
 
 
 def open_files(situation: Situation) -> Iterator[Finding]:

@@ -29,7 +29,8 @@ BELOW_TRAINER = [
 
 # Room -> rooms of slime it may import, itself included by rule.
 MAY_IMPORT: dict[str, list[str]] = {
-    "": ["compat"],
+    "": ["api", "compat"],
+    "api": [EVERYTHING],
     "compat": [EVERYTHING],
     "utils": [],
     "models": ["utils"],

@@ -24,6 +24,7 @@ from slime.backends.training.checkpoint_files import (
 )
 from slime.config import notices
 from slime.config.groups import from_args
+from slime.config.resolve.paths import needs_reference
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -128,8 +129,12 @@ def check_checkpoints(args: Any) -> list[str]:
     """
     if getattr(args, "hf_checkpoint", None) is None:
         return []
+    checkpoints = from_args(CheckpointArgs, args)
+    is_missing = checkpoints.ref_load is not None and not Path(checkpoints.ref_load).is_dir()
+    if is_missing and (checkpoints.ref_load == args.hf_checkpoint or needs_reference(args)):
+        return []  # another rule reports it
     try:
-        source = find_start(from_args(CheckpointArgs, args), args.hf_checkpoint)
+        source = find_start(checkpoints, args.hf_checkpoint)
     except ConfigError as error:
         return error.problems
     if (reason := nothing_left(args)) is not None:

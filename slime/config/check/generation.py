@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +13,7 @@ from slime.config import notices
 from slime.models.config_json import load_model_config
 
 MEDIA = ("audio", "image", "video")
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _DEFAULT_MOST_IDS = 4096  # of SGLang's --sampling-mask-max-tokens
 
 
@@ -17,12 +21,21 @@ def _model(args: Namespace) -> Iterator[str]:
     if args.hf_checkpoint is None:
         yield "--hf-checkpoint is required: the Hugging Face directory of the model to train."
     elif not (Path(args.hf_checkpoint) / "config.json").is_file():
-        is_there = Path(args.hf_checkpoint).is_dir()
-        what = "config.json in that directory" if is_there else "such directory"
-        hint = "" if is_there else "; a model of the Hugging Face Hub must be downloaded first"
-        yield f"--hf-checkpoint {args.hf_checkpoint}: there is no {what}{hint}."
+        if Path(args.hf_checkpoint).is_dir():
+            yield f"--hf-checkpoint {args.hf_checkpoint}: there is no config.json in that directory."
+        else:
+            download = how_to_download(args.hf_checkpoint)
+            yield f"--hf-checkpoint {args.hf_checkpoint}: there is no such directory. {download}"
     else:
         load_model_config(args.hf_checkpoint)  # raises ConfigError for a bad file
+
+
+def how_to_download(directory: str) -> str:
+    """A sentence with the command that puts a model of the Hugging Face Hub into ``directory``."""
+    name = os.path.relpath(directory)  # ORG/NAME, made absolute by an earlier step
+    model = name if _HUB_NAME.fullmatch(name) else "ORG/NAME"
+    target = name if model == name else directory
+    return f"To download a model of the Hugging Face Hub: hf download {model} --local-dir {shlex.quote(target)}"
 
 
 def _prompts(args: Namespace) -> Iterator[str]:

@@ -74,7 +74,9 @@ def _checkpoint_directories(args: Namespace) -> Iterator[str]:
     cause = "--use-kl-loss" if args.use_kl_loss else f"--kl-coef {args.kl_coef}"
     if has_reference and args.ref_load is None and args.hf_checkpoint is not None:
         yield f"{cause} needs a reference model: give --ref-load DIR."
-    if has_reference and args.ref_load is not None and not Path(args.ref_load).is_dir():
+    # A missing --hf-checkpoint is one problem, also if it is the reference.
+    is_other = args.ref_load is not None and args.ref_load != args.hf_checkpoint
+    if has_reference and is_other and not Path(args.ref_load).is_dir():
         yield f"--ref-load {args.ref_load}: there is no such directory, and {cause} needs a reference model."
     for flag, path in (
         ("--opd-teacher-load", args.opd_teacher_load),

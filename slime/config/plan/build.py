@@ -16,7 +16,7 @@ from slime.config.notices import Notice
 from slime.config.plan.batch import BatchPlan, plan_batch
 from slime.config.plan.engine import EngineMemory, WeightSync, engine_memory, weight_sync
 from slime.config.plan.files import Output, plan_files
-from slime.config.plan.host import HostMemory, host_memory
+from slime.config.plan.host import HostMemory, cpu_memory, host_memory
 from slime.config.plan.layout import Layout, PlanError, read, read_layout
 from slime.config.plan.memory import Precision, StageMemory, Tokens, precision_of, stage_memory, tokens_per_micro_batch
 from slime.config.plan.placement import Placement, Turn, plan_placement, plan_turns
@@ -37,6 +37,7 @@ class Plan:
 
     Attributes:
         device_bytes, host_bytes: memory of one device and of one node, for which the estimates are judged.
+        is_cpu: the run is on this machine, without GPUs. ``device_bytes`` is 0.
         ignored: (flag, why) of flags that were given and have no effect.
         problems: why the command would not start anywhere.
         missing: requirements that this machine does not meet.
@@ -45,6 +46,7 @@ class Plan:
     title: str
     device_bytes: int
     host_bytes: int
+    is_cpu: bool = False
     batch: BatchPlan | None = None
     layout: Layout | None = None
     placement: Placement | None = None
@@ -88,11 +90,16 @@ def build(
     title: str,
     device_bytes: int,
     host_bytes: int = HOST_GIB * 2**30,
+    is_cpu: bool = False,
     ignored: Sequence[tuple[str, str]] = (),
     problems: Sequence[str] = (),
     missing: Sequence[str] = (),
 ) -> Plan:
-    """Work out the plan. Never raises for a user's mistake, which becomes a gap in the plan."""
+    """Work out the plan. Never raises for a user's mistake, which becomes a gap in the plan.
+
+    Args:
+        device_bytes, host_bytes, is_cpu: as in :class:`Plan`.
+    """
     gaps: list[str] = []
 
     def attempt(what: str, make: Callable[[], Section]) -> Section | None:
@@ -106,24 +113,27 @@ def build(
     layout = attempt("layout", lambda: read_layout(args))
     shape = attempt("parameters and memory", lambda: read_shape(args))
     batch = attempt("batch", lambda: plan_batch(args, layout)) if layout else None
-    placement = attempt("placement", lambda: plan_placement(args, layout)) if layout else None
+    placement = attempt("placement", lambda: plan_placement(args, layout, is_cpu=is_cpu)) if layout else None
     trains, generates = not read(args, "debug_rollout_only"), bool(placement and placement.engines)
     stages, sync, engine, host = None, None, None, None
     if shape and layout and trains:
         stages = attempt("trainer memory", lambda: stage_memory(args, shape, layout))
     if shape and generates:
-        engine = attempt("engine memory", lambda: engine_memory(args, shape, device_bytes))
-    if layout and stages and placement:
+        engine = attempt("engine memory", lambda: engine_memory(args, shape, device_bytes, is_cpu=is_cpu))
+    if is_cpu:
+        host = cpu_memory(layout, stages or [], placement, engine)
+    elif layout and stages and placement:
         found, place, parts = layout, placement, stages
         host = attempt("host memory", lambda: host_memory(args, found, parts, place, engine))
     if shape and layout and trains and generates:
         rollouts = batch.num_rollouts if batch else None
         free = _free_at_sync(args, device_bytes, stages or [], engine)
-        sync = attempt("weight sync", lambda: weight_sync(args, shape, layout, rollouts, free))
+        sync = attempt("weight sync", lambda: weight_sync(args, shape, layout, rollouts, free, is_cpu=is_cpu))
     return Plan(
         title=title,
         device_bytes=device_bytes,
         host_bytes=host_bytes,
+        is_cpu=is_cpu,
         batch=batch,
         layout=layout,
         placement=placement,

@@ -12,6 +12,9 @@ from slime.models.config_json import read_model_config
 from slime.models.cost import Weight, layer_weights, model_weights, num_parameters
 from slime.models.shape import ModelShape
 
+CPU_TOKENS = 65536
+"""Key/value cache of an engine on a CPU. A test compares it with slime.backends.sglang_utils.server_args."""
+
 ASSUMED_FRACTION = 0.85
 """SGLang picks --mem-fraction-static itself when it is not given. This is close to its choice on large devices."""
 
@@ -67,8 +70,8 @@ class WeightSync:
     seconds: float
 
 
-def engine_memory(args: Namespace, shape: ModelShape, device_bytes: int) -> EngineMemory:
-    """Memory of a device of a regular engine."""
+def engine_memory(args: Namespace, shape: ModelShape, device_bytes: int, *, is_cpu: bool = False) -> EngineMemory:
+    """Memory of a device of a regular engine. ``is_cpu``: the engine's processes on a CPU, whose cache has a size."""
     pp = number(args, "sglang_pp_size", 1)
     tp = max(1, number(args, "rollout_num_gpus_per_engine", 1) // pp)
     dp = number(args, "sglang_dp_size", 1) if read(args, "sglang_enable_dp_attention") else 1
@@ -83,7 +86,9 @@ def engine_memory(args: Namespace, shape: ModelShape, device_bytes: int) -> Engi
     # The fraction is for weights and cache together.
     pool = max(0, round(fraction * device_bytes - weights))
     limit = read(args, "sglang_max_total_tokens")
-    if limit is not None:
+    if is_cpu:
+        pool = (limit or CPU_TOKENS) * per_token
+    elif limit is not None:
         pool = min(pool, int(limit) * per_token)
     # Each data-parallel attention group has a separate cache.
     tokens = pool // per_token * dp
@@ -142,7 +147,13 @@ def _weight_bytes(args: Namespace) -> float:
 
 
 def weight_sync(
-    args: Namespace, shape: ModelShape, layout: Layout, num_rollouts: int | None, free: int = 0
+    args: Namespace,
+    shape: ModelShape,
+    layout: Layout,
+    num_rollouts: int | None,
+    free: int = 0,
+    *,
+    is_cpu: bool = False,
 ) -> WeightSync:
     """One sync of the whole model. Every pipeline stage sends its own tensors, so buckets are counted per stage.
 
@@ -158,10 +169,10 @@ def weight_sync(
     count = None if num_rollouts is None else 1 + -(-num_rollouts // interval)
     transport = read(args, "update_weight_transport") or "nccl"
     is_near = bool(read(args, "colocate")) and transport == "nccl"
-    received = {} if transport == "disk" else _received(args, shape, layout, is_near=is_near)
+    received = {} if transport == "disk" or is_cpu else _received(args, shape, layout, is_near=is_near)
     return WeightSync(
         mode=read(args, "update_weight_mode") or "full",
-        transport="CUDA IPC (on a CPU shared memory)" if is_near else transport,
+        transport=_transport(transport, is_near=is_near, is_cpu=is_cpu),
         bytes=num_parameters(shape) * width,
         buckets=sum(count_buckets((numel * width for numel in stage), limit) for stage in sizes),
         buffer_bytes=limit,
@@ -170,6 +181,13 @@ def weight_sync(
         received=received,
         seconds=sum(size / LINKS[link] for link, size in received.items()),
     )
+
+
+def _transport(transport: str, *, is_near: bool, is_cpu: bool) -> str:
+    """The name of the mechanism. On a CPU the collectives are those of gloo."""
+    if is_near:
+        return "shared memory" if is_cpu else "CUDA IPC"
+    return "gloo" if is_cpu and transport == "nccl" else transport
 
 
 def _received(args: Namespace, shape: ModelShape, layout: Layout, *, is_near: bool) -> dict[str, int]:

@@ -1,4 +1,7 @@
-"""Host memory of a node: pinned copies of weights, optimizer states, and the buffers of a save."""
+"""Host memory of a node: pinned copies of weights, optimizer states, and the buffers of a save.
+
+Without GPUs also the model itself, in trainer and engines, and the processes.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,28 @@ from slime.config.plan.layout import Layout, read
 from slime.config.plan.memory import StageMemory
 from slime.config.plan.placement import Placement
 
+_MIB = 1024**2
+# Proportional set sizes of a run of a tiny model on a CPU at their peak, summed: 2487 MiB with one rank and one engine,
+# 3583 MiB with two of each. Interpreters and libraries, without weights.
+# Driver, Data Buffer, rollout manager, router, Ray, and the process that engines are forked from.
+_RUN_BYTES = 1400 * _MIB
+_RANK_BYTES = 400 * _MIB
+# Per device of an engine: scheduler, HTTP process, detokenizer, Ray actor.
+_ENGINE_BYTES = 690 * _MIB
+
 
 @dataclass(frozen=True)
 class HostMemory:
-    """The node that needs the most, in bytes. The processes, Ray's object store and the page cache are not counted.
+    """The node that needs the most, in bytes. Ray's object store and the page cache are not counted.
 
     Attributes:
         ranks: of the trainer on this node. With a critic, those of the actor.
         copies: pinned copies of weights, of the trainer and of engines that keep one.
         states: optimizer states that are on the host always, or while engines generate.
         save: buffers while a checkpoint is written.
+        trainer: without GPUs: weights, gradients, optimizer states and logits of all ranks. Else 0, as the next two.
+        engines: their weights.
+        processes: interpreters and libraries.
     """
 
     node: int
@@ -28,10 +43,13 @@ class HostMemory:
     copies: int
     states: int
     save: int
+    trainer: int = 0
+    engines: int = 0
+    processes: int = 0
 
     @property
     def total(self) -> int:
-        return self.copies + self.states + self.save
+        return self.copies + self.states + self.save + self.trainer + self.engines + self.processes
 
 
 def host_memory(
@@ -55,6 +73,25 @@ def host_memory(
             )
         )
     return max(found, key=lambda one: one.total)
+
+
+def cpu_memory(
+    layout: Layout | None, stages: Sequence[StageMemory], placement: Placement | None, engine: EngineMemory | None
+) -> HostMemory:
+    """The whole run on this machine without GPUs, where activations and the cache of engines reuse free pages."""
+    ranks = layout.world if layout and stages else 0
+    engines = sum(group.num_devices for group in placement.engines) if placement else 0
+    of_rank = max((stage.total - stage.activations for stage in stages), default=0)
+    return HostMemory(
+        node=0,
+        ranks=ranks,
+        copies=0,
+        states=0,
+        save=0,
+        trainer=ranks * of_rank,
+        engines=engines * engine.weights if engine else 0,
+        processes=_RUN_BYTES + _RANK_BYTES * ranks + _ENGINE_BYTES * engines,
+    )
 
 
 def _keeps_weights(args: Namespace) -> bool:

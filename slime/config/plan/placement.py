@@ -66,8 +66,8 @@ class Placement:
     nodes: list[NodePlan]
 
 
-def plan_placement(args: Namespace, layout: Layout) -> Placement:
-    """The processes and their slots.
+def plan_placement(args: Namespace, layout: Layout, *, is_cpu: bool = False) -> Placement:
+    """The processes and their slots. ``is_cpu``: all are on this machine.
 
     Raises:
         PlanError: the engines' flags do not say how many there are, or there are too many to list.
@@ -80,6 +80,8 @@ def plan_placement(args: Namespace, layout: Layout) -> Placement:
     num_slots = max([num_ranks, *ends])
     if num_slots > _MOST_SLOTS:
         raise PlanError(f"{num_slots} devices are more than the {_MOST_SLOTS} that a plan lists.")
+    if is_cpu:
+        per_node = max(1, num_slots)
     num_nodes = -(-num_slots // per_node)
     return Placement(
         num_nodes=max(1, num_nodes),

@@ -37,20 +37,23 @@ def render(plan: Plan, stream: IO[str] | None = None) -> None:
     console = Console(file=stream, width=terminal_width(), highlight=False, no_color=not stream.isatty(), emoji=False)
     console.print(_head(plan))
     sections: list[tuple[str, Iterable[RenderableType]]] = [
+        ("Problems", (_bullets(plan.problems, "red"),) if plan.problems else ()),
+        ("Missing on this machine", (_bullets(plan.missing),) if plan.missing else ()),
         ("Batch", _batch(plan.batch) if plan.batch else ()),
-        ("Processes", _processes(plan.placement, plan.layout) if plan.placement and plan.layout else ()),
+        ("Processes", _processes(plan, plan.placement, plan.layout) if plan.placement and plan.layout else ()),
         ("Model", _model(plan.shape, plan.padded_vocab) if plan.shape else ()),
         ("Trainer memory, per rank", _trainer(plan)),
-        ("Host memory, fullest node", _host(plan.host, plan.host_bytes) if plan.host else ()),
-        ("Engine memory, per device", _engine(plan.engine, plan.device_bytes) if plan.engine else ()),
+        ("Engine memory, per device", _engine(plan.engine, plan) if plan.engine else ()),
+        (
+            f"Host memory, {'this machine' if plan.is_cpu else 'fullest node'}",
+            _host(plan.host, plan) if plan.host else (),
+        ),
         ("Weight sync", _sync(plan.sync) if plan.sync else ()),
         ("Turns on shared devices", _turns(plan.turns)),
         ("Written to disk", _outputs(plan)),
         ("Decided for you", _decisions(plan)),
         ("Ignored here", _ignored(plan)),
-        ("Missing on this machine", (_bullets(plan.missing),) if plan.missing else ()),
         ("Not worked out", (_bullets(plan.gaps),) if plan.gaps else ()),
-        ("Problems", (_bullets(plan.problems, "red"),) if plan.problems else ()),
     ]
     for title, parts in sections:
         found = list(parts)
@@ -69,14 +72,20 @@ def _head(plan: Plan) -> Panel:
     if plan.placement:
         place = plan.placement
         nodes = f"{place.num_nodes} node{'s' * (place.num_nodes != 1)}"
-        facts.append(f"{nodes}, {place.num_slots} device{'s' * (place.num_slots != 1)}")
+        devices = f"device{'s' * (place.num_slots != 1)}"
+        facts.append(
+            f"{place.num_slots} {devices} = CPU processes" if plan.is_cpu else f"{nodes}, {place.num_slots} {devices}"
+        )
         facts.append("colocated" if place.is_colocated else "trainer and engines apart")
     if plan.precision:
         facts.append(plan.precision.name)
     verdict = Text("would start", style="bold green")
     if plan.problems:
         verdict = Text(f"would not start: {len(plan.problems)} problem{'s' * (len(plan.problems) != 1)}", "bold red")
-    body = Group(Text(" · ".join([plan.title, *facts])), verdict)
+    lines = [Text(" · ".join([plan.title, *facts])), verdict]
+    if plan.is_cpu:
+        lines.append(Text("for this machine, which has no GPU; --device-memory-gb 80 plans for GPUs of 80 GiB", "dim"))
+    body = Group(*lines)
     return Panel(body, title="slime plan", title_align="left", box=box.ROUNDED)
 
 
@@ -114,7 +123,7 @@ def _run_length(batch: BatchPlan) -> str:
     )
 
 
-def _processes(placement: Placement, layout: Layout) -> Iterable[RenderableType]:
+def _processes(plan: Plan, placement: Placement, layout: Layout) -> Iterable[RenderableType]:
     table = _table("process", "number>", "devices", "what")
     table.add_row("driver", "1", "-", "the loop; holds handles only")
     table.add_row("Data Buffer", "1", "-", "prompts out, partial groups back in")
@@ -125,10 +134,11 @@ def _processes(placement: Placement, layout: Layout) -> Iterable[RenderableType]
         table.add_row(*_engine_row(group))
     if placement.num_trainer_ranks:
         for role in ("actor", "critic") if placement.has_critic else ("actor",):
-            slots = f"0-{placement.num_trainer_ranks - 1}"
+            slots = _range((0, placement.num_trainer_ranks - 1))
             table.add_row(f"trainer ({role})", str(placement.num_trainer_ranks), slots, _dimensions(layout))
     yield table
-    yield _node_table(placement)
+    if not plan.is_cpu:
+        yield _node_table(placement)
 
 
 def _engine_row(group: EngineGroup) -> tuple[str, str, str, str]:
@@ -136,7 +146,7 @@ def _engine_row(group: EngineGroup) -> tuple[str, str, str, str]:
     width = f"{group.devices_per_engine} device{'s' * (group.devices_per_engine != 1)} each"
     if group.first_slot is None:
         return name, str(group.num_engines), "elsewhere", "not started by this run"
-    slots = f"{group.first_slot}-{group.first_slot + group.num_devices - 1}"
+    slots = _range((group.first_slot, group.first_slot + group.num_devices - 1))
     return name, str(group.num_engines), slots, f"{group.model}, {width}"
 
 
@@ -226,7 +236,8 @@ def _trainer(plan: Plan) -> Iterable[RenderableType]:
     table.add_row("[bold]total[/bold]", *(f"[bold]{size(group[0].total)}[/bold]" for group in groups))
     table.add_row("micro-batches alive", *(str(group[0].in_flight) for group in groups))
     yield table
-    yield _bar(max(stage.total for stage in plan.stages), plan.device_bytes)
+    if not plan.is_cpu:
+        yield _bar(max(stage.total for stage in plan.stages), plan.device_bytes)
     notes = f"activations of {plan.tokens.count:,} tokens per micro-batch ({plan.tokens.source})"
     gathered = max(stage.gathered_keys for stage in plan.stages)
     if gathered:
@@ -234,11 +245,16 @@ def _trainer(plan: Plan) -> Iterable[RenderableType]:
     yield Text(notes, style="dim")
     if plan.placement and plan.placement.has_critic:
         yield Text("the critic's model and states are of the same size and not counted", style="dim")
-    yield Text("not counted: CUDA context, NCCL buffers, fragmentation", style="dim")
+    if not plan.is_cpu:
+        yield Text("not counted: CUDA context, NCCL buffers, fragmentation", style="dim")
 
 
-def _host(host: HostMemory, host_bytes: int) -> Iterable[RenderableType]:
-    if host.total:
+def _host(host: HostMemory, plan: Plan) -> Iterable[RenderableType]:
+    if plan.is_cpu:
+        trainer = f"{size(host.trainer)} in {host.ranks} rank{'s' * (host.ranks != 1)}, without activations"
+        yield _grid(("trainer", trainer), ("engines", size(host.engines)), ("processes", size(host.processes)))
+        yield _bar(host.total, plan.host_bytes)
+    elif host.total:
         yield _grid(
             (
                 "copies",
@@ -247,7 +263,7 @@ def _host(host: HostMemory, host_bytes: int) -> Iterable[RenderableType]:
             ("optimizer", size(host.states)),
             ("a save", f"{size(host.save)} of buffers, and nothing on the device"),
         )
-        yield _bar(host.total, host_bytes)
+        yield _bar(host.total, plan.host_bytes)
         yield Text("not counted: the processes, Ray's object store, the page cache", style="dim")
 
 
@@ -266,11 +282,13 @@ def _stage_name(group: Sequence[StageMemory], num_stages: int) -> str:
     return f"stage{'s' * (len(group) > 1)} {_range(ends)} ({layers} layer{'s' * (layers != 1)})"
 
 
-def _engine(engine: EngineMemory, device_bytes: int) -> Iterable[RenderableType]:
+def _engine(engine: EngineMemory, plan: Plan) -> Iterable[RenderableType]:
     table = _grid()
     table.add_row("weights", f"{size(engine.weights)} (TP {engine.tp}{f' x PP {engine.pp}' if engine.pp > 1 else ''})")
-    assumed = ", assumed: SGLang decides" if engine.is_fraction_assumed else ""
-    table.add_row("static memory", f"{engine.fraction:g} of {size(device_bytes)}{assumed}")
+    device_bytes = plan.device_bytes
+    if not plan.is_cpu:
+        assumed = ", assumed: SGLang decides" if engine.is_fraction_assumed else ""
+        table.add_row("static memory", f"{engine.fraction:g} of {size(device_bytes)}{assumed}")
     table.add_row("KV cache", f"{size(engine.pool)} at {engine.kv_per_token:,} bytes per token")
     if engine.tokens == 0:
         table.add_row("", "[red]the weights alone exceed the static memory[/red]")
@@ -279,7 +297,8 @@ def _engine(engine: EngineMemory, device_bytes: int) -> Iterable[RenderableType]
             "engine holds", f"{engine.tokens:,} tokens = {engine.sequences:,} sequences of {engine.max_length:,}"
         )
     yield table
-    yield _bar(min(engine.weights + engine.pool, max(engine.weights, device_bytes)), device_bytes)
+    if not plan.is_cpu:
+        yield _bar(min(engine.weights + engine.pool, max(engine.weights, device_bytes)), device_bytes)
 
 
 def _sync(sync: WeightSync) -> Iterable[RenderableType]:

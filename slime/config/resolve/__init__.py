@@ -40,6 +40,7 @@ STEPS: tuple[Step, ...] = (
     batches.lengths,
     batches.evaluation,
     batches.reward_keys,
+    objective.learning_rate,
     objective.clipping,
     objective.kl_estimator,
     objective.group_normalization,

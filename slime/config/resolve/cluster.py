@@ -74,7 +74,8 @@ def devices(args: Namespace) -> None:
     if args.rollout_num_gpus is None and not args.rollout_external:
         width = max(1, args.rollout_num_gpus_per_engine)
         args.rollout_num_gpus = -(-args.world_size // width) * width
-        text = f"not given: {args.rollout_num_gpus} devices, as many as the trainer has"
+        count = args.rollout_num_gpus
+        text = f"not given: {count} device{'s' * (count != 1)}, as many as the trainer has"
         text += "" if args.rollout_num_gpus == args.world_size else f", rounded up to engines of {width}"
         notices.warn(args, "--rollout-num-gpus", text)
     args.rank = 0

@@ -30,6 +30,12 @@ def clipping(args: Namespace) -> None:
             notices.info(args, f"--tis-threshold {args.tis_threshold}", text)
 
 
+def learning_rate(args: Namespace) -> None:
+    if "lr" not in args.given and not args.debug_rollout_only:
+        text = f"not given: {args.lr:g}, which suits models of billions of parameters. Small ones need more"
+        notices.info(args, "--lr", text)
+
+
 def kl_estimator(args: Namespace) -> None:
     if args.use_kl_loss and args.kl_loss_coef != 0 and "kl_loss_type" not in args.given:
         text = "not given: k1, whose gradient is zero in expectation as a loss; use k2 or low_var_kl"

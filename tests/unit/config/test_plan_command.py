@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
+from slime.backends.sglang_utils.server_args import _CPU_DEFAULTS
 from slime.cli import TrainCommand, UsageError, main, read_command
+from slime.config.plan.engine import CPU_TOKENS
 from tools.make_tiny_task import TinyTask
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -127,3 +130,62 @@ def test_a_plan_imports_no_engine(tiny_task: TinyTask) -> None:
 def test_the_asynchronous_driver_is_planned_as_such(tiny_task: TinyTask) -> None:
     output, _ = run_and_list_heavy_modules(["train_async.py", "--plan", *flags(tiny_task)])
     assert "train_async.py" in output
+
+
+def test_a_plan_on_a_machine_without_gpus_is_about_its_memory(
+    tiny_task: TinyTask, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    main(["plan", *flags(tiny_task)])
+    text = capsys.readouterr().out
+    assert "for this machine, which has no GPU" in text
+    assert "Host memory, this machine" in text
+    assert "full, gloo" in text
+    for word in ("80 GiB (", "CUDA", "NCCL", "nccl", "NVLink", "0-0", "1-1", "node  devices"):
+        assert word not in text
+    main(["plan", "--json", *flags(tiny_task)])
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["is_cpu"], plan["device_bytes"], plan["placement"]["num_nodes"]) == (True, 0, 1)
+    assert plan["host_bytes"] == psutil.virtual_memory().total
+    assert plan["engine"]["tokens"] == 65536
+
+
+@pytest.mark.parametrize(
+    "elsewhere",
+    [("--device-memory-gb", "80"), ("--actor-num-nodes", "2"), ("--num-layers", "4", "--hidden-size", "128")],
+)
+def test_a_plan_for_other_machines_is_about_their_gpus(
+    elsewhere: tuple[str, ...], tiny_task: TinyTask, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["plan", "--json", *flags(tiny_task, *elsewhere)])
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["is_cpu"], plan["device_bytes"]) == (False, 80 * 2**30)
+
+
+def test_reasons_against_a_start_come_first(tiny_task: TinyTask, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", *flags(tiny_task, "--rollout-temperature", "0")])
+    text = capsys.readouterr().out
+    assert text.index("\nProblems") < text.index("--rollout-temperature 0") < text.index("\nBatch")
+
+
+def test_a_missing_model_is_one_problem_with_the_command_that_downloads_it(
+    tiny_task: TinyTask, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ("--hf-checkpoint", "Qwen/Qwen3-0.6B", "--ref-load", "Qwen/Qwen3-0.6B", "--use-kl-loss")
+    main(["plan", "--json", *flags(tiny_task, *more, "--kl-loss-type", "k2")])
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert problem.endswith(": hf download Qwen/Qwen3-0.6B --local-dir Qwen/Qwen3-0.6B")
+
+
+def test_a_learning_rate_that_was_not_given_is_a_decision(
+    tiny_task: TinyTask, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decision = {"level": "info", "flag": "--lr"}
+    for more, is_there in (((), True), (("--lr", "1e-4"), False)):
+        main(["plan", "--json", *flags(tiny_task, *more)])
+        notices = json.loads(capsys.readouterr().out)["notices"]
+        assert any(decision.items() <= notice.items() for notice in notices) == is_there
+
+
+def test_the_cache_of_an_engine_on_a_cpu_is_that_of_the_engines() -> None:
+    assert str(CPU_TOKENS) == _CPU_DEFAULTS["--max-total-tokens"]

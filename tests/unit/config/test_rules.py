@@ -235,7 +235,7 @@ ERRORS = [
     case("range-chunk", "--log-probs-chunk-size 0", "--log-probs-chunk-size 0 must be -1 (all at once) or at least 1"),
     case("range-top-p", "--eval-top-p 0", "--eval-top-p 0.0 must be above 0 and at most 1"),
     case("range-budget", "--max-tokens-per-gpu -1", "--max-tokens-per-gpu -1 must be at least 1"),
-    case("hub-name", "--hf-checkpoint Qwen/Qwen3-4B", "a model of the Hugging Face Hub must be downloaded first"),
+    case("hub-name", "--hf-checkpoint Qwen/Qwen3-4B", ": hf download Qwen/Qwen3-4B --local-dir Qwen/Qwen3-4B"),
     case("dashes", "-- --lr 3", "'--' is not the value of any flag"),
     case("stray", "stray", "'stray' is not the value of any flag"),
 ]
