@@ -17,6 +17,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -214,9 +215,8 @@ def _word(flag: str, value: Any) -> str:
 
 def _pandas() -> ModuleType:
     try:
-        import pandas
+        return import_module("pandas")
     except ImportError as error:
         raise ImportError(
             "data frames need pandas: pip install 'slime[pandas]'. metric_rows() and sample_rows() need nothing."
         ) from error
-    return pandas

@@ -28,7 +28,6 @@ _MOST_GIB = 1e6
 _DRIVERS = {"train.py": False, "train_async.py": True}
 _DRIVER_COMMANDS = {"train": False, "train-async": True}
 _COLUMN = 18
-_DRIVER_TIMEOUT_S = 10.0
 
 
 class UsageError(Exception):
@@ -66,6 +65,7 @@ _HERE = "slime.cli"
 COMMANDS = (
     Command("Run", "train", "slime.ray.run.main:main", "generate, train, send the new weights, and again"),
     Command("Run", "train-async", "slime.ray.run.main:main_async", "the same, and generate while the trainer works"),
+    Command("Before a run", "new", "slime.new:new", "write the folder of a task that runs, to change it"),
     Command(
         "Before a run",
         "plan",
@@ -261,7 +261,7 @@ def _gpu_gib() -> float | None:
     """Memory of this machine's first NVIDIA GPU in GiB. None if the driver's program does not answer."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_DRIVER_TIMEOUT_S)
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
         return float(done.stdout.split()[0]) / 1024
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None

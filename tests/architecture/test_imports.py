@@ -54,6 +54,7 @@ MAY_IMPORT: dict[str, list[str]] = {
     "doctor": [EVERYTHING],
     "replay": [EVERYTHING],
     "board": ["data", "observability", "models", "utils"],
+    "new": ["data", "rollout", "testing"],
     "cli": [EVERYTHING],
     "__main__": ["cli"],
 }

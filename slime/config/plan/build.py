@@ -16,7 +16,7 @@ from slime.config.notices import Notice
 from slime.config.plan.batch import BatchPlan, plan_batch
 from slime.config.plan.engine import EngineMemory, WeightSync, engine_memory, weight_sync
 from slime.config.plan.files import Output, plan_files
-from slime.config.plan.host import HostMemory, cpu_memory, host_memory
+from slime.config.plan.host import HostMemory, host_memory
 from slime.config.plan.layout import Layout, PlanError, read, read_layout
 from slime.config.plan.memory import Precision, StageMemory, Tokens, precision_of, stage_memory, tokens_per_micro_batch
 from slime.config.plan.placement import Placement, Turn, plan_placement, plan_turns
@@ -120,11 +120,9 @@ def build(
         stages = attempt("trainer memory", lambda: stage_memory(args, shape, layout))
     if shape and generates:
         engine = attempt("engine memory", lambda: engine_memory(args, shape, device_bytes, is_cpu=is_cpu))
-    if is_cpu:
-        host = cpu_memory(layout, stages or [], placement, engine)
-    elif layout and stages and placement:
-        found, place, parts = layout, placement, stages
-        host = attempt("host memory", lambda: host_memory(args, found, parts, place, engine))
+    if layout and placement:
+        found, place, parts = layout, placement, stages or []
+        host = attempt("host memory", lambda: host_memory(args, found, parts, place, engine, is_cpu=is_cpu))
     if shape and layout and trains and generates:
         rollouts = batch.num_rollouts if batch else None
         free = _free_at_sync(args, device_bytes, stages or [], engine)

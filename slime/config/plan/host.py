@@ -53,9 +53,19 @@ class HostMemory:
 
 
 def host_memory(
-    args: Namespace, layout: Layout, stages: Sequence[StageMemory], placement: Placement, engine: EngineMemory | None
-) -> HostMemory:
-    """The fullest node of the run."""
+    args: Namespace,
+    layout: Layout,
+    stages: Sequence[StageMemory],
+    placement: Placement,
+    engine: EngineMemory | None,
+    *,
+    is_cpu: bool = False,
+) -> HostMemory | None:
+    """The fullest node of the run. ``is_cpu``: this machine. None if there is nothing to count."""
+    if is_cpu:
+        return _cpu_memory(layout, stages, placement, engine)
+    if not stages:
+        return None
     kept = engine.weights if engine and _keeps_weights(args) else 0
     coordinates = layout.ranks
     found = []
@@ -75,12 +85,12 @@ def host_memory(
     return max(found, key=lambda one: one.total)
 
 
-def cpu_memory(
-    layout: Layout | None, stages: Sequence[StageMemory], placement: Placement | None, engine: EngineMemory | None
+def _cpu_memory(
+    layout: Layout, stages: Sequence[StageMemory], placement: Placement, engine: EngineMemory | None
 ) -> HostMemory:
     """The whole run on this machine without GPUs, where activations and the cache of engines reuse free pages."""
-    ranks = layout.world if layout and stages else 0
-    engines = sum(group.num_devices for group in placement.engines) if placement else 0
+    ranks = layout.world if stages else 0
+    engines = sum(group.num_devices for group in placement.engines)
     of_rank = max((stage.total - stage.activations for stage in stages), default=0)
     return HostMemory(
         node=0,

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from setuptools import find_packages
+from setuptools import find_namespace_packages
 
 from slime.cli import COMMANDS, main
 from slime.config.help_text import MOST_USED
@@ -114,11 +114,13 @@ def test_the_package_runs_as_the_command() -> None:
 def test_both_drivers_and_the_command_are_in_the_wheel() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     included = settings["tool"]["setuptools"]["packages"]["find"]["include"]
-    packages = set(find_packages(str(ROOT), include=included))
+    packages = set(find_namespace_packages(str(ROOT), include=included))
     runs = {command.run.partition(":")[0] for command in COMMANDS}
     for module in (*runs, settings["project"]["scripts"]["slime"].partition(":")[0]):
-        assert module.rpartition(".")[0] in packages
-        assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
+        assert module in packages or module.rpartition(".")[0] in packages
+    data = settings["tool"]["setuptools"]["package-data"]
+    assert "slime.new.task" in packages
+    assert {"*.sh", "*.md"} <= set(data["slime.new.task"])
     import train
     import train_async
 

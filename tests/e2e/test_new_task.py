@@ -1,0 +1,34 @@
+"""The folder that ``slime new`` writes learns its task by the command in it, and Python reads its record."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import slime
+from slime.cli import main
+from tests.e2e.running import ROOT
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_folder_of_a_new_task_learns(tmp_path: Path) -> None:
+    folder = tmp_path / "largest"
+    assert main(["new", str(folder)]) == 0
+    env = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "ROLLOUTS": "10"}
+    done = subprocess.run(
+        ["bash", str(folder / "run.sh")], env=env, capture_output=True, text=True, check=False, timeout=840
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    run = slime.load_run(folder / "outputs" / "largest")
+    assert run.info.driver == "train.py"
+    assert run.config["num_rollout"] == 10
+    before, *_, after = (row["eval/largest"] for row in run.metric_rows() if "eval/largest" in row)
+    assert after > before + 0.1
+    samples = [row for row in run.sample_rows() if row["kind"] == "rollout"]
+    assert {row["reward"] for row in samples} == {0.0, 0.5, 1.0}
+    assert any("\nno" in row["response"] for row in samples)
