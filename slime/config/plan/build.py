@@ -101,32 +101,23 @@ def build(
         device_bytes, host_bytes, is_cpu: as in :class:`Plan`.
     """
     gaps: list[str] = []
-
-    def attempt(what: str, make: Callable[[], Section]) -> Section | None:
-        try:
-            return make()
-        except (PlanError, ConfigError, ZeroDivisionError) as error:
-            # A size of 0 is a problem that the checks report.
-            gaps.append(f"{what}: {error}")
-            return None
-
-    layout = attempt("layout", lambda: read_layout(args))
-    shape = attempt("parameters and memory", lambda: read_shape(args))
-    batch = attempt("batch", lambda: plan_batch(args, layout)) if layout else None
-    placement = attempt("placement", lambda: plan_placement(args, layout, is_cpu=is_cpu)) if layout else None
+    layout = _attempt(gaps, "layout", lambda: read_layout(args))
+    shape = _attempt(gaps, "parameters and memory", lambda: read_shape(args))
+    batch = _attempt(gaps, "batch", lambda: plan_batch(args, layout)) if layout else None
+    placement = _attempt(gaps, "placement", lambda: plan_placement(args, layout, is_cpu=is_cpu)) if layout else None
     trains, generates = not read(args, "debug_rollout_only"), bool(placement and placement.engines)
     stages, sync, engine, host = None, None, None, None
     if shape and layout and trains:
-        stages = attempt("trainer memory", lambda: stage_memory(args, shape, layout))
+        stages = _attempt(gaps, "trainer memory", lambda: stage_memory(args, shape, layout))
     if shape and generates:
-        engine = attempt("engine memory", lambda: engine_memory(args, shape, device_bytes, is_cpu=is_cpu))
+        engine = _attempt(gaps, "engine memory", lambda: engine_memory(args, shape, device_bytes, is_cpu=is_cpu))
     if layout and placement:
         found, place, parts = layout, placement, stages or []
-        host = attempt("host memory", lambda: host_memory(args, found, parts, place, engine, is_cpu=is_cpu))
+        host = _attempt(gaps, "host memory", lambda: host_memory(args, found, parts, place, engine, is_cpu=is_cpu))
     if shape and layout and trains and generates:
         rollouts = batch.num_rollouts if batch else None
         free = _free_at_sync(args, device_bytes, stages or [], engine)
-        sync = attempt("weight sync", lambda: weight_sync(args, shape, layout, rollouts, free, is_cpu=is_cpu))
+        sync = _attempt(gaps, "weight sync", lambda: weight_sync(args, shape, layout, rollouts, free, is_cpu=is_cpu))
     return Plan(
         title=title,
         device_bytes=device_bytes,
@@ -151,6 +142,16 @@ def build(
         missing=list(missing),
         gaps=gaps,
     )
+
+
+def _attempt(gaps: list[str], what: str, make: Callable[[], Section]) -> Section | None:
+    """The result of ``make``. A mistake of the user that prevents it is added to ``gaps``."""
+    try:
+        return make()
+    except (PlanError, ConfigError, ZeroDivisionError) as error:
+        # A size of 0 is a problem that the checks report.
+        gaps.append(f"{what}: {error}")
+        return None
 
 
 def _free_at_sync(

@@ -17,7 +17,7 @@ from typing import Any
 
 from slime.new.tiny_model import ModelShape, make_tiny_model
 
-HERE = Path(__file__).parent / "data"
+FOLDER = Path(__file__).parent / "data"
 NUM_EVAL = 128
 NUM_SOLVED = 4800
 SHARE_RIGHT = 0.4
@@ -38,19 +38,19 @@ def solved(digits: tuple[int, ...], draw: random.Random) -> dict[str, Any]:
     return row
 
 
-def write(name: str, rows: Iterable[dict[str, Any]]) -> None:
-    (HERE / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+def write(file: Path, rows: Iterable[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def main() -> None:
+def main(folder: Path = FOLDER) -> None:
     draw = random.Random(0)
     questions = list(itertools.product(range(10), repeat=3))
     draw.shuffle(questions)
-    HERE.mkdir(exist_ok=True)
-    write("eval.jsonl", map(question, questions[:NUM_EVAL]))
-    write("train.jsonl", map(question, questions[NUM_EVAL:]))
-    write("warm_start.jsonl", (solved(draw.choice(questions[NUM_EVAL:]), draw) for _ in range(NUM_SOLVED)))
-    make_tiny_model(HERE / "model", shape=ModelShape(num_layers=2, ffn_hidden_size=256, init_std=0.1))
+    folder.mkdir(exist_ok=True)
+    write(folder / "eval.jsonl", map(question, questions[:NUM_EVAL]))
+    write(folder / "train.jsonl", map(question, questions[NUM_EVAL:]))
+    write(folder / "warm_start.jsonl", (solved(draw.choice(questions[NUM_EVAL:]), draw) for _ in range(NUM_SOLVED)))
+    make_tiny_model(folder / "model", shape=ModelShape(num_layers=2, ffn_hidden_size=256, init_std=0.1))
 
 
 if __name__ == "__main__":

@@ -26,10 +26,9 @@ def module(name: str) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    maker = module("data")
-    maker.HERE = tmp_path_factory.mktemp("data")
-    maker.main()
-    return Path(maker.HERE)
+    folder = tmp_path_factory.mktemp("data")
+    module("data").main(folder)
+    return folder
 
 
 def rows(file: Path) -> list[dict[str, object]]:

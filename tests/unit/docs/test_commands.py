@@ -123,7 +123,7 @@ def problems_of_slime(words: list[str], line: str, place: Path) -> list[str]:
             return missing_flags(["-m", "slime", "doctor", "mismatch"], rest)
         case ["doctor", "--gpu", *rest]:
             return missing_flags(["-m", "slime", "doctor", "--gpu"], rest)
-        case [("replay" | "board") as command, *rest]:
+        case [("replay" | "board" | "new") as command, *rest]:
             return missing_flags(["-m", "slime", command], rest)
         case [] | ["plan" | "doctor"] | ["doctor", "--deep" | "--json"] | ["doctor", "ledger", *_] | ["--version"]:
             return []
@@ -190,7 +190,7 @@ def problems_of(line: str, is_elsewhere: bool, place: Path) -> list[str]:
             known = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
             return [f"make has no {one}" for one in targets if one not in known and "=" not in one]
         case ["source" | "bash", path, *_]:
-            is_there = (ROOT / path).is_file() or path == ".venv/bin/activate" or "<" in path
+            is_there = (ROOT / path).is_file() or path in (".venv/bin/activate", "my_task/run.sh") or "<" in path
             return [] if is_there else [f"there is no file {path}"]
         case [program, *_] if program in OF_OTHERS:
             return [] if is_elsewhere else [f"{program}: the page must say what it needs"]

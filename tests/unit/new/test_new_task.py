@@ -61,13 +61,13 @@ def test_the_commands_of_the_script_have_no_problem(tmp_path: Path, monkeypatch:
     assert data == ["data.py"]
     assert [words[:3] for words in commands] == [["-m", "slime", "train"]] * 2
     make_model(folder / "data" / "model")
-    make_model(folder / "data" / "warm_start")
     for name in ("train", "eval", "warm_start"):
         (folder / "data" / f"{name}.jsonl").write_text('{"prompt": [{"role": "user", "content": "1"}], "label": "1"}\n')
     monkeypatch.chdir(folder)
-    for words in commands:
+    for words, export in zip(commands, ("warm_start", "hf"), strict=True):
         args, problems = parse_only(words[3:])
         assert problems == []
         assert args is not None
         assert not [notice for notice in args.notices if notice.text.startswith("unknown flag")]
+        make_model(folder / "data" / export)
     assert (args.num_rollout, args.experiment_name) == (2, "short")
