@@ -149,7 +149,8 @@ def _find(words: Sequence[str]) -> tuple[Command, list[str]]:
     """
     by_name = {command.name: command for command in COMMANDS}
     pair = " ".join(words[:2])
-    near = difflib.get_close_matches(pair, (name for name in by_name if " " in name), n=1, cutoff=0.85)
+    names = [name for name in by_name if " " in name and not pair.startswith(f"{words[0]} -")]
+    near = difflib.get_close_matches(pair, names, n=1, cutoff=0.85)
     if near and near[0] != pair:
         raise UsageError(f"{pair!r} is not a command of slime; {HINT} {near[0]}?")
     for length in (2, 1):

@@ -69,6 +69,8 @@ def modules(package: str = "slime") -> tuple[Module, ...]:
     found = []
     for path in sorted((ROOT / package).rglob("*.py")):
         relative = path.relative_to(ROOT)
+        if relative.is_relative_to("slime/new/task"):
+            continue  # files of a user's task, which slime new copies
         parts = list(relative.with_suffix("").parts)
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         source = path.read_text(encoding="utf-8")

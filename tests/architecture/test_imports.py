@@ -54,7 +54,7 @@ MAY_IMPORT: dict[str, list[str]] = {
     "doctor": [EVERYTHING],
     "replay": [EVERYTHING],
     "board": ["data", "observability", "models", "utils"],
-    "new": ["data", "rollout", "testing"],
+    "new": [],
     "cli": [EVERYTHING],
     "__main__": ["cli"],
 }

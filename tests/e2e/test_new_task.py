@@ -17,17 +17,16 @@ from tests.e2e.running import ROOT
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_folder_of_a_new_task_learns(tmp_path: Path) -> None:
-    folder = tmp_path / "largest"
+    folder = tmp_path / "my_task"
     assert main(["new", str(folder)]) == 0
     env = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "ROLLOUTS": "10"}
-    done = subprocess.run(
-        ["bash", str(folder / "run.sh")], env=env, capture_output=True, text=True, check=False, timeout=840
-    )
+    command = ["bash", "my_task/run.sh"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=840)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    run = slime.load_run(folder / "outputs" / "largest")
+    run = slime.load_run(folder / "outputs" / "my_task")
     assert run.info.driver == "train.py"
     assert run.config["num_rollout"] == 10
-    before, *_, after = (row["eval/largest"] for row in run.metric_rows() if "eval/largest" in row)
+    before, *_, after = (row["eval/my_task"] for row in run.metric_rows() if "eval/my_task" in row)
     assert after > before + 0.1
     samples = [row for row in run.sample_rows() if row["kind"] == "rollout"]
     assert {row["reward"] for row in samples} == {0.0, 0.5, 1.0}

@@ -77,6 +77,15 @@ def test_an_unknown_command_gets_a_hint(words: list[str], hint: str, capsys: pyt
     assert hint in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("separator", [[], ["--"], ["--json", "--"]])
+def test_a_train_command_behind_a_separator_is_not_a_misspelt_command(
+    separator: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("plan", "doctor"):
+        main([command, *separator, "python", "train.py", "--num-rollout", "1"])
+        assert "is not a command of slime" not in capsys.readouterr().err
+
+
 def test_the_short_help_of_training_shows_the_most_used_flags(capsys: pytest.CaptureFixture[str]) -> None:
     parser = build_parser(GROUPS)
     shown = [action for action in parser._actions if action.option_strings and action.help != argparse.SUPPRESS]
