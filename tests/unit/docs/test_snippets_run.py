@@ -6,14 +6,22 @@ import asyncio
 import re
 import textwrap
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
+import slime
+from slime.api import command_line
 from slime.data.chat import load_tokenizer
 from slime.data.sample import Sample
 from slime.hooks.protocols import HOOKS
+from slime.ray import arguments
+from slime.ray.arguments import parse_only
+from slime.ray.run import cluster, start
+from slime.ray.run.loop import Run
 from slime.testing import check_plugin
 from tests.doc_commands import PAGES, ROOT, blocks
 from tests.unit.rollout.fake_engine import FakeEngine
@@ -161,3 +169,28 @@ def test_every_python_block_of_a_page_runs() -> None:
     pages = {str(page.relative_to(ROOT)): len(blocks(page, "python")) for page in PAGES}
     others = {page: number for page, number in pages.items() if number and page != OF_HOOKS}
     assert {page: here.count(f'"{page}", "') for page in others} == others
+
+
+def test_python_starts_a_run_by_keywords(monkeypatch: pytest.MonkeyPatch) -> None:
+    record, flags = MagicMock(), {}
+    # slime.train has no value in the package before its first use.
+    monkeypatch.setitem(vars(slime), "train", lambda **given: flags.update(given) or record)
+    names = names_of("docs/en/get_started/usage.md", "import slime\n")
+    assert {"--num-rollout=10", "--experiment-name=sums"} < set(command_line(flags))
+    assert names["rewards"] is record.metrics["rollout/raw_reward"].dropna()
+    record.samples.nsmallest.assert_called_once_with(5, "reward")
+
+
+def test_the_loop_of_a_notebook_calls_the_steps_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, parsed = MagicMock(start_rollout_id=0, rollout_ids=range(2)), []
+    run.__enter__.return_value = run
+    monkeypatch.setattr(arguments, "parse_args", lambda argv: parsed.extend(argv))
+    monkeypatch.setattr(cluster, "running_cluster", lambda args: nullcontext())
+    monkeypatch.setattr(start, "start_run", lambda args: run)
+    names_of("docs/en/get_started/usage.md", "with running_cluster(args), start_run(args)")
+    args, _ = parse_only(parsed)
+    assert args is not None
+    assert args.num_rollout == 10
+    verbs = [name for name, *_ in run.method_calls]
+    assert verbs == ["sync_weights", *["generate", "train", "sync_weights", "report"] * 2]
+    assert all(hasattr(Run, name) for name in verbs)
