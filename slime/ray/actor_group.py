@@ -44,7 +44,7 @@ class RayTrainGroup:
         self._ranks = self._start()
 
     def _start(self) -> list[Any]:
-        env = worker_env() | NOSET_VISIBLE_DEVICES | nccl_as_engines(self._args)
+        env = worker_env() | NOSET_VISIBLE_DEVICES | nccl_as_engines(self._args.sglang_argv)
         if self._args.deterministic_mode:
             # without it torch refuses the first matrix product
             env["CUBLAS_WORKSPACE_CONFIG"] = os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

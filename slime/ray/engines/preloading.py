@@ -25,13 +25,14 @@ FORK_SERVER = "SLIME_FORK_SERVER"
 
 
 @contextmanager
-def sglang_preloading(args: Namespace, env: Mapping[str, str]) -> Iterator[None]:
+def sglang_preloading(log: Path, env: Mapping[str, str]) -> Iterator[None]:
     """Import SGLang in the background, ready to be forked inside the block.
 
     Args:
+        log: file for the output of the process.
         env: variables of the run's processes, in addition to those of this process.
     """
-    server = ForkServer(_log(args), {**env, **server_env()})
+    server = ForkServer(log, {**env, **server_env()})
     os.environ[FORK_SERVER] = f"{server.pid} {server.socket_path}"
     try:
         yield
@@ -66,15 +67,15 @@ def _is_gone(pid: int) -> bool:
         return True
 
 
-def fork_server_of(args: Namespace) -> ForkServer | ClusterForkServer:
+def fork_server_of(log: Path) -> ForkServer | ClusterForkServer:
     """The fork server of the cluster, or a new one."""
     if FORK_SERVER not in os.environ:
-        return ForkServer(_log(args), server_env())
+        return ForkServer(log, server_env())
     pid, socket_path = os.environ[FORK_SERVER].split(maxsplit=1)
-    return ClusterForkServer(int(pid), socket_path, _log(args))
+    return ClusterForkServer(int(pid), socket_path, log)
 
 
-def _log(args: Namespace) -> Path:
+def fork_server_log(args: Namespace) -> Path:
     return engine_log_directory(args) / "fork_server.log"
 
 

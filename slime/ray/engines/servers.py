@@ -33,7 +33,7 @@ from slime.backends.sglang_utils.server_process import ForkAddress
 from slime.backends.sglang_utils.topology import EnginePlace, topology_of
 from slime.ray.engines.actor import EngineActor, ExternalEngineActor, NodeSlot
 from slime.ray.engines.fleet import EngineMemory, RayEngineFleet, WaitingEngines
-from slime.ray.engines.preloading import ClusterForkServer, engine_log_directory, fork_server_of
+from slime.ray.engines.preloading import ClusterForkServer, engine_log_directory, fork_server_log, fork_server_of
 from slime.ray.engines.slots import EngineSlots, WatchSettings
 from slime.ray.placement_group import GpuSlots
 from slime.ray.run.cluster import NOSET_VISIBLE_DEVICES, engines_share_devices, node_address, slot_layout, worker_env
@@ -101,7 +101,7 @@ class RolloutServers(EngineMemory):
         topology = topology_of(self._args)
         places = topology.places(self._args.hf_checkpoint)
         if accelerator.current().is_cpu and any(places.values()):
-            self._fork_server = fork_server_of(self._args)
+            self._fork_server = fork_server_of(fork_server_log(self._args))
         for model in topology.models:
             updates = model.updates_weights
             by_rank = {place.rank: self._for_model(place, updates) for place in places[model.name]}

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import metadata
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import ray
 
 from slime.config.plan.memory import LARGEST_ROUNDED
-from slime.ray.engines.preloading import FORK_SERVER, sglang_preloading
+from slime.ray.engines.preloading import FORK_SERVER, fork_server_log, sglang_preloading
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 from slime.utils.net import WEIGHT_INTERFACES, WEIGHT_LOOPBACK
@@ -67,8 +67,8 @@ def running_cluster(args: Namespace) -> Iterator[None]:
         else:
             start_reaper()  # before Ray starts: ends the remaining processes if this one is killed
             if accelerator.current().is_cpu and _num_engine_slots(args):
-                started.enter_context(sglang_preloading(args, _worker_env(is_on_loopback=True)))
-            _start_embedded(args)
+                started.enter_context(sglang_preloading(fork_server_log(args), _worker_env(is_on_loopback=True)))
+            _start_embedded(slot_layout(args)[0])
         started.callback(ray.shutdown)
         if os.environ.get("RAY_ADDRESS"):
             check_devices(ray.cluster_resources())
@@ -92,9 +92,8 @@ def check_devices(resources: Mapping[str, float]) -> None:
         )
 
 
-def _start_embedded(args: Namespace) -> None:
-    """Start Ray as children of this process."""
-    slots, _ = slot_layout(args)
+def _start_embedded(slots: int) -> None:
+    """Start Ray as children of this process, with a device slot for each of ``slots``."""
     is_cpu = accelerator.current().is_cpu
     with _without(_VISIBLE_DEVICES if is_cpu else ()):  # Ray would refuse more logical slots than they name
         ray.init(
@@ -165,9 +164,9 @@ def _worker_env(is_on_loopback: bool) -> dict[str, str]:
     return env | {name: os.environ[name] for name in _INHERITED if name in os.environ}
 
 
-def nccl_as_engines(args: Namespace) -> dict[str, str]:
+def nccl_as_engines(engine_words: Sequence[str]) -> dict[str, str]:
     """Variables that engines override. The trainer must use the same values."""
-    return dict.fromkeys(_NCCL, "1") if "--enable-symm-mem" in args.sglang_argv else {}
+    return dict.fromkeys(_NCCL, "1") if "--enable-symm-mem" in engine_words else {}
 
 
 def allocator_env(given: Mapping[str, Any]) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,8 +36,8 @@ def test_what_the_user_says_about_nccl_reaches_every_process(monkeypatch):
 
 
 def test_the_trainer_follows_engines_that_overrule_the_environment():
-    assert nccl_as_engines(SimpleNamespace(sglang_argv=["--enable-symm-mem"])) == dict.fromkeys(_AGREED, "1")
-    assert nccl_as_engines(SimpleNamespace(sglang_argv=["--tp-size", "2"])) == {}
+    assert nccl_as_engines(["--enable-symm-mem"]) == dict.fromkeys(_AGREED, "1")
+    assert nccl_as_engines(["--tp-size", "2"]) == {}
 
 
 def test_a_driver_without_a_gpu_does_not_take_a_cluster_of_gpus_for_cpus(monkeypatch):

@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 
 from slime.ray.engines import preloading
-from slime.ray.engines.preloading import FORK_SERVER, ClusterForkServer, fork_server_of, sglang_preloading
+from slime.ray.engines.preloading import (
+    FORK_SERVER,
+    ClusterForkServer,
+    fork_server_log,
+    fork_server_of,
+    sglang_preloading,
+)
 from slime.utils.errors import EngineError
 
 
@@ -39,8 +45,8 @@ def args(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Namespace:
 
 
 def test_inside_a_cluster_that_preloads_everybody_uses_its_process_until_it_ends(args: Namespace) -> None:
-    with sglang_preloading(args, {"OMP_NUM_THREADS": "1"}):
-        shared = fork_server_of(args)
+    with sglang_preloading(fork_server_log(args), {"OMP_NUM_THREADS": "1"}):
+        shared = fork_server_of(fork_server_log(args))
         assert isinstance(shared, ClusterForkServer)
         assert shared.socket_path.endswith("/run/engines/socket of it")
         shared.stop()
@@ -51,6 +57,6 @@ def test_inside_a_cluster_that_preloads_everybody_uses_its_process_until_it_ends
 
 
 def test_elsewhere_everybody_starts_one(args: Namespace) -> None:
-    own = fork_server_of(args)
+    own = fork_server_of(fork_server_log(args))
     assert isinstance(own, StandIn)
     own.stop()
