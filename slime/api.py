@@ -158,7 +158,7 @@ def _run(loop: Callable[[Namespace], None], flags: Mapping[str, Any], *, is_asyn
     from slime.observability.tracking import run_directory
     from slime.ray.run.cluster import running_cluster
     from slime.ray.run.restart import run_to_the_end
-    from slime.utils.interrupt import interruptible
+    from slime.utils.deadline import interruptible
 
     configure_logger()
     for notice in args.notices:
