@@ -29,6 +29,7 @@ SECTIONS = {
     "attention": "gpu_kernels",
     "logprobs": "gpu_kernels",
     "parity": "gpu_training",
+    "transformer_engine": "gpu_training",
     "ipc": "gpu_kernels",
     "offload": "gpu_speed",
     "save": "gpu_speed",

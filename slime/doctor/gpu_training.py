@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -24,6 +25,7 @@ import torch
 from slime.algorithms import arguments as algorithm_arguments
 from slime.backends.fsdp_utils.arguments import FsdpArgs
 from slime.backends.megatron_utils import arguments as megatron_arguments
+from slime.backends.megatron_utils.precision_rules import low_precision_here
 from slime.batch.arguments import BatchArgs, ReplayArgs
 from slime.batch.compile import compile_train_data
 from slime.batch.rewards import RewardArgs
@@ -261,19 +263,26 @@ class Job:
 
 def three_steps(job: Job) -> None:
     """Body of the process of ``job``."""
-    from safetensors.torch import save_file
-
     torch.set_num_threads(1)
     results = {}
     for model in job.models:
         path = f"{job.folder}/{model}"
         if job.writes:
-            source = start_random(write_model(path, TINY_MODELS[model]), ["--fp32"], scale=0.15, noise=0.1)
-            tensors = {name: value.detach().cpu().clone() for name, value in source.export_weights()}
-            save_file(tensors, f"{path}/model.safetensors", metadata={"format": "pt"})
+            _write_weights(write_model(path, TINY_MODELS[model]), ["--fp32"])
         for offloads in (False, True)[: 1 + job.with_offload]:
             results[f"{model}, offloaded" if offloads else model] = _three_steps(path, job.words, offloads=offloads)
     torch.save(results, job.out)
+
+
+def _write_weights(path: str, words: Sequence[str]) -> None:
+    from safetensors.torch import save_file
+
+    tensors = _weights(start_random(path, words, scale=0.15, noise=0.1))
+    save_file(tensors, f"{path}/model.safetensors", metadata={"format": "pt"})
+
+
+def _weights(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: value.detach().cpu().clone() for name, value in trainer.export_weights()}
 
 
 def _three_steps(path: str, words: Sequence[str], *, offloads: bool) -> tuple[list[Any], dict[str, torch.Tensor], str]:
@@ -284,7 +293,7 @@ def _three_steps(path: str, words: Sequence[str], *, offloads: bool) -> tuple[li
         if offloads:
             trainer.offload()
             trainer.onload()
-    weights = {name: value.detach().float().cpu().clone() for name, value in trainer.export_weights()}
+    weights = {name: value.float() for name, value in _weights(trainer).items()}
     content = b"".join(value.numpy().tobytes() for _, value in sorted(weights.items()))
     return steps, weights, hashlib.sha256(content).hexdigest()
 
@@ -316,6 +325,38 @@ def parity(is_small: bool) -> Iterator[Result]:
             "losses, norms and the norm of every weight's difference are those of the CPU to 5e-4",
             difference,
         )
+
+
+def transformer_engine(is_small: bool) -> Iterator[Result]:
+    """A GRPO step with local layers and with Transformer Engine's, in bfloat16, and the checkpoints of both."""
+    impls = ("local", "transformer_engine")
+    words = {impl: ["--bf16", "--transformer-impl", impl] for impl in impls}
+    missing = list(low_precision_here(trainer_args("", words["transformer_engine"])))
+    if importlib.util.find_spec("xxhash") is None:
+        missing.append("a checkpoint has checksums, and the package xxhash is not installed.")
+    same, loads = "numbers of both differ by less than 5 %", "either loads the bits of the other's checkpoint"
+    for model, settings in TINY_MODELS.items():
+        if missing:
+            yield Result(f"transformer_engine.{model}", "skipped", missing[0])
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            path = write_model(f"{folder}/model", settings)
+            _write_weights(path, ["--bf16"])
+            steps, weights = {}, {}
+            for impl in impls:
+                trainer = start_trainer(path, [*words[impl], "--save", f"{folder}/{impl}"])
+                steps[impl] = trainer.train(0, _tiny_batch(0)).steps[0]
+                trainer.save(0)
+                weights[impl] = _weights(trainer)
+            are_equal = []
+            for impl, other in (impls, impls[::-1]):
+                loaded = _weights(start_trainer(path, [*words[impl], "--load", f"{folder}/{other}"]))
+                are_equal.append(all(torch.equal(value, weights[other][name]) for name, value in loaded.items()))
+        names = ("loss", "grad_norm", "train_rollout_logprob_abs_diff")
+        pairs = {name: tuple(steps[impl][name] for impl in impls) for name in names}
+        difference = max(abs(one - other) / max(1.0, abs(one)) for one, other in pairs.values())
+        yield judged(f"transformer_engine.{model}.step", difference < 5e-2, same, pairs)
+        yield judged(f"transformer_engine.{model}.checkpoint", all(are_equal), loads, {"tensors": len(loaded)})
 
 
 def determinism(is_small: bool) -> Iterator[Result]:

@@ -6,6 +6,7 @@ ranks: to load weights, to export weights to engines, and to write ``--save-hf``
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -57,6 +58,21 @@ class Rule:
 
 
 Rules = tuple[Rule, ...]
+
+# Transformer Engine joins a norm with the projection after it, and numbers the experts' weights of one module.
+_LOCAL_NAMES = (
+    (re.compile(r"\bself_attention\.linear_qkv\.layer_norm_(?=weight$)"), "input_layernorm."),
+    (re.compile(r"\bmlp\.linear_fc1\.layer_norm_(?=weight$)"), "pre_mlp_layernorm."),
+    (re.compile(r"\bmlp\.experts\.(linear_fc[12])\.weight(\d+)$"), r"mlp.experts.local_experts.\2.\1.weight"),
+)
+
+
+def local_name(name: str) -> str:
+    """Megatron's name, in a model of local layers, of a parameter of local or of Transformer Engine's layers."""
+    for pattern, replacement in _LOCAL_NAMES:
+        name = pattern.sub(replacement, name)
+    return name
+
 
 _LAYER = "decoder.layers.{layer}."
 _HF_LAYER = "model.layers.{layer}."

@@ -21,7 +21,14 @@ from slime.backends.megatron_utils.model_rules import (
     vision,
 )
 from slime.backends.megatron_utils.optimizer_rules import instances, optimizer, overlap, schedule, weight_decay
-from slime.backends.megatron_utils.precision_rules import deepgemm, fake_quantization, fp8, transformer_engine
+from slime.backends.megatron_utils.precision_rules import (
+    deepgemm,
+    fake_quantization,
+    fp8,
+    has_te_attention,
+    transformer_engine,
+    uses_transformer_engine,
+)
 from slime.backends.megatron_utils.transformer_config import expert_tensor_parallel_size
 from slime.config import notices
 from slime.config.groups import flag_of
@@ -88,6 +95,14 @@ def _precision(args: Namespace) -> None:
         args.recompute_granularity = "selective"
 
 
+def _layers(args: Namespace) -> None:
+    if uses_transformer_engine(args):
+        has_attention = has_te_attention(args, is_latent=bool(args.multi_latent_attention))
+        attention = "attention" if has_attention else "with the attention of local layers"
+        text = f"layers of Transformer Engine: linear layers joined with norms, grouped experts, {attention}."
+        notices.info(args, "--transformer-impl" if args.fp8 is None else "--fp8-format", text)
+
+
 def _experts(args: Namespace) -> None:
     given = args.moe_router_bias_update_rate
     if given is None:
@@ -96,12 +111,14 @@ def _experts(args: Namespace) -> None:
             notices.info(
                 args, "--moe-router-bias-update-rate", "0, the biases stay as they are (Megatron's default is 0.001)."
             )
+    is_flex, has_te = args.moe_token_dispatcher_type == "flex", uses_transformer_engine(args)
+    if is_flex and has_te:
+        return
     if args.moe_enable_deepep or args.moe_token_dispatcher_type != "alltoall":
         flag = "--moe-enable-deepep" if args.moe_enable_deepep else "--moe-token-dispatcher-type"
-        text = (
-            "no effect, tokens reach the experts by all-to-all over NCCL. Expect slower experts if their ranks are on "
-        )
-        notices.warn(args, flag, f"{text}several nodes.")
+        missing = "--moe-token-dispatcher-type flex" if has_te else "--transformer-impl transformer_engine"
+        text = f"no effect without {missing}: tokens reach the experts by all-to-all over NCCL. Expect slower experts"
+        notices.warn(args, flag, f"{text} if their ranks are on several nodes.")
     args.moe_token_dispatcher_type = "alltoall"
 
 
@@ -389,6 +406,7 @@ STEPS: tuple[Callable[[Namespace], None], ...] = (
     _precision,
     fake_quantization,
     _parallel,
+    _layers,
     _experts,
     _tokenizer_and_spec,
 )

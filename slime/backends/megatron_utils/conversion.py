@@ -30,7 +30,7 @@ from slime.backends.training.hf_files import save_hf_directory
 from slime.config.groups import from_args
 from slime.models.hf_shape import read_shape
 from slime.models.shape import ModelShape
-from slime.models.tables import Rule
+from slime.models.tables import Rule, local_name
 from slime.utils.errors import ConfigError
 
 __all__ = [
@@ -137,7 +137,8 @@ def convert_to_hf(
 
     Args:
         model_name: ignored. The family is that of ``args.hf_checkpoint``.
-        name: of the tensor, with or without ``module.`` before it. Layers and experts count over the whole model.
+        name: of the tensor in a model of local or Transformer Engine's layers, with or without ``module.`` before it.
+            Layers and experts count over the whole model.
         param: the whole tensor, not the part of a rank.
         quantization_config: must be None.
         transform_ue8m0: ignored, as it belongs to ``quantization_config``.
@@ -154,7 +155,7 @@ def convert_to_hf(
     size = dimensions_of(build_config(args, shape), shape.vocab_size)
     found: list[tuple[str, torch.Tensor]] = []
     num_experts = None if shape.moe is None else shape.moe.num_experts
-    for single, tensor in experts_of(strip_param_name_prefix(name), param, num_experts):
+    for single, tensor in experts_of(local_name(strip_param_name_prefix(name)), param, num_experts):
         rule, numbers = _rule(shape, single)
         parts = from_megatron(tensor, rule, size)
         found += [(hf.format(**numbers), part) for hf, part in zip(rule.hf, parts, strict=True)]

@@ -93,8 +93,7 @@ def user_block(layers: Any, config: Any, vp_stage: int | None = None) -> Any:
     kernels = {DotProductAttention: PackedAttention, MLASelfAttention: LatentSelfAttention}
     block = with_classes(block, {**kernels, **dict.fromkeys(_STOCK_NORMS, TorchNorm)})
     for layer in block.layer_specs:
-        if not config.fp8:
-            group_experts(layer)
+        group_experts(layer)
         attention = getattr(layer.submodules.self_attention, "submodules", None)
         if isinstance(attention, MLASelfAttentionSubmodules):
             _replicate_down_projections(attention)
@@ -106,8 +105,8 @@ def with_classes(spec: Any, classes: dict[type, Any]) -> Any:
     if isinstance(spec, type):
         if spec.__module__.startswith(("megatron.core.extensions.transformer_engine", "transformer_engine.")):
             raise ConfigError(
-                f"--spec: {spec.__name__} of TransformerEngine keeps weights under names that no model family knows. "
-                "Build the layers with use_transformer_engine=False; --fp8-format adds TransformerEngine itself."
+                f"--spec: {spec.__name__} is a class of TransformerEngine. Build the layers with "
+                "use_transformer_engine=False: --transformer-impl transformer_engine exchanges their classes."
             )
         return classes.get(spec, spec)
     if isinstance(spec, list):
@@ -137,8 +136,7 @@ def mtp_spec(config: Any, family: Family, vp_stage: int | None = None, *, block:
 
 
 def _adapt(layer: Any, config: Any, family: Family) -> None:
-    if not config.fp8:  # TransformerEngine's linear layers compute one expert after another
-        group_experts(layer)
+    group_experts(layer)
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     for owner in (layer.submodules, attention):

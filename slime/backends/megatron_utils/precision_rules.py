@@ -23,6 +23,23 @@ _KV = "DSA_KV_FP8_QAT"
 _KV_BLOCK = "DSA_KV_FP8_QAT_BLOCK_SIZE"
 _DEFAULT_SIZE = "128"
 _ENGINE = "transformer-engine"
+_FLEX = "--moe-token-dispatcher-type flex"
+
+
+def uses_transformer_engine(args: Namespace) -> bool:
+    """Whether layers are Transformer Engine's. The flags decide, not the presence of the package."""
+    return args.fp8 is not None or args.transformer_impl == "transformer_engine"
+
+
+def has_te_attention(args: Namespace, *, is_latent: bool) -> bool:
+    """Whether attention is Transformer Engine's. Otherwise it is that of ``training.attention``.
+
+    That one is exact in fp32, has the same bits in two runs, and exchanges the latents of context-parallel ranks, which
+    are narrower than the keys that a ring exchanges.
+    """
+    is_gathered = is_latent and args.context_parallel_size > 1
+    is_named = args.attention_backend in ("local", "fa3", "fa4")
+    return uses_transformer_engine(args) and not (is_gathered or is_named or args.deterministic_mode or args.fp32)
 
 
 def fp8(args: Namespace) -> Iterator[str]:
@@ -45,15 +62,25 @@ def fp8(args: Namespace) -> Iterator[str]:
 
 
 def transformer_engine(args: Namespace) -> Iterator[str]:
-    """The implementation of linear layers."""
+    """The implementation of layers."""
     flag = f"--transformer-impl {args.transformer_impl}"
     if args.transformer_impl == "inference_optimized":
         yield f"{flag} is for inference, and this trainer does not have it: use local or transformer_engine."
     if args.transformer_impl == "transformer_engine" and args.fp8 is None:
         if args.int4_group_size is not None:
             yield f"{flag} and {_INT4}=1 exclude each other: the products of fake INT4 are those of local layers."
-        if args.megatron_deepgemm_forward_layers:
-            yield f"{flag} and --megatron-deepgemm-forward-layers exclude each other: it multiplies in local layers."
+        for name in ("forward", "moe-forward"):
+            if vars(args)[f"megatron_deepgemm_{name.replace('-', '_')}_layers"]:
+                yield f"{flag} and --megatron-deepgemm-{name}-layers exclude each other: it multiplies in local layers."
+    if _has_flex_dispatcher(args):
+        tensor = args.tensor_model_parallel_size
+        per_expert = tensor if args.expert_tensor_parallel_size is None else args.expert_tensor_parallel_size
+        if args.expert_model_parallel_size * per_expert == 1:
+            yield f"{_FLEX} needs several ranks of experts, and --expert-model-parallel-size 1 has one: leave it out."
+
+
+def _has_flex_dispatcher(args: Namespace) -> bool:
+    return bool(args.num_experts) and args.moe_token_dispatcher_type == "flex"
 
 
 def _fp8_weights(args: Namespace) -> Iterator[str]:
@@ -101,6 +128,11 @@ def low_precision_here(args: Namespace) -> Iterator[str]:
     elif args.transformer_impl == "transformer_engine":
         yield from _transformer_engine_here(
             "--transformer-impl transformer_engine", "Leave it out to use local layers.", is_cpu=is_cpu
+        )
+    if _has_flex_dispatcher(args) and not is_cpu and importlib.util.find_spec("deep_ep") is None:
+        yield (
+            f"{_FLEX} needs the package deep_ep (https://github.com/deepseek-ai/DeepEP), which is not installed. Leave "
+            "it out to exchange tokens by all-to-all over NCCL."
         )
     if args.megatron_deepgemm_forward_layers or args.megatron_deepgemm_moe_forward_layers:
         kind = "forward" if args.megatron_deepgemm_forward_layers else "moe-forward"

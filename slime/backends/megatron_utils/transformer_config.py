@@ -13,6 +13,7 @@ import shutil
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any, Literal
 
+from slime.backends.megatron_utils.precision_rules import has_te_attention, uses_transformer_engine
 from slime.models.hf_shape import read_shape
 from slime.models.shape import DeltaNetShape, MlaShape, ModelShape, MoeShape, YarnRope
 
@@ -70,6 +71,7 @@ def build_config(args: Namespace, shape: ModelShape | None = None) -> Transforme
     """
     import torch
     import torch.nn.functional as F
+    from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     from slime.utils import accelerator
@@ -79,6 +81,7 @@ def build_config(args: Namespace, shape: ModelShape | None = None) -> Transforme
     fuses = _can_fuse(is_cpu=is_cpu)
     dtype = getattr(torch, dtype_name(args))
     config_class = MLATransformerConfig if kwargs["multi_latent_attention"] else TransformerConfig
+    has_te = has_te_attention(args, is_latent=kwargs["multi_latent_attention"])
     config = config_class(
         **kwargs,
         activation_func=F.silu,
@@ -88,9 +91,11 @@ def build_config(args: Namespace, shape: ModelShape | None = None) -> Transforme
         use_cpu_initialization=is_cpu,
         bias_activation_fusion=args.bias_swiglu_fusion and (fuses or is_cpu),  # a CPU has model.swiglu
         bias_dropout_fusion=args.bias_dropout_fusion and fuses,
+        attention_backend=AttnBackend[args.attention_backend] if has_te else AttnBackend.auto,
     )
-    # Megatron has no such field, but its layers get nothing except the config.
+    # Megatron has no such fields, but its layers get nothing except the config.
     config.delta_rule_backend = args.qwen_gdn_backend
+    config.has_te_attention = has_te
     return config
 
 
@@ -148,7 +153,7 @@ def _numerics(args: Namespace) -> dict[str, Any]:
         "variable_seq_lengths": True,
         "deterministic_mode": args.deterministic_mode,
         "calculate_per_token_loss": args.calculate_per_token_loss,
-        "transformer_impl": args.transformer_impl if args.fp8 is None else "transformer_engine",
+        "transformer_impl": "transformer_engine" if uses_transformer_engine(args) else "local",
         "fp8": args.fp8,
         "fp8_recipe": args.fp8_recipe,
         "fp8_quantizer_factory": args.fp8_quantizer_factory,
@@ -189,8 +194,9 @@ def _parallel(args: Namespace) -> dict[str, Any]:
         "overlap_p2p_comm": virtual is not None,
         "batch_p2p_comm": virtual is None,
         "deallocate_pipeline_outputs": True,
-        # Megatron refuses variable lengths with its default, even for models without experts.
-        "moe_token_dispatcher_type": "alltoall",
+        # Not Megatron's default, with which it refuses variable lengths even for models without experts.
+        "moe_token_dispatcher_type": args.moe_token_dispatcher_type,
+        "moe_flex_dispatcher_backend": args.moe_flex_dispatcher_backend,
     }
     if args.microbatch_group_size_per_vp_stage is not None:
         kwargs["microbatch_group_size_per_vp_stage"] = args.microbatch_group_size_per_vp_stage
@@ -241,6 +247,7 @@ def _experts(args: Namespace, shape: ModelShape, moe: MoeShape) -> dict[str, Any
     balances = any(coefficients)
     kinds = args.moe_router_load_balancing_type or ["aux_loss"]
     is_list = len(kinds) > 1
+    is_flex = args.moe_token_dispatcher_type == "flex"
     return {
         "num_moe_experts": moe.num_experts,
         "moe_layer_freq": [int(has_experts) for has_experts in moe.layers],
@@ -255,15 +262,13 @@ def _experts(args: Namespace, shape: ModelShape, moe: MoeShape) -> dict[str, Any
         "moe_router_num_groups": moe.num_groups,
         "moe_router_group_topk": moe.group_topk,
         "moe_router_topk_scaling_factor": moe.scaling_factor,
-        # The sigmoid routers of the reference models compute in fp32.
-        "moe_router_dtype": args.moe_router_dtype or ("fp32" if moe.has_expert_bias else None),
+        # The sigmoid routers of the reference models compute in fp32. DeepEP takes fp32 weights only.
+        "moe_router_dtype": args.moe_router_dtype or ("fp32" if moe.has_expert_bias or is_flex else None),
         # With a coefficient of zero, Megatron would still compute the loss.
         "moe_router_load_balancing_type": (kinds if is_list else kinds[0]) if balances else "none",
         "moe_aux_loss_coeff": (coefficients if is_list else coefficients[0]) if balances else 0.0,
-        # Permits "moe_act" in --recompute-modules; layer_specs replaces Megatron's experts. FP8 experts are layers of
-        # TransformerEngine, one after another.
-        "moe_grouped_gemm": args.fp8 is None,
-        "moe_permute_fusion": False,
-        "moe_router_padding_for_quantization": args.fp8 is not None,  # experts get tokens in multiples as well
+        # Permits "moe_act" in --recompute-modules; layer_specs replaces Megatron's experts.
+        "moe_grouped_gemm": True,
+        "moe_permute_fusion": is_flex,  # a kernel of Transformer Engine
         "moe_router_fusion": False,
     }

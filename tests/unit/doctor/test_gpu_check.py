@@ -34,6 +34,7 @@ NEEDS_CUDA = {
     "payload.speed",
     "optimizer.speed",
     *(f"parity.{model}.cuda" for model in ("dense", "moe", "mla", "hybrid")),
+    *(f"transformer_engine.{model}" for model in ("dense", "moe", "mla", "hybrid")),
 }
 
 

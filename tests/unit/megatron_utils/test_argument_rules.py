@@ -297,18 +297,62 @@ def test_the_bias_of_the_router_stays_unless_asked_and_that_is_told(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("words", "flag"),
+    ("words", "flag", "missing"),
     [
-        ("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type"),
-        ("--moe-token-dispatcher-type flex --moe-enable-deepep", "--moe-enable-deepep"),
+        ("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type", "--transformer-impl transformer_engine"),
+        (
+            "--moe-token-dispatcher-type flex --moe-enable-deepep",
+            "--moe-enable-deepep",
+            "--transformer-impl transformer_engine",
+        ),
+        (
+            "--moe-enable-deepep --transformer-impl transformer_engine",
+            "--moe-enable-deepep",
+            "--moe-token-dispatcher-type flex",
+        ),
     ],
 )
-def test_a_dispatcher_that_is_missing_is_replaced_with_a_warning(words: str, flag: str, tmp_path: Path) -> None:
+def test_a_dispatcher_that_is_missing_is_replaced_with_a_warning(
+    words: str, flag: str, missing: str, tmp_path: Path
+) -> None:
     args = resolved(write_config(tmp_path, QWEN3_30B), words.split())
     assert args.moe_token_dispatcher_type == "alltoall"
+    (notice,) = [notice for notice in args.notices if notice.level == "warning"]
+    assert notice.flag == flag
+    assert notice.text.startswith(f"no effect without {missing}: tokens reach the experts by all-to-all over NCCL.")
+
+
+@pytest.mark.parametrize(
+    ("words", "attention"),
+    [
+        ("", "attention"),
+        ("--context-parallel-size 2", "attention"),
+        ("--attention-backend fused", "attention"),
+        ("--attention-backend fa3", "with the attention of local layers"),
+        ("--deterministic-mode", "with the attention of local layers"),
+        ("--fp32", "with the attention of local layers"),
+    ],
+)
+def test_the_plan_states_which_layers_are_transformer_engines(words: str, attention: str, tmp_path: Path) -> None:
+    given = ["--transformer-impl", "transformer_engine", *words.split()]
+    (notice,) = resolved(write_config(tmp_path, QWEN3_4B), given, world_size=2).notices
+    assert notice.flag == "--transformer-impl"
+    assert notice.text == (
+        f"layers of Transformer Engine: linear layers joined with norms, grouped experts, {attention}."
+    )
+
+
+@pytest.mark.parametrize("engine", ["--transformer-impl transformer_engine", "--fp8-format hybrid"])
+def test_the_flex_dispatcher_is_that_of_transformer_engines_layers(engine: str, tmp_path: Path) -> None:
+    hf = write_config(tmp_path, QWEN3_30B)
+    words = f"{engine} --moe-token-dispatcher-type flex --moe-enable-deepep --expert-model-parallel-size 4".split()
+    args = resolved(hf, words, world_size=4)
+    assert args.moe_token_dispatcher_type == "flex"
     (notice,) = args.notices
-    assert (notice.level, notice.flag) == ("warning", flag)
-    assert notice.text.startswith("no effect, tokens reach the experts by all-to-all over NCCL. Expect slower experts")
+    assert (notice.level, notice.flag) == ("info", engine.split(maxsplit=1)[0])
+    assert problems_of(hf, words, world_size=4) == []
+    (problem,) = problems_of(hf, words[:-2])
+    assert problem.startswith("--moe-token-dispatcher-type flex needs several ranks of experts")
 
 
 def test_the_tokenizer_of_the_checkpoint_may_be_spelled_out(tmp_path: Path) -> None:

@@ -1,11 +1,8 @@
-"""--fp8-format and its flags: built layers, settings and exports. The real layers need a GPU and TransformerEngine.
-These are fakes."""
+"""--fp8-format and its flags: built layers, settings and exports. FP8 products need a GPU and TransformerEngine."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,50 +13,20 @@ from slime.backends.training import pieces
 from slime.backends.training.arguments import ParallelArgs, TrainerArgs
 from slime.config.groups import from_args
 from slime.utils.errors import ConfigError
+from tests.unit.megatron_utils.fake_transformer_engine import fake_transformer_engine
 from tests.unit.megatron_utils.tiny_trainer import make_args, make_hf_model, single_rank
 
 
-class TEColumnParallelLinear:
-    """Stand-in."""
-
-
-class TERowParallelLinear:
-    """Stand-in."""
-
-
-@pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TransformerEngine's layers, as Megatron wraps them."""
-    module = ModuleType("megatron.core.extensions.transformer_engine")
-    module.__dict__.update(TEColumnParallelLinear=TEColumnParallelLinear, TERowParallelLinear=TERowParallelLinear)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-
-
-@pytest.mark.usefixtures("engine")
-def test_every_linear_layer_of_a_block_is_exchanged_and_nothing_else() -> None:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-    from slime.backends.megatron_utils.precision.quantization import with_te_layers
-
-    dense = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=True)
-    experts = get_gpt_layer_local_spec(num_experts=4, normalization="RMSNorm")
-    block = TransformerBlockSubmodules(layer_specs=[dense, experts])
-    before, after = str(block), str(with_te_layers(block))
-    expected = before
-    for old, new in ((ColumnParallelLinear, TEColumnParallelLinear), (RowParallelLinear, TERowParallelLinear)):
-        assert str(old) in before
-        expected = expected.replace(str(old), str(new))
-    assert after == expected
-    assert str(block) == before
-    assert with_te_layers(None) is None
-
-
-@pytest.mark.usefixtures("engine")
-@pytest.mark.parametrize(("flags", "is_exchanged"), [({}, False), ({"transformer_impl": "transformer_engine"}, True)])
-def test_the_flag_decides_which_linear_layers_are_built(
-    flags: dict[str, Any], is_exchanged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("flags", "kind"),
+    [
+        ({}, "PackedAttention"),
+        ({"transformer_impl": "transformer_engine"}, "TEDotProductAttention"),
+        ({"fp8": "e4m3"}, "TEDotProductAttention"),
+    ],
+)
+def test_flags_decide_which_layers_are_built(
+    flags: dict[str, Any], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from slime.backends.megatron_utils.model import build
     from slime.backends.megatron_utils.transformer_config import build_config
@@ -68,12 +35,15 @@ def test_the_flag_decides_which_linear_layers_are_built(
     make_hf_model("qwen3", tmp_path)
     built: list[str] = []
     monkeypatch.setattr(build, "PackedGPTModel", lambda config, block, **settings: built.append(str(block)))
-    with single_rank():
-        args = make_args(tmp_path, **flags)
+    monkeypatch.setattr(build, "check_recipe", lambda config: None)
+    with single_rank(), fake_transformer_engine():
+        args = make_args(tmp_path, fp32=False, **flags)
         init_distributed(from_args(ParallelArgs, args), from_args(TrainerArgs, args))
         shape = read_shape(args.hf_checkpoint)
         build._family_model(shape, build_config(args, shape), 128, None, None)
-    assert [name in built[0] for name in ("TEColumnParallelLinear", "TERowParallelLinear")] == 2 * [is_exchanged]
+    names = {"PackedAttention", "TEDotProductAttention", "TELayerNormColumnParallelLinear"}
+    joined = {"TELayerNormColumnParallelLinear"} if flags else set()
+    assert {name for name in names if f".{name}'" in built[0]} == {kind} | joined
 
 
 @pytest.mark.parametrize(("recipe", "multiple"), [("blockwise", 16), ("mxfp8", 32)])

@@ -65,6 +65,11 @@ _OFFLOAD = "--optimizer-cpu-offload --use-precision-aware-optimizer"
             1,
             "--transformer-impl transformer_engine and --megatron-deepgemm-forward-layers exclude each other",
         ),
+        (
+            "--transformer-impl transformer_engine --megatron-deepgemm-moe-forward-layers 0",
+            1,
+            "--transformer-impl transformer_engine and --megatron-deepgemm-moe-forward-layers exclude each other",
+        ),
         ("--fp8-recipe blockwise", 1, "--fp8-recipe blockwise needs --fp8-format"),
         ("--fp8-param-gather", 1, "--fp8-param-gather needs --fp8-format"),
         ("--fp8-quantizer-factory a.b", 1, "--fp8-quantizer-factory a.b needs --fp8-format"),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from slime.backends.megatron_utils.precision_rules import has_te_attention
 from slime.backends.megatron_utils.transformer_config import dtype_name, transformer_config_kwargs
 from slime.models.hf_shape import read_shape, shape_from_config
 from slime.models.shape import ModelShape
@@ -51,6 +52,19 @@ def test_a_softmax_router_normalizes_after_the_choice() -> None:
     assert kwargs["moe_router_dtype"] is None
     assert _kwargs(QWEN3_30B, moe_router_dtype="fp32")["moe_router_dtype"] == "fp32"
     assert _kwargs(QWEN3_30B | {"norm_topk_prob": False})["moe_router_pre_softmax"] is True
+
+
+def test_the_flex_dispatcher_comes_with_its_kernels_and_fp32_weights() -> None:
+    kwargs = _kwargs(QWEN3_30B, transformer_impl="transformer_engine", moe_token_dispatcher_type="flex")
+    names = ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_permute_fusion", "moe_router_dtype")
+    assert [kwargs[name] for name in names] == ["flex", "deepep", True, "fp32"]
+
+
+def test_latent_attention_over_context_parallel_ranks_is_not_transformer_engines() -> None:
+    for ranks, is_exchanged in ((1, True), (2, False)):
+        args = make_args("unread", fp32=False, transformer_impl="transformer_engine", context_parallel_size=ranks)
+        assert has_te_attention(args, is_latent=True) == is_exchanged
+        assert has_te_attention(args, is_latent=False)
 
 
 def test_a_sigmoid_router_has_groups_scaling_and_a_bias_that_stays() -> None:

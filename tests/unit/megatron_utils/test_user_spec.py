@@ -91,7 +91,10 @@ def test_a_class_of_the_users_computes_what_it_says(checkpoint: Checkpoint, tmp_
     ("function", "message"),
     [
         ("nothing", "--spec: the function returned a NoneType; it must return a ModuleSpec of a layer"),
-        ("transformer_engine", "--spec: TELinear of TransformerEngine keeps weights under names"),
+        (
+            "transformer_engine",
+            "--spec: TELinear is a class of TransformerEngine. Build the layers with use_transformer_engine=False",
+        ),
     ],
 )
 def test_layers_that_cannot_be_built_are_named(function: str, message: str, checkpoint: Checkpoint) -> None:

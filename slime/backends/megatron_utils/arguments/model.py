@@ -12,9 +12,8 @@ from typing import Literal
 from slime.config.groups import flag
 
 _NO_FUSION = "fused kernels are not used"
-_GROUPED = "the experts of a rank are always grouped matrix products, except with --fp8-format"
-_SORTED = "tokens are always sorted by expert and gathered, without a kernel of Transformer Engine"
-_NO_DISPATCHER = "tokens reach the experts by all-to-all over the process group"
+_GROUPED = "the experts of a rank are always grouped matrix products"
+_SORTED = "tokens are sorted by expert and gathered; the flex dispatcher always has the kernel"
 _NO_DROPS = "no token is ever dropped"
 
 
@@ -63,13 +62,13 @@ class ModelArgs:
     init_method_std: float = flag(0.02, "Standard deviation of initial weights, replaced by the checkpoint's.")
     transformer_impl: Literal["local", "transformer_engine", "inference_optimized"] = flag(
         "local",
-        "Implementation of the linear layers; --fp8-format implies transformer_engine. Attention, norms and grouped "
-        "experts are slime's in any case.",
+        "Implementation of linear layers, norms, attention and experts; --fp8-format implies transformer_engine.",
     )
     attention_backend: Literal["flash", "fused", "unfused", "local", "auto", "fa3", "fa4"] = flag(
         "auto",
         "Attention kernel on CUDA. unfused and local: torch's SDPA. fa3 and fa4: FlashAttention 3 or 4 inside torch's "
-        "variable-length attention, which need their package. Otherwise FlashAttention 2 there.",
+        "variable-length attention, which need their package. Otherwise FlashAttention 2 there. With "
+        "--transformer-impl transformer_engine, flash, fused, unfused and auto choose among its kernels.",
     )
     attention_softmax_in_fp32: bool = flag(
         False, "Softmax of attention in fp32.", no_effect="always so in the attention that is used"
@@ -162,17 +161,17 @@ class ExpertArgs:
         default=None, metadata={"help": "Weight of the load-balancing loss. Default: 0."}
     )
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = flag(
-        "alltoall", "How tokens reach the experts.", no_effect=_NO_DISPATCHER
+        "alltoall", "How tokens reach the experts. flex needs --transformer-impl transformer_engine and DeepEP."
     )
-    moe_enable_deepep: bool = flag(False, "DeepEP kernels.", no_effect=_NO_DISPATCHER)
+    moe_enable_deepep: bool = flag(False, "DeepEP kernels; needs --moe-token-dispatcher-type flex.")
     moe_flex_dispatcher_backend: Literal["deepep", "hybridep"] = flag(
-        "deepep", "Backend of the flex dispatcher.", no_effect=_NO_DISPATCHER
+        "deepep", "Backend of the flex dispatcher. hybridep needs the branch of DeepEP of that name."
     )
     moe_grouped_gemm: bool = flag(False, "One grouped matrix product for local experts.", no_effect=_GROUPED)
     moe_use_legacy_grouped_gemm: bool = flag(False, "Older grouped matrix product.", no_effect=_GROUPED)
     moe_permute_fusion: bool = flag(False, "Fused permutation of tokens.", no_effect=_SORTED)
     moe_router_fusion: bool = flag(
-        False, "Fused router.", no_effect="the fused router is a kernel of Transformer Engine, which is not used"
+        False, "Fused router.", no_effect="the fused router does not replay recorded choices"
     )
     moe_token_drop_policy: Literal["probs", "position"] = flag(
         "probs", "Which tokens an expert drops.", no_effect=_NO_DROPS

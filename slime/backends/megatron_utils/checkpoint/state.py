@@ -10,7 +10,8 @@ import dataclasses
 import json
 import logging
 import random
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,9 @@ SHARDING = {
 }
 
 _TYPE = "param_state_sharding_type"
+
+_EXTRA_STATE = re.compile(r"\._extra_state\d*$")
+"""Names of FP8 scales. Only Transformer Engine's modules have them."""
 
 _DAMAGED = (*DAMAGE, dist_checkpointing.core.CheckpointingException)
 
@@ -133,12 +137,33 @@ def _keys(model: Any) -> list[tuple[str, Any]]:
 
 
 def _sharded_model(model: Any) -> dict[str, Any]:
-    return {key: chunk.sharded_state_dict(metadata=_metadata()) for key, chunk in _keys(model)}
+    sharded = {key: chunk.sharded_state_dict(metadata=_metadata()) for key, chunk in _keys(model)}
+    if not chunks_of(model)[0].config.fp8:
+        for tensors in sharded.values():
+            _drop(tensors, [name for name in tensors if _EXTRA_STATE.search(name)])  # they are empty
+    return sharded
+
+
+def _drop(tensors: dict[str, Any], names: Iterable[str]) -> None:
+    for name in names:
+        del tensors[name]
+
+
+def _drop_absent_scales(sharded: dict[str, Any], source: Source) -> None:
+    """Leave out the FP8 scales that the checkpoint lacks: it was written without FP8, or by other modules."""
+    for key, tensors in sharded.items():
+        names = [name for name in tensors if _EXTRA_STATE.search(str(name))] if key.startswith("model") else []
+        if names:
+            saved = {entry.key for entry in load_sharded_metadata(source.directory).values()}
+            _drop(tensors, [name for name in names if tensors[name].key not in saved])
 
 
 def _fill_model(model: Any, loaded: dict[str, Any], *, strict: bool = True) -> None:
     for key, chunk in _keys(model):
-        chunk.load_state_dict(loaded[key], strict=strict)
+        result = chunk.load_state_dict(loaded[key], strict=False)
+        others = [name for name in (*result.missing_keys, *result.unexpected_keys) if not _EXTRA_STATE.search(name)]
+        if strict and others:
+            raise RuntimeError(f"the checkpoint and the model differ in {', '.join(others)}")
 
 
 def _sliced_parts(optimizer_state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
@@ -194,6 +219,7 @@ def _load(source: Source, shape: ModelShape, sharded: dict[str, Any]) -> dict[st
         problems = _shape_differences(common.get("model_shape"), shape, f"{source.flag} {source.directory}")
         if problems:
             raise ConfigError(problems)
+        _drop_absent_scales(sharded, source)
         # no exchange between ranks: the files were checked when they were written
         loaded = dist_checkpointing.load(sharded, source.directory, LocalReader(), validate_access_integrity=False)
     except CheckpointException as error:

@@ -24,7 +24,7 @@ from megatron.core import parallel_state as mpu
 from slime.backends.megatron_utils.model.experts import experts_of
 from slime.backends.megatron_utils.model.gpt import VALUE_HEAD_PARAMETERS, ValueHead, unwrap
 from slime.models.family import Family
-from slime.models.tables import Rule, Section
+from slime.models.tables import Rule, Section, local_name
 from slime.utils.errors import ConfigError
 
 _DECODER_LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
@@ -208,7 +208,7 @@ class ModelTensors:
 
     def _place(self, chunk: Any, name: str) -> Place:
         layer, mtp, expert = -1, -1, 0
-        pattern = name
+        pattern = name = local_name(name)
         if found := _DECODER_LAYER.search(name):
             # layer_number counts from 1 over the whole model, on any pipeline layout
             layer = chunk.decoder.layers[int(found.group())].layer_number - 1

@@ -53,6 +53,7 @@ class PackedSegments(PackedSeqParams):
             parallelism.
         sequences: tables for gated delta nets, or None if the model has none.
         latent_plan: the plan for keys that :class:`LatentSelfAttention` has gathered. None on one rank.
+        pad_between_seqs: for Transformer Engine's attention: padding is a segment, not a gap between segments.
     """
 
     head_rows: torch.Tensor | None = None
@@ -68,6 +69,7 @@ class PackedSegments(PackedSeqParams):
     is_padding: torch.Tensor | None = None
     sequences: Sequences | None = None
     latent_plan: AttentionPlan | None = None
+    pad_between_seqs: bool = False
     _positions: torch.Tensor | None = None
     _rotation: torch.Tensor | None = None
 
@@ -121,6 +123,9 @@ def packed_segments(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
+        # Transformer Engine's ring asks for them
+        cu_seqlens_q_padded=cu_seqlens if cp_size > 1 else None,
+        cu_seqlens_kv_padded=cu_seqlens if cp_size > 1 else None,
         max_seqlen_q=max_seqlen,
         max_seqlen_kv=max_seqlen,
         cp_group=cp_group,

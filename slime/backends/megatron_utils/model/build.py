@@ -31,10 +31,12 @@ from slime.backends.megatron_utils.checkpoint.tensors import chunks_of
 from slime.backends.megatron_utils.layer_specs import block_spec, mtp_spec, user_block
 from slime.backends.megatron_utils.model.experts import sort_tokens
 from slime.backends.megatron_utils.model.gpt import PackedGPTModel
-from slime.backends.megatron_utils.precision.quantization import check_recipe, with_te_layers
+from slime.backends.megatron_utils.model.te_layers import prepare_te_layers, with_te_layers
+from slime.backends.megatron_utils.precision.quantization import check_recipe
 from slime.backends.megatron_utils.vision_model import VisionGPTModel
 from slime.backends.training.arguments import OptimizerArgs, ParallelArgs, PrecisionArgs
 from slime.models.shape import Llama3Rope, ModelShape
+from slime.models.tables import local_name
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 
@@ -103,6 +105,8 @@ def build_model(
         model = _provided_model(provider, config, vp_stage, flag)
     _mark_shards(model)
     sort_tokens(model)
+    if config.transformer_impl == "transformer_engine":
+        prepare_te_layers(model)
     model.to(accelerator.current().device())
     if config.params_dtype == torch.float32:
         return model
@@ -146,7 +150,7 @@ def _family_model(
     if config.fp8:
         check_recipe(config)
     if config.transformer_impl == "transformer_engine":
-        block, predicting = with_te_layers(block), with_te_layers(predicting)
+        block, predicting = with_te_layers(block, config), with_te_layers(predicting, config)
     settings: dict[str, Any] = {}
     model_class = PackedGPTModel
     if shape.vision is not None:
@@ -305,7 +309,7 @@ def freeze_parameters(
 
 
 def global_names(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters of this rank with the layer numbers of the whole model."""
+    """Parameters of this rank under the names of local layers, with the layer numbers of the whole model."""
     for chunk in chunks_of(model):
         for name, parameter in chunk.named_parameters():
             found = _LAYER.search(name)
@@ -313,7 +317,7 @@ def global_names(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
                 # Counted from 1 over the whole model.
                 number = chunk.decoder.layers[int(found.group())].layer_number - 1
                 name = _LAYER.sub(str(number), name)
-            yield name, parameter
+            yield local_name(name), parameter
 
 
 def _compiled(flag: str, pattern: str) -> re.Pattern[str]:

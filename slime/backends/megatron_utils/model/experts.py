@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     all_to_all,
     gather_from_sequence_parallel_region,
@@ -36,7 +37,7 @@ from megatron.core.tensor_parallel.layers import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
-from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
+from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -378,11 +379,15 @@ class SortingDispatcher(MoETokenDispatcher):
 
 
 def sort_tokens(model: torch.nn.Module) -> None:
-    """Give the layers of grouped experts in a new model their :class:`SortingDispatcher`."""
+    """Give the layers of grouped experts in a new model their :class:`SortingDispatcher`, unless it is to be flex."""
     for layer in model.modules():
-        if isinstance(layer, MoELayer) and isinstance(layer.experts, GroupedExperts):
+        if not isinstance(layer, MoELayer) or layer.config.moe_token_dispatcher_type == "flex":
+            continue
+        if isinstance(layer.experts, GroupedExperts | TEGroupedMLP):
+            stock = layer.token_dispatcher
+            groups = ProcessGroupCollection(ep=stock.ep_group, expt_tp=stock.tp_group, tp_ep=stock.tp_ep_group)
             layer.token_dispatcher = SortingDispatcher(
-                layer.num_local_experts, layer.local_expert_indices[0], layer.config, layer.experts.groups
+                layer.num_local_experts, layer.local_expert_indices[0], layer.config, groups
             )
 
 

@@ -11,10 +11,8 @@ INT4 experts, so that the trainer computes with the rounded weights of an INT4 e
 
 Gradients pass straight through the rounding (arXiv:1308.3432).
 
-FP8 linear layers (--fp8-format): TransformerEngine's layers replace Megatron's, as with --transformer-impl
-transformer_engine. Only they read Megatron's FP8 context.
-Embedding, LM head, attention and norms stay in bf16, and the names of the weights do not change. The FP8 layers have
-not run on a GPU yet.
+FP8 linear layers (--fp8-format) are those of ``model.te_layers``, which read Megatron's FP8 context. Embedding, LM
+head, attention and norms stay in bf16. The FP8 layers have not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -26,10 +24,8 @@ from typing import Any
 import torch
 from megatron.core import fp8_utils
 from megatron.core import parallel_state as mpu
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from slime.backends.megatron_utils.checkpoint.tensors import ModelTensors, chunks_of
-from slime.backends.megatron_utils.layer_specs import with_classes
 from slime.backends.megatron_utils.model.experts import ExpertLinear, multiply
 from slime.backends.megatron_utils.model.sparse_attention import SparseSelfAttention
 from slime.models.shape import ModelShape
@@ -168,10 +164,3 @@ def readable(weight: torch.Tensor) -> torch.Tensor:
         whole: torch.Tensor = fp8_utils.dequantize_fp8_tensor(weight)
         return whole.detach()
     return weight.detach()
-
-
-def with_te_layers(spec: Any) -> Any:
-    """A copy of Megatron's layer ``spec`` with TransformerEngine's classes for its linear layers."""
-    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
-
-    return with_classes(spec, {ColumnParallelLinear: TEColumnParallelLinear, RowParallelLinear: TERowParallelLinear})
