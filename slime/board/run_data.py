@@ -6,6 +6,7 @@ sample is read whole only when the page shows it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -16,28 +17,29 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from slime.board.curves import Axis, MetricFile
+from slime.board.texts import TokenTexts, positions_with, prompt_text, without_common
 from slime.data.columns import TRAINER_VALUES
-from slime.observability.metric_table import MetricEntry, describe
-from slime.observability.run_info import RunInfo, read_run_info
+from slime.observability.run_info import FILE, RunInfo, read_run_info
 from slime.observability.sample_record import FOLDER, LIGHT, record_file, train_files
 from slime.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
 
 Kind = Literal["rollout", "eval"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 _NAME = re.compile(r"^(rollout|eval)_(\d+)\.parquet$")
-# Without a new record for this time the run counts as ended.
-_LIVE_S = 120.0
-_SORTABLE = ("rollout", *LIGHT)
+# Of a group, reward and lengths are means.
+_SORTABLE = ("rollout", *LIGHT, "spread")
+_PROMPT_CHARS = 200
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ class SampleQuery:
 
     Attributes:
         rollout: its number.
-        text: part of the beginning of a response, in any case.
+        text: part of the prompt, the response or the label, in any case.
+        by_group: rows are groups instead of samples.
         order: column; ``descending`` begins with the largest.
     """
 
@@ -59,6 +62,7 @@ class SampleQuery:
     max_length: int | None = None
     group: int | None = None
     text: str | None = None
+    by_group: bool = False
     order: str = "position"
     descending: bool = False
     offset: int = 0
@@ -74,58 +78,83 @@ class RunData:
 
     def __init__(self, run: Path) -> None:
         self.run = run
+        self._written = _changed(run / FILE)
         self.info: RunInfo = read_run_info(run)
-        self._metrics = MetricFile(run / "metrics.jsonl")
+        self._metrics = MetricFile(run / "metrics.jsonl", self.info.started)
         self._tables: dict[Path, tuple[int, pa.Table | None]] = {}
         self._texts = TokenTexts(self.info.resolved(self.info.hf_checkpoint))
         self._lock = threading.Lock()
 
-    def overview(self) -> dict[str, Any]:
-        """Name, command and recorded samples; cheap enough for a request every other second."""
-        rollouts = self._recorded("rollout")
-        with self._lock:
-            self._metrics.refresh()
-        age = time.time() - (self._metrics.last_time or self.info.started)
-        return {
-            "name": self.run.name,
-            "folder": str(self.run),
-            "driver": self.info.driver,
-            "argv": self.info.argv,
-            "started": self.info.started,
-            "model": self.info.hf_checkpoint,
-            "is_live": age < _LIVE_S,
-            "age_s": age,
-            # After a change the page loads curves and samples again.
-            "version": self._metrics.size + len(rollouts),
-            "rollouts": rollouts,
-            "evals": self._recorded("eval"),
-        }
+    def is_current(self) -> bool:
+        """False after the run was started again in this folder."""
+        return _changed(self.run / FILE) == self._written
 
-    def metrics(self) -> dict[str, Any]:
+    def version(self) -> str:
+        """Another text after each change of curves or samples."""
+        return f"{self._metrics.size}-{_changed(self.run / FOLDER)}"
+
+    def overview(self) -> dict[str, Any]:
+        """Command, machine, settings, and the numbers of recorded rollouts."""
+        info = dataclasses.asdict(self.info)
+        return {**info, "folder": str(self.run)} | {kind: self._recorded(kind) for kind in ("rollout", "eval")}
+
+    def metrics(self, axis: Axis) -> dict[str, Any]:
         """All curves."""
         with self._lock:
             self._metrics.refresh()
-            return self._metrics.series()
+            return self._metrics.series(axis)
+
+    def metric_rows(self, names: Sequence[str]) -> list[tuple[Any, ...]]:
+        """Every point of some metrics, without names of all metrics."""
+        with self._lock:
+            self._metrics.refresh()
+            return list(self._metrics.rows(names))
 
     def samples(self, query: SampleQuery) -> dict[str, Any]:
-        """Rows of the table, and their total number."""
+        """Rows of the table, and their total number. With ``query.by_group`` a row is a group."""
         started = time.perf_counter()
-        if query.order not in _SORTABLE:
-            raise DataError(f"unknown column {query.order!r}: order by one of {', '.join(_SORTABLE)}")
         with self._lock:
             table = self._light(query)
         condition = _condition(query)
         if condition is not None:
             table = table.filter(condition)
+        if query.text is not None:
+            table = table.filter(self._contains(query.kind, query.text, table["rollout"], table["position"]))
+        table = _groups(table) if query.by_group else table
+        sortable = [name for name in table.column_names if name in _SORTABLE]
+        if query.order not in sortable:
+            raise DataError(f"unknown column {query.order!r}: order by one of {', '.join(sortable)}")
         table = table.sort_by(_sort_keys(query))
         rows = table.slice(query.offset, query.limit).to_pylist()
+        self._add_texts(query.kind, rows)
         return {"total": table.num_rows, "rows": rows, "seconds": time.perf_counter() - started}
+
+    def _contains(self, kind: Kind, text: str, rollouts: pa.ChunkedArray, positions: pa.ChunkedArray) -> pa.Array:
+        """Whether prompt, response or label of each sample has ``text``, in any case."""
+        paths = {number: record_file(self.run, kind, number) for number in rollouts.unique().to_pylist()}
+        found = {number: positions_with(path, _changed(path), text) for number, path in paths.items()}
+        pairs = zip(rollouts.to_pylist(), positions.to_pylist(), strict=True)
+        return pa.array([position in found[number] for number, position in pairs], pa.bool_())
+
+    def _add_texts(self, kind: Kind, rows: list[dict[str, Any]]) -> None:
+        """Add prompt and label, which are read only for the rows that the page shows."""
+        for number in {row["rollout"] for row in rows}:
+            members = {row["position"]: row for row in rows if row["rollout"] == number}
+            wanted = [("position", "in", list(members))]
+            columns = ["position", "prompt", "rest"]
+            for found in pq.read_table(
+                record_file(self.run, kind, number), columns=columns, filters=wanted
+            ).to_pylist():
+                label = json.loads(found["rest"]).get("label")
+                members[found["position"]] |= {"prompt": prompt_text(found["prompt"]), "label": label}
+        for row, text in zip(rows, without_common([row.get("prompt", "") for row in rows]), strict=True):
+            row["prompt"] = text[:_PROMPT_CHARS]
 
     def warm(self) -> None:
         """Read the light columns of all files, so that the first search is as fast as the next ones."""
         for rollout_id in self._recorded("rollout"):
             with self._lock:
-                self._light(SampleQuery(rollout=rollout_id))
+                self._table("rollout", rollout_id)
 
     def sample(self, kind: Kind, rollout_id: int, position: int) -> dict[str, Any]:
         """One sample with everything per token.
@@ -180,9 +209,8 @@ class RunData:
 
     def _table(self, kind: Kind, rollout_id: int) -> pa.Table | None:
         path = record_file(self.run, kind, rollout_id)
-        try:
-            changed = path.stat().st_mtime_ns
-        except FileNotFoundError:
+        changed = _changed(path)
+        if not changed:
             return None
         known = self._tables.get(path)
         # A resumed run replaces files.
@@ -203,7 +231,9 @@ def _read_light(path: Path, rollout_id: int) -> pa.Table | None:
 
 
 def _empty() -> pa.Table:
-    schema = pa.schema([(name, pa.string() if name in ("status", "snippet") else pa.float64()) for name in _SORTABLE])
+    schema = pa.schema(
+        [(name, pa.string() if name in ("status", "snippet") else pa.float64()) for name in ("rollout", *LIGHT)]
+    )
     return schema.empty_table()
 
 
@@ -222,10 +252,31 @@ def _condition(query: SampleQuery) -> Any:
         (query.max_reward, lambda value: reward <= value),
         (query.min_length, lambda value: length >= value),
         (query.max_length, lambda value: length <= value),
-        (query.text, lambda value: pc.match_substring(pc.field("snippet"), value, ignore_case=True)),
     ]
     wanted = [test(value) for value, test in tests if value is not None]
     return functools.reduce(operator.and_, wanted) if wanted else None
+
+
+def _groups(table: pa.Table) -> pa.Table:
+    """One row per group: rewards of its samples in their order, mean and spread of the rewards, mean lengths."""
+    sums: list[tuple[str, str]] = [
+        *(("position", how) for how in ("min", "list")),
+        *(("reward", how) for how in ("list", "mean", "stddev")),
+        *((name, "mean") for name in ("prompt_tokens", "response_length", "trained_tokens", "seconds")),
+    ]
+    # One thread: only then the lists keep the order of the samples.
+    groups = table.group_by(["rollout", "group_index"], use_threads=False).aggregate(sums)
+    renamed = {"position_min": "position", "position_list": "positions", "reward_list": "rewards"}
+    renamed |= {"reward_stddev": "spread"}
+    return groups.rename_columns([renamed.get(name, name.removesuffix("_mean")) for name in groups.column_names])
+
+
+def _changed(path: Path) -> int:
+    """Time of the last change. 0 for a path that does not exist."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def _row_at(path: Path, position: int) -> dict[str, Any] | None:
@@ -282,133 +333,3 @@ def _spans(trace: dict[str, Any]) -> Iterator[dict[str, Any]]:
             "depth": depth[event["span_id"]],
             "attrs": event.get("attrs", {}) | (end.get("attrs", {}) if end else {}),
         }
-
-
-# Points per curve that the page receives.
-_MOST_POINTS = 600
-
-
-class MetricFile:
-    """The curves of a run from ``metrics.jsonl``. Reads appended lines only. Not thread-safe: needs a lock."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-        self._points: dict[str, dict[float, float]] = {}
-        self._axes: dict[str, str] = {}
-        self._entries: dict[str, MetricEntry | None] = {}
-        self.last_time: float | None = None
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file. A change means new lines."""
-        try:
-            return self._path.stat().st_size
-        except FileNotFoundError:
-            return 0
-
-    def refresh(self) -> None:
-        """Read appended lines. An incomplete line is read the next time."""
-        if self.size < self._offset:  # the file was replaced
-            self.__init__(self._path)  # type: ignore[misc]
-        if self.size == self._offset:
-            return
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            block = file.read()
-        complete = block[: block.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        for line in complete.splitlines():
-            try:
-                self._add(json.loads(line))
-            except (ValueError, TypeError, KeyError):
-                continue  # a line that was cut by a crash
-
-    def _add(self, record: dict[str, Any]) -> None:
-        axis = record["step_key"]
-        step = float(record[axis])
-        self.last_time = record.get("time", self.last_time)
-        for name, value in record.items():
-            if name in ("time", "step_key", axis) or not isinstance(value, int | float):
-                continue
-            if name not in self._axes:
-                self._entries[name] = describe(name)
-            self._axes[name] = axis
-            self._points.setdefault(name, {})[step] = float(value)  # a resumed run repeats steps: the last value counts
-
-    def series(self) -> dict[str, dict[str, Any]]:
-        """``{name: {"axis": "train/step", "x": [...], "y": [...], "unit", "meaning"}}``, some hundred points each.
-
-        Unit and meaning come from the table of metrics. Both are empty for metrics of the user.
-        """
-        found = {}
-        for name, points in sorted(self._points.items()):
-            steps = sorted(points)
-            x, y = thin(steps, [points[step] for step in steps])
-            entry = self._entries[name]
-            texts = {"unit": entry.unit, "meaning": entry.meaning} if entry else {"unit": "", "meaning": ""}
-            found[name] = {"axis": self._axes[name], "x": x, "y": y, **texts}
-        return found
-
-
-def thin(x: list[float], y: list[float], limit: int = _MOST_POINTS) -> tuple[list[float], list[float]]:
-    """Keep the lowest and the highest point of each of ``limit / 2`` stretches, so that peaks stay visible."""
-    if len(x) <= limit:
-        return x, y
-    kept: list[int] = []
-    stretches = limit // 2
-    for stretch in range(stretches):
-        places = range(stretch * len(x) // stretches, (stretch + 1) * len(x) // stretches)
-        kept += sorted({min(places, key=y.__getitem__), max(places, key=y.__getitem__)})
-    return [x[place] for place in kept], [y[place] for place in kept]
-
-
-# Texts of tokens need only the tokenizer's file: importing transformers takes seconds.
-
-
-# Decoders return it for an incomplete character.
-_HALF = "\ufffd"
-
-
-class TokenTexts:
-    """Texts of token ids. A ``checkpoint`` folder without ``tokenizer.json`` shows ids instead."""
-
-    def __init__(self, checkpoint: str | None) -> None:
-        self._checkpoint = checkpoint
-
-    @cached_property
-    def _tokenizer(self) -> Any:
-        path = Path(self._checkpoint or "") / "tokenizer.json"
-        try:
-            from tokenizers import Tokenizer
-
-            return Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            logger.warning("%s cannot be read, tokens are shown as numbers: %s", path, error)
-            return None
-
-    def of(self, ids: Sequence[int]) -> list[str]:
-        """One text per token. A character of several tokens is at the last of them."""
-        if self._tokenizer is None:
-            return [f"{token} " for token in ids]
-        texts: list[str] = []
-        pending: list[int] = []
-        for token in ids:
-            pending.append(token)
-            text = self._tokenizer.decode(pending, skip_special_tokens=False)
-            # A character has at most four bytes, and each token has at least one.
-            if text.endswith(_HALF) and len(pending) < 4:
-                texts.append("")
-                continue
-            # decoding a single token may strip its leading blank
-            texts.append(self._with_blanks(token) if len(pending) == 1 else text)
-            pending = []
-        if pending:
-            texts[-1] = self._tokenizer.decode(pending, skip_special_tokens=False)
-        return texts
-
-    def _with_blanks(self, token: int) -> str:
-        text: str = self._tokenizer.decode([token], skip_special_tokens=False)
-        # SentencePiece marks a leading blank with U+2581, and decoding removes it.
-        piece = self._tokenizer.id_to_token(token) or ""
-        return " " + text if piece.startswith("\u2581") and not text.startswith(" ") else text

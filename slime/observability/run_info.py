@@ -5,8 +5,13 @@ Written once by the driver, through the tracker. Secrets of the command line are
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import json
+import platform
 import re
+import socket
+import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -19,6 +24,9 @@ from slime.utils.errors import DataError
 from slime.utils.files import replacing
 
 FILE = "run.json"
+_PACKAGES = ("slime", "torch", "megatron-core", "sglang", "ray", "transformers", "transformer-engine")
+# A checkout on a slow network disk must not delay the start.
+_GIT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -32,6 +40,9 @@ class RunInfo:
         started: unix seconds.
         hf_checkpoint: model and tokenizer.
         settings: resolved arguments that are plain values.
+        host: name of the driver's machine.
+        commit: of the checkout that slime was imported from, with ``+`` for changed files. None without git.
+        versions: of installed packages.
     """
 
     driver: str
@@ -40,6 +51,9 @@ class RunInfo:
     started: float
     hf_checkpoint: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+    host: str = ""
+    commit: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
 
     def resolved(self, path: str | None) -> str | None:
         """``path`` made absolute from the run's directory if it exists there. Names of models in a hub are kept."""
@@ -61,6 +75,9 @@ def write_run_info(run: Path, args: Namespace, argv: Sequence[str] | None = None
         started=time.time(),
         hf_checkpoint=getattr(args, "hf_checkpoint", None),
         settings=settings,
+        host=socket.gethostname(),
+        commit=_commit(),
+        versions=_versions(),
     )
     with replacing(run / FILE) as partial:  # atomic: the board may read the old file now
         partial.write_text(json.dumps(asdict(info), indent=1), encoding="utf-8")
@@ -82,6 +99,29 @@ def read_run_info(run: Path) -> RunInfo:
         ) from None
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
+
+
+def _commit() -> str | None:
+    """Short hash of the checkout of this file. None in an installed wheel, or without git."""
+    root = Path(__file__).parents[2]
+    # git also looks in parents: a wheel in the environment of another repository would get that repository's commit.
+    if not (root / ".git").exists():
+        return None
+    # --exclude: without a tag the answer is always the hash.
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def _is_plain(value: Any) -> bool:

@@ -147,7 +147,7 @@ def test_the_board_shows_the_run_in_a_browser(run: Path) -> None:
         table = dom_of(f"{url}/#samples")
         assert table.count("<tr>") + table.count("<tr ") == 1 + NUM_SAMPLES
         sample = dom_of(f"{url}/#sample/rollout/1/6")
-        assert "environment or earlier weights, not trained" in sample
+        assert "environment, not trained" in sample
         assert sample.count('data-i="') == read_rows(record_file(run, "rollout", 1))[6]["response_length"]
         assert "reward_model" in sample
 

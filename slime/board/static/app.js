@@ -1,62 +1,107 @@
 // Which page is shown, and the clock that keeps it up to date.
 
-import { showMetrics, showOverview } from "./curves.js";
+import { COLORS } from "./charts.js";
+import { controls, makeView, progressOf, showMetrics, showOverview } from "./curves.js";
 import { ask, el } from "./dom.js";
+import { showRun, showRuns, stateBadge } from "./runs.js";
 import { showSample } from "./sample.js";
 import { showSamples } from "./samples.js";
+import { address, get, getAll, onChange, path, set } from "./state.js";
 
 const INTERVAL_MS = 3000;
-let run = null;
-let curves = {};
-let version = -1;
+const THEMES = { "": "system", light: "light", dark: "dark" };
+let runs = null; // summaries, the newest first
+const loaded = new Map(); // name of a run: {key, info, curves}
+let shown = ""; // a redraw only if something changed: it would end a drag or close a list
 
 async function refresh() {
+  let answer;
   try {
-    run = await ask("/api/run");
+    answer = await ask("/api/runs");
   } catch {
-    document.getElementById("run-state").textContent = "the board's server is gone";
-    document.getElementById("run-state").className = "state";
+    document.getElementById("run-state").replaceChildren(el("span", { className: "badge failed" }, "the board's server is gone"));
     return;
   }
-  document.title = `${run.name} · slime board`;
-  document.getElementById("run-name").textContent = run.name;
-  const state = document.getElementById("run-state");
-  state.textContent = run.is_live ? "live" : `last change ${ago(run.age_s)} ago`;
-  state.className = run.is_live ? "state live" : "state";
-  if (run.version !== version) {
-    curves = await ask("/api/metrics");
-    version = run.version;
-    show();
-  }
+  runs = answer.runs;
+  await load();
+}
+
+/** Names of the runs in the address that exist; without one the newest run. */
+function chosen() {
+  const names = getAll("run").filter((name) => runs.some((run) => run.name === name));
+  return names.length ? names : [runs[0].name];
+}
+
+function summaryOf(name) {
+  return runs.find((run) => run.name === name);
+}
+
+async function load() {
+  const x = get("x", "rollout");
+  await Promise.all(chosen().map(async (name) => {
+    const key = `${summaryOf(name).version} ${x}`;
+    if (loaded.get(name)?.key === key) return;
+    const [info, curves] = await Promise.all([ask("/api/run", { run: name }), ask("/api/metrics", { run: name, x })]);
+    loaded.set(name, { key, info, curves });
+  }));
+  show();
 }
 
 function show() {
-  const [tab, ...path] = (location.hash.slice(1) || "overview").split("/");
+  const names = chosen();
+  // The address may have changed during a request. Its own load() shows it.
+  if (names.some((name) => !loaded.get(name)?.key.endsWith(` ${get("x", "rollout")}`))) return;
+  const main = summaryOf(names[0]);
+  document.title = `${names.join(", ")} · slime board`;
+  document.getElementById("run-name").textContent = names.length > 1 ? `${names[0]} + ${names.length - 1}` : names[0];
+  document.getElementById("run-state").replaceChildren(stateBadge(main), ` ${progressOf(main).filter(Boolean).join(" · ")}`);
+  const [tab, ...place] = path();
   for (const section of document.querySelectorAll("main > section")) section.hidden = section.id !== tab;
-  for (const link of document.querySelectorAll("nav a")) link.classList.toggle("here", link.dataset.tab === (tab === "sample" ? "samples" : tab));
-  if (tab === "overview") showOverview(curves);
-  if (tab === "metrics") showMetrics(curves, document.getElementById("metric-filter").value);
-  if (tab === "samples") showSamples(run);
-  if (tab === "sample") showSample(path);
-  if (tab === "run") showRun();
-  document.body.dataset.painted = String(Math.round(performance.now()));
+  for (const link of document.querySelectorAll("nav a")) {
+    link.classList.toggle("here", link.dataset.tab === (tab === "sample" ? "samples" : tab));
+    link.href = address(link.dataset.tab);
+    if (link.dataset.tab === "runs") link.hidden = runs.length < 2;
+  }
+  if (tab === "runs") showRuns(runs, names);
+  const now = JSON.stringify([location.hash, names.map((name) => loaded.get(name).key), tab === "run" ? main : main.done]);
+  if (now !== shown) showTab(tab, place, names);
+  shown = now;
+  document.body.dataset.painted ??= String(Math.round(performance.now()));
 }
 
-function showRun() {
-  const facts = [["folder", run.folder], ["model", run.model], ["started", new Date(run.started * 1000).toLocaleString()], ["recorded rollouts", run.rollouts.length]];
-  const words = run.argv.reduce((lines, word) => { if (word.startsWith("--") || !lines.length) lines.push(word); else lines[lines.length - 1] += ` ${word}`; return lines; }, []);
-  document.getElementById("run").replaceChildren(
-    el("div", { className: "card" }, el("dl", { className: "facts" }, ...facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, String(value ?? "–"))]))),
-    el("div", { className: "card" }, el("pre", {}, [`python ${run.driver}`, ...words].join(" \\\n  "))));
+function showTab(tab, place, names) {
+  const { info } = loaded.get(names[0]);
+  if (tab === "overview" || tab === "metrics") {
+    const view = makeView(names.map((name, i) => ({ name, color: COLORS[i % COLORS.length], summary: summaryOf(name), curves: loaded.get(name).curves })));
+    document.getElementById(`${tab}-controls`).replaceChildren(...controls(runs.map((run) => run.name), view));
+    if (tab === "overview") showOverview(view);
+    else showMetrics(view);
+  }
+  if (tab === "samples") showSamples(names[0], info);
+  if (tab === "sample") showSample(names[0], place);
+  if (tab === "run") showRun(summaryOf(names[0]), info);
 }
 
-function ago(seconds) {
-  const units = [[86400, "days"], [3600, "hours"], [60, "minutes"]];
-  const [size, name] = units.find(([size]) => seconds >= 2 * size) ?? [1, "seconds"];
-  return `${Math.floor(seconds / size)} ${name}`;
+function bindSearch(id, name) {
+  const field = document.getElementById(id);
+  field.value = get(name);
+  field.addEventListener("input", () => set({ [name]: field.value }));
 }
 
-addEventListener("hashchange", () => { if (run) show(); });
-document.getElementById("metric-filter").addEventListener("input", show);
+function showTheme() {
+  document.getElementById("theme").textContent = `theme: ${THEMES[document.documentElement.dataset.theme ?? ""]}`;
+}
+
+document.getElementById("theme").addEventListener("click", () => {
+  const root = document.documentElement, names = Object.keys(THEMES);
+  const next = names[(names.indexOf(root.dataset.theme ?? "") + 1) % names.length];
+  if (next) { root.dataset.theme = next; localStorage.setItem("theme", next); }
+  else { delete root.dataset.theme; localStorage.removeItem("theme"); }
+  showTheme();
+});
+showTheme();
+bindSearch("metric-filter", "find");
+bindSearch("setting-filter", "setting");
+onChange(() => { if (runs) load(); });
 await refresh();
 setInterval(refresh, INTERVAL_MS);

@@ -1,29 +1,20 @@
-// The overview and the page of all metrics: groups of curves and their order.
+// The overview and the page of all metrics: groups of curves, their order, and the controls above them.
 
-import { barChart, lineChart } from "./charts.js";
-import { el, number } from "./dom.js";
+import { chart, COLORS } from "./charts.js";
+import { duration, el, number, select, swatch } from "./dom.js";
+import { get, getAll, set } from "./state.js";
 
-const TILES = [
-  ["rollout", null],
-  ["reward", ["rollout/raw_reward", "rollout/rewards"]],
-  ["response length", ["rollout/response_len/mean"]],
-  ["truncated", ["rollout/truncated_ratio"]],
-  ["|train − rollout| log-prob", ["train/train_rollout_logprob_abs_diff"]],
-  ["time of a step", ["perf/step_time"]],
-  ["tokens", ["perf/tokens_per_gpu_per_sec"]],
-];
-
-// Units and meanings of the metrics come with their values, from the table of metrics.
+// Title, metrics, and the least extent of the y axis: below it are rounding errors.
 const CHARTS = [
   ["Reward", ["rollout/raw_reward"]],
   ["Response length", ["rollout/response_len/mean", "rollout/response_len/median", "rollout/response_len/max"]],
-  ["Loss", ["train/loss", "train/pg_loss", "train/kl_loss", "train/value_loss"]],
+  ["Loss", ["train/loss", "train/pg_loss", "train/kl_loss", "train/value_loss"], 1e-6],
   ["Gradient norm", ["train/grad_norm"]],
   ["Log-prob difference of trainer and engine", ["train/train_rollout_logprob_abs_diff", "rollout/logprob_abs_diff_max"]],
-  ["KL of this update", ["train/ppo_kl"]],
+  ["KL of this update", ["train/ppo_kl"], 1e-6],
   ["Entropy", ["train/entropy_loss"]],
   ["Clipped tokens", ["train/pg_clipfrac"]],
-  ["Truncated responses", ["rollout/truncated_ratio", "rollout/repetition_frac"]],
+  ["Truncated and repetitive responses", ["rollout/truncated_ratio", "rollout/repetition_frac"]],
   ["Weight version lag", ["rollout/weight_version_lag", "rollout/weight_version_lag/max"]],
   ["Tokens per second", ["perf/tokens_per_gpu_per_sec", "perf/actor_train_tok_per_s"]],
   ["Learning rate", ["train/lr-pg_0"]],
@@ -35,69 +26,158 @@ const PHASES = [
   ["training", "perf/actor_train_time"], ["weights to engines", "perf/update_weights_time"], ["checkpoint", "perf/save_model_time"],
 ];
 
-const AXES = { "train/step": "step", "rollout/step": "rollout", "eval/step": "after rollout" };
+const TIMES = [["hours", 3600], ["minutes", 60], ["seconds", 1]];
 
-export function showOverview(all) {
-  document.getElementById("tiles").replaceChildren(...TILES.map((tile) => makeTile(all, tile)).filter(Boolean));
-  const phases = PHASES.filter(([, name]) => all[name]).map(([label, name]) => ({ label, x: all[name].x, y: all[name].y }));
-  const charts = [...CHARTS.map(([title, names]) => makeChart(all, title, names)), ...evaluations(all)];
-  const bars = phases.length ? barChart("Where the time of a step goes", "s", phases, "rollout") : null;
-  const shown = charts.filter(Boolean);
-  if (bars) shown.splice(2, 0, bars);
-  document.getElementById("overview-charts").replaceChildren(...shown.length ? shown : [el("p", { className: "empty" }, "No metrics yet: the first rollout is under way.")]);
+/** What all charts of the page share. runs: [{name, color, summary, curves}], the first one is the main one. */
+export function makeView(runs) {
+  const x = get("x", "rollout");
+  const longest = Math.max(0, ...runs.flatMap((run) => Object.values(run.curves).map((s) => s.x[s.x.length - 1])));
+  const [unit, size] = x === "time" ? TIMES.find(([, size]) => longest >= 3 * size) ?? TIMES[2] : [null, 1];
+  const curves = (all) => Object.fromEntries(Object.entries(all).map(([name, s]) => [name, { ...s, x: s.x.map((at) => at / size) }]));
+  const axis = { rollout: "rollout", step: "optimizer step", time: `${unit} since the start`, tokens: "response tokens trained on" }[x];
+  const zoom = get("zoom").split(":").map(Number);
+  return {
+    runs: unit === null ? runs : runs.map((run) => ({ ...run, curves: curves(run.curves) })),
+    axis, isWhole: x !== "time",
+    zoom: zoom.length === 2 && zoom[0] < zoom[1] ? zoom : null,
+  };
+}
+
+export function controls(names, view) {
+  const smooth = Number(get("smooth", "0"));
+  const slider = el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: smooth, "aria-label": "smoothing" });
+  slider.addEventListener("change", () => set({ smooth: Number(slider.value) ? slider.value : "" }));
+  const others = names.filter((name) => !view.runs.some((run) => run.name === name));
+  const chosen = view.runs.map((run) => run.name);
+  const chips = view.runs.map((run) => el("button", { className: "chip", title: "remove from the comparison", disabled: chosen.length === 1, onclick: () => set({ run: chosen.filter((name) => name !== run.name) }) }, swatch(run.color), run.name, chosen.length > 1 ? " ×" : ""));
+  return [
+    ...names.length > 1 ? chips : [],
+    others.length ? select([["", "compare with …"], ...others.map((name) => [name, name])], "", (name) => set({ run: [...chosen, name], zoom: "" }), { "aria-label": "compare with" }) : null,
+    el("label", {}, "x ", select([["rollout", "rollout"], ["step", "optimizer step"], ["time", "time"], ["tokens", "tokens"]], get("x", "rollout"), (x) => set({ x: x === "rollout" ? "" : x, zoom: "" }))),
+    el("label", {}, "smooth ", slider, smooth ? smooth.toFixed(2) : "off"),
+    view.zoom ? el("button", { onclick: () => set({ zoom: "" }) }, "whole range") : null,
+    el("a", { href: csv(view, []), download: "metrics.csv" }, "all as CSV"),
+  ].filter(Boolean);
+}
+
+function csv(view, names) {
+  return `/api/metrics.csv?${new URLSearchParams([...view.runs.map((run) => ["run", run.name]), ...names.map((name) => ["name", name])])}`;
+}
+
+export function showOverview(view) {
+  const [main] = view.runs;
+  document.getElementById("tiles").replaceChildren(...tiles(main));
+  const [reward, ...others] = CHARTS;
+  const charts = [reward, ...evaluations(view.runs), ...others].map((item) => metricChart(view, ...item)).filter(Boolean);
+  const phases = PHASES.filter(([, name]) => main.curves[name]);
+  if (view.runs.length > 1) charts.push(metricChart(view, "Time of a step", ["perf/step_time"]));
+  else if (phases.length) charts.splice(2, 0, phaseChart(view, main, phases));
+  const none = el("p", { className: "empty" }, "No metrics yet: the first rollout is under way.");
+  document.getElementById("overview-charts").replaceChildren(...charts.some(Boolean) ? charts.filter(Boolean) : [none]);
 }
 
 let watcher = null;
 
 /** Every metric; a chart is drawn when it scrolls into view. */
-export function showMetrics(all, filter) {
-  const place = document.getElementById("metric-charts");
+export function showMetrics(view) {
+  const place = document.getElementById("metric-charts"), filter = get("find").toLowerCase();
   watcher?.disconnect();
   watcher = new IntersectionObserver((entries) => {
     for (const { isIntersecting, target } of entries) {
       if (!isIntersecting) continue;
       watcher.unobserve(target);
-      target.replaceWith(makeChart(all, target.dataset.name, [target.dataset.name]) ?? el("span"));
+      target.replaceWith(metricChart(view, target.dataset.name, [target.dataset.name]) ?? el("span"));
     }
   }, { rootMargin: "300px" });
-  const names = Object.keys(all).filter((name) => name.toLowerCase().includes(filter.toLowerCase()));
-  place.replaceChildren(...names.map((name) => {
+  const names = [...new Set(view.runs.flatMap((run) => Object.keys(run.curves)))].sort();
+  const boxes = names.filter((name) => name.toLowerCase().includes(filter)).map((name) => {
     const box = el("div", { className: "card chart" });
     box.dataset.name = name;
     watcher.observe(box);
     return box;
-  }));
-  if (!names.length) place.append(el("p", { className: "empty" }, "No metric has that in its name."));
+  });
+  place.replaceChildren(...boxes.length ? boxes : [el("p", { className: "empty" }, "No metric has that in its name.")]);
 }
 
-function makeChart(all, title, names) {
-  const found = names.filter((name) => all[name]);
-  if (!found.length) return null;
-  const series = found.map((name) => ({ label: shorten(name), x: all[name].x, y: all[name].y }));
-  const { axis, unit, meaning } = all[found[0]];
-  return lineChart(title, unit, series, AXES[axis] ?? "step", meaning);
+function metricChart(view, title, names, floor = 0) {
+  const present = names.filter((name) => view.runs.some((run) => run.curves[name]));
+  if (!present.length) return null;
+  const isComparison = view.runs.length > 1;
+  // Each run has one color, so a comparison shows the first of several metrics.
+  const shown = isComparison ? present.slice(0, 1) : present;
+  const series = isComparison
+    ? view.runs.filter((run) => run.curves[shown[0]]).map((run) => ({ label: run.name, color: run.color, ...run.curves[shown[0]] }))
+    : distinct(shown.map((name, i) => ({ label: shorten(name), color: COLORS[i % COLORS.length], ...view.runs[0].curves[name] })));
+  const { unit, meaning } = series[0];
+  const isLog = getAll("log").includes(title);
+  const last = series.length === 1 ? number(series[0].y.findLast((y) => y !== null)) : "";
+  const toggle = () => set({ log: isLog ? getAll("log").filter((item) => item !== title) : [...getAll("log"), title] });
+  const tools = [
+    el("button", { className: `tool ${isLog ? "on" : ""}`, onclick: toggle, title: "logarithmic y axis", "aria-pressed": String(isLog) }, "log"),
+    el("a", { className: "tool", href: csv(view, shown), download: `${title}.csv`, title: "all points of this chart" }, "csv"),
+  ];
+  const heading = isComparison && shown[0].endsWith("/mean") ? `${title}, mean` : title;
+  return chart({ ...shared(view), title: heading, meaning, unit, series, note: last, tools, isLog, floor, smooth: Number(get("smooth", "0")), hidesLegend: isComparison });
 }
 
-function evaluations(all) {
-  const sets = Object.keys(all).filter((name) => /^eval\/[^/]+$/.test(name) && !name.endsWith("-truncated_ratio"));
-  return sets.map((name) => makeChart(all, `Evaluation: ${name.slice(5)}`, [name]));
+function phaseChart(view, run, phases) {
+  const series = phases.map(([label, name], i) => ({ label, color: COLORS[i], ...run.curves[name] }));
+  return chart({ ...shared(view), title: "Where the time of a step goes", unit: "s", series, bars: true });
+}
+
+function shared(view) {
+  return { axis: view.axis, isWhole: view.isWhole, zoom: view.zoom, onZoom: (range) => set({ zoom: range === null ? "" : range.map((x) => Number(x.toPrecision(5))).join(":") }) };
+}
+
+/** Equal curves lie on each other: they become one, with both names. */
+function distinct(series) {
+  const found = [];
+  for (const item of series) {
+    const same = found.find((other) => other.y.length === item.y.length && other.y.every((y, i) => y === item.y[i]));
+    if (same) same.label += ` = ${item.label}`;
+    else found.push(item);
+  }
+  return found;
+}
+
+/** Title and metrics of each evaluated data set: its score, then its pass rates. */
+function evaluations(runs) {
+  const names = [...new Set(runs.flatMap((run) => Object.keys(run.curves)))];
+  return evalSets(names).map((name) => [`Evaluation: ${name.slice(5)}`, [name, ...names.filter((other) => other.startsWith(`${name}-pass@`))]]);
+}
+
+/** Names of the scores among the metrics of evaluations: eval/NAME, without eval/NAME-truncated_ratio and others. */
+export function evalSets(names) {
+  const plain = names.filter((name) => /^eval\/[^/]+$/.test(name) && !["eval/weight_version", "eval/step"].includes(name));
+  return plain.filter((name) => !plain.some((other) => name.startsWith(`${other}-`)));
 }
 
 function shorten(name) {
-  return name.replace(/^(train|rollout|perf)\//, "").replace("response_len/", "");
+  return name.replace(/^(train|rollout|perf|eval)\//, "").replace("response_len/", "");
 }
 
-function makeTile(all, [name, metrics]) {
-  let value = null, unit = "";
-  if (metrics === null) {
-    value = Math.max(-1, ...Object.values(all).filter((s) => s.axis === "rollout/step").map((s) => s.x[s.x.length - 1]));
-    if (value < 0) return null;
-  } else {
-    const metric = metrics.find((candidate) => all[candidate]);
-    if (!metric) return null;
-    value = all[metric].y[all[metric].y.length - 1];
-    unit = all[metric].unit === "share" ? "" : all[metric].unit;
-  }
-  const text = el("div", { className: "value" }, number(value), unit ? el("small", {}, unit) : null);
-  return el("div", { className: "tile" }, el("div", { className: "name" }, name), text);
+/** "13 of 30", and the time until the end. */
+export function progressOf(run) {
+  const text = run.num_rollout ? `${number(run.done)} of ${number(run.num_rollout)}` : number(run.done);
+  return [text, run.left_s === null ? "" : `${duration(run.left_s)} left`];
+}
+
+function tiles(run) {
+  const found = [["rollouts", ...progressOf(run.summary)]];
+  const best = (s) => {
+    const at = s.y.reduce((best, y, i) => y !== null && (best === null || y > s.y[best]) ? i : best, null);
+    return at === null ? "" : `best ${number(s.y[at])}${get("x", "rollout") === "rollout" ? ` at ${s.x[at]}` : ""}`;
+  };
+  const add = (label, name, note) => {
+    const s = run.curves[name];
+    if (s) found.push([label, number(s.y.findLast((y) => y !== null)), note ? note(s) : s.unit === "share" ? "" : s.unit]);
+  };
+  add("reward", "rollout/raw_reward", best);
+  for (const name of evalSets(Object.keys(run.curves)).slice(0, 3)) add(`eval ${name.slice(5)}`, name, best);
+  add("response length", "rollout/response_len/mean");
+  add("truncated", "rollout/truncated_ratio");
+  add("|train − rollout| log-prob", "train/train_rollout_logprob_abs_diff");
+  add("time of a step", "perf/step_time");
+  add("tokens", "perf/tokens_per_gpu_per_sec");
+  return found.map(([label, value, note]) => el("div", { className: "tile" }, el("div", { className: "name" }, label), el("div", { className: "value" }, value, note ? el("small", {}, note) : null)));
 }

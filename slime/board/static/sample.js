@@ -1,10 +1,12 @@
-// One sample, turn by turn, its tokens coloured by what the trainer and the engine say about them.
+// One sample, turn by turn, its tokens colored by values of the trainer and the engine.
 
 import { COLORS } from "./charts.js";
-import { ask, el, number } from "./dom.js";
+import { ask, el, facts, number, select, short } from "./dom.js";
+import { rewardLinks } from "./samples.js";
+import { address, get, set } from "./state.js";
 
-// What a token can be coloured by: label, value of response token i, kind of scale. What no engine sampled has no
-// log-prob of it, and what is not trained has no advantage.
+// Colors of a token: label, value of response token i, kind of scale. A token that no engine sampled has no log-prob of
+// it, and a token that is not trained has no advantage.
 const MEASURES = {
   difference: ["train − rollout log-prob", (s, i) => trained(s, i, minus(s.columns.log_probs?.[i], s.columns.rollout_log_probs?.[i])), "diverging"],
   advantage: ["advantage", (s, i) => trained(s, i, s.columns.advantages?.[i]), "diverging"],
@@ -16,13 +18,10 @@ const MEASURES = {
   mask: ["loss mask", (s, i) => s.loss_mask[i], "rising"],
   version: ["weight version", (s, i) => s.versions[i], "category"],
 };
-let chosen = "difference";
-
-export async function showSample(path) {
+export async function showSample(run, [kind, rollout, position]) {
   const place = document.getElementById("sample");
-  const [kind, rollout, position] = path;
   try {
-    draw(place, await ask("/api/sample", { kind, rollout, position }));
+    draw(place, await ask("/api/sample", { run, kind, rollout, position }));
   } catch (error) {
     place.replaceChildren(el("p", { className: "empty" }, error.message));
   }
@@ -30,15 +29,15 @@ export async function showSample(path) {
 
 function draw(place, sample) {
   const usable = Object.entries(MEASURES).filter(([, [, value]]) => sample.loss_mask.some((_, i) => value(sample, i) !== undefined && value(sample, i) !== null));
+  const chosen = get("color", "difference");
   const measure = usable.some(([name]) => name === chosen) ? chosen : usable[0]?.[0] ?? "mask";
-  const pick = el("select", { id: "measure", onchange: (event) => { chosen = event.target.value; draw(place, sample); } }, ...usable.map(([name, [label]]) => el("option", { value: name }, label)));
-  pick.value = measure;
+  const pick = select(usable.map(([name, [label]]) => [name, label]), measure, (name) => set({ color: name }), { id: "measure" });
   const scale = makeScale(sample, measure);
   const head = el("div", { className: "head" },
-    el("a", { href: "#samples" }, "‹ samples"),
+    el("a", { href: address("samples") }, "‹ samples"),
     el("h2", {}, `${sample.kind === "eval" ? "evaluation" : "rollout"} ${sample.rollout}, sample ${sample.position}`),
     el("span", { className: `badge ${sample.status}` }, sample.status),
-    el("label", { className: "scale" }, "colour: ", pick), legend(scale));
+    el("label", { className: "scale" }, "color ", pick), legend(scale));
   const tip = el("div", { className: "tip", hidden: true });
   const turns = el("div", {}, ...makeTurns(sample, scale));
   turns.addEventListener("pointerover", (event) => explain(event, sample, tip));
@@ -63,11 +62,18 @@ function makeTurns(sample, scale) {
     let to = from;
     while (to < sample.loss_mask.length && Boolean(sample.loss_mask[to]) === Boolean(sample.loss_mask[from])) to++;
     const version = sample.versions[from] === null ? "" : ` · weights ${sample.versions[from]}`;
-    const [name, role] = sample.loss_mask[from] ? ["model", "model, trained"] : ["context", "environment or earlier weights, not trained"];
+    const [name, role] = sample.loss_mask[from] ? ["model", "model, trained"] : ["context", `${source(sample, from, to)}, not trained`];
     turns.push(turn(name, `${role} · ${to - from} tokens${version}`, tokens(from, to, true)));
     from = to;
   }
   return turns;
+}
+
+/** Who wrote tokens without loss. Rollout functions give log-prob 0 to tokens that no engine sampled. */
+function source(sample, from, to) {
+  const found = sample.columns.rollout_log_probs?.slice(from, to);
+  if (!found) return "environment or earlier weights";
+  return found.every((value) => value === 0) ? "environment" : "model";
 }
 
 function explain(event, sample, tip) {
@@ -108,16 +114,15 @@ function legend(scale) {
 }
 
 function side(sample) {
-  const facts = [
-    ["reward", sample.reward], ["after normalisation", sample.train_reward], ["label", short(sample.rest.label)],
+  const about = [
+    ["reward", sample.reward], ["after normalization", sample.train_reward], ["label", short(sample.rest.label)],
     ["prompt", `${number(sample.prompt_tokens)} tokens`], ["response", `${number(sample.response_length)} tokens`],
     ["trained", `${number(sample.trained_tokens)} tokens`], ["weights", sample.weight_version || null], ["seconds", sample.seconds],
-    ["sample index", sample.index], ["group", sample.group_index],
-  ].filter(([, value]) => value !== null && value !== undefined);
-  const list = el("dl", { className: "facts" }, ...facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, number(value))]));
-  const cards = [el("div", { className: "card" }, el("h4", {}, "Sample"), list)];
+  ].map(([name, value]) => [name, value === null || value === undefined ? null : number(value)]);
+  about.push(["sample index", sample.index === null ? null : String(sample.index)], ["group", sample.group_index === null ? null : String(sample.group_index)]);
+  const cards = [el("div", { className: "card" }, el("h4", {}, "Sample"), facts(about))];
   if (sample.group.length > 1) {
-    const mates = sample.group.map((mate) => el("a", { href: `#sample/${sample.kind}/${sample.rollout}/${mate.position}`, className: mate.position === sample.position ? "here" : "", title: `${mate.response_length} tokens, ${mate.status}` }, number(mate.reward)));
+    const mates = rewardLinks(sample.group, sample.rollout, sample.kind, sample.position);
     cards.push(el("div", { className: "card mates" }, el("h4", {}, "Rewards of its group"), ...mates));
   }
   if (sample.spans.length) cards.push(el("div", { className: "card" }, el("h4", {}, "What took the time"), ...spans(sample.spans)));
@@ -132,7 +137,9 @@ function spans(list) {
     const bar = el("i");
     bar.style.left = `${span.start / end * 100}%`;
     bar.style.width = `${(span.end - span.start) / end * 100}%`;
-    return el("div", { className: "span", title: JSON.stringify(span.attrs) }, bar, el("b", {}, `${" ".repeat(2 * span.depth)}${span.name} ${(span.end - span.start).toFixed(3)} s`));
+    const name = el("span", { className: "name" }, span.name);
+    name.style.paddingLeft = `${span.depth * 10}px`;
+    return el("div", { className: "span", title: JSON.stringify(span.attrs) }, name, el("span", {}, `${(span.end - span.start).toFixed(3)} s`), el("span", { className: "bar" }, bar));
   });
 }
 
@@ -142,10 +149,4 @@ function trained(sample, i, value) {
 
 function minus(a, b) {
   return a === undefined || a === null || b === undefined || b === null ? undefined : a - b;
-}
-
-function short(value) {
-  if (value === null || value === undefined) return null;
-  const text = typeof value === "string" ? value : JSON.stringify(value);
-  return text.length > 200 ? `${text.slice(0, 200)}…` : text;
 }

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import socket
+import subprocess
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import pytest
 import torch
 
 from slime.data.sample import Sample
+from slime.observability import run_info
 from slime.observability.run_info import (
     FILE,
     RunInfo,
@@ -138,9 +142,37 @@ def test_the_command_of_a_run_is_kept_without_its_secrets(tmp_path: Path) -> Non
         "names": ["a"],
     }
     assert info.cwd == str(Path.cwd())
+    assert info.host == socket.gethostname()
+    assert info.versions["torch"] == torch.__version__
     text = (tmp_path / FILE).read_text()
     assert '"s1' not in text
     assert '"s2' not in text
+
+
+def test_the_commit_is_that_of_the_checkout_of_slime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tmp_path / "checkout" / "slime" / "observability" / "run_info.py"
+    module.parent.mkdir(parents=True)
+    module.touch()
+    monkeypatch.setattr(run_info, "__file__", str(module))
+
+    def git(*words: str) -> None:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+        subprocess.run(["git", *who, *words], cwd=tmp_path / "checkout", check=True, capture_output=True)
+
+    assert run_info._commit() is None
+    git("init")
+    assert run_info._commit() is None
+    git("add", ".")
+    git("commit", "-m", "first")
+    clean = run_info._commit()
+    assert clean is not None
+    assert re.fullmatch("[0-9a-f]{7,}", clean)
+    module.write_text("changed")
+    assert run_info._commit() == clean + "+"
+    # The environment of another repository: its commit says nothing about slime.
+    installed = tmp_path / "checkout" / "env" / "slime" / "observability" / "run_info.py"
+    monkeypatch.setattr(run_info, "__file__", str(installed))
+    assert run_info._commit() is None
 
 
 @pytest.mark.parametrize(

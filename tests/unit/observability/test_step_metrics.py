@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.board.run_data import MetricFile
+from slime.board.curves import MetricFile
 from slime.config.check.generation import _dumps
 from slime.config.groups import add_group
 from slime.data.sample import Sample
@@ -67,10 +67,10 @@ def test_a_metric_is_one_row_for_the_page_and_the_board(monkeypatch: pytest.Monk
     monkeypatch.setattr(metric_table, "METRICS", (*METRICS, row))
     assert "| `train/toy` | how many toys | toys | sum | it is tested |" in page()
     (tmp_path / "metrics.jsonl").write_text('{"step_key": "train/step", "train/step": 1, "train/toy": 3}\n')
-    file = MetricFile(tmp_path / "metrics.jsonl")
+    file = MetricFile(tmp_path / "metrics.jsonl", started=0.0)
     file.refresh()
-    toy = {"axis": "train/step", "x": [1.0], "y": [3.0], "unit": "toys", "meaning": "how many toys"}
-    assert file.series() == {"train/toy": toy}
+    toy = {"x": [1.0], "y": [3.0], "unit": "toys", "meaning": "how many toys"}
+    assert file.series("step") == {"train/toy": toy}
 
 
 def test_all_metrics_of_a_rollout_are_in_the_table() -> None:

@@ -1,0 +1,142 @@
+"""The page of the board in a headless Chromium, over made runs. Skipped without one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.board import serving
+from benchmarks.browser import Browser, find_chromium
+from benchmarks.made_run import make_run
+from slime.board.server import STATIC
+
+pytestmark = pytest.mark.skipif(
+    find_chromium() is None, reason="no chromium here: apt-get install chromium, or name one in CHROMIUM"
+)
+PLACES = ("#runs", "#overview", "#metrics", "#samples", "#samples?by_group=true", "#sample/rollout/1/3", "#run")
+LONG = "arithmetic-with-a-name-that-is-longer-than-a-narrow-screen-is-wide-lr-3e-6"
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    outputs = tmp_path_factory.mktemp("outputs")
+    for seed, name in enumerate((LONG, "other")):
+        make_run(outputs / name, num_rollouts=12, num_samples=16, seed=seed, extra_text="word" * 40 + " ")
+    with serving(outputs) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser() as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("width", [390, 700, 1280])
+def test_no_page_is_wider_than_its_window(url: str, browser: Browser, width: int) -> None:
+    for place in PLACES:
+        browser.open(f"{url}/{place}{'&' if '?' in place else '?'}run={LONG}&run=other", (width, 900))
+        assert browser.value("document.documentElement.scrollWidth") == width, place
+        # The tabs can be reached and the charts have room.
+        assert browser.value("document.querySelector('nav').getBoundingClientRect().right") <= width, place
+        charts = browser.value("[...document.querySelectorAll('.chart > svg')].map((c) => c.clientWidth)")
+        assert all(250 < chart < width for chart in charts), place
+
+
+def test_the_first_paint_needs_few_requests_and_bytes(url: str, browser: Browser) -> None:
+    browser.open(f"{url}/#overview?run=other")
+    entries = json.loads(browser.value("JSON.stringify(performance.getEntriesByType('resource'))"))
+    paths = [entry["name"].removeprefix(url) for entry in entries]
+    assert sorted(path.split("?")[0] for path in paths if path.startswith("/api/")) == [
+        "/api/metrics",
+        "/api/run",
+        "/api/runs",
+    ]
+    assert len(paths) <= 3 + len(list(STATIC.iterdir()))
+    # 30 KiB compressed. A library for charts would double it.
+    page = sum(entry["encodedBodySize"] for entry in entries if "/static/" in entry["name"])
+    assert 5_000 < page < 40_000
+
+
+def test_all_charts_of_a_page_have_one_named_x_axis(url: str, browser: Browser) -> None:
+    names = "[...new Set([...document.querySelectorAll('#overview .axis:not([transform])')].map((t) => t.textContent))]"
+    for x, name in (("rollout", "rollout"), ("step", "optimizer step"), ("tokens", "response tokens trained on")):
+        browser.open(f"{url}/#overview?run=other&x={x}")
+        assert browser.value(names) == [name]
+    browser.open(f"{url}/#overview?run=other&x=time")
+    assert browser.value(names)[0].endswith("since the start")
+    assert browser.value("document.querySelectorAll('#overview svg').length") >= 12
+    assert "weight_version" not in browser.value("document.querySelector('#overview').textContent")
+
+
+def test_the_address_holds_the_state_of_the_page(url: str, browser: Browser) -> None:
+    browser.open(f"{url}/#overview?run={LONG}&smooth=0.5")
+    curves = "document.querySelectorAll('#overview-charts .card:first-child path.line').length"
+    assert (browser.value(curves), browser.value(curves.replace("path.line", "path.raw"))) == (1, 1)
+    pick = "document.querySelector('#overview-controls select')"
+    browser.value(f"{pick}.value = 'other'; {pick}.dispatchEvent(new Event('change'))")
+    browser.settle()
+    assert browser.value(curves) == 2
+    browser.value("document.querySelector('#overview-charts .tool').click()")
+    browser.settle()
+    address = browser.value("location.hash")
+    assert address == f"#overview?smooth=0.5&run={LONG}&run=other&log=Reward"
+    # A tab keeps the chosen runs, and a copied address shows the same page.
+    assert browser.value("document.querySelector('nav a[data-tab=samples]').hash") == address.replace(
+        "overview", "samples"
+    )
+    browser.open(f"{url}/{address}")
+    assert browser.value(curves) == 2
+    assert browser.value("document.querySelector('#overview-charts .tool').ariaPressed") == "true"
+
+
+def test_a_drag_zooms_every_chart_and_a_button_ends_it(url: str, browser: Browser) -> None:
+    browser.open(f"{url}/#overview?run=other")
+    box = browser.value(
+        "(({left, top, width}) => [left, top, width])(document.querySelector('.chart > svg').getBoundingClientRect())"
+    )
+    left, y, right = box[0] + 62 + 40, box[1] + 80, box[0] + box[2] - 60
+    browser.drag((left, y), (right, y))
+    browser.settle()
+    low, high = map(float, browser.value("new URLSearchParams(location.hash.split('?')[1]).get('zoom')").split(":"))
+    assert 0 < low < high < 11
+    texts = "document.querySelectorAll('.chart:first-child > svg > text[text-anchor=middle]:not(.axis)')"
+    ticks = f"[...{texts}].map((text) => Number(text.textContent))"
+    assert all(low <= tick <= high for tick in browser.value(ticks))
+    browser.value("[...document.querySelectorAll('button')].find((b) => b.textContent == 'whole range').click()")
+    browser.settle()
+    assert "zoom" not in browser.value("location.hash")
+    assert max(browser.value(ticks)) > high
+
+
+def test_the_theme_follows_the_system_until_one_is_chosen(url: str, browser: Browser) -> None:
+    color = "getComputedStyle(document.body).backgroundColor"
+    browser.open(f"{url}/#overview", theme="dark")
+    dark = browser.value(color)
+    browser.open(f"{url}/#overview", theme="light")
+    light = browser.value(color)
+    assert light != dark
+    seen = []
+    for _ in range(3):
+        browser.value("document.getElementById('theme').click()")
+        seen.append((browser.value("document.getElementById('theme').textContent"), browser.value(color)))
+    assert seen == [("theme: light", light), ("theme: dark", dark), ("theme: system", light)]
+
+
+def test_a_search_is_in_the_address_and_a_group_opens_its_samples(url: str, browser: Browser) -> None:
+    browser.open(f"{url}/#samples?run=other&rollout=3&by_group=true")
+    rewards = (
+        "[...document.querySelectorAll('#rows tbody tr:first-child .reward')].map((r) => [r.textContent, r.className])"
+    )
+    found = browser.value(rewards)
+    assert len(found) == 8
+    assert {(text, "high" if "high" in name else "low") for text, name in found} <= {("1", "high"), ("0", "low")}
+    browser.value("document.querySelector('#rows tbody tr').click()")
+    browser.settle()
+    assert browser.value("document.querySelectorAll('#rows tbody tr').length") == 8
+    assert "group=300" in browser.value("location.hash")
+    browser.open(f"{url}/#samples?run=other&rollout=all&text=no+such+text")
+    assert "No recorded sample" in browser.value("document.getElementById('rows').textContent")
+    assert browser.value("document.getElementById('filter-text').value") == "no such text"
