@@ -50,9 +50,11 @@ def make_run(
     encode = _encoder(hf_checkpoint)
     args = Namespace(**vars(_ARGS) | {"hf_checkpoint": None if hf_checkpoint is None else str(hf_checkpoint)})
     write_run_info(directory, args, _COMMAND)
+    progress_file = {"state": "finished", "num_rollout": num_rollouts}
+    (directory / "progress.json").write_text(json.dumps(progress_file), encoding="utf-8")
     with (directory / "metrics.jsonl").open("w", encoding="utf-8") as file:
         for rollout_id in range(num_rollouts):
-            for record in _records(rollout_id, num_rollouts, chance):
+            for record in _records(rollout_id, num_rollouts, chance, speed=1 + 0.5 * seed):
                 file.write(json.dumps(record | {"time": time.time()}) + "\n")
     for rollout_id in range(num_rollouts):
         progress = rollout_id / max(1, num_rollouts - 1)
@@ -66,8 +68,8 @@ def make_run(
     return directory
 
 
-def _records(rollout_id: int, num_rollouts: int, chance: random.Random) -> list[dict[str, object]]:
-    progress = rollout_id / max(1, num_rollouts - 1)
+def _records(rollout_id: int, num_rollouts: int, chance: random.Random, speed: float) -> list[dict[str, object]]:
+    progress = min(1, speed * rollout_id / max(1, num_rollouts - 1))
     noise = chance.gauss
     reward = 0.12 + 0.75 / (1 + math.exp(-8 * (progress - 0.4))) + noise(0, 0.02)
     step: dict[str, object] = {
@@ -84,6 +86,7 @@ def _records(rollout_id: int, num_rollouts: int, chance: random.Random) -> list[
     length = 180 + 260 * progress + noise(0, 9)
     rollout: dict[str, object] = {
         "rollout/raw_reward": reward,
+        "rollout/response_tokens": 256 * length,
         "rollout/response_len/mean": length,
         "rollout/response_len/median": length * 0.9,
         "rollout/response_len/max": min(1024.0, length * 2.6),

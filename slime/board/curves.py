@@ -120,10 +120,10 @@ class MetricFile:
         for name, points in sorted(self._points.items()):
             values: dict[float, list[float]] = {}
             for value, place in points.values():
-                if (x := place[axis]) is not None:
-                    values.setdefault(x, []).append(value)
+                if (at := place[axis]) is not None:
+                    values.setdefault(at, []).append(value)
             xs = sorted(values)
-            x, y = thin(xs, [sum(values[at]) / len(values[at]) for at in xs])
+            x, y = thin(xs, [sum(values[key]) / len(values[key]) for key in xs])
             entry = self._entries[name]
             texts = {"unit": entry.unit, "meaning": entry.meaning} if entry else {"unit": "", "meaning": ""}
             found[name] = {"x": x, "y": y, **texts}

@@ -157,9 +157,9 @@ def test_texts_of_models_and_data_are_never_read_as_html(tmp_path: Path) -> None
     attack = "<img src=x onerror=document.title='taken'><script>document.title='taken'</script>"
     run = make_run(tmp_path / attack.replace("/", "|"), num_rollouts=1, num_samples=4, extra_text=attack)
     with serving(run) as url:
-        for place in ("", "#samples", "#sample/rollout/0/1", "#run"):
+        for place in ("", "#runs", "#metrics", "#samples", "#samples?by_group=true", "#sample/rollout/0/1", "#run"):
             page = dom_of(f"{url}/{place}")
             assert "<title>taken" not in page
             assert "<img" not in page
-            assert page.count("<script") == 1
+            assert page.count("<script") == 2
             assert "&lt;img src=x" in page

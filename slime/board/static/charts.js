@@ -116,7 +116,7 @@ function tick(value, step) {
 
 function line(series, spec, scale) {
   // A few points, as of evaluations, stay what they are.
-  const isSmooth = spec.smooth && series.y.length > 10;
+  const isSmooth = spec.smooth && series.y.length > 30;
   const shown = isSmooth ? smoothed(series.y, spec.smooth) : series.y;
   const paths = [trace(series.x, shown, series.color, scale)];
   if (isSmooth) paths.unshift(trace(series.x, series.y, series.color, scale, "raw"));

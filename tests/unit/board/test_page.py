@@ -23,7 +23,7 @@ LONG = "arithmetic-with-a-name-that-is-longer-than-a-narrow-screen-is-wide-lr-3e
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     outputs = tmp_path_factory.mktemp("outputs")
     for seed, name in enumerate((LONG, "other")):
-        make_run(outputs / name, num_rollouts=12, num_samples=16, seed=seed, extra_text="word" * 40 + " ")
+        make_run(outputs / name, num_rollouts=32, num_samples=16, seed=seed, extra_text="word" * 40 + " ")
     with serving(outputs) as address:
         yield address
 
@@ -101,7 +101,7 @@ def test_a_drag_zooms_every_chart_and_a_button_ends_it(url: str, browser: Browse
     browser.drag((left, y), (right, y))
     browser.settle()
     low, high = map(float, browser.value("new URLSearchParams(location.hash.split('?')[1]).get('zoom')").split(":"))
-    assert 0 < low < high < 11
+    assert 0 < low < high < 31
     texts = "document.querySelectorAll('.chart:first-child > svg > text[text-anchor=middle]:not(.axis)')"
     ticks = f"[...{texts}].map((text) => Number(text.textContent))"
     assert all(low <= tick <= high for tick in browser.value(ticks))

@@ -74,6 +74,7 @@ def run_inside(code: str, **given: Any) -> dict[str, Any]:
     ("page", "words", "flag", "name"),
     [
         ("docs/en/get_started/quick_start.md", "def reward_func", "--custom-rm-path", "reward_func"),
+        (OF_HOOKS, "MOST_CALLS", "--custom-generate-function-path", "generate_with_calculator"),
         ("docs/algorithms/custom.md", "policy_loss_function", "--custom-loss-function-path", "loss"),
     ],
 )
