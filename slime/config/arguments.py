@@ -157,7 +157,7 @@ class AsyncArgs:
 
 @dataclass(frozen=True)
 class ConvenienceArgs:
-    """Trainer, in one word."""
+    """Short forms of trainer flags."""
 
     gradient_checkpointing: bool = _flag(
         False, "Recompute all layers in the backward pass; given --recompute-* flags take precedence."
