@@ -3,7 +3,8 @@
     python data.py
 
 The question is three digits, the answer is the largest one. ``train.jsonl`` and ``eval.jsonl`` share no question.
-``warm_start.jsonl`` has solved conversations of a teacher who is often wrong at first: training has something to do.
+``warm_start.jsonl`` has solved conversations of a teacher who often writes the first digit at first. A model that
+imitates the teacher is often wrong, and training with the reward removes these errors.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from slime.new.tiny_model import ModelShape, make_tiny_model
 FOLDER = Path(__file__).parent / "data"
 NUM_EVAL = 128
 NUM_SOLVED = 4800
-SHARE_RIGHT = 0.4
+SHARE_RIGHT = 0.3
 
 
 def question(digits: tuple[int, ...]) -> dict[str, Any]:
@@ -31,7 +32,7 @@ def question(digits: tuple[int, ...]) -> dict[str, Any]:
 def solved(digits: tuple[int, ...], draw: random.Random) -> dict[str, Any]:
     """A row of the warm start: after a wrong answer the user says no, and the second answer is right."""
     row = question(digits)
-    first = row["label"] if draw.random() < SHARE_RIGHT else str(draw.choice(digits))
+    first = row["label"] if draw.random() < SHARE_RIGHT else str(digits[0])
     row["prompt"].append({"role": "assistant", "content": first})
     if first != row["label"]:
         row["prompt"] += [{"role": "user", "content": "no"}, {"role": "assistant", "content": row["label"]}]

@@ -125,7 +125,16 @@ def problems_of_slime(words: list[str], line: str, place: Path) -> list[str]:
             return missing_flags(["-m", "slime", "doctor", "--gpu"], rest)
         case [("replay" | "board" | "new") as command, *rest]:
             return missing_flags(["-m", "slime", command], rest)
-        case [] | ["plan" | "doctor"] | ["doctor", "--deep" | "--json"] | ["doctor", "ledger", *_] | ["--version"]:
+        case ["train" | "train-async", *rest]:
+            return unknown_flags([word for word in rest if word != "--help"])
+        case (
+            []
+            | ["--help"]
+            | ["plan" | "doctor"]
+            | ["doctor", "--deep" | "--json"]
+            | ["doctor", "ledger", *_]
+            | ["--version"]
+        ):
             return []
         case _:
             return [f"{line} is no command of slime"]

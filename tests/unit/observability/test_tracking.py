@@ -165,11 +165,22 @@ def test_files_that_a_flag_names_stay_where_a_run_starts_anew(tmp_path: Path) ->
     folder = tmp_path / "outputs/e"
     (folder / "samples").mkdir(parents=True)
     (folder / "engines").mkdir()
+    (folder / "progress.json").write_text("{}")
     args = parsed("--experiment-name", "e", "--output-dir", str(tmp_path / "outputs"))
     args.load_debug_rollout_data = str(folder / "samples" / "{rollout_id}.pt")
     create_tracker(args, is_new=True).close()
     assert (folder / "samples").is_dir()
     assert not (folder / "engines").exists()
+
+
+def test_the_first_run_of_a_name_moves_nothing(tmp_path: Path) -> None:
+    """The process that imports SGLang early has written its log before the tracker starts."""
+    log = tmp_path / "outputs/e/engines/fork_server.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("imported")
+    create_tracker(parsed("--experiment-name", "e"), is_new=True).close()
+    assert list((tmp_path / "outputs/e").glob("earlier_*")) == []
+    assert log.read_text() == "imported"
 
 
 def test_a_line_that_a_crash_cut_does_not_swallow_the_next_record(tmp_path: Path) -> None:
