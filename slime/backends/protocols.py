@@ -90,13 +90,15 @@ class WeightExporter(Protocol):
     ) -> Iterator[NamedTensor]:
         """All weights under their Hugging Face names, full and unpadded. Empty on ranks that are not recipients.
 
+        The weights of a run with adapters are the merged ones.
+
         Args:
             bucket_bytes: bytes that are gathered at a time, if the weights are divided among ranks.
         """
         # A collective: a rank that does not exhaust the iterator blocks all others.
 
     def save_hf(self, path: str) -> None:
-        """Write the model as a Hugging Face checkpoint directory."""
+        """Write the model as a Hugging Face checkpoint directory, or the adapters as one of peft."""
 
 
 class Trainer(WeightExporter, Protocol):
@@ -104,6 +106,11 @@ class Trainer(WeightExporter, Protocol):
 
     def setup(self) -> int:
         """Build model, optimizer and scheduler, load the checkpoint. Returns the rollout id to start with."""
+
+    def export_adapter(
+        self, bucket_bytes: int = 512 * 1024**2, recipients: Recipients = EVERY_RANK
+    ) -> Iterator[NamedTensor]:
+        """The adapters alone under peft's names, without ``base_model.model.``. Otherwise as :meth:`export_weights`."""
 
     @property
     def data_parallel(self) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import math
 import re
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from slime.models.shape import MlaShape, ModelShape, MoeShape
@@ -176,6 +176,48 @@ class LoraConfig:
             "init_lora_weights": True,
             "inference_mode": True,
         }
+
+
+def with_adapters(shape: ModelShape, config: LoraConfig) -> ModelShape:
+    """``shape`` with rules for the adapters in its family's table. Raises as :meth:`LoraConfig.targets`.
+
+    The adapter of a Megatron tensor has two tensors. ``lora_A`` has the ``A`` of all targets in it one below the other.
+    ``lora_B`` is assembled like the tensor, with ``rank`` columns. Rows that belong to no target are zeros.
+    """
+    by_rule: dict[Rule, list[int]] = {}
+    for linear in config.targets(shape):
+        by_rule.setdefault(linear.rule, []).append(linear.part)
+    rules = [rule for rule, parts in by_rule.items() for rule in _adapter_rules(rule, parts)]
+    return replace(shape, family=replace(shape.family, rules=(*shape.family.rules, *rules)))
+
+
+def _adapter_rules(rule: Rule, parts: list[int]) -> tuple[Rule, Rule]:
+    name = rule.megatron.removesuffix("weight") + "adapter.lora_"
+    inputs = tuple(tensor_name(rule.hf[part], "A") for part in parts)
+    outputs = tuple(tensor_name(hf, "B") if part in parts else "" for part, hf in enumerate(rule.hf))
+    # Tensor-parallel ranks divide the output of a layer, and thus B, or its input, and thus A.
+    split = rule.split
+    return (
+        Rule(f"{name}A", inputs, "gate_up" if len(parts) > 1 else "copy", "row" if split == "row" else "none"),
+        replace(rule, megatron=f"{name}B", hf=outputs, split="column" if split == "column" else "none", stacked=None),
+    )
+
+
+def adapter_tensors(shape: ModelShape, config: LoraConfig) -> dict[str, tuple[int, int]]:
+    """Names, without ``FILE_PREFIX``, and shapes of all tensors of the adapters."""
+    found: dict[str, tuple[int, int]] = {}
+    for linear in config.targets(shape):
+        for layer in linear.layers:
+            for expert in range(linear.copies):
+                name = linear.rule.hf[linear.part].format(layer=layer, expert=expert)
+                found[tensor_name(name, "A")] = (config.rank, linear.columns)
+                found[tensor_name(name, "B")] = (linear.rows, config.rank)
+    return found
+
+
+def rows_of(shape: ModelShape, rule: Rule) -> list[int]:
+    """Rows of each Hugging Face weight in the tensor of ``rule``."""
+    return [linear.rows for linear in linears(shape) if linear.rule == rule]
 
 
 def linears(shape: ModelShape) -> Iterator[Linear]:

@@ -56,6 +56,10 @@ class Rule:
     def is_expert(self) -> bool:
         return ".experts." in self.megatron
 
+    @property
+    def is_adapter(self) -> bool:
+        return ".adapter." in self.megatron
+
 
 Rules = tuple[Rule, ...]
 

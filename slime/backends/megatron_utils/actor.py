@@ -26,9 +26,11 @@ install()
 
 from megatron.core import parallel_state as mpu
 
-from slime.backends.megatron_utils.checkpoint.hf_weights import export_weights, load_weights
+from slime.backends.megatron_utils.checkpoint.adapters import fill_adapters
+from slime.backends.megatron_utils.checkpoint.hf_weights import Content, export_weights, load_weights
 from slime.backends.megatron_utils.checkpoint.state import CheckpointContent, load_model_weights, load_training_state
 from slime.backends.megatron_utils.checkpoint.writer import CheckpointWriter
+from slime.backends.megatron_utils.model.lora import adapters_off
 from slime.backends.megatron_utils.model.routing_replay import RoutingReplay, engine_choices
 from slime.backends.megatron_utils.model_rules import sees_media
 from slime.backends.megatron_utils.offload import copied_weights, device_memory, num_missing_moments
@@ -42,7 +44,8 @@ from slime.backends.megatron_utils.step import (
     train_step,
 )
 from slime.backends.megatron_utils.trainer_hooks import TrainerHooks
-from slime.backends.protocols import EVERY_RANK, NamedTensor, Recipients, TrainReport
+from slime.backends.protocols import EVERY_RANK, SOURCE, NamedTensor, Recipients, TrainReport
+from slime.backends.training.adapter_files import save_adapter
 from slime.backends.training.arguments import ParallelArgs, TrainerArgs
 from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.data import RankPlace, TrainBatch
@@ -55,6 +58,7 @@ from slime.backends.training.trainer import TrainerBase
 from slime.config.arguments import ClusterArgs
 from slime.config.groups import from_args
 from slime.models.hf_shape import read_shape
+from slime.models.lora import with_adapters
 from slime.models.shape import ModelShape
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
@@ -73,6 +77,8 @@ class MegatronTrainer(TrainerBase):
     def __init__(self, args: Namespace, *, rank: int, world_size: int, with_ref: bool) -> None:
         self._shape: ModelShape = read_shape(args.hf_checkpoint, with_vision=sees_media(args))
         super().__init__(args, rank=rank, world_size=world_size, with_ref=with_ref, vocab_size=self._shape.vocab_size)
+        if self._lora is not None:
+            self._shape = with_adapters(self._shape, self._lora)
         self._hooks = TrainerHooks.load(args)
         self._state: TrainState | None = None
         self._writer: CheckpointWriter | None = None
@@ -89,7 +95,7 @@ class MegatronTrainer(TrainerBase):
         if not self.is_critic:
             self._profiler.begin()
         self._hooks.after_init()
-        self._state = build_train_state(self._args, self._shape, is_critic=self.is_critic)
+        self._state = build_train_state(self._args, self._shape, is_critic=self.is_critic, lora=self._lora)
         self._memory = device_memory(self._state.chunks, self._state.optimizer)
         if from_args(ClusterArgs, self._args).offload_train:
             self._memory.pin_ahead(num_missing_moments(self._state.optimizer))
@@ -108,6 +114,17 @@ class MegatronTrainer(TrainerBase):
             load_weights(self._ready.model, self._shape, source.directory, source.flag)
         else:
             load_model_weights(self._ready.model, self._shape, source)
+
+    def _fill_adapters(self) -> None:
+        assert self._lora is not None, "the caller has asked"
+        fill_adapters(self._ready.model, self._shape, self._lora, self._args.seed)
+
+    def _adapters_off(self) -> AbstractContextManager[None]:
+        return adapters_off(self._ready.model)
+
+    @property
+    def _adapter(self) -> Mapping[str, Any] | None:
+        return self._ready.adapter
 
     def _begin_with_filled(self) -> None:
         self._ready.optimizer.reload_model_params()  # else its old main weights would overwrite the loaded weights
@@ -151,7 +168,7 @@ class MegatronTrainer(TrainerBase):
         reset_moments(self._ready.optimizer)
 
     def _copied_weights(self) -> WeightBackup:
-        return copied_weights(self._ready.chunks)
+        return copied_weights(self._ready.chunks, adapters_only=self._lora is not None)
 
     def _expert_choices(self, batch: TrainBatch, *, is_step: bool) -> AbstractContextManager[None]:
         """Fix the experts for a pass: as the engine chose, or in training as the pass for the old policy chose."""
@@ -201,7 +218,10 @@ class MegatronTrainer(TrainerBase):
         """Write a Hugging Face checkpoint at ``path``. An error of a writing rank is raised on all ranks."""
         self._device.require(["weights"], "a Hugging Face checkpoint")
         source = self._args.hf_checkpoint
-        weights = export_weights(self._ready.model, self._shape, layout_of=source)
+        if self._lora is not None and not self._lora.merge:
+            save_adapter(self.export_adapter(recipients=SOURCE), self._lora, self._shape, source, path)
+            return
+        weights = export_weights(self._ready.model, self._shape, layout_of=source, content=self._content)
         save_hf_directory(weights, source, path)
 
     def export_weights(
@@ -209,4 +229,15 @@ class MegatronTrainer(TrainerBase):
     ) -> Iterator[NamedTensor]:
         """All weights under their Hugging Face names, full and unpadded. Gathers ``bucket_bytes`` at a time."""
         self._device.require(["weights"], "the export of weights")
-        return export_weights(self._ready.model, self._shape, bucket_bytes, recipients)
+        return export_weights(self._ready.model, self._shape, bucket_bytes, recipients, content=self._content)
+
+    def export_adapter(
+        self, bucket_bytes: int = 512 * 1024**2, recipients: Recipients = EVERY_RANK
+    ) -> Iterator[NamedTensor]:
+        """The adapters alone under peft's names, whole. Gathers ``bucket_bytes`` at a time."""
+        self._device.require(["weights"], "the export of adapters")
+        return export_weights(self._ready.model, self._shape, bucket_bytes, recipients, content="adapters")
+
+    @property
+    def _content(self) -> Content:
+        return "weights" if self._lora is None else "merged"

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from slime.backends.megatron_utils.model.lora import adapters_of
 from slime.backends.megatron_utils.optimizer.build import parts_of
 from slime.backends.megatron_utils.optimizer.host_adam import HostAdam
 from slime.backends.protocols import TRAINER_PARTS, TrainerPart
@@ -37,8 +38,10 @@ def num_missing_moments(optimizer: Any) -> int:
     return 2 * any(isinstance(one, torch.optim.AdamW) and not one.state for one in inner)
 
 
-def copied_weights(chunks: Sequence[Any]) -> WeightBackup:
-    """Everything a checkpoint holds: parameters, and the bias with which routers choose experts."""
+def copied_weights(chunks: Sequence[Any], *, adapters_only: bool = False) -> WeightBackup:
+    """Everything a checkpoint holds: parameters, and the bias with which routers choose experts. Or the adapters."""
+    if adapters_only:
+        return WeightBackup(parameter for adapter in adapters_of(chunks) for parameter in adapter.parameters())
     weights = []
     for chunk in chunks:
         weights += chunk.parameters()

@@ -28,6 +28,7 @@ from slime.backends.megatron_utils.model.build import (
     wrap_data_parallel,
 )
 from slime.backends.megatron_utils.model.gpt import add_value_head
+from slime.backends.megatron_utils.model.lora import ADAPTERS, add_adapters
 from slime.backends.megatron_utils.model_rules import padded_vocab_size, user_spec
 from slime.backends.megatron_utils.optimizer.build import build_optimizer, build_scheduler
 from slime.backends.megatron_utils.precision.deepgemm import install_deepgemm
@@ -38,6 +39,7 @@ from slime.backends.megatron_utils.precision.quantization import (
 )
 from slime.backends.megatron_utils.step import TrainState
 from slime.backends.megatron_utils.transformer_config import build_config
+from slime.backends.training.adapter_files import describe_adapter
 from slime.backends.training.arguments import OptimizerArgs, ParallelArgs, PluginArgs, PrecisionArgs, TrainerArgs
 from slime.backends.training.attention import choose_kernel
 from slime.backends.training.context_parallel import Sharding
@@ -45,6 +47,7 @@ from slime.backends.training.data import row_multiple
 from slime.batch.arguments import BatchArgs
 from slime.config.groups import from_args
 from slime.hooks.load import load_function
+from slime.models.lora import LoraConfig
 from slime.models.shape import ModelShape
 from slime.utils import accelerator
 from slime.utils.distributed_utils import init_default_group
@@ -82,10 +85,13 @@ def init_distributed(parallel: ParallelArgs, trainer: TrainerArgs, *, num_optimi
         torch.use_deterministic_algorithms(True)
 
 
-def build_train_state(args: Namespace, shape: ModelShape, *, is_critic: bool = False) -> TrainState:
+def build_train_state(
+    args: Namespace, shape: ModelShape, *, is_critic: bool = False, lora: LoraConfig | None = None
+) -> TrainState:
     """Model, optimizer and schedule, without weights.
 
     Args:
+        lora: train adapters alone. ``shape`` is then that of ``with_adapters``.
         is_critic: a value head takes the place of the LM head.
     """
     if is_critic:
@@ -104,10 +110,12 @@ def build_train_state(args: Namespace, shape: ModelShape, *, is_critic: bool = F
     else:
         install_deepgemm(state.chunks, plugins, args.hf_checkpoint)
     trains_prediction = prediction.enable_mtp_training and bool(prediction.mtp_num_layers) and not is_critic
+    if lora is not None:
+        add_adapters(state.model, shape, lora)
     # Before gradient buffers and the optimizer are made, so that frozen parameters are in neither.
     freeze_parameters(
         state.model,
-        only=plugins.only_train_params_name_list,
+        only=plugins.only_train_params_name_list if lora is None else ADAPTERS,
         freeze=plugins.freeze_params_name_list,
         trains_prediction=trains_prediction,
     )
@@ -137,6 +145,7 @@ def build_train_state(args: Namespace, shape: ModelShape, *, is_critic: bool = F
         scheduler,
         _sharding(config, from_args(BatchArgs, args)),
         trains_prediction=trains_prediction,
+        adapter=None if lora is None else describe_adapter(lora, shape, args.hf_checkpoint),
     )
 
 

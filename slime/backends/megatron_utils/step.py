@@ -39,6 +39,8 @@ class TrainState:
         chunks: this rank's part of the model, data-parallel wrapped: one, or one per virtual pipeline stage.
         sharding: how the samples of a data-parallel rank are divided among the ranks that share them.
         trains_prediction: multi-token-prediction layers learn as well.
+        adapter: description of the adapters (``describe_adapter``) if only they are trained. Checkpoints then have no
+            other weights.
     """
 
     chunks: list[Any]
@@ -47,6 +49,7 @@ class TrainState:
     scheduler: Any
     sharding: Sharding = field(default_factory=Sharding)
     trains_prediction: bool = False
+    adapter: dict[str, Any] | None = None
 
     @property
     def model(self) -> Any:

@@ -53,7 +53,7 @@ class Manifest:
     iteration: int
     weight_version: str
     layout: Mapping[str, int]
-    content: Mapping[str, bool]
+    content: Mapping[str, Any]
     files: Mapping[str, int]
     data_state: Mapping[str, int] = field(default_factory=dict)
     has_critic: bool = False
@@ -81,7 +81,7 @@ def write_manifest(
     *,
     root: Path,
     layout: Mapping[str, int],
-    content: Mapping[str, bool],
+    content: Mapping[str, Any],
     weight_version: str | None = None,
     checksums: Mapping[str, str] | None = None,
 ) -> Manifest:
@@ -138,7 +138,7 @@ def publish(
     iteration: int,
     *,
     layout: Mapping[str, int],
-    content: Mapping[str, bool],
+    content: Mapping[str, Any],
     checksums: Mapping[str, str] | None = None,
     keep: int | None = None,
 ) -> list[int]:

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from slime.backends.training.arguments import CheckpointArgs
+from slime.backends.training.checkpoint_files import make_empty
 from slime.backends.training.checkpoint_source import find_start
 from slime.config.groups import from_args
 from slime.utils.errors import ConfigError
@@ -25,6 +27,51 @@ _FORMAT = 1
 _NUMBER = re.compile(r"\{rollout_id[^}]*\}")
 # written by the store of weight versions, whose full versions are exports
 _WRITTEN_LATER = ("slime_weights.json",)
+
+
+def begin_export(path: str) -> Path:
+    """Check the target, and make the empty directory beside it that is written first.
+
+    Raises:
+        ConfigError: ``path`` holds other files than those of an export.
+    """
+    target = Path(path)
+    if reason := foreign_content(target):
+        raise ConfigError(refusal(path, reason))
+    partial, old = beside(path, "partial"), beside(path, "old")
+    if old.is_dir() and not target.exists():  # a process died between the two renames
+        old.rename(target)
+    make_empty(partial)
+    return partial
+
+
+def finish_export(path: str, checksums: Mapping[str, str]) -> None:
+    """Mark the directory that :func:`begin_export` made, and give it its name. It replaces an earlier export."""
+    write_marker(beside(path, "partial"), checksums)
+    target = Path(path)
+    if reason := foreign_content(target):  # the weights took their time: look again before they replace it
+        raise ConfigError(refusal(path, reason))
+    _replace(target, beside(path, "partial"), beside(path, "old"))
+
+
+def beside(path: str, end: str) -> Path:
+    """The hidden directory ``.<name>.<end>`` next to ``path``."""
+    target = Path(path)
+    return target.with_name(f".{target.name}.{end}")
+
+
+def _replace(target: Path, partial: Path, old: Path) -> None:
+    shutil.rmtree(old, ignore_errors=True)
+    # path is missing only between the two renames, and the next export puts an old one back
+    if target.exists():
+        target.rename(old)
+    try:
+        partial.rename(target)
+    except BaseException:
+        if old.exists():
+            old.rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def write_marker(directory: Path, checksums: Mapping[str, str]) -> None:

@@ -23,8 +23,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from slime.backends.protocols import NamedTensor
-from slime.backends.training.checkpoint_files import make_empty
-from slime.backends.training.export_files import MARKER, foreign_content, refusal, write_marker
+from slime.backends.training.export_files import MARKER, begin_export, beside, finish_export
 from slime.backends.training.hf_shards import INDEX, Content, name_shards, spread, write_shards
 from slime.utils.distributed_utils import do_on_first_rank, files_group
 from slime.utils.errors import ConfigError, SlimeError
@@ -263,7 +262,7 @@ def save_hf_directory(
     """
     rank, token = dist.get_rank(), [uuid.uuid4().hex]
     dist.broadcast_object_list(token, src=0, group=files_group())
-    partial = _beside(path, "partial")
+    partial = beside(path, "partial")
 
     def begin() -> None:
         _begin(hf_checkpoint, path)
@@ -272,7 +271,7 @@ def save_hf_directory(
     def end() -> None:
         (partial / _TOKEN).unlink()
         checksums = {number: text for _, one in reports for number, text in one.items()}
-        _end(hf_checkpoint, path, name_shards(partial, files, checksums), quantization)
+        _end(path, name_shards(partial, files, checksums), quantization)
 
     _fail_together(path, do_on_first_rank(begin))
     sees: list[tuple[bool, str]] = [(False, "")] * dist.get_world_size()
@@ -353,15 +352,10 @@ def write_hf_directory(
             shutil.copy2(config_path, partial / "config.json")
         written: Iterable[Content] = _with_remainder(weights, source) if keeps_rest else weights
         files, checksums = write_shards(written, partial, max_file_bytes or _MAX_FILE_BYTES, num_threads=num_writers)
-        _end(source, path, name_shards(partial, files, checksums), quantization)
+        _end(path, name_shards(partial, files, checksums), quantization)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-def _beside(path: str, end: str) -> Path:
-    target = Path(path)
-    return target.with_name(f".{target.name}.{end}")
 
 
 def _begin(source: str, path: str) -> Path:
@@ -369,12 +363,7 @@ def _begin(source: str, path: str) -> Path:
     target = Path(path)
     if target.resolve() == Path(source).resolve():
         raise ConfigError(f"--save-hf {path} is the same directory as --hf-checkpoint; name another one.")
-    if reason := foreign_content(target):
-        raise ConfigError(refusal(path, reason))
-    partial, old = _beside(path, "partial"), _beside(path, "old")
-    if old.is_dir() and not target.exists():  # a process died between the two renames
-        old.rename(target)
-    make_empty(partial)
+    partial = begin_export(path)
     try:
         for file in Path(source).iterdir():
             if file.is_file() and file.suffix not in _WEIGHT_FILES and file.name not in (INDEX, MARKER):
@@ -385,29 +374,10 @@ def _begin(source: str, path: str) -> Path:
     return partial
 
 
-def _end(source: str, path: str, checksums: dict[str, str], quantization: Mapping[str, Any] | None) -> None:
+def _end(path: str, checksums: dict[str, str], quantization: Mapping[str, Any] | None) -> None:
     """Complete the directory that :func:`_begin` made, and give it its name."""
-    partial = _beside(path, "partial")
-    _note_quantization(partial / "config.json", quantization)
-    write_marker(partial, checksums)
-    target = Path(path)
-    if reason := foreign_content(target):  # the weights took their time: look again before they replace it
-        raise ConfigError(refusal(path, reason))
-    _replace(target, partial, _beside(path, "old"))
-
-
-def _replace(target: Path, partial: Path, old: Path) -> None:
-    shutil.rmtree(old, ignore_errors=True)
-    # path is missing only between the two renames, and the next export puts an old one back
-    if target.exists():
-        target.rename(old)
-    try:
-        partial.rename(target)
-    except BaseException:
-        if old.exists():
-            old.rename(target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+    _note_quantization(beside(path, "partial") / "config.json", quantization)
+    finish_export(path, checksums)
 
 
 def _with_remainder(weights: Iterable[NamedTensor], source: str) -> Iterator[Content]:

@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -212,6 +212,28 @@ class WeightBackup:
                 for parameter, own in zip(self._parameters, live, strict=True):
                     parameter.copy_(own)
             _pool.give(blocks)
+
+
+class BaseReference:
+    """The reference of a run with adapters: the base, or the adapters as of the last refresh.
+
+    Args:
+        off: the context in which the model is its base.
+        copied: copies the adapters.
+    """
+
+    def __init__(self, off: Callable[[], AbstractContextManager[None]], copied: Callable[[], WeightBackup]) -> None:
+        self._off = off
+        self._copied = copied
+        self._copy: WeightBackup | None = None
+
+    def refresh(self) -> None:
+        """Take the live adapters from now on."""
+        self._copy = self._copied()
+
+    def swapped_in(self) -> AbstractContextManager[None]:
+        """The model is the reference inside the block."""
+        return self._off() if self._copy is None else self._copy.swapped_in()
 
 
 def _copied(parameter: torch.Tensor, block: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from slime.algorithms.arguments import AlgorithmArgs, DistillationArgs, ModelCopyArgs
-from slime.backends.protocols import TRAINER_PARTS, TrainerPart, TrainReport
+from slime.backends.protocols import EVERY_RANK, TRAINER_PARTS, NamedTensor, Recipients, TrainerPart, TrainReport
+from slime.backends.training.adapter_files import state_problems
 from slime.backends.training.arguments import CheckpointArgs, OptimizerArgs, PrecisionArgs
 from slime.backends.training.checkpoint_source import Source, find_reference, find_start, find_teacher, foreign
 from slime.backends.training.credit import add_credit, passes_needed
@@ -27,7 +28,7 @@ from slime.backends.training.custom import CustomFunctions
 from slime.backends.training.damage import verify_source
 from slime.backends.training.data import MicroBatch, RankPlace, TrainBatch, forward_batch
 from slime.backends.training.loss import LossContext, LossScale, Objective, response_log_probs
-from slime.backends.training.offload import DeviceMemory, WeightBackup
+from slime.backends.training.offload import BaseReference, DeviceMemory, WeightBackup
 from slime.backends.training.steps import (
     BadSteps,
     NonFiniteGradients,
@@ -40,6 +41,7 @@ from slime.backends.training.steps import (
 from slime.batch.arguments import BatchArgs
 from slime.config.groups import from_args
 from slime.data.sampling_mask import check_sampling_sets
+from slime.models.lora import LoraConfig
 from slime.observability.profile_utils import TrainProfiler
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError, SlimeError
@@ -65,12 +67,13 @@ class TrainerBase(ABC):
         self._distillation = from_args(DistillationArgs, args)
         self._checkpoint = from_args(CheckpointArgs, args)
         self._copies = from_args(ModelCopyArgs, args)
+        self._lora = None if self.is_critic else LoraConfig.from_args(args)
         self._bad_steps = BadSteps(args.save or args.output_dir, rank)
         self._vocab_size = vocab_size
         self._custom = CustomFunctions.load(args, vocab_size=vocab_size)
         self._profiler = TrainProfiler(args, rank)
         self._memory: DeviceMemory | None = None
-        self._reference: WeightBackup | None = None
+        self._reference: WeightBackup | BaseReference | None = None
         self._teacher: WeightBackup | None = None
         self._generators: dict[str, WeightBackup] = {}
 
@@ -112,7 +115,7 @@ class TrainerBase(ABC):
 
     @abstractmethod
     def _copied_weights(self) -> WeightBackup:
-        """The live weights as they are now."""
+        """The live weights as they are now, of a run with adapters those of the adapters."""
 
     @abstractmethod
     def _reset_moments(self) -> None:
@@ -125,6 +128,25 @@ class TrainerBase(ABC):
     @abstractmethod
     def _resume(self, source: Source, *, has_optimizer: bool, has_rng: bool) -> None:
         """Restore a training state of this backend."""
+
+    def _fill_adapters(self) -> None:
+        """Give the adapters the values of ``--lora-adapter-path``, or initial ones."""
+        raise NotImplementedError("a backend with adapters fills them")
+
+    def export_adapter(
+        self, bucket_bytes: int = 512 * 1024**2, recipients: Recipients = EVERY_RANK
+    ) -> Iterator[NamedTensor]:
+        """The adapters alone under peft's names. Gathers ``bucket_bytes`` at a time."""
+        raise NotImplementedError("a backend with adapters exports them")
+
+    def _adapters_off(self) -> AbstractContextManager[None]:
+        """The context in which the model is its base."""
+        raise NotImplementedError("a backend with adapters switches them off")
+
+    @property
+    def _adapter(self) -> Mapping[str, Any] | None:
+        """``describe_adapter`` of a run with adapters."""
+        return None
 
     def _begin_with_filled(self) -> None:  # noqa: B027 - a backend whose optimizer has no copies needs nothing
         """Training starts with the weights that the model was filled with."""
@@ -143,6 +165,8 @@ class TrainerBase(ABC):
         """Fill the model, and the copies of other weights. Returns the rollout id to start with."""
         settings = self._checkpoint
         source = self._readable(find_start(settings, self._args.hf_checkpoint))
+        if self._lora is not None:
+            return self._load_adapters(source)
         # other weights pass through the model first: the trained ones must be filled in last
         reference = find_reference(settings, self._args.hf_checkpoint) if self._with_ref else None
         if reference is not None and reference != source:
@@ -152,19 +176,41 @@ class TrainerBase(ABC):
         if teacher is not None:
             self._fill(self._readable(teacher))
             self._teacher = self._copied_weights()
-        is_resume = source.flag == "--load" and source.is_training_state and not settings.finetune
-        if is_resume:
-            # Adam without moments has no state to load
-            has_optimizer = not (settings.no_load_optim or self._copies.use_stateless_adam)
-            self._resume(source, has_optimizer=has_optimizer, has_rng=not settings.no_load_rng)
-        else:
-            self._fill(source)
-            self._begin_with_filled()
-        start = source.iteration + 1 if is_resume else 0
+        start = self._begin(source)
         # the reference is equal to the weights that the run starts with
         if reference is not None and (self._reference is None or self._has_moved_reference(start)):
             self._reference = self._copied_weights()
         return start
+
+    def _load_adapters(self, source: Source) -> int:
+        """Fill the base, then the adapters. ``source`` is a checkpoint of adapters, or the base."""
+        base = Source("hf", self._args.hf_checkpoint, "--hf-checkpoint")
+        self._fill(base)
+        self._fill_adapters()
+        if source.is_training_state:
+            start = self._begin(source)
+        else:
+            self._begin_with_filled()
+            start = 0
+        if self._with_ref:
+            self._reference = BaseReference(self._adapters_off, self._copied_weights)
+            if self._has_moved_reference(start):
+                self._reference.refresh()
+        return start
+
+    def _begin(self, source: Source) -> int:
+        """Fill the model with the weights that training starts with. Returns the rollout id to start with."""
+        settings = self._checkpoint
+        if source.is_training_state and (problems := state_problems(source, self._adapter)):
+            raise ConfigError(problems)
+        if source.flag == "--load" and source.is_training_state and not settings.finetune:
+            # Adam without moments has no state to load
+            has_optimizer = not (settings.no_load_optim or self._copies.use_stateless_adam)
+            self._resume(source, has_optimizer=has_optimizer, has_rng=not settings.no_load_rng)
+            return source.iteration + 1
+        self._fill(source)
+        self._begin_with_filled()
+        return 0
 
     def _readable(self, source: Source) -> Source:
         problem = foreign(source, self._args.train_backend)

@@ -12,7 +12,7 @@ counts bytes can replace them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any, Protocol, TypeAlias
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from slime.backends.megatron_utils.checkpoint.tensors import LocalTensor, Owned, Place
+from slime.backends.megatron_utils.checkpoint.tensors import LocalTensor, Owned, Place, stored
 from slime.backends.megatron_utils.precision.quantization import readable
 from slime.backends.protocols import Recipients
 from slime.models.tables import Rule
@@ -114,11 +114,16 @@ class Tensors(Protocol):
 
 @dataclass(frozen=True)
 class Gather:
-    """Gathers the tensors of one model. All ranks of the model use it with the same buckets and recipients."""
+    """Gathers the tensors of one model. All ranks of the model use it with the same buckets and recipients.
+
+    Attributes:
+        read: the value of a rank's tensor, of the tensor's shape and dtype.
+    """
 
     tensors: Tensors
     groups: Groups
     recipients: Recipients
+    read: Callable[[LocalTensor], torch.Tensor] = stored
 
     def buckets(self, plan: Sequence[Owned], max_bytes: int) -> Iterator[list[Owned]]:
         """Neighbors in ``plan`` that are gathered alike, up to ``max_bytes`` on a rank that gets them."""
@@ -201,7 +206,7 @@ class Gather:
         return size
 
     def _value(self, owned: Owned) -> torch.Tensor:
-        return readable(self.tensors.local[owned.place].value)
+        return readable(self.read(self.tensors.local[owned.place]))
 
     def _own(self, bucket: Sequence[Owned]) -> torch.Tensor:
         """This rank's shards if its stage owns the bucket, else memory for them."""

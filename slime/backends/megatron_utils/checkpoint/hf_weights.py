@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,9 @@ from slime.backends.megatron_utils.checkpoint.tensors import (
     from_megatron,
     full_shape,
     join,
+    merged,
     shard,
+    stored,
     to_megatron,
 )
 from slime.backends.protocols import EVERY_RANK, NamedTensor, Recipients
@@ -35,6 +37,8 @@ from slime.backends.training.hf_files import TensorReader, raise_everywhere
 from slime.models.family import Family
 from slime.utils.distributed_utils import files_group
 from slime.utils.errors import ConfigError
+
+Content = Literal["weights", "adapters", "merged"]
 
 _BUCKET_BYTES = 512 * 1024**2
 
@@ -78,7 +82,8 @@ def load_weights(model: Any, shape: Shape, directory: str, flag: str, *, has_lm_
     raise_everywhere(problems)  # before the collective of ``plan``, which a rank that has failed would not enter
     with _collected(problems):
         for local in tensors.local.values():
-            problems += _fill(local, tensors, reader)
+            if not tensors.rule(local.place).is_adapter:
+                problems += _fill(local, tensors, reader)
     dist.barrier(group=files_group())  # ranks read for different times, and ``plan`` waits in a group of training
     unknown = sorted(reader.names - tensors.all_hf_names(tensors.plan()))
     problems += _unknown(unknown, tensors, reader, shape.num_mtp_layers)
@@ -157,6 +162,7 @@ def export_weights(
     recipients: Recipients = EVERY_RANK,
     *,
     layout_of: str | None = None,
+    content: Content = "weights",
 ) -> Iterator[NamedTensor]:
     """All weights under Hugging Face names, whole and without vocabulary padding. A collective.
 
@@ -166,11 +172,13 @@ def export_weights(
         bucket_bytes: bytes gathered at a time. A larger tensor is gathered alone.
         recipients: the ranks that get the tensors. The others get none.
         layout_of: a checkpoint. If it stacks the experts of a layer in one tensor, so does the export.
+        content: the weights without adapters, the adapters alone under peft's names, or the weights with them.
     """
     tensors = ModelTensors(model, shape.family, shape.vocab_size, shape.is_tied)
     stacks = _Stacks(tensors, layout_of)
-    gather = Gather(tensors, groups_of_rank(), recipients)
-    for bucket in gather.buckets(tensors.plan(), bucket_bytes):
+    gather = Gather(tensors, groups_of_rank(), recipients, merged if content == "merged" else stored)
+    plan = [one for one in tensors.plan() if tensors.rule(one.place).is_adapter == (content == "adapters")]
+    for bucket in gather.buckets(plan, bucket_bytes):
         for owned, expert_rank, shards in gather.pieces(bucket):
             rule = tensors.rule(owned.place)
             whole = join(shards, rule)
@@ -178,7 +186,8 @@ def export_weights(
                 yield from stacks.add(owned.place, expert_rank, whole)
                 continue
             parts = from_megatron(whole, rule, tensors.size)
-            yield from zip(tensors.hf_names(owned.place, expert_rank), parts, strict=True)
+            named = zip(tensors.hf_names(owned.place, expert_rank), parts, strict=True)
+            yield from ((name, part) for name, part in named if name)  # rows without an adapter have no name
 
 
 class _Stacks:

@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 from torch.distributed.checkpoint.api import CheckpointException
 
+from slime.backends.megatron_utils.checkpoint.adapters import sharded_adapters
 from slime.backends.megatron_utils.checkpoint.shard_files import LocalReader
 from slime.backends.megatron_utils.checkpoint.tensors import chunks_of
 from slime.backends.megatron_utils.step import TrainState
@@ -60,8 +61,8 @@ class CheckpointContent:
 
 
 def sharded_state(state: TrainState, content: CheckpointContent, *, is_loading: bool) -> dict[str, Any]:
-    """Weights, and optionally optimizer and random number generators, as Megatron saves and loads them."""
-    sharded = _sharded_model(state.model)
+    """Weights, or adapters, and optionally optimizer and random number generators, as Megatron saves and loads them."""
+    sharded = _sharded_model(state.model, adapters_only=state.adapter is not None)
     if content.has_optimizer:
         # ``slices.sliced_states``, which writes the format of the files without gathering
         metadata = _metadata() | {"distrib_optim_sharding_type": "fully_sharded_model_space"}
@@ -91,7 +92,7 @@ def load_training_state(state: TrainState, shape: ModelShape, source: Source, co
             source.directory,
         )
     loaded = _load(source, shape, sharded)
-    _fill_model(state.model, loaded)
+    _fill_model(state.model, loaded, strict=state.adapter is None)
     if content.has_optimizer:
         _fill_optimizer(state.optimizer, loaded["optimizer"], source)
         state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
@@ -103,7 +104,7 @@ def load_training_state(state: TrainState, shape: ModelShape, source: Source, co
 
 
 def load_model_weights(model: Any, shape: ModelShape, source: Source, *, optional: Collection[str] = ()) -> list[str]:
-    """Load weights only, into the live model. The optimizer's copies do not change.
+    """Load weights only, of a model with adapters those of the adapters. The optimizer's copies do not change.
 
     Args:
         optional: parameters that may be absent from the checkpoint or have another shape (a critic's head).
@@ -114,9 +115,10 @@ def load_model_weights(model: Any, shape: ModelShape, source: Source, *, optiona
     Raises:
         ConfigError: the checkpoint is damaged or of another model.
     """
-    sharded = _sharded_model(model)
+    adapters_only = any(rule.is_adapter for rule in shape.family.rules)
+    sharded = _sharded_model(model, adapters_only=adapters_only)
     left = _drop_absent(sharded, source, optional) if optional else []
-    _fill_model(model, _load(source, shape, sharded), strict=not left)
+    _fill_model(model, _load(source, shape, sharded), strict=not left and not adapters_only)
     return left
 
 
@@ -136,7 +138,9 @@ def _keys(model: Any) -> list[tuple[str, Any]]:
     return [("model", chunks[0])] if len(chunks) == 1 else [(f"model{i}", chunk) for i, chunk in enumerate(chunks)]
 
 
-def _sharded_model(model: Any) -> dict[str, Any]:
+def _sharded_model(model: Any, *, adapters_only: bool = False) -> dict[str, Any]:
+    if adapters_only:
+        return {key: sharded_adapters(chunk) for key, chunk in _keys(model)}
     sharded = {key: chunk.sharded_state_dict(metadata=_metadata()) for key, chunk in _keys(model)}
     if not chunks_of(model)[0].config.fp8:
         for tensors in sharded.values():

@@ -62,6 +62,20 @@ class LocalTensor:
     owner: torch.Tensor
 
 
+def stored(tensor: LocalTensor) -> torch.Tensor:
+    """The value as it is in memory."""
+    return tensor.value
+
+
+def merged(tensor: LocalTensor) -> torch.Tensor:
+    """The value plus the change by its adapter, if it has one, rounded once."""
+    adapter = vars(tensor.owner).get("adapter")
+    if adapter is None:
+        return tensor.value
+    summed: torch.Tensor = tensor.value.float() + adapter.delta(tensor.place.expert)
+    return summed.to(tensor.value.dtype)
+
+
 @dataclass(frozen=True)
 class Owned:
     """A place of the whole model, the stage that owns it, and the share each of its ranks holds."""

@@ -31,6 +31,7 @@ from slime.backends.megatron_utils.checkpoint.state import SHARDING, CheckpointC
 from slime.backends.megatron_utils.step import TrainState
 from slime.backends.training import checkpoint_files as files
 from slime.backends.training import pieces
+from slime.backends.training.adapter_files import ADAPTER
 from slime.backends.training.checkpoint_files import checksums_of, written_by
 from slime.backends.training.pieces import Piece
 from slime.models.shape import ModelShape
@@ -48,13 +49,14 @@ class _Pending:
     """A save under way. ``thread`` writes this rank's part.
 
     Attributes:
+        content: for the manifest.
         metadata: of the shards of all ranks. Only on rank 0.
         is_free: the live tensors are written or copied: training may change them.
         num_bytes: written so far.
         seen: bytes that all ranks had written at the last comparison, and when that number last grew.
     """
 
-    def __init__(self, iteration: int, content: CheckpointContent, name: str, metadata: Metadata | None) -> None:
+    def __init__(self, iteration: int, content: dict[str, Any], name: str, metadata: Metadata | None) -> None:
         self.iteration = iteration
         self.content = content
         self.name = name
@@ -152,8 +154,13 @@ class CheckpointWriter:
             raise self._not_written(name, {0: failure})
         max_copied = 0
         if in_background:
-            max_copied = _COPIED_BYTES * sum(p.numel() for chunk in state.chunks for p in chunk.parameters())
-        self._pending = _Pending(iteration, content, name, metadata)
+            parameters = [parameter for chunk in state.chunks for parameter in chunk.parameters()]
+            is_saved = [state.adapter is None or parameter.requires_grad for parameter in parameters]
+            max_copied = _COPIED_BYTES * sum(p.numel() for p, saved in zip(parameters, is_saved, strict=True) if saved)
+        described: dict[str, Any] = {"optimizer": content.has_optimizer, "rng": content.has_rng}
+        if state.adapter is not None:
+            described |= {ADAPTER: state.adapter}
+        self._pending = _Pending(iteration, described, name, metadata)
         self._pending.start(parts, partial, max_copied)
         if in_background:
             self._wait(self._pending, is_end=False)
@@ -226,7 +233,7 @@ class CheckpointWriter:
             pending.name,
             pending.iteration,
             layout=_layout(),
-            content={"optimizer": pending.content.has_optimizer, "rng": pending.content.has_rng},
+            content=pending.content,
             checksums=checksums,
             keep=self._keep,
         )

@@ -301,11 +301,25 @@ def freeze_parameters(
         # Frozen are names that --freeze-params finds, or that --only-train-params does not find.
         if (patterns and is_found == bool(freeze)) or (name.startswith("mtp.") and not trains_prediction):
             parameter.requires_grad_(False)
+    for chunk in chunks_of(model):
+        _start_gradients(chunk)
     count = torch.tensor(sum(parameter.requires_grad for _, parameter in parameters))
     counts: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(counts, int(count))
     if not any(counts):
         raise ConfigError(f"{flag} {' '.join(only or freeze or ())} leaves no parameter to train.")
+
+
+def _start_gradients(chunk: Any) -> None:
+    """Let gradients of recomputed layers flow if the embedding is frozen.
+
+    A recomputed part has gradients only if one of its inputs has, and its parameters do not count.
+    """
+    is_frozen = chunk.pre_process and not any(one.requires_grad for one in chunk.embedding.parameters())
+    if is_frozen and chunk.config.recompute_granularity is not None:
+        chunk.embedding.register_forward_hook(
+            lambda module, inputs, output: output.requires_grad_(torch.is_grad_enabled())
+        )
 
 
 def global_names(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -1,0 +1,274 @@
+"""Adapters on disk: peft's directory, written and read, and the proof that it belongs to the base of the run.
+
+    <directory>/adapter_config.json          settings of peft
+    <directory>/adapter_model.safetensors    the tensors. Its metadata has the fingerprint of the base
+
+Both trainers and the rules before a start use it. Torch is imported only to write.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from slime.backends.protocols import NamedTensor
+from slime.backends.training.arguments import CheckpointArgs
+from slime.backends.training.checkpoint_files import checksums_of, read_manifest
+from slime.backends.training.checkpoint_source import Source, find_start
+from slime.backends.training.export_files import begin_export, finish_export
+from slime.config.groups import from_args
+from slime.models.hf_shape import read_shape
+from slime.models.lora import CONFIG_FILE, FILE_PREFIX, WEIGHTS_FILE, LoraConfig, adapter_tensors
+from slime.models.shape import ModelShape
+from slime.utils.errors import ConfigError, SlimeError
+
+ADAPTER = "adapter"
+"""Key of :func:`describe_adapter` in the content of a checkpoint's manifest."""
+
+_BASE = "slime_base"
+_NUM_SAMPLES, _SAMPLE_BYTES = 256, 4096
+# Settings of peft that this trainer does not compute, and the values that mean "off".
+_UNSUPPORTED = (
+    *("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "target_parameters"),
+    *("trainable_token_indices", "lora_bias", "fan_in_fan_out", "layer_replication"),
+)
+_NAMED = 3
+
+
+def base_fingerprint(hf_checkpoint: str) -> str:
+    """A hash of the names, types and shapes of all tensors, and of the bytes of some. Empty without safetensors files.
+
+    It does not depend on the division into files. Reads at most 1 MiB besides the lists of tensors.
+    """
+    entries: list[tuple[str, str, list[int], Path, int, int]] = []
+    for file in sorted(Path(hf_checkpoint).glob("*.safetensors")):
+        header, begin = _header(file)
+        header.pop("__metadata__", None)
+        for name, one in header.items():
+            low, high = one["data_offsets"]
+            entries.append((name, one["dtype"], one["shape"], file, begin + low, high - low))
+    if not entries:
+        return ""
+    entries.sort(key=lambda entry: entry[0])
+    digest = hashlib.sha256(json.dumps([entry[:3] for entry in entries]).encode())
+    for _, _, _, file, begin, size in entries[:: -(-len(entries) // _NUM_SAMPLES)]:
+        with file.open("rb") as stream:
+            stream.seek(begin + size // 2)
+            digest.update(stream.read(min(_SAMPLE_BYTES, size - size // 2)))
+    return digest.hexdigest()
+
+
+def _header(file: Path) -> tuple[dict[str, Any], int]:
+    """(tensors by name, position of the first byte of data) of a safetensors file."""
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > file.stat().st_size:
+                raise ValueError("its header is longer than the file")
+            header = json.loads(stream.read(length))
+    except (OSError, ValueError, struct.error) as error:
+        raise ConfigError(f"{file} cannot be read as a safetensors file: {error}") from None
+    return header, 8 + length
+
+
+def describe_adapter(lora: LoraConfig, shape: ModelShape, hf_checkpoint: str) -> dict[str, Any]:
+    """The adapters and their base as plain values, for the manifest of a checkpoint."""
+    settings = {name: asdict(lora)[name] for name in ("rank", "alpha", "rslora", "experts")}
+    return {**settings, "target_modules": lora.module_names(shape), "base": base_fingerprint(hf_checkpoint)}
+
+
+def state_problems(source: Source, current: Mapping[str, Any] | None) -> list[str]:
+    """Why a run with the adapters ``current`` cannot continue the training state ``source``."""
+    try:
+        manifest = read_manifest(Path(source.directory))
+    except (ValueError, TypeError):  # reported with the damage
+        return []
+    saved = None if manifest is None else manifest.content.get(ADAPTER)
+    where = f"{source.flag} {source.directory}"
+    if saved is None and current is None:
+        return []
+    if not isinstance(saved, Mapping):
+        return [
+            f"{where} was saved without adapters, so --lora-rank cannot continue it: make an export of it (--save-hf) "
+            "the --hf-checkpoint, and drop --load."
+        ]
+    if current is None:
+        return [
+            f"{where} holds adapters of rank {saved.get('rank')} and not their base: give --lora-rank "
+            f"{saved.get('rank')} and the other settings of that run."
+        ]
+    if saved.get("base") != current["base"]:
+        return [
+            f"{where} holds adapters of another base than --hf-checkpoint: its weights have changed since, or it is "
+            "another model. Give the --hf-checkpoint of that run."
+        ]
+    return [
+        f"{where} was saved with {name} {saved.get(name)} of its adapters, but this run has {value}: settings of "
+        "adapters cannot change in a resumed run."
+        for name, value in current.items()
+        if saved.get(name) != value
+    ]
+
+
+def adapter_problems(lora: LoraConfig, shape: ModelShape, hf_checkpoint: str) -> list[str]:
+    """Why training cannot start from ``lora.adapter_path``."""
+    assert lora.adapter_path is not None, "the caller has asked"
+    where, directory = f"--lora-adapter-path {lora.adapter_path}", Path(lora.adapter_path)
+    try:
+        config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
+        header, _ = _header(directory / WEIGHTS_FILE)
+    except (OSError, ValueError) as error:
+        return [f"{where} is not the directory of a peft adapter ({CONFIG_FILE}, {WEIGHTS_FILE}): {error}."]
+    except ConfigError as error:
+        return error.problems
+    if config.get("peft_type") != "LORA":
+        return [f"{where}: {CONFIG_FILE} has peft_type {config.get('peft_type')}; only LORA can be trained."]
+    problems = [
+        f"{where}: {CONFIG_FILE} has {name} {config[name]}, which this trainer does not compute."
+        for name in _UNSUPPORTED
+        if config.get(name)
+    ]
+    if config.get("bias", "none") != "none":
+        problems.append(
+            f"{where}: {CONFIG_FILE} has bias {config['bias']}; only adapters without biases can be trained."
+        )
+    for key, flag, value in (
+        ("r", "--lora-rank", lora.rank),
+        ("lora_alpha", "--lora-alpha", lora.alpha),
+        ("use_rslora", "--lora-use-rslora", lora.rslora),
+    ):
+        if config.get(key, False) != value:
+            problems.append(f"{where} was trained with {key} {config.get(key)}, but {flag} is {value}: give the same.")
+    return problems or _tensor_problems(where, header, lora, shape, hf_checkpoint)
+
+
+def _tensor_problems(
+    where: str, header: dict[str, Any], lora: LoraConfig, shape: ModelShape, hf_checkpoint: str
+) -> list[str]:
+    base = header.pop("__metadata__", {}).get(_BASE)
+    if base is not None and base != base_fingerprint(hf_checkpoint):
+        return [f"{where} is an adapter of another base than --hf-checkpoint {hf_checkpoint}: give the same base."]
+    needed = {FILE_PREFIX + name: list(sizes) for name, sizes in adapter_tensors(shape, lora).items()}
+    has = {name: one["shape"] for name, one in header.items()}
+    wrong = [name for name in needed if name in has and has[name] != needed[name]]
+    if wrong:
+        return [
+            f"{where} is an adapter of another base than --hf-checkpoint {hf_checkpoint}: {wrong[0]} has shape "
+            f"{has[wrong[0]]}, and {len(wrong)} of {len(needed)} tensors do not fit. It must have {needed[wrong[0]]}."
+        ]
+    missing, unknown = sorted(needed.keys() - has.keys()), sorted(has.keys() - needed.keys())
+    named = [f"lacks {', '.join(missing[:_NAMED])}"] if missing else []
+    named += [f"holds {', '.join(unknown[:_NAMED])}"] if unknown else []
+    return [
+        f"{where} {one}, which does not fit --lora-target-modules and --hf-checkpoint {hf_checkpoint}: give its "
+        "targets and its base."
+        for one in named
+    ]
+
+
+def check_adapters(args: Namespace) -> Iterator[str]:
+    """Rule over the resolved arguments: targets, rank, base, and the adapter that training starts from."""
+    lora = LoraConfig.from_args(args)
+    if lora is None:
+        yield from _without_rank(args)
+        yield from _load_problems(args, None)
+        return
+    flag = f"--lora-rank {lora.rank}"
+    if lora.rank < 0:
+        yield f"{flag} must be positive, or 0 to train all weights."
+        return
+    if not 0 <= lora.dropout < 1:
+        yield f"--lora-dropout {lora.dropout} must be at least 0 and less than 1."
+    if lora.alpha <= 0:
+        yield f"--lora-alpha {lora.alpha} must be positive."
+    yield from _excluded(args, flag)
+    if args.hf_checkpoint is None or args.debug_rollout_only:
+        return
+    try:
+        shape = read_shape(args.hf_checkpoint)
+    except ConfigError:  # reported by the rules of the model
+        return
+    try:
+        lora.targets(shape)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    if lora.adapter_path is not None:
+        yield from adapter_problems(lora, shape, args.hf_checkpoint)
+    yield from _load_problems(args, describe_adapter(lora, shape, args.hf_checkpoint))
+
+
+def _load_problems(args: Namespace, current: Mapping[str, Any] | None) -> list[str]:
+    if args.load is None or args.hf_checkpoint is None or args.debug_rollout_only:
+        return []
+    try:
+        source = find_start(from_args(CheckpointArgs, args), args.hf_checkpoint)
+    except ConfigError:  # check_checkpoints reports it
+        return []
+    if source.flag != "--load":
+        return []
+    if source.format != "hf":
+        return state_problems(source, current)
+    if current is None:
+        return []
+    return [
+        f"--load {args.load} is a Hugging Face directory: with --lora-rank the base is --hf-checkpoint. Drop --load."
+    ]
+
+
+def _without_rank(args: Namespace) -> Iterator[str]:
+    for name in ("lora_adapter_path", "lora_target_modules", "lora_experts", "lora_merge", "lora_use_rslora"):
+        if vars(args).get(name):
+            yield f"--{name.replace('_', '-')} needs --lora-rank: without it all weights are trained."
+
+
+def _excluded(args: Namespace, flag: str) -> Iterator[str]:
+    """Combinations that would train something else than adapters of the weights that the engines have."""
+    base = Path(args.hf_checkpoint or "").resolve()
+    for name in ("ref_load", "pretrained_checkpoint"):
+        given = vars(args)[name]
+        if given is not None and Path(given).resolve() != base:
+            yield (
+                f"{flag}: --{name.replace('_', '-')} {given} is another base than that of the engines, "
+                f"--hf-checkpoint {args.hf_checkpoint}: drop it. The reference is the base without adapters."
+            )
+    if args.only_train_params_name_list or args.freeze_params_name_list:
+        yield f"{flag} freezes all weights: drop --only-train-params-name-list and --freeze-params-name-list."
+    if args.opd_teacher_load is not None:
+        yield f"{flag}: --opd-teacher-load needs a copy of all weights: serve the teacher (--opd-type sglang) instead."
+    if args.enable_mtp_training:
+        yield f"{flag} trains adapters of the decoder only: drop --enable-mtp-training."
+    if args.moe_router_bias_update_rate:
+        yield f"{flag} keeps the routers: drop --moe-router-bias-update-rate {args.moe_router_bias_update_rate}."
+
+
+def save_adapter(
+    weights: Iterable[NamedTensor], lora: LoraConfig, shape: ModelShape, hf_checkpoint: str, path: str
+) -> None:
+    """Write peft's directory at ``path``. A collective: rank 0 gets all adapters, holds them in host memory and writes.
+
+    Raises:
+        SlimeError: rank 0 failed. Raised on all ranks.
+    """
+    from slime.utils.distributed_utils import do_on_first_rank
+
+    tensors = {FILE_PREFIX + name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights}
+    failure = do_on_first_rank(lambda: _write(tensors, lora.peft_config(shape, hf_checkpoint), hf_checkpoint, path))
+    if failure is not None:
+        raise SlimeError(f"--save-hf {path}: {failure}")
+
+
+def _write(tensors: Mapping[str, Any], config: Mapping[str, Any], hf_checkpoint: str, path: str) -> None:
+    from safetensors.torch import save_file
+
+    partial = begin_export(path)
+    metadata = {"format": "pt", _BASE: base_fingerprint(hf_checkpoint)}
+    save_file(dict(tensors), partial / WEIGHTS_FILE, metadata=metadata)
+    (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2), encoding="utf-8")
+    finish_export(path, checksums_of([partial / WEIGHTS_FILE]))

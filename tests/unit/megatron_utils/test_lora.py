@@ -1,0 +1,248 @@
+"""Adapters on Megatron against peft on transformers: the same log-probs, gradients, files and merged weights."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing import load_tensors_metadata
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from safetensors.torch import load_file, save_file
+
+from slime.backends.megatron_utils.actor import MegatronTrainer
+from slime.backends.megatron_utils.model.lora import adapters_of
+from slime.models.lora import FILE_PREFIX, WEIGHTS_FILE, tensor_name
+from slime.utils.errors import ConfigError
+from tests.unit.megatron_utils.tiny_families import make_family_checkpoint, packed_logits, saved_tensors
+from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_args, make_batch
+from tests.verification import verify
+
+pytestmark = pytest.mark.usefixtures("trainer_rank")
+
+LORA = {"lora_rank": 4, "lora_alpha": 6.0}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[str, tuple[Path, Any]] = {}
+
+    def get(kind: str) -> tuple[Path, Any]:
+        if kind not in made:
+            path = tmp_path_factory.mktemp(kind)
+            made[kind] = path, make_family_checkpoint(kind, path)
+        return made[kind]
+
+    return get
+
+
+def _trainer(path: Path, **overrides: Any) -> MegatronTrainer:
+    has_kl = "kl_coef" in overrides
+    trainer = MegatronTrainer(make_args(path, **(LORA | overrides)), rank=0, world_size=1, with_ref=has_kl)
+    trainer.setup()
+    return trainer
+
+
+def _randomize(trainer: MegatronTrainer) -> None:
+    """Outputs of adapters that are not zero."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for adapter in adapters_of(trainer._ready.model):
+            noise = 0.2 * torch.randn(adapter.lora_B.shape, generator=generator)
+            adapter.lora_B.copy_(noise if adapter.uses is None else noise * adapter.uses.sum(1, keepdim=True))
+    trainer._begin_with_filled()
+
+
+def _sequences() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, VOCAB, (length,), generator=generator) for length in (9, 1, 40)]
+
+
+def _peft(model: Any, directory: Path) -> Any:
+    import peft
+
+    return peft.PeftModel.from_pretrained(copy.deepcopy(model), str(directory), is_trainable=True).eval()
+
+
+def _gradients(model: Any, names: Any) -> dict[str, torch.Tensor]:
+    parameters = {name.replace(".default.", "."): one.grad for name, one in model.named_parameters() if "lora_" in name}
+    return {name: parameters[FILE_PREFIX + name] for name in names}
+
+
+def _sft_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """The mean over samples of the mean negative log-likelihood of the trained tokens."""
+    losses = []
+    for tokens, length, mask in zip(batch["tokens"], batch["response_lengths"], batch["loss_masks"], strict=True):
+        table = model(tokens[None]).logits[0, -length - 1 : -1].log_softmax(-1)
+        chosen = table.gather(1, tokens[-length:, None])[:, 0]
+        losses.append(-(chosen * mask).sum() / mask.sum().clamp(min=1))
+    return torch.stack(losses).mean()
+
+
+CASES = {
+    "dense": ("qwen3", {}),
+    "llama, some of a fused layer": ("llama", {"lora_target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"]}),
+    "one tensor for gate and up": ("glm4", {}),
+    "attention beside experts": ("qwen3_moe", {}),
+    "latent attention": ("moonlight", {}),
+    "latent attention, compressed queries": ("deepseek_v3", {}),
+    "gated delta nets": ("qwen3_next", {}),
+    "rsLoRA": ("qwen2", {"lora_use_rslora": True, "lora_alpha": 2.0}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_log_probs_and_gradients_equal_peft(case: str, checkpoint: Any, tmp_path: Path) -> None:
+    kind, settings = CASES[case]
+    path, reference = checkpoint(kind)
+    sgd = {"optimizer": "sgd", "sgd_momentum": 0.0, "weight_decay": 0.0, "clip_grad": 0.0, "lr": 1.0}
+    trainer = _trainer(path, loss_type="sft_loss", **sgd, **settings)
+    _randomize(trainer)
+    trainer.save_hf(str(tmp_path / "adapter"))
+    before = {name: value.clone() for name, value in trainer.export_adapter()}
+    saved = load_file(tmp_path / "adapter" / WEIGHTS_FILE)
+    assert saved.keys() == {FILE_PREFIX + name for name in before}
+    model = _peft(reference, tmp_path / "adapter")
+    sequences = _sequences()
+    with torch.no_grad():
+        expected = torch.cat([model(sequence[None]).logits[0].log_softmax(-1) for sequence in sequences])
+        plain = torch.cat([reference(sequence[None]).logits[0].log_softmax(-1) for sequence in sequences])
+    ours = packed_logits(trainer._ready.chunks[0].eval(), sequences).log_softmax(-1)
+    verify(f"log-probs with adapters of {kind}", "peft", ours, expected, tolerance=1e-5)
+    assert (expected - plain).abs().max() > 0.1, "the adapters change the model"
+    batch = make_batch(with_rollout=False)
+    trainer.train(0, batch)
+    _sft_loss(model, batch).backward()
+    gradients = _gradients(model, before)
+    for name, after in trainer.export_adapter():
+        verify(f"gradients of adapters of {kind}", "peft", before[name] - after, gradients[name], tolerance=1e-5)
+    assert all(gradient.abs().max() > 1e-4 for gradient in gradients.values())
+
+
+ADAM = {"lr": 1e-2, "weight_decay": 0.1, "clip_grad": 1.0, "kl_coef": 0.1}
+
+
+def _adapters(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in trainer.export_adapter()}
+
+
+@pytest.mark.parametrize("precision", [{}, {"fp32": False, "bf16": True}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["qwen3", "moonlight", "qwen3_moe"])
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
+    kind: str, precision: dict[str, Any], checkpoint: Any, tmp_path: Path
+) -> None:
+    path, _ = checkpoint(kind)
+    settings = {**ADAM, **precision, "save": str(tmp_path), "lora_dropout": 0.1, "lora_experts": True}
+    straight = _trainer(path, **settings)
+    started = _adapters(straight)
+    straight.train(0, make_batch(seed=0))
+    straight.save(0)
+    expected = straight.train(1, make_batch(seed=1)).steps
+    resumed = _trainer(path, **settings, load=str(tmp_path))
+    assert resumed.train(1, make_batch(seed=1)).steps == expected
+    after = _adapters(straight)
+    assert all(torch.equal(value, after[name]) for name, value in _adapters(resumed).items())
+    assert all(not torch.equal(value, started[name]) for name, value in after.items() if ".experts." not in name)
+    saved = load_tensors_metadata(str(tmp_path / "iter_0000000"))
+    assert saved
+    assert all(".adapter.lora_" in name for name in saved), "adapters, main weights and moments, but not the base"
+
+
+def test_another_base_or_other_settings_cannot_be_resumed(checkpoint: Any, tmp_path: Path) -> None:
+    path, _ = checkpoint("qwen3")
+    trainer = _trainer(path, save=str(tmp_path))
+    trainer.save(0)
+    other = shutil.copytree(path, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.norm.weight"] += 0.5
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    for base, settings, message in (
+        (other, {}, "adapters of another base"),
+        (path, {"lora_rank": 2}, "saved with rank 4 of its adapters, but this run has 2"),
+        (path, {"lora_rank": 0}, "holds adapters of rank 4 and not their base: give --lora-rank 4"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            _trainer(base, load=str(tmp_path), **settings)
+
+
+def test_the_reference_is_the_base_and_only_adapters_are_trained(checkpoint: Any) -> None:
+    path, reference = checkpoint("qwen3")
+    trainer = _trainer(path, **ADAM)
+    base = {name: value.clone() for name, value in trainer._ready.chunks[0].named_parameters() if "adapter" not in name}
+    for rollout in range(2):
+        report = trainer.train(rollout, make_batch(seed=rollout)).rollout
+        assert (report["ref_log_probs"] == report["log_probs"]) == (rollout == 0)
+    batch = trainer._train_batch(make_batch(seed=5))
+    with trainer._reference.swapped_in():
+        ours = trainer._log_probs(batch)
+    columns = batch.columns
+    for log_probs, tokens, length in zip(ours, columns["tokens"], columns["response_lengths"], strict=True):
+        with torch.no_grad():
+            table = reference(tokens[None]).logits[0, -length - 1 : -1].log_softmax(-1)
+        theirs = table.gather(1, tokens[-length:, None])[:, 0]
+        verify("log-probs with adapters off", "transformers", log_probs, theirs, tolerance=1e-5)
+    parameters = dict(trainer._ready.chunks[0].named_parameters())
+    assert all(torch.equal(value, parameters[name]) for name, value in base.items())
+    assert all(parameter.requires_grad == ("adapter" in name) for name, parameter in parameters.items())
+    weights = sum(p.numel() for name, p in parameters.items() if "adapter" in name)
+    assert sum(buffer.grad_data.numel() for buffer in trainer._ready.chunks[0].buffers) < weights + 1000
+    copied = trainer._copied_weights()
+    assert sum(copy.numel() for copy in copied._copy) == weights, "an old policy is a copy of the adapters"
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "glm4", "moonlight", "qwen3_next"])
+def test_merged_weights_are_the_base_plus_the_adapters(kind: str, checkpoint: Any, tmp_path: Path) -> None:
+    path, _ = checkpoint(kind)
+    trainer = _trainer(path, lora_merge=True)
+    _randomize(trainer)
+    adapters, base = _adapters(trainer), saved_tensors(path)
+    merged = dict(trainer.export_weights())
+    assert merged.keys() >= {name.replace(".lora_A", "") for name in adapters if ".lora_A" in name}
+    for name, value in merged.items():
+        expected = base[name]
+        if (inner := adapters.get(tensor_name(name, "A"))) is not None:
+            expected = expected + LORA["lora_alpha"] / LORA["lora_rank"] * adapters[tensor_name(name, "B")] @ inner
+        verify("merged weights", "base + scale B A", value, expected, tolerance=1e-6)
+    trainer.save_hf(str(tmp_path / "merged"))
+    assert (
+        saved_tensors(tmp_path / "merged")["model.norm.weight" if kind != "qwen3_5" else "lm_head.weight"] is not None
+    )
+
+
+def test_training_starts_from_an_adapter_of_peft(checkpoint: Any, tmp_path: Path) -> None:
+    path, reference = checkpoint("llama")
+    first = _trainer(path)
+    _randomize(first)
+    first.save_hf(str(tmp_path / "ours"))
+    model = _peft(reference, tmp_path / "ours")
+    model.save_pretrained(tmp_path / "theirs")
+    second = _trainer(path, lora_adapter_path=str(tmp_path / "theirs"))
+    expected = _adapters(first)
+    assert all(torch.equal(value, expected[name]) for name, value in _adapters(second).items())
+    logits = [packed_logits(each._ready.chunks[0].eval(), _sequences()) for each in (first, second)]
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mla_up_proj", "moe_act"]},
+    ],
+    ids=["full", "selective"],
+)
+def test_recomputing_activations_changes_nothing(recompute: dict[str, Any], checkpoint: Any) -> None:
+    path, _ = checkpoint("deepseek_v3")
+    settings = {**ADAM, "lora_experts": True, "lora_dropout": 0.1}
+    plain, recomputed = _trainer(path, **settings), _trainer(path, **settings, **recompute)
+    for trainer in (plain, recomputed):
+        torch.manual_seed(1)
+        model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+        steps = trainer.train(0, make_batch()).steps
+        assert steps[0]["grad_norm"] > 0
+    expected = _adapters(plain)
+    for name, value in _adapters(recomputed).items():
+        verify("adapters after a step with recomputed layers", "stored activations", value, expected[name])
