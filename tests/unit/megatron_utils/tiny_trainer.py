@@ -193,8 +193,9 @@ def split_batch(
 
 
 def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
-    """Copies of the trainer's weights under their Hugging Face names."""
-    return {name: value.clone() for name, value in trainer.export_weights()}
+    """Copies of the trained weights under their Hugging Face names: all of them, or the adapters."""
+    weights = trainer.export_weights() if trainer._lora is None else trainer.export_adapter()
+    return {name: value.clone() for name, value in weights}
 
 
 def free_port() -> int:
