@@ -160,6 +160,18 @@ class LoraConfig:
         """Trainable parameters."""
         return sum(linear.num_parameters(self.rank) for linear in self.targets(shape))
 
+    def with_adapters(self, shape: ModelShape) -> ModelShape:
+        """``shape`` with rules for the adapters in its family's table. Raises as :meth:`targets`.
+
+        The adapter of a Megatron tensor has two tensors. ``lora_A`` has the ``A`` of all targets in it one below the
+        other. ``lora_B`` is assembled like the tensor, with ``rank`` columns. Rows that belong to no target are zeros.
+        """
+        by_rule: dict[Rule, list[int]] = {}
+        for linear in self.targets(shape):
+            by_rule.setdefault(linear.rule, []).append(linear.part)
+        added = [one for rule, parts in by_rule.items() for one in _adapter_rules(rule, parts)]
+        return replace(shape, family=replace(shape.family, rules=(*shape.family.rules, *added)))
+
     def peft_config(self, shape: ModelShape, base: str) -> dict[str, Any]:
         """The content of ``adapter_config.json``. ``base``: name or directory of the base model."""
         return {
@@ -176,19 +188,6 @@ class LoraConfig:
             "init_lora_weights": True,
             "inference_mode": True,
         }
-
-
-def with_adapters(shape: ModelShape, config: LoraConfig) -> ModelShape:
-    """``shape`` with rules for the adapters in its family's table. Raises as :meth:`LoraConfig.targets`.
-
-    The adapter of a Megatron tensor has two tensors. ``lora_A`` has the ``A`` of all targets in it one below the other.
-    ``lora_B`` is assembled like the tensor, with ``rank`` columns. Rows that belong to no target are zeros.
-    """
-    by_rule: dict[Rule, list[int]] = {}
-    for linear in config.targets(shape):
-        by_rule.setdefault(linear.rule, []).append(linear.part)
-    rules = [rule for rule, parts in by_rule.items() for rule in _adapter_rules(rule, parts)]
-    return replace(shape, family=replace(shape.family, rules=(*shape.family.rules, *rules)))
 
 
 def _adapter_rules(rule: Rule, parts: list[int]) -> tuple[Rule, Rule]:

@@ -27,7 +27,7 @@ install()
 from megatron.core import parallel_state as mpu
 
 from slime.backends.megatron_utils.checkpoint.adapters import fill_adapters
-from slime.backends.megatron_utils.checkpoint.hf_weights import Content, export_weights, load_weights
+from slime.backends.megatron_utils.checkpoint.hf_weights import Content, export_weights, load_weights, save_adapters
 from slime.backends.megatron_utils.checkpoint.state import CheckpointContent, load_model_weights, load_training_state
 from slime.backends.megatron_utils.checkpoint.writer import CheckpointWriter
 from slime.backends.megatron_utils.model.lora import adapters_off
@@ -44,8 +44,7 @@ from slime.backends.megatron_utils.step import (
     train_step,
 )
 from slime.backends.megatron_utils.trainer_hooks import TrainerHooks
-from slime.backends.protocols import EVERY_RANK, SOURCE, NamedTensor, Recipients, TrainReport
-from slime.backends.training.adapter_files import save_adapter
+from slime.backends.protocols import EVERY_RANK, NamedTensor, Recipients, TrainReport
 from slime.backends.training.arguments import ParallelArgs, TrainerArgs
 from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.data import RankPlace, TrainBatch
@@ -58,7 +57,6 @@ from slime.backends.training.trainer import TrainerBase
 from slime.config.arguments import ClusterArgs
 from slime.config.groups import from_args
 from slime.models.hf_shape import read_shape
-from slime.models.lora import with_adapters
 from slime.models.shape import ModelShape
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
@@ -78,7 +76,7 @@ class MegatronTrainer(TrainerBase):
         self._shape: ModelShape = read_shape(args.hf_checkpoint, with_vision=sees_media(args))
         super().__init__(args, rank=rank, world_size=world_size, with_ref=with_ref, vocab_size=self._shape.vocab_size)
         if self._lora is not None:
-            self._shape = with_adapters(self._shape, self._lora)
+            self._shape = self._lora.with_adapters(self._shape)
         self._hooks = TrainerHooks.load(args)
         self._state: TrainState | None = None
         self._writer: CheckpointWriter | None = None
@@ -219,7 +217,7 @@ class MegatronTrainer(TrainerBase):
         self._device.require(["weights"], "a Hugging Face checkpoint")
         source = self._args.hf_checkpoint
         if self._lora is not None and not self._lora.merge:
-            save_adapter(self.export_adapter(recipients=SOURCE), self._lora, self._shape, source, path)
+            save_adapters(self._ready.model, self._shape, self._lora, source, path)
             return
         weights = export_weights(self._ready.model, self._shape, layout_of=source, content=self._content)
         save_hf_directory(weights, source, path)

@@ -91,7 +91,7 @@ def build_train_state(
     """Model, optimizer and schedule, without weights.
 
     Args:
-        lora: train adapters alone. ``shape`` is then that of ``with_adapters``.
+        lora: train adapters alone. ``shape`` is then that of ``LoraConfig.with_adapters``.
         is_critic: a value head takes the place of the LM head.
     """
     if is_critic:

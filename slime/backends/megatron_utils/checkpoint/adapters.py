@@ -1,4 +1,4 @@
-"""The values of adapters: where they come from, and their part of a checkpoint, on any parallel layout."""
+"""The values of adapters on any parallel layout: where they come from, and their part of a checkpoint."""
 
 from __future__ import annotations
 

@@ -32,9 +32,12 @@ from slime.backends.megatron_utils.checkpoint.tensors import (
     stored,
     to_megatron,
 )
-from slime.backends.protocols import EVERY_RANK, NamedTensor, Recipients
+from slime.backends.protocols import EVERY_RANK, SOURCE, NamedTensor, Recipients
+from slime.backends.training.adapter_files import save_adapter
 from slime.backends.training.hf_files import TensorReader, raise_everywhere
 from slime.models.family import Family
+from slime.models.lora import LoraConfig
+from slime.models.shape import ModelShape
 from slime.utils.distributed_utils import files_group
 from slime.utils.errors import ConfigError
 
@@ -188,6 +191,12 @@ def export_weights(
             parts = from_megatron(whole, rule, tensors.size)
             named = zip(tensors.hf_names(owned.place, expert_rank), parts, strict=True)
             yield from ((name, part) for name, part in named if name)  # rows without an adapter have no name
+
+
+def save_adapters(model: Any, shape: ModelShape, lora: LoraConfig, hf_checkpoint: str, path: str) -> None:
+    """Write the adapters as a directory of peft. A collective."""
+    weights = export_weights(model, shape, recipients=SOURCE, content="adapters")
+    save_adapter(weights, lora, shape, hf_checkpoint, path)
 
 
 class _Stacks:

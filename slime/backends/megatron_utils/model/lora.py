@@ -135,7 +135,7 @@ def add_adapters(model: Any, shape: ModelShape, lora: LoraConfig) -> None:
     """Give this rank's part of ``model`` its adapters, without values.
 
     Args:
-        shape: of ``slime.models.lora.with_adapters``.
+        shape: of ``LoraConfig.with_adapters``.
     """
     targets: dict[Rule, list[Linear]] = {}
     for linear in lora.targets(shape):
