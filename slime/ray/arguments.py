@@ -20,7 +20,7 @@ from slime.backends.megatron_utils import precision_rules
 from slime.backends.megatron_utils.server import arguments as server
 from slime.backends.sglang_utils import rules as sglang_rules
 from slime.backends.sglang_utils.namespace import EngineArgs, read_engine
-from slime.backends.training import adapter_files, checkpoint_source, export_files
+from slime.backends.training import checkpoint_source, export_files
 from slime.batch import arguments as batch
 from slime.config import check as config_check
 from slime.config import parse as config_parse
@@ -208,7 +208,6 @@ RULES: tuple[config_check.Rule, ...] = (
     *wiring_rules.TRAINER_RULES,
     checkpoint_source.check_checkpoints,
     export_files.check_export,
-    adapter_files.check_adapters,
     *sglang_rules.RULES,
     *wiring_rules.RULES,
     *rollout_rules.RULES,

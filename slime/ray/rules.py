@@ -20,6 +20,7 @@ from slime.backends.megatron_utils import argument_rules as megatron_rules
 from slime.backends.megatron_utils.model_rules import check_against_hf
 from slime.backends.megatron_utils.precision_rules import int4, kv_fp8
 from slime.backends.sglang_utils.topology import topology_of
+from slime.backends.training.adapter_files import check_adapters
 from slime.backends.training.checkpoint_source import check_checkpoints
 from slime.backends.training.export_files import check_export
 from slime.config import notices
@@ -295,7 +296,7 @@ def _needs_ci_test(args: Namespace) -> Iterator[str]:
     yield from ()
 
 
-RULES: Rules = (_first_model, _heartbeats, _checksums, check_roles)
+RULES: Rules = (_first_model, _heartbeats, _checksums, check_roles, check_adapters)
 CI_RULES: Rules = (_norm_templates, _needs_ci_test)
 ROLE_RULES: Rules = (_roles,)
 ROLE_HOOK_RULES: Rules = (_role_hooks,)

@@ -30,10 +30,9 @@ from slime.backends.megatron_utils.checkpoint.adapters import fill_adapters
 from slime.backends.megatron_utils.checkpoint.hf_weights import Content, export_weights, load_weights, save_adapters
 from slime.backends.megatron_utils.checkpoint.state import CheckpointContent, load_model_weights, load_training_state
 from slime.backends.megatron_utils.checkpoint.writer import CheckpointWriter
-from slime.backends.megatron_utils.model.lora import adapters_off
 from slime.backends.megatron_utils.model.routing_replay import RoutingReplay, engine_choices
 from slime.backends.megatron_utils.model_rules import sees_media
-from slime.backends.megatron_utils.offload import copied_weights, device_memory, num_missing_moments
+from slime.backends.megatron_utils.offload import adapters_off, copied_weights, device_memory, num_missing_moments
 from slime.backends.megatron_utils.optimizer.build import reset_moments
 from slime.backends.megatron_utils.setup import build_train_state, init_distributed
 from slime.backends.megatron_utils.step import (

@@ -6,6 +6,7 @@ Called by ``actor``. How they are moved is in ``slime.backends.training``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -47,6 +48,19 @@ def copied_weights(chunks: Sequence[Any], *, adapters_only: bool = False) -> Wei
         weights += chunk.parameters()
         weights += [buffer for name, buffer in chunk.named_buffers() if name.endswith("expert_bias")]
     return WeightBackup(weights)
+
+
+@contextmanager
+def adapters_off(model: Any) -> Iterator[None]:
+    """The model is its base inside the block."""
+    adapters = list(adapters_of(model))
+    for adapter in adapters:
+        adapter.is_on = False
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.is_on = True
 
 
 def _tensors(chunks: Sequence[Any], optimizer: Any, part: TrainerPart) -> Iterator[torch.Tensor]:

@@ -13,7 +13,6 @@ weight, and each row multiplies the ``A x`` of its own layer only. Thus the tabl
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -168,16 +167,3 @@ def adapters_of(model: Any) -> Iterator[Adapter]:
     """Every adapter of this rank."""
     for chunk in chunks_of(model):
         yield from (module for module in chunk.modules() if isinstance(module, Adapter))
-
-
-@contextmanager
-def adapters_off(model: Any) -> Iterator[None]:
-    """The model is its base inside the block."""
-    adapters = list(adapters_of(model))
-    for adapter in adapters:
-        adapter.is_on = False
-    try:
-        yield
-    finally:
-        for adapter in adapters:
-            adapter.is_on = True
