@@ -244,6 +244,15 @@ def _excluded(args: Namespace, flag: str) -> Iterator[str]:
         yield f"{flag}: --opd-teacher-load needs a copy of all weights: serve the teacher (--opd-type sglang) instead."
     if args.enable_mtp_training:
         yield f"{flag} trains adapters of the decoder only: drop --enable-mtp-training."
+    if args.fp8 is not None or args.transformer_impl == "transformer_engine":
+        yield f"{flag} does not work with layers of TransformerEngine: give --transformer-impl local and no --fp8-format."
+    if args.megatron_deepgemm_forward_layers or args.megatron_deepgemm_moe_forward_layers:
+        yield f"{flag}: --megatron-deepgemm-forward-layers multiplies as engines without adapters do: drop it."
+    if args.int4_group_size is not None:
+        yield f"{flag} does not work with fake INT4: unset OPEN_TRAINING_INT4_FAKE_QAT_FLAG."
+    if args.lora_experts and (args.expert_tensor_parallel_size or 1) > 1:
+        size = args.expert_tensor_parallel_size
+        yield f"--lora-experts with --expert-tensor-parallel-size {size}: experts with adapters are not cut. Give 1."
     if args.moe_router_bias_update_rate:
         yield f"{flag} keeps the routers: drop --moe-router-bias-update-rate {args.moe_router_bias_update_rate}."
 
