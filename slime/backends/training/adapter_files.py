@@ -245,7 +245,7 @@ def _excluded(args: Namespace, flag: str) -> Iterator[str]:
     if args.enable_mtp_training:
         yield f"{flag} trains adapters of the decoder only: drop --enable-mtp-training."
     if args.fp8 is not None or args.transformer_impl == "transformer_engine":
-        yield f"{flag} does not work with layers of TransformerEngine: give --transformer-impl local and no --fp8-format."
+        yield f"{flag} needs layers of Megatron: give --transformer-impl local and no --fp8-format."
     if args.megatron_deepgemm_forward_layers or args.megatron_deepgemm_moe_forward_layers:
         yield f"{flag}: --megatron-deepgemm-forward-layers multiplies as engines without adapters do: drop it."
     if args.int4_group_size is not None:
