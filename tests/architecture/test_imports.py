@@ -70,6 +70,7 @@ THIRD_PARTY: dict[str, list[str]] = {
     "wandb": ["observability"],
     "yaml": ["config"],
     "rich": ["config", "doctor"],
+    "peft": ["backends/fsdp_utils"],
     "transformers": ["data", "rollout", "backends/fsdp_utils", "backends/megatron_utils", "doctor"],
     "httpx": ["utils", "rollout", "backends/sglang_utils"],
 }

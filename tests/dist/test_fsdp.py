@@ -154,3 +154,15 @@ def test_an_hf_export_holds_the_trained_weights(runs: Runs) -> None:
 def _whole(runs: Runs) -> Result:
     """Three rollouts on two ranks, without interruption."""
     return runs.of("fsdp", 2, num_rollouts=3, save_hf=str(runs.directory / "export"))
+
+
+def test_adapters_train_alike_on_any_number_of_ranks_and_as_with_the_megatron_backend(
+    runs: Runs, tmp_path: Path
+) -> None:
+    lora = {"lora_rank": 4, "lora_alpha": 8.0}
+    runs.of("fsdp", 1, num_rollouts=1, save_hf=str(tmp_path / "adapter"), **lora)
+    # merged weights show the adapters, too
+    start = {**lora, "lora_adapter_path": str(tmp_path / "adapter"), "lora_merge": True}
+    two = runs.of("fsdp", 2, context_parallel_size=2, **start)
+    _assert_same(two, runs.of("fsdp", 1, **start))
+    _assert_same(two, runs.of("megatron", 1, **start))

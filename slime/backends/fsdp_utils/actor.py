@@ -8,11 +8,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -21,12 +23,20 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from slime.backends.fsdp_utils import checkpoint
+from slime.backends.fsdp_utils.adapters import (
+    Adapters,
+    adapter_parameters,
+    adapters_off,
+    export_adapters,
+    fill_adapters,
+)
 from slime.backends.fsdp_utils.arguments import FsdpArgs
 from slime.backends.fsdp_utils.hf_weights import export_weights, load_weights
 from slime.backends.fsdp_utils.model import build_model, local_tensor, local_tensors, read_config
 from slime.backends.fsdp_utils.optimizer import build_optimizer, reset_moments
 from slime.backends.fsdp_utils.step import TrainState, outputs_by_sample, train_step
-from slime.backends.protocols import EVERY_RANK, NamedTensor, Recipients, TrainerPart
+from slime.backends.protocols import EVERY_RANK, SOURCE, NamedTensor, Recipients, TrainerPart
+from slime.backends.training.adapter_files import describe_adapter, save_adapter
 from slime.backends.training.arguments import OptimizerArgs, ParallelArgs, PrecisionArgs, TrainerArgs
 from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.context_parallel import Sharding
@@ -40,6 +50,8 @@ from slime.backends.training.trainer import TrainerBase
 from slime.batch.arguments import BatchArgs
 from slime.config.arguments import ClusterArgs
 from slime.config.groups import from_args
+from slime.models.hf_shape import read_shape
+from slime.models.shape import ModelShape
 from slime.utils import accelerator
 from slime.utils.distributed_utils import init_default_group
 from slime.utils.errors import ConfigError
@@ -100,6 +112,7 @@ class FsdpTrainer(TrainerBase):
             compute_dtype=self._dtype,
             attention=from_args(FsdpArgs, args).attn_implementation,
             checkpoints_layers=args.recompute_granularity == "full",
+            adapters=None if self._lora is None else Adapters(self._lora, self._lora.module_names(self._shape)),
         )
         optimizer = build_optimizer(model, settings, is_stateless=self._copies.use_stateless_adam)
         samples = (args.num_rollout or 0) * args.rollout_batch_size * args.n_samples_per_prompt
@@ -126,6 +139,7 @@ class FsdpTrainer(TrainerBase):
                 keeps_batch=cp_rank == 0,
             ),
             clip_grad=settings.clip_grad,
+            adapter=None if self._lora is None else describe_adapter(self._lora, self._shape, args.hf_checkpoint),
         )
 
     @property
@@ -155,8 +169,26 @@ class FsdpTrainer(TrainerBase):
 
     # ------------------------------------------------------------------------------------------------ weights
 
+    @functools.cached_property
+    def _shape(self) -> ModelShape:
+        """The shape of the model, which only runs with adapters need."""
+        return read_shape(self._args.hf_checkpoint)
+
     def _copied_weights(self) -> WeightBackup:
-        return WeightBackup(local_tensors(self._ready.model))
+        if self._lora is None:
+            return WeightBackup(local_tensors(self._ready.model))
+        return WeightBackup(local_tensor(value) for _, value in adapter_parameters(self._ready.model))
+
+    def _fill_adapters(self) -> None:
+        assert self._lora is not None, "the caller has asked"
+        fill_adapters(self._ready.model, self._lora, self._args.seed)
+
+    def _adapters_off(self) -> AbstractContextManager[None]:
+        return adapters_off(self._ready.model)
+
+    @property
+    def _adapter(self) -> Mapping[str, Any] | None:
+        return self._ready.adapter
 
     def _fill(self, source: Source) -> None:
         if source.format == "hf":
@@ -184,15 +216,27 @@ class FsdpTrainer(TrainerBase):
 
     def save_hf(self, path: str) -> None:
         """Write a Hugging Face checkpoint at ``path``. An error of a writing rank is raised on all ranks."""
-        save_hf_directory(self.export_weights(), self._args.hf_checkpoint, path)
+        if self._lora is not None and not self._lora.merge:
+            weights = export_adapters(self._ready.model, None, SOURCE)
+            save_adapter(weights, self._lora, self._shape, self._args.hf_checkpoint, path)
+        else:
+            save_hf_directory(self.export_weights(), self._args.hf_checkpoint, path)
 
     def export_weights(
         self, bucket_bytes: int = 512 * 1024**2, recipients: Recipients = EVERY_RANK
     ) -> Iterator[NamedTensor]:
-        """All weights under their Hugging Face names, full."""
+        """All weights under their Hugging Face names, full. With adapters those of the base, or merged ones."""
         self._device.require(["weights"], "the export of weights")
         # One tensor at a time, whatever ``bucket_bytes`` is.
-        return export_weights(self._ready.model, self._names, self._dtype, recipients)
+        merges = self._lora is not None and self._lora.merge
+        return export_weights(self._ready.model, self._names, self._dtype, recipients, merges=merges)
+
+    def export_adapter(
+        self, bucket_bytes: int = 512 * 1024**2, recipients: Recipients = EVERY_RANK
+    ) -> Iterator[NamedTensor]:
+        """The adapters under peft's names without prefix, whole."""
+        self._device.require(["weights"], "the export of adapters")
+        return export_adapters(self._ready.model, self._dtype, recipients)
 
     # ------------------------------------------------------------------------------------------------ memory
 

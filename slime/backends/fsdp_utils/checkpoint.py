@@ -27,10 +27,12 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from slime.backends.fsdp_utils.adapters import adapter_parameters
 from slime.backends.fsdp_utils.model import saved_tensors
 from slime.backends.fsdp_utils.optimizer import allocate_states
 from slime.backends.fsdp_utils.step import TrainState
 from slime.backends.training import checkpoint_files as files
+from slime.backends.training.adapter_files import ADAPTER
 from slime.backends.training.checkpoint_files import checksums_of, written_by
 from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.damage import DAMAGE, causes_of, unfit, unreadable
@@ -72,7 +74,8 @@ def save(state: TrainState, root: str, iteration: int, *, has_optimizer: bool, h
             name,
             iteration,
             layout={"world_size": dist.get_world_size(), "context": state.sharding.cp_size},
-            content={"optimizer": has_optimizer, "rng": has_rng},
+            content={"optimizer": has_optimizer, "rng": has_rng}
+            | ({} if state.adapter is None else {ADAPTER: state.adapter}),
             checksums=checksums,
             keep=keep,
         )
@@ -145,8 +148,9 @@ def load_training_state(state: TrainState, source: Source, *, has_optimizer: boo
 
 
 def _tensors(state: TrainState, *, has_optimizer: bool) -> dict[str, Any]:
-    """The live tensors under their names in the checkpoint. Loading writes into them."""
-    tensors = {f"model.{name}": tensor.detach() for name, tensor in saved_tensors(state.model).items()}
+    """The live tensors under their names in the checkpoint, of a run with adapters only those. Loading fills them."""
+    saved = saved_tensors(state.model) if state.adapter is None else dict(adapter_parameters(state.model))
+    tensors = {f"model.{name}": tensor.detach() for name, tensor in saved.items()}
     if has_optimizer:
         allocate_states(state.optimizer)  # an optimizer without a step has no tensors to load into
         for name, parameter in state.model.named_parameters():

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from slime.backends.fsdp_utils.adapters import copy_rows, deltas, is_adapter, plain_name, whole_tensor
 from slime.backends.fsdp_utils.model import is_tied, saved_tensors
 from slime.backends.protocols import EVERY_RANK, NamedTensor, Recipients
 from slime.backends.training.hf_files import TensorReader, raise_everywhere
@@ -36,11 +37,13 @@ class HfTensor:
     """A tensor of the model and its name in a checkpoint.
 
     Attributes:
+        key: its name in the model, another one if an adapter belongs to it.
         value: parameter, sharded or not, or buffer.
         names: ``[experts][parts]``. One name in one row if the checkpoint has the same tensor.
     """
 
     name: str
+    key: str
     value: torch.Tensor
     names: list[list[str]]
 
@@ -64,9 +67,11 @@ class HfTensor:
 
 
 def hf_tensors(model: PreTrainedModel, checkpoint_names: set[str]) -> Iterator[HfTensor]:
-    """The tensors of a checkpoint, parameters first. A tied head is left out."""
-    for name, value in saved_tensors(model).items():
-        yield HfTensor(name, value, _names(name, value, checkpoint_names))
+    """The tensors of a checkpoint, parameters first, without adapters. A tied head is left out."""
+    for key, value in saved_tensors(model).items():
+        if not is_adapter(key):
+            name = plain_name(key)
+            yield HfTensor(name, key, value, _names(name, value, checkpoint_names))
 
 
 def _names(name: str, value: torch.Tensor, checkpoint_names: set[str]) -> list[list[str]]:
@@ -129,18 +134,18 @@ def _fill(tensor: HfTensor, reader: TensorReader) -> list[str]:
             f"{reader.where}: {tensor.name} is {list(whole.shape)}, but the model that config.json describes needs "
             f"{list(tensor.value.shape)}: config.json and weights do not belong together."
         ]
-    value: Any = tensor.value
-    if isinstance(value, DTensor):
-        mine = distribute_tensor(whole, value.device_mesh, value.placements, src_data_rank=None)  # no communication
-        value.to_local().copy_(mine.to_local())
-    else:
-        value.copy_(whole)
+    copy_rows(tensor.value, whole)
     return []
 
 
 @torch.no_grad()
 def export_weights(
-    model: PreTrainedModel, checkpoint_names: set[str], dtype: torch.dtype, recipients: Recipients = EVERY_RANK
+    model: PreTrainedModel,
+    checkpoint_names: set[str],
+    dtype: torch.dtype,
+    recipients: Recipients = EVERY_RANK,
+    *,
+    merges: bool = False,
 ) -> Iterator[NamedTensor]:
     """All weights under the checkpoint's names, whole. A collective.
 
@@ -148,11 +153,17 @@ def export_weights(
         checkpoint_names: of --hf-checkpoint, which show whether experts have separate names.
         dtype: of parameters; buffers keep theirs.
         recipients: the ranks that get the tensors. The others get none.
+        merges: adapters are added to the weights they belong to.
     """
+    added = deltas(model) if merges else {}
     rank = dist.get_rank() if dist.is_initialized() else 0
     for tensor in hf_tensors(model, checkpoint_names):
         value: Any = tensor.value
-        if isinstance(value, DTensor):
+        if tensor.key in added:
+            *factors, scale = added[tensor.key]
+            down, up = map(whole_tensor, factors)
+            value = (whole_tensor(value).float() + scale * (up.float() @ down.float())).to(dtype)
+        elif isinstance(value, DTensor):
             # cast before the gather: half the bytes, and layers compute with the cast weights anyway
             rows: Any = value.to(dtype)
             value = _on_first(rows) if recipients.source_only else rows.full_tensor()

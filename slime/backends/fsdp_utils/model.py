@@ -22,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from slime.backends.fsdp_utils.adapters import Adapters, add_adapters
 from slime.backends.training.attention import AttentionPlan, packed_attention
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
@@ -44,6 +45,7 @@ def build_model(
     compute_dtype: torch.dtype,
     attention: str | None = None,
     checkpoints_layers: bool = False,
+    adapters: Adapters | None = None,
 ) -> PreTrainedModel:
     """The sharded model on the device, its parameters unset.
 
@@ -52,6 +54,7 @@ def build_model(
         compute_dtype: of weights and activations inside a layer.
         attention: a name of transformers; None: ours.
         checkpoints_layers: the backward pass computes each layer's activations again.
+        adapters: train these, and nothing else.
 
     Raises:
         ConfigError: transformers has no such model, or its layers cannot be sharded or read packed samples.
@@ -62,6 +65,8 @@ def build_model(
             model = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation=attention or PACKED, trust_remote_code=True
             )
+            if adapters is not None:
+                add_adapters(model, adapters, compute_dtype)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"--train-backend fsdp: transformers cannot build this model: {error}") from error
     model.tie_weights()  # before sharding: FSDP must see one parameter

@@ -7,6 +7,7 @@ described in ``training.loss``, the same as with the other backends.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,7 @@ class TrainState:
         model: sharded over all ranks.
         sharding: how the samples of a data-parallel rank are divided among the ranks that share them.
         clip_grad: largest gradient norm. 0 means no limit.
+        adapter: settings of the adapters and their base, for checkpoints. None: all weights are trained.
     """
 
     model: PreTrainedModel
@@ -45,6 +47,7 @@ class TrainState:
     sharding: Sharding
     place: RankPlace
     clip_grad: float
+    adapter: Mapping[str, Any] | None = None
 
 
 def run_model(model: PreTrainedModel, micro_batch: MicroBatch) -> torch.Tensor:
