@@ -78,6 +78,32 @@ class TrainReport:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Probe:
+    """A trainer's log-probs of ``token_ids`` from the second on, at temperature 1: with its adapters, and of the base.
+
+    Attributes:
+        version: of the adapters.
+    """
+
+    version: str
+    token_ids: Sequence[int]
+    adapted: Sequence[float]
+    base: Sequence[float]
+
+
+@dataclass(frozen=True)
+class AdapterProof:
+    """The answers that engines must give after a sync of adapters.
+
+    Attributes:
+        fields: those by which the run's requests name the adapter.
+    """
+
+    probe: Probe
+    fields: Mapping[str, str]
+
+
 class WeightExporter(Protocol):
     """A trainer as weight sync uses it. Every method is called on all ranks at the same time."""
 
@@ -90,12 +116,17 @@ class WeightExporter(Protocol):
     ) -> Iterator[NamedTensor]:
         """All weights under their Hugging Face names, full and unpadded. Empty on ranks that are not recipients.
 
-        The weights of a run with adapters are the merged ones.
+        With adapters those of the base, or with ``--lora-merge`` merged ones.
 
         Args:
             bucket_bytes: bytes that are gathered at a time, if the weights are divided among ranks.
         """
         # A collective: a rank that does not exhaust the iterator blocks all others.
+
+    def export_adapter(
+        self, bucket_bytes: int = 512 * 1024**2, recipients: Recipients = EVERY_RANK
+    ) -> Iterator[NamedTensor]:
+        """The adapters alone under peft's names, without ``base_model.model.``. Otherwise as :meth:`export_weights`."""
 
     def save_hf(self, path: str) -> None:
         """Write the model as a Hugging Face checkpoint directory, or the adapters as one of peft."""
@@ -107,11 +138,6 @@ class Trainer(WeightExporter, Protocol):
     def setup(self) -> int:
         """Build model, optimizer and scheduler, load the checkpoint. Returns the rollout id to start with."""
 
-    def export_adapter(
-        self, bucket_bytes: int = 512 * 1024**2, recipients: Recipients = EVERY_RANK
-    ) -> Iterator[NamedTensor]:
-        """The adapters alone under peft's names, without ``base_model.model.``. Otherwise as :meth:`export_weights`."""
-
     @property
     def data_parallel(self) -> tuple[int, int]:
         """(rank, size) in the data-parallel group, context parallelism not counted."""
@@ -121,6 +147,9 @@ class Trainer(WeightExporter, Protocol):
 
     def train_values(self, rollout_id: int, batch: dict[str, Any]) -> tuple[TrainReport, list[torch.Tensor]]:
         """A critic's :meth:`train`. Also returns its values before the update, fp32 ``[R_i]`` per sample on cpu."""
+
+    def adapter_proof(self, version: str) -> AdapterProof | None:
+        """The proof that engines use the adapters, which are ``version``. None if engines get weights."""
 
     def keep_version(self, version: str) -> None:
         """Keep a copy of the live weights, for batches whose ``generated_by`` is ``version``."""

@@ -18,6 +18,7 @@ import ray
 from slime.backends.protocols import (
     EVERY_RANK,
     TRAINER_PARTS,
+    AdapterProof,
     EngineFleet,
     NamedTensor,
     Recipients,
@@ -43,7 +44,7 @@ from slime.utils.errors import DataError
 from slime.utils.net import PortClaim, claim_ports
 from slime.weight_sync.quantize import Quantizer, find_quantizer
 from slime.weight_sync.session import TrainerRanks, WeightUpdate
-from slime.weight_sync.transports import TRANSPORTS, TrainerSide
+from slime.weight_sync.transports import TRANSPORTS, TrainerSide, with_adapter
 from slime.weight_sync.updater import Updater
 
 __all__ = ["SyncReport", "TrainActor", "check_provenance", "trainer_class"]
@@ -59,11 +60,13 @@ class SyncReport:
         seconds: from the pause of the engines to their continuation, on the source rank. 0 elsewhere.
         num_bytes: bytes sent to each engine.
         changed_share: changed bytes over all bytes, if differences were sent.
+        proof: by which every engine can be asked whether it uses the adapter that was sent. None without an adapter.
     """
 
     seconds: float = 0.0
     num_bytes: int = 0
     changed_share: float | None = None
+    proof: AdapterProof | None = None
 
 
 @exits_are_errors
@@ -185,9 +188,10 @@ class TrainActor:
         )
         updater = self._weight_updater
         num_bytes = updater.update(fleet, self.trainer, update)
+        proof = self.trainer.adapter_proof(version)
         if not self.trainer.is_weight_source:
             return SyncReport()
-        return SyncReport(time.monotonic() - started, num_bytes, updater.changed_share)
+        return SyncReport(time.monotonic() - started, num_bytes, updater.changed_share, proof)
 
 
 def trainer_class(args: Namespace, role: Literal["actor", "critic", "scorer"]) -> Callable[..., Trainer]:
@@ -255,17 +259,18 @@ _RANKS_GRACE_S = 60.0  # the source must fail before the other ranks: only its e
 
 def weight_updater(args: Namespace, rank: int, world_size: int) -> Updater:
     """The updater of one trainer rank, of the same kind on all ranks."""
-    updater = _updater(args, rank, world_size)
-    quantizer = None if args.debug_train_only else find_quantizer(args.hf_checkpoint)
-    return updater if quantizer is None else _QuantizedUpdater(updater, quantizer, args.hf_checkpoint)
-
-
-def _updater(args: Namespace, rank: int, world_size: int) -> Updater:
     sync = from_args(SyncArgs, args)
     ranks = TrainerRanks(rank, world_size, timeout_s=sync.weight_sync_timeout + _RANKS_GRACE_S)
     transport = TRANSPORTS[sync.update_weight_transport]
     post_write = _post_write(args) if "custom_update_weight_post_write_path" in transport.reads else None
-    return transport.make(sync, TrainerSide(ranks, node_address, args.colocate, post_write))
+    side = TrainerSide(ranks, node_address, args.colocate, post_write)
+
+    def write_base(trainer: WeightExporter, path: str) -> None:
+        save_hf_directory(trainer.export_weights(), args.hf_checkpoint, path)
+
+    updater = with_adapter(transport.make(sync, side), args, sync, side, write_base)
+    quantizer = None if args.debug_train_only else find_quantizer(args.hf_checkpoint)
+    return updater if quantizer is None else _QuantizedUpdater(updater, quantizer, args.hf_checkpoint)
 
 
 def _post_write(args: Namespace) -> Callable[[str, Any], None] | None:
@@ -312,6 +317,11 @@ class _QuantizedWeights:
         self, bucket_bytes: int = 512 * 1024**2, recipients: Recipients = EVERY_RANK
     ) -> Iterator[NamedTensor]:
         return self.quantizer(self.trainer.export_weights(bucket_bytes, recipients))
+
+    def export_adapter(
+        self, bucket_bytes: int = 512 * 1024**2, recipients: Recipients = EVERY_RANK
+    ) -> Iterator[NamedTensor]:
+        return self.trainer.export_adapter(bucket_bytes, recipients)
 
     def save_hf(self, path: str) -> None:
         save_hf_directory(

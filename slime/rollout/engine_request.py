@@ -24,6 +24,7 @@ from slime.data.media import (
 )
 from slime.data.sample import Sample, iter_samples
 from slime.data.sampling_mask import LACKS_SETS, REPLAY_TOP_K, cuts_vocabulary, lacks_sets
+from slime.data.served_adapter import adapter_fields
 from slime.rollout.direct_engines import PAST_THE_ROUTER
 from slime.rollout.eval_config import EvalDatasetConfig
 from slime.utils.errors import DataError, EngineError
@@ -166,6 +167,7 @@ def build_request(
         **_prompt(args.hf_checkpoint, sample, ids),
         "sampling_params": {**sampling_params, "max_new_tokens": room},
         "return_logprob": True,
+        **adapter_fields(args),
     }
     if args.use_rollout_routing_replay:
         payload["return_routed_experts"] = True

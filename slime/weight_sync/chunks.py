@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from types import SimpleNamespace
 from typing import TypeAlias
 
 import torch
@@ -46,6 +48,21 @@ class WeightChunk:
             (first if all(map(belongs_first, unit)) else second).extend(unit)
         return WeightChunk(first), WeightChunk(second)
 
+    def metadata(self) -> list[SimpleNamespace]:
+        """Name, shape, dtype and place of each tensor in the flat buffer, as SGLang reads them."""
+        ends = list(accumulate(tensor.nbytes for _, tensor in self.tensors))
+        return [
+            SimpleNamespace(
+                name=name,
+                shape=tensor.shape,
+                dtype=tensor.dtype,
+                start_idx=end - tensor.nbytes,
+                end_idx=end,
+                numel=tensor.nbytes,
+            )
+            for (name, tensor), end in zip(self.tensors, ends, strict=True)
+        ]
+
     def flatten(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """All bytes in one buffer: uint8 [num_bytes], the layout of SGLang's ``flattened_bucket``.
 
@@ -81,15 +98,16 @@ def into_chunks(weights: Iterable[NamedTensor], max_bytes: int, wants: Wants | N
         num_bytes = sum(tensor.nbytes for _, tensor in unit)
         # a unit is never divided, because an engine fuses it: one above the limit is a chunk by itself
         if pending and size + num_bytes > max_bytes:
-            yield _chunk(pending)
+            yield chunk_of(pending)
             pending, size = [], 0
         pending.extend(unit)
         size += num_bytes
     if pending:
-        yield _chunk(pending)
+        yield chunk_of(pending)
 
 
-def _chunk(tensors: list[NamedTensor]) -> WeightChunk:
+def chunk_of(tensors: Iterable[NamedTensor]) -> WeightChunk:
+    """All ``tensors`` in the order of a flat buffer."""
     # the sort is stable, so every rank sends the same order
     return WeightChunk(sorted(tensors, key=lambda named: -named[1].element_size()))
 

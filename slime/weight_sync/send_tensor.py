@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -198,23 +197,9 @@ def payloads(chunk: WeightChunk, handles: Sequence[Any]) -> list[str]:
 
     The metadata is pickled once.
     """
-    metadata, begin = [], 0
-    for name, tensor in chunk.tensors:
-        end = begin + tensor.nbytes
-        metadata.append(
-            SimpleNamespace(
-                name=name,
-                shape=tensor.shape,
-                dtype=tensor.dtype,
-                start_idx=begin,
-                end_idx=end,
-                numel=tensor.nbytes,
-            )
-        )
-        begin = end
     buffer = io.BytesIO()
     first = ForkingPickler(buffer, _PROTOCOL)
-    first.dump(metadata)
+    first.dump(chunk.metadata())
     head = pickle.PROTO + bytes([_PROTOCOL]) + pickle.EMPTY_DICT + pickle.MARK
     head += _key("metadata") + _body(buffer) + _key("flattened_tensor")
     texts = []

@@ -193,13 +193,13 @@ def push_weights(
         return 0
     has_started = False
     try:
-        with _paused(fleet, update):
+        with paused(fleet, update):
             with _writable(fleet, update.timeout_s):
                 problems = ranks.agree(None)
                 has_started = True
                 assert not problems, "only the source can fail before anything is sent"
                 num_bytes, sent = _deliver(sender, weights, update, ranks, wants)
-            _flush_and_verify(fleet, update, sent)
+            flush_and_verify(fleet, update, sent)
     except BaseException as error:
         # the other ranks wait in agree() for the signal to start: without this call they would hang
         if not has_started:
@@ -214,11 +214,11 @@ def load_files(fleet: EngineFleet, path: str, update: WeightUpdate, sent: Iterab
     Args:
         sent: the tensors in the files. Only read if ``update`` compares checksums.
     """
-    with _paused(fleet, update):
+    with paused(fleet, update):
         fleet.start("flush_cache", timeout_s=update.timeout_s).wait(update.timeout_s)
         loading = fleet.start("update_weights_from_disk", model_path=path, weight_version=update.version)
         loading.wait(update.timeout_s)
-        _flush_and_verify(fleet, update, sent)
+        flush_and_verify(fleet, update, sent)
 
 
 def error_of(work: Callable[[], object]) -> Exception | None:
@@ -265,13 +265,14 @@ def _recorded(weights: Iterable[NamedTensor], seen: list[NamedTensor]) -> Iterat
 
 
 @contextmanager
-def _paused(fleet: EngineFleet, update: WeightUpdate) -> Iterator[None]:
+def paused(fleet: EngineFleet, update: WeightUpdate) -> Iterator[None]:
+    """Pause the engines. They continue after the block, also after a failure, unless ``update`` says otherwise."""
     try:
         fleet.start("pause_generation", mode="abort").wait(update.timeout_s)
         yield
     except BaseException:  # an interrupt, too, must not leave the engines paused
         if not update.comes_again:
-            _after_failure(fleet, "continue_generation", update.timeout_s)
+            after_failure(fleet, "continue_generation", update.timeout_s)
         raise
     if update.continues:
         fleet.start("continue_generation").wait(update.timeout_s)
@@ -283,19 +284,20 @@ def _writable(fleet: EngineFleet, timeout_s: float) -> Iterator[None]:
         fleet.start("begin_weight_update").wait(timeout_s)
         yield
     except BaseException:  # also if begin itself failed: it may have succeeded on other engines
-        _after_failure(fleet, "end_weight_update", timeout_s)
+        after_failure(fleet, "end_weight_update", timeout_s)
         raise
     fleet.start("end_weight_update").wait(timeout_s)
 
 
-def _after_failure(fleet: EngineFleet, verb: str, timeout_s: float) -> None:
+def after_failure(fleet: EngineFleet, verb: str, timeout_s: float) -> None:
     """Call ``verb``, but only log its failure: the caller raises the first error, which is the cause."""
     error = error_of(lambda: fleet.start(verb).wait(min(timeout_s, _CLOSING_TIMEOUT_S)))
     if error is not None:
         logger.warning("%s after a failed weight update: %s", verb, message_of(error))
 
 
-def _flush_and_verify(fleet: EngineFleet, update: WeightUpdate, sent: Iterable[NamedTensor]) -> None:
+def flush_and_verify(fleet: EngineFleet, update: WeightUpdate, sent: Iterable[NamedTensor] = ()) -> None:
+    """Drop prefixes of older weights, and compare version and checksums. ``sent``: what ``update.checksums`` reads."""
     flushing = fleet.start("flush_cache", timeout_s=update.timeout_s)
     asking = fleet.start("weight_version")  # the HTTP process answers this call while the scheduler flushes
     flushing.wait(update.timeout_s)

@@ -11,15 +11,19 @@ import importlib.util
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.config import arguments, notices
 from slime.config.arguments import SyncArgs
+from slime.data.served_adapter import serves_adapter
+from slime.models.lora import LoraConfig
 from slime.weight_sync.version_store import foreign_content
 
 if TYPE_CHECKING:
+    from slime.backends.protocols import WeightExporter
+    from slime.weight_sync.send_disk import DiskSettings, PostWrite
     from slime.weight_sync.session import TrainerRanks
     from slime.weight_sync.updater import Updater
 
@@ -71,20 +75,46 @@ def _network(sync: SyncArgs, side: TrainerSide) -> Updater:
 
 
 def _files(sync: SyncArgs, side: TrainerSide) -> Updater:
-    from slime.weight_sync.send_disk import DeltaUpdater, DiskSettings, DiskUpdater
+    from slime.weight_sync.send_disk import DeltaUpdater, DiskUpdater
+
+    settings = _disk_settings(sync, side.post_write)
+    if sync.update_weight_mode == "full":
+        return DiskUpdater(side.ranks, settings)
+    return DeltaUpdater(side.ranks, settings, encoding=sync.update_weight_delta_encoding)
+
+
+def _disk_settings(sync: SyncArgs, post_write: PostWrite | None) -> DiskSettings:
+    from slime.weight_sync.send_disk import DiskSettings
 
     assert sync.update_weight_disk_dir is not None, "required by slime.config.check.cluster"
     local = sync.update_weight_local_checkpoint_dir
-    settings = DiskSettings(
+    return DiskSettings(
         root=Path(sync.update_weight_disk_dir),
         local=None if local is None else Path(local),
         keeps_files=sync.update_weight_disk_keep_files,
         checksum=sync.update_weight_delta_checksum,
-        post_write=side.post_write,
+        post_write=post_write,
     )
-    if sync.update_weight_mode == "full":
-        return DiskUpdater(side.ranks, settings)
-    return DeltaUpdater(side.ranks, settings, encoding=sync.update_weight_delta_encoding)
+
+
+def with_adapter(
+    base: Updater, args: Namespace, sync: SyncArgs, side: TrainerSide, write_base: Callable[[WeightExporter, str], None]
+) -> Updater:
+    """``base``, which sends weights, or if engines serve an adapter one that sends both.
+
+    Args:
+        write_base: writes the base model of an exporter as a Hugging Face checkpoint to a directory.
+    """
+    lora = LoraConfig.from_args(args)
+    if lora is None or not serves_adapter(args):
+        return base
+    from slime.weight_sync.send_adapter import AdapterUpdater
+
+    files = None
+    if sync.update_weight_transport == "disk":
+        settings = _disk_settings(sync, side.post_write)
+        files = replace(settings, root=settings.root / "adapter", local=None)
+    return AdapterUpdater(side.ranks, lora, base, write_base, files)
 
 
 def _check_network(args: Namespace) -> Iterator[str]:

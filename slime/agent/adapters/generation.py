@@ -11,6 +11,7 @@ from uuid import uuid4
 
 from slime.agent.trajectory import TurnRecord
 from slime.data.sampling_mask import LACKS_SETS, REPLAY_TOP_K, cuts_vocabulary, lacks_sets, sampled_tokens
+from slime.data.served_adapter import adapter_fields
 from slime.rollout.direct_engines import PAST_THE_ROUTER, DirectEngines, EngineChoice, with_packed_experts
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import post
@@ -121,7 +122,8 @@ def _options(session: Session, adapter: _Adapter) -> dict[str, Any]:
         "return_sampling_mask": _replays_sets(session, adapter),
         "return_routed_experts": getattr(adapter.args, "use_rollout_routing_replay", False),
     }
-    return {key: True for key, is_needed in needed.items() if is_needed} | adapter.request_options
+    asked = {key: True for key, is_needed in needed.items() if is_needed}
+    return asked | adapter_fields(adapter.args) | adapter.request_options
 
 
 def _finish_reason(reply: dict[str, Any]) -> str:

@@ -237,4 +237,5 @@ class MegatronTrainer(TrainerBase):
 
     @property
     def _content(self) -> Content:
-        return "weights" if self._lora is None else "merged"
+        # engines get the base once, and then adapters
+        return "merged" if self._lora is not None and self._lora.merge else "weights"

@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 import psutil
 
+from slime.backends.sglang_utils.engine_adapters import AdapterCalls
 from slime.backends.sglang_utils.fork_server import ForkedServer
 from slime.backends.sglang_utils.server_process import (
     Activity,
@@ -95,7 +96,7 @@ class _ClientOfThread(threading.local):
         )
 
 
-class SGLangEngine:
+class SGLangEngine(AdapterCalls):
     """An engine. Its server and all children of the server are killed when this process ends.
 
     Args:

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from slime.backends.sglang_utils.adapter_rules import problems_of_server
 from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
 from slime.backends.sglang_utils.server_args import trainer_dtype
 from slime.backends.sglang_utils.topology import WorkerType
@@ -243,6 +244,7 @@ def problems_of(info: ExternalEngineInfo, args: Namespace, *, source: str = _FLA
         yield f"{start} --dp-size {_number(seen, 'dp_size')}: one server per copy of the model can take weights."
     if info.worker_type == WorkerType.PREFILL and info.disaggregation_bootstrap_port is None:
         yield f"{start} a prefill engine needs --disaggregation-bootstrap-port."
+    yield from (f"{start} {problem}" for problem in problems_of_server(args, seen))
 
 
 class ExternalEngine(SGLangEngine):

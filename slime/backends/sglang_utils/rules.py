@@ -13,6 +13,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from slime.backends.sglang_utils.adapter_rules import experts_on_cpu, served_adapter
 from slime.backends.sglang_utils.engine import START_TIMEOUT_S
 from slime.backends.sglang_utils.external import (
     ONE_STAGE,
@@ -25,6 +26,7 @@ from slime.backends.sglang_utils.server_args import trainer_dtype
 from slime.backends.sglang_utils.topology import ModelSpec, Topology, WorkerType, num_stages, topology_of
 from slime.config import notices
 from slime.data.sampling_mask import cuts_vocabulary
+from slime.data.served_adapter import serves_adapter
 from slime.models.config_json import read_model_config, text_part
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
@@ -330,6 +332,15 @@ def _direct_requests(args: Namespace) -> Iterator[str]:
         )
 
 
+def _adapter_of_pd(args: Namespace) -> Iterator[str]:
+    flag = _pd_flag(args) if serves_adapter(args) else None
+    if flag is not None:
+        yield (
+            f"--lora-rank {args.lora_rank} does not work with prefill and decode on different engines ({flag}): no "
+            "single engine can prove that it uses the adapter. Use regular engines, or add --lora-merge."
+        )
+
+
 def _pd_flag(args: Namespace) -> str | None:
     """The flag that puts prefill and decode of a trained model on different engines, or None."""
     if args.debug_train_only:
@@ -426,5 +437,7 @@ RULES: tuple[Rule, ...] = (
     _deployment,
     _external,
     _direct_requests,
+    _adapter_of_pd,
+    served_adapter,
 )
-MACHINE_RULES: tuple[Rule, ...] = (_pd_devices, _shared_with_source)
+MACHINE_RULES: tuple[Rule, ...] = (_pd_devices, _shared_with_source, experts_on_cpu)

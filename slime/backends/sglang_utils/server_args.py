@@ -10,8 +10,10 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
+from slime.backends.sglang_utils.adapter_rules import adapter_flags, words_of
 from slime.backends.sglang_utils.option_table import server_options
 from slime.backends.sglang_utils.topology import WorkerType, override_argv
+from slime.data.served_adapter import serves_adapter
 from slime.utils import accelerator
 from slime.utils.net import WEIGHT_INTERFACES
 
@@ -86,9 +88,13 @@ def build_argv(
         flags["--log-level"] = "warning"
     if args.use_rollout_routing_replay:
         flags["--enable-return-routed-experts"] = None
+    is_adapted = serves_adapter(args) and "model_path" not in (overrides or {})
+    if is_adapted:
+        flags |= {name: value for name, value in adapter_flags(args).items() if name not in given}
     if args.offload_rollout:
         flags |= _MEMORY_SAVER
-        if args.update_weights_interval != 1 or args.update_weight_changed_only:  # not all weights are sent again
+        # not all weights are sent again
+        if args.update_weights_interval != 1 or args.update_weight_changed_only or is_adapted:
             flags["--enable-weights-cpu-backup"] = None
     flags |= _pd(worker_type, bootstrap_port)
     if accelerator.current().is_cpu:
@@ -99,7 +105,7 @@ def build_argv(
         if args.offload_rollout and not given & _PREFILL_GRAPH:
             flags["--cuda-graph-backend-prefill"] = "disabled"  # its memory cannot be released
     off = _turned_off(overrides or {})
-    own = [part for name, value in flags.items() for part in ([name] if value is None else [name, str(value)])]
+    own = [part for name, value in flags.items() for part in (name, *words_of(value))]
     return [word for word in own + user if word not in off] + override_argv(overrides or {})
 
 

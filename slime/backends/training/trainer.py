@@ -19,7 +19,16 @@ from typing import Any
 import torch
 
 from slime.algorithms.arguments import AlgorithmArgs, DistillationArgs, ModelCopyArgs
-from slime.backends.protocols import EVERY_RANK, TRAINER_PARTS, NamedTensor, Recipients, TrainerPart, TrainReport
+from slime.backends.protocols import (
+    EVERY_RANK,
+    TRAINER_PARTS,
+    AdapterProof,
+    NamedTensor,
+    Probe,
+    Recipients,
+    TrainerPart,
+    TrainReport,
+)
 from slime.backends.training.adapter_files import state_problems
 from slime.backends.training.arguments import CheckpointArgs, OptimizerArgs, PrecisionArgs
 from slime.backends.training.checkpoint_source import Source, find_reference, find_start, find_teacher, foreign
@@ -41,10 +50,12 @@ from slime.backends.training.steps import (
 from slime.batch.arguments import BatchArgs
 from slime.config.groups import from_args
 from slime.data.sampling_mask import check_sampling_sets
+from slime.data.served_adapter import adapter_fields
 from slime.models.lora import LoraConfig
 from slime.observability.profile_utils import TrainProfiler
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError, SlimeError
+from slime.weight_sync.probe import probe_ids
 
 
 class TrainerBase(ABC):
@@ -76,6 +87,7 @@ class TrainerBase(ABC):
         self._reference: WeightBackup | BaseReference | None = None
         self._teacher: WeightBackup | None = None
         self._generators: dict[str, WeightBackup] = {}
+        self._base_scores: list[float] | None = None
 
     @functools.cached_property
     def _objective(self) -> Objective:
@@ -336,6 +348,39 @@ class TrainerBase(ABC):
             return log_probs if entropy is None else torch.stack([log_probs, entropy], dim=-1)
 
         return self._outputs(self._for_passes(batch), read, (2,) if with_entropy else (), store_prefix)
+
+    def adapter_proof(self, version: str) -> AdapterProof | None:
+        """The proof that engines use the adapters, which are ``version``. A collective."""
+        fields = adapter_fields(self._args)
+        if not fields:
+            return None
+        self._device.require(["weights"], "the proof of the adapters")
+        ids = probe_ids(self._vocab_size)
+        if self._base_scores is None:
+            with self._adapters_off():
+                self._base_scores = self._score(ids)
+        return AdapterProof(Probe(version, ids, self._score(ids), self._base_scores), fields)
+
+    def _score(self, ids: list[int]) -> list[float]:
+        """Log-probs of ``ids`` from the second on, at temperature 1."""
+        size, group = self._objective.vocab_size, self._place.tensor_group
+
+        def read(micro_batch: MicroBatch, logits: torch.Tensor) -> torch.Tensor:
+            return response_log_probs(
+                logits, micro_batch, vocab_size=size, temperature=1.0, chunk_size=None, tensor_group=group
+            )[0]
+
+        count = self._args.microbatch_group_size_per_vp_stage or 1
+        columns = {
+            "tokens": [torch.tensor(ids)] * count,
+            "total_lengths": [len(ids)] * count,
+            "response_lengths": [len(ids) - 1] * count,
+            "micro_batch_indices": [[index] for index in range(count)],
+            "num_microbatches": [count],
+            "global_batch_sizes": [count],
+        }
+        scores: list[float] = self._outputs(self._train_batch(columns), read)[0].tolist()
+        return scores
 
     def _for_passes(self, batch: TrainBatch) -> TrainBatch:
         """The batch with the micro-batches of passes without gradients."""

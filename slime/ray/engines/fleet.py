@@ -78,6 +78,8 @@ class RayEngineFleet:
 
     def start(self, verb: str, each: Sequence[Mapping[str, Any]] | None = None, **kwargs: Any) -> RayCalls:
         extra = each if each is not None else [{}] * len(self.handles)
+        # stored once for all engines: as an argument of a call it would be stored for each
+        kwargs = {name: ray.put(value) if isinstance(value, bytes) else value for name, value in kwargs.items()}
         refs = [getattr(handle, verb).remote(**kwargs, **own) for handle, own in zip(self.handles, extra, strict=True)]
         return RayCalls(refs, verb, [engine.url for engine in self.engines])
 

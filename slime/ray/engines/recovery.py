@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from slime.ray.engines.fleet import RayEngineFleet, WaitingEngines, log_deaths, silent_engines
@@ -95,6 +96,17 @@ class Recovery:
             else:
                 self._engines.call(RolloutServers.end_sync, fleet.names)
                 return report
+
+    @contextmanager
+    def tolerating_deaths(self, fleet: RayEngineFleet, during: str) -> Iterator[None]:
+        """Only log an error of the block if engines of ``fleet`` have died: they will be replaced."""
+        try:
+            yield
+        except Exception as error:  # as in sync
+            lost = self._lost(fleet, error)
+            if not lost:
+                raise
+            log_deaths(lost, during, error)
 
     def _serve_waiting(self) -> None:
         waiting = self._engines.call(RolloutServers.waiting)

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import ray
 
-from slime.backends.protocols import TrainReport
+from slime.backends.protocols import EngineFleet, Probe, TrainReport
 from slime.config.run_config import RunConfig
 from slime.hooks.load import load_function
 from slime.observability.step_metrics import Work, perf_metrics, step_line, warn_if_mismatched
@@ -39,6 +39,7 @@ from slime.ray.watch.waiting import get, raise_if_dead
 from slime.utils.deadline import acknowledge
 from slime.utils.errors import SlimeError
 from slime.utils.files import RunLock
+from slime.weight_sync.probe import verify_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +148,7 @@ class Run:
         self._prefetched: PrefetchedRollouts[RolloutResult] | None = None
         self._evaluation: tuple[Any, int] | None = None
         self._version: str | None = None
+        self._probed: Probe | None = None
         self._num_trained = self.start_rollout_id
         self._next_step = 0
         self._train_ended: float | None = None
@@ -202,11 +204,18 @@ class Run:
             if waiting.num_serving and (version != self._version or self.handoff.shares_devices):
                 return False
             with self.handoff.to_sync_with(waiting.fleet, self._args.weight_sync_timeout):
-                self.trainer.update_weights(waiting.fleet, version)
+                report = self.trainer.update_weights(waiting.fleet, version)
+            self._verify_adapter(waiting.fleet, report)
             self._version = version
             return True
         finally:
             self._trainer_in_use.release()
+
+    def _verify_adapter(self, fleet: EngineFleet, report: SyncReport) -> None:
+        """Raise an EngineError unless every engine of ``fleet``, which serves, uses the adapter that it was sent."""
+        if report.proof is not None:
+            verify_adapter(fleet, report.proof, self._args.weight_sync_timeout, self._probed)
+            self._probed = report.proof.probe
 
     def prefetch_rollouts(self) -> PrefetchedRollouts[RolloutResult]:
         """All rollouts of the run, generated up to ``--async-buffer-size`` ahead of the trainer."""
@@ -266,9 +275,11 @@ class Run:
         version = str(num_trained)
         with self._trainer_in_use:
             self.handoff.to_sync()
-            report = self._recovery.sync(lambda fleet: trainer.update_weights(fleet, version))
+            fleet, report = self._recovery.sync(lambda fleet: (fleet, trainer.update_weights(fleet, version)))
             self._version = version
             self.handoff.to_engines()
+        with self._recovery.tolerating_deaths(fleet, "the proof of the adapter"):
+            self._verify_adapter(fleet, report)
         self._seconds["sync"] = report.seconds
         self._synced = report
 

@@ -205,6 +205,13 @@ def test_a_run_that_cuts_the_vocabulary_gets_the_sets_of_every_turn_from_an_engi
     assert [value for value, mask in zip(sample.rollout_log_probs, sample.loss_mask, strict=True) if mask] == [-0.5] * 4
 
 
+def test_a_turn_names_the_adapter_that_engines_serve(make):
+    args = Namespace(use_rollout_routing_replay=False, rollout_top_p=1.0, rollout_top_k=-1, lora_rank=8)
+    agent = make(OpenAIAdapter, ["a"], args=args)
+    assert agent.chat([Q]).status_code == 200
+    assert agent.engine.requests[0]["lora_path"] == "policy"
+
+
 def test_a_run_that_replays_experts_asks_for_them(make):
     args = Namespace(
         use_rollout_routing_replay=True, rollout_top_p=1.0, rollout_top_k=-1, num_layers=1, moe_router_topk=1

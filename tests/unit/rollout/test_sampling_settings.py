@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -61,6 +62,25 @@ def test_the_requests_of_a_session_name_it_to_a_router_that_keeps_sessions_toget
     request = build_request(args, Sample(prompt="1+1=", session_id="s1"), {"max_new_tokens": 4}, [5, 6])
     assert request is not None
     assert request.headers == headers
+
+
+@pytest.mark.parametrize(
+    ("flags", "fields"),
+    [
+        ({}, {}),
+        ({"lora_rank": 8}, {"lora_path": "policy"}),
+        ({"lora_rank": 8, "lora_merge": True}, {}),
+        ({"lora_rank": 8, "debug_rollout_only": True}, {}),
+    ],
+)
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_every_request_names_the_adapter_that_engines_serve(
+    flags: dict[str, Any], fields: dict[str, str], is_trained: bool
+) -> None:
+    args = complete_args(make_args("/model", 0, **flags))
+    request = build_request(args, Sample(prompt="1+1="), {"max_new_tokens": 4}, [5, 6], is_trained=is_trained)
+    assert request is not None
+    assert {name: value for name, value in request.new_attempt().items() if name == "lora_path"} == fields
 
 
 def test_deterministic_engines_get_another_seed_for_every_member_of_a_group() -> None:

@@ -27,12 +27,19 @@ def register() -> None:
         _create_memory_saver,
         HookType.AROUND,
     )
+    HookRegistry.register("sglang.srt.lora.lora_manager.LoRAManager.__init__", _prepare_lora, HookType.BEFORE)
 
 
 def _create_memory_saver(original: Callable[..., Any], enable: bool) -> Any:
     from slime.backends.sglang_utils.cpu_platform.memory_saver import create  # SGLang is imported by now
 
     return create(original, enable)
+
+
+def _prepare_lora(*args: Any, **kwargs: Any) -> None:
+    from slime.backends.sglang_utils.cpu_platform.lora import use_ordinary_memory  # SGLang is imported by now
+
+    use_ordinary_memory()
 
 
 def _nap(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,158 @@
+"""Start-up flags of engines that serve a LoRA adapter, and rules about them. Imports no torch."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from slime.config import notices
+from slime.data.served_adapter import ADAPTER_NAME, serves_adapter
+from slime.models.config_json import read_model_config
+from slime.models.hf_shape import read_shape
+from slime.models.lora import LoraConfig
+from slime.utils import accelerator
+from slime.utils.errors import ConfigError
+
+# The adapter, and the base model, which requests without an adapter use.
+_SLOTS = 2
+_MERGE = "or add --lora-merge, with which engines get whole weights"
+# Layers that SGLang fuses. It reads the adapter of the first of them, and expects those of the others beside it.
+_NEEDS = {
+    "q_proj": ("v_proj",),
+    "k_proj": ("q_proj", "v_proj"),
+    "v_proj": ("q_proj",),
+    "up_proj": ("gate_proj",),
+    "q_a_proj": ("kv_a_proj_with_mqa",),
+    "kv_a_proj_with_mqa": ("q_a_proj",),
+}
+_SERVED = {*_NEEDS, "o_proj", "gate_proj", "down_proj", "q_b_proj", "kv_b_proj"}
+_MLP = {"gate_proj", "up_proj", "down_proj"}
+
+
+def adapter_flags(args: Namespace) -> dict[str, Any]:
+    """SGLang's flags for the adapter of this run. Values are texts, numbers, lists, or None for a switch."""
+    config = LoraConfig.from_args(args)
+    assert config is not None, "serves_adapter(args)"
+    flags: dict[str, Any] = {
+        "--enable-lora": None,
+        "--max-lora-rank": config.rank,
+        "--max-loras-per-batch": _SLOTS,
+        "--lora-target-modules": config.module_names(read_shape(args.hf_checkpoint)),
+    }
+    # SGLang's default needs triton
+    return flags | ({"--lora-backend": "torch_native"} if accelerator.current().is_cpu else {})
+
+
+def adapter_words(args: Namespace) -> list[str]:
+    """:func:`adapter_flags` as words of a command line."""
+    return [word for name, value in adapter_flags(args).items() for word in (name, *words_of(value))]
+
+
+def words_of(value: Any) -> list[str]:
+    """The words after a flag. None for a switch."""
+    return [] if value is None else [str(word) for word in value] if isinstance(value, list) else [str(value)]
+
+
+def served_adapter(args: Namespace) -> Iterator[str]:
+    """The engines can serve the adapter, and the user's ``--sglang-*`` flags do not contradict it."""
+    config = LoraConfig.from_args(args)
+    if config is not None and args.debug_rollout_only:
+        notices.warn(args, "--lora-rank", "no effect with --debug-rollout-only: engines serve --hf-checkpoint")
+    if config is None or not serves_adapter(args) or args.debug_train_only:
+        return
+    if args.sglang_quantization is not None or read_model_config(args.hf_checkpoint).get("quantization_config"):
+        yield (
+            f"--lora-rank {config.rank}: slime does not serve adapters of quantized engines (--hf-checkpoint "
+            f"{args.hf_checkpoint}, --sglang-quantization {args.sglang_quantization}). Use an unquantized checkpoint, "
+            f"{_MERGE}."
+        )
+    try:
+        names = config.module_names(read_shape(args.hf_checkpoint))
+    except ConfigError as error:
+        if args.train_backend == "fsdp":  # the rules of the other backend report it
+            yield f"--lora-rank {config.rank}: {error}"
+        return
+    yield from _modules(names)
+    yield from _engine_flags(args, config, names)
+
+
+def _modules(names: list[str]) -> Iterator[str]:
+    if unknown := sorted(set(names) - _SERVED):
+        yield (
+            f"--lora-target-modules {', '.join(unknown)}: SGLang cannot serve adapters of these layers. Leave them "
+            f"out, {_MERGE}."
+        )
+    for name in names:
+        if missing := [other for other in _NEEDS.get(name, ()) if other not in names]:
+            yield (
+                f"--lora-target-modules {name} without {', '.join(missing)}: SGLang fuses these layers and would drop "
+                f"the adapter. Add them, {_MERGE}."
+            )
+
+
+def _engine_flags(args: Namespace, config: LoraConfig, names: list[str]) -> Iterator[str]:
+    given, flags = args.given, vars(args)
+
+    def value(name: str) -> Any:
+        return flags.get(name) if name in given else None
+
+    rank, slots = value("sglang_max_lora_rank"), value("sglang_max_loras_per_batch")
+    if rank is not None and rank < config.rank:
+        yield f"--sglang-max-lora-rank {rank} is less than --lora-rank {config.rank}: leave it out, it follows."
+    if slots is not None and slots < _SLOTS:
+        yield f"--sglang-max-loras-per-batch {slots} must be at least {_SLOTS}: the adapter and the base model."
+    modules = value("sglang_lora_target_modules")
+    if modules is not None and "all" not in modules and (missing := sorted(set(names) - set(modules))):
+        yield (
+            f"--sglang-lora-target-modules {' '.join(modules)} lacks {', '.join(missing)} of --lora-target-modules: "
+            "leave it out, it follows."
+        )
+    if value("sglang_lora_paths"):
+        yield (
+            f"--sglang-lora-paths does not work with --lora-rank: a run serves one adapter, {ADAPTER_NAME!r}, which "
+            "it trains. Leave it out."
+        )
+    if flags.get("sglang_dp_size", 1) > 1:
+        yield (
+            f"--sglang-dp-size {args.sglang_dp_size} does not work with --lora-rank: SGLang replaces adapters of one "
+            f"copy of the model only. Use more engines instead, {_MERGE}."
+        )
+    if args.update_weight_mode == "delta":
+        yield (
+            f"--update-weight-mode delta does not work with --lora-rank: an adapter is sent whole. Use full, {_MERGE}."
+        )
+
+
+def problems_of_server(args: Namespace, seen: Mapping[str, Any]) -> Iterator[str]:
+    """The reasons why a server that others started, with the arguments ``seen``, cannot serve the adapter."""
+    if not serves_adapter(args):
+        return
+    flags = adapter_flags(args)
+    words = " ".join(adapter_words(args))
+    modules = set(seen.get("lora_target_modules") or ())
+    is_wide = (seen.get("max_lora_rank") or 0) >= args.lora_rank and seen.get("max_loras_per_batch", 8) >= _SLOTS
+    if not seen.get("enable_lora"):
+        yield f"it serves no adapters: start it with {words}."
+    elif not is_wide or not ("all" in modules or modules >= set(flags["--lora-target-modules"])):
+        yield (
+            f"its adapters have at most rank {seen.get('max_lora_rank')}, {seen.get('max_loras_per_batch')} at a time, "
+            f"in {' '.join(sorted(modules))}: start it with {words}."
+        )
+
+
+def experts_on_cpu(args: Namespace) -> Iterator[str]:
+    """SGLang's LoRA of experts needs triton. It wraps the experts as soon as any MLP has an adapter."""
+    config = LoraConfig.from_args(args)
+    if config is None or not serves_adapter(args) or args.debug_train_only or not accelerator.current().is_cpu:
+        return
+    try:
+        shape = read_shape(args.hf_checkpoint)
+        names = config.module_names(shape)
+    except ConfigError:
+        return
+    if shape.moe is not None and (mlps := sorted(_MLP & set(names))):
+        yield (
+            f"--lora-target-modules {', '.join(mlps)}: engines on a CPU cannot serve adapters of the MLPs of a model "
+            f"with experts. Leave them out, {_MERGE}."
+        )
