@@ -131,8 +131,8 @@ def low_precision_here(args: Namespace) -> Iterator[str]:
         )
     if _has_flex_dispatcher(args) and not is_cpu and importlib.util.find_spec("deep_ep") is None:
         yield (
-            f"{_FLEX} needs the package deep_ep (https://github.com/deepseek-ai/DeepEP), which is not installed. Leave "
-            "it out to exchange tokens by all-to-all over NCCL."
+            f"{_FLEX} needs the package deep_ep (https://github.com/deepseek-ai/DeepEP), which is not installed. Give "
+            "--moe-token-dispatcher-type alltoall to exchange tokens over NCCL."
         )
     if args.megatron_deepgemm_forward_layers or args.megatron_deepgemm_moe_forward_layers:
         kind = "forward" if args.megatron_deepgemm_forward_layers else "moe-forward"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from slime.backends.megatron_utils import arguments
 from slime.backends.megatron_utils.argument_rules import RULES, STEPS
+from slime.backends.megatron_utils.precision_rules import low_precision_here
 from slime.config.groups import flags_of, groups_in
+from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.command_lines import problems_of, resolved, write_config
 from tests.unit.megatron_utils.hub_hybrid import QWEN3_NEXT_80B
@@ -343,7 +346,9 @@ def test_the_plan_states_which_layers_are_transformer_engines(words: str, attent
 
 
 @pytest.mark.parametrize("engine", ["--transformer-impl transformer_engine", "--fp8-format hybrid"])
-def test_the_flex_dispatcher_is_that_of_transformer_engines_layers(engine: str, tmp_path: Path) -> None:
+def test_the_flex_dispatcher_is_that_of_transformer_engines_layers(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hf = write_config(tmp_path, QWEN3_30B)
     words = f"{engine} --moe-token-dispatcher-type flex --moe-enable-deepep --expert-model-parallel-size 4".split()
     args = resolved(hf, words, world_size=4)
@@ -351,6 +356,11 @@ def test_the_flex_dispatcher_is_that_of_transformer_engines_layers(engine: str, 
     (notice,) = args.notices
     assert (notice.level, notice.flag) == ("info", engine.split(maxsplit=1)[0])
     assert problems_of(hf, words, world_size=4) == []
+    monkeypatch.setattr(accelerator, "current", lambda: SimpleNamespace(is_cpu=False))
+    *_, problem = low_precision_here(args)
+    assert "needs the package deep_ep" in problem
+    assert problem.endswith("Give --moe-token-dispatcher-type alltoall to exchange tokens over NCCL.")
+    monkeypatch.undo()
     (problem,) = problems_of(hf, words[:-2])
     assert problem.startswith("--moe-token-dispatcher-type flex needs several ranks of experts")
 
