@@ -15,6 +15,7 @@ import torch
 from slime.backends.megatron_utils.patches import cpu_import
 from slime.backends.megatron_utils.patches.install import install
 from tests.unit.megatron_utils.operators import Operators
+from tests.unit.megatron_utils.tiny_trainer import single_rank
 
 
 def _rewritten(source: str) -> str:
@@ -95,6 +96,27 @@ def test_the_cache_is_not_used_when_others_can_write_it(tmp_path: Path, monkeypa
     assert fallback.is_relative_to(tmp_path / "temporary")
     fallback.parent.chmod(0o777)  # others could put a directory of theirs in its place
     assert cpu_import._cache_directory() is None
+
+
+def test_the_groups_of_a_single_rank_share_a_thread() -> None:
+    install()
+    from megatron.core import parallel_state as mpu
+
+    for _ in range(2):  # the second run has new groups
+        with single_rank():
+            torch.distributed.init_process_group("gloo")
+            before = _num_gloo_threads()
+            mpu.initialize_model_parallel(create_gloo_process_groups=False)
+            groups = [mpu.get_tensor_model_parallel_group(), mpu.get_expert_model_parallel_group()]
+            assert groups[0] is groups[1]
+            assert torch.distributed.get_world_size(groups[0]) == 1
+            torch.distributed.barrier(group=groups[0])
+            assert _num_gloo_threads() <= before + 2, "Megatron makes 20 groups"
+
+
+def _num_gloo_threads() -> int:
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return sum(name.startswith("gloo_tcp_loop") for name in names)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -35,6 +35,7 @@ def install() -> None:
     repair_packed_rope()
     repair_padding_in_expert_bias()
     if accelerator.current().is_cpu:
+        repair_lone_groups_on_cpu()
         repair_swiglu_on_cpu()
         repair_expert_dispatch_on_cpu()
         repair_overlapped_sends_on_cpu()
@@ -251,6 +252,33 @@ def repair_padding_in_expert_bias() -> None:
         stock(self, routing_map if padding_mask is None else routing_map & ~padding_mask.unsqueeze(-1))
 
     TopKRouter._apply_expert_bias = apply
+
+
+def repair_lone_groups_on_cpu() -> None:
+    """Every process group of one rank has a thread of gloo, which wakes up 100 times per second.
+
+    Why: ``create_group`` makes a new group for each kind of parallelism, also for the same single rank. On one rank 20
+    threads took 1.1 % of a core, also while engines generate. Nothing is sent in such a group, so one is enough.
+    Upstream: core_v0.16.1. Delete when gloo's groups share a thread.
+    """
+    from megatron.core import parallel_state
+
+    stock = parallel_state.create_group
+    lone: dict[int, Any] = {}
+    worlds: list[Any] = []
+
+    def create_group(ranks: list[int], *args: Any, **kw: Any) -> Any:
+        if len(ranks) != 1:
+            return stock(ranks, *args, **kw)
+        world = torch.distributed.group.WORLD
+        if worlds != [world]:  # the process has left the groups of another one
+            worlds[:] = [world]
+            lone.clear()
+        if ranks[0] not in lone:
+            lone[ranks[0]] = stock(ranks, *args, **kw)
+        return lone[ranks[0]]
+
+    parallel_state.create_group = create_group
 
 
 def repair_swiglu_on_cpu() -> None:
