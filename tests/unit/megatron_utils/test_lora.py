@@ -20,6 +20,7 @@ from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.tiny_families import make_family_checkpoint, packed_logits, saved_tensors
 from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_args, make_batch
 from tests.verification import verify
+from tools.merge_lora import merge
 
 pytestmark = pytest.mark.usefixtures("trainer_rank")
 
@@ -210,6 +211,20 @@ def test_merged_weights_are_the_base_plus_the_adapters(kind: str, checkpoint: An
     assert (
         saved_tensors(tmp_path / "merged")["model.norm.weight" if kind != "qwen3_5" else "lm_head.weight"] is not None
     )
+
+
+def test_the_tool_merges_as_the_trainer_does(checkpoint: Any, tmp_path: Path) -> None:
+    path, _ = checkpoint("qwen3")
+    trainer = _trainer(path)
+    _randomize(trainer)
+    trainer.save_hf(str(tmp_path / "adapter"))
+    merge(str(path), str(tmp_path / "adapter"), str(tmp_path / "merged"))
+    expected = dict(trainer.export_weights())
+    for name, value in saved_tensors(tmp_path / "merged").items():
+        verify("weights merged by the tool", "the trainer's merged weights", value, expected[name], tolerance=1e-6)
+    other, _ = checkpoint("qwen2")
+    with pytest.raises(ConfigError, match="adapter of another base"):
+        merge(str(other), str(tmp_path / "adapter"), str(tmp_path / "wrong"))
 
 
 def test_training_starts_from_an_adapter_of_peft(checkpoint: Any, tmp_path: Path) -> None:
