@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -159,6 +159,21 @@ class LoraConfig:
     def num_parameters(self, shape: ModelShape) -> int:
         """Trainable parameters."""
         return sum(linear.num_parameters(self.rank) for linear in self.targets(shape))
+
+    def numbers_on_rank(
+        self, shape: ModelShape, layers: Collection[int], *, tensor_ranks: int, expert_ranks: int
+    ) -> tuple[float, float]:
+        """Numbers in the adapters of ``layers`` on one rank: (those of all other layers, those of routed experts)."""
+        others = experts = 0.0
+        for linear in self.targets(shape):
+            count = self.rank * len([layer for layer in linear.layers if layer in layers])
+            if linear.rule.is_expert:
+                experts += count * linear.copies * (linear.rows + linear.columns) / expert_ranks
+                continue
+            # Tensor ranks divide B of a column layer and A of a row layer.
+            rows, columns = (tensor_ranks if linear.rule.split == split else 1 for split in ("column", "row"))
+            others += count * (linear.rows / rows + linear.columns / columns)
+        return others, experts
 
     def with_adapters(self, shape: ModelShape) -> ModelShape:
         """``shape`` with rules for the adapters in its family's table. Raises as :meth:`targets`.

@@ -15,7 +15,9 @@ from slime.algorithms.arguments import CUDA_CHUNK_ROWS
 from slime.config.plan.layout import Layout, number, read, stage_layers
 from slime.config.plan.shape import padded_vocab_size
 from slime.models.cost import Weight, gathered_keys, layer_activations, layer_weights, model_weights
+from slime.models.lora import LoraConfig
 from slime.models.shape import ModelShape
+from slime.utils.errors import ConfigError
 
 # A save writes live tensors: two threads of a rank copy a piece of at most 128 MiB each. Training goes on with
 # --async-save, so up to 4 bytes per parameter are copied first.
@@ -55,6 +57,7 @@ class StageMemory:
         parameters: numbers of weights that the rank holds.
         in_flight: micro-batches whose activations are alive at once (1F1B, arXiv:2104.04473).
         gathered_keys: the part of ``activations`` that is due to context parallelism.
+        trained: numbers of weights in adapters if only they are trained. 0 if all weights are.
         host_copies: pinned host memory for copies of weights, per rank: see ``_num_host_copies``.
         host_states: host memory for optimizer states, per rank.
         host_offloaded: pinned host memory for optimizer states that move there while engines generate, per rank.
@@ -75,6 +78,7 @@ class StageMemory:
     host_offloaded: int = 0
     host_save: int = 0
     gathered_keys: int = 0
+    trained: int = 0
 
     @property
     def total(self) -> int:
@@ -143,7 +147,9 @@ def _stage(
     is_sharded = kind == "dist_muon" or (given if given is not None else kind in (None, "adam"))
     groups = max(1, number(args, "num_distributed_optimizer_instances", 1))  # each instance has all states
     shards, expert_shards = max(1, layout.dp * layout.cp // groups), max(1, layout.edp // groups)
-    states = dense / shards + expert / expert_shards if is_sharded else dense + expert
+    adapters = _adapters(args, shape, layout, layers)
+    trained, trained_experts = adapters or (dense, expert)
+    states = trained / shards + trained_experts / expert_shards if is_sharded else trained + trained_experts
     offloaded = _offloaded_share(args)
     # An optimizer on the host keeps separate main weights, even if the model is in fp32.
     main_copy = 4 if precision.name == "fp32" and read(args, "optimizer_cpu_offload") else 0
@@ -154,23 +160,52 @@ def _stage(
     on_device = round(states * (precision.states + main_copy) * (1 - offloaded))
     on_host = states * (precision.states + main_copy) * offloaded
     # Main weights and moments are fp32 blocks, one per tensor, each on one of the ranks that share the states.
+    added = sum(adapters or ())
     rounding = sum(_blocks(weight, layout, 4) for weight in held) / max(1, 4 * (dense + expert))
     return StageMemory(
         stage=stage,
         layers=(layers.start, layers.stop - 1),
-        parameters=round(dense + expert),
-        weights=round((dense + expert) * precision.weights),
-        gradients=round((dense + expert) * precision.gradients),
+        parameters=round(dense + expert + added),
+        weights=round((dense + expert + added) * precision.weights),
+        gradients=round((trained + trained_experts) * precision.gradients),
         optimizer=on_device,
         activations=activations,
         logits=_logits(args, shape, layout, tokens, precision) if is_last else 0,
         in_flight=in_flight,
-        host_copies=round(sum(_blocks(weight, layout, precision.weights) for weight in held)) * _num_host_copies(args),
+        host_copies=_host_copies(args, held, layout, precision, adapters),
         host_states=round(on_host * rounding),
         host_offloaded=on_device if read(args, "offload_train") else 0,
-        host_save=round(_COPIED_AT_SAVE * (dense + expert)) if read(args, "async_save") else _BUFFERS_AT_SAVE,
+        host_save=(
+            round(_COPIED_AT_SAVE * (trained + trained_experts)) if read(args, "async_save") else _BUFFERS_AT_SAVE
+        ),
         gathered_keys=activations - alone,
+        trained=round(added),
     )
+
+
+def _adapters(args: Namespace, shape: ModelShape, layout: Layout, layers: range) -> tuple[float, float] | None:
+    """Numbers in the adapters of this rank: (all but experts, experts). None without adapters that fit the model."""
+    lora = LoraConfig.from_args(args)
+    try:
+        sizes = {"tensor_ranks": layout.tp, "expert_ranks": layout.ep}
+        return None if lora is None else lora.numbers_on_rank(shape, layers, **sizes)
+    except ConfigError:  # a rule reports it
+        return None
+
+
+def _host_copies(
+    args: Namespace,
+    held: Sequence[Weight],
+    layout: Layout,
+    precision: Precision,
+    adapters: tuple[float, float] | None,
+) -> int:
+    copies = _num_host_copies(args)
+    weights = round(sum(_blocks(weight, layout, precision.weights) for weight in held))
+    if adapters is None:
+        return copies * weights
+    # The base has one copy at most, while engines use the device. The reference is the base without adapters.
+    return weights * bool(read(args, "offload_train")) + round(sum(adapters) * precision.weights) * copies
 
 
 def _fully_sharded(args: Namespace, shape: ModelShape, layout: Layout, tokens: int) -> StageMemory:

@@ -231,6 +231,8 @@ def _trainer(plan: Plan) -> Iterable[RenderableType]:
     groups = _similar(plan.stages)
     table = _table("", *(f"{_stage_name(group, len(plan.stages))}>" for group in groups))
     table.add_row("parameters", *(count(group[0].parameters) for group in groups))
+    if any(group[0].trained for group in groups):
+        table.add_row("trainable", *(count(group[0].trained) for group in groups))
     for name in ("weights", "gradients", "optimizer", "activations", "logits"):
         table.add_row(name, *(size(getattr(group[0], name)) for group in groups))
     table.add_row("[bold]total[/bold]", *(f"[bold]{size(group[0].total)}[/bold]" for group in groups))

@@ -121,3 +121,22 @@ def test_without_a_rank_there_are_no_adapters() -> None:
     assert LoraConfig.from_args(Namespace()) is None
     assert LoraConfig.from_args(Namespace(lora_rank=0)) is None
     assert tensor_name("a.q_proj.weight", "B") == "a.q_proj.lora_B.weight"
+
+
+@pytest.mark.parametrize(("kind", "tensor_ranks"), [("qwen3", 2), ("deepseek_v3", 1), ("qwen3_moe", 2)])
+def test_numbers_on_a_rank_add_up_to_the_adapters(kind: str, tensor_ranks: int, model: Any) -> None:
+    shape, config = _shape(model(kind)), LoraConfig(4, experts=True)
+    stages = [range(1), range(1, shape.num_layers)]
+    sizes = {"tensor_ranks": tensor_ranks, "expert_ranks": 2}
+    on_rank = [config.numbers_on_rank(shape, layers, **sizes) for layers in stages]
+    whole = list(config.targets(shape))
+    experts = sum(linear.num_parameters(4) for linear in whole if linear.rule.is_expert)
+    assert sum(expert for _, expert in on_rank) * 2 == experts
+    copied = {"column": "columns", "row": "rows"}  # of these every tensor rank has all
+    others = sum(
+        4 * len(linear.layers) * getattr(linear, copied[linear.rule.split])
+        for linear in whole
+        if linear.rule.split in copied and not linear.rule.is_expert
+    )
+    total = config.num_parameters(shape) - experts
+    assert sum(other for other, _ in on_rank) * tensor_ranks == total + (tensor_ranks - 1) * others
