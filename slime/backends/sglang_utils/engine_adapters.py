@@ -69,9 +69,8 @@ class AdapterCalls(ABC):
         self._change("load_lora_adapter", {"lora_name": name, "lora_path": path})
 
     def _unload_adapter(self, name: str) -> None:
-        # SGLang refuses to load an adapter under a name that it knows
-        if name in self.adapters():
-            self._change("unload_lora_adapter", {"lora_name": name})
+        # not checked: a fresh engine has none. If an old one stays, SGLang refuses to load another under its name
+        self._change("unload_lora_adapter", {"lora_name": name}, is_checked=False)
 
     def set_weight_version(self, version: str) -> None:
         """Set the version in every response from now on."""
