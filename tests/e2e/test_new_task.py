@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from statistics import mean
 
 import pytest
 
@@ -27,10 +26,8 @@ def test_the_folder_of_a_new_task_learns(tmp_path: Path) -> None:
     run = slime.load_run(folder / "outputs" / "my_task")
     assert run.info.driver == "train.py"
     assert run.config["num_rollout"] == 10
-    rewards = [row["rollout/raw_reward"] for row in run.metric_rows() if "rollout/raw_reward" in row]
-    assert len(rewards) == 10
-    assert mean(rewards[-3:]) > rewards[0] + 0.05
-    assert sum("eval/my_task" in row for row in run.metric_rows()) == 2, "before the first rollout and after the last"
+    before, after = (row["eval/my_task"] for row in run.metric_rows() if "eval/my_task" in row)
+    assert after > before + 0.05
     samples = [row for row in run.sample_rows() if row["kind"] == "rollout"]
     assert {row["reward"] for row in samples} == {0.0, 0.5, 1.0}
     assert any("\nno" in row["response"] for row in samples)
