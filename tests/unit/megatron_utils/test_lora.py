@@ -54,7 +54,8 @@ def _randomize(trainer: MegatronTrainer) -> None:
     with torch.no_grad():
         for adapter in adapters_of(trainer._ready.model):
             noise = 0.2 * torch.randn(adapter.lora_B.shape, generator=generator)
-            adapter.lora_B.copy_(noise if adapter.uses is None else noise * adapter.uses.sum(1, keepdim=True))
+            used = 1 if adapter.uses is None else adapter.uses.sum(1, keepdim=True).repeat(adapter.num_experts, 1)
+            adapter.lora_B.copy_(noise * used)
     trainer._begin_with_filled()
 
 
@@ -262,3 +263,15 @@ def test_recomputing_activations_changes_nothing(recompute: dict[str, Any], chec
     expected = _adapters(plain)
     for name, value in _adapters(recomputed).items():
         verify("adapters after a step with recomputed layers", "stored activations", value, expected[name])
+
+
+def test_log_probs_with_adapters_of_experts_equal_peft(checkpoint: Any, tmp_path: Path) -> None:
+    path, reference = checkpoint("qwen3_moe_unnormalised")
+    trainer = _trainer(path, lora_experts=True)
+    _randomize(trainer)
+    trainer.save_hf(str(tmp_path / "adapter"))
+    model = _peft(reference, tmp_path / "adapter")
+    with torch.no_grad():
+        expected = torch.cat([model(sequence[None]).logits[0].log_softmax(-1) for sequence in _sequences()])
+    ours = packed_logits(trainer._ready.chunks[0].eval(), _sequences()).log_softmax(-1)
+    assert (ours - expected).abs().max() < 1e-5
