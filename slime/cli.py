@@ -106,6 +106,7 @@ COMMANDS = (
         "<folder of a run or of its checkpoints>",
         (),
     ),
+    Command("During and after a run", "clean", "slime.utils.scratch:clean", "delete temporary folders of ended runs"),
 )
 
 

@@ -23,6 +23,7 @@ from slime.doctor import Finding, Situation, fail, ok, warn
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 from slime.utils.net import FIRST_SERVICE_PORT, is_port_free
+from slime.utils.process import num_cpus
 
 _OLDEST, _TOO_NEW = (3, 11), (3, 14)
 _MIN_OPEN_FILES = 4096
@@ -31,6 +32,7 @@ _SHM = Path("/dev/shm")
 _CPU_OBJECT_STORE = 512 * 1024**2
 _RAY_SHARE = 0.3  # of the memory, Ray's own default where slime does not set it
 _PORTS_PER_ENGINE = 10
+_MOST_PER_CPU = 2  # ranks and engines mostly work one after the other
 # Oldest driver of a major CUDA version, https://docs.nvidia.com/deploy/cuda-compatibility/
 _OLDEST_DRIVERS = {12: 525, 13: 580}
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -234,6 +236,22 @@ def memory(situation: Situation) -> Iterator[Finding]:
         yield fail("memory", value, "use a smaller model, fewer processes (see slime plan), or a larger machine")
     else:
         yield ok("memory", value)
+
+
+def processors(situation: Situation) -> Iterator[Finding]:
+    """Without a GPU trainer ranks and engines share the processors, and many of them slow each other down."""
+    if situation.args is None or not accelerator.current().is_cpu:
+        return
+    try:
+        placement = plan_placement(situation.args, read_layout(situation.args))
+    except PlanError:
+        return
+    num_engines = sum(group.num_devices for group in placement.engines)
+    value = f"{num_cpus()} for {placement.num_trainer_ranks} trainer ranks and {num_engines} engine devices"
+    if placement.num_trainer_ranks + num_engines > _MOST_PER_CPU * num_cpus():
+        yield warn("processors", value, "use fewer: --actor-num-gpus-per-node 1 --rollout-num-gpus 1")
+    else:
+        yield ok("processors", value)
 
 
 def _host_bytes(situation: Situation) -> int:

@@ -23,6 +23,7 @@ CHECKS: tuple[Check, ...] = (
     machine_checks.driver,
     machine_checks.kernels,
     machine_checks.memory,
+    machine_checks.processors,
     machine_checks.infiniband,
     machine_checks.host_name,
     machine_checks.open_files,

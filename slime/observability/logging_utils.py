@@ -30,20 +30,31 @@ _TRACKER: Tracker | None = None
 _COLLECTOR: _Log | None = None
 
 
+class LineFormatter(logging.Formatter):
+    """``[time{prefix}] LEVEL file.py:line - message``. Further lines of a message are indented by four spaces.
+
+    ``slime.observability.run_log`` finds the warnings of other processes by this form.
+    """
+
+    def __init__(self, prefix: str = "") -> None:
+        # The prefix becomes a part of a %-format.
+        head = f"[%(asctime)s{prefix.replace('%', '%%')}] %(levelname)s %(filename)s:%(lineno)d"
+        super().__init__(f"{head} - %(message)s", "%Y-%m-%d %H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record).replace("\n", "\n    ")
+
+
 def configure_logger(prefix: str = "") -> None:
-    """``[time{prefix}] file.py:line - message`` at level INFO. Later calls in the same process do nothing."""
+    """Log lines (:class:`LineFormatter`) at level INFO. Later calls in the same process do nothing."""
     global _LOGGER_CONFIGURED
     if _LOGGER_CONFIGURED:
         return
     _LOGGER_CONFIGURED = True
-    logging.basicConfig(
-        level=logging.INFO,
-        # The prefix becomes a part of a %-format.
-        format=f"[%(asctime)s{prefix.replace('%', '%%')}] %(filename)s:%(lineno)d - %(message)s",
-        datefmt="%Y-%m-%d %H:%M:%S",
-        # A library may have configured the root logger before.
-        force=True,
-    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormatter(prefix))
+    # force: a library may have configured the root logger before.
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     for chatty in ("httpx", "httpcore"):  # one line per request otherwise
         logging.getLogger(chatty).setLevel(logging.WARNING)
 

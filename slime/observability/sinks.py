@@ -61,6 +61,7 @@ def _json(value: Any) -> Any:
 
 
 logger = logging.getLogger(__name__)
+_lines = logging.getLogger("slime.observability.metric_lines")
 
 _CRITIC = "train/critic-"
 
@@ -76,7 +77,7 @@ class LogSink:
         for name, value in metrics.items():
             kinds.setdefault(_kind(name), {})[name] = value
         for kind, values in kinds.items():
-            logger.info("%s %d: %s", kind, step, values)
+            _lines.info("%s %d: %s", kind, step, values)
 
     def close(self) -> None:
         """Does nothing, because no file is open."""

@@ -141,15 +141,19 @@ def create_tracker(args: Namespace, *, is_new: bool = False) -> Tracker:
     )
 
 
-_FILES = ("metrics.jsonl", "events.out.tfevents.*", "run.json", "progress.json", "ledger.jsonl", "samples", "engines")
+_FILES = (
+    *("metrics.jsonl", "events.out.tfevents.*", "run.json", "progress.json", "ledger.jsonl", "run.log"),
+    *("samples", "engines/*"),
+)
 """The files of a run in its folder, as patterns."""
+_BEFORE_THE_FOLDER = "fork_server.log"  # this run writes it already: SGLang is imported before everything else
 _started: set[Path] = set()
 """Folders of this process: a run that restarts in the same job continues its files."""
 
 
 def _set_aside(directory: Path, started: str, named: Sequence[str]) -> None:
     """Move the files of an earlier run, except those that this run reads or writes by a flag (``named``)."""
-    found = [path for pattern in _FILES for path in directory.glob(pattern)]
+    found = [path for pattern in _FILES for path in directory.glob(pattern) if path.name != _BEFORE_THE_FOLDER]
     found = [path for path in found if not any(f"{value}/".startswith(f"{path}/") for value in named)]
     # This run's process that imports SGLang early writes its log to "engines" before.
     if all(path.name == "engines" for path in found):
@@ -157,7 +161,9 @@ def _set_aside(directory: Path, started: str, named: Sequence[str]) -> None:
     earlier = directory / f"earlier_{started}"
     earlier.mkdir()
     for path in found:
-        path.rename(earlier / path.name)
+        target = earlier / path.relative_to(directory)
+        target.parent.mkdir(exist_ok=True)
+        path.rename(target)
     logger.warning("%s has files of an earlier run: moved to %s", directory, earlier)
 
 

@@ -22,6 +22,7 @@ from slime.data.sample import Sample, iter_samples
 from slime.hooks.load import load_function
 from slime.models.cost import calculate_fwd_flops
 from slime.models.hf_shape import read_shape
+from slime.observability.console import Example
 from slime.observability.logging_utils import configure_logger
 from slime.observability.rollout_metrics import log_eval_rollout_data, log_rollout_data, mean_reward
 from slime.observability.sample_record import BackgroundWriter, record_rollout
@@ -34,6 +35,7 @@ from slime.ray.run.cluster import worker_env
 from slime.ray.shards import RolloutResult, actor_options, boxed
 from slime.ray.watch.heartbeat import register_process
 from slime.rollout.base_types import call_rollout_fn
+from slime.rollout.collect import Count
 from slime.rollout.rm_hub.grader_pool import preload_graders
 from slime.rollout.sample_hooks import set_current_rollout_id, set_evaluated_rollout_id
 from slime.rollout.sglang_rollout import GenerateState
@@ -49,7 +51,8 @@ _RECORDS_TIMEOUT_S = 5.0
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_CALLS = 4  # concurrent: a rollout, an evaluation, a call to the engines, and dispose(), which must not wait for them
+# Concurrent: a rollout, an evaluation, a call to the engines, under_way(), and dispose(), which must not wait for them.
+_CALLS = 5
 
 
 @exits_are_errors
@@ -126,10 +129,12 @@ class RolloutManager:
         self._record(samples, rollout_id, "rollout")
         seconds = time.monotonic() - started
         metrics = log_rollout_data(rollout_id, self._args, samples, metrics, seconds, self._log_rollout)
+        num_groups = len({sample.group_index for sample in samples})
+        example = Example.of(samples[0]) if samples else None
         if self._args.debug_rollout_only:  # otherwise the trainer reports the reward
             key = self._args.reward_key
             rewards = [s.reward.get(key) if key and isinstance(s.reward, dict) else s.reward for s in samples]
-            return RolloutResult([], mean_reward(rewards) | metrics)
+            return RolloutResult([], mean_reward(rewards) | metrics, num_groups=num_groups, example=example)
         data = compile_train_data(
             groups,
             rewards=self._config[RewardArgs],
@@ -148,7 +153,12 @@ class RolloutManager:
         metrics["rollout/dropped_samples"] = float(shipment.num_dropped_samples)
         boxes = [boxed(batch, self._args.rollout_data_transport) for batch in shipment.ranks]
         return RolloutResult(
-            boxes, metrics, num_tokens=sum(data["total_lengths"]), forward_flops=self._flops(data["total_lengths"])
+            boxes,
+            metrics,
+            num_tokens=sum(data["total_lengths"]),
+            forward_flops=self._flops(data["total_lengths"]),
+            num_groups=num_groups,
+            example=example,
         )
 
     def _flops(self, lengths: list[int]) -> float:
@@ -200,6 +210,10 @@ class RolloutManager:
         record_rollout(
             run, samples, rollout_id=rollout_id, limit=limit, reward_key=key, kind=kind, writer=self._records
         )
+
+    def under_way(self) -> str:
+        """How far the rollout or evaluation is, for the console: ``9/16 groups``."""
+        return Count.under_way()
 
     def dispose(self) -> None:
         """Write the last records, then stop router, engines and HTTP workers."""

@@ -11,6 +11,7 @@ import ray
 
 from slime.config.arguments import ClusterArgs
 from slime.config.groups import from_args
+from slime.observability.console import Example
 from slime.utils.errors import DataError
 
 __all__ = ["Box", "RolloutResult", "Transport", "actor_options", "boxed", "process_rollout_data"]
@@ -35,6 +36,8 @@ class RolloutResult:
         seconds: from the request to the shards.
         num_tokens: prompt and response tokens of the samples that are trained on.
         forward_flops: floating-point operations of one forward pass over them.
+        num_groups: prompts.
+        example: one sample, for the console. None without samples.
     """
 
     shards: list[Box]
@@ -44,6 +47,8 @@ class RolloutResult:
     seconds: float = 0.0
     num_tokens: int = 0
     forward_flops: float = 0.0
+    num_groups: int = 0
+    example: Example | None = None
 
     @property
     def versions(self) -> tuple[str, str] | None:

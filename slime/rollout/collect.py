@@ -19,9 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from tqdm import tqdm
+from typing import Any, ClassVar
 
 from slime.data.sample import Sample, SampleGroup, as_groups, iter_samples
 from slime.hooks.load import load_function
@@ -39,8 +37,6 @@ from slime.utils.http_utils import get, post
 
 logger = logging.getLogger(__name__)
 
-# A rollout that is faster than this shows no progress bar.
-_BAR_DELAY_S = 2.0
 # Drops per group of the batch. With more of them the filter or the data is wrong.
 _MAX_DROPPED_PER_TARGET = 100
 # Share of responses cut at the length limit that is worth a warning.
@@ -184,6 +180,27 @@ async def apply_filter(dynamic_filter: Callable[..., Any] | None, args: Any, gro
     return await call_in_thread(call_dynamic_filter, dynamic_filter, args, group)
 
 
+class Count:
+    """A part of the work of this process that is under way, for the console of the driver."""
+
+    _open: ClassVar[list[Count]] = []
+
+    def __init__(self, total: int, unit: str) -> None:
+        self._done, self._total, self._unit = 0, total, unit
+        self._open.append(self)
+
+    def add(self, number: int = 1) -> None:
+        self._done += number
+
+    def close(self) -> None:
+        self._open.remove(self)
+
+    @classmethod
+    def under_way(cls) -> str:
+        """``9/16 groups``. Empty if nothing is counted."""
+        return ", ".join(f"{one._done}/{one._total} {one._unit}" for one in list(cls._open))
+
+
 async def collect(
     plan: BatchPlan, *, fetch: Fetch, submit: Submit, judge: Judge, stop: Callable[[], Awaitable[Any]]
 ) -> Collected:
@@ -203,7 +220,7 @@ async def collect(
     drops = Drops(plan.target)
     failures = FailureBudget(plan.max_failed_share, plan.target * plan.group_size)
     progress = _Progress()
-    bar = tqdm(total=plan.target, desc=plan.label, unit="group", delay=_BAR_DELAY_S, mininterval=1.0, leave=False)
+    count = Count(plan.target, "groups")
     try:
         while len(result.groups) < plan.target:
             # Groups under way count as if they were accepted, so less than one chunk too many is under way.
@@ -220,9 +237,9 @@ async def collect(
                 drops.add(group, verdict.reason)
             else:
                 result.groups.append(group)
-                bar.update()
+                count.add()
     finally:
-        bar.close()
+        count.close()
         # Also after an error: requests that still run would occupy the engines during the next call.
         await stop()
     unfinished = [_unfinished(task, prompt, plan.keeps_responses) for task, prompt in progress.prompts.items()]
@@ -282,11 +299,19 @@ def _num_tokens(groups: Any) -> int:
     return sum(sample.response_length for sample in iter_samples(groups))
 
 
+_cut_before: list[str] = []
+"""The last batch, if most of its responses were cut."""
+
+
 def _warn_if_cut(groups: list[SampleGroup], label: str) -> None:
+    """Warn if most responses are cut, once for batches in a row. The log has a line for each of them."""
     samples = list(iter_samples(groups))
     cut = sum(sample.truncated for sample in samples)
-    if cut > _MOST_CUT * len(samples):
-        logger.warning(
+    is_known = bool(_cut_before)
+    _cut_before[:] = [label] if cut > _MOST_CUT * len(samples) else []
+    if _cut_before:
+        logger.log(
+            logging.INFO if is_known else logging.WARNING,
             "%s: %d of %d responses were cut at --rollout-max-response-len: too short, or does the model not know "
             "how to end (--rollout-stop, --rollout-stop-token-ids)?",
             label,

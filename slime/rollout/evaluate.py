@@ -9,20 +9,17 @@ from argparse import Namespace
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from typing import Any
 
-from tqdm import tqdm
-
 from slime.data.chat import load_tokenizer
 from slime.data.media import load_processor
 from slime.data.prompts import Dataset
 from slime.data.sample import Sample, iter_samples
+from slime.rollout.collect import Count
 from slime.rollout.engine_request import eval_sampling_params
 from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.failures import FailureBudget, failed_reward, fresh_copy, give_up, reward_keys
 from slime.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
-
-_BAR_DELAY_S = 2.0
 
 GenerateGroup = Callable[..., Awaitable[list[Any]]]
 
@@ -72,11 +69,11 @@ async def evaluate(
     key = args.eval_reward_key or args.reward_key
     wanted = sum(len(dataset) * (config.n_samples_per_eval_prompt or 1) for config, dataset in sets)
     failures = FailureBudget(args.max_failed_share, wanted)
-    bar = tqdm(total=wanted, desc="evaluation", unit="sample", delay=_BAR_DELAY_S, mininterval=1.0, leave=False)
+    count = Count(wanted, "samples")
 
     def on_finished(group: list[Any]) -> None:
         failures.check(group)
-        bar.update(len(group))
+        count.add(len(group))
 
     tasks = [
         asyncio.create_task(_evaluate_set(args, config, dataset, generate_group, on_finished))
@@ -85,7 +82,7 @@ async def evaluate(
     try:
         samples = await asyncio.gather(*tasks)
     finally:
-        bar.close()
+        count.close()
         # Also after an error of one set: the other sets must not keep the engines busy.
         await _cancel(tasks)
     return {config.name: _summary(config.name, found, key) for (config, _), found in zip(sets, samples, strict=True)}

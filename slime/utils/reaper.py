@@ -1,17 +1,19 @@
-"""Cleanup process of a run: ends all descendants of the driver after its end, and deletes their shared memory.
+"""Cleanup process of a run: ends all descendants of the driver after its end, and deletes their temporary files.
 
-    python -m slime.utils.reaper PID
+    python -m slime.utils.reaper PID [FOLDER]
 
 The driver starts the reaper together with a local Ray cluster. While the driver lives, the reaper collects the driver's
 descendants. After the end of the driver, also by SIGKILL, it kills the remaining ones. Ray's daemons end with a killed
 driver, but its agents take half a minute. The reaper also deletes new files in /dev/shm that the run's processes had
-mapped, because a killed engine cannot delete them.
+mapped, because a killed engine cannot delete them, and the folder of the run's temporary files (``utils.scratch``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
+import shutil
 import subprocess
 import sys
 import time
@@ -32,12 +34,12 @@ _LOOKS = 5  # scans until a new file counts as a file of another program
 _held: list[int] = []
 
 
-def start_reaper() -> None:
-    """Have every descendant of this process killed once this process has ended."""
+def start_reaper(folder: Path | None = None) -> None:
+    """Have every descendant of this process killed, and ``folder`` deleted, once this process has ended."""
     read_end, write_end = os.pipe()
     _held.append(write_end)
     subprocess.Popen(
-        [sys.executable, "-m", "slime.utils.reaper", str(os.getpid())],
+        [sys.executable, "-m", "slime.utils.reaper", str(os.getpid()), *([] if folder is None else [str(folder)])],
         stdin=read_end,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -115,11 +117,13 @@ def _with_their_children(processes: set[psutil.Process]) -> set[psutil.Process]:
 
 
 def main() -> None:
-    driver = psutil.Process(int(sys.argv[1]))
     known: set[psutil.Process] = set()
+    driver = None
+    with contextlib.suppress(psutil.NoSuchProcess):  # it was killed while this process started
+        driver = psutil.Process(int(sys.argv[1]))
     memory = SharedMemory()
     # The pipe never carries data. It becomes readable when the kernel closes the driver's end.
-    while not select.select([0], [], [], _SCAN_EVERY_S)[0]:
+    while driver is not None and not select.select([0], [], [], _SCAN_EVERY_S)[0]:
         # Collected while the driver lives: afterwards its orphans are children of init.
         known = {process for process in known if process.is_running()} | _descendants(driver)
         memory.look(known)
@@ -127,6 +131,8 @@ def main() -> None:
     memory.look(known)
     reap(known)
     memory.remove()
+    for folder in sys.argv[2:]:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from subprocess import Popen
 from typing import Any
 
 from slime.data.ledger import Entry, read_ledger
-from tests.e2e.running import marked, start_train
+from tests.e2e.running import everything, marked, start_train
 from tests.limits import Limit
 
 PROCESSES = {
@@ -53,7 +53,7 @@ class Broken:
     limit: Limit = field(default_factory=lambda: Limit(200.0))
 
     def text(self) -> str:
-        return self.log.read_text()
+        return everything(self.log, self.output / "run" / "run.log")
 
     def wait(self, ready: Callable[[], Any]) -> Any:
         """Wait until ``ready`` returns a true value, and return it. The run must live until then."""

@@ -7,9 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,19 @@ PLUGINS = str(Path(__file__).with_name("plugin_functions.py"))
 
 @dataclass
 class Finished:
+    """A run that has ended.
+
+    Attributes:
+        output: every line of it once (:func:`everything`).
+        terminal: the lines that a user sees.
+        left: names in the temporary directory of the run.
+    """
+
     status: int
     output: str
     mark: str
+    terminal: str = ""
+    left: list[str] = field(default_factory=list)
 
     def survivors(self, within_s: float = 10.0) -> list[str]:
         """Command lines of processes that still carry the run's mark after ``within_s`` seconds."""
@@ -34,9 +45,11 @@ class Finished:
         return left
 
 
-def start_train(flags: list[Any], cwd: Path, log: Path, script: str = "train.py") -> tuple[subprocess.Popen, str]:
+def start_train(
+    flags: list[Any], cwd: Path, log: Path, script: str = "train.py", **variables: str
+) -> tuple[subprocess.Popen, str]:
     mark = uuid.uuid4().hex
-    env = os.environ | {MARK: mark, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    env = os.environ | {MARK: mark, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"} | variables
     command = [sys.executable, str(ROOT / script), *map(str, flags)]
     with log.open("w") as sink:
         process = subprocess.Popen(command, cwd=cwd, env=env, stdout=sink, stderr=subprocess.STDOUT)
@@ -44,9 +57,42 @@ def start_train(flags: list[Any], cwd: Path, log: Path, script: str = "train.py"
 
 
 def run_train(flags: list[Any], cwd: Path, timeout_s: float = 240.0, script: str = "train.py") -> Finished:
-    log = cwd / f"train-{uuid.uuid4().hex[:6]}.log"
-    process, mark = start_train(flags, cwd, log, script)
-    return Finished(exit_status(process, log, timeout_s), log.read_text(), mark)
+    log, run_log = cwd / f"train-{uuid.uuid4().hex[:6]}.log", _run_log(flags, cwd)
+    before = _state(run_log)
+    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:  # a short path, as sockets need
+        process, mark = start_train(flags, cwd, log, script, TMPDIR=temporary)
+        status = exit_status(process, log, timeout_s)
+        left = os.listdir(temporary)
+    return Finished(status, everything(log, run_log, before), mark, log.read_text(), left)
+
+
+def everything(terminal: Path, run_log: Path | None, before: tuple[int, int] = (0, 0)) -> str:
+    """The full log of a run, and the lines of the terminal that are not in it.
+
+    Args:
+        before: inode and size before the run, which may continue the log of another one.
+    """
+    shown = terminal.read_text()
+    if run_log is None or not run_log.exists():
+        return shown
+    lines = [line for line in shown.splitlines(keepends=True) if not line.startswith(("warning: ", "    "))]
+    inode, size = before
+    logged = run_log.read_bytes()[size if run_log.stat().st_ino == inode else 0 :].decode()
+    return logged + "".join(lines)
+
+
+def _state(run_log: Path | None) -> tuple[int, int]:
+    if run_log is None or not run_log.exists():
+        return 0, 0
+    return run_log.stat().st_ino, run_log.stat().st_size
+
+
+def _run_log(flags: list[Any], cwd: Path) -> Path | None:
+    words = list(map(str, flags))
+    if "--experiment-name" not in words:
+        return None
+    output = words[words.index("--output-dir") + 1] if "--output-dir" in words else "outputs"
+    return cwd / output / words[words.index("--experiment-name") + 1] / "run.log"
 
 
 def exit_status(process: subprocess.Popen, log: Path, timeout_s: float = 240.0) -> int:

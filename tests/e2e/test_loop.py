@@ -50,6 +50,34 @@ def resumed_run(tiny_task, tmp_path_factory):
     return output, first, second, third
 
 
+def test_redirected_output_has_a_line_per_rollout_and_a_summary(resumed_run):
+    output, first, second, _ = resumed_run
+    for run, numbers in ((first, ["0/5", "1/5", "2/5", "3/5", "4/5"]), (second, ["5/8", "6/8", "7/8"])):
+        lines = run.terminal.splitlines()
+        rows = [line for line in lines if re.match(r" +\d+/\d ", line)]
+        (titles,) = [line for line in lines if line.split()[:2] == ["rollout", "reward"]]
+        assert [row.split()[0] for row in rows] == numbers, run.terminal
+        assert {len(row) for row in rows} == {len(titles)}
+        assert titles.split()[:6] == ["rollout", "reward", "eval", "len", "trunc", "useful"]
+        places = [line for line in lines if str(output) in line or line.startswith(("--", "warning: "))]
+        assert max(len(line) for line in lines if line not in places) <= 100, run.terminal
+        assert lines[-1].endswith(f"slime board {output / 'run'}")
+        assert any(line.startswith(f"finished {len(rows)} rollouts in ") for line in lines)
+        assert any("     e.g. " in line for line in lines), "one of the samples"
+        assert any(line.startswith("     saved ") for line in lines)
+        assert "\x1b" not in run.terminal
+        assert "pid=" not in run.terminal
+        assert "trainer ready" not in run.terminal
+    log = (output / "run" / "run.log").read_text()
+    assert log.count("trainer ready") == 4, "two ranks of two runs"
+    assert "\x1b" not in log
+
+
+def test_a_run_leaves_no_temporary_file(resumed_run):
+    _, first, second, third = resumed_run
+    assert (first.left, second.left, third.left) == ([], [], [])
+
+
 def test_the_reward_rises(resumed_run):
     output, *_ = resumed_run
     rewards = values(metrics(output / "run"), "rollout/raw_reward")
@@ -81,9 +109,9 @@ def test_every_set_is_evaluated_before_the_first_rollout_and_after_the_last(resu
 def test_the_command_of_a_finished_run_starts_nothing(resumed_run):
     *_, third = resumed_run
     assert third.status == 0, third.output[-4000:]
-    assert third.output.strip().splitlines()[-1].startswith("--num-rollout 8: "), third.output
-    assert "nothing is left to train" in third.output
-    assert "Ray" not in third.output
+    assert third.terminal.strip().splitlines()[-1].startswith("--num-rollout 8: "), third.terminal
+    assert "nothing is left to train" in third.terminal
+    assert "Ray" not in third.terminal
 
 
 def test_no_prompt_is_drawn_twice_across_a_resume(resumed_run):

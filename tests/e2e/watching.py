@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from tests.e2e.running import Finished, exit_status, metrics, start_train, values
+from tests.e2e.running import Finished, everything, exit_status, metrics, start_train, values
 from tests.limits import Limit
 
 
@@ -31,7 +31,7 @@ class Running:
     versions: list[set[str]] = field(default_factory=list)
 
     def text(self) -> str:
-        return self.log.read_text()
+        return everything(self.log, self.output / "run" / "run.log")
 
     def wait(self, ready: Callable[[], Any]) -> Any:
         while not (found := ready()):

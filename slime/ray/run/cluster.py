@@ -14,16 +14,23 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 
 from slime.config.plan.memory import LARGEST_ROUNDED
+from slime.observability.console import START
+from slime.observability.run_log import RUN_LOG
+from slime.observability.terminal import TERMINAL
 from slime.ray.engines.preloading import FORK_SERVER, fork_server_log, sglang_preloading
+from slime.ray.run.worker_logs import followed, received
 from slime.utils import accelerator
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, StartFailed
 from slime.utils.net import WEIGHT_INTERFACES, WEIGHT_LOOPBACK
-from slime.utils.reaper import start_reaper
+from slime.utils.reaper import reap, start_reaper
+from slime.utils.scratch import scratch_folder
 
 # Makes Ray leave all devices visible: slime picks the device of each process from its slot.
 NOSET_VISIBLE_DEVICES = {
@@ -47,13 +54,20 @@ _DRIVER_CPUS = 4  # data buffer, rollout manager and their children
 _NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 _ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _PINNED_SIZE = "pinned_max_cached_size_mb"
+_TOKEN_LOGGER = "ray._private.authentication.authentication_token_setup"
 
 
 @contextmanager
 def running_cluster(args: Namespace) -> Iterator[None]:
-    """Connect to Ray, or start it, for the block. An embedded cluster always stops at its end."""
+    """Connect to Ray, or start it, for the block. An embedded cluster always stops at its end.
+
+    Lines of the actors go to ``run.log`` (``slime.observability.run_log``). Temporary files of an embedded cluster and
+    its processes are in one folder, which is deleted after the block.
+    """
+    RUN_LOG.shows_prints = args.debug_rollout_only
     if ray.is_initialized():
-        yield
+        with received():
+            yield
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -61,17 +75,24 @@ def running_cluster(args: Namespace) -> Iterator[None]:
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of peers that fail after a death
     # Ray's default is 15: beside other busy processes of the machine, actors would hardly run.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    logging.getLogger(_TOKEN_LOGGER).setLevel(logging.ERROR)  # Ray warns at every start that it asks for a token
+    START.begin("Ray")
     with ExitStack() as started:
-        if os.environ.get("RAY_ADDRESS"):
-            ray.init(log_to_driver=True, logging_level=logging.WARNING)
-        else:
-            start_reaper()  # before Ray starts: ends the remaining processes if this one is killed
-            if accelerator.current().is_cpu and _num_engine_slots(args):
-                started.enter_context(sglang_preloading(fork_server_log(args), _worker_env(is_on_loopback=True)))
-            _start_embedded(slot_layout(args)[0])
-        started.callback(ray.shutdown)
-        if os.environ.get("RAY_ADDRESS"):
-            check_devices(ray.cluster_resources())
+        with TERMINAL.live(START.text):
+            if os.environ.get("RAY_ADDRESS"):
+                ray.init(log_to_driver=True, logging_level=logging.WARNING)
+                started.callback(ray.shutdown)
+                started.enter_context(received())
+                check_devices(ray.cluster_resources())
+            else:
+                folder = started.enter_context(scratch_folder())
+                start_reaper(folder)  # before Ray starts: ends the remaining processes if this one is killed
+                if accelerator.current().is_cpu and _num_engine_slots(args):
+                    started.enter_context(sglang_preloading(fork_server_log(args), _worker_env(is_on_loopback=True)))
+                started.enter_context(followed(folder / "ray" / "session_latest" / "logs"))
+                started.callback(ray.shutdown)
+                _start_embedded(slot_layout(args)[0], folder / "ray")
+        START.end("Ray")
         yield
 
 
@@ -92,8 +113,30 @@ def check_devices(resources: Mapping[str, float]) -> None:
         )
 
 
-def _start_embedded(slots: int) -> None:
-    """Start Ray as children of this process, with a device slot for each of ``slots``."""
+def _start_embedded(slots: int, directory: Path) -> None:
+    """Start Ray as children of this process. Its limits for the start are short for a busy machine: two attempts.
+
+    Raises:
+        StartFailed: the second attempt failed as well.
+    """
+    mine = psutil.Process()
+    before = set(mine.children(recursive=True))
+    for is_last in (False, True):
+        try:
+            return _init_embedded(slots, directory)
+        except Exception as error:  # a bare Exception, errors of gRPC, timeouts
+            ray.shutdown()
+            reap(set(mine.children(recursive=True)) - before, grace_s=0.0)
+            reason = f"Ray did not start: {str(error).partition('. ')[0] or type(error).__name__}"
+            if is_last:
+                raise StartFailed(
+                    f"{reason}. It was started twice. A machine without free processors or memory is the usual cause: "
+                    "end other programs and start again."
+                ) from error
+            logger.warning("%s. It is started once more.", reason)
+
+
+def _init_embedded(slots: int, directory: Path) -> None:
     is_cpu = accelerator.current().is_cpu
     with _without(_VISIBLE_DEVICES if is_cpu else ()):  # Ray would refuse more logical slots than they name
         ray.init(
@@ -102,9 +145,10 @@ def _start_embedded(slots: int) -> None:
             num_gpus=slots if is_cpu else None,
             object_store_memory=_OBJECT_STORE_BYTES if is_cpu else None,
             include_dashboard=False,
-            log_to_driver=True,
+            log_to_driver=False,  # run.log has the lines
             logging_level=logging.WARNING,
             resources={_EMBEDDED: 1},
+            _temp_dir=str(directory),
         )
 
 

@@ -12,17 +12,21 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psutil
 import ray
+from ray.exceptions import RayError
 
 from slime.backends.protocols import EngineFleet, Probe, TrainReport
+from slime.backends.training.checkpoint_files import iteration_directory
 from slime.config.run_config import RunConfig
 from slime.hooks.load import load_function
-from slime.observability.step_metrics import Work, perf_metrics, step_line, warn_if_mismatched
+from slime.observability.console import Console, Row
+from slime.observability.step_metrics import Work, perf_metrics, warn_if_mismatched
+from slime.observability.terminal import TERMINAL
 from slime.observability.tracking import Tracker
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.data_buffer import DataBufferClient
@@ -45,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 _DISPOSE_TIMEOUT_S = 20.0
 _FINISH_SAVES_TIMEOUT_S = 1800.0
+_PHASES = {"generate": "generating", "eval": "evaluating", "train": "training", "save": "saving", "sync": "syncing"}
 _CHECKS = "slime_plugins.ci_test.check_expectations"
 
 
@@ -84,6 +89,7 @@ class RunHandles:
     """Everything that a run has started and must stop.
 
     Attributes:
+        console: writes the lines of the run.
         trainers: groups of ranks in the order of their start: actor, critic.
     """
 
@@ -92,6 +98,7 @@ class RunHandles:
     data_buffer: DataBufferClient
     slots: Mapping[str, GpuSlots]
     progress: Progress
+    console: Console = field(default_factory=Console)
     save_lock: RunLock | None = None
     trainers: list[RayTrainGroup] = field(default_factory=list)
 
@@ -154,6 +161,9 @@ class Run:
         self._train_ended: float | None = None
         self._synced = SyncReport()
         self._seconds: dict[str, float] = {}
+        self._live = ExitStack()
+        self._under_way: Any = None
+        self._counted = ""
 
     @property
     def start_rollout_id(self) -> int:
@@ -294,7 +304,7 @@ class Run:
         """Save the model (``--save``) and export it (``--save-hf``)."""
         if self.trainer is None:
             return
-        started = time.monotonic()
+        started, files = time.monotonic(), dict[str, float]()
         with self._trainer_in_use:
             if self.critic is not None and self._args.save is not None:
                 self.handoff.to_critic()
@@ -302,9 +312,13 @@ class Run:
             self.handoff.to_trainer()
             if self._args.save is not None:
                 self.trainer.save(rollout_id)
+                files[str(iteration_directory(self._args.save, rollout_id))] = time.monotonic() - started
             if self._args.save_hf is not None:
-                self.trainer.save_hf(self._args.save_hf.format(rollout_id=rollout_id))
+                path = self._args.save_hf.format(rollout_id=rollout_id)
+                self.trainer.save_hf(path)
+                files[path] = time.monotonic() - started - sum(files.values())
         self._seconds["save_model"] = time.monotonic() - started
+        self.handles.console.saved(files, goes_on=self._args.async_save)
 
     @phase("engines", "eval")
     def evaluate(self, rollout_id: int, num_trained: int) -> dict[str, float]:
@@ -331,10 +345,11 @@ class Run:
         metrics: dict[str, float] = self._wait_for_engines(ref, f"the evaluation after {num_trained} rollouts")
         self.handles.tracker.log(metrics | {"eval/step": num_trained}, step_key="eval/step")
         logger.info("eval after %d rollouts: %s", num_trained, {k: round(v, 4) for k, v in metrics.items()})
+        self.handles.console.evaluated(num_trained, metrics)
         return metrics
 
     def report(self, rollout_id: int, rollout: RolloutResult, training: TrainReport | None) -> None:
-        """Log metrics to the trackers and one line to the console."""
+        """Write metrics to the trackers, and a line to the console."""
         tracker, metrics = self.handles.tracker, dict(rollout.metrics)
         self._seconds["rollout"] = rollout.seconds
         if rollout.version is not None:
@@ -359,17 +374,43 @@ class Run:
                 tracker.log(values | {"train/step": number}, step_key="train/step")
         tracker.log(metrics | {"rollout/step": rollout_id}, step_key="rollout/step")
         last = training.steps[-1] if training is not None and training.steps else {}
-        print(step_line(rollout_id, metrics, last, self._seconds), flush=True)
+        row = Row(rollout_id, metrics, last, dict(self._seconds), rollout.num_groups, rollout.example)
+        self.handles.console.rollout(row)
         self._seconds.clear()
         self.handoff.seconds.clear()
         if training is not None and self._check_numbers is not None:
             self._check_numbers(self.config.args, rollout_id, training)
 
     def __enter__(self) -> Run:
+        self._live.enter_context(TERMINAL.live(self._status))
         return self
+
+    def _status(self) -> str:
+        """The line in place."""
+        shown = [
+            (_PHASES[entry["phase"]] + self._count(entry["phase"]), time.time() - entry["since"])
+            for entry in self.progress.lanes()
+            if entry["phase"] in _PHASES
+        ]
+        return self.handles.console.progress(shown)
+
+    def _count(self, phase: str) -> str:
+        """The manager's count of groups or samples, without waiting for it."""
+        if phase not in ("generate", "eval"):
+            return ""
+        try:
+            if self._under_way is None:
+                self._under_way = self.handles.manager.under_way.remote()
+            elif ray.wait([self._under_way], timeout=0)[0]:
+                answer, self._under_way = self._under_way, None
+                self._counted = f" {ray.get(answer)}".rstrip()
+        except RayError:  # a dead manager ends the run elsewhere
+            self._under_way = None
+        return self._counted
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Stop everything. If the error is not one of slime's, first check whether a dead actor caused it."""
+        self._live.close()
         state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         try:
             if error is None:
@@ -380,6 +421,7 @@ class Run:
                 raise_if_dead(actors, f"a process of the run, which failed with {type(error).__name__}")
         finally:
             self.progress.update(state=state)
+            self.handles.console.finish(state)
             self._finish_saves()  # while the ranks live: dispose() kills them
             if self._prefetched is not None:
                 self._prefetched.stop()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
+import traceback
 import uuid
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from typing import Any
 
 from slime.backends.training.arguments import CheckpointArgs
 from slime.backends.training.checkpoint_source import inspect_checkpoint
+from slime.observability.run_log import RUN_LOG
 from slime.ray.watch.failure_report import message_of
 from slime.utils.deadline import interruptible
 from slime.utils.errors import ConfigError, ProcessDied, StartFailed
@@ -98,9 +100,18 @@ def exit_status(checkpoints: CheckpointArgs | None = None) -> Iterator[None]:
     except Exception as error:  # any error of a user's function may come here. Bugs keep their traceback
         message = message_of(error)
         if message is None:
+            _name_log(traceback.format_exc().splitlines())
             raise
+        _name_log(f"error: {message}".splitlines())
         print(f"error: {message}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
+
+
+def _name_log(report: list[str]) -> None:
+    """Add the report on a failure to the full log, and name the log on the terminal."""
+    if RUN_LOG.path is not None:
+        RUN_LOG.write(report)
+        print(f"full log: {RUN_LOG.path}", file=sys.stderr)
 
 
 def _goes_on(save: str | None, load: str | None) -> str:

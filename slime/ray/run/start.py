@@ -9,11 +9,17 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
+import ray
+
 from slime.backends.training.checkpoint_source import resumed_from
+from slime.config.groups import from_args
 from slime.config.resolve.paths import needs_reference
 from slime.config.roles import critic_args, needs_critic, role_args
 from slime.config.run_config import RunConfig
 from slime.data.ledger import ledger_path
+from slime.observability.console import START, Console, ConsoleArgs
+from slime.observability.run_log import FILE, RUN_LOG
+from slime.observability.terminal import TERMINAL
 from slime.observability.tracking import create_tracker, run_directory
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.arguments import run_config
@@ -34,6 +40,7 @@ from slime.utils.files import lock_save
 logger = logging.getLogger(__name__)
 
 _ENGINES_GRACE_S = 120.0  # more than that of RolloutServers.wait_ready()
+_SLICE_S = 0.2
 _START_FLAGS = "--trainer-start-timeout, --engine-start-timeout"
 
 
@@ -70,7 +77,12 @@ def start_run(args: Namespace) -> Run:
     config = run_config(args)
     handles = _create_handles(config.args)
     try:
-        return _complete(config, handles)
+        with TERMINAL.live(START.text):
+            run = _complete(config, handles)
+        text, handles.console.created = START.pop()
+        TERMINAL.line(text)
+        handles.console.begin(run.rollout_ids)
+        return run
     except ProcessDied as death:
         handles.dispose()
         raise StartFailed(f"the run could not start: {message_of(death)}") from None
@@ -89,6 +101,7 @@ def _create_handles(args: Namespace) -> RunHandles:
         slots = create_placement_groups(args)
         made.callback(release_placement_groups, slots)
         directory = run_directory(args)
+        RUN_LOG.open(directory / FILE)
         ledger = ledger_path(args.save, directory)
         data_buffer = create_data_buffer(args, ledger)
         made.callback(data_buffer.kill)
@@ -96,13 +109,27 @@ def _create_handles(args: Namespace) -> RunHandles:
         manager = create_rollout_manager(args, slots["rollout"], data_buffer)
         made.pop_all()
     return RunHandles(
-        tracker=tracker, manager=manager, data_buffer=data_buffer, slots=slots, progress=progress, save_lock=save_lock
+        tracker=tracker,
+        manager=manager,
+        data_buffer=data_buffer,
+        slots=slots,
+        progress=progress,
+        console=Console(from_args(ConsoleArgs, args), directory),
+        save_lock=save_lock,
     )
 
 
 def _complete(config: RunConfig, handles: RunHandles) -> Run:
     settings, data_buffer = config[StartArgs], handles.data_buffer
+    parts: dict[str, list[Any]] = {}
+
+    def note() -> None:
+        for name, refs in parts.items():
+            if len(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) == len(refs):
+                START.end(name)
+
     ready = [handles.manager.start.remote(), data_buffer.start()]
+    parts |= _begin("data" if settings.debug_train_only else "engines", ready)
     num_rollout = _num_rollout(settings, data_buffer, ready[-1])
     config = config.with_facts(num_rollout=num_rollout)  # before the trainer: its learning-rate schedule needs it
     engines = None
@@ -111,11 +138,14 @@ def _complete(config: RunConfig, handles: RunHandles) -> Run:
     shared_engines = engines if engines_share_devices(config.args) else None
     if shared_engines is not None:
         # Before the trainer: engines take a share of the memory that is free when they start, and give it back here.
-        get(ready, settings.all_start_timeout, "engines to start", _START_FLAGS, reports_work=True)
+        get(ready, settings.all_start_timeout, "engines to start", _START_FLAGS, reports_work=True, meanwhile=note)
+        note()
         shared_engines.offload()
     starts = [] if settings.debug_rollout_only else _start_trainers(config, handles)
-    what = "engines and trainer to start"
-    results = get([*ready, *starts], settings.all_start_timeout, what, _START_FLAGS, reports_work=True)
+    parts |= _begin("trainer", starts)
+    what, limit_s = "engines and trainer to start", settings.all_start_timeout
+    results = get([*ready, *starts], limit_s, what, _START_FLAGS, reports_work=True, meanwhile=note, slice_s=_SLICE_S)
+    note()
     start_id = _start_id(settings, results[len(ready) :])
     rollout_ids = range(start_id, num_rollout)
     if not rollout_ids and num_rollout:
@@ -134,6 +164,13 @@ def _complete(config: RunConfig, handles: RunHandles) -> Run:
         critic=critic,
         handoff=DeviceHandoff(trainer, critic, shared_engines, settings.offload_train, settings.release_train),
     )
+
+
+def _begin(name: str, refs: list[Any]) -> dict[str, list[Any]]:
+    """Note the begin of a part of the start."""
+    if refs:
+        START.begin(name)
+    return {name: refs} if refs else {}
 
 
 def _start_trainers(config: RunConfig, handles: RunHandles) -> list[Any]:

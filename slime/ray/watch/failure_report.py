@@ -30,6 +30,7 @@ from ray._private.state import actors  # Ray has no public call for this without
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayActorError, RayTaskError
 
+from slime.observability.run_log import RUN_LOG
 from slime.ray.watch.heartbeat import STACK_SIGNAL, ProcessInfo, myself, process_of, processes_of
 from slime.utils.deadline import Deadline
 from slime.utils.errors import DeadlineExceeded, ProcessDied, SlimeError
@@ -140,7 +141,8 @@ def _log(process: ProcessInfo | None) -> str:
 def _last_lines(process: ProcessInfo | None) -> list[str]:
     if process is None or not _log(process).strip():
         return []
-    return [f"  its last lines ({process.log}):", log_tail(Path(process.log), _LOG_LINES)]
+    # The logs of an embedded cluster are deleted with it. Those of a cluster stay on their nodes.
+    return [f"  its last lines ({RUN_LOG.path or process.log}):", log_tail(Path(process.log), _LOG_LINES)]
 
 
 def stacks_of(processes: Iterable[ProcessInfo]) -> list[str]:

@@ -64,6 +64,11 @@ class Progress:
             self._content |= facts
             self._write()
 
+    def lanes(self) -> list[dict[str, Any]]:
+        """The phases of the engines and the trainer, with ``rollout_id`` and ``since``."""
+        with self._lock:
+            return [dict(self._content[lane]) for lane in ("engines", "trainer")]
+
     @contextmanager
     def phase(self, lane: Lane, name: Phase, rollout_id: int | None) -> Iterator[None]:
         """Set the phase of ``lane`` for the block. Afterwards the lane is idle."""

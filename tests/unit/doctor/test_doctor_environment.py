@@ -165,6 +165,19 @@ def test_a_model_that_exceeds_the_memory_of_a_machine_without_gpu_fails(monkeypa
     assert only(machine_checks.memory(NOTHING)).status == "ok"
 
 
+@pytest.mark.parametrize(("num_ranks", "status"), [(1, "ok"), (3, "ok"), (4, "warn"), (8, "warn")])
+def test_ranks_that_slow_each_other_down_are_a_warning(
+    num_ranks: int, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_checks.accelerator, "current", lambda: SimpleNamespace(is_cpu=True))
+    monkeypatch.setattr(machine_checks, "num_cpus", lambda: 2)
+    flags = {"world_size": num_ranks, "actor_num_nodes": 1, "actor_num_gpus_per_node": num_ranks}
+    args = plan_args(**flags, rollout_num_gpus=1, rollout_num_gpus_per_engine=1)
+    finding = only(machine_checks.processors(Situation(args)))
+    assert (finding.status, finding.value) == (status, f"2 for {num_ranks} trainer ranks and 1 engine devices")
+    assert list(machine_checks.processors(NOTHING)) == []
+
+
 def test_a_node_that_cannot_hold_the_optimizer_of_its_ranks_fails(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = plan_args(optimizer_cpu_offload=True, async_save=True)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**20))

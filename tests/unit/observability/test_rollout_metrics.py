@@ -16,7 +16,6 @@ from slime.observability.rollout_metrics import (
     compute_perf_metrics_from_samples,
     eval_metrics,
 )
-from slime.observability.step_metrics import step_line
 from slime.utils.errors import DataError
 
 
@@ -188,22 +187,3 @@ def test_repetition_needs_a_long_and_dull_text() -> None:
     assert not metric_utils.has_repetition("a" * 10_000)
     assert metric_utils.has_repetition("a" * 10_001)
     assert not metric_utils.has_repetition("".join(chr(33 + (i * i * 7919) % 9000) for i in range(20_000)))
-
-
-def test_the_console_line_keeps_its_columns() -> None:
-    metrics = {"rollout/raw_reward": 0.4375, "rollout/response_len/mean": 3.96}
-    step = {"loss": -0.01234, "ppo_kl": 0.0, "train_rollout_logprob_abs_diff": 3.1e-7, "grad_norm": 1.5}
-    full = step_line(3, metrics, step, {"rollout": 1.94, "train": 0.81, "sync": 0.12})
-    bare = step_line(12345, {}, {}, {})
-    assert [i for i, c in enumerate(full) if c == "|"] == [i for i, c in enumerate(bare) if c == "|"]
-    assert len(full) == len(bare) < 150
-    for part in ("rollout     3", "reward  0.438", "len    4.0", "3.1e-07", "grad   1.500", "sync   0.1s"):
-        assert part in full
-    assert full.count("-") == 2  # the loss's sign and 3.1e-07: nothing is missing
-
-
-def test_the_console_line_prefers_the_kl_to_the_reference_and_tells_the_first_step_once() -> None:
-    line = step_line(0, {}, {"kl_loss": 0.25, "ppo_kl": 0.5}, {"first_step": 21.34})
-    assert "2.5e-01" in line
-    assert "5.0e-01" not in line
-    assert line.endswith("first step after 21.3 s")

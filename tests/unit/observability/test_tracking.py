@@ -166,11 +166,15 @@ def test_files_that_a_flag_names_stay_where_a_run_starts_anew(tmp_path: Path) ->
     (folder / "samples").mkdir(parents=True)
     (folder / "engines").mkdir()
     (folder / "progress.json").write_text("{}")
+    (folder / "engines" / "fork_server.log").write_text("of this run, which has begun to import SGLang")
+    (folder / "engines" / "engine_0.log").write_text("of the earlier run")
     args = parsed("--experiment-name", "e", "--output-dir", str(tmp_path / "outputs"))
     args.load_debug_rollout_data = str(folder / "samples" / "{rollout_id}.pt")
     create_tracker(args, is_new=True).close()
     assert (folder / "samples").is_dir()
-    assert not (folder / "engines").exists()
+    assert [path.name for path in (folder / "engines").iterdir()] == ["fork_server.log"]
+    (moved,) = folder.glob("earlier_*/engines/*")
+    assert moved.name == "engine_0.log"
 
 
 def test_the_first_run_of_a_name_moves_nothing(tmp_path: Path) -> None:
@@ -418,7 +422,7 @@ logging.getLogger("httpx").info("noise")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     (line,) = done.stderr.splitlines()
-    assert line.endswith(" 100%] <string>:6 - hello")
+    assert line.endswith(" 100%] INFO <string>:6 - hello")
     assert logging.getLogger("slime").level == logging.NOTSET
 
 

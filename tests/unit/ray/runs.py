@@ -25,6 +25,9 @@ class NoProgress:
     def update(self, **facts: Any) -> None:
         self.states += [facts["state"]] if "state" in facts else []
 
+    def lanes(self) -> list[dict[str, Any]]:
+        return []
+
     @contextmanager
     def phase(self, *lane: Any) -> Iterator[None]:
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ STEPS = ("create_tracker", "create_placement_groups", "create_data_buffer", "cre
 
 @pytest.mark.parametrize("breaks", STEPS)
 def test_what_was_made_before_a_start_failed_is_ended_in_the_reverse_order(
-    breaks: str, monkeypatch: pytest.MonkeyPatch
+    breaks: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ended: list[str] = []
     made = {
@@ -39,7 +40,7 @@ def test_what_was_made_before_a_start_failed_is_ended_in_the_reverse_order(
         monkeypatch.setattr(start, name, step(name))
     monkeypatch.setattr(start, "release_placement_groups", lambda slots: ended.append("create_placement_groups"))
     monkeypatch.setattr(start, "resumed_from", lambda args: None)
-    monkeypatch.setattr(start, "run_directory", lambda args: None)
+    monkeypatch.setattr(start, "run_directory", lambda args: tmp_path)
     monkeypatch.setattr(start, "ledger_path", lambda save, directory: "ledger")
     monkeypatch.setattr(start, "Progress", lambda directory, ledger: None)
     monkeypatch.setattr(start, "run_config", RunConfig.of)
