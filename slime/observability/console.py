@@ -14,24 +14,23 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import time
+from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slime.algorithms.estimators import find_estimator
+from slime.config.groups import from_args
+from slime.observability.sample_record import Example
 from slime.observability.terminal import TERMINAL, Terminal
 
-if TYPE_CHECKING:
-    from slime.data.sample import Sample
-
-INDENT = " " * 5
+_INDENT = " " * 5
 _SAMPLE_EVERY_S = 30.0
 _RECENT = 10  # rollouts whose durations give the ETA
-_MOST_TEXT = 400  # characters of a prompt or response that leave its process
 _BAR = 16
 
 
@@ -83,59 +82,6 @@ class ConsoleArgs:
                 return bool(self.eval_names)
             case _:
                 return True
-
-
-@dataclass(frozen=True)
-class Example:
-    """One sample of a rollout, as text for a person."""
-
-    prompt: str
-    response: str
-    label: Any
-    reward: Any
-
-    @classmethod
-    def of(cls, sample: Sample) -> Example:
-        label = None if sample.label is None else str(sample.label)[:_MOST_TEXT]
-        return cls(_question(sample.prompt)[-_MOST_TEXT:], sample.response[:_MOST_TEXT], label, sample.reward)
-
-    def line(self, width: int) -> str:
-        """``e.g. prompt -> response  (label ..., reward ...)``. The texts are cut where they are too long."""
-        facts = [f"{name} {_short(_flat(value), 24)}" for name, value in self._facts() if value is not None]
-        end = f"  ({', '.join(facts)})" if facts else ""
-        room = width - len(INDENT) - len("e.g.  -> ") - len(end)
-        response = _short(_flat(self.response), max(room // 2, room - len(self.prompt)))
-        prompt = _flat(self.prompt)
-        if len(prompt) > (left := room - len(response)):  # the end of a prompt asks the question
-            prompt = "…" + prompt[len(prompt) - left + 1 :]
-        return f"{INDENT}e.g. {prompt} -> {response}{end}"
-
-    def _facts(self) -> Iterable[tuple[str, Any]]:
-        yield "label", self.label
-        yield "reward", f"{self.reward:g}" if isinstance(self.reward, int | float) else self.reward
-
-
-_SPECIAL = re.compile(r"<\|[^|<>]*\|>|</?(?:s|think|bos|eos|pad)>|\[/?INST\]")
-_ROLE = re.compile(r"^(system|user|assistant|tool|model)\b")
-
-
-def _question(prompt: Any) -> str:
-    """The last message of a prompt, without the tokens and roles of a chat template."""
-    if not isinstance(prompt, str):
-        last = prompt[-1] if isinstance(prompt, Sequence) and prompt else prompt
-        content = last.get("content") if isinstance(last, Mapping) else last
-        parts = content if isinstance(content, Sequence) and not isinstance(content, str) else [content]
-        return " ".join(str(part.get("text", "")) if isinstance(part, Mapping) else str(part) for part in parts)
-    texts = [_ROLE.sub("", part.strip()).strip() for part in _SPECIAL.split(prompt)]
-    return next((text for text in reversed(texts) if text), prompt)
-
-
-def _flat(value: Any) -> str:
-    return " ".join(_SPECIAL.sub("", str(value)).split())
-
-
-def _short(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: max(0, most - 1)] + "…"
 
 
 @dataclass(frozen=True)
@@ -279,8 +225,16 @@ class Console:
         self._num_done = self._num_rollout = self._num_rows = 0
         self._written: list[str] = []
 
+    @classmethod
+    def of(cls, args: Namespace, run: Path) -> Console:
+        """The console of a run with these arguments and this folder."""
+        return cls(from_args(ConsoleArgs, args), run)
+
     def begin(self, rollout_ids: range) -> None:
         """The start is over: the first of these rollouts follows."""
+        if START:
+            text, self.created = START.pop()
+            self.terminal.line(text)
         self._num_done, self._num_rollout, self._began = rollout_ids.start, rollout_ids.stop, self.clock()
         self._ends.append(self._began)
 
@@ -305,7 +259,7 @@ class Console:
         self._eval = None
         if row.example is not None and self.clock() - self._sampled >= _SAMPLE_EVERY_S:
             self._sampled = self.clock()
-            self.terminal.line(row.example.line(self.terminal.width))
+            self.terminal.line(_INDENT + row.example.line(self.terminal.width - len(_INDENT)))
 
     def _chosen(self) -> tuple[list[_Column], int]:
         """The columns that apply and fit, and the width of the first one."""
@@ -346,8 +300,8 @@ class Console:
 
     def note(self, what: str, parts: Sequence[str]) -> None:
         """A line between those of rollouts: ``what part · part``."""
-        for text in joined([f"{what} {parts[0]}", *parts[1:]] if parts else [what], self.terminal.width - len(INDENT)):
-            self.terminal.line(INDENT + text)
+        for text in joined([f"{what} {parts[0]}", *parts[1:]] if parts else [what], self.terminal.width - len(_INDENT)):
+            self.terminal.line(_INDENT + text)
 
     def progress(self, phases: Iterable[tuple[str, float]]) -> str:
         """The line in place.
@@ -404,6 +358,15 @@ class StartTimes:
     clock: Callable[[], float] = time.monotonic
     _parts: dict[str, tuple[float, float | None]] = field(default_factory=dict)
 
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show the text in place inside the block."""
+        with TERMINAL.live(self.text):
+            yield
+
     def begin(self, *names: str) -> None:
         self._parts |= {name: (self.clock(), None) for name in names}
 
@@ -414,7 +377,7 @@ class StartTimes:
     def pop(self) -> tuple[str, float]:
         """The last text, and the begin of the first part. The next start of this process begins anew."""
         text = self.text()
-        first = min((began for began, _ in self._parts.values()), default=self.clock())
+        first = min(began for began, _ in self._parts.values())
         self._parts.clear()
         return text, first
 

@@ -18,9 +18,11 @@ import functools
 import json
 import logging
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -328,3 +330,61 @@ class BackgroundWriter:
     def _finish(self) -> None:
         if not self.flush(_EXIT_TIMEOUT_S):
             logger.warning("files of this process were not written in %g s; the last ones are lost", _EXIT_TIMEOUT_S)
+
+
+# One sample on the console.
+
+_MOST_TEXT = 400  # characters of a prompt or response that leave its process
+
+
+@dataclass(frozen=True)
+class Example:
+    """One sample of a rollout, as text for a person."""
+
+    prompt: str
+    response: str
+    label: Any
+    reward: Any
+
+    @classmethod
+    def of(cls, sample: Sample) -> Example:
+        label = None if sample.label is None else str(sample.label)[:_MOST_TEXT]
+        return cls(_question(sample.prompt)[-_MOST_TEXT:], sample.response[:_MOST_TEXT], label, sample.reward)
+
+    def line(self, width: int) -> str:
+        """``e.g. prompt -> response  (label ..., reward ...)``. The texts are cut where they are too long."""
+        facts = [f"{name} {_short(_flat(value), 24)}" for name, value in self._facts() if value is not None]
+        end = f"  ({', '.join(facts)})" if facts else ""
+        room = width - len("e.g.  -> ") - len(end)
+        response = _short(_flat(self.response), max(room // 2, room - len(self.prompt)))
+        prompt = _flat(self.prompt)
+        if len(prompt) > (left := room - len(response)):  # the end of a prompt asks the question
+            prompt = "…" + prompt[len(prompt) - left + 1 :]
+        return f"e.g. {prompt} -> {response}{end}"
+
+    def _facts(self) -> Iterable[tuple[str, Any]]:
+        yield "label", self.label
+        yield "reward", f"{self.reward:g}" if isinstance(self.reward, int | float) else self.reward
+
+
+_SPECIAL = re.compile(r"<\|[^|<>]*\|>|</?(?:s|think|bos|eos|pad)>|\[/?INST\]")
+_ROLE = re.compile(r"^(system|user|assistant|tool|model)\b")
+
+
+def _question(prompt: Any) -> str:
+    """The last message of a prompt, without the tokens and roles of a chat template."""
+    if not isinstance(prompt, str):
+        last = prompt[-1] if isinstance(prompt, Sequence) and prompt else prompt
+        content = last.get("content") if isinstance(last, Mapping) else last
+        parts = content if isinstance(content, Sequence) and not isinstance(content, str) else [content]
+        return " ".join(str(part.get("text", "")) if isinstance(part, Mapping) else str(part) for part in parts)
+    texts = [_ROLE.sub("", part.strip()).strip() for part in _SPECIAL.split(prompt)]
+    return next((text for text in reversed(texts) if text), prompt)
+
+
+def _flat(value: Any) -> str:
+    return " ".join(_SPECIAL.sub("", str(value)).split())
+
+
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: max(0, most - 1)] + "…"

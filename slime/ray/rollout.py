@@ -22,10 +22,9 @@ from slime.data.sample import Sample, iter_samples
 from slime.hooks.load import load_function
 from slime.models.cost import calculate_fwd_flops
 from slime.models.hf_shape import read_shape
-from slime.observability.console import Example
 from slime.observability.logging_utils import configure_logger
 from slime.observability.rollout_metrics import log_eval_rollout_data, log_rollout_data, mean_reward
-from slime.observability.sample_record import BackgroundWriter, record_rollout
+from slime.observability.sample_record import BackgroundWriter, Example, record_rollout
 from slime.observability.tracking import run_directory
 from slime.ray.data_buffer import DataBufferClient
 from slime.ray.engines.http_workers import HttpWorkers, are_wanted, start_http_workers
@@ -34,8 +33,7 @@ from slime.ray.placement_group import GpuSlots
 from slime.ray.run.cluster import worker_env
 from slime.ray.shards import RolloutResult, actor_options, boxed
 from slime.ray.watch.heartbeat import register_process
-from slime.rollout.base_types import call_rollout_fn
-from slime.rollout.collect import Count
+from slime.rollout.base_types import Count, call_rollout_fn
 from slime.rollout.rm_hub.grader_pool import preload_graders
 from slime.rollout.sample_hooks import set_current_rollout_id, set_evaluated_rollout_id
 from slime.rollout.sglang_rollout import GenerateState

@@ -11,7 +11,7 @@ import ray
 
 from slime.config.arguments import ClusterArgs
 from slime.config.groups import from_args
-from slime.observability.console import Example
+from slime.observability.sample_record import Example
 from slime.utils.errors import DataError
 
 __all__ = ["Box", "RolloutResult", "Transport", "actor_options", "boxed", "process_rollout_data"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from slime.config.groups import defaults_of
 from slime.data.arguments import BatchSizeArgs, PromptDataArgs
@@ -76,3 +76,24 @@ def complete_args(args: Args) -> Args:
             # In place, not in a copy: hooks may count or remember in the object that the caller holds.
             setattr(args, name, copy.copy(default))
     return args
+
+
+class Count:
+    """A part of the work of this process that is under way, for the console of the driver."""
+
+    _open: ClassVar[list[Count]] = []
+
+    def __init__(self, total: int, unit: str) -> None:
+        self._done, self._total, self._unit = 0, total, unit
+        self._open.append(self)
+
+    def add(self, number: int = 1) -> None:
+        self._done += number
+
+    def close(self) -> None:
+        self._open.remove(self)
+
+    @classmethod
+    def under_way(cls) -> str:
+        """``9/16 groups``. Empty if nothing is counted."""
+        return ", ".join(f"{one._done}/{one._total} {one._unit}" for one in list(cls._open))

@@ -19,10 +19,11 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from slime.data.sample import Sample, SampleGroup, as_groups, iter_samples
 from slime.hooks.load import load_function
+from slime.rollout.base_types import Count
 from slime.rollout.engine_request import EngineRequest
 from slime.rollout.failures import FailureBudget, fresh_copy
 from slime.rollout.filters import (
@@ -178,27 +179,6 @@ async def apply_filter(dynamic_filter: Callable[..., Any] | None, args: Any, gro
     if dynamic_filter is None:
         return DynamicFilterOutput(keep=True)
     return await call_in_thread(call_dynamic_filter, dynamic_filter, args, group)
-
-
-class Count:
-    """A part of the work of this process that is under way, for the console of the driver."""
-
-    _open: ClassVar[list[Count]] = []
-
-    def __init__(self, total: int, unit: str) -> None:
-        self._done, self._total, self._unit = 0, total, unit
-        self._open.append(self)
-
-    def add(self, number: int = 1) -> None:
-        self._done += number
-
-    def close(self) -> None:
-        self._open.remove(self)
-
-    @classmethod
-    def under_way(cls) -> str:
-        """``9/16 groups``. Empty if nothing is counted."""
-        return ", ".join(f"{one._done}/{one._total} {one._unit}" for one in list(cls._open))
 
 
 async def collect(

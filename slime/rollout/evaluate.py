@@ -13,7 +13,7 @@ from slime.data.chat import load_tokenizer
 from slime.data.media import load_processor
 from slime.data.prompts import Dataset
 from slime.data.sample import Sample, iter_samples
-from slime.rollout.collect import Count
+from slime.rollout.base_types import Count
 from slime.rollout.engine_request import eval_sampling_params
 from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.failures import FailureBudget, failed_reward, fresh_copy, give_up, reward_keys

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.utils.errors import ConfigError
-from slime.utils.run_lock import FILE, RunLock
+from slime.utils.files import FILE, RunLock
 
 PREFIX = "slime-run-"
 _SHORTEST_BASE = Path("/tmp")

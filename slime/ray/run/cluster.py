@@ -23,7 +23,6 @@ import ray
 from slime.config.plan.memory import LARGEST_ROUNDED
 from slime.observability.console import START
 from slime.observability.run_log import RUN_LOG
-from slime.observability.terminal import TERMINAL
 from slime.ray.engines.preloading import FORK_SERVER, fork_server_log, sglang_preloading
 from slime.ray.run.worker_logs import followed, received
 from slime.utils import accelerator
@@ -78,7 +77,7 @@ def running_cluster(args: Namespace) -> Iterator[None]:
     logging.getLogger(_TOKEN_LOGGER).setLevel(logging.ERROR)  # Ray warns at every start that it asks for a token
     START.begin("Ray")
     with ExitStack() as started:
-        with TERMINAL.live(START.text):
+        with START.shown():
             if os.environ.get("RAY_ADDRESS"):
                 ray.init(log_to_driver=True, logging_level=logging.WARNING)
                 started.callback(ray.shutdown)

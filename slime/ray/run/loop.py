@@ -26,7 +26,6 @@ from slime.config.run_config import RunConfig
 from slime.hooks.load import load_function
 from slime.observability.console import Console, Row
 from slime.observability.step_metrics import Work, perf_metrics, warn_if_mismatched
-from slime.observability.terminal import TERMINAL
 from slime.observability.tracking import Tracker
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.data_buffer import DataBufferClient
@@ -382,7 +381,7 @@ class Run:
             self._check_numbers(self.config.args, rollout_id, training)
 
     def __enter__(self) -> Run:
-        self._live.enter_context(TERMINAL.live(self._status))
+        self._live.enter_context(self.handles.console.terminal.live(self._status))
         return self
 
     def _status(self) -> str:

@@ -12,14 +12,12 @@ from typing import Any
 import ray
 
 from slime.backends.training.checkpoint_source import resumed_from
-from slime.config.groups import from_args
 from slime.config.resolve.paths import needs_reference
 from slime.config.roles import critic_args, needs_critic, role_args
 from slime.config.run_config import RunConfig
 from slime.data.ledger import ledger_path
-from slime.observability.console import START, Console, ConsoleArgs
+from slime.observability.console import START, Console
 from slime.observability.run_log import FILE, RUN_LOG
-from slime.observability.terminal import TERMINAL
 from slime.observability.tracking import create_tracker, run_directory
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.arguments import run_config
@@ -77,10 +75,8 @@ def start_run(args: Namespace) -> Run:
     config = run_config(args)
     handles = _create_handles(config.args)
     try:
-        with TERMINAL.live(START.text):
+        with START.shown():
             run = _complete(config, handles)
-        text, handles.console.created = START.pop()
-        TERMINAL.line(text)
         handles.console.begin(run.rollout_ids)
         return run
     except ProcessDied as death:
@@ -114,7 +110,7 @@ def _create_handles(args: Namespace) -> RunHandles:
         data_buffer=data_buffer,
         slots=slots,
         progress=progress,
-        console=Console(from_args(ConsoleArgs, args), directory),
+        console=Console.of(args, directory),
         save_lock=save_lock,
     )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils.run_lock import FILE
+from slime.utils.files import FILE
 from slime.utils.scratch import PREFIX, base, clean, left_folders, scratch_folder
 from tests.limits import Limit
 
