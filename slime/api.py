@@ -154,18 +154,20 @@ def _run(loop: Callable[[Namespace], None], flags: Mapping[str, Any], *, is_asyn
     if args is None or problems:
         raise ConfigError(problems)
     # Ray and torch take seconds to import: wrong flags are reported before.
-    from slime.observability.logging_utils import configure_logger
+    from slime.observability.run_log import driver_logs
     from slime.observability.tracking import run_directory
     from slime.ray.run.cluster import running_cluster
+    from slime.ray.run.main import print_header
     from slime.ray.run.restart import run_to_the_end
     from slime.utils.deadline import interruptible
 
-    configure_logger()
-    for notice in args.notices:
-        logger.log(logging.WARNING if notice.level == "warning" else logging.INFO, "%s", notice)
     is_main = threading.current_thread() is threading.main_thread()  # others cannot handle signals
-    with interruptible() if is_main else nullcontext(), running_cluster(args):
-        run_to_the_end(loop, args)
+    with driver_logs():
+        for notice in args.notices:
+            logger.log(logging.WARNING if notice.level == "warning" else logging.INFO, "%s", notice)
+        print_header(args)
+        with interruptible() if is_main else nullcontext(), running_cluster(args):
+            run_to_the_end(loop, args)
     return load_run(run_directory(args))
 
 
