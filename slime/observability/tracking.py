@@ -155,8 +155,7 @@ def _set_aside(directory: Path, started: str, named: Sequence[str]) -> None:
     """Move the files of an earlier run, except those that this run reads or writes by a flag (``named``)."""
     found = [path for pattern in _FILES for path in directory.glob(pattern) if path.name != _BEFORE_THE_FOLDER]
     found = [path for path in found if not any(f"{value}/".startswith(f"{path}/") for value in named)]
-    # This run's process that imports SGLang early writes its log to "engines" before.
-    if all(path.name == "engines" for path in found):
+    if not found:
         return
     earlier = directory / f"earlier_{started}"
     earlier.mkdir()
