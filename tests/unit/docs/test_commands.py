@@ -123,7 +123,7 @@ def problems_of_slime(words: list[str], line: str, place: Path) -> list[str]:
             return missing_flags(["-m", "slime", "doctor", "mismatch"], rest)
         case ["doctor", "--gpu", *rest]:
             return missing_flags(["-m", "slime", "doctor", "--gpu"], rest)
-        case [("replay" | "board" | "new") as command, *rest]:
+        case [("replay" | "board" | "new" | "clean") as command, *rest]:
             return missing_flags(["-m", "slime", command], rest)
         case ["train" | "train-async", *rest]:
             return unknown_flags([word for word in rest if word != "--help"])
