@@ -16,7 +16,7 @@ from tests.architecture.sources import ROOT, Module, modules
 # Name of a measure -> today's number. Measures in LEAST must not fall below it, all others must not exceed it.
 LIMITS: dict[str, float] = {
     "files": 392,
-    "lines": 66500,
+    "lines": 67600,
     "small files, %": 29.5,
     "functions that take args, %": 7.4,
     "writes to args": 24,

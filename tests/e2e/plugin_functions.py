@@ -56,7 +56,7 @@ async def sevens_and_what_the_reference_says(args, sample, **kwargs):
         "version": answer["meta_info"]["weight_version"],
         "logprob": answer["meta_info"]["output_token_logprobs"][0][0],
     }
-    return await share_of_sevens(args, sample)
+    return await share_of_sevens_unless_held(args, sample)
 
 
 async def two_turns(args, sample, sampling_params):
