@@ -157,7 +157,7 @@ def _run(loop: Callable[[Namespace], None], flags: Mapping[str, Any], *, is_asyn
     from slime.observability.run_log import driver_logs
     from slime.observability.tracking import run_directory
     from slime.ray.run.cluster import running_cluster
-    from slime.ray.run.main import print_header
+    from slime.ray.run.header import print_header
     from slime.ray.run.restart import run_to_the_end
     from slime.utils.deadline import interruptible
 

@@ -411,12 +411,8 @@ class TrainerBase(ABC):
         return metrics
 
     def _report(self, rollout_id: int, batch: TrainBatch) -> dict[str, float]:
-        report = rollout_report(
-            batch.columns,
-            batch.num_rollouts_in_all,
-            self._place.dp_group,
-            log_correct=self._args.log_correct_samples,
-        )
+        correct = self._args.log_correct_samples
+        report = rollout_report(batch.columns, batch.num_rollouts_in_all, self._place.dp_group, log_correct=correct)
         if self._algorithm.true_on_policy_mode and self._place.is_main:
             warn_if_off_policy(rollout_id, report)
         return report
