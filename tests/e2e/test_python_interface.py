@@ -24,8 +24,9 @@ def test_the_code_of_the_page_trains(tiny_task, tmp_path: Path) -> None:
     [shown] = [code for code in blocks(PAGE, "python") if "import slime\n" in code]
     [loop] = [code for code in blocks(PAGE, "python") if "start_run" in code]
     train = shown.partition("rewards =")[0].replace("num_rollout=10", f"num_rollout=1, **{SMALL!r}")
-    flags = "*slime.api.command_line(SMALL), '--experiment-name', 'loop', '--num-rollout', '1', "
-    loop = loop.replace('"--num-rollout", "10", ', "").replace("argv=[", f"argv=[{flags}")
+    loop = loop.replace("--num-rollout 10", "--num-rollout 1 --experiment-name loop")
+    loop = loop.replace(".split())", ".split() + slime.api.command_line(SMALL))")
+    loop = loop.replace("MODEL", str(tiny_task.model)).replace("prompts.jsonl", str(tiny_task.train))
     code = f"import slime.api\nSMALL = {SMALL!r}\n{train}\nprint(run.path)\nassert run.metric_rows()\n{loop}"
     code = code.replace('"MODEL"', repr(tiny_task.model)).replace('"prompts.jsonl"', repr(tiny_task.train))
     env = os.environ | {"PYTHONPATH": str(ROOT)}

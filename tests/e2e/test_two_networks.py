@@ -76,8 +76,9 @@ def test_an_engine_with_a_part_in_each_of_two_networks_is_trained(tiny_task, tmp
             text=True,
         )
     assert done.returncode == 0, done.stdout[-6000:]
-    (engine,) = set(re.findall(r"engines http://([\d.]+):\d+", done.stdout))
-    slots = re.findall(r"slot \d: device \d of node ([\d.]+)", done.stdout)
+    log = (tmp_path / "run" / "run.log").read_text()
+    (engine,) = set(re.findall(r"engines http://([\d.]+):\d+", log))
+    slots = re.findall(r"slot \d: device \d of node ([\d.]+)", log)
     assert slots[1:] == [engine, "10.77.0.2"] == ["10.77.0.1", "10.77.0.2"], "the trainer has the first slot"
     assert (tmp_path / "run" / "engines" / "engine_0.node1.log").is_file()
     differences = values(metrics(tmp_path / "run"), "train/train_rollout_logprob_abs_diff")

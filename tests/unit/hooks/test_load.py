@@ -134,8 +134,8 @@ def test_every_hook_names_its_flag_and_documents_its_protocol():
         assert hook.protocol.__doc__
 
 
-_FILES = {"custom_config_path", "megatron_config_path", "memory_snapshot_path"}
-"""Flags that name a file."""
+_FILES = {"custom_config_path", "lora_adapter_path", "megatron_config_path", "memory_snapshot_path"}
+"""Flags that name a file or a directory."""
 
 
 def test_every_flag_that_names_a_function_is_checked_at_the_start():

@@ -183,7 +183,7 @@ def test_an_update_is_made_as_the_flags_say(flags: str, expected: dict[str, Any]
     updates: list[Any] = []
     rank = object.__new__(TrainActor)
     rank._args, rank._sync_args, rank._kept_version = args, from_args(SyncArgs, args), None
-    rank._trainer = SimpleNamespace(is_weight_source=True, keep_version=kept.append)
+    rank._trainer = SimpleNamespace(is_weight_source=True, keep_version=kept.append, adapter_proof=lambda version: None)
     rank._weight_updater = SimpleNamespace(  # type: ignore[assignment]
         update=lambda fleet, trainer, update: updates.append(update) or 0,
         changed_share=None,

@@ -33,6 +33,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Path:
     """A temporary directory with a short path."""
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it when it compiles
     with tempfile.TemporaryDirectory(prefix="slime-test-", dir="/tmp") as folder:
         monkeypatch.setenv("TMPDIR", folder)
         monkeypatch.setattr(tempfile, "tempdir", None)
