@@ -27,7 +27,7 @@ _LOOK_EVERY_S = 0.2
 _MOST_BYTES = 1 << 22  # of one file at once
 _DRAIN_S = 1.0
 _RAYS_HANDLER = "ray_print_logs"
-_PROCESSES_OF_RAY = ("raylet", "autoscaler", "gcs_server")
+_PROCESSES_OF_RAY = ("raylet", "gcs_server")
 # Lines by which Ray marks the owner of the lines that follow.
 _ACTOR = ":actor_name:"
 _MARKS = (_ACTOR, ":task_name:", ":job_id:")
@@ -118,6 +118,8 @@ def received() -> Iterator[None]:
 
 def _receive(batch: dict[str, Any]) -> None:
     pid, lines = batch.get("pid"), batch["lines"]
+    if pid == "autoscaler":  # the state of the cluster every few seconds. A run names the resource that it lacks
+        return
     if pid in _PROCESSES_OF_RAY:  # a node that runs out of memory or disk, and the like
         RUN_LOG.write(f"[{pid}] {line}" for line in lines)
         for line in lines:

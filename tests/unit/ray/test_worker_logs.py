@@ -71,6 +71,7 @@ def test_lines_of_other_nodes_come_without_rays_prefix(
             batch = {"pid": 7, "ip": "10.0.0.2", "is_err": True, "actor_name": "TrainActor", "lines": [WARNING, "x"]}
             ray_lines.emit(batch)
             ray_lines.emit({"pid": "raylet", "ip": "10.0.0.2", "is_err": True, "lines": ["node is full"]})
+            ray_lines.emit({"pid": "autoscaler", "ip": "10.0.0.2", "is_err": True, "lines": ["Total Usage:"]})
         assert [name for name, _ in ray_lines.handlers] == ["ray_print_logs"], "Ray prints again"
     finally:
         ray_lines.remove_handler("ray_print_logs")
