@@ -19,7 +19,7 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -259,7 +259,8 @@ class Console:
         self._eval = None
         if row.example is not None and self.clock() - self._sampled >= _SAMPLE_EVERY_S:
             self._sampled = self.clock()
-            self.terminal.line(_INDENT + row.example.line(self.terminal.width - len(_INDENT)))
+            example = replace(row.example, reward=None) if self.settings.is_supervised else row.example
+            self.terminal.line(_INDENT + example.line(self.terminal.width - len(_INDENT)))
 
     def _chosen(self) -> tuple[list[_Column], int]:
         """The columns that apply and fit, and the width of the first one."""

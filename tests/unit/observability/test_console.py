@@ -209,8 +209,9 @@ def test_the_summary_has_first_last_and_best_and_where_everything_is() -> None:
 def test_the_best_loss_is_the_smallest() -> None:
     made, screen, _ = console(loss_type="sft_loss")
     for number, loss in enumerate((3.0, 1.0, 2.0)):
-        made.rollout(Row(number, {}, {"loss": loss}, {}))
+        made.rollout(Row(number, {}, {"loss": loss}, {}, example=Example("12+3=", "15", None, 0)))
     made.finish("finished")
+    assert "     e.g. 12+3= -> 15" in screen.lines, "without a reward"
     assert "loss 3.000 -> 2.000, best 1.000 at 1" in screen.lines[-2]
 
 
