@@ -141,19 +141,19 @@ class TrainerBase(ABC):
     def _resume(self, source: Source, *, has_optimizer: bool, has_rng: bool) -> None:
         """Restore a training state of this backend."""
 
+    @abstractmethod
     def _fill_adapters(self) -> None:
         """Give the adapters the values of ``--lora-adapter-path``, or initial ones."""
-        raise NotImplementedError("a backend with adapters fills them")
 
+    @abstractmethod
     def export_adapter(
         self, bucket_bytes: int = 512 * 1024**2, recipients: Recipients = EVERY_RANK
     ) -> Iterator[NamedTensor]:
         """The adapters alone under peft's names. Gathers ``bucket_bytes`` at a time."""
-        raise NotImplementedError("a backend with adapters exports them")
 
+    @abstractmethod
     def _adapters_off(self) -> AbstractContextManager[None]:
         """The context in which the model is its base."""
-        raise NotImplementedError("a backend with adapters switches them off")
 
     @property
     def _adapter(self) -> Mapping[str, Any] | None:
