@@ -6,6 +6,7 @@ ranks.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -94,6 +95,18 @@ def files_group() -> ProcessGroup:
         timeout = timedelta(seconds=_FILES_TIMEOUT_S)
         _files_group = world, dist.new_group(backend="gloo", timeout=timeout)
     return _files_group[1]
+
+
+def destroy_default_group() -> None:
+    """Destroy all groups of this process and end their threads. Does nothing if there is no default group."""
+    global _files_group
+    if not dist.is_initialized():
+        return
+    _files_group = None
+    dist.destroy_process_group()
+    # Gloo's threads end with the last reference to their group, and garbage may still hold one. A thread that releases
+    # a tensor while the interpreter shuts down aborts the process ("terminate called without an active exception").
+    gc.collect()
 
 
 def join_group(

@@ -173,10 +173,9 @@ class OfflineModel:
 
         self._state = None
         if kind is None and dist.is_initialized():  # after an error the other ranks may not come to this point
-            from megatron.core import parallel_state as mpu
+            from slime.backends.megatron_utils.setup import destroy_distributed
 
-            mpu.destroy_model_parallel()
-            dist.destroy_process_group()
+            destroy_distributed()
 
     @property
     def is_main(self) -> bool:

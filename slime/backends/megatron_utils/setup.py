@@ -50,7 +50,7 @@ from slime.hooks.load import load_function
 from slime.models.lora import LoraConfig
 from slime.models.shape import ModelShape
 from slime.utils import accelerator
-from slime.utils.distributed_utils import init_default_group
+from slime.utils.distributed_utils import destroy_default_group, init_default_group
 
 
 def init_distributed(parallel: ParallelArgs, trainer: TrainerArgs, *, num_optimizer_instances: int = 1) -> None:
@@ -83,6 +83,13 @@ def init_distributed(parallel: ParallelArgs, trainer: TrainerArgs, *, num_optimi
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     if trainer.deterministic_mode:
         torch.use_deterministic_algorithms(True)
+
+
+def destroy_distributed() -> None:
+    """Undo :func:`init_distributed`, threads included, as far as no caller holds a group. A collective."""
+    mpu.destroy_model_parallel()
+    mpu._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None  # destroy_model_parallel() of 0.16 keeps it
+    destroy_default_group()
 
 
 def build_train_state(

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_direct_to_path
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
@@ -17,6 +16,7 @@ from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf, remove_p
 from slime.backends.megatron_utils.megatron_to_hf.qwen2 import convert_qwen2_to_hf
 from slime.backends.megatron_utils.misc_utils import strip_param_name_prefix
 from slime.backends.megatron_utils.model_provider import get_model_provider_func
+from slime.backends.megatron_utils.setup import destroy_distributed
 from slime.utils.errors import ConfigError
 from tests.unit.megatron_utils.tiny_families import is_left_out, make_family_checkpoint, saved_tensors
 from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_args, use_single_rank_env
@@ -26,11 +26,8 @@ from tests.unit.megatron_utils.tiny_trainer import VOCAB, make_args, use_single_
 def _single_rank() -> Iterator[None]:
     use_single_rank_env()
     init(make_args("unused"))
-    from megatron.core import parallel_state as mpu
-
     yield
-    mpu.destroy_model_parallel()
-    dist.destroy_process_group()
+    destroy_distributed()
 
 
 def loaded(kind: str, path: Path) -> tuple[Any, Any]:

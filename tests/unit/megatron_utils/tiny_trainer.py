@@ -215,7 +215,6 @@ def single_rank() -> Iterator[None]:
     use_single_rank_env()
     yield
     if dist.is_initialized():
-        from megatron.core import parallel_state as mpu
+        from slime.backends.megatron_utils.setup import destroy_distributed
 
-        mpu.destroy_model_parallel()
-        dist.destroy_process_group()
+        destroy_distributed()

@@ -18,9 +18,13 @@ _ROOT = Path(__file__).parents[3]
 
 
 def _run(tool: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return _python(f"tools/{tool}", *arguments)
+
+
+def _python(*arguments: object) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(
-        [sys.executable, f"tools/{tool}", *map(str, arguments)],
+        [sys.executable, *map(str, arguments)],
         cwd=_ROOT,
         env=environment | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -72,6 +76,23 @@ def test_a_checkpoint_converted_there_and_back_is_the_same_bit_for_bit(hf: Path,
     again = _run("convert_hf_to_torch_dist.py", "--hf-checkpoint", hf, "--save", tmp_path / "dist")
     assert again.returncode == 2
     assert "already holds release/" in again.stderr
+
+
+_THREADS_AT_EXIT = """
+import atexit, pathlib, runpy, sys
+sys.argv = sys.argv[1:]
+tasks = pathlib.Path("/proc/self/task")
+atexit.register(lambda: print(sorted((task / "comm").read_text().strip() for task in tasks.iterdir())))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_tool_ends_the_threads_of_its_process_groups(hf: Path, tmp_path: Path) -> None:
+    """A thread of gloo that releases a tensor during the interpreter's shutdown aborts the process, rarely."""
+    tool = ["tools/convert_hf_to_torch_dist.py", "--hf-checkpoint", hf, "--save", tmp_path / "dist"]
+    done = _python("-c", _THREADS_AT_EXIT, *tool)
+    assert done.returncode == 0, done.stderr
+    assert "gloo" not in done.stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import warnings
+import weakref
 from typing import Any
 
 import torch
@@ -264,19 +265,16 @@ def repair_lone_groups_on_cpu() -> None:
     from megatron.core import parallel_state
 
     stock = parallel_state.create_group
-    lone: dict[int, Any] = {}
-    worlds: list[Any] = []
+    # Per default group. A strong reference would keep the threads of destroyed groups alive until the process exits.
+    lone: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
 
     def create_group(ranks: list[int], *args: Any, **kw: Any) -> Any:
         if len(ranks) != 1:
             return stock(ranks, *args, **kw)
-        world = torch.distributed.group.WORLD
-        if worlds != [world]:  # the process has left the groups of another one
-            worlds[:] = [world]
-            lone.clear()
-        if ranks[0] not in lone:
-            lone[ranks[0]] = stock(ranks, *args, **kw)
-        return lone[ranks[0]]
+        groups = lone.setdefault(torch.distributed.group.WORLD, {})
+        if ranks[0] not in groups:
+            groups[ranks[0]] = stock(ranks, *args, **kw)
+        return groups[ranks[0]]
 
     parallel_state.create_group = create_group
 
