@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from slime.observability.sinks import TRACKERS
+
 
 @dataclass(frozen=True)
 class OutputArgs:
@@ -24,6 +26,14 @@ class OutputArgs:
         metadata={
             "help": "Samples of each rollout that are kept in <run>/samples for slime board, slime replay and slime "
             "doctor mismatch; 0 keeps none."
+        },
+    )
+    trackers: list[str] = field(
+        default_factory=list,
+        metadata={
+            "choices": TRACKERS,
+            "help": "Log to these trackers as well (pip install 'slime[NAME]'). Their environment variables name "
+            "server, folder and key; --wandb-project is the project.",
         },
     )
     log_metric_lines: bool = field(

@@ -65,7 +65,7 @@ class RunInfo:
 
 def write_run_info(run: Path, args: Namespace, argv: Sequence[str] | None = None) -> None:
     """Write the file. A resumed run replaces it. ``argv`` defaults to the command line that ``args`` was read from."""
-    settings = {name: hide_secrets(value, name) for name, value in vars(args).items() if _is_plain(value)}
+    settings = plain_settings(args)
     parsed_from = settings.pop("command_line", sys.argv)
     words = list(parsed_from if argv is None else argv)
     info = RunInfo(
@@ -81,6 +81,11 @@ def write_run_info(run: Path, args: Namespace, argv: Sequence[str] | None = None
     )
     with replacing(run / FILE) as partial:  # atomic: the board may read the old file now
         partial.write_text(json.dumps(asdict(info), indent=1), encoding="utf-8")
+
+
+def plain_settings(args: Namespace) -> dict[str, Any]:
+    """Arguments that are plain values, with ``***`` for secrets."""
+    return {name: hide_secrets(value, name) for name, value in vars(args).items() if _is_plain(value)}
 
 
 def read_run_info(run: Path) -> RunInfo:

@@ -1,22 +1,26 @@
-"""The destinations of metrics: ``metrics.jsonl``, the log, TensorBoard, and Weights & Biases."""
+"""The destinations of metrics: ``metrics.jsonl``, the log, TensorBoard, Weights & Biases, and :data:`TRACKERS`."""
 
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import logging
 import math
 import os
+import re
 import secrets
 import time
 from argparse import Namespace
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from slime.observability.run_info import hide_secrets
+from slime.observability.run_info import hide_secrets, plain_settings
 from slime.utils.errors import ConfigError
+from slime.utils.files import replacing
 
 
 class JsonlSink:
@@ -141,7 +145,7 @@ class WandbSink:
     """A run of Weights & Biases (``--use-wandb``). The driver alone logs, so one plain run is enough."""
 
     def __init__(self, args: Namespace) -> None:
-        wandb = _library()
+        wandb = _library("wandb", "--use-wandb")
         mode = args.wandb_mode or os.environ.get("WANDB_MODE") or "online"
         try:
             self._run = _start(wandb, args, mode)
@@ -193,11 +197,134 @@ def _config(args: Namespace) -> dict[str, Any]:
     return config
 
 
-def _library() -> Any:
+def _library(name: str, flag: str) -> Any:
+    """The package ``name``, which is also the name of an extra."""
     try:
-        import wandb
+        return importlib.import_module(name)
     except ImportError:
-        raise ConfigError(
-            "--use-wandb needs the package wandb: pip install 'slime[wandb]', or drop the flag."
-        ) from None
-    return wandb
+        raise ConfigError(f"{flag} needs the package {name}: pip install 'slime[{name}]', or drop the flag.") from None
+
+
+RUN_IDS = "trackers.json"
+"""File in the run's folder: tracker -> id of its run. A resumed run continues the runs of its trackers."""
+
+
+def _known_id(directory: Path, name: str) -> str | None:
+    file = directory / RUN_IDS
+    return json.loads(file.read_text(encoding="utf-8")).get(name) if file.is_file() else None
+
+
+def _remember_id(directory: Path, name: str, run_id: str) -> None:
+    file = directory / RUN_IDS
+    known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    with replacing(file) as partial:
+        partial.write_text(json.dumps(known | {name: run_id}, indent=1), encoding="utf-8")
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, int | float]:
+    return {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+
+
+class MlflowSink:
+    """A run of MLflow. ``MLFLOW_TRACKING_URI`` names the server, default ``<output-dir>/mlflow.db``.
+
+    A thread of the library sends the records, because requests to a server that is away are repeated for minutes.
+    """
+
+    # Other characters in a name are an error of the whole record.
+    _INVALID = re.compile(r"[^\w./ :-]")
+    _PARAMS_AT_ONCE, _LONGEST_PARAM = 100, 6000
+    _MOST_PENDING = 100
+
+    def __init__(self, args: Namespace, directory: Path) -> None:
+        mlflow = _library("mlflow", "--trackers mlflow")
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{directory.parent.absolute() / 'mlflow.db'}"
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # with its 7 a run would end minutes late
+        self._client = mlflow.MlflowClient(uri)
+        self._metric = mlflow.entities.Metric
+        self._pending: deque[Any] = deque()
+        run_id = _known_id(directory, "mlflow")
+        if run_id is None:
+            project = os.environ.get("MLFLOW_EXPERIMENT_NAME") or args.wandb_project or "slime"
+            experiment = self._client.get_experiment_by_name(project)
+            experiment_id = self._client.create_experiment(project) if experiment is None else experiment.experiment_id
+            run_id = str(self._client.create_run(experiment_id, run_name=directory.name).info.run_id)
+            _remember_id(directory, "mlflow", run_id)
+            texts = [(name, str(value)[: self._LONGEST_PARAM]) for name, value in plain_settings(args).items()]
+            params = [mlflow.entities.Param(*text) for text in texts]
+            for i in range(0, len(params), self._PARAMS_AT_ONCE):
+                self._client.log_batch(run_id, params=params[i : i + self._PARAMS_AT_ONCE])
+        else:
+            self._client.update_run(run_id, status="RUNNING")
+        self._run_id = run_id
+
+    def log(self, metrics: Mapping[str, Any], step_key: str, step: int) -> None:
+        now = int(time.time() * 1000)
+        values = [
+            self._metric(self._INVALID.sub("_", name), float(value), now, step)
+            for name, value in _numbers(metrics).items()
+        ]
+        self._pending.append(self._client.log_batch(self._run_id, metrics=values, synchronous=False))
+        if len(self._pending) > self._MOST_PENDING:
+            self._pending.popleft().wait()
+
+    def close(self) -> None:
+        while self._pending:
+            self._pending.popleft().wait()
+        self._client.set_terminated(self._run_id)
+
+
+class SwanlabSink:
+    """A run of SwanLab. ``SWANLAB_MODE`` (online, offline, local, disabled) and ``SWANLAB_API_KEY`` configure it."""
+
+    def __init__(self, args: Namespace, directory: Path) -> None:
+        swanlab = _library("swanlab", "--trackers swanlab")
+        run_id = _known_id(directory, "swanlab")
+        self._run = swanlab.init(
+            project=os.environ.get("SWANLAB_PROJ_NAME") or args.wandb_project or "slime",
+            name=directory.name,
+            id=run_id,
+            resume=None if run_id is None else "allow",
+            config=plain_settings(args),
+            # By default it asks for a key, replaces sys.stdout, and stores the command line with its keys.
+            settings=swanlab.Settings(interactive=False, terminal={"proxy_type": "none"}, probe={"runtime": False}),
+        )
+        if run_id is None:
+            _remember_id(directory, "swanlab", self._run.id)
+
+    def log(self, metrics: Mapping[str, Any], step_key: str, step: int) -> None:
+        self._run.log(_numbers(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TrackioSink:
+    """A run of Trackio. ``TRACKIO_DIR`` and ``TRACKIO_SPACE_ID`` configure it."""
+
+    def __init__(self, args: Namespace, directory: Path) -> None:
+        trackio = _library("trackio", "--trackers trackio")
+        known = _known_id(directory, "trackio")
+        self._run = trackio.init(
+            project=args.wandb_project or "slime",
+            name=known or directory.name,
+            config=plain_settings(args),
+            resume="never" if known is None else "must",
+            embed=False,
+        )
+        _remember_id(directory, "trackio", self._run.name)
+
+    def log(self, metrics: Mapping[str, Any], step_key: str, step: int) -> None:
+        # Its charts have one x axis. The step is a metric too, because the axes advance independently.
+        self._run.log({**_numbers(metrics), step_key: step}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+TRACKERS: dict[str, Callable[[Namespace, Path], Any]] = {
+    "mlflow": MlflowSink,
+    "swanlab": SwanlabSink,
+    "trackio": TrackioSink,
+}
+"""Name in ``--trackers`` -> its sink, made of the arguments and the run's folder. A tracker is a class and a row."""

@@ -6,6 +6,7 @@
                                                                 with --use-tensorboard; TENSORBOARD_DIR beats both
     log           --log-metric-lines                            the driver's output
     wandb         --use-wandb                                   its own folder or server
+    others        --trackers mlflow swanlab trackio             their own folders or servers
 
 The driver owns the only tracker of a run. A sink gets names, numbers and steps.
 """
@@ -25,7 +26,7 @@ from typing import Any, Protocol
 
 from slime.observability.metric_utils import compute_rollout_step
 from slime.observability.run_info import write_run_info
-from slime.observability.sinks import JsonlSink, LogSink, TensorboardSink, WandbSink
+from slime.observability.sinks import RUN_IDS, TRACKERS, JsonlSink, LogSink, TensorboardSink, WandbSink
 from slime.utils.errors import ConfigError
 from slime.utils.files import RunLock
 
@@ -142,7 +143,7 @@ def create_tracker(args: Namespace, *, is_new: bool = False) -> Tracker:
 
 
 _FILES = (
-    *("metrics.jsonl", "events.out.tfevents.*", "run.json", "progress.json", "ledger.jsonl", "run.log"),
+    *("metrics.jsonl", "events.out.tfevents.*", "run.json", "progress.json", "ledger.jsonl", "run.log", RUN_IDS),
     *("samples", "engines/*"),
 )
 """The files of a run in its folder, as patterns."""
@@ -182,6 +183,16 @@ def _chosen_sinks(args: Namespace, directory: Path, started: str) -> Iterator[Si
         yield LogSink()
     if args.use_wandb:
         yield WandbSink(args)
+    for name in dict.fromkeys(args.trackers):
+        try:
+            yield TRACKERS[name](args, directory)
+        except ConfigError:
+            raise
+        except Exception as error:  # any error of a library: a server that is away, a key that is refused
+            raise ConfigError(
+                f"--trackers {name}: the tracker could not start: {error}. Correct its environment variables "
+                "(docs/observability.md names them), or drop the flag."
+            ) from error
 
 
 def run_directory(args: Namespace, started: str = "run") -> Path:

@@ -39,6 +39,8 @@ def _metrics(args: Namespace) -> Iterator[Output]:
         yield Output("TensorBoard events", os.environ.get("TENSORBOARD_DIR") or _events(args, run), "during the run")
     if read(args, "use_wandb"):
         yield Output("W&B run", str(read(args, "wandb_dir") or "wandb/"), "during the run")
+    for name in read(args, "trackers") or ():
+        yield Output(f"{name} run", "its own folder or server", "during the run")
     if read(args, "record_samples"):
         yield Output("samples for the board", str(run / "samples"), "every rollout")
     if read(args, "use_pytorch_profiler"):
