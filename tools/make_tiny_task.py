@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Make a tiny language model and a task it can learn, without any download.
 
-    python tools/make_tiny_task.py --output DIR [--seed 0]
+    python tools/make_tiny_task.py --output DIR [--seed 0] [--layers 4] [--init-std 0.02] [--words WORD ...]
 
 The model is a randomly initialized Qwen3 of about a million parameters with a character-level tokenizer and a chat
 template, in the files a Hugging Face checkpoint has. The task is the addition of two two-digit numbers, in three
@@ -121,9 +121,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="Same seed, same files.")
     parser.add_argument("--num-sft", type=int, default=4000, help="Solved problems for the warm start.")
     parser.add_argument("--num-eval", type=int, default=256, help="Held-out problems.")
+    parser.add_argument("--layers", type=int, default=ModelShape.num_layers, help="Layers of the model.")
+    parser.add_argument(
+        "--init-std",
+        type=float,
+        default=ModelShape.init_std,
+        help="Standard deviation of the random matrices. A task that copies its input is learned sooner with 0.1.",
+    )
+    parser.add_argument("--words", nargs="+", default=(), help="More strings that are one token each.")
     options = parser.parse_args()
+    shape = ModelShape(num_layers=options.layers, init_std=options.init_std)
+    sizes = {"seed": options.seed, "num_sft": options.num_sft, "num_eval": options.num_eval}
     try:
-        task = make_tiny_task(options.output, seed=options.seed, num_sft=options.num_sft, num_eval=options.num_eval)
+        task = make_tiny_task(options.output, **sizes, shape=shape, words=options.words)
     except ValueError as error:
         parser.error(str(error))
     for name, path in vars(task).items():

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file
 
 from examples.demo.reward import reward_func
 from slime.data.sample import Sample
-from tools.make_tiny_task import TinyTask, make_tiny_task
+from tools.make_tiny_task import TinyTask, main, make_tiny_task
 
 
 def read(path: str) -> list[dict[str, Any]]:
@@ -32,6 +34,16 @@ def test_the_same_seed_makes_the_same_files_and_another_seed_others(tmp_path: Pa
     assert a == b
     differing = {name for name in a if a[name] != c[name]}
     assert differing == {"model/model.safetensors", "sft.jsonl", "train.jsonl", "eval.jsonl"}
+
+
+def test_the_command_decides_about_layers_their_weights_and_words(tmp_path: Path, monkeypatch) -> None:
+    flags = ["--layers", "1", "--init-std", "0.1", "--words", "one", "two"]
+    monkeypatch.setattr(sys, "argv", ["make_tiny_task.py", "--output", str(tmp_path), *flags])
+    main()
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert (config["num_hidden_layers"], config["initializer_range"]) == (1, 0.1)
+    assert {"one", "two"} < json.loads((tmp_path / "model" / "tokenizer.json").read_text())["model"]["vocab"].keys()
+    assert load_file(tmp_path / "model" / "model.safetensors")["model.embed_tokens.weight"].std() > 0.09
 
 
 def test_the_three_sets_are_disjoint_and_together_all_problems(tiny_task: TinyTask) -> None:
