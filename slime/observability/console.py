@@ -195,6 +195,8 @@ class _Course:
             self.best, self.best_at = -value if is_loss else value, at
 
     def text(self, name: str) -> str:
+        if self.count == 1:
+            return f"{name} {self.last:.3f}"
         return f"{name} {self.first:.3f} -> {self.last:.3f}, best {abs(self.best):.3f} at {self.best_at}"
 
 
@@ -324,7 +326,7 @@ class Console:
         began = self.created if self._began is None else self._began
         if self._num_rows:
             start = f" (+{duration(began - self.created)} start)"
-            head = f"{state} {self._num_rows} rollouts in {duration(self.clock() - began)}{start}"
+            head = f"{state} {counted(self._num_rows, 'rollout')} in {duration(self.clock() - began)}{start}"
             self._lines([head, *(course.text(name) for name, course in self._courses.items())])
         places = [shown_path(path) for path in self._written]
         if self.run is not None and self._num_rows:
@@ -344,6 +346,10 @@ def joined(parts: Iterable[str], width: int) -> list[str]:
         else:
             lines.append(part)
     return lines
+
+
+def counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def shown_path(path: Path | str) -> str:

@@ -349,7 +349,10 @@ class Example:
     @classmethod
     def of(cls, sample: Sample) -> Example:
         label = None if sample.label is None else str(sample.label)[:_MOST_TEXT]
-        return cls(_question(sample.prompt)[-_MOST_TEXT:], sample.response[:_MOST_TEXT], label, sample.reward)
+        prompt, response = sample.prompt, sample.response
+        if not response and isinstance(prompt, list) and prompt and prompt[-1].get("role") == "assistant":
+            prompt, response = prompt[:-1], _question(prompt)  # supervised: the prompt is the whole conversation
+        return cls(_question(prompt)[-_MOST_TEXT:], response[:_MOST_TEXT], label, sample.reward)
 
     def line(self, width: int) -> str:
         """``e.g. prompt -> response  (label ..., reward ...)``. The texts are cut where they are too long."""

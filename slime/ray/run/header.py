@@ -9,7 +9,7 @@ from pathlib import PurePath
 from slime.config.groups import from_args
 from slime.models.cost import num_parameters
 from slime.models.hf_shape import read_shape
-from slime.observability.console import joined, shown_path
+from slime.observability.console import counted, joined, shown_path
 from slime.observability.run_log import FILE
 from slime.observability.terminal import TERMINAL
 from slime.observability.tracking import run_directory
@@ -67,14 +67,10 @@ class HeaderArgs:
         if self.rollout_external:
             parts.append("external engines")
         elif not self.debug_train_only:
-            parts.append(_counted(max(1, self.rollout_num_gpus // self.rollout_num_gpus_per_engine), "engine"))
+            parts.append(counted(max(1, self.rollout_num_gpus // self.rollout_num_gpus_per_engine), "engine"))
         if not self.debug_rollout_only:
-            parts.append(_counted(self.world_size, "trainer rank"))
+            parts.append(counted(self.world_size, "trainer rank"))
         return f"{' + '.join(parts)}, {'CPU' if accelerator.current().is_cpu else 'GPU'}"
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def print_header(args: Namespace) -> None:

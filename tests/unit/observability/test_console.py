@@ -190,6 +190,19 @@ def test_a_sample_shows_the_question_without_its_template(prompt: Any, shown: st
     assert Example.of(sample).line(WIDE) == f"e.g. {shown} -> yes  (reward {{'score': 1}})"
 
 
+def test_a_conversation_of_supervised_training_is_a_question_and_its_answer() -> None:
+    turns = [{"role": "user", "content": "12+3="}, {"role": "assistant", "content": "15"}]
+    assert Example.of(Sample(prompt=turns, label="15")).line(WIDE) == "e.g. 12+3= -> 15  (label 15)"
+
+
+def test_the_summary_of_one_rollout_has_one_value() -> None:
+    made, screen, _ = console()
+    made.rollout(row(0, reward=0.25))
+    made.finish("finished")
+    assert screen.lines[-2].startswith("finished 1 rollout in 0.0s")
+    assert screen.lines[-2].endswith("reward 0.250")
+
+
 def test_the_summary_has_first_last_and_best_and_where_everything_is() -> None:
     made, screen, clock = console()
     made.evaluated(0, {"eval/rev": 0.3})
