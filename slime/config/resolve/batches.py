@@ -90,8 +90,9 @@ def lengths(args: Namespace) -> None:
     context = args.rollout_max_context_len
     if args.rollout_max_response_len is None:
         args.rollout_max_response_len = _response_len(args, context)
-        text = f"not given: {args.rollout_max_response_len} tokens"
-        notices.warn(args, "--rollout-max-response-len", text)
+        if not args.debug_train_only:  # otherwise nothing is generated
+            text = f"not given: {args.rollout_max_response_len} tokens"
+            notices.warn(args, "--rollout-max-response-len", text)
     elif context is None and (model := _model_context(args.hf_checkpoint)) and args.rollout_max_response_len >= model:
         text = f"the model of --hf-checkpoint takes {model} tokens, prompt and response together"
         notices.warn(args, f"--rollout-max-response-len {args.rollout_max_response_len}", text)

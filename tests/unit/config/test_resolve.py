@@ -128,6 +128,8 @@ def test_d13_without_a_context_it_is_1024_or_what_the_model_can_do(command: Tiny
     assert "--rollout-max-response-len: not given: 1024 tokens" in command.warnings(
         without=("--rollout-max-response-len",)
     )
+    missing = command.warnings("--debug-train-only", without=("--rollout-max-response-len",))
+    assert "not given: 1024" not in missing, "nothing is generated"
 
 
 # --- run length (D23, D24)
