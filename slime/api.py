@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-import logging
 import threading
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = ["RunRecord", "command_line", "load_run", "train", "train_async"]
-
-logger = logging.getLogger(__name__)
 
 # Prefixes of flags that another parser reads: the engine's and its router's.
 _ENGINE = ("sglang_", "router_")
@@ -156,18 +153,13 @@ def _run(loop: Callable[[Namespace], None], flags: Mapping[str, Any], *, is_asyn
     # Ray and torch take seconds to import: wrong flags are reported before.
     from slime.observability.run_log import driver_logs
     from slime.observability.tracking import run_directory
-    from slime.ray.run.cluster import running_cluster
-    from slime.ray.run.header import print_header
-    from slime.ray.run.restart import run_to_the_end
+    from slime.ray.run.main import run_arguments
     from slime.utils.deadline import interruptible
 
     is_main = threading.current_thread() is threading.main_thread()  # others cannot handle signals
     with driver_logs():
-        for notice in args.notices:
-            logger.log(logging.WARNING if notice.level == "warning" else logging.INFO, "%s", notice)
-        print_header(args)
-        with interruptible() if is_main else nullcontext(), running_cluster(args):
-            run_to_the_end(loop, args)
+        arguments.log_notices(args)
+        run_arguments(loop, args, interruptible() if is_main else nullcontext())
     return load_run(run_directory(args))
 
 

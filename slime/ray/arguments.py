@@ -105,9 +105,14 @@ def parse_args(
     if args is None or problems:
         print(f"error: {ConfigError(problems)}", file=sys.stderr)
         raise SystemExit(2)
+    log_notices(args)
+    return args
+
+
+def log_notices(args: Namespace) -> None:
+    """Log the notices of resolved arguments with their levels."""
     for notice in args.notices:
         logger.log(logging.WARNING if notice.level == "warning" else logging.INFO, "%s", notice)
-    return args
 
 
 def parse_only(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 from slime.backends.training.arguments import CheckpointArgs
 from slime.backends.training.checkpoint_source import nothing_left
@@ -96,14 +97,21 @@ def run_command(
         from slime.cli import main as slime
 
         return slime(["plan", program, *words])
-    args = parse_args(argv=argv, is_async=is_async)
+    with driver_logs():
+        run_arguments(loop, parse_args(argv=argv, is_async=is_async))
+    return None
+
+
+def run_arguments(
+    loop: Callable[[Namespace], None], args: Namespace, guard: AbstractContextManager[None] | None = None
+) -> None:
+    """Run ``loop(args)``, unless a finished run has done all of it. Without ``guard`` an error ends this process."""
     if (reason := nothing_left(args)) is not None:  # engines and trainer would start for nothing
         print(f"--num-rollout {reason}.")
-        return None
+        return
     print_header(args)
     from slime.ray.run.cluster import running_cluster
     from slime.ray.run.restart import exit_status, run_to_the_end
 
-    with driver_logs(), exit_status(from_args(CheckpointArgs, args)), running_cluster(args):
+    with guard or exit_status(from_args(CheckpointArgs, args)), running_cluster(args):
         run_to_the_end(loop, args)
-    return None

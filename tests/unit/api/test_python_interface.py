@@ -16,6 +16,8 @@ from slime.api import RunRecord, command_line
 from slime.data.sample import Sample
 from slime.observability.run_info import write_run_info
 from slime.observability.sample_record import record_rollout
+from slime.ray import arguments
+from slime.ray.run import main
 from slime.rollout.rm_hub import async_rm
 from slime.utils.errors import ConfigError, DataError
 
@@ -111,9 +113,22 @@ def test_the_record_of_a_run_is_read(run: RunRecord) -> None:
 
 
 def test_data_frames_have_a_row_per_step_and_per_sample(run: RunRecord) -> None:
+    # Not in the CPU set: 84 MB, and pyarrow imports it with the first table of every process if it is installed.
     pytest.importorskip("pandas")
     assert run.metrics["rollout/raw_reward"].dropna().to_dict() == {0: 0.25, 1: 0.5}
     assert run.samples.groupby("kind")["reward"].mean().to_dict() == {"eval": 1.0, "rollout": 1.0}
+
+
+def test_a_finished_run_is_not_started_again(
+    run: RunRecord, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = Namespace(output_dir=str(run.path.parent), experiment_name=run.path.name, notices=[])
+    monkeypatch.setattr(arguments, "parse_only", lambda *words, **more: (args, []))
+    monkeypatch.setattr(arguments, "machine_problems", lambda args: [])
+    monkeypatch.setattr(main, "nothing_left", lambda args: "2: the checkpoint was saved after the last of them")
+    monkeypatch.setattr(main, "print_header", lambda args: pytest.fail("the run was started"))
+    assert slime.train(num_rollout=2) == run
+    assert capsys.readouterr().out == "--num-rollout 2: the checkpoint was saved after the last of them.\n"
 
 
 def test_without_pandas_the_error_names_the_extra(run: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
