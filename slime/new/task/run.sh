@@ -15,7 +15,8 @@ SMALL=(
 
 "${PYTHON}" data.py
 
-# A pretrained model needs no warm start: remove this command, and give the last one your --hf-checkpoint.
+# A pretrained model needs no warm start: remove this command, and give the last one your --hf-checkpoint. If the reward
+# stays flat in the training below, make the warm start longer: --num-rollout 4.
 "${PYTHON}" -m slime train --hf-checkpoint data/model --prompt-data data/warm_start.jsonl --input-key prompt \
    --debug-train-only --loss-type sft_loss --disable-compute-advantages-and-returns --loss-mask-type qwen3 \
    --rollout-function-path slime.rollout.sft_rollout.generate_rollout \
