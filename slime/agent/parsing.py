@@ -12,14 +12,22 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ParsedModelOutput", "ToolUse", "as_object", "parse_model_output", "parse_tool_uses", "parse_xml_tool_uses"]
+__all__ = [
+    "END_OF_THOUGHT",
+    "ParsedModelOutput",
+    "ToolUse",
+    "as_object",
+    "parse_model_output",
+    "parse_tool_uses",
+    "parse_xml_tool_uses",
+]
 
 logger = logging.getLogger(__name__)
 
 ToolUse = dict[str, Any]
 """``{"name": str, "input": dict}``"""
 
-_END_OF_THOUGHT = "</think>"
+END_OF_THOUGHT = "</think>"
 _CALL = re.compile(r"<tool_call>\s*<function=([^>\s]+)>(.*?)</function>\s*</tool_call>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>(.*?)</parameter>", re.DOTALL)
 
@@ -55,9 +63,9 @@ def parse_model_output(
         parser = ReasoningParser(model_type=reasoning_parser_name, stream_reasoning=False)
         found, rest = parser.parse_non_stream(raw_output)
         reasoning, body = found or "", rest or ""
-    if not reasoning and _END_OF_THOUGHT in body:
+    if not reasoning and END_OF_THOUGHT in body:
         # A template may put <think> into the prompt, so only the end mark is certain.
-        reasoning, _, body = body.partition(_END_OF_THOUGHT)
+        reasoning, _, body = body.partition(END_OF_THOUGHT)
         reasoning = reasoning.strip().removeprefix("<think>")
     text, uses, ill_formed = parse_tool_uses(body, tools_schema, tool_parser_name)
     return ParsedModelOutput(reasoning.strip(), text.strip(), uses, ill_formed)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -45,6 +46,10 @@ class TurnRecord:
         output_log_probs: natural-log probabilities of ``output_ids``, ``[O]``, empty if unknown.
         ill_formed: the output holds a tool call that could not be parsed.
         meta_info: the engine's ``meta_info``: weight version, nuclei, routed experts, cache counters.
+        has_thoughts: the output has reasoning, which clients need not send back.
+        tools: the tools that the prompt offered.
+        is_shown: the client received every tool call of the output.
+        rendered_whole: why the prompt does not continue the ids of the turn before it. "" if it does, or is the first.
     """
 
     prompt_ids: list[int]
@@ -53,6 +58,10 @@ class TurnRecord:
     output_log_probs: list[float] = field(default_factory=list)
     ill_formed: bool = False
     meta_info: dict[str, Any] | None = None
+    has_thoughts: bool = False
+    tools: list[dict[str, Any]] | None = None
+    is_shown: bool = True
+    rendered_whole: str = ""
 
 
 class MessageNode:
@@ -155,6 +164,10 @@ class TrajectoryManager:
         """Turns recorded so far."""
         return self._usage[sid].num_turns if sid in self._usage else 0
 
+    def path(self, sid: str, messages: Sequence[Message]) -> list[MessageNode]:
+        """The nodes of the recorded messages that ``messages`` begin with."""
+        return _follow(self._trees[sid], messages)[0].path_from_root() if sid in self._trees else []
+
     def record_turn(
         self,
         sid: str,
@@ -178,32 +191,33 @@ class TrajectoryManager:
         usage = self._usage.setdefault(sid, _Usage())
         usage.last_used = time.monotonic()
         node, num_matched = _follow(self._trees.setdefault(sid, MessageNode()), prompt_messages)
-        if num_matched < len(prompt_messages) and self._merge_rewrite(sid, node, prompt_messages[num_matched]):
-            node, num_matched = _only_reply(node), num_matched + 1
+        if num_matched < len(prompt_messages):
+            reply = self._merge_rewrite(sid, node, prompt_messages[num_matched])
+            node, num_matched = (reply, num_matched + 1) if reply else (node, num_matched)
         for message in prompt_messages[num_matched:]:
             node = node.add_child(MessageNode(role=message.get("role"), message=message, metadata=metadata))
         usage.num_turns += 1
         leaf = node.add_child(MessageNode(role="assistant", message=response_message, metadata=metadata))
         leaf.turn, leaf.turn_index = turn, usage.num_turns
 
-    def _merge_rewrite(self, sid: str, node: MessageNode, message: Message) -> bool:
-        """Replace a short last reply by the text in which the client sent it back. Returns whether it was replaced."""
+    def _merge_rewrite(self, sid: str, node: MessageNode, message: Message) -> MessageNode | None:
+        """Replace a short last reply by the text in which the client sent it back. Returns it if it was replaced."""
         replies = [child for child in node.children if child.role == "assistant"]
         if self._threshold <= 0 or message.get("role") != "assistant" or not replies:
-            return False
+            return None
         if len(replies) > 1:
             logger.warning("session %s: a reply came back changed, and there are %d it may be", sid, len(replies))
-            return False
+            return None
         (reply,) = replies
         if reply.children or reply.turn is None or len(reply.turn.output_ids) >= self._threshold:
-            return False
+            return None
         reply.metadata["merged_rewrite"] = {
             "abandoned_turn_index": reply.turn_index,
             "abandoned_response_tokens": len(reply.turn.output_ids),
         }
         # The sampled tokens are no longer part of the conversation, so they cannot be trained.
         reply.message, reply.turn, reply.turn_index = message, None, None
-        return True
+        return reply
 
     def get_trajectory(
         self,
@@ -351,6 +365,8 @@ class _SampleBuilder:
             "use_tool": any(bool((node.message or {}).get("tool_calls")) for node in self.nodes),
             "ill_formed": any(turn.ill_formed for turn in turns),
         }
+        if reasons := Counter(turn.rendered_whole for turn in turns if turn.rendered_whole):
+            sample.metadata["rendered_whole"] = dict(reasons)
         if self.num_abandoned:
             sample.metadata["abandoned_response_tokens"] = self.num_abandoned
         return sample
@@ -399,10 +415,6 @@ def _follow(root: MessageNode, messages: Sequence[Message]) -> tuple[MessageNode
             return node, number
         node = child
     return node, len(messages)
-
-
-def _only_reply(node: MessageNode) -> MessageNode:
-    return next(child for child in node.children if child.role == "assistant")
 
 
 def _same(node: MessageNode, message: Message) -> bool:

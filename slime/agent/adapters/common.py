@@ -38,7 +38,8 @@ from slime.agent.adapters.wire import (
     sid_from_body,
     tool_call_dict,
 )
-from slime.agent.parsing import ParsedModelOutput, parse_model_output
+from slime.agent.parsing import END_OF_THOUGHT, ParsedModelOutput, parse_model_output
+from slime.agent.rendering import TurnRenderer, history
 from slime.agent.trajectory import Message, RewardSplit, TrajectoryManager, TurnRecord
 from slime.data.sample import Sample
 from slime.rollout.base_types import complete_args
@@ -160,6 +161,8 @@ class BaseAdapter(ABC):
         self.closed = _Closed()
         self._num_accepted: dict[str, int] = {}
         self._ignored_keys: set[str] = set()
+        self._renderer = TurnRenderer(tokenizer)
+        self._reasons: set[str] = set()
         self.app = web.Application(client_max_size=MAX_BODY_BYTES)
         self.app.router.add_get("/healthz", health)
         self.app.router.add_get("/v1/models", health)
@@ -336,8 +339,10 @@ class BaseAdapter(ABC):
         messages: list[Message],
         tools: list[dict[str, Any]] | None,
     ) -> web.StreamResponse:
+        held = history(self.manager.path(sid, messages))
         # In a thread, because rendering a long conversation would delay the turns of all other sessions.
-        prompt_ids = await asyncio.to_thread(_render_token_ids, self.tokenizer, messages, tools)
+        prompt_ids, reason = await asyncio.to_thread(self._renderer.prompt_ids, messages, tools, held)
+        self._note_rendered_whole(reason)
         turn = await call_sglang_generate(prompt_ids, session, body, adapter=self, session_id=sid)
         text = self.tokenizer.decode(turn.output_ids, skip_special_tokens=False)
         parsed = parse_model_output(
@@ -346,8 +351,15 @@ class BaseAdapter(ABC):
             tool_parser_name=self.tool_parser,
             reasoning_parser_name=self.reasoning_parser,
         )
-        turn = replace(turn, ill_formed=parsed.ill_formed)
         reply = self._build_reply(parsed, turn.finish_reason, messages, tools)
+        turn = replace(
+            turn,
+            ill_formed=parsed.ill_formed,
+            has_thoughts=bool(parsed.reasoning) or END_OF_THOUGHT in text,
+            tools=tools,
+            is_shown=len(reply.manager_message.get("tool_calls") or ()) == len(parsed.tool_uses),
+            rendered_whole=reason,
+        )
         stream = body.get("stream") is True or "text/event-stream" in request.headers.get("Accept", "")
         try:
             response = await self._respond(request, body, reply, len(prompt_ids), len(turn.output_ids), stream)
@@ -363,6 +375,15 @@ class BaseAdapter(ABC):
             metadata={"sid": sid},
         )
         return response
+
+    def _note_rendered_whole(self, reason: str) -> None:
+        if reason and reason not in self._reasons:
+            self._reasons.add(reason)
+            self.logger.warning(
+                "%s: %s, so such a turn renders its whole conversation. Samples count these turns in metadata"
+                '["rendered_whole"]',
+                *(self.log_prefix, reason),
+            )
 
     def note_ignored(self, key: str) -> None:
         """Warn once that a client's sampling parameter has no effect."""
@@ -385,13 +406,6 @@ async def _http_clients(app: web.Application) -> AsyncIterator[None]:
     yield
     # The client belongs to this event loop, so it is closed when the server ends.
     await close_http_client()
-
-
-def _render_token_ids(tokenizer: Any, messages: list[Message], tools: list[dict[str, Any]] | None) -> list[int]:
-    rendered = tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, add_generation_prompt=True)
-    # Newer transformers return a mapping.
-    ids = rendered["input_ids"] if hasattr(rendered, "keys") else rendered
-    return [int(token) for token in ids]
 
 
 def _without_end(text: str, tokenizer: Any) -> str:
