@@ -217,15 +217,20 @@ def _adapter_rules(rule: Rule, parts: list[int]) -> tuple[Rule, Rule]:
     )
 
 
-def adapter_tensors(shape: ModelShape, config: LoraConfig) -> dict[str, tuple[int, int]]:
-    """Names, without ``FILE_PREFIX``, and shapes of all tensors of the adapters."""
-    found: dict[str, tuple[int, int]] = {}
+def adapted_layers(shape: ModelShape, config: LoraConfig) -> Iterator[tuple[str, Linear]]:
+    """The name of every weight that has an adapter."""
     for linear in config.targets(shape):
         for layer in linear.layers:
             for expert in range(linear.copies):
-                name = linear.rule.hf[linear.part].format(layer=layer, expert=expert)
-                found[tensor_name(name, "A")] = (config.rank, linear.columns)
-                found[tensor_name(name, "B")] = (linear.rows, config.rank)
+                yield linear.rule.hf[linear.part].format(layer=layer, expert=expert), linear
+
+
+def adapter_tensors(shape: ModelShape, config: LoraConfig) -> dict[str, tuple[int, int]]:
+    """Names, without ``FILE_PREFIX``, and shapes of all tensors of the adapters."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, linear in adapted_layers(shape, config):
+        found[tensor_name(name, "A")] = (config.rank, linear.columns)
+        found[tensor_name(name, "B")] = (linear.rows, config.rank)
     return found
 
 

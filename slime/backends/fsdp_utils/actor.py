@@ -36,7 +36,7 @@ from slime.backends.fsdp_utils.model import build_model, local_tensor, local_ten
 from slime.backends.fsdp_utils.optimizer import build_optimizer, reset_moments
 from slime.backends.fsdp_utils.step import TrainState, outputs_by_sample, train_step
 from slime.backends.protocols import EVERY_RANK, SOURCE, NamedTensor, Recipients, TrainerPart
-from slime.backends.training.adapter_files import describe_adapter, save_adapter
+from slime.backends.training.adapter_files import save_adapter, shared_description
 from slime.backends.training.arguments import OptimizerArgs, ParallelArgs, PrecisionArgs, TrainerArgs
 from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.context_parallel import Sharding
@@ -112,7 +112,7 @@ class FsdpTrainer(TrainerBase):
             compute_dtype=self._dtype,
             attention=from_args(FsdpArgs, args).attn_implementation,
             checkpoints_layers=args.recompute_granularity == "full",
-            adapters=None if self._lora is None else Adapters(self._lora, self._lora.module_names(self._shape)),
+            adapters=None if self._lora is None else Adapters.of(self._lora, self._shape),
         )
         optimizer = build_optimizer(model, settings, is_stateless=self._copies.use_stateless_adam)
         samples = (args.num_rollout or 0) * args.rollout_batch_size * args.n_samples_per_prompt
@@ -139,7 +139,7 @@ class FsdpTrainer(TrainerBase):
                 keeps_batch=cp_rank == 0,
             ),
             clip_grad=settings.clip_grad,
-            adapter=None if self._lora is None else describe_adapter(self._lora, self._shape, args.hf_checkpoint),
+            adapter=None if self._lora is None else shared_description(self._lora, self._shape, args.hf_checkpoint),
         )
 
     @property
@@ -216,6 +216,7 @@ class FsdpTrainer(TrainerBase):
 
     def save_hf(self, path: str) -> None:
         """Write a Hugging Face checkpoint at ``path``. An error of a writing rank is raised on all ranks."""
+        self._device.require(["weights"], "a Hugging Face checkpoint")
         if self._lora is not None and not self._lora.merge:
             weights = export_adapters(self._ready.model, None, SOURCE)
             save_adapter(weights, self._lora, self._shape, self._args.hf_checkpoint, path)

@@ -1,8 +1,7 @@
 """Low-rank adapters (LoRA) of peft in a model of transformers that FSDP shards.
 
-peft replaces a linear layer by one that holds the base in ``base_layer`` and the adapter in ``lora_A`` and ``lora_B``.
-The base is frozen and sharded in the precision that it computes in, adapters are sharded in fp32. Called by ``actor``
-and ``hf_weights``.
+A layer of peft holds the base in ``base_layer`` and the adapter in ``lora_A`` and ``lora_B``. The base is frozen and
+sharded in the precision that it computes in, adapters are sharded in fp32. Called by ``actor`` and ``hf_weights``.
 """
 
 from __future__ import annotations
@@ -15,15 +14,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import init_empty_weights
 from peft import LoraConfig as PeftConfig
-from peft import inject_adapter_in_model
+from peft.tuners.lora import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from slime.backends.protocols import EVERY_RANK, NamedTensor, Recipients
 from slime.backends.training.hf_files import TensorReader
-from slime.models.lora import FILE_PREFIX, LoraConfig
+from slime.models.lora import FILE_PREFIX, LoraConfig, adapted_layers
+from slime.models.shape import ModelShape
 
 _NAME = "default"  # of the adapter, a part of its parameters' names
 _BASE = ".base_layer"
@@ -34,25 +35,33 @@ class Adapters:
     """Settings of the adapters of a model.
 
     Attributes:
-        modules: leaf names of the layers that have one.
+        layers: names of the linear layers that have one.
     """
 
     config: LoraConfig
-    modules: list[str]
+    layers: list[str]
+
+    @classmethod
+    def of(cls, config: LoraConfig, shape: ModelShape) -> Adapters:
+        """Those of a model of this shape."""
+        return cls(config, [name.removesuffix(".weight") for name, _ in adapted_layers(shape, config)])
 
 
 def add_adapters(model: PreTrainedModel, adapters: Adapters, dtype: torch.dtype) -> None:
     """Add adapters to a model without memory, and freeze everything else in ``dtype``."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-    settings = PeftConfig(
-        r=adapters.config.rank,
-        lora_alpha=adapters.config.alpha,  # type: ignore[arg-type]  # peft computes with any number
-        lora_dropout=adapters.config.dropout,
-        use_rslora=adapters.config.rslora,
-        target_modules=adapters.modules,
-    )
-    inject_adapter_in_model(settings, model, _NAME, low_cpu_mem_usage=True)
+    model.requires_grad_(False)
+    config = adapters.config
+    settings = PeftConfig(lora_dropout=config.dropout, use_rslora=config.rslora)
+    for name in adapters.layers:
+        # not inject_adapter_in_model(), which takes names of MLPs in models with experts for those of the experts
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        with init_empty_weights():
+            alpha: Any = config.alpha  # peft annotates an integer and computes with any number
+            layer = Linear(module.get_submodule(leaf), _NAME, config=settings, r=config.rank, lora_alpha=alpha)
+        module.register_module(leaf, layer)
 
 
 def is_adapter(name: str) -> bool:

@@ -39,7 +39,7 @@ from slime.backends.megatron_utils.precision.quantization import (
 )
 from slime.backends.megatron_utils.step import TrainState
 from slime.backends.megatron_utils.transformer_config import build_config
-from slime.backends.training.adapter_files import describe_adapter
+from slime.backends.training.adapter_files import shared_description
 from slime.backends.training.arguments import OptimizerArgs, ParallelArgs, PluginArgs, PrecisionArgs, TrainerArgs
 from slime.backends.training.attention import choose_kernel
 from slime.backends.training.context_parallel import Sharding
@@ -152,7 +152,7 @@ def build_train_state(
         scheduler,
         _sharding(config, from_args(BatchArgs, args)),
         trains_prediction=trains_prediction,
-        adapter=None if lora is None else describe_adapter(lora, shape, args.hf_checkpoint),
+        adapter=None if lora is None else shared_description(lora, shape, args.hf_checkpoint),
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import struct
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,6 +23,7 @@ from slime.backends.training.arguments import CheckpointArgs
 from slime.backends.training.checkpoint_files import checksums_of, read_manifest
 from slime.backends.training.checkpoint_source import Source, find_start
 from slime.backends.training.export_files import begin_export, finish_export
+from slime.config import notices
 from slime.config.groups import from_args
 from slime.models.hf_shape import read_shape
 from slime.models.lora import CONFIG_FILE, FILE_PREFIX, WEIGHTS_FILE, LoraConfig, adapter_tensors
@@ -32,35 +34,43 @@ ADAPTER = "adapter"
 """Key of :func:`describe_adapter` in the content of a checkpoint's manifest."""
 
 _BASE = "slime_base"
-_NUM_SAMPLES, _SAMPLE_BYTES = 256, 4096
-# Settings of peft that this trainer does not compute, and the values that mean "off".
+_NUM_SAMPLES, _SAMPLE_BYTES = 128, 4096
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+# Settings of peft with which an adapter is another function than that of this trainer.
 _UNSUPPORTED = (
     *("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "target_parameters"),
-    *("trainable_token_indices", "lora_bias", "fan_in_fan_out", "layer_replication"),
+    *("trainable_token_indices", "lora_bias", "fan_in_fan_out", "layer_replication", "alora_invocation_tokens"),
+    *("use_qalora", "use_bdlora", "arrow_config", "monteclora_config", "kasa_config"),
 )
+# These ways to begin take a part of the base away.
+_CHANGES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 _NAMED = 3
 
 
 def base_fingerprint(hf_checkpoint: str) -> str:
     """A hash of the names, types and shapes of all tensors, and of the bytes of some. Empty without safetensors files.
 
-    It does not depend on the division into files. Reads at most 1 MiB besides the lists of tensors.
+    It does not depend on the division into files. It has bytes of every tensor whose name without numbers fewer than
+    128 tensors share, such as one weight of each layer, and of 128 others of each such name, such as experts. Thus
+    changes of one kind of layer are seen in a model of any size.
     """
-    entries: list[tuple[str, str, list[int], Path, int, int]] = []
+    kinds: dict[str, list[tuple[str, str, list[int], Path, int, int]]] = {}
     for file in sorted(Path(hf_checkpoint).glob("*.safetensors")):
         header, begin = _header(file)
         header.pop("__metadata__", None)
         for name, one in header.items():
             low, high = one["data_offsets"]
-            entries.append((name, one["dtype"], one["shape"], file, begin + low, high - low))
-    if not entries:
+            entry = name, one["dtype"], one["shape"], file, begin + low, high - low
+            kinds.setdefault(_NUMBER.sub("*", name), []).append(entry)
+    if not kinds:
         return ""
-    entries.sort(key=lambda entry: entry[0])
-    digest = hashlib.sha256(json.dumps([entry[:3] for entry in entries]).encode())
-    for _, _, _, file, begin, size in entries[:: -(-len(entries) // _NUM_SAMPLES)]:
-        with file.open("rb") as stream:
-            stream.seek(begin + size // 2)
-            digest.update(stream.read(min(_SAMPLE_BYTES, size - size // 2)))
+    alike = [sorted(entries, key=lambda entry: entry[0]) for _, entries in sorted(kinds.items())]
+    digest = hashlib.sha256(json.dumps([entry[:3] for entries in alike for entry in entries]).encode())
+    for entries in alike:
+        for _, _, _, file, begin, size in entries[:: -(-len(entries) // _NUM_SAMPLES)]:
+            with file.open("rb") as stream:
+                stream.seek(begin + size // 2)
+                digest.update(stream.read(min(_SAMPLE_BYTES, size - size // 2)))
     return digest.hexdigest()
 
 
@@ -81,6 +91,24 @@ def describe_adapter(lora: LoraConfig, shape: ModelShape, hf_checkpoint: str) ->
     """The adapters and their base as plain values, for the manifest of a checkpoint."""
     settings = {name: asdict(lora)[name] for name in ("rank", "alpha", "rslora", "experts")}
     return {**settings, "target_modules": lora.module_names(shape), "base": base_fingerprint(hf_checkpoint)}
+
+
+def shared_description(lora: LoraConfig, shape: ModelShape, hf_checkpoint: str) -> dict[str, Any]:
+    """:func:`describe_adapter` on all ranks. A collective: rank 0 reads the base.
+
+    Raises:
+        ConfigError: the base cannot be read. Raised on all ranks.
+    """
+    import torch.distributed as dist
+
+    from slime.utils.distributed_utils import do_on_first_rank, files_group
+
+    described: list[dict[str, Any]] = [{}]
+    failure = do_on_first_rank(lambda: described[0].update(describe_adapter(lora, shape, hf_checkpoint)))
+    if failure is not None:
+        raise ConfigError(f"--hf-checkpoint {hf_checkpoint}: {failure}")
+    dist.broadcast_object_list(described, src=0, group=files_group())
+    return described[0]
 
 
 def state_problems(source: Source, current: Mapping[str, Any] | None) -> list[str]:
@@ -116,28 +144,57 @@ def state_problems(source: Source, current: Mapping[str, Any] | None) -> list[st
     ]
 
 
-def adapter_problems(lora: LoraConfig, shape: ModelShape, hf_checkpoint: str) -> list[str]:
-    """Why training cannot start from ``lora.adapter_path``."""
-    assert lora.adapter_path is not None, "the caller has asked"
-    where, directory = f"--lora-adapter-path {lora.adapter_path}", Path(lora.adapter_path)
+def read_adapter(directory: str, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The content of ``adapter_config.json``, and the header of ``adapter_model.safetensors``.
+
+    Raises:
+        ConfigError: the directory, which ``where`` describes, lacks them, or they are damaged.
+    """
     try:
-        config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
-        header, _ = _header(directory / WEIGHTS_FILE)
+        config = json.loads((Path(directory) / CONFIG_FILE).read_text(encoding="utf-8"))
+        header, _ = _header(Path(directory) / WEIGHTS_FILE)
     except (OSError, ValueError) as error:
-        return [f"{where} is not the directory of a peft adapter ({CONFIG_FILE}, {WEIGHTS_FILE}): {error}."]
-    except ConfigError as error:
-        return error.problems
+        raise ConfigError(
+            f"{where} is not the directory of a peft adapter ({CONFIG_FILE}, {WEIGHTS_FILE}): {error}."
+        ) from None
+    return config, header
+
+
+def settings_problems(config: Mapping[str, Any], where: str) -> list[str]:
+    """Why an adapter with this ``adapter_config.json`` computes something else than ``W x + scale B (A x)``."""
     if config.get("peft_type") != "LORA":
-        return [f"{where}: {CONFIG_FILE} has peft_type {config.get('peft_type')}; only LORA can be trained."]
+        return [f"{where}: {CONFIG_FILE} has peft_type {config.get('peft_type')}; only LORA can be computed."]
     problems = [
-        f"{where}: {CONFIG_FILE} has {name} {config[name]}, which this trainer does not compute."
+        f"{where}: {CONFIG_FILE} has {name} {config[name]}, which is not computed."
         for name in _UNSUPPORTED
         if config.get(name)
     ]
     if config.get("bias", "none") != "none":
+        problems.append(f"{where}: {CONFIG_FILE} has bias {config['bias']}; only adapters without biases are computed.")
+    if str(begun := config.get("init_lora_weights")).startswith(_CHANGES_BASE):
         problems.append(
-            f"{where}: {CONFIG_FILE} has bias {config['bias']}; only adapters without biases can be trained."
+            f"{where}: {CONFIG_FILE} has init_lora_weights {begun}, which has changed the base: convert the adapter "
+            "with path_initial_model_for_weight_conversion of peft's save_pretrained."
         )
+    return problems
+
+
+def base_problems(metadata: Mapping[str, str], where: str, flag: str, hf_checkpoint: str) -> list[str]:
+    """Why an adapter with this metadata of ``WEIGHTS_FILE`` does not belong to ``hf_checkpoint``, given by ``flag``."""
+    base = metadata.get(_BASE)
+    if base in (None, base_fingerprint(hf_checkpoint)):
+        return []
+    return [f"{where} is an adapter of another base than {flag} {hf_checkpoint}: give the same base."]
+
+
+def adapter_problems(lora: LoraConfig, shape: ModelShape, hf_checkpoint: str) -> list[str]:
+    """Why training cannot start from ``lora.adapter_path``."""
+    where = f"--lora-adapter-path {lora.adapter_path}"
+    try:
+        config, header = read_adapter(str(lora.adapter_path), where)
+    except ConfigError as error:
+        return error.problems
+    problems = settings_problems(config, where)
     for key, flag, value in (
         ("r", "--lora-rank", lora.rank),
         ("lora_alpha", "--lora-alpha", lora.alpha),
@@ -151,9 +208,8 @@ def adapter_problems(lora: LoraConfig, shape: ModelShape, hf_checkpoint: str) ->
 def _tensor_problems(
     where: str, header: dict[str, Any], lora: LoraConfig, shape: ModelShape, hf_checkpoint: str
 ) -> list[str]:
-    base = header.pop("__metadata__", {}).get(_BASE)
-    if base is not None and base != base_fingerprint(hf_checkpoint):
-        return [f"{where} is an adapter of another base than --hf-checkpoint {hf_checkpoint}: give the same base."]
+    if problems := base_problems(header.pop("__metadata__", {}), where, "--hf-checkpoint", hf_checkpoint):
+        return problems
     needed = {FILE_PREFIX + name: list(sizes) for name, sizes in adapter_tensors(shape, lora).items()}
     has = {name: one["shape"] for name, one in header.items()}
     wrong = [name for name in needed if name in has and has[name] != needed[name]]
@@ -199,9 +255,21 @@ def check_adapters(args: Namespace) -> Iterator[str]:
     except ConfigError as error:
         yield from error.problems
         return
+    _warn_of_peft(args, lora, shape)
     if lora.adapter_path is not None:
         yield from adapter_problems(lora, shape, args.hf_checkpoint)
     yield from _load_problems(args, describe_adapter(lora, shape, args.hf_checkpoint))
+
+
+def _warn_of_peft(args: Namespace, lora: LoraConfig, shape: ModelShape) -> None:
+    mlps = {one.leaf for one in lora.targets(shape) if ".mlp." in one.rule.megatron and not one.rule.is_expert}
+    if shape.moe is not None and mlps and not lora.merge:
+        notices.warn(
+            args,
+            "--lora-target-modules",
+            f"in most models with experts peft 0.21 takes {', '.join(sorted(mlps))} for names of routed experts, so "
+            "PeftModel.from_pretrained loads wrong adapters. Engines and tools/merge_lora.py use the right ones.",
+        )
 
 
 def _load_problems(args: Namespace, current: Mapping[str, Any] | None) -> list[str]:
@@ -253,6 +321,11 @@ def _excluded(args: Namespace, flag: str) -> Iterator[str]:
     if args.lora_experts and (args.expert_tensor_parallel_size or 1) > 1:
         size = args.expert_tensor_parallel_size
         yield f"--lora-experts with --expert-tensor-parallel-size {size}: experts with adapters are not cut. Give 1."
+    if args.lora_experts and args.train_backend == "fsdp":
+        yield (
+            "--lora-experts does not work with --train-backend fsdp: models of transformers hold the experts of a "
+            "layer in one tensor. Use --train-backend megatron, or drop it."
+        )
     if args.moe_router_bias_update_rate:
         yield f"{flag} keeps the routers: drop --moe-router-bias-update-rate {args.moe_router_bias_update_rate}."
 

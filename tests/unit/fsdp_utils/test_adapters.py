@@ -13,7 +13,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM
 
 from slime.backends.training.data import TrainBatch
-from tests.unit.fsdp_utils.test_fsdp_trainer import _trainer, _two_steps
+from slime.utils.errors import SlimeError
+from tests.unit.fsdp_utils.test_fsdp_trainer import _trained, _trainer, _two_steps
+from tests.unit.megatron_utils.tiny_families import make_family_checkpoint
 from tests.unit.megatron_utils.tiny_trainer import make_hf_model, single_rank
 
 LORA = {"lora_rank": 4, "lora_alpha": 8.0, "lora_use_rslora": True, "lr": 1e-2}
@@ -98,3 +100,54 @@ def test_a_run_resumes_bit_for_bit_from_a_checkpoint_of_its_adapters(checkpoint:
     assert resumed.train(1, _two_steps(1)).steps == reports[1]
     for (name, mine), (_, other) in zip(resumed.export_adapter(), whole.export_adapter(), strict=True):
         assert torch.equal(mine, other), name
+
+
+def test_names_of_mlps_in_a_model_with_experts_are_not_those_of_the_experts(tmp_path: Path) -> None:
+    make_family_checkpoint("moonlight", tmp_path / "model")
+    names = ["o_proj", "mlp.up_proj", "shared_experts.down_proj"]
+    settings = {**LORA, "lora_target_modules": names, "lora_dropout": 0.0}
+    first = _trainer(tmp_path / "model", **settings)
+    layers = ["0.mlp.up_proj", "1.mlp.shared_experts.down_proj", "2.mlp.shared_experts.down_proj"]
+    layers += [f"{number}.self_attn.o_proj" for number in range(3)]
+    expected = {f"model.layers.{layer}.lora_{matrix}.weight" for layer in layers for matrix in "AB"}
+    assert {name for name, _ in first.export_adapter()} == expected
+    first.train(0, _two_steps())
+    first.save_hf(str(tmp_path / "adapter"))
+    start = {**settings, "lora_adapter_path": str(tmp_path / "adapter"), "lora_merge": True}
+    (ours, weights), (theirs, expected_weights) = (
+        _trained(tmp_path / "model", backend, num_rollouts=1, **start) for backend in ("fsdp", "megatron")
+    )
+    assert ours[0].rollout == pytest.approx(theirs[0].rollout, rel=1e-4, abs=2e-6)
+    for name, value in expected_weights.items():
+        torch.testing.assert_close(weights[name], value, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_copies_of_a_policy_are_copies_of_its_adapters(checkpoint: Path, backend: str) -> None:
+    settings = {**LORA, "kl_coef": 0.1, "ref_update_interval": 1}
+    trainer = _trainer(checkpoint, backend, **settings)
+    trainer.keep_version("0")
+    first = trainer.train(0, _two_steps()).rollout
+    assert first["ref_log_probs"] == first["log_probs"]
+    second = trainer.train(1, _two_steps()).rollout
+    assert second["ref_log_probs"] == second["log_probs"] != first["log_probs"], "the reference is the live adapters"
+    kept = trainer.train(2, _two_steps() | {"generated_by": "0"}).rollout
+    assert kept["log_probs"] == first["log_probs"], "the kept version generated this rollout"
+    assert kept["ref_log_probs"] not in (first["log_probs"], second["log_probs"])
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_offloading_changes_no_bit_of_base_and_adapters(checkpoint: Path, backend: str, tmp_path: Path) -> None:
+    reports, results = [], []
+    for is_offloaded in (False, True):
+        trainer = _trainer(checkpoint, backend, **LORA)
+        for number in range(2):
+            if is_offloaded:
+                trainer.offload()
+                with pytest.raises(SlimeError, match="weights"):
+                    trainer.save_hf(str(tmp_path / "too_early"))
+                trainer.onload()
+            reports.append(trainer.train(number, _two_steps(number)).steps)
+        results.append({name: value.clone() for name, value in [*trainer.export_weights(), *trainer.export_adapter()]})
+    assert reports[:2] == reports[2:]
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
