@@ -13,12 +13,19 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
+import anthropic
 import httpx
+import openai
 import pytest
 import torch
 from PIL import Image
 
+from examples.tiny import tools
+from examples.tiny.tools import make_tool_model
 from examples.tiny.vision import as_text, make_vision_model
+from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter
+from slime.agent.aiohttp_threaded import run_app_in_thread
+from slime.agent.trajectory import TurnRecord
 from slime.algorithms.logprobs import log_probs_and_entropy
 from slime.algorithms.sampling_mask import SamplingMask
 from slime.backends.sglang_utils.checksum import expected_checksums
@@ -27,6 +34,7 @@ from slime.backends.sglang_utils.fork_server import ForkServer
 from slime.backends.sglang_utils.router import Router, RouterProcess, remove_worker
 from slime.backends.sglang_utils.server_args import server_env
 from slime.backends.sglang_utils.topology import override_argv, read_topology
+from slime.data.chat import load_tokenizer, render_chat
 from slime.data.sample import Sample
 from slime.data.sampling_mask import sampled_tokens
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm_group
@@ -225,6 +233,78 @@ def test_the_rewards_of_the_guides_pay_for_a_right_answer(engine, tiny_task, tmp
             assert (right.reward, wrong.reward) == (1.0, 0.0)
     finally:
         GenerateState.clear_instances()
+
+
+def ask_openai(url: str, options: dict[str, Any], end_of_grammar: Any) -> str:
+    """A tool call and its result as responses, then a chat completion. Returns the text after the result."""
+    client = openai.OpenAI(base_url=f"{url}/v1", **options)
+    look = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+    first = client.responses.create(model="m", input="rose?", tools=[look])
+    (called,) = first.output
+    assert (called.name, called.arguments) == ("look", '{"at": "amber"}')
+    end_of_grammar()
+    result = {"type": "function_call_output", "call_id": called.call_id, "output": "mint"}
+    again = {"model": "m", "input": [result], "previous_response_id": first.id, "tools": [look]}
+    *_, last = client.responses.create(**again, stream=True)
+    chat = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "iris?"}])
+    assert chat.choices[0].finish_reason == "length"
+    return str(last.response.output_text)
+
+
+def ask_anthropic(url: str, options: dict[str, Any], end_of_grammar: Any) -> str:
+    client = anthropic.Anthropic(base_url=url, **options)
+    ask = {"model": "m", "max_tokens": 80, "tools": [{"name": "look", "input_schema": {"type": "object"}}]}
+    messages: list[Any] = [{"role": "user", "content": "rose?"}]
+    first = client.messages.create(**ask, messages=messages)
+    (called,) = first.content
+    assert (called.name, called.input) == ("look", {"at": "amber"})
+    end_of_grammar()
+    result = {"type": "tool_result", "tool_use_id": called.id, "content": "mint"}
+    messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+    with client.messages.stream(**ask, messages=messages) as stream:
+        return str(stream.get_final_text())
+
+
+def test_real_clients_call_tools_and_every_sampled_token_is_trained_as_it_was_sampled(fork_server, tmp_path):
+    model = make_tool_model(tmp_path)
+    engine = make_engine(SimpleNamespace(model=model), fork_server, tmp_path / "log", "--context-length", "500")
+    tokenizer, used = load_tokenizer(model), tools.call("look", at="amber")
+    calls = [{"function": {"name": "look", "arguments": {"at": "amber"}}}]
+    held = [{"role": "user", "content": "rose?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    held.append({"role": "tool", "content": "mint"})
+    options = {"api_key": "s", "max_retries": 0, "_strict_response_validation": True}
+    free, servers = {"max_new_tokens": 8, "ignore_eos": True}, []
+    try:
+        engine.start()
+        for kind, ask in ((OpenAIAdapter, ask_openai), (AnthropicAdapter, ask_anthropic)):
+            turns: list[TurnRecord] = []
+            adapter = kind(
+                tokenizer=tokenizer,
+                sglang_url=engine.url,
+                needs_session=True,
+                debug_callback=lambda *values, turns=turns: turns.append(values[-1]),
+            )
+            servers.append(run_app_in_thread(adapter.app))
+            # A random model calls the tool because a grammar forces it to. Then it writes as it likes.
+            adapter.open_session("s", sampling_defaults={"regex": re.escape(used), "max_new_tokens": 80})
+            said = ask(
+                f"http://127.0.0.1:{servers[-1].port}",
+                options,
+                lambda a=adapter: vars(a.store["s"]).update(sampling_defaults=free),
+            )
+            sample, *_ = run(adapter.finish_session("s", base_sample=Sample(index=0)))
+            response = sample.tokens[-sample.response_length :]
+            trained = [token for token, mask in zip(response, sample.loss_mask, strict=True) if mask]
+            assert trained == turns[0].output_ids + turns[1].output_ids
+            assert tokenizer.decode(sample.tokens[:-8]) == render_chat(tokenizer, held, add_generation_prompt=True)
+            assert sample.response.endswith(said)
+            assert "rendered_whole" not in sample.metadata
+            log_probs, network = sample.rollout_log_probs[-8:], model_of(SimpleNamespace(model=model))
+            assert worst_difference(network, sample.tokens[:-8], sample.tokens[-8:], log_probs) < 1e-5
+    finally:
+        for server in servers:
+            server.stop()
+        engine.stop()
 
 
 def sync(engine: SGLangEngine, weights: list[tuple[str, torch.Tensor]]) -> int:

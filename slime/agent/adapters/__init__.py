@@ -1,4 +1,4 @@
-"""Wire protocols that agents speak: OpenAI chat completions and Anthropic messages."""
+"""Wire protocols that agents speak: OpenAI chat completions and responses, Anthropic messages."""
 
 from slime.agent.adapters.anthropic import AnthropicAdapter
 from slime.agent.adapters.openai import OpenAIAdapter

@@ -6,32 +6,36 @@ The session id is the API key that the client was given, as bearer token or ``X-
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from typing import Any, ClassVar
-from uuid import uuid4
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from aiohttp import web
 
-from slime.agent.adapters.common import BaseAdapter, Reply
+from slime.agent.adapters.common import BaseAdapter
 from slime.agent.adapters.wire import (
+    Reply,
     dumps,
+    event,
     flatten_content,
-    manager_finish_reason,
     messages_of,
-    send_events,
-    send_json,
+    model_of,
+    new_id,
     sid_from_bearer,
     tool_call_dict,
+    tool_dict,
 )
 from slime.agent.parsing import ParsedModelOutput
 from slime.agent.trajectory import Message
 
+if TYPE_CHECKING:
+    from anthropic.types import TextBlockParam, ThinkingBlockParam, ToolUseBlockParam
+
+    Block = TextBlockParam | ThinkingBlockParam | ToolUseBlockParam
+
 __all__ = ["AnthropicAdapter"]
 
-_MODEL = "slime-actor"
 _MID_SYSTEM_WRAP_PREFIX = "<system-reminder>\n"
 _MID_SYSTEM_WRAP_SUFFIX = "\n</system-reminder>\n"
-_STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
 
 
 class AnthropicAdapter(BaseAdapter):
@@ -41,6 +45,7 @@ class AnthropicAdapter(BaseAdapter):
     log_prefix: ClassVar[str] = "anthropic adapter"
     max_token_keys: ClassVar[tuple[str, ...]] = ("max_tokens",)
     stop_keys: ClassVar[tuple[str, ...]] = ("stop_sequences",)
+    finish_reasons: ClassVar[Mapping[str, str]] = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
 
     def _register_routes(self, app: web.Application) -> None:
         app.router.add_post("/v1/messages", self._run_turn)
@@ -55,23 +60,46 @@ class AnthropicAdapter(BaseAdapter):
     def _translate(self, body: dict[str, Any]) -> tuple[list[Message], list[dict[str, Any]] | None]:
         return _translate_messages(messages_of(body), body.get("system")), _tools_to_chat_tools(body.get("tools"))
 
-    def _build_reply(
-        self,
-        parsed: ParsedModelOutput,
-        raw_finish: str,
-        translated: list[Message],
-        tools_schema: list[dict[str, Any]] | None,
-    ) -> Reply:
-        blocks, message = _build_reply_parts(parsed)
-        return Reply(message, _STOP_REASONS[manager_finish_reason(parsed.tool_uses, raw_finish)], blocks)
+    def _reply_parts(self, parsed: ParsedModelOutput) -> tuple[list[Block], Message]:
+        blocks: list[Block] = []
+        message: Message = {"role": "assistant", "content": parsed.text}
+        if parsed.reasoning:
+            # The protocol requires a signature, and the client sends it back. Its value is not read.
+            blocks.append({"type": "thinking", "thinking": parsed.reasoning, "signature": ""})
+            message["reasoning_content"] = parsed.reasoning
+        if parsed.text:
+            blocks.append({"type": "text", "text": parsed.text})
+        for use in parsed.tool_uses:
+            blocks.append({"type": "tool_use", "id": new_id("toolu", 16), "name": use["name"], "input": use["input"]})
+        if parsed.tool_uses:
+            message["tool_calls"] = [tool_call_dict(use["name"], use["input"]) for use in parsed.tool_uses]
+        # An answer without any block is invalid.
+        return blocks or [{"type": "text", "text": ""}], message
 
-    async def _respond(
-        self, request: web.Request, body: dict[str, Any], reply: Reply, in_tok: int, out_tok: int, stream: bool
-    ) -> web.StreamResponse:
-        usage = {"input_tokens": in_tok, "output_tokens": out_tok}
-        if stream:
-            return await send_events(request, _render_stream(body, reply, usage))
-        return await send_json(request, _render_response(body, reply, usage))
+    def _whole(self, body: dict[str, Any], reply: Reply, in_tok: int, out_tok: int) -> dict[str, Any]:
+        return {
+            "id": new_id("msg"),
+            "type": "message",
+            "role": "assistant",
+            "model": model_of(body),
+            "content": reply.wire,
+            "stop_reason": reply.finish_reason,
+            "stop_sequence": None,
+            "usage": {"input_tokens": in_tok, "output_tokens": out_tok},
+        }
+
+    def _events(self, body: dict[str, Any], reply: Reply, in_tok: int, out_tok: int) -> Iterator[str]:
+        done = self._whole(body, reply, in_tok, out_tok)
+        usage = done["usage"]
+        begun = done | {"content": [], "stop_reason": None, "usage": usage | {"output_tokens": 0}}
+        yield event("message_start", message=begun)
+        for index, block in enumerate(reply.wire):
+            empty, delta = _block_events(block)
+            yield event("content_block_start", index=index, content_block=empty)
+            yield event("content_block_delta", index=index, delta=delta)
+            yield event("content_block_stop", index=index)
+        yield event("message_delta", delta={"stop_reason": reply.finish_reason, "stop_sequence": None}, usage=usage)
+        yield event("message_stop")
 
 
 def _request_session_id(request: web.Request) -> str:
@@ -159,57 +187,8 @@ def _translate_assistant(content: Any) -> Message:
 
 
 def _tools_to_chat_tools(anth_tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    found = []
-    for tool in anth_tools or ():
-        if not tool.get("name"):
-            continue
-        parameters = tool.get("input_schema") or tool.get("parameters") or {"type": "object", "properties": {}}
-        values = {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters}
-        found.append({"type": "function", "function": values})
-    return found or None
-
-
-def _build_reply_parts(parsed: ParsedModelOutput) -> tuple[list[dict[str, Any]], Message]:
-    """(blocks for the wire, message as the client will send it back)."""
-    blocks: list[dict[str, Any]] = []
-    message: Message = {"role": "assistant", "content": parsed.text}
-    if parsed.reasoning:
-        # The protocol requires a signature, and the client sends it back. Its value is not read.
-        blocks.append({"type": "thinking", "thinking": parsed.reasoning, "signature": ""})
-        message["reasoning_content"] = parsed.reasoning
-    if parsed.text:
-        blocks.append({"type": "text", "text": parsed.text})
-    for use in parsed.tool_uses:
-        identity = {"type": "tool_use", "id": f"toolu_{uuid4().hex[:16]}"}
-        blocks.append(identity | {"name": use["name"], "input": use["input"]})
-    if parsed.tool_uses:
-        message["tool_calls"] = [tool_call_dict(use["name"], use["input"]) for use in parsed.tool_uses]
-    # An answer without any block is invalid.
-    return blocks or [{"type": "text", "text": ""}], message
-
-
-def _render_response(body: dict[str, Any], reply: Reply, usage: dict[str, int]) -> dict[str, Any]:
-    return _envelope(body) | {
-        "content": reply.wire,
-        "stop_reason": reply.finish_reason,
-        "stop_sequence": None,
-        "usage": usage,
-    }
-
-
-def _render_stream(body: dict[str, Any], reply: Reply, usage: dict[str, int]) -> Iterator[str]:
-    def event(kind: str, **values: Any) -> str:
-        return f"event: {kind}\ndata: {dumps({'type': kind} | values)}\n\n"
-
-    start = _envelope(body) | {"content": [], "stop_reason": None, "stop_sequence": None}
-    yield event("message_start", message=start | {"usage": usage | {"output_tokens": 0}})
-    for index, block in enumerate(reply.wire):
-        empty, delta = _block_events(block)
-        yield event("content_block_start", index=index, content_block=empty)
-        yield event("content_block_delta", index=index, delta=delta)
-        yield event("content_block_stop", index=index)
-    yield event("message_delta", delta={"stop_reason": reply.finish_reason, "stop_sequence": None}, usage=usage)
-    yield event("message_stop")
+    named = (tool for tool in anth_tools or () if tool.get("name"))
+    return [tool_dict(tool, tool.get("input_schema") or tool.get("parameters")) for tool in named] or None
 
 
 def _block_events(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -223,11 +202,6 @@ def _block_events(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
             return block | {"input": {}}, {"type": "input_json_delta", "partial_json": dumps(block["input"])}
         case kind:
             raise AssertionError(f"a block of type {kind}")
-
-
-def _envelope(body: dict[str, Any]) -> dict[str, Any]:
-    identity = {"id": f"msg_{uuid4().hex[:24]}", "type": "message", "role": "assistant"}
-    return identity | {"model": body.get("model") or _MODEL}
 
 
 async def _count_tokens(request: web.Request) -> web.Response:

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from aiohttp import web
@@ -29,6 +29,8 @@ from slime.agent.adapters.generation import (
     call_sglang_generate,
 )
 from slime.agent.adapters.wire import (
+    Dialect,
+    Reply,
     error_reply,
     flatten_content,
     health,
@@ -38,7 +40,7 @@ from slime.agent.adapters.wire import (
     sid_from_body,
     tool_call_dict,
 )
-from slime.agent.parsing import END_OF_THOUGHT, ParsedModelOutput, parse_model_output
+from slime.agent.parsing import END_OF_THOUGHT, parse_model_output
 from slime.agent.rendering import TurnRenderer, history
 from slime.agent.trajectory import Message, RewardSplit, TrajectoryManager, TurnRecord
 from slime.data.sample import Sample
@@ -75,15 +77,6 @@ _MAX_CLOSED = 100_000
 DebugCallback = Callable[[str, list[Message], list[dict[str, Any]] | None, Message, TurnRecord], None]
 
 
-@dataclass
-class Reply:
-    """A turn's reply: the message as the client will send it back, and its form on the wire."""
-
-    manager_message: Message
-    finish_reason: str
-    wire: Any
-
-
 class _Closed(OrderedDict[str, None]):
     """The ids of the last ``_MAX_CLOSED`` closed sessions."""
 
@@ -96,7 +89,7 @@ class _Closed(OrderedDict[str, None]):
         self.pop(sid, None)
 
 
-class BaseAdapter(ABC):
+class BaseAdapter(Dialect):
     """An HTTP application for agents, and their sessions.
 
     Args:
@@ -178,28 +171,12 @@ class BaseAdapter(ABC):
     def _session_id(self, request: web.Request, body: dict[str, Any]) -> str:
         return sid_from_bearer(request) or sid_from_body(body) or DEFAULT_SID
 
-    def _preprocess_body(self, body: dict[str, Any]) -> None:  # noqa: B027  # most protocols need nothing
+    def _preprocess_body(self, body: dict[str, Any]) -> None:  # most protocols need nothing
         """Change a request's body in place before anything reads it."""
 
-    @abstractmethod
-    def _translate(self, body: dict[str, Any]) -> tuple[list[Message], list[dict[str, Any]] | None]:
-        """(messages for the chat template, tools or None). ValueError: the request is wrong (400)."""
-
-    @abstractmethod
-    def _build_reply(
-        self,
-        parsed: ParsedModelOutput,
-        raw_finish: str,
-        translated: list[Message],
-        tools_schema: list[dict[str, Any]] | None,
-    ) -> Reply:
-        """The reply as the conversation keeps it, and as the client receives it."""
-
-    @abstractmethod
-    async def _respond(
-        self, request: web.Request, body: dict[str, Any], reply: Reply, in_tok: int, out_tok: int, stream: bool
-    ) -> web.StreamResponse:
-        """Send the answer completely, with the functions of ``wire``."""
+    def _dialect(self, request: web.Request, session: Session) -> Dialect:
+        """The protocol of a request, for adapters that speak several."""
+        return self
 
     # --- sessions ----------------------------------------------------------------------------------------------------
 
@@ -292,19 +269,20 @@ class BaseAdapter(ABC):
             refusal = self._refusal(request, sid)
             if refusal is not None:
                 return refusal
-            messages, tools = self._translate(body)
+            session = self.store.get(sid) or Session()
+            dialect = self._dialect(request, session)
+            messages, tools = dialect._translate(body)
         except ValueError as error:  # json.JSONDecodeError is one
             return error_reply(400, "invalid_request_error", str(error))
         # Before the answer: turns that fail count against the limit too.
         self._num_accepted[sid] = self._num_accepted.get(sid, 0) + 1
         if sid not in self.store:
-            self._enter(sid, Session())
-        session = self.store[sid]
+            self._enter(sid, session)
         task = asyncio.current_task()
         assert task is not None
         self.inflight.setdefault(sid, set()).add(task)
         try:
-            return await self._answer(request, body, sid, session, messages, tools)
+            return await self._answer(request, body, sid, session, dialect, messages, tools)
         except SamplingRefused as error:
             return error_reply(400, "invalid_request_error", str(error))
         # The engine aborts when weights change or the rollout ends. The turn is not recorded, because a cut text must
@@ -336,6 +314,7 @@ class BaseAdapter(ABC):
         body: dict[str, Any],
         sid: str,
         session: Session,
+        dialect: Dialect,
         messages: list[Message],
         tools: list[dict[str, Any]] | None,
     ) -> web.StreamResponse:
@@ -351,7 +330,8 @@ class BaseAdapter(ABC):
             tool_parser_name=self.tool_parser,
             reasoning_parser_name=self.reasoning_parser,
         )
-        reply = self._build_reply(parsed, turn.finish_reason, messages, tools)
+        reply = dialect._build_reply(parsed, turn.finish_reason, messages, tools)
+        reply.cached_tokens = int((turn.meta_info or {}).get("cached_tokens") or 0)
         turn = replace(
             turn,
             ill_formed=parsed.ill_formed,
@@ -362,7 +342,7 @@ class BaseAdapter(ABC):
         )
         stream = body.get("stream") is True or "text/event-stream" in request.headers.get("Accept", "")
         try:
-            response = await self._respond(request, body, reply, len(prompt_ids), len(turn.output_ids), stream)
+            response = await dialect._respond(request, body, reply, len(prompt_ids), len(turn.output_ids), stream)
         except ConnectionError:
             return web.Response(status=499)  # the client did not read the reply, so the turn is not recorded
         if self.debug_callback is not None:

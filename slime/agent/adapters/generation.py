@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 from uuid import uuid4
 
-from slime.agent.trajectory import TurnRecord
+from slime.agent.trajectory import Message, TurnRecord
 from slime.data.sampling_mask import LACKS_SETS, REPLAY_TOP_K, cuts_vocabulary, lacks_sets, sampled_tokens
 from slime.data.served_adapter import adapter_fields
 from slime.rollout.direct_engines import PAST_THE_ROUTER, DirectEngines, EngineChoice, with_packed_experts
@@ -39,10 +39,12 @@ class Session:
     Attributes:
         sampling_defaults: SGLang's sampling parameters, those of the rollout.
         max_context_tokens: prompt and output of a turn together, and length of a sample. 0: no limit.
+        responses: id of a response -> the conversation up to it, for ``previous_response_id``.
     """
 
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     max_context_tokens: int = 0
+    responses: dict[str, list[Message]] = field(default_factory=dict)
 
 
 class _Adapter(Protocol):

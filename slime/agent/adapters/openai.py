@@ -1,6 +1,6 @@
 """OpenAI chat completions, ``POST /v1/chat/completions``, whole or as a stream of one turn that is already complete.
 
-The session id is the API key that the client was given. The Responses API is not spoken.
+The session id is the API key that the client was given. ``responses.py`` adds ``POST /v1/responses``.
 """
 
 from __future__ import annotations
@@ -10,28 +10,28 @@ import logging
 import time
 from collections.abc import Iterator
 from typing import Any, ClassVar
-from uuid import uuid4
 
 from aiohttp import web
 
-from slime.agent.adapters.common import BaseAdapter, Reply
+from slime.agent.adapters.common import BaseAdapter, Session
+from slime.agent.adapters.responses import Responses
 from slime.agent.adapters.wire import (
+    Dialect,
+    Reply,
     dumps,
     flatten_content,
-    manager_finish_reason,
     messages_of,
-    send_events,
-    send_json,
+    model_of,
+    new_id,
     sid_from_bearer,
     sid_from_body,
     tool_call_dict,
+    tool_dict,
 )
 from slime.agent.parsing import ParsedModelOutput, as_object
 from slime.agent.trajectory import Message
 
 __all__ = ["OpenAIAdapter"]
-
-_MODEL = "slime-actor"
 
 
 class OpenAIAdapter(BaseAdapter):
@@ -44,6 +44,10 @@ class OpenAIAdapter(BaseAdapter):
 
     def _register_routes(self, app: web.Application) -> None:
         app.router.add_post("/v1/chat/completions", self._run_turn)
+        app.router.add_post("/v1/responses", self._run_turn)
+
+    def _dialect(self, request: web.Request, session: Session) -> Dialect:
+        return Responses(session) if request.path == "/v1/responses" else self
 
     def _session_id(self, request: web.Request, body: dict[str, Any]) -> str:
         return _request_session_id(request, body)
@@ -51,23 +55,41 @@ class OpenAIAdapter(BaseAdapter):
     def _translate(self, body: dict[str, Any]) -> tuple[list[Message], list[dict[str, Any]] | None]:
         return _translate_messages(messages_of(body)), _tools_to_chat_tools(body.get("tools"))
 
-    def _build_reply(
-        self,
-        parsed: ParsedModelOutput,
-        raw_finish: str,
-        translated: list[Message],
-        tools_schema: list[dict[str, Any]] | None,
-    ) -> Reply:
-        wire, message = _build_reply_parts(parsed)
-        return Reply(message, manager_finish_reason(parsed.tool_uses, raw_finish), wire)
+    def _reply_parts(self, parsed: ParsedModelOutput) -> tuple[dict[str, Any], Message]:
+        """(message for the wire, message as the client will send it back). One tool call a turn: the first."""
+        wire: dict[str, Any] = {"role": "assistant", "content": None if parsed.tool_uses else parsed.text}
+        # The text beside a call is not returned, so the recorded message must not have it either.
+        message: Message = {"role": "assistant", "content": "" if parsed.tool_uses else parsed.text}
+        if parsed.reasoning:
+            wire["reasoning_content"] = parsed.reasoning
+        if parsed.tool_uses:
+            use = parsed.tool_uses[0]
+            arguments = json.dumps(use["input"], sort_keys=True, ensure_ascii=False)
+            function = {"name": use["name"], "arguments": arguments}
+            wire["tool_calls"] = [{"id": new_id("call"), "type": "function", "function": function}]
+            message["tool_calls"] = [tool_call_dict(use["name"], use["input"])]
+        return wire, message
 
-    async def _respond(
-        self, request: web.Request, body: dict[str, Any], reply: Reply, in_tok: int, out_tok: int, stream: bool
-    ) -> web.StreamResponse:
-        usage = _usage(in_tok, out_tok)
-        if stream:
-            return await send_events(request, _render_stream(body, reply, usage))
-        return await send_json(request, _render_response(body, reply, usage))
+    def _whole(self, body: dict[str, Any], reply: Reply, in_tok: int, out_tok: int) -> dict[str, Any]:
+        choice = {"index": 0, "message": reply.wire, "finish_reason": reply.finish_reason, "logprobs": None}
+        return _envelope(body, "chat.completion") | {"choices": [choice], "usage": _usage(in_tok, out_tok)}
+
+    def _events(self, body: dict[str, Any], reply: Reply, in_tok: int, out_tok: int) -> Iterator[str]:
+        envelope = _envelope(body, "chat.completion.chunk")
+
+        def chunk(delta: dict[str, Any], finish: str | None = None, **extra: Any) -> str:
+            choice = {"index": 0, "delta": delta, "finish_reason": finish}
+            return f"data: {dumps(envelope | {'choices': [choice]} | extra)}\n\n"
+
+        yield chunk({"role": "assistant"})
+        if reply.wire.get("reasoning_content"):
+            yield chunk({"reasoning_content": reply.wire["reasoning_content"]})
+        if reply.wire.get("content"):
+            yield chunk({"content": reply.wire["content"]})
+        if reply.wire.get("tool_calls"):
+            yield chunk({"tool_calls": [{"index": i} | call for i, call in enumerate(reply.wire["tool_calls"])]})
+        yield chunk({}, reply.finish_reason, usage=_usage(in_tok, out_tok))
+        yield "data: [DONE]\n\n"
 
 
 def _request_session_id(request: web.Request, body: dict[str, Any]) -> str:
@@ -113,59 +135,13 @@ def _tools_to_chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, A
     for tool in tools or ():
         function = tool.get("function") or tool
         if tool.get("type", "function") == "function" and function.get("name"):
-            parameters = function.get("parameters") or {"type": "object", "properties": {}}
-            values = {
-                "name": function["name"],
-                "description": function.get("description") or "",
-                "parameters": parameters,
-            }
-            found.append({"type": "function", "function": values})
+            found.append(tool_dict(function, function.get("parameters")))
     return found or None
-
-
-def _build_reply_parts(parsed: ParsedModelOutput) -> tuple[dict[str, Any], Message]:
-    """(message for the wire, message as the client will send it back). One tool call a turn: the first."""
-    wire: dict[str, Any] = {"role": "assistant", "content": None if parsed.tool_uses else parsed.text}
-    # The text beside a call is not returned, so the recorded message must not have it either.
-    message: Message = {"role": "assistant", "content": "" if parsed.tool_uses else parsed.text}
-    if parsed.reasoning:
-        wire["reasoning_content"] = parsed.reasoning
-    if parsed.tool_uses:
-        use = parsed.tool_uses[0]
-        arguments = json.dumps(use["input"], sort_keys=True, ensure_ascii=False)
-        function = {"name": use["name"], "arguments": arguments}
-        wire["tool_calls"] = [{"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function}]
-        message["tool_calls"] = [tool_call_dict(use["name"], use["input"])]
-    return wire, message
 
 
 def _usage(in_tok: int, out_tok: int) -> dict[str, int]:
     return {"prompt_tokens": in_tok, "completion_tokens": out_tok, "total_tokens": in_tok + out_tok}
 
 
-def _render_response(body: dict[str, Any], reply: Reply, usage: dict[str, int]) -> dict[str, Any]:
-    choice = {"index": 0, "message": reply.wire, "finish_reason": reply.finish_reason, "logprobs": None}
-    return _envelope(body, "chat.completion") | {"choices": [choice], "usage": usage}
-
-
-def _render_stream(body: dict[str, Any], reply: Reply, usage: dict[str, int]) -> Iterator[str]:
-    envelope = _envelope(body, "chat.completion.chunk")
-
-    def chunk(delta: dict[str, Any], finish: str | None = None, **extra: Any) -> str:
-        choice = {"index": 0, "delta": delta, "finish_reason": finish}
-        return f"data: {dumps(envelope | {'choices': [choice]} | extra)}\n\n"
-
-    yield chunk({"role": "assistant"})
-    if reply.wire.get("reasoning_content"):
-        yield chunk({"reasoning_content": reply.wire["reasoning_content"]})
-    if reply.wire.get("content"):
-        yield chunk({"content": reply.wire["content"]})
-    if reply.wire.get("tool_calls"):
-        yield chunk({"tool_calls": [{"index": i} | call for i, call in enumerate(reply.wire["tool_calls"])]})
-    yield chunk({}, reply.finish_reason, usage=usage)
-    yield "data: [DONE]\n\n"
-
-
 def _envelope(body: dict[str, Any], kind: str) -> dict[str, Any]:
-    identity = {"id": f"chatcmpl_{uuid4().hex[:24]}", "object": kind, "created": int(time.time())}
-    return identity | {"model": body.get("model") or _MODEL}
+    return {"id": new_id("chatcmpl"), "object": kind, "created": int(time.time()), "model": model_of(body)}

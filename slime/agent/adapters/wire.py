@@ -1,13 +1,88 @@
-"""Shared by the wire protocols of all adapters: replies, errors, session ids, pieces of messages."""
+"""Shared by the wire protocols of all adapters: the hooks of a protocol, errors, session ids, pieces of messages."""
 
 from __future__ import annotations
 
 import ipaddress
 import json
-from collections.abc import Iterable, Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+from uuid import uuid4
 
 from aiohttp import web
+
+from slime.agent.parsing import ParsedModelOutput
+from slime.agent.trajectory import Message
+
+
+@dataclass
+class Reply:
+    """A turn's reply: the message as the client will send it back, and its form on the wire.
+
+    Attributes:
+        cached_tokens: tokens of the prompt that the engine had in its cache.
+    """
+
+    manager_message: Message
+    finish_reason: str
+    wire: Any
+    cached_tokens: int = 0
+
+
+class Dialect(ABC):
+    """The hooks of a protocol. ``_build_reply`` and ``_respond`` call the three after them."""
+
+    finish_reasons: ClassVar[Mapping[str, str]] = {}
+
+    @abstractmethod
+    def _translate(self, body: dict[str, Any]) -> tuple[list[Message], list[dict[str, Any]] | None]:
+        """(messages for the chat template, tools or None). ValueError: the request is wrong (400)."""
+
+    def _build_reply(
+        self,
+        parsed: ParsedModelOutput,
+        raw_finish: str,
+        translated: list[Message],
+        tools_schema: list[dict[str, Any]] | None,
+    ) -> Reply:
+        """The reply as the conversation keeps it, and as the client receives it."""
+        wire, message = self._reply_parts(parsed)
+        finish = manager_finish_reason(parsed.tool_uses, raw_finish)
+        return Reply(message, self.finish_reasons.get(finish, finish), wire)
+
+    async def _respond(
+        self, request: web.Request, body: dict[str, Any], reply: Reply, in_tok: int, out_tok: int, stream: bool
+    ) -> web.StreamResponse:
+        """Send the answer completely."""
+        if stream:
+            return await send_events(request, self._events(body, reply, in_tok, out_tok))
+        return await send_json(request, self._whole(body, reply, in_tok, out_tok))
+
+    def _reply_parts(self, parsed: ParsedModelOutput) -> tuple[Any, Message]:
+        """(message for the wire, message as the client will send it back)."""
+        raise NotImplementedError
+
+    def _whole(self, body: dict[str, Any], reply: Reply, in_tok: int, out_tok: int) -> dict[str, Any]:
+        """The answer in one object."""
+        raise NotImplementedError
+
+    def _events(self, body: dict[str, Any], reply: Reply, in_tok: int, out_tok: int) -> Iterator[str]:
+        """The answer as server-sent events, ready for the wire."""
+        raise NotImplementedError
+
+
+def new_id(prefix: str, length: int = 24) -> str:
+    return f"{prefix}_{uuid4().hex[:length]}"
+
+
+def model_of(body: dict[str, Any]) -> str:
+    return str(body.get("model") or "slime-actor")
+
+
+def event(kind: str, **values: Any) -> str:
+    """A server-sent event of the protocols whose events have names."""
+    return f"event: {kind}\ndata: {dumps({'type': kind} | values)}\n\n"
 
 
 async def health(request: web.Request) -> web.Response:
@@ -110,6 +185,13 @@ def _block_text(block: Any) -> str:
 def tool_call_dict(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """A tool call for chat templates: the arguments are an object, without an id."""
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def tool_dict(tool: dict[str, Any], parameters: Any) -> dict[str, Any]:
+    """A tool for chat templates. ``parameters``: its JSON schema, if it has one."""
+    schema = parameters or {"type": "object", "properties": {}}
+    values = {"name": tool["name"], "description": tool.get("description") or "", "parameters": schema}
+    return {"type": "function", "function": values}
 
 
 def manager_finish_reason(tool_uses: Sequence[Any], raw_finish: str) -> str:
