@@ -1,8 +1,8 @@
 """Proves that engines compute with the adapter of the last sync: log-probs of fixed tokens, from trainer and engines.
 
 A loaded adapter may still be an older one, have another scale, or not be used by requests. So after every sync each
-engine scores the same tokens twice, with the fields by which the requests of a run name the adapter and without them,
-and the trainer's log-probs with and without adapters must agree with both.
+engine scores the same tokens twice in one request, with the fields by which a run's requests name the adapter and
+without them, and the trainer's log-probs with and without adapters must agree with both.
 
 The base's difference measures the noise between the two implementations. In fp32 it is about 1e-6, and any fault
 shows. In lower precision a young adapter's effect may be smaller than the noise. Then only this is visible: an engine
@@ -17,7 +17,7 @@ from typing import Any
 from slime.backends.protocols import AdapterProof, EngineFleet, Probe
 from slime.utils.errors import EngineError
 
-_NUM_TOKENS = 32
+_NUM_TOKENS = 16
 # Ids of special tokens and of placeholders of images are usually at either end of a vocabulary.
 _FIRST, _MOST = 4, 1000
 _TOLERANCE = 1e-4

@@ -1,42 +1,50 @@
 """Sends a LoRA adapter instead of weights. The base model travels once per engine.
 
     first sync of an engine    base, through the updater of --update-weight-transport; engines stay paused
-    every sync                 pause | replace the adapter | set the version | flush | verify the version | continue
+    every sync                 stage | pause | replace the adapter and set the version, flush | verify | continue
 
     --update-weight-transport   the adapter travels
-    nccl                        as bytes in one request per engine, also with --colocate: engines keep it in host memory
+    nccl                        as bytes to the host of each engine, also with --colocate: it stays in host memory
     disk                        as a directory in peft's format
 
-With bytes, every rank of every engine compares the SHA-256 of each tensor (``expected_checksums`` of SGLang). That an
-engine computes with the adapter is proved when it serves again: :mod:`slime.weight_sync.probe`.
+Bytes are *staged* while the engines still generate: each host gets them once. Every rank of every engine compares the
+SHA-256 of each tensor (``expected_checksums`` of SGLang). That an engine computes with the adapter is proved when it
+serves again: :mod:`slime.weight_sync.probe`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 
-from slime.backends.protocols import EVERY_RANK, SOURCE, EngineFleet, NamedTensor, Recipients, WeightExporter
+from slime.backends.protocols import (
+    EVERY_RANK,
+    SOURCE,
+    EngineFleet,
+    NamedTensor,
+    PendingCalls,
+    Recipients,
+    WeightExporter,
+)
 from slime.data.served_adapter import ADAPTER_NAME
 from slime.models.lora import CONFIG_FILE, FILE_PREFIX, WEIGHTS_FILE, LoraConfig
 from slime.utils.errors import EngineError
-from slime.weight_sync.chunks import bytes_of, chunk_of
+from slime.weight_sync.chunks import WeightChunk, bytes_of, chunk_of
 from slime.weight_sync.send_disk import DiskSettings, DiskUpdater
 from slime.weight_sync.session import (
     TrainerRanks,
     WeightUpdate,
     after_failure,
     error_of,
-    flush_and_verify,
     message_of,
     paused,
+    verify_version,
 )
 from slime.weight_sync.updater import Updater
 from slime.weight_sync.version_store import version_path
@@ -70,23 +78,29 @@ class AdapterUpdater:
         self._write_base = write_base
         self._files = None if files is None else _AdapterFiles(ranks, files)
         self._version: str | None = None
+        # Engines whose base may be incomplete, although they report the version of the update that sent it.
+        self._incomplete: set[str] = set()
 
     def update(self, fleet: EngineFleet, trainer: WeightExporter, update: WeightUpdate) -> int:
         """Make the trainer's adapter that of every engine. Returns the bytes sent per engine, on the source.
 
         Raises: as :func:`slime.weight_sync.session.push_weights`.
         """
-        without_base = self._without_base(fleet, update.timeout_s)
+        without_base = self._without_base(fleet, update)
+        send = self._prepared(fleet, trainer, replace(update, checksums=None, restores=False))
         if not without_base:
-            num_bytes = self._update_adapter(fleet, trainer, update)
+            num_bytes = send()
         else:
             newcomers = fleet.only(without_base)
+            urls = {engine.url for engine in newcomers.engines}
+            self._incomplete |= urls
             try:
                 # they continue when they have the adapter, without which they answer no request
                 base = _Exported(trainer, lambda path: self._write_base(trainer, path))
                 num_bytes = self._base.update(newcomers, base, replace(update, continues=False))
+                self._incomplete -= urls
                 self._base.disconnect()  # it is not needed again, and its connections hold device memory
-                num_bytes += self._update_adapter(fleet, trainer, update)
+                num_bytes += send()
             except BaseException:
                 if self._ranks.is_source and not update.comes_again:
                     after_failure(newcomers, "continue_generation", update.timeout_s)
@@ -94,24 +108,22 @@ class AdapterUpdater:
         self._version = update.version
         return num_bytes
 
-    def _update_adapter(self, fleet: EngineFleet, trainer: WeightExporter, update: WeightUpdate) -> int:
-        # the checks of weights do not see adapters
-        plain = replace(update, checksums=None, restores=False)
-        if self._files is not None:
-            adapter = _Exported(trainer, lambda path: write_adapter(trainer, self._config, self._ranks, path))
-            return self._files.update(fleet, adapter, plain)
-        return self._send(fleet, trainer, plain)
-
-    def _without_base(self, fleet: EngineFleet, timeout_s: float) -> list[int]:
+    def _without_base(self, fleet: EngineFleet, update: WeightUpdate) -> list[int]:
         """The engines that do not have this run's base: all at the first update, later those that have restarted."""
         if self._version is None:
             return list(range(len(fleet.engines)))
         found: list[int] | Exception = []
         if self._ranks.is_source:
             try:
-                versions = fleet.start("weight_version").wait(timeout_s)
-                # a server that has restarted reports SGLang's default
-                found = [index for index, version in enumerate(versions) if version != self._version]
+                versions = fleet.start("weight_version").wait(update.timeout_s)
+                # A server that has restarted reports SGLang's default. The new version is that of an attempt that
+                # failed at another engine.
+                known = (self._version, update.version)
+                found = [
+                    index
+                    for index, (engine, version) in enumerate(zip(fleet.engines, versions, strict=True))
+                    if version not in known or engine.url in self._incomplete
+                ]
             except Exception as error:  # the other ranks wait in from_source()
                 found = error
         answer = self._ranks.from_source(message_of(found) if isinstance(found, Exception) else found)
@@ -122,45 +134,55 @@ class AdapterUpdater:
         indices: list[int] = answer
         return indices
 
-    def _send(self, fleet: EngineFleet, trainer: WeightExporter, update: WeightUpdate) -> int:
-        tensors = list(trainer.export_adapter(recipients=SOURCE))  # a collective
-        failure: Exception | None = None
-        payload = b""
-        if self._ranks.is_source:
-            payload = payload_of(tensors)
-            failure = error_of(lambda: self._push(fleet, update, tensors, payload))
-        _raise_together(self._ranks, failure)
-        return len(payload)
+    def _prepared(self, fleet: EngineFleet, trainer: WeightExporter, update: WeightUpdate) -> Callable[[], int]:
+        """The function that replaces the adapter of all engines. They may generate until it is called."""
+        if (files := self._files) is not None:
+            adapter = _Exported(trainer, lambda path: write_adapter(trainer, self._config, self._ranks, path))
+            return lambda: files.update(fleet, adapter, update)
+        chunk = chunk_of(trainer.export_adapter(recipients=SOURCE))  # a collective
+        staging: list[PendingCalls] = []
+        self._on_source(lambda: staging.append(_stage(fleet, chunk, update.timeout_s)))
 
-    def _push(self, fleet: EngineFleet, update: WeightUpdate, tensors: list[NamedTensor], payload: bytes) -> None:
-        push_adapter(
-            *(fleet, update, "load_adapter_tensors", [{"num_ranks": engine.num_gpus} for engine in fleet.engines]),
-            tensors=payload,
-            config=served_config(tensors, self._config),
-            checksums={name: hashlib.sha256(bytes_of(tensor).data).hexdigest() for name, tensor in tensors},
-        )
+        def send() -> int:
+            self._on_source(lambda: self._push(fleet, update, chunk, staging[0]))
+            return chunk.num_bytes
+
+        return send
+
+    def _on_source(self, work: Callable[[], None]) -> None:
+        _raise_together(self._ranks, error_of(work) if self._ranks.is_source else None)
+
+    def _push(self, fleet: EngineFleet, update: WeightUpdate, chunk: WeightChunk, staging: PendingCalls) -> None:
+        checksums = {name: hashlib.sha256(bytes_of(tensor).data).hexdigest() for name, tensor in chunk.tensors}
+        config = served_config(chunk.tensors, self._config)
+        staging.wait(update.timeout_s)
+        push_adapter(fleet, update, "load_staged_adapter", config=config, checksums=checksums)
 
     def disconnect(self) -> None:
         self._base.disconnect()
 
 
-def push_adapter(
-    fleet: EngineFleet, update: WeightUpdate, verb: str, each: list[dict[str, Any]] | None = None, **content: Any
-) -> None:
-    """Make every engine replace its adapter by ``verb(name, **content)``. On the source only."""
+def push_adapter(fleet: EngineFleet, update: WeightUpdate, verb: str, **content: Any) -> None:
+    """Make every engine replace its adapter by ``verb(name, version, **content)``. On the source only."""
     with paused(fleet, update):
-        fleet.start(verb, each, name=ADAPTER_NAME, **content).wait(update.timeout_s)
-        fleet.start("set_weight_version", version=update.version).wait(update.timeout_s)
-        flush_and_verify(fleet, update)
+        # before the new adapter is there: a paused engine computes no other prefix until it continues
+        flushing = fleet.start("flush_cache", timeout_s=update.timeout_s)
+        fleet.start(verb, name=ADAPTER_NAME, version=update.version, **content).wait(update.timeout_s)
+        flushing.wait(update.timeout_s)
+        verify_version(fleet, fleet.start("weight_version"), update)
 
 
-def payload_of(tensors: list[NamedTensor]) -> bytes:
-    """The tensors as SGLang's ``flattened_bucket``: a pickle that holds only what its unpickler allows."""
-    chunk = chunk_of(tensors)
-    return pickle.dumps({"metadata": chunk.metadata(), "flattened_tensor": chunk.flatten().cpu()})
+def _stage(fleet: EngineFleet, chunk: WeightChunk, timeout_s: float) -> PendingCalls:
+    return fleet.start(
+        "stage_adapter",
+        [{"num_ranks": engine.num_gpus} for engine in fleet.engines],
+        tensors=chunk.flatten().cpu().numpy().tobytes(),
+        metadata=chunk.metadata(),
+        timeout_s=timeout_s,
+    )
 
 
-def served_config(tensors: list[NamedTensor], config: LoraConfig) -> dict[str, Any]:
+def served_config(tensors: Sequence[NamedTensor], config: LoraConfig) -> dict[str, Any]:
     """The content of adapter_config.json for SGLang."""
     names = {name.rpartition(".lora_")[0].rpartition(".")[2] for name, _ in tensors}
     return {

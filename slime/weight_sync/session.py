@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
-from slime.backends.protocols import EngineFleet, NamedTensor
+from slime.backends.protocols import EngineFleet, NamedTensor, PendingCalls
 from slime.utils.errors import EngineError
 from slime.weight_sync.chunks import LEAST_BUCKET, Wants, WeightChunk, into_chunks
 
@@ -301,16 +301,21 @@ def flush_and_verify(fleet: EngineFleet, update: WeightUpdate, sent: Iterable[Na
     flushing = fleet.start("flush_cache", timeout_s=update.timeout_s)
     asking = fleet.start("weight_version")  # the HTTP process answers this call while the scheduler flushes
     flushing.wait(update.timeout_s)
+    verify_version(fleet, asking, update)
+    if update.checksums is not None:
+        _verify_checksums(fleet, update.checksums(sent), update.timeout_s)
+    if update.restores:
+        _verify_restored(fleet, update.timeout_s)
+
+
+def verify_version(fleet: EngineFleet, asking: PendingCalls, update: WeightUpdate) -> None:
+    """Compare the answers of ``asking``, to ``weight_version``, with that of ``update``."""
     for engine, version in zip(fleet.engines, asking.wait(update.timeout_s), strict=True):
         if version != update.version:
             raise EngineError(
                 f"engine {engine.url} reports weight version {version!r} after an update to {update.version!r}: "
                 "the new weights did not arrive."
             )
-    if update.checksums is not None:
-        _verify_checksums(fleet, update.checksums(sent), update.timeout_s)
-    if update.restores:
-        _verify_restored(fleet, update.timeout_s)
 
 
 def _verify_checksums(fleet: EngineFleet, expected: Mapping[str, str], timeout_s: float) -> None:

@@ -437,7 +437,7 @@ def _json_object(response: httpx.Response) -> dict[str, Any]:
         body = response.json()
     except ValueError:
         return {}
-    return body if isinstance(body, dict) else {}
+    return body if isinstance(body, dict) else {"list": body} if isinstance(body, list) else {}
 
 
 def _listens(url: str) -> bool:

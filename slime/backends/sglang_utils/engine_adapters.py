@@ -1,15 +1,86 @@
-"""The calls of an engine that serves a LoRA adapter beside its weights."""
+"""The calls of an engine that serves a LoRA adapter beside its weights.
+
+An adapter gets to the ranks of an engine through shared memory of their host: one copy for all of them, and requests of
+a few kilobytes. It is put there while the engine still generates. Servers of others, which may run on another host or
+in a container, get it in the request.
+"""
 
 from __future__ import annotations
 
 import base64
+import pickle
+import shutil
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
+
+from slime.backends.sglang_utils.server_process import OtherNode
+from slime.utils.errors import EngineError
+
+_SHARED_MEMORY = "/dev/shm"
+# Torch's way of sharing is a setting of the process, and an actor answers calls in several threads.
+_SHARING = threading.Lock()
+
+
+class StagedAdapter:
+    """The tensors of an adapter, ready to be read by the ranks of an engine.
+
+    Args:
+        tensors: all bytes, in the layout of SGLang's ``flattened_bucket``.
+        metadata: name, shape, dtype and place of each tensor, as SGLang reads them.
+        is_shared: the ranks run on this host and see its shared memory.
+    """
+
+    def __init__(self, tensors: bytes, metadata: Sequence[Any], *, is_shared: bool) -> None:
+        import numpy as np
+        import torch
+
+        size = len(tensors)
+        # a full /dev/shm would end this process with SIGBUS at the first write
+        self._is_shared = is_shared and shutil.disk_usage(_SHARED_MEMORY).free > size
+        if self._is_shared:
+            storage = torch.UntypedStorage._new_using_filename_cpu(size)
+            flat = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+        else:
+            flat = torch.empty(size, dtype=torch.uint8)
+        flat.numpy()[:] = np.frombuffer(tensors, np.uint8)
+        self._content = {"metadata": list(metadata), "flattened_tensor": flat}
+
+    def texts(self, num_ranks: int) -> list[str]:
+        """What each rank reads: base64 of a pickle with the memory's name, or with all bytes."""
+        if not self._is_shared:
+            # n copies in one request: each rank reads the entry of its number (SGLang 0.5.23, deserialize_own_rank of
+            # managers/tp_worker.py), and no field of the request is read by all ranks
+            return [_text(pickle.dumps(self._content))] * num_ranks
+        import torch.multiprocessing
+
+        strategy: Any = torch.multiprocessing
+        with _SHARING:
+            before = strategy.get_sharing_strategy()
+            # the default passes file descriptors, which only children of this process can receive
+            strategy.set_sharing_strategy("file_system")
+            try:
+                # one pickle per rank: each counts as one user of the memory, until the rank that reads it frees it
+                return [_text(ForkingPickler.dumps(self._content)) for _ in range(num_ranks)]
+            finally:
+                strategy.set_sharing_strategy(before)
+
+
+def _text(data: bytes | memoryview) -> str:
+    return base64.b64encode(data).decode("ascii")
 
 
 class AdapterCalls(ABC):
     """Part of :class:`slime.backends.sglang_utils.engine.SGLangEngine`."""
+
+    shares_memory = True
+    """The server's ranks see the shared memory of this process."""
+
+    _other_nodes: Sequence[OtherNode]
+    _staged: tuple[StagedAdapter, list[str]] | None = None
 
     @abstractmethod
     def _change(
@@ -41,32 +112,45 @@ class AdapterCalls(ABC):
         models = self._request("GET", "/v1/models", needs="data")["data"]
         return [str(model["id"]) for model in models if model.get("parent") is not None]
 
-    def load_adapter_tensors(
-        self, name: str, tensors: bytes, config: Mapping[str, Any], checksums: Mapping[str, str], num_ranks: int
+    def stage_adapter(self, tensors: bytes, metadata: Sequence[Any], num_ranks: int, timeout_s: float) -> None:
+        """Put an adapter into the memory of the engine's hosts, for its ranks. The engine may generate meanwhile."""
+        nodes = self._other_nodes
+        size = num_ranks // (len(nodes) + 1)  # SGLang numbers the ranks node by node
+        with ThreadPoolExecutor(len(nodes) + 1) as pool:
+            others = [pool.submit(node.stage_adapter, tensors, metadata, size, timeout_s) for node in nodes]
+            adapter = StagedAdapter(tensors, metadata, is_shared=self.shares_memory)
+            texts = adapter.texts(num_ranks - size * len(nodes))
+            self._staged = adapter, texts + [text for other in others for text in other.result()]
+
+    def load_staged_adapter(
+        self, name: str, config: Mapping[str, Any], checksums: Mapping[str, str], version: str
     ) -> None:
-        """Replace the adapter ``name`` on the ``num_ranks`` ranks of the engine.
+        """Replace the adapter ``name`` by the staged one, which is ``version``.
 
         Args:
-            tensors: pickle of ``{"metadata": ..., "flattened_tensor": ...}``.
             config: content of adapter_config.json.
             checksums: SHA-256 of each tensor. Every rank compares them.
         """
-        text = base64.b64encode(tensors).decode("ascii")
+        if self._staged is None:
+            raise EngineError("no adapter is staged: stage_adapter() comes first, once per load")
         body = {
             "lora_name": name,
             "config_dict": dict(config),
-            # every rank reads only the payload of its number
-            "serialized_named_tensors": [text] * num_ranks,
+            "serialized_named_tensors": self._staged[1],
             "load_format": "flattened_bucket",
             "expected_checksums": dict(checksums),
         }
-        self._unload_adapter(name)
-        self._change("load_lora_adapter_from_tensors", body)
+        self._replace_adapter(name, "load_lora_adapter_from_tensors", body, version)
+        self._staged = None  # the ranks keep the memory as long as they need it
 
-    def load_adapter_files(self, name: str, path: str) -> None:
-        """Replace the adapter ``name`` by that in the directory ``path``."""
+    def load_adapter_files(self, name: str, path: str, version: str) -> None:
+        """Replace the adapter ``name`` by that in the directory ``path``, which is ``version``."""
+        self._replace_adapter(name, "load_lora_adapter", {"lora_name": name, "lora_path": path}, version)
+
+    def _replace_adapter(self, name: str, verb: str, body: Mapping[str, Any], version: str) -> None:
         self._unload_adapter(name)
-        self._change("load_lora_adapter", {"lora_name": name, "lora_path": path})
+        self._change(verb, body)
+        self.set_weight_version(version)
 
     def _unload_adapter(self, name: str) -> None:
         # not checked: a fresh engine has none. If an old one stays, SGLang refuses to load another under its name
@@ -86,19 +170,17 @@ class AdapterCalls(ABC):
         adapters = self.adapters()
         # SGLang would search the Hugging Face Hub for an adapter that was loaded before and is not now
         is_loaded = fields.get("lora_path", adapters[0] if adapters else "") in adapters
-        return {
-            "adapters": adapters,
-            "adapted": self._log_probs(token_ids, fields) if is_loaded else None,
-            "base": self._log_probs(token_ids, {}),
-        }
+        base, *adapted = self._log_probs(token_ids, [{}, fields] if is_loaded else [{}])
+        return {"adapters": adapters, "adapted": adapted[0] if adapted else None, "base": base}
 
-    def _log_probs(self, token_ids: Sequence[int], fields: Mapping[str, str]) -> list[float]:
+    def _log_probs(self, token_ids: Sequence[int], requests: Sequence[Mapping[str, str]]) -> list[list[float]]:
+        """Log-probs of ``token_ids`` from the second on, one list for the fields of each of ``requests``."""
         body = {
-            "input_ids": list(token_ids),
+            "input_ids": [list(token_ids)] * len(requests),  # SGLang computes them in one pass
             "sampling_params": {"max_new_tokens": 1},
             "return_logprob": True,
             "logprob_start_len": 0,
-            **fields,
+            **{name: [fields.get(name) for fields in requests] for name in requests[-1]},
         }
-        meta = self._change("generate", body, needs="meta_info")["meta_info"]
-        return [float(entry[0]) for entry in meta["input_token_logprobs"][1:]]
+        answers = self._change("generate", body, needs="list")["list"]
+        return [[float(entry[0]) for entry in answer["meta_info"]["input_token_logprobs"][1:]] for answer in answers]

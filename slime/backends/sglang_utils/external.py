@@ -253,6 +253,8 @@ class ExternalEngine(SGLangEngine):
     It counts as ended if its address does not answer any more, or if another server answers there.
     """
 
+    shares_memory = False  # it may run on another host, or in a container
+
     def __init__(
         self,
         rank: int,

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import psutil
 
@@ -127,6 +127,9 @@ class OtherNode(Protocol):
 
     def activity(self) -> Activity | None:
         """The work of its server so far. None before its start."""
+
+    def stage_adapter(self, tensors: bytes, metadata: Sequence[Any], num_ranks: int, timeout_s: float) -> list[str]:
+        """Put an adapter into this node's memory. Returns what each of its ``num_ranks`` ranks reads."""
 
     def stop(self) -> None:
         """Kill it and everything it started. Never raises."""

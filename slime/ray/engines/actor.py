@@ -23,6 +23,7 @@ from ray.exceptions import RayError
 
 from slime.backends.protocols import EngineInfo
 from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
+from slime.backends.sglang_utils.engine_adapters import StagedAdapter
 from slime.backends.sglang_utils.external import ExternalEngine, ExternalEngineInfo, expert_blocks, get_server_info
 from slime.backends.sglang_utils.fork_server import ForkedServer
 from slime.backends.sglang_utils.server_args import build_argv, server_env
@@ -262,6 +263,11 @@ class EngineNodeActor:
         if self._server is not None:
             self._server.stop()
 
+    def stage_adapter(self, tensors: bytes, metadata: Sequence[Any], num_ranks: int) -> list[str]:
+        """Put an adapter into this node's memory. Returns what each of its ``num_ranks`` ranks reads."""
+        self._adapter = StagedAdapter(tensors, metadata, is_shared=True)  # until the next one
+        return self._adapter.texts(num_ranks)
+
     def pull_weights(self, source_dir: str, local_dir: str, version: int) -> None:
         """Bring this node's copy of the weights in ``local_dir`` up to ``version``."""
         pull_in_time(self._name, source_dir, local_dir, version, self._pull_timeout_s)
@@ -351,6 +357,11 @@ class RayOtherNode:
             return lost
         except Exception as error:  # Ray raises the error of the actor in its own type
             return f"{self.name} is gone: {message_of(error) or f'{type(error).__name__}: {error}'}"
+
+    def stage_adapter(self, tensors: bytes, metadata: Sequence[Any], num_ranks: int, timeout_s: float) -> list[str]:
+        ref = self.handle.stage_adapter.remote(tensors, metadata, num_ranks)
+        texts: list[str] = get(ref, timeout_s, f"{self.name} to keep the adapter", "--weight-sync-timeout")
+        return texts
 
     def stop(self) -> None:
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,12 +41,15 @@ class Base:
     """The updater for weights. Records the engines and whether they continue."""
 
     changed_share = None
+    failure: Exception | None = None
 
     def __init__(self) -> None:
         self.sent: list[tuple[list[str], bool]] = []
 
     def update(self, fleet: Any, trainer: Any, update: WeightUpdate) -> int:
         self.sent.append(([engine.url for engine in fleet.engines], update.continues))
+        if self.failure is not None:
+            raise self.failure
         return 1000
 
     def disconnect(self) -> None: ...
@@ -69,7 +71,7 @@ def test_the_base_goes_once_to_each_engine_which_stays_paused_until_it_has_the_a
     first = sync(updater, fleet, "0")
     assert base.sent == [(["http://a", "http://b"], False)]
     assert fleet.verbs == [
-        *("pause_generation", "load_adapter_tensors", "set_weight_version", "flush_cache"),
+        *("stage_adapter", "pause_generation", "flush_cache", "load_staged_adapter"),
         *("weight_version", "continue_generation"),
     ]
     fleet.version = "0"
@@ -89,13 +91,44 @@ def test_an_engine_that_does_not_report_the_last_version_gets_the_base():
     assert base.sent[1] == (["http://a", "http://b"], False)
 
 
+def test_an_adapter_that_cannot_be_staged_pauses_no_engine():
+    fleet = RecordingFleet(stage_adapter=EngineError("no memory"))
+    updater = AdapterUpdater(ALONE, LORA, Base(), lambda trainer, path: None)  # type: ignore[arg-type]
+    updater._version = fleet.version = "0"
+    with pytest.raises(EngineError, match="no memory"):
+        updater.update(fleet, Trainer(), update("0"))  # type: ignore[arg-type]
+    assert fleet.verbs == ["weight_version", "stage_adapter"]
+
+
+def test_after_an_attempt_that_failed_only_engines_with_half_a_base_get_the_base_again():
+    base, fleet = Base(), RecordingFleet()
+    updater = AdapterUpdater(ALONE, LORA, base, lambda trainer, path: None)  # type: ignore[arg-type]
+    sync(updater, fleet, "0")
+    # every engine has the new version, but one died before it had the adapter
+    fleet.answers["load_staged_adapter"] = EngineError("b died")
+    with pytest.raises(EngineError, match="b died"):
+        sync(updater, fleet, "0")
+    del fleet.answers["load_staged_adapter"]
+    fleet.answers["weight_version"] = "1"
+    updater.update(fleet, Trainer(), update("1"))  # type: ignore[arg-type]
+    assert len(base.sent) == 1
+    # the base of a restarted engine fails after its first bucket, which has set the version
+    fleet.answers["weight_version"] = "default"
+    base.failure = EngineError("half a base")
+    with pytest.raises(EngineError, match="half a base"):
+        updater.update(fleet, Trainer(), update("2"))  # type: ignore[arg-type]
+    base.failure, fleet.answers["weight_version"] = None, "2"
+    updater.update(fleet, Trainer(), update("2"))  # type: ignore[arg-type]
+    assert len(base.sent) == 3
+
+
 def test_a_request_holds_all_tensors_their_checksums_and_the_scale_that_sglang_computes():
     fleet = RecordingFleet()
     sync(AdapterUpdater(ALONE, LORA, Base(), lambda trainer, path: None), fleet, "0")  # type: ignore[arg-type]
-    content = dict(fleet.calls)["load_adapter_tensors"]
-    data = pickle.loads(content["tensors"])
-    for entry in data["metadata"]:
-        part = data["flattened_tensor"][entry.start_idx : entry.end_idx].view(entry.dtype).reshape(entry.shape)
+    staged, content = dict(fleet.calls)["stage_adapter"], dict(fleet.calls)["load_staged_adapter"]
+    flat = torch.frombuffer(bytearray(staged["tensors"]), dtype=torch.uint8)
+    for entry in staged["metadata"]:
+        part = flat[entry.start_idx : entry.end_idx].view(entry.dtype).reshape(entry.shape)
         assert torch.equal(part, dict(TENSORS)[entry.name])
         digest = hashlib.sha256(part.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
         assert content["checksums"][entry.name] == digest
@@ -104,7 +137,7 @@ def test_a_request_holds_all_tensors_their_checksums_and_the_scale_that_sglang_c
     assert served_config(TENSORS, LORA)["target_modules"] == ["q_proj"]
 
 
-@pytest.mark.parametrize("verb", ["load_adapter_tensors", "set_weight_version"])
+@pytest.mark.parametrize("verb", ["load_staged_adapter", "flush_cache"])
 def test_engines_continue_after_an_adapter_that_was_refused(verb: str):
     fleet = RecordingFleet(**{verb: EngineError("rank 3 is too large")})
     updater = AdapterUpdater(ALONE, LORA, Base(), lambda trainer, path: None)  # type: ignore[arg-type]
@@ -113,20 +146,28 @@ def test_engines_continue_after_an_adapter_that_was_refused(verb: str):
     assert fleet.verbs[-1] == "continue_generation"
 
 
-def test_engines_that_have_the_base_continue_if_the_trainer_fails_before_it_sends_the_adapter():
+def test_engines_that_have_the_base_continue_if_the_adapter_cannot_be_staged():
+    fleet = RecordingFleet(stage_adapter=EngineError("no memory"))
+    updater = AdapterUpdater(ALONE, LORA, Base(), lambda trainer, path: None)  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="no memory"):
+        updater.update(fleet, Trainer(), update("0"))  # type: ignore[arg-type]
+    assert fleet.verbs == ["stage_adapter", "continue_generation"]
+    fleet.verbs.clear()
+    with pytest.raises(EngineError, match="no memory"):
+        updater.update(fleet, Trainer(), update("0", comes_again=True))  # type: ignore[arg-type]
+    assert fleet.verbs == ["stage_adapter"]
+
+
+def test_no_engine_changes_if_the_trainer_cannot_export_the_adapter():
     class Failing(Trainer):
         def export_adapter(self, bucket_bytes: int = 0, recipients: Recipients = EVERY_RANK) -> Iterator[NamedTensor]:
             raise EngineError("no adapter")
 
-    fleet = RecordingFleet()
-    updater = AdapterUpdater(ALONE, LORA, Base(), lambda trainer, path: None)  # type: ignore[arg-type]
+    base, fleet = Base(), RecordingFleet()
+    updater = AdapterUpdater(ALONE, LORA, base, lambda trainer, path: None)  # type: ignore[arg-type]
     with pytest.raises(EngineError, match="no adapter"):
         updater.update(fleet, Failing(), update("0"))  # type: ignore[arg-type]
-    assert fleet.verbs == ["continue_generation"]
-    fleet.verbs.clear()
-    with pytest.raises(EngineError, match="no adapter"):
-        updater.update(fleet, Failing(), update("0", comes_again=True))  # type: ignore[arg-type]
-    assert fleet.verbs == []
+    assert (fleet.verbs, base.sent) == ([], [])
 
 
 def test_an_engine_with_another_version_is_an_error():
