@@ -118,6 +118,11 @@ def from_args(group: type[Group], args: argparse.Namespace) -> Group:
     return group(**{name: vars(args)[name] for name in names if name in vars(args)})
 
 
+def with_values(args: argparse.Namespace, **values: Any) -> argparse.Namespace:
+    """A copy of ``args`` with other values. Other holders of ``args`` do not see them."""
+    return argparse.Namespace(**(vars(args) | values))
+
+
 def defaults_of(groups: Sequence[type]) -> dict[str, Any]:
     """Field -> default of every group."""
     return {item.name: _default(item) for group in groups for item in dataclasses.fields(group)}

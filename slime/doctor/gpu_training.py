@@ -31,7 +31,7 @@ from slime.batch.compile import compile_train_data
 from slime.batch.rewards import RewardArgs
 from slime.batch.schedule import MicroBatchArgs, ParallelLayout
 from slime.batch.ship import split_by_dp
-from slime.config.groups import add_group, groups_in
+from slime.config.groups import add_group, groups_in, with_values
 from slime.data.sample import Sample
 from slime.doctor.gpu_kernels import Result, judged, judged_on_cuda, relative
 from slime.observability.arguments import OutputArgs, ProfileArgs
@@ -150,7 +150,7 @@ def trainer_args(directory: str, words: Sequence[str] = ()) -> argparse.Namespac
     others = {"hf_checkpoint": directory, "train_backend": "megatron", "rollout_temperature": 1.0, "num_rollout": 100}
     others |= {"rollout_batch_size": 4, "n_samples_per_prompt": 2, "global_batch_size": 8}
     others |= {"output_dir": directory, "record_samples": 0}
-    return argparse.Namespace(**(vars(args) | others))
+    return with_values(args, **others)
 
 
 def start_trainer(directory: str, words: Sequence[str] = (), *, with_ref: bool = False) -> Any:

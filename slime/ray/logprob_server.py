@@ -34,7 +34,7 @@ from slime.backends.training.checkpoint_source import check_checkpoints, find_st
 from slime.batch.schedule import ParallelLayout
 from slime.config import parse as config_parse
 from slime.config import resolve as config_resolve
-from slime.config.groups import from_args, unsupported_flags
+from slime.config.groups import from_args, unsupported_flags, with_values
 from slime.models.hf_shape import read_shape
 from slime.observability.logging_utils import configure_logger
 from slime.observability.run_info import hide_secrets
@@ -63,11 +63,11 @@ def parse_server_args(argv: Sequence[str]) -> Namespace:
     args = config_parse.parse(argv, GROUPS, read_engine=read_engine, program=_PROGRAM, usage=_USAGE)
     problems = list(unsupported_flags(args, GROUPS))
     configure_megatron_server_args(args)
-    args.is_async = args.debug_rollout_only = False
-    args.update_weight_transport = "nccl"  # no weights are sent, and this transport needs no directory
+    # No weights are sent, and this transport needs no directory.
+    args = with_values(args, is_async=False, debug_rollout_only=False, update_weight_transport="nccl")
     config_resolve.resolve(args, STEPS)
     configure_megatron_server_args(args)  # overrides values derived from flags of a training run
-    args.eval_datasets = []
+    args = with_values(args, eval_datasets=[])
     for rule in (server_problems, *TRAINER_RULES, check_checkpoints):
         problems += rule(args)
     if args.hf_checkpoint is None:

@@ -229,6 +229,7 @@ def generate(args: Namespace, recorded: Recorded) -> Replayed:
     Raises:
         SlimeError: the generate function or the reward raised, or sent a request that is not in the recording.
     """
+    from slime.config.groups import with_values
     from slime.data.chat import load_tokenizer
     from slime.replay.recorded_engine import Recording
     from slime.rollout import sglang_rollout
@@ -242,13 +243,17 @@ def generate(args: Namespace, recorded: Recorded) -> Replayed:
     fresh.reward = None
     group: list[Any] = list(recorded.group)
     group[recorded.place] = fresh
-    # a retry would ask for a reply that is already used
-    args.max_sample_retries = 0
-    args.rm_timeout = args.rollout_request_timeout = _PATIENCE_S
     tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
     with serving(Recording(recorded.sample, tokenizer).answer) as (host, port):
-        args.sglang_router_ip, args.sglang_router_port = host, port
-        args.sglang_model_routers = {"default": (host, port)}
+        args = with_values(
+            args,
+            max_sample_retries=0,  # a retry would ask for a reply that is already used
+            rm_timeout=_PATIENCE_S,
+            rollout_request_timeout=_PATIENCE_S,
+            sglang_router_ip=host,
+            sglang_router_port=port,
+            sglang_model_routers={"default": (host, port)},
+        )
         init_http_client(args)
         params = sglang_rollout.GenerateState(args).sampling_params.copy()
         made = asyncio.run(sglang_rollout.generate_and_rm_group(args, group, params))
@@ -276,7 +281,7 @@ def train(args: Namespace, replayed: Replayed, rollout: int) -> tuple[dict[str, 
     from slime.batch.rewards import RewardArgs
     from slime.batch.schedule import MicroBatchArgs, ParallelLayout
     from slime.batch.ship import split_by_dp
-    from slime.config.groups import from_args
+    from slime.config.groups import from_args, with_values
     from slime.config.resolve.paths import needs_reference
     from slime.hooks.load import load_function
     from slime.ray.train_actor import trainer_class
@@ -304,7 +309,7 @@ def train(args: Namespace, replayed: Replayed, rollout: int) -> tuple[dict[str, 
     # a process group of one: the trainer's collectives run unchanged
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     # the learning-rate schedule needs the length of the run
-    args.num_rollout = args.num_rollout or rollout + 1
+    args = with_values(args, num_rollout=args.num_rollout or rollout + 1)
     make = trainer_class(args, "actor")
     trainer = make(args, rank=0, world_size=1, with_ref=needs_reference(args))
     trainer.setup()

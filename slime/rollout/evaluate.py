@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from typing import Any
 
+from slime.config.groups import with_values
 from slime.data.chat import load_tokenizer
 from slime.data.media import load_processor
 from slime.data.prompts import Dataset
@@ -202,6 +202,4 @@ def _with_eval_limits(args: Namespace) -> Namespace:
     if limit is None or limit == args.rollout_max_context_len:
         return args
     # A copy: a rollout with the original may be running at the same time.
-    twin = copy.copy(args)
-    twin.rollout_max_context_len = limit
-    return twin
+    return with_values(args, rollout_max_context_len=limit)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from slime.config.groups import with_values
 from slime.data.chat import load_tokenizer, render_chat
 from slime.data.prompts import parse_path
 from slime.data.sample import Sample
@@ -87,10 +88,8 @@ def check_plugin(flag: str, path: str, *more_flags: str) -> list[str]:
 
 def _check(hook: Hook, path: str, args: Namespace) -> Outcome:
     # this hook alone: check_hooks reports problems of all hooks that it finds
-    one = Namespace(**{h.dest: None for h in HOOKS})
-    setattr(one, hook.dest, path)
-    # decides which signature a reward function needs
-    one.group_rm = args.group_rm
+    paths = {h.dest: path if h is hook else None for h in HOOKS}
+    one = Namespace(**paths, group_rm=args.group_rm)  # --group-rm decides which signature a reward function needs
     problems = check_hooks(one)
     if problems:
         return Outcome(hook.flag, path, "bad", problems)
@@ -139,7 +138,7 @@ async def _run_in_time(hook: Hook, path: str, args: Namespace) -> list[str]:
 
 
 def _run(hook: Hook, path: str, args: Namespace) -> Iterator[str]:
-    call_args = Namespace(**vars(args) | {"n_samples_per_prompt": GROUP_SIZE})
+    call_args = with_values(args, n_samples_per_prompt=GROUP_SIZE)
     for other in HOOKS:  # one function at a time: the others have checks for themselves
         if other.dest != hook.dest and other.dest in CHECKS:
             setattr(call_args, other.dest, [] if other.dest == "rollout_sample_hook_path" else None)
@@ -148,7 +147,7 @@ def _run(hook: Hook, path: str, args: Namespace) -> Iterator[str]:
     with ExitStack() as stack:
         row = _first_row(call_args)
         if hook.dest in _NEEDS_ENGINE:
-            row = _play_engine(call_args, row, stack)
+            call_args, row = _play_engine(call_args, row, stack)
         yield from check(Call(function, call_args, row))
 
 
@@ -158,25 +157,31 @@ def _first_row(args: Namespace) -> Sample:
         return QUESTION
     path, rows = parse_path(args.prompt_data)
     # one row is read, not the whole data set
-    first = Namespace(**vars(args) | {"prompt_data": path if rows else f"{path}@[0:1]", "streaming_data": False})
+    first = with_values(args, prompt_data=path if rows else f"{path}@[0:1]", streaming_data=False)
     ((sample, *_),) = RolloutDataSource(first).get_samples(1)
     assert isinstance(sample, Sample)
     return sample
 
 
-def _play_engine(args: Namespace, row: Sample, stack: ExitStack) -> Sample:
-    """Start a pretended engine at the router's address. Returns the row, a made-up one rendered as a chat."""
+def _play_engine(args: Namespace, row: Sample, stack: ExitStack) -> tuple[Namespace, Sample]:
+    """Start a pretended engine. Returns the arguments with its address, and the row, a made-up one as a chat."""
     tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
-    args.sglang_router_ip, args.sglang_router_port = stack.enter_context(pretend_engine(tokenizer))
-    args.rollout_num_gpus = args.rollout_num_gpus or 1
-    args.rollout_max_response_len = min(args.rollout_max_response_len, _MAX_RESPONSE_LEN)
-    args.rollout_batch_size = args.over_sampling_batch_size = 2
-    # rollout functions score their samples, and fail without any reward
-    args.rm_type = args.rm_type or "random"
+    host, port = stack.enter_context(pretend_engine(tokenizer))
+    args = with_values(
+        args,
+        sglang_router_ip=host,
+        sglang_router_port=port,
+        rollout_num_gpus=args.rollout_num_gpus or 1,
+        rollout_max_response_len=min(args.rollout_max_response_len, _MAX_RESPONSE_LEN),
+        rollout_batch_size=2,
+        over_sampling_batch_size=2,
+        # rollout functions score their samples, and fail without any reward
+        rm_type=args.rm_type or "random",
+    )
     # a singleton: an earlier check may have made it with other arguments
     GenerateState.clear_instances()
     stack.callback(GenerateState.clear_instances)
     if row is not QUESTION or not tokenizer.chat_template:
-        return row
+        return args, row
     messages = [{"role": "user", "content": QUESTION.prompt}]
-    return Sample(prompt=render_chat(tokenizer, messages, add_generation_prompt=True), label=QUESTION.label)
+    return args, Sample(prompt=render_chat(tokenizer, messages, add_generation_prompt=True), label=QUESTION.label)

@@ -50,7 +50,7 @@ MAY_IMPORT: dict[str, list[str]] = {
     "backends/fsdp_utils": [*BELOW_TRAINER, "backends/training"],
     "ray": [EVERYTHING],
     "agent": ["rollout", "data", "utils", "observability"],
-    "testing": ["ray", "rollout", "batch", "data", "hooks", "utils"],
+    "testing": ["config", "ray", "rollout", "batch", "data", "hooks", "utils"],
     "doctor": [EVERYTHING],
     "replay": [EVERYTHING],
     "board": ["data", "observability", "models", "utils"],

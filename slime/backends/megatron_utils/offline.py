@@ -22,7 +22,7 @@ from slime.backends.megatron_utils.model_rules import sees_media
 from slime.backends.megatron_utils.patches.install import install
 from slime.backends.training.arguments import ParallelArgs, TrainerArgs
 from slime.backends.training.checkpoint_source import Source, inspect_checkpoint
-from slime.config.groups import add_group, from_args, groups_in, unsupported_flags
+from slime.config.groups import defaults_of, from_args, groups_in, unsupported_flags, with_values
 from slime.config.parse import EngineNamespace, parse
 from slime.models.config_json import load_model_config, text_part
 from slime.models.hf_shape import read_shape
@@ -81,11 +81,12 @@ def read_options(
     config = {**whole, **text_part(whole)}
     if not (args.bf16 or args.fp16 or args.fp32):
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-        setattr(args, _FLOATS.get(dtype, "bf16"), True)
-    args.debug_rollout_only = False  # rules of the trainer hold for tools too
-    _add_training_defaults(args)
-    args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    _default_layout(args, config)
+        args = with_values(args, **{_FLOATS.get(dtype, "bf16"): True})
+    # Rules of the trainer hold for tools too. They and the model's config read flags of the objective.
+    absent = {name: value for name, value in defaults_of(groups_in(algorithm_arguments)).items() if name not in args}
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    args = with_values(args, **absent, debug_rollout_only=False, world_size=num_ranks)
+    args = with_values(args, pipeline_model_parallel_size=_num_stages(args, config))
     for step in argument_rules.STEPS:
         step(args)
     problems = [*unsupported_flags(args, groups)]
@@ -99,29 +100,18 @@ def read_options(
     return args
 
 
-def _add_training_defaults(args: argparse.Namespace) -> None:
-    """Set the flags of the objective to their defaults: rules and the model's config read them, tools lack them."""
-    parser = argparse.ArgumentParser(add_help=False)
-    for group in groups_in(algorithm_arguments):
-        add_group(parser, group)
-    for name, value in vars(parser.parse_args([])).items():
-        vars(args).setdefault(name, value)
-
-
-def _default_layout(args: argparse.Namespace, config: dict[str, Any]) -> None:
-    world_size = args.world_size
-    sizes = ("tensor", "pipeline", "context", "expert")
-    if world_size == 1 or any(getattr(args, f"{size}_{_suffix(size)}") > 1 for size in sizes):
-        return
-    stages = world_size
+def _num_stages(args: argparse.Namespace, config: dict[str, Any]) -> int:
+    """As many pipeline stages as there are ranks, if they divide the layers and no flag chooses a layout."""
+    sizes = from_args(ParallelArgs, args)
+    stages = sizes.pipeline_model_parallel_size
+    others = (sizes.tensor_model_parallel_size, sizes.context_parallel_size, sizes.expert_model_parallel_size)
+    if max(stages, *others) > 1:
+        return stages
+    stages = args.world_size
     layers = int(config.get("num_hidden_layers") or 1)  # a rule reports a model without layers
-    while layers % stages or world_size % stages:
+    while layers % stages or args.world_size % stages:
         stages -= 1
-    args.pipeline_model_parallel_size = stages
-
-
-def _suffix(size: str) -> str:
-    return "parallel_size" if size == "context" else "model_parallel_size"
+    return stages
 
 
 def _has_tower(flag: str, path: str) -> bool:

@@ -20,7 +20,7 @@ from slime.algorithms.policy_loss import MakeReducer
 from slime.algorithms.reduce import Reducer, Samples
 from slime.algorithms.types import LossOutput
 from slime.backends.training.context_parallel import WHOLE, Sharding, seen_as
-from slime.config.groups import from_args
+from slime.config.groups import from_args, with_values
 from slime.hooks.load import can_be_called, load_function
 from slime.utils.errors import ConfigError
 
@@ -62,7 +62,7 @@ class CustomFunctions:
 
         return cls(
             # padding of the vocabulary must stay out of users' log-probs, also if --vocab-size is not given
-            args=args if vocab_size is None else Namespace(**(vars(args) | {"vocab_size": vocab_size})),
+            args=args if vocab_size is None else with_values(args, vocab_size=vocab_size),
             loss=function(paths.custom_loss_function_path),
             advantages=function(paths.custom_advantage_function_path),
             tis=function(paths.custom_tis_function_path),
