@@ -28,6 +28,7 @@ from slime.backends.megatron_utils.model.experts import group_experts
 from slime.backends.megatron_utils.model.gated_delta_net import GatedDeltaNet
 from slime.backends.megatron_utils.model.norms import JointHeadNorm, TorchNorm
 from slime.backends.megatron_utils.model.sparse_attention import make_sparse
+from slime.backends.megatron_utils.model.te_layers import with_classes
 from slime.hooks.load import load_function
 from slime.models.family import Family
 from slime.models.shape import SparseShape
@@ -98,23 +99,6 @@ def user_block(layers: Any, config: Any, vp_stage: int | None = None) -> Any:
         if isinstance(attention, MLASelfAttentionSubmodules):
             _replicate_down_projections(attention)
     return block
-
-
-def with_classes(spec: Any, classes: dict[type, Any]) -> Any:
-    """A copy of ``spec``, Megatron's description of layers, with other classes."""
-    if isinstance(spec, type):
-        if spec.__module__.startswith(("megatron.core.extensions.transformer_engine", "transformer_engine.")):
-            raise ConfigError(
-                f"--spec: {spec.__name__} is a class of TransformerEngine. Build the layers with "
-                "use_transformer_engine=False: --transformer-impl transformer_engine exchanges their classes."
-            )
-        return classes.get(spec, spec)
-    if isinstance(spec, list):
-        return [with_classes(one, classes) for one in spec]
-    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
-        parts = {item.name: getattr(spec, item.name) for item in dataclasses.fields(spec)}
-        return dataclasses.replace(spec, **{name: with_classes(part, classes) for name, part in parts.items()})
-    return spec
 
 
 def mtp_spec(config: Any, family: Family, vp_stage: int | None = None, *, block: Any | None = None) -> Any | None:

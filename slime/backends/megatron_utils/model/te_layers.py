@@ -28,10 +28,10 @@ from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
-from slime.backends.megatron_utils.layer_specs import with_classes
 from slime.backends.megatron_utils.model.attention import PackedAttention
 from slime.backends.megatron_utils.model.experts import GroupedExperts
 from slime.backends.megatron_utils.model.norms import TorchNorm
+from slime.utils.errors import ConfigError
 
 
 def with_te_layers(spec: Any, config: Any) -> Any:
@@ -115,3 +115,20 @@ def prepare_te_layers(model: Any) -> None:
         if isinstance(module, TERowParallelGroupedLinear):
             for parameter in module.parameters():
                 parameter.partition_dim = 1  # marked as 0 if tensor parallelism divides experts
+
+
+def with_classes(spec: Any, classes: dict[type, Any]) -> Any:
+    """A copy of ``spec``, Megatron's description of layers, with other classes."""
+    if isinstance(spec, type):
+        if spec.__module__.startswith(("megatron.core.extensions.transformer_engine", "transformer_engine.")):
+            raise ConfigError(
+                f"--spec: {spec.__name__} is a class of TransformerEngine. Build the layers with "
+                "use_transformer_engine=False: --transformer-impl transformer_engine exchanges their classes."
+            )
+        return classes.get(spec, spec)
+    if isinstance(spec, list):
+        return [with_classes(one, classes) for one in spec]
+    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
+        parts = {item.name: getattr(spec, item.name) for item in dataclasses.fields(spec)}
+        return dataclasses.replace(spec, **{name: with_classes(part, classes) for name, part in parts.items()})
+    return spec
