@@ -16,6 +16,14 @@ if TYPE_CHECKING:
 # (Hugging Face parameter name, full unsharded tensor)
 NamedTensor: TypeAlias = "tuple[str, torch.Tensor]"
 
+DtypeName: TypeAlias = Literal["bfloat16", "float16", "float32"]
+
+
+def weights_dtype(*, fp16: bool, fp32: bool) -> DtypeName:
+    """Precision of the weights in trainers and engines, and of activations: bfloat16 unless --fp16 or --fp32."""
+    return "float32" if fp32 else "float16" if fp16 else "bfloat16"
+
+
 # The parts of a trainer's device memory between steps. Activations are not a part: they exist only within a step.
 TrainerPart: TypeAlias = Literal["weights", "gradients", "optimizer"]
 TRAINER_PARTS: tuple[TrainerPart, ...] = ("weights", "gradients", "optimizer")

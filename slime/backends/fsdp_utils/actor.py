@@ -35,9 +35,9 @@ from slime.backends.fsdp_utils.hf_weights import export_weights, load_weights
 from slime.backends.fsdp_utils.model import build_model, local_tensor, local_tensors, read_config
 from slime.backends.fsdp_utils.optimizer import build_optimizer, reset_moments
 from slime.backends.fsdp_utils.step import TrainState, outputs_by_sample, train_step
-from slime.backends.protocols import EVERY_RANK, SOURCE, NamedTensor, Recipients, TrainerPart
+from slime.backends.protocols import EVERY_RANK, SOURCE, NamedTensor, Recipients, TrainerPart, weights_dtype
 from slime.backends.training.adapter_files import save_adapter, shared_description
-from slime.backends.training.arguments import OptimizerArgs, ParallelArgs, PrecisionArgs, TrainerArgs
+from slime.backends.training.arguments import OptimizerArgs, ParallelArgs, TrainerArgs
 from slime.backends.training.checkpoint_source import Source
 from slime.backends.training.context_parallel import Sharding
 from slime.backends.training.data import RankPlace, TrainBatch, row_multiple
@@ -66,8 +66,7 @@ class FsdpTrainer(TrainerBase):
         # Before the base class, which takes the size of the vocabulary.
         self._config = read_config(args.hf_checkpoint)
         super().__init__(args, rank=rank, world_size=world_size, with_ref=with_ref, vocab_size=self._config.vocab_size)
-        is_fp32 = from_args(PrecisionArgs, args).fp32
-        self._dtype = torch.float32 if is_fp32 else torch.bfloat16
+        self._dtype = getattr(torch, weights_dtype(fp16=args.fp16, fp32=args.fp32))
         self._names = TensorReader(args.hf_checkpoint, "--hf-checkpoint").names
         self._state: TrainState | None = None
 

@@ -30,8 +30,9 @@ from slime.backends.megatron_utils.precision_rules import (
     uses_transformer_engine,
 )
 from slime.backends.megatron_utils.transformer_config import expert_tensor_parallel_size
+from slime.backends.training.arguments import OptimizerArgs
 from slime.config import notices
-from slime.config.groups import flag_of
+from slime.config.groups import flag_of, from_args
 from slime.models.family import is_family_spec
 from slime.models.shape import ModelShape
 
@@ -88,7 +89,7 @@ def _precision(args: Namespace) -> None:
     if not args.fp16 and not args.fp32:
         args.bf16 = True
     if args.use_distributed_optimizer is None:
-        args.use_distributed_optimizer = args.optimizer == "adam"
+        args.use_distributed_optimizer = from_args(OptimizerArgs, args).is_distributed
     if args.bf16:
         args.accumulate_allreduce_grads_in_fp32 = True
     if args.recompute_activations and args.recompute_granularity is None:

@@ -11,9 +11,10 @@ import logging
 import os
 import shutil
 from argparse import Namespace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from slime.backends.megatron_utils.precision_rules import has_te_attention, uses_transformer_engine
+from slime.backends.protocols import weights_dtype
 from slime.models.hf_shape import read_shape
 from slime.models.shape import DeltaNetShape, MlaShape, ModelShape, MoeShape, YarnRope
 
@@ -22,15 +23,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
-DtypeName = Literal["bfloat16", "float16", "float32"]
-
-
-def dtype_name(args: Namespace) -> DtypeName:
-    """The dtype of weights and activations: bfloat16 unless --fp16 or --fp32."""
-    if args.fp32:
-        return "float32"
-    return "float16" if args.fp16 else "bfloat16"
 
 
 def expert_tensor_parallel_size(args: Namespace) -> int:
@@ -79,7 +71,7 @@ def build_config(args: Namespace, shape: ModelShape | None = None) -> Transforme
     kwargs = transformer_config_kwargs(args, shape)
     is_cpu = accelerator.current().is_cpu
     fuses = _can_fuse(is_cpu=is_cpu)
-    dtype = getattr(torch, dtype_name(args))
+    dtype = getattr(torch, weights_dtype(fp16=args.fp16, fp32=args.fp32))
     config_class = MLATransformerConfig if kwargs["multi_latent_attention"] else TransformerConfig
     has_te = has_te_attention(args, is_latent=kwargs["multi_latent_attention"])
     config = config_class(
@@ -145,10 +137,9 @@ def _layers(args: Namespace, shape: ModelShape) -> dict[str, Any]:
 
 
 def _numerics(args: Namespace) -> dict[str, Any]:
-    dtype = dtype_name(args)
     return {
-        "bf16": dtype == "bfloat16",
-        "fp16": dtype == "float16",
+        "bf16": not (args.fp16 or args.fp32),
+        "fp16": args.fp16 and not args.fp32,
         "attention_softmax_in_fp32": True,
         "variable_seq_lengths": True,
         "deterministic_mode": args.deterministic_mode,

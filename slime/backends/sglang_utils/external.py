@@ -20,9 +20,9 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from slime.backends.protocols import weights_dtype
 from slime.backends.sglang_utils.adapter_rules import problems_of_server
 from slime.backends.sglang_utils.engine import EngineSpec, SGLangEngine
-from slime.backends.sglang_utils.server_args import trainer_dtype
 from slime.backends.sglang_utils.topology import WorkerType
 from slime.config.arguments import SyncArgs
 from slime.utils.deadline import Deadline
@@ -232,7 +232,7 @@ def problems_of(info: ExternalEngineInfo, args: Namespace, *, source: str = _FLA
     seen = info.server_info
     if args.use_rollout_routing_replay and not seen.get("enable_return_routed_experts"):
         yield f"{start} it does not return its expert choices: start it with --enable-return-routed-experts."
-    wanted = trainer_dtype(fp16=args.fp16, fp32=args.fp32)
+    wanted = weights_dtype(fp16=args.fp16, fp32=args.fp32)
     dtype = str(seen.get("dtype", "auto")).replace("half", "float16")
     if dtype not in ("auto", wanted) and not (dtype == "float" and wanted == "float32"):
         yield f"{start} its weights are {dtype}, the trainer's {wanted}: start it with --dtype {wanted}."

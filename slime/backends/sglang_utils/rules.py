@@ -13,6 +13,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from slime.backends.protocols import weights_dtype
 from slime.backends.sglang_utils.adapter_rules import experts_on_cpu, served_adapter
 from slime.backends.sglang_utils.engine import START_TIMEOUT_S
 from slime.backends.sglang_utils.external import (
@@ -22,7 +23,6 @@ from slime.backends.sglang_utils.external import (
     problems_of,
 )
 from slime.backends.sglang_utils.option_table import ALIASES
-from slime.backends.sglang_utils.server_args import trainer_dtype
 from slime.backends.sglang_utils.topology import ModelSpec, Topology, WorkerType, num_stages, topology_of
 from slime.config import notices
 from slime.data.sampling_mask import cuts_vocabulary
@@ -109,7 +109,7 @@ def _dtype(args: Namespace) -> None:
     # a quantized checkpoint has the precision that its kernels need
     if config.get("quantization_config") or config.get("compression_config"):
         return
-    args.sglang_dtype = trainer_dtype(fp16=args.fp16, fp32=args.fp32)
+    args.sglang_dtype = weights_dtype(fp16=args.fp16, fp32=args.fp32)
     stored = config.get("dtype") or config.get("torch_dtype")
     if stored not in (None, args.sglang_dtype):
         text = f"{args.sglang_dtype}, the trainer's precision; --hf-checkpoint says {stored}"

@@ -109,11 +109,6 @@ def build_argv(
     return [word for word in own + user if word not in off] + override_argv(overrides or {})
 
 
-def trainer_dtype(*, fp16: bool, fp32: bool) -> str:
-    """Precision of the weights that the trainer sends, under SGLang's name."""
-    return "float32" if fp32 else "float16" if fp16 else "bfloat16"
-
-
 def _pd(worker_type: WorkerType, bootstrap_port: int | None) -> dict[str, Any]:
     """Flags for prefill and decode on different engines."""
     match worker_type:

@@ -188,6 +188,12 @@ class OptimizerArgs:
         off="--no-check-for-nan-in-loss-and-grad",
     )
 
+    @property
+    def is_distributed(self) -> bool:
+        """Whether data-parallel ranks share the optimizer states."""
+        given = self.use_distributed_optimizer
+        return self.optimizer == "adam" if given is None else given
+
 
 @dataclass(frozen=True)
 class LoraArgs:

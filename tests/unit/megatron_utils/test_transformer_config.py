@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.precision_rules import has_te_attention
-from slime.backends.megatron_utils.transformer_config import dtype_name, transformer_config_kwargs
+from slime.backends.megatron_utils.transformer_config import transformer_config_kwargs
+from slime.backends.protocols import weights_dtype
 from slime.models.hf_shape import read_shape, shape_from_config
 from slime.models.shape import ModelShape
 from tests.unit.megatron_utils.hub_models import DEEPSEEK_V3, GLM45_AIR, MOONLIGHT, QWEN3_4B, QWEN3_30B
@@ -135,7 +136,7 @@ def test_layouts_are_passed_on_and_exchanges_are_not_batched_with_interleaving()
 )
 def test_half_precision_is_the_default(flags: dict[str, bool], name: str) -> None:
     args = make_args("unread", **({"fp32": False} | flags))
-    assert dtype_name(args) == name
+    assert weights_dtype(fp16=args.fp16, fp32=args.fp32) == name
     kwargs = transformer_config_kwargs(args, shape_from_config(QWEN3_4B, "hub"))
     assert (kwargs["bf16"], kwargs["fp16"]) == (name == "bfloat16", name == "float16")
 

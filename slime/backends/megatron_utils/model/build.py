@@ -40,14 +40,6 @@ from slime.models.tables import local_name
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
 
-
-def params_dtype(precision: PrecisionArgs) -> torch.dtype:
-    """bfloat16 unless --fp16 or --fp32."""
-    if precision.fp32:
-        return torch.float32
-    return torch.float16 if precision.fp16 else torch.bfloat16
-
-
 Provider = Callable[..., Any]
 """``--custom-model-provider-path``: called with those of pre_process, post_process, vp_stage, config that it takes."""
 
@@ -194,7 +186,7 @@ def wrap_data_parallel(
         config,
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=is_wide,
-            use_distributed_optimizer=uses_distributed_optimizer(optimizer),
+            use_distributed_optimizer=optimizer.is_distributed,
             fp8_param_gather=precision.fp8_param_gather,
             num_distributed_optimizer_instances=optimizer.num_distributed_optimizer_instances,
             check_for_nan_in_grad=False,  # ``step`` looks at all ranks before anything is applied
@@ -231,12 +223,6 @@ def overlap_communication(config: TransformerConfig, wrapped: Sequence[Any], par
             config.grad_sync_func = of_chunks([chunk.start_grad_sync for chunk in wrapped])
     if parallel.overlap_param_gather and parallel.align_param_gather:
         config.param_sync_func = of_chunks([chunk.start_param_sync for chunk in wrapped])
-
-
-def uses_distributed_optimizer(optimizer: OptimizerArgs) -> bool:
-    if optimizer.use_distributed_optimizer is None:
-        return optimizer.optimizer == "adam"
-    return optimizer.use_distributed_optimizer
 
 
 def _mark_shards(model: torch.nn.Module) -> None:

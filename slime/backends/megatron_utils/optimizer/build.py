@@ -11,9 +11,9 @@ from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, distrib_o
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime.backends.megatron_utils.arguments.model import MuonArgs
-from slime.backends.megatron_utils.model.build import params_dtype, uses_distributed_optimizer
 from slime.backends.megatron_utils.optimizer.host_adam import HostUpdate, keep_states_on_host, update_threads
 from slime.backends.megatron_utils.optimizer.muon import build_muon
+from slime.backends.protocols import weights_dtype
 from slime.backends.training.arguments import OptimizerArgs, PrecisionArgs
 from slime.backends.training.optimizer import RateSchedule, StatelessAdam, fuse_adamw
 from slime.utils.errors import ConfigError
@@ -91,7 +91,7 @@ def parts_of(optimizer: Any) -> list[Any]:
 
 
 def _config(args: OptimizerArgs, precision: PrecisionArgs) -> OptimizerConfig:
-    dtype = params_dtype(precision)
+    dtype = getattr(torch, weights_dtype(fp16=precision.fp16, fp32=precision.fp32))
     return OptimizerConfig(
         optimizer=args.optimizer,
         lr=args.lr,
@@ -106,7 +106,7 @@ def _config(args: OptimizerArgs, precision: PrecisionArgs) -> OptimizerConfig:
         fp16=precision.fp16,
         params_dtype=dtype,
         initial_loss_scale=2.0**16,  # fp16 only: Megatron's 2**32 skips dozens of steps at the start
-        use_distributed_optimizer=uses_distributed_optimizer(args),
+        use_distributed_optimizer=args.is_distributed,
         fp8_recipe=precision.fp8_recipe if precision.fp8 else None,
     )
 
