@@ -36,7 +36,7 @@ from slime.data.sample import Sample
 from slime.doctor.gpu_kernels import Result, judged, judged_on_cuda, relative
 from slime.observability.arguments import OutputArgs, ProfileArgs
 from slime.utils import accelerator
-from slime.utils.net import free_port
+from slime.utils.net import single_rank_environment
 
 _STEPS = 3
 
@@ -187,8 +187,8 @@ def start_random(directory: str, words: Sequence[str] = (), *, scale: float = 0.
 
 
 def _started(kind: Callable[..., Any], directory: str, words: Sequence[str], *, with_ref: bool) -> Any:
-    os.environ.setdefault("MASTER_PORT", str(free_port()))
-    os.environ.update(MASTER_ADDR="127.0.0.1", RANK="0", WORLD_SIZE="1")
+    if not torch.distributed.is_initialized():  # the port of an inherited variable is that of another group
+        os.environ.update(single_rank_environment())
     trainer = kind(trainer_args(directory, words), rank=0, world_size=1, with_ref=with_ref)
     trainer.setup()
     return trainer
@@ -253,7 +253,6 @@ class Job:
         """Run in a process whose accelerator is ``kind``."""
         command = [sys.executable, "-m", "slime.doctor.gpu_training", json.dumps(asdict(self))]
         env = os.environ | {"SLIME_ACCELERATOR": kind}
-        env.pop("MASTER_PORT", None)  # taken by the group of this process
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"three steps of {', '.join(self.models)} on {kind}: {done.stderr[-2000:]}")

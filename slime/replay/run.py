@@ -26,7 +26,7 @@ from slime.data.sample import Sample, iter_samples
 from slime.observability.run_info import RunInfo, read_run_info
 from slime.observability.sample_record import read_rows, record_file, sample_of_row
 from slime.utils.errors import ConfigError, DataError, SlimeError
-from slime.utils.net import free_port
+from slime.utils.net import single_rank_environment
 
 _SHOWN = ("loss", "pg_loss", "kl_loss", "entropy_loss", "ppo_kl", "train_rollout_logprob_abs_diff", "grad_norm")
 _ONE_PROCESS = shlex.split(
@@ -307,7 +307,7 @@ def train(args: Namespace, replayed: Replayed, rollout: int) -> tuple[dict[str, 
         settings=from_args(MicroBatchArgs, args),
     )
     # a process group of one: the trainer's collectives run unchanged
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    os.environ.update(single_rank_environment(), LOCAL_RANK="0")
     # the learning-rate schedule needs the length of the run
     args = with_values(args, num_rollout=args.num_rollout or rollout + 1)
     make = trainer_class(args, "actor")

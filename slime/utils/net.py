@@ -189,3 +189,8 @@ def run_router(args: Any) -> None:
     # by name: sglang_router is an optional dependency
     router = importlib.import_module("sglang_router.router")
     router.Router.from_args(args).start()
+
+
+def single_rank_environment() -> dict[str, str]:
+    """Variables with which ``torch.distributed`` makes a group of this process alone, at a free port."""
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "1"}

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from slime.utils.distributed_utils import destroy_group, get_gloo_group, init_process_group, join_group
 from slime.utils.errors import DeadlineExceeded
+from slime.utils.net import free_port
 from tests.limits import unloaded_time
-from tests.unit.megatron_utils.tiny_trainer import free_port
 
 _PEER = """
 import sys, torch, torch.distributed as dist

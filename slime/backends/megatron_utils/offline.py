@@ -27,7 +27,7 @@ from slime.config.parse import EngineNamespace, parse
 from slime.models.config_json import load_model_config, text_part
 from slime.models.hf_shape import read_shape
 from slime.utils.errors import ConfigError, SlimeError
-from slime.utils.net import free_port
+from slime.utils.net import single_rank_environment
 
 if TYPE_CHECKING:
     from slime.backends.megatron_utils.step import TrainState
@@ -147,7 +147,7 @@ class OfflineModel:
 
     def __enter__(self) -> OfflineModel:
         if "WORLD_SIZE" not in os.environ:  # not started by torchrun: alone
-            os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+            os.environ.update(single_rank_environment())
         install()
         from slime.backends.megatron_utils.setup import build_model_state, init_distributed
 

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -53,7 +54,9 @@ def test_all_sections_run_small_with_torch_and_megatron_alone_and_skip_what_need
     assert all(line["reason"] for line in lines)
 
 
-def test_a_checkpoint_is_read_by_another_trainer() -> None:
+def test_a_checkpoint_is_read_by_another_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = socket.create_server(("127.0.0.1", 0))
+    monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))  # as a shell inside of a job may have it
     statuses = {line["check"]: line["status"] for line in gpu_check.run_sections(["save"], is_small=True)}
     assert statuses == {"save.bits": "pass", "save.memory": "skipped"}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from slime.backends.megatron_utils import arguments as megatron_arguments
 from slime.batch.arguments import BatchArgs, ReplayArgs
 from slime.config.groups import add_group, groups_in
 from slime.observability.arguments import OutputArgs, ProfileArgs
+from slime.utils.net import single_rank_environment
 from slime.utils.torchvision_cpu import install as allow_torchvision_on_cpu
 
 VOCAB = 61
@@ -198,15 +198,9 @@ def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in weights}
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def use_single_rank_env() -> None:
     torch.set_num_threads(1)  # several tests share few cores
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK="0", WORLD_SIZE="1")
+    os.environ.update(single_rank_environment())
 
 
 @contextmanager
